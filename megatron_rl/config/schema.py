@@ -1,0 +1,172 @@
+"""The configuration of a run: strict (no unknown key, no coercion between types) and frozen.
+
+Every default lives in ``conf/``; a field here has none, so that a value has one home. Units are in the names.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megatron_rl.config.method import MethodConfig
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class TrainerConfig(Section):
+    num_steps: PositiveInt
+    updates_per_rollout: PositiveInt  # passes over the rollout batch ("mu", "ppo_epochs" elsewhere)
+
+
+class BatchConfig(Section):
+    """All sizes are global, over every rank."""
+
+    prompts_per_step: PositiveInt
+    responses_per_prompt: PositiveInt
+    prompts_per_minibatch: PositiveInt  # one optimizer step
+    tokens_per_microbatch: PositiveInt  # prompt + response tokens of one forward on one data-parallel rank
+
+
+class ModelConfig(Section):
+    path: str  # HF directory: config.json, safetensors, tokenizer
+    make_vocab_divisible_by: PositiveInt
+
+
+class ParallelConfig(Section):
+    tensor: PositiveInt
+    pipeline: PositiveInt
+    virtual_pipeline: PositiveInt | None  # model chunks per pipeline rank; null = not interleaved
+    context: PositiveInt
+    expert: PositiveInt
+    expert_tensor: PositiveInt | None  # null = 1
+    sequence: bool  # sequence parallelism inside the tensor-parallel group
+    distributed_optimizer: bool
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    recompute: Literal["none", "selective", "full"]
+    first_stage_layers: PositiveInt | None  # uneven pipelines; null = even
+    last_stage_layers: PositiveInt | None
+
+
+class PrecisionConfig(Section):
+    params: Literal["float32", "bfloat16"]
+    grad_reduce_in_float32: bool
+
+
+class RolloutConfig(Section):
+    tensor: PositiveInt  # vLLM tensor parallelism; replicas = world size / tensor
+    dtype: Literal["float32", "bfloat16"]
+    temperature: PositiveFloat
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    top_k: int  # -1 = off
+    max_prompt_tokens: PositiveInt
+    max_response_tokens: PositiveInt
+    stop: tuple[str, ...]
+    max_num_seqs: PositiveInt
+    kv_cache_gib: PositiveFloat | None  # null = from gpu_memory_utilization
+    gpu_memory_utilization: Fraction
+    enforce_eager: bool
+    enable_prefix_caching: bool
+    sleep_level: Literal[0, 1, 2]  # 0 = never sleep
+
+
+class WeightSyncConfig(Section):
+    path: Literal["gather"]
+    verify: bool
+
+
+class DataColumns(Section):
+    """Column (dotted path for nested fields) of each role in a data file."""
+
+    prompt: str
+    answer: str
+    data_source: str | None
+    extra: str | None
+
+
+class DataConfig(Section):
+    """``train`` and ``eval``: a .jsonl or .parquet file, or ``reasoning_gym:<task>[+<task>...]?size=N&seed=S``."""
+
+    train: str
+    eval: str
+    columns: DataColumns
+    system_prompt: str | None
+    prompt_suffix: str
+    shuffle: bool
+
+
+class RewardConfig(Section):
+    verifier: Literal["auto", "reasoning_gym", "math", "exact", "number"]  # auto = by data_source
+    accuracy_weight: float
+    format_weight: float
+    format_pattern: str | None  # regular expression the whole response must match; null = no format part
+    answer_pattern: str | None  # regular expression whose first group is the answer; null = the whole response
+    timeout_s: PositiveFloat
+    num_workers: PositiveInt
+
+
+class OptimConfig(Section):
+    learning_rate: PositiveFloat
+    min_learning_rate: NonNegativeFloat
+    schedule: Literal["constant", "linear", "cosine"]
+    warmup_steps: NonNegativeInt  # optimizer steps
+    weight_decay: NonNegativeFloat
+    beta1: Fraction
+    beta2: Fraction
+    eps: PositiveFloat
+    clip_grad: NonNegativeFloat  # 0 = off
+
+
+class CheckpointConfig(Section):
+    every_steps: NonNegativeInt  # 0 = never
+    keep: PositiveInt
+    export_at_end: bool
+
+
+class EvaluationConfig(Section):
+    every_steps: NonNegativeInt  # 0 = only where at_start / at_end say so
+    at_start: bool
+    at_end: bool
+    num_prompts: PositiveInt | None  # null = the whole file
+    responses_per_prompt: PositiveInt
+    temperature: NonNegativeFloat  # 0 = greedy
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    pass_at: tuple[PositiveInt, ...]
+
+
+class LoggingConfig(Section):
+    console: bool
+    tensorboard: bool
+    wandb: Literal["disabled", "offline", "online"]
+    wandb_project: str
+    log_samples: NonNegativeInt  # responses written to samples.jsonl each step
+
+
+class MismatchAlarmConfig(Section):
+    abort_above: PositiveFloat | None  # largest |logprob(sampler) - logprob(trainer)| tolerated; null = only logged
+
+
+class Config(Section):
+    run_dir: str
+    seed: NonNegativeInt
+    resume: str  # auto | never | path of a checkpoint
+    trainer: TrainerConfig
+    batch: BatchConfig
+    model: ModelConfig
+    parallel: ParallelConfig
+    precision: PrecisionConfig
+    rollout: RolloutConfig
+    weight_sync: WeightSyncConfig
+    data: DataConfig
+    reward: RewardConfig
+    optim: OptimConfig
+    checkpoint: CheckpointConfig
+    evaluation: EvaluationConfig
+    logging: LoggingConfig
+    mismatch_alarm: MismatchAlarmConfig
+    method: MethodConfig

@@ -1,0 +1,82 @@
+"""The four roles of the trainer. Real parts implement them; so do the fakes of unit tests.
+
+All ranks call every method in the same order (single program, many processes); a method that talks to other ranks says
+"collective". No implementation may consume the global random state of torch, numpy or random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megatron_rl.types import (
+    Completion, Prompt, Sampling, Score, SequenceBatch, SyncReport, TokenLoss, TokenScores, UpdateResult,
+)  # fmt: skip
+
+
+class Policy(Protocol):
+    """The trained model and its frozen reference."""
+
+    data_parallel_rank: int
+    data_parallel_size: int
+    microbatch_multiple: int  # the number of micro-batches of a step must be a multiple of this (interleaved pipelines)
+
+    def logprobs(
+        self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], *, reference: bool = False, entropy: bool = False
+    ) -> TokenScores:
+        """Collective, no gradient. ``microbatches``: rows of ``batch`` for THIS data-parallel rank; together the ranks name
+        every wanted row once. All ranks pass the same number of micro-batches; one may be empty. The result holds the
+        rows of all ranks."""
+
+    def update(self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], loss: TokenLoss, *, entropy: bool = False) -> UpdateResult:
+        """Collective: forward, backward, one optimizer step and one step of the learning-rate schedule.
+        ``entropy``: give the loss a differentiable ``TokenView.entropy`` (else None)."""
+
+    def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective: (HF name, whole tensor) on every rank, in one fixed order, padding removed."""
+
+    def save(self, path: Path, extra: Mapping[str, Any]) -> None:
+        """Collective: weights, reference weights when kept, optimizer, schedule and ``extra`` (picklable, equal on all ranks)."""
+
+    def load(self, path: Path) -> Mapping[str, Any]:
+        """Collective: the inverse of save; returns ``extra``."""
+
+    def export(self, path: Path) -> None:
+        """Collective: a HF directory (config, safetensors, tokenizer files)."""
+
+
+class RolloutEngine(Protocol):
+    """The sampler. ``num_replicas`` engines work side by side; ranks of one replica pass the same requests."""
+
+    replica: int
+    num_replicas: int
+    weight_version: int
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
+        """``num_responses`` completions for each prompt of this replica, on every rank of the replica."""
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> Mapping[str, str]:
+        """Replace all weights by HF-named whole tensors; drop caches computed with the old ones. Returns the digest of every
+        tensor as it reached the engine's loader. An exception in the middle leaves the engine unusable and it says so."""
+
+    def sleep(self) -> None:
+        """Free what training needs (a no-op where the build cannot)."""
+
+    def wake(self) -> None:
+        """Undo sleep; weights may be stale until the next sync."""
+
+
+class Reward(Protocol):
+    """Text in, verdict out; deterministic."""
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[str], truncated: Sequence[bool]) -> list[Score]: ...
+
+
+class WeightSync(Protocol):
+    """Moves the policy's weights into the engine."""
+
+    def sync(self, version: int) -> SyncReport:
+        """Collective. Raises WeightSyncError (naming tensors) when what arrived differs from what was sent."""

@@ -1,0 +1,181 @@
+"""Data contracts of the training step, each with a worked example.
+
+Two layouts recur everywhere. *Responses*: N rows in canonical (prompt, rollout) order, the same on every rank. *Response
+tokens*: the T tokens of all N responses, concatenated in that order; every per-token vector (old, sampler and reference
+logprobs, entropy, loss mask) has this layout, so a token is named by one integer in [0, T).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One task, tokenised with the chat template.
+
+    Example: ``Prompt(uid="train:7", token_ids=(1, 17, 12, 5), answer="12", data_source="chain_sum")``.
+    """
+
+    uid: str
+    token_ids: tuple[int, ...]
+    answer: str
+    data_source: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    multimodal: Any = None  # opaque to everything between the loader and the engine
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the engine samples. Logprobs returned are those of the distribution really sampled from (after temperature and
+    truncation).
+
+    Example: ``Sampling(num_responses=8, max_response_tokens=64, temperature=1.0, top_p=1.0, seed=3)``.
+    """
+
+    num_responses: int
+    max_response_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    seed: int | None = None  # request i, sample j draws from a stream that depends on (seed, i, j) only
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled response. ``token_ids`` ends with the stop token when there is one.
+
+    Example: ``Completion(token_ids=(9, 2), sampler_logprobs=(-0.1, -0.7), truncated=False, weight_version=4)``.
+    """
+
+    token_ids: tuple[int, ...]
+    sampler_logprobs: tuple[float, ...]
+    truncated: bool  # cut by the length limit, not by a stop condition
+    weight_version: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """Verdict on one response: total reward, whether the *accuracy* reward is 1, and the parts before weighting.
+
+    Example: ``Score(reward=1.5, correct=True, parts={"accuracy": 1.0, "format": 1.0})``.
+    """
+
+    reward: float
+    correct: bool
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SequenceBatch:
+    """N prompt+response sequences, ragged and flat.
+
+    Example, two sequences "p p r" and "p r r": ``token_ids=[5,6,7, 5,8,9]``, ``prompt_lengths=[2,1]``,
+    ``response_lengths=[1,2]``; then T = 3 and ``response_ids == [0,1,1]``.
+    """
+
+    token_ids: Int[Tensor, " all_tokens"]
+    prompt_lengths: Int[Tensor, " responses"]
+    response_lengths: Int[Tensor, " responses"]
+
+    @property
+    def num_responses(self) -> int:
+        return self.response_lengths.numel()
+
+    @property
+    def lengths(self) -> Int[Tensor, " responses"]:
+        """Whole sequences, in tokens."""
+        return self.prompt_lengths + self.response_lengths
+
+    @property
+    def offsets(self) -> Int[Tensor, " responses_plus_1"]:
+        """Sequence i is ``token_ids[offsets[i]:offsets[i + 1]]``."""
+        return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
+
+    @property
+    def response_offsets(self) -> Int[Tensor, " responses_plus_1"]:
+        """Response tokens of row i are ``[response_offsets[i], response_offsets[i + 1])`` of the token layout."""
+        return torch.nn.functional.pad(self.response_lengths.cumsum(0), (1, 0))
+
+    @property
+    def response_ids(self) -> Int[Tensor, " tokens"]:
+        """Row of each response token."""
+        return torch.repeat_interleave(torch.arange(self.num_responses), self.response_lengths)
+
+
+@dataclass(frozen=True)
+class TokenView:
+    """What the policy hands to the loss for one micro-batch on one rank (t response tokens of that rank).
+
+    ``index`` names the tokens in the response-token layout. Under context parallelism a rank sees a part of a response;
+    ``sequence_sum`` is then the differentiable all-reduce over the context-parallel ranks, else the identity.
+    Example: ``TokenView(index=tensor([4, 5]), logprobs=tensor([-0.2, -1.1]), entropy=None, sequence_sum=lambda x: x)``.
+    """
+
+    index: Int[Tensor, " t"]
+    logprobs: Float[Tensor, " t"]
+    entropy: Float[Tensor, " t"] | None
+    sequence_sum: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """A contribution: the sum over micro-batches and data x context parallel ranks is the minibatch value. The same holds
+    for every metric but those whose key ends in ``_max``, which are reduced by maximum.
+
+    Example: ``LossOutput(loss=tensor(0.03), metrics={"loss/policy": tensor(0.03), "ratio_max": tensor(1.2)})``.
+    """
+
+    loss: Float[Tensor, ""]
+    metrics: Mapping[str, Tensor]
+
+
+TokenLoss = Callable[[TokenView], LossOutput]
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Values over all T response tokens, on every rank. Rows that were not asked for hold 0.
+
+    Example: ``TokenScores(logprobs=tensor([-0.2, -1.1, -0.5]), entropy=None)``.
+    """
+
+    logprobs: Float[Tensor, " tokens"]
+    entropy: Float[Tensor, " tokens"] | None
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """Outcome of one optimizer step, equal on every rank. ``skipped`` is True when a non-finite gradient norm made the
+    optimizer leave the weights alone.
+
+    Example: ``UpdateResult(loss=0.03, grad_norm=0.71, learning_rate=1e-6, skipped=False, metrics={"clip/up": 0.01})``.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """One weight sync, as this rank saw it.
+
+    Example: ``SyncReport(version=3, num_tensors=27, bytes_sent=0, bytes_total=1204224, seconds=0.011)``.
+    """
+
+    version: int
+    num_tensors: int
+    bytes_sent: int
+    bytes_total: int
+    seconds: float
