@@ -1,0 +1,36 @@
+"""Session set-up: thread and compiler settings before torch is imported, and run-time checks of annotated signatures."""
+
+import os
+import sys
+
+import pytest
+from jaxtyping import install_import_hook
+
+# One thread per process: two spinning OpenMP threads on a shared core are up to thirty times slower. No compiler: its first call
+# costs seconds and needs g++. Child processes inherit both.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+# Modules whose annotations (shape, dtype, type) are executed at every call and every dataclass construction.
+TYPED_MODULES = (
+    "megatron_rl.types",
+    "megatron_rl.loss",
+    "megatron_rl.data",
+    "megatron_rl.rewards",
+    "megatron_rl.evaluation",
+)
+assert not [name for name in sys.modules if name.startswith(TYPED_MODULES)], "imported before their annotations could be checked"
+install_import_hook(TYPED_MODULES, "beartype.beartype")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` are skipped, with the reason, where there is no CUDA device."""
+    marked = [item for item in items if "gpu" in item.keywords]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
