@@ -61,12 +61,13 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: Path | 
         with initialize_config_dir(str(groups[0]), version_base="1.3"):
             composed = OmegaConf.to_container(hydra_compose(config_name, final), resolve=True)
     except MissingConfigException as error:
-        raise ConfigError([_missing_option(error, groups)], "the overrides") from None
+        group, _, option = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
+        raise ConfigError([_unknown_option(group, option, groups)], "the overrides") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([str(error).splitlines()[0]], "the overrides") from error
     for group in config_name.split("/")[:-1]:
         composed = composed[group]
-    return composed
+    return _without_missing(composed)
 
 
 def validate(schema: type[Schema], values: dict[str, Any], where: str) -> Schema:
@@ -119,6 +120,12 @@ def _did_you_mean(key: str, known: Sequence[str]) -> str:
     return f"; did you mean {' or '.join(close[:2])}?" if close else "; see --cfg job for all keys"
 
 
+def _without_missing(values: dict[str, Any]) -> dict[str, Any]:
+    """Drops Hydra's ``???`` so that the schema reports the key as missing."""
+    kept = {key: _without_missing(value) if isinstance(value, dict) else value for key, value in values.items()}
+    return {key: value for key, value in kept.items() if value != "???"}
+
+
 def _permissive(text: str, groups: Sequence[Path]) -> str:
     """A value override may name any key (validate refuses the wrong ones, all at once); a group override stays as it is."""
     try:
@@ -127,17 +134,16 @@ def _permissive(text: str, groups: Sequence[Path]) -> str:
         raise ConfigError([f"{text!r}: not an override ({str(error).splitlines()[0]}); write key=value"], "the overrides") from None
     key = override.key_or_group
     is_group = any((folder / key).is_dir() for folder in groups)
+    option = override.value()
+    if is_group and isinstance(option, str) and not any((folder / key / f"{option}.yaml").is_file() for folder in groups):
+        raise ConfigError([_unknown_option(key, option, groups)], "the overrides")  # Hydra would pass over an optional group
     if is_group or override.is_delete() or override.is_force_add() or key.startswith("hydra"):
         return text
     return f"++{text.removeprefix('+')}"
 
 
-def _missing_option(error: MissingConfigException, groups: Sequence[Path]) -> str:
-    missing = str(error.missing_cfg_file or "").removesuffix(".yaml")
-    group, _, option = missing.rpartition("/")
-    options = sorted({path.stem for folder in groups for path in (folder / group).glob("*.yaml")}) if group else []
-    if not options:
-        return str(error).splitlines()[0]
+def _unknown_option(group: str, option: str, groups: Sequence[Path]) -> str:
+    options = sorted({path.stem for folder in groups for path in (folder / group).glob("*.yaml")})
     close = difflib.get_close_matches(option, options, n=2)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     return f"{group}={option}: no such option; {hint}there are {', '.join(options)}"

@@ -1,0 +1,135 @@
+"""Checks that need more than one key: sizes that must divide, paths that must exist. All problems are reported at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.load import ConfigError
+from megatron_rl.config.method import reward_scheme_errors
+from megatron_rl.config.schema import Config
+
+GROUP_FREE_ESTIMATORS = ("signed",)  # every other estimator compares the responses of one prompt
+
+
+def check(config: Config, world_size: int) -> None:
+    """Refuses a configuration that cannot run on ``world_size`` processes.
+
+    Raises:
+        ConfigError: one line for each problem: key, value, remedy.
+    """
+    problems = [*_parallel(config, world_size), *_batch(config, world_size), *_lengths(config), *_method(config), *_paths(config)]
+    hf_config = read_hf_config(config.model.path)
+    if hf_config is not None:
+        problems += _model(config, hf_config)
+    if problems:
+        raise ConfigError(problems, "the configuration")
+
+
+def read_hf_config(path: str) -> dict[str, Any] | None:
+    """``config.json`` of a HF directory, None where there is none."""
+    file = Path(path) / "config.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def model_parallel_size(config: Config) -> int:
+    """Ranks that hold one replica of the policy."""
+    return config.parallel.tensor * config.parallel.pipeline * config.parallel.context
+
+
+def _parallel(config: Config, world_size: int) -> Iterator[str]:
+    parallel, size = config.parallel, model_parallel_size(config)
+    if world_size % size:
+        yield (
+            f"parallel: tensor {parallel.tensor} x pipeline {parallel.pipeline} x context {parallel.context} = {size} "
+            f"does not divide the {world_size} processes; start a multiple of {size} (torchrun --nproc-per-node) or change parallel.*"
+        )
+    if world_size % config.rollout.tensor:
+        yield f"rollout.tensor = {config.rollout.tensor}: does not divide the {world_size} processes; choose a divisor of {world_size}"
+    if parallel.sequence and parallel.tensor == 1:
+        yield "parallel.sequence = True: sequence parallelism splits over the tensor-parallel ranks; set parallel.tensor > 1 or sequence=false"
+    if parallel.virtual_pipeline is not None and parallel.pipeline == 1:
+        yield f"parallel.virtual_pipeline = {parallel.virtual_pipeline}: needs parallel.pipeline > 1; set it to null"
+    expert_size = parallel.expert * (parallel.expert_tensor or 1) * parallel.pipeline
+    if world_size % expert_size:
+        yield f"parallel.expert = {parallel.expert}: expert x expert_tensor x pipeline = {expert_size} does not divide the {world_size} processes"
+
+
+def _batch(config: Config, world_size: int) -> Iterator[str]:
+    batch = config.batch
+    if batch.prompts_per_step % batch.prompts_per_minibatch:
+        yield (
+            f"batch.prompts_per_minibatch = {batch.prompts_per_minibatch}: does not divide batch.prompts_per_step = {batch.prompts_per_step}; "
+            "one optimizer step takes an equal part of the rollout batch"
+        )
+    replicas = max(1, world_size // model_parallel_size(config))
+    if batch.prompts_per_minibatch * batch.responses_per_prompt < replicas:
+        yield (
+            f"batch.prompts_per_minibatch = {batch.prompts_per_minibatch}: {batch.prompts_per_minibatch * batch.responses_per_prompt} responses "
+            f"are fewer than the {replicas} data-parallel ranks; raise it"
+        )
+    engines = max(1, world_size // config.rollout.tensor)
+    if batch.prompts_per_step < engines:
+        yield f"batch.prompts_per_step = {batch.prompts_per_step}: fewer than the {engines} rollout replicas; raise it, or rollout.tensor"
+
+
+def _lengths(config: Config) -> Iterator[str]:
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if config.batch.tokens_per_microbatch < longest:
+        yield (
+            f"batch.tokens_per_microbatch = {config.batch.tokens_per_microbatch}: one sequence may have rollout.max_prompt_tokens + "
+            f"rollout.max_response_tokens = {longest} tokens; raise it to {longest} or more"
+        )
+    for k in config.evaluation.pass_at:
+        if k > config.evaluation.responses_per_prompt:
+            yield f"evaluation.pass_at = {k}: needs evaluation.responses_per_prompt >= {k}, which is {config.evaluation.responses_per_prompt}"
+    if config.evaluation.temperature == 0 and config.evaluation.responses_per_prompt > 1:
+        yield "evaluation.responses_per_prompt > 1 with evaluation.temperature = 0: all responses would be the same; raise the temperature"
+
+
+def _method(config: Config) -> Iterator[str]:
+    name, group = config.method.estimator.name, config.batch.responses_per_prompt
+    if group == 1 and name not in GROUP_FREE_ESTIMATORS:
+        yield f"batch.responses_per_prompt = 1: the estimator {name} compares the responses of a prompt; set it to 2 or more"
+    k = getattr(config.method.estimator, "k", None)
+    if k is not None and k > group:
+        yield f"method.estimator.k = {k}: larger than batch.responses_per_prompt = {group}; lower k or raise the group"
+    yield from reward_scheme_errors(config.method, config.reward.accuracy_weight, config.reward.format_weight)
+
+
+def _paths(config: Config) -> Iterator[str]:
+    model = Path(config.model.path)
+    if not model.is_dir():
+        yield f"model.path = {model}: no such folder; give a HF directory (config.json, safetensors, tokenizer)"
+    elif not (model / "config.json").is_file():
+        yield f"model.path = {model}: no config.json in it; give a HF directory"
+    for key, spec in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        if not spec.startswith("reasoning_gym:") and not Path(spec).is_file():
+            yield f"{key} = {spec}: no such file; give a .jsonl or .parquet file, or reasoning_gym:<task>"
+    if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
+        yield f"resume = {config.resume}: no such folder; give auto, never or the path of a checkpoint"
+
+
+def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[str]:
+    parallel = config.parallel
+    heads, layers = hf_config["num_attention_heads"], hf_config["num_hidden_layers"]
+    kv_heads = hf_config["num_key_value_heads"] if "num_key_value_heads" in hf_config else heads
+    if heads % parallel.tensor:
+        yield f"parallel.tensor = {parallel.tensor}: does not divide the model's {heads} attention heads"
+    elif kv_heads % parallel.tensor:
+        yield f"parallel.tensor = {parallel.tensor}: does not divide the model's {kv_heads} key-value heads; choose a divisor of {kv_heads}"
+    if heads % config.rollout.tensor:
+        yield f"rollout.tensor = {config.rollout.tensor}: does not divide the model's {heads} attention heads"
+    uneven = parallel.first_stage_layers or parallel.last_stage_layers
+    chunks = parallel.pipeline * (parallel.virtual_pipeline or 1)
+    if not uneven and layers % chunks:
+        yield (
+            f"parallel.pipeline = {parallel.pipeline} (x virtual_pipeline {parallel.virtual_pipeline or 1}): {layers} layers do not divide into "
+            f"{chunks} stages; choose a divisor, or set parallel.first_stage_layers / last_stage_layers"
+        )
+    limit = hf_config["max_position_embeddings"] if "max_position_embeddings" in hf_config else None
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if limit is not None and longest > limit:
+        yield f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}: the model was built for {limit} positions; lower one of them"

@@ -1,0 +1,104 @@
+"""The processes of a launch: who am I, and the few collectives of control (objects, flags), apart from the training groups."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of the launch. Objects travel over gloo, so that control never waits for a device queue."""
+
+    rank: int
+    size: int
+    local_rank: int
+    launch_id: str  # unique to this launch, equal on its ranks
+    control_group: Any = None
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def all_gather(self, value: Value) -> list[Value]:
+        """``value`` of every rank, in rank order."""
+        if self.size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, group=self.control_group)
+        return gathered
+
+    def any(self, flag: bool) -> bool:
+        """True when the flag is set on any rank."""
+        return any(self.all_gather(bool(flag)))
+
+    def barrier(self) -> None:
+        self.all_gather(None)
+
+    def from_main(self, action: Callable[[], Value]) -> Value:
+        """What ``action`` returns on rank 0, on every rank; its exception likewise."""
+        outcome: tuple[Any, Exception | None] = (None, None)
+        if self.is_main:
+            try:
+                outcome = (action(), None)
+            except Exception as raised:
+                outcome = (None, raised)
+        result, error = self.all_gather(outcome)[0]
+        if error is not None:
+            raise error
+        return result
+
+
+def start(timeout_s: float = 1800.0) -> World:
+    """Joins the launch of torchrun (or a world of one) and selects this rank's device.
+
+    Raises:
+        ValueError: some of torchrun's variables are set and others not.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    present = [name for name in names if name in os.environ]
+    if present and len(present) < len(names):
+        missing = ", ".join(sorted(set(names) - set(present)))
+        raise ValueError(f"launch: {missing} not set although {', '.join(present)} is; start with torchrun, or unset them")
+    if not present:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(local_rank)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    control = dist.new_group(backend="gloo") if on_gpu else dist.group.WORLD
+    launch_id = [uuid.uuid4().hex[:12]]
+    dist.broadcast_object_list(launch_id, src=0, group=control)
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, launch_id[0], control)
+
+
+def leave(code: int) -> None:
+    """Ends the process now. Engines hold threads and groups whose orderly teardown can wait for ranks that are already gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def report(error: BaseException, rank: int) -> None:
+    """One message: a user's error without traceback (every rank meets it, rank 0 says it), anything else with."""
+    if isinstance(error, ValueError | FileNotFoundError) and not isinstance(error, UnicodeError):
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+    elif isinstance(error, KeyboardInterrupt):
+        print(f"[rank {rank}] interrupted", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(error)
+        print(f"[rank {rank}] error: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,94 @@
+"""Where metrics go: metrics.jsonl, the console, TensorBoard, wandb. Rank 0 writes; other ranks hold a silent logger."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+Metrics = Mapping[str, float]
+
+
+class MetricsFile:
+    """``metrics.jsonl``: one object a step. A resumed run first drops the lines of steps it is going to repeat."""
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        kept = [line for line in read_jsonl(path) if line["step"] <= last_step] if path.exists() else []
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="ascii")
+        self._path = path
+
+    def __call__(self, metrics: Metrics) -> None:
+        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        with self._path.open("a", encoding="ascii") as file:
+            file.write(json.dumps(finite) + "\n")
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON lines file; a last line cut in the middle (a killed writer) is left out."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    complete, rest = lines[:-1], lines[-1]
+    objects = [json.loads(line) for line in complete if line.strip()]
+    try:
+        return objects + ([json.loads(rest)] if rest.strip() else [])
+    except json.JSONDecodeError:
+        return objects
+
+
+class ConsoleLine:
+    """One line a step: what a person watches."""
+
+    COLUMNS: Sequence[tuple[str, str, str]] = (
+        ("reward", "reward/mean", "{:.3f}"),
+        ("acc", "reward/accuracy", "{:.3f}"),
+        ("len", "rollout/response_tokens_mean", "{:.1f}"),
+        ("entropy", "rollout/entropy", "{:.3f}"),
+        ("kl", "loss/kl", "{:.1e}"),
+        ("grad", "optim/grad_norm", "{:.3f}"),
+        ("|dlogp|max", "mismatch/logprob_abs_diff_max", "{:.0e}"),
+        ("tok/s", "throughput/response_tokens_per_s", "{:.0f}"),
+    )
+    PHASES: Sequence[str] = ("rollout", "reward", "logprob", "update", "sync")
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._console = Console(soft_wrap=True, highlight=False)
+
+    def __call__(self, metrics: Metrics) -> None:
+        parts = [f"[bold]step {int(metrics['step'])}/{self._num_steps}[/bold]"]
+        parts += [f"{label} {form.format(metrics[key])}" for label, key, form in self.COLUMNS if key in metrics]
+        if "time/step_s" in metrics:
+            phases = " ".join(f"{phase} {metrics[f'time/{phase}_s']:.2f}" for phase in self.PHASES if f"time/{phase}_s" in metrics)
+            parts.append(f"{metrics['time/step_s']:.2f}s [dim]({phases})[/dim]")
+        if "eval/accuracy" in metrics:
+            parts.append(f"[bold green]held-out accuracy {metrics['eval/accuracy']:.3f}[/bold green]")
+        self._console.print("  ".join(parts))
+
+
+def tensorboard_writer(run_dir: Path) -> Callable[[Metrics], None]:
+    """Scalars under ``run_dir/tensorboard``."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(run_dir / "tensorboard"))
+
+    def write(metrics: Metrics) -> None:
+        for key, value in metrics.items():
+            writer.add_scalar(key, value, int(metrics["step"]))
+        writer.flush()
+
+    return write
+
+
+def wandb_writer(run_dir: Path, project: str, mode: str, config: Mapping[str, Any]) -> Callable[[Metrics], None]:
+    """A wandb run; ``offline`` needs no account and writes below ``run_dir/wandb``."""
+    import wandb
+
+    run = wandb.init(project=project, name=run_dir.name, dir=str(run_dir), mode=mode, config=dict(config))
+
+    def write(metrics: Metrics) -> None:
+        run.log(dict(metrics), step=int(metrics["step"]))
+
+    return write

@@ -1,0 +1,24 @@
+"""Preemption: SIGUSR1 asks for a checkpoint and an orderly end at the next step boundary.
+
+SIGTERM keeps its default action on purpose: a Python handler does not run while a rank waits inside a collective, and would
+so turn the quick end of a broken launch into a wait for SIGKILL.
+"""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+
+class StopRequest:
+    """True once SIGUSR1 has arrived. Create it in the main thread."""
+
+    def __init__(self) -> None:
+        self._requested = False
+        signal.signal(signal.SIGUSR1, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._requested = True
+
+    def __bool__(self) -> bool:
+        return self._requested

@@ -1,0 +1,54 @@
+"""torchrun --nproc-per-node N -m megatron_rl.train experiment=NAME key=value ..."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from megatron_rl.config.checks import check
+from megatron_rl.config.load import compose, conf_dir, validate
+from megatron_rl.config.schema import Config
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    groups = sorted(path.name for path in conf_dir().iterdir() if path.is_dir())
+    options = "\n".join(f"  {group}: {', '.join(sorted(file.stem for file in (conf_dir() / group).glob('*.yaml')))}" for group in groups)
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_rl.train",
+        description="Reinforcement learning with verifiable rewards: Megatron-Core policy, vLLM rollouts.",
+        epilog=f"Groups and their options (group=option):\n{options}\n\nAll keys with their values: --cfg job",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides, e.g. experiment=quickstart_cpu method=dapo seed=2")
+    parser.add_argument("--cfg", choices=["job"], help="print the composed configuration and leave")
+    parser.add_argument("--config-dir", type=Path, help="a second folder of groups, searched after the package's own")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Ends the process: 0 when the run finished or was saved on request, 1 on any error."""
+    options = arguments(argv)
+    if options.cfg:
+        print(yaml.safe_dump(compose("config", options.overrides, options.config_dir), sort_keys=False), end="")
+        return
+    from megatron_rl.runtime.launch import leave, report, start  # torch only once there is something to run
+
+    world = start()
+    try:
+        config = validate(Config, compose("config", options.overrides, options.config_dir), "the configuration")
+        check(config, world.size)
+        from megatron_rl.trainer.build import build_trainer
+
+        build_trainer(config, world).run()
+    except BaseException as error:
+        report(error, world.rank)
+        leave(1)
+    leave(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Step metrics: the table that defines every key, and those computed from a rollout phase."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from megatron_rl.trainer.rollouts import Experience
+
+# Every key of metrics.jsonl: an exact name, or a prefix that ends in "/" with the rule for what stands behind it.
+TABLE: Mapping[str, str] = {
+    "step": "number of the finished step; 0 is the state before training",
+    "reward/mean": "mean total reward of the responses of the step, before shaping",
+    "reward/std": "population standard deviation of the same",
+    "reward/accuracy": "share of responses whose accuracy reward is 1",
+    "reward/part/": "mean of one part of the reward, before its weight",
+    "rollout/response_tokens_mean": "mean response length in tokens",
+    "rollout/response_tokens_max": "longest response in tokens",
+    "rollout/truncated_share": "share of responses cut by the length limit",
+    "rollout/discarded_groups": "groups thrown away by dynamic sampling",
+    "rollout/tries": "rounds of generation of dynamic sampling",
+    "rollout/num_responses": "responses of the step",
+    "rollout/entropy": "mean entropy of the policy at step start, in nats",
+    "credit/": "statistics of the advantage estimation, see the method's card",
+    "loss/": "minibatch losses, mean over the optimizer steps",
+    "loss/total": "policy loss + KL loss - entropy bonus",
+    "policy/": "statistics of the clipped objective, mean over the optimizer steps (max for *_max)",
+    "optim/grad_norm": "gradient norm before clipping, mean over the optimizer steps",
+    "optim/learning_rate": "learning rate of the last optimizer step",
+    "optim/skipped": "optimizer steps left out because the gradient norm was not finite",
+    "optim/empty_minibatches": "minibatches without a response to train on",
+    "mismatch/logprob_abs_diff_mean": "mean |old logprob - sampler logprob| over response tokens, in nats",
+    "mismatch/logprob_abs_diff_max": "largest of the same",
+    "mismatch/ratio_mean": "mean exp(old - sampler); 1 when trainer and sampler agree",
+    "mismatch/kl_k3": "mean exp(d) - d - 1 with d = old - sampler: KL(sampler || trainer), in nats",
+    "sync/": "weight sync: tensors, bytes in all, bytes this rank sent, version",
+    "eval/": "held-out evaluation, at the steps that have one",
+    "time/": "seconds of one phase on rank 0",
+    "throughput/response_tokens_per_s": "response tokens of the step / whole step seconds",
+    "memory/rss_gib": "resident memory of rank 0",
+}  # fmt: skip
+
+
+class Clock:
+    """Adds up wall seconds by phase: ``with clock("rollout"): ...``."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - begin
+
+
+def rollout_metrics(experience: Experience) -> dict[str, float]:
+    """Rewards, lengths and truncation of one rollout phase."""
+    lengths = experience.sequences.response_lengths.double()
+    metrics = {
+        "reward/mean": experience.rewards.mean().item(),
+        "reward/std": experience.rewards.std(unbiased=False).item(),
+        "reward/accuracy": experience.correct.double().mean().item(),
+        "rollout/response_tokens_mean": lengths.mean().item(),
+        "rollout/response_tokens_max": lengths.max().item(),
+        "rollout/truncated_share": experience.truncated.double().mean().item(),
+        "rollout/discarded_groups": experience.discarded_groups,
+        "rollout/tries": experience.tries,
+        "rollout/num_responses": len(experience.responses),
+    }
+    parts: dict[str, list[float]] = defaultdict(list)
+    for response in experience.responses:
+        for name, value in response.score.parts.items():
+            parts[name].append(value)
+    return metrics | {f"reward/part/{name}": sum(values) / len(values) for name, values in sorted(parts.items())}
+
+
+def mismatch_metrics(old_logprobs: Float[Tensor, " tokens"], sampler_logprobs: Float[Tensor, " tokens"]) -> dict[str, float]:
+    """How far the trainer's probabilities are from the sampler's on the sampled tokens, same weights on both sides."""
+    difference = (old_logprobs - sampler_logprobs).double()
+    if difference.numel() == 0:
+        return {}
+    return {
+        "mismatch/logprob_abs_diff_mean": difference.abs().mean().item(),
+        "mismatch/logprob_abs_diff_max": difference.abs().max().item(),
+        "mismatch/ratio_mean": difference.exp().mean().item(),
+        "mismatch/kl_k3": (difference.exp() - difference - 1).mean().item(),
+    }
+
+
+def average_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean over optimizer steps, maximum for keys that end in ``_max``."""
+    keys = dict.fromkeys(key for update in updates for key in update)
+    collected = {key: torch.tensor([update[key] for update in updates if key in update], dtype=torch.float64) for key in keys}
+    return {key: (values.max() if key.endswith("_max") else values.mean()).item() for key, values in collected.items()}
+
+
+def defined(key: str) -> bool:
+    """Whether the table defines ``key``."""
+    return key in TABLE or any(key.startswith(prefix) for prefix in TABLE if prefix.endswith("/"))

@@ -1,0 +1,153 @@
+"""Prompts in, scored responses out: generation over the engine's replicas, rewards, dynamic sampling with refills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from megatron_rl.data.loader import PromptLoader
+from megatron_rl.data.sequences import sequence_batch
+from megatron_rl.loss.filters import informative_groups
+from megatron_rl.protocols import Reward, RolloutEngine
+from megatron_rl.runtime.launch import World
+from megatron_rl.types import Completion, Prompt, Sampling, Score, SequenceBatch
+
+
+@dataclass(frozen=True)
+class Response:
+    """One completion with its text and verdict."""
+
+    prompt: Prompt
+    completion: Completion
+    text: str
+    score: Score
+
+
+@dataclass(frozen=True)
+class Experience:
+    """One rollout phase: N responses in canonical (prompt, rollout) order, equal on every rank.
+
+    ``discarded_groups`` counts the groups dynamic sampling threw away and ``tries`` its rounds of generation.
+    """
+
+    responses: Sequence[Response]
+    sequences: SequenceBatch
+    group_ids: Int[Tensor, " responses"]
+    rewards: Float[Tensor, " responses"]
+    correct: Bool[Tensor, " responses"]
+    truncated: Bool[Tensor, " responses"]
+    sampler_logprobs: Float[Tensor, " tokens"]
+    discarded_groups: int
+    tries: int
+
+
+class Generator:
+    """Generates and scores; the trainer and the evaluator share it."""
+
+    def __init__(self, engine: RolloutEngine, reward: Reward, decode: Callable[[Sequence[int]], str], world: World) -> None:
+        self._engine, self._reward, self._decode, self._world = engine, reward, decode, world
+
+    def run(self, prompts: Sequence[Prompt], sampling: Sampling, clock: Callable) -> list[list[Response]]:
+        """``sampling.num_responses`` scored responses for each prompt, on every rank."""
+        with clock("rollout"):
+            completions = self._generate(prompts, sampling)
+        with clock("reward"):
+            return self._score(prompts, completions)
+
+    def _generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
+        engine, world = self._engine, self._world
+        mine = self._share(prompts, engine.replica, engine.num_replicas)
+        completions = engine.generate(mine, sampling) if mine else []
+        leads_replica = world.rank * engine.num_replicas % world.size == 0
+        by_rank = world.all_gather(completions if leads_replica else [])
+        return [group for part in by_rank for group in part]
+
+    def _score(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[list[Response]]:
+        """Every rank scores a contiguous share of the responses."""
+        pairs = [(prompt, completion) for prompt, group in zip(prompts, completions, strict=True) for completion in group]
+        share = self._share(pairs, self._world.rank, self._world.size)
+        texts = [self._decode(completion.token_ids) for _, completion in share]
+        scores = self._reward.score([prompt for prompt, _ in share], texts, [completion.truncated for _, completion in share])
+        gathered = [row for part in self._world.all_gather(list(zip(texts, scores, strict=True))) for row in part]
+        rows = iter(gathered)
+        return [[Response(prompt, completion, *next(rows)) for completion in group] for prompt, group in zip(prompts, completions, strict=True)]
+
+    @staticmethod
+    def _share(items: Sequence, part: int, parts: int) -> Sequence:
+        """Part ``part`` of a contiguous split into ``parts`` that differ by at most one item."""
+        return items[len(items) * part // parts : len(items) * (part + 1) // parts]
+
+
+class Rollouts:
+    """The colocated form: every rank samples with the newest weights, then every rank trains."""
+
+    def __init__(
+        self, generator: Generator, loader: PromptLoader, sampling: Sampling, *, prompts_per_step: int, max_tries: int | None, seed: int
+    ) -> None:
+        """``max_tries``: None keeps every group; a number switches dynamic sampling on (DAPO, 2503.14476 eq 11) and bounds
+        its rounds of generation."""
+        self._generator, self._loader, self._sampling = generator, loader, sampling
+        self._prompts_per_step, self._max_tries, self._seed = prompts_per_step, max_tries, seed
+
+    def collect(self, step: int, clock: Callable) -> Experience:
+        """The responses of one training step.
+
+        Raises:
+            ValueError: dynamic sampling found no informative group in ``max_tries`` rounds.
+        """
+        kept: list[list[Response]] = []
+        discarded = tries = 0
+        while len(kept) < self._prompts_per_step and (tries == 0 or tries < (self._max_tries or 1)):
+            prompts = self._loader.take(self._prompts_per_step - len(kept))
+            sampling = replace(self._sampling, seed=sampling_seed(self._seed, step, tries))
+            groups = self._generator.run(prompts, sampling, clock)
+            tries += 1
+            if self._max_tries is not None:
+                found = [group for group, keep in zip(groups, self._informative(groups), strict=True) if keep]
+                discarded += len(groups) - len(found)
+                groups = found
+            kept += groups
+        if not kept:
+            raise ValueError(
+                f"dynamic sampling: all {discarded} groups of step {step} were entirely right or entirely wrong in {tries} rounds; "
+                "use easier or harder prompts, raise method.dynamic_sampling.max_tries or switch it off"
+            )
+        return experience(kept, discarded, tries)
+
+    @staticmethod
+    def _informative(groups: Sequence[Sequence[Response]]) -> list[bool]:
+        correct = torch.tensor([response.score.correct for group in groups for response in group])
+        ids = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(group) for group in groups]))
+        return informative_groups(correct, ids).tolist()
+
+    def state(self) -> dict:
+        return self._loader.state()
+
+    def restore(self, state: dict) -> None:
+        self._loader.restore(state)
+
+
+def sampling_seed(seed: int, step: int, attempt: int) -> int:
+    """A seed of its own for every round of generation (32 bits; evaluation uses step 0 only)."""
+    return (seed * 1_000_003 + step * 1_009 + attempt) % 2**32
+
+
+def experience(groups: Sequence[Sequence[Response]], discarded_groups: int, tries: int) -> Experience:
+    """Flattens groups of responses into the two layouts of ``megatron_rl.types``."""
+    responses = [response for group in groups for response in group]
+    logprobs = [value for response in responses for value in response.completion.sampler_logprobs]
+    return Experience(
+        responses=responses,
+        sequences=sequence_batch([(response.prompt.token_ids, response.completion.token_ids) for response in responses]),
+        group_ids=torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(group) for group in groups])),
+        rewards=torch.tensor([response.score.reward for response in responses], dtype=torch.float32),
+        correct=torch.tensor([response.score.correct for response in responses]),
+        truncated=torch.tensor([response.completion.truncated for response in responses]),
+        sampler_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        discarded_groups=discarded_groups,
+        tries=tries,
+    )

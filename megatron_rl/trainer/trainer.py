@@ -1,0 +1,174 @@
+"""The training loop. Readable top to bottom: run() is a run, step() is a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from megatron_rl.data.packing import plan_microbatches
+from megatron_rl.loss import Method
+from megatron_rl.protocols import Policy, RolloutEngine, WeightSync
+from megatron_rl.runtime.launch import World
+from megatron_rl.runtime.memory import resident_gib
+from megatron_rl.trainer.evaluate import Evaluator
+from megatron_rl.trainer.metrics import Clock, average_updates, mismatch_metrics, rollout_metrics
+from megatron_rl.trainer.objective import MinibatchLoss, Scored, response_batch
+from megatron_rl.trainer.rollouts import Experience, Rollouts
+from megatron_rl.trainer.run_folder import RunFolder
+from megatron_rl.types import TokenScores
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When things happen, and in what portions."""
+
+    num_steps: int
+    updates_per_rollout: int
+    prompts_per_minibatch: int
+    tokens_per_microbatch: int
+    evaluate_every: int
+    evaluate_at_start: bool
+    evaluate_at_end: bool
+    save_every: int
+    abort_mismatch_above: float | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The objects a trainer drives; ``trainer/build.py`` makes them."""
+
+    policy: Policy
+    engine: RolloutEngine
+    weight_sync: WeightSync
+    method: Method
+    rollouts: Rollouts
+    evaluator: Evaluator
+    folder: RunFolder
+    world: World
+    stop_requested: Callable[[], bool]
+
+
+class Trainer:
+    def __init__(self, parts: Parts, schedule: Schedule) -> None:
+        self.parts, self.schedule = parts, schedule
+
+    def run(self) -> None:
+        """Trains to ``num_steps``, or to the next step boundary after a stop request (then leaves a checkpoint and a
+        ``requeue`` marker)."""
+        parts, plan = self.parts, self.schedule
+        finished = parts.folder.resume(parts.policy, parts.rollouts)
+        parts.engine.wake()
+        parts.weight_sync.sync(finished)
+        if finished == 0 and plan.evaluate_at_start:
+            parts.folder.log({"step": 0} | self._evaluate())
+        for step in range(finished + 1, plan.num_steps + 1):
+            metrics = self.step(step)
+            if self._evaluation_due(step):
+                metrics |= self._evaluate()
+            parts.folder.log(metrics)
+            stop = parts.world.any(parts.stop_requested())
+            if stop or (plan.save_every and step % plan.save_every == 0) or step == plan.num_steps:
+                parts.folder.save(step, parts.policy, parts.rollouts)
+            if stop:
+                parts.folder.request_requeue(step)
+                return
+        parts.folder.finish(parts.policy)
+
+    def step(self, step: int) -> dict[str, float]:
+        """One rollout phase, its optimizer steps and the weight sync; returns the metrics of the step."""
+        parts, clock = self.parts, Clock()
+        with clock("step"):
+            experience = parts.rollouts.collect(step, clock)
+            parts.engine.sleep()
+            with clock("logprob"):
+                scored = self._score(experience)
+            mismatch = mismatch_metrics(scored.old.logprobs, experience.sampler_logprobs)
+            self._check_mismatch(step, mismatch)
+            credit = parts.method.credit(response_batch(scored, parts.method))
+            updates = []
+            with clock("update"):
+                for rows in self._minibatches(step, experience, credit.keep):
+                    loss = MinibatchLoss(parts.method, scored, credit, rows)
+                    result = parts.policy.update(
+                        experience.sequences, self._pack(experience, rows), loss, entropy=parts.method.needs.entropy == "grad"
+                    )
+                    updates.append(
+                        {**result.metrics, "loss/total": result.loss, "optim/grad_norm": result.grad_norm, "optim/skipped": result.skipped}
+                        | {"optim/learning_rate": result.learning_rate}
+                    )
+            with clock("sync"):
+                parts.engine.wake()
+                synced = parts.weight_sync.sync(step)
+        parts.folder.log_samples(step, experience.responses)
+        tokens = experience.sequences.response_lengths.sum().item()
+        return {
+            "step": step,
+            **rollout_metrics(experience),
+            **self._entropy(scored.old),
+            **credit.metrics,
+            **average_updates(updates),
+            **mismatch,
+            "sync/bytes_sent": synced.bytes_sent,
+            "sync/bytes_total": synced.bytes_total,
+            **{f"time/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
+            "throughput/response_tokens_per_s": tokens / clock.seconds["step"],
+            "memory/rss_gib": resident_gib(),
+        }
+
+    def _score(self, experience: Experience) -> Scored:
+        policy, rows = self.parts.policy, range(len(experience.responses))
+        microbatches = self._pack(experience, rows)
+        forward = partial(policy.logprobs, experience.sequences, microbatches)
+        reference = forward(reference=True) if self.parts.method.needs.ref_logprobs else None
+        return Scored(experience, forward(entropy=True), reference)
+
+    def _minibatches(self, step: int, experience: Experience, keep: torch.Tensor) -> Iterator[list[int]]:
+        """Kept rows of whole groups, ``prompts_per_minibatch`` groups at a time; later passes in a fresh seeded order."""
+        num_groups = int(experience.group_ids[-1]) + 1
+        order = torch.arange(num_groups)
+        for update in range(self.schedule.updates_per_rollout):
+            if update:
+                seed = hash((self.schedule.seed, step, update)) % 2**63
+                order = torch.randperm(num_groups, generator=torch.Generator().manual_seed(seed))
+            for groups in order.split(self.schedule.prompts_per_minibatch):
+                rows = (torch.isin(experience.group_ids, groups) & keep).nonzero().flatten().tolist()
+                if rows:
+                    yield rows
+
+    def _pack(self, experience: Experience, rows: Sequence[int]) -> list[list[int]]:
+        policy = self.parts.policy
+        plan = plan_microbatches(
+            experience.sequences.lengths.tolist(),
+            rows,
+            data_parallel_size=policy.data_parallel_size,
+            tokens_per_microbatch=self.schedule.tokens_per_microbatch,
+            multiple=policy.microbatch_multiple,
+        )
+        return plan[policy.data_parallel_rank]
+
+    def _entropy(self, old: TokenScores) -> dict[str, float]:
+        return {} if old.entropy is None else {"rollout/entropy": old.entropy.double().mean().item()}
+
+    def _check_mismatch(self, step: int, mismatch: dict[str, float]) -> None:
+        limit, key = self.schedule.abort_mismatch_above, "mismatch/logprob_abs_diff_max"
+        if limit is not None and mismatch[key] > limit:
+            raise ValueError(
+                f"step {step}: {key} = {mismatch[key]:.3g} is above mismatch_alarm.abort_above = {limit:g}; the sampler and the trainer "
+                "hold different weights or compute a different model; compare precisions, or raise the limit"
+            )
+
+    def _evaluation_due(self, step: int) -> bool:
+        plan = self.schedule
+        if step == plan.num_steps:
+            return plan.evaluate_at_end
+        return bool(plan.evaluate_every) and step % plan.evaluate_every == 0
+
+    def _evaluate(self) -> dict[str, float]:
+        clock = Clock()
+        with clock("evaluation"):
+            metrics = self.parts.evaluator.run(Clock())
+        return metrics | {"time/evaluation_s": clock.seconds["evaluation"]}
