@@ -47,14 +47,13 @@ def response_logprobs(
     Collectives: one all-gather of 3 or 4 numbers per token forward, one all-reduce of the gradient of ``hidden`` backward.
     Memory: one chunk of ``chunk_tokens * v_local`` float32, plus in backward the gradients.
 
-    Raises ValueError for a temperature or chunk_tokens that is not positive, or an unknown ``entropy``.
+    Raises:
+        ValueError: temperature or chunk_tokens is not positive.
     """
     if not temperature > 0:
         raise ValueError(f"response_logprobs: temperature is {temperature}; it divides the logits and must be positive")
     if chunk_tokens < 1:
         raise ValueError(f"response_logprobs: chunk_tokens is {chunk_tokens}; it must be at least 1")
-    if entropy not in ("none", "value", "grad"):
-        raise ValueError(f"response_logprobs: entropy is {entropy!r}; expected 'none', 'value' or 'grad'")
     assert hidden.shape[0] == targets.shape[0], f"{hidden.shape[0]} hidden states but {targets.shape[0]} targets"
     logprobs, entropies = _Logprobs.apply(hidden, weight, targets, temperature, vocab_size, chunk_tokens, group, entropy)
     return logprobs, (None if entropy == "none" else entropies)
@@ -196,10 +195,9 @@ def _gather(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """``[ranks, 3 or 4, t]``. No tokens, no collective: all ranks of the group have the same t."""
     if group is None or stats.shape[1] == 0:
         return stats[None]
-    ranks = dist.get_world_size(group)
-    everyone = stats.new_empty((ranks * stats.shape[0], stats.shape[1]))
-    dist.all_gather_into_tensor(everyone, stats, group=group)
-    return everyone.view(ranks, *stats.shape)
+    everyone = stats.new_empty((dist.get_world_size(group), *stats.shape))
+    dist.all_gather(list(everyone.unbind(0)), stats, group=group)
+    return everyone
 
 
 def _combine(stats: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
