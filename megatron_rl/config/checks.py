@@ -115,7 +115,7 @@ def _paths(config: Config) -> Iterator[str]:
 def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[str]:
     parallel = config.parallel
     heads, layers = hf_config["num_attention_heads"], hf_config["num_hidden_layers"]
-    kv_heads = hf_config["num_key_value_heads"] if "num_key_value_heads" in hf_config else heads
+    kv_heads = hf_config.get("num_key_value_heads", heads)
     if heads % parallel.tensor:
         yield f"parallel.tensor = {parallel.tensor}: does not divide the model's {heads} attention heads"
     elif kv_heads % parallel.tensor:
@@ -129,7 +129,7 @@ def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[str]:
             f"parallel.pipeline = {parallel.pipeline} (x virtual_pipeline {parallel.virtual_pipeline or 1}): {layers} layers do not divide into "
             f"{chunks} stages; choose a divisor, or set parallel.first_stage_layers / last_stage_layers"
         )
-    limit = hf_config["max_position_embeddings"] if "max_position_embeddings" in hf_config else None
+    limit = hf_config.get("max_position_embeddings")
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if limit is not None and longest > limit:
         yield f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}: the model was built for {limit} positions; lower one of them"

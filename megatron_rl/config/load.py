@@ -55,7 +55,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: Path | 
     groups = [conf_dir(), *([config_dir.resolve()] if config_dir else [])]
     final = [_permissive(text, groups) for text in overrides]
     if config_dir:
-        final.append(f"hydra.searchpath=['file://{config_dir.resolve()}']")
+        final.append(f"hydra.searchpath=['file://{groups[-1]}']")
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(groups[0]), version_base="1.3"):

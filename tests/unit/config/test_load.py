@@ -1,0 +1,95 @@
+"""Composition and validation: what users type, and what they are told when it is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.load import ConfigError, compose, known_keys, validate
+from megatron_rl.config.schema import Config
+
+REQUIRED = ("model.path=/m", "data.train=t.jsonl", "data.eval=e.jsonl")
+
+
+def load(*overrides: str) -> Config:
+    return validate(Config, compose("config", [*REQUIRED, *overrides]), "the configuration")
+
+
+def problems(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides)
+    return caught.value.problems
+
+
+def test_an_override_reaches_its_key_and_nothing_else():
+    base, changed = load(), load("batch.prompts_per_step=64")
+    assert changed.batch.prompts_per_step == 64
+    assert base.batch.prompts_per_step == 128
+    assert changed.model_copy(update={"batch": base.batch}) == base
+
+
+def test_a_group_option_states_its_difference():
+    assert load("parallel=tp2").parallel.tensor == 2
+    assert load("parallel=tp2").parallel.pipeline == 1
+    assert load("parallel=tp2", "parallel.tensor=4").parallel.tensor == 4
+
+
+def test_numbers_in_scientific_notation_are_numbers():
+    assert load("optim.learning_rate=1e-3").optim.learning_rate == 1e-3
+
+
+def test_lists_become_tuples():
+    assert load("evaluation.pass_at=[1,4]").evaluation.pass_at == (1, 4)
+
+
+def test_all_problems_come_at_once_each_with_key_value_and_remedy():
+    found = problems("batch.prompt_per_step=3", "trainer.prompts_per_step=3", "seed=true", "batch.responses_per_prompt=0")
+    assert len(found) == 4
+    text = "\n".join(found)
+    assert "batch.prompt_per_step: unknown key; did you mean batch.prompts_per_step" in text
+    assert "trainer.prompts_per_step: unknown key; did you mean batch.prompts_per_step" in text
+    assert "seed = True" in text
+    assert "batch.responses_per_prompt = 0" in text
+
+
+def test_a_string_is_not_a_number():
+    assert "trainer.num_steps = '8'" in problems("trainer.num_steps='8'")[0]
+
+
+def test_missing_values_are_named():
+    with pytest.raises(ConfigError) as caught:
+        validate(Config, compose("config", []), "the configuration")
+    assert [problem.split(":")[0] for problem in caught.value.problems] == ["model.path", "data.train", "data.eval"]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("method=gpro", "did you mean grpo"),
+        ("experiment=nothing_like_it", "experiment=nothing_like_it: no such option"),
+        ("parallel=tp3", "there are"),
+        ("batch.prompts_per_step", "write key=value"),
+    ],
+)
+def test_overrides_that_cannot_be_composed(override, expected):
+    with pytest.raises(ConfigError, match=expected):
+        compose("config", [override])
+
+
+def test_a_users_folder_adds_options(tmp_path: Path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: 77\n")
+    assert compose("config", ["experiment=mine"], tmp_path)["seed"] == 77
+
+
+def test_a_group_file_composes_without_its_group_key():
+    assert compose("method/grpo")["name"] == "grpo"
+
+
+def test_the_schema_is_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        load().seed = 3  # ty: ignore
+
+
+def test_known_keys_reach_nested_sections():
+    keys = set(known_keys(Config))
+    assert {"seed", "batch.prompts_per_step", "data.columns.prompt", "method.kl.coef"} <= keys
