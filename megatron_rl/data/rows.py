@@ -1,0 +1,101 @@
+"""Rows of a data file, and the one error that lists everything wrong with it."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+SHOWN_ROWS = 5
+SHOWN_CHARACTERS = 60
+
+
+class Problems:
+    """Collects what is wrong row by row, and raises once.
+
+    A place is a row number, or a name where the source has no rows. ``add(3, "no answer", None, "drop the row")`` twice or more gives one line: ``rows 3, 7: no answer: None; drop the row``.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._found: dict[tuple[str, str], list[tuple[int | str, Any]]] = defaultdict(list)
+
+    def add(self, place: int | str, what: str, value: Any, remedy: str) -> None:
+        self._found[what, remedy].append((place, value))
+
+    def raise_if_any(self) -> None:
+        """Raises ValueError naming source, rows, first value and remedy of every kind of problem."""
+        if self._found:
+            lines = [_line(what, remedy, places) for (what, remedy), places in self._found.items()]
+            separator = "\n  - " if len(lines) > 1 else " "
+            raise ValueError(f"{self._source}:{separator}{separator.join(lines)}")
+
+
+def _line(what: str, remedy: str, places: list[tuple[int | str, Any]]) -> str:
+    numbers = ", ".join(str(row) for row, _ in places[:SHOWN_ROWS])
+    count = f", ... ({len(places)} in all)" if len(places) > SHOWN_ROWS else ""
+    value = repr(places[0][1])
+    value = value if len(value) <= SHOWN_CHARACTERS else value[: SHOWN_CHARACTERS - 3] + "..."
+    label = f"row{'s' * (len(places) > 1)} " if isinstance(places[0][0], int) else ""
+    return f"{label}{numbers}{count}: {what}: {value}; {remedy}"
+
+
+def read_rows(path: Path) -> list[tuple[int, Mapping[str, Any]]]:
+    """(row number from 1, columns) of a .jsonl or .parquet file. In .jsonl the row number is the line number; blank lines are skipped.
+
+    Raises:
+        ValueError: no such file, another suffix, a line that is not a JSON object, an unreadable parquet file, no row at all.
+    """
+    readers: Mapping[str, Callable[[Path], list[tuple[int, Mapping[str, Any]]]]] = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    if path.suffix not in readers:
+        raise ValueError(f"{path}: {path.suffix or 'no suffix'} is not a known kind of data file; give a .jsonl or .parquet file, or reasoning_gym:<task>")
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; give an existing .jsonl or .parquet file, or reasoning_gym:<task>")
+    rows = readers[path.suffix](path)
+    if not rows:
+        raise ValueError(f"{path}: the file has no row; give a file with at least one")
+    return rows
+
+
+def _read_jsonl(path: Path) -> list[tuple[int, Mapping[str, Any]]]:
+    rows, problems = [], Problems(str(path))
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                problems.add(number, f"not JSON ({error.msg})", line.strip(), "write one JSON object a line")
+                continue
+            if isinstance(row, dict):
+                rows.append((number, row))
+            else:
+                problems.add(number, "not a JSON object", row, "write one JSON object a line")
+    problems.raise_if_any()
+    return rows
+
+
+def _read_parquet(path: Path) -> list[tuple[int, Mapping[str, Any]]]:
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path}: not a readable parquet file ({error}); write it again") from error
+    return list(enumerate(table.to_pylist(), start=1))
+
+
+def lookup(row: Mapping[str, Any], column: str) -> tuple[bool, Any]:
+    """(found, value) of a column. ``a.b`` is the column of that very name if there is one, else field ``b`` of column ``a``."""
+    if column in row:
+        return True, row[column]
+    value: Any = row
+    for part in column.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return False, None
+        value = value[part]
+    return True, value
