@@ -1,0 +1,99 @@
+"""What the loss module takes and gives. All tensors are flat: over responses, or over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ResponseBatch:
+    """All responses of a rollout step, in canonical (prompt, rollout) order.
+
+    ``correct``: the accuracy reward is 1 (not derived from ``rewards``, which may hold a format part). ``group_ids``: which
+    prompt. ``mean_logprobs`` / ``sum_logprobs``: of the old policy over loss tokens. ``visual_entropy``: of the prompt's
+    image, nats. ``kl``: sum over loss tokens of the KL estimator at (old, ref).
+    Example: two prompts with two responses each::
+
+        ResponseBatch(rewards=tensor([1., 0., 0., 0.]), correct=tensor([True, False, False, False]),
+                      group_ids=tensor([0, 0, 1, 1]), response_tokens=tensor([12, 30, 7, 9]))
+    """
+
+    rewards: Float[Tensor, " responses"]
+    correct: Bool[Tensor, " responses"]
+    group_ids: Int[Tensor, " responses"]
+    response_tokens: Int[Tensor, " responses"]
+    truncated: Bool[Tensor, " responses"] | None = None
+    mean_logprobs: Float[Tensor, " responses"] | None = None
+    sum_logprobs: Float[Tensor, " responses"] | None = None
+    visual_entropy: Float[Tensor, " responses"] | None = None
+    kl: Float[Tensor, " responses"] | None = None
+
+
+@dataclass(frozen=True)
+class Credit:
+    """``kl_weights`` multiplies kl.coef. Rows with ``keep`` False take no part in the update and leave all denominators.
+    ``metrics`` are values of the whole batch (equal on every rank, not contributions)."""
+
+    advantages: Float[Tensor, " responses"]
+    kl_weights: Float[Tensor, " responses"]
+    keep: Bool[Tensor, " responses"]
+    metrics: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Tokens of one micro-batch on one rank; rows of ``response_ids`` index the per-response vectors.
+
+    ``logprobs`` carries the gradient; ``entropy`` does when the entropy coefficient is not 0. The denominators are those of
+    the minibatch (one optimizer step, all ranks): ``response_loss_tokens`` per response, ``num_responses`` kept
+    responses, ``num_tokens`` loss tokens. Default: those of this batch alone, where every row counts as a response.
+    """
+
+    logprobs: Float[Tensor, " tokens"]
+    old_logprobs: Float[Tensor, " tokens"]
+    response_ids: Int[Tensor, " tokens"]
+    loss_mask: Bool[Tensor, " tokens"]
+    advantages: Float[Tensor, " responses"]
+    kl_weights: Float[Tensor, " responses"]
+    ref_logprobs: Float[Tensor, " tokens"] | None = None
+    sampler_logprobs: Float[Tensor, " tokens"] | None = None
+    entropy: Float[Tensor, " tokens"] | None = None
+    topk_logprobs: Float[Tensor, "tokens k"] | None = None
+    old_topk_logprobs: Float[Tensor, "tokens k"] | None = None
+    is_argmax: Bool[Tensor, " tokens"] | None = None
+    correct: Bool[Tensor, " responses"] | None = None
+    group_ids: Int[Tensor, " responses"] | None = None
+    response_loss_tokens: Int[Tensor, " responses"] | None = None
+    num_responses: int | None = None
+    num_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class LossResult:
+    """A contribution: its sum over micro-batches and data x context parallel ranks is the minibatch value. So is every
+    metric but those whose key ends in ``_max`` (reduced by maximum). loss = policy_loss + kl_loss - entropy.coef * entropy."""
+
+    loss: Float[Tensor, ""]
+    policy_loss: Float[Tensor, ""]
+    kl_loss: Float[Tensor, ""]
+    metrics: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a method asks of the trainer, so that the trainer has no case distinction of its own."""
+
+    ref_logprobs: bool  # of the frozen reference, over the response tokens
+    entropy: Literal["none", "metric", "grad"]
+    visual_entropy: bool  # ResponseBatch.visual_entropy
+    response_statistics: bool  # anything of Method.response_statistics before credit
+    correct: bool  # TokenBatch.correct
+    dynamic_sampling: bool  # see Method.wants_group and max_sampling_tries
+    max_sampling_tries: int  # 1 without dynamic sampling
+    token_ids: bool  # Method.shape_rewards reads the response tokens
+    min_group: int  # responses per prompt
