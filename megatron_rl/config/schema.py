@@ -96,7 +96,11 @@ class DataConfig(Section):
     eval: str
     columns: DataColumns
     system_prompt: str | None
-    prompt_suffix: str
+    prompt_suffix: str  # added to the last message
+    answer_after: str | None  # the answer is what follows the last occurrence of this marker ("####" in GSM8K); null = the whole column
+    apply_chat_template: bool  # false = the prompt is encoded as it stands
+    on_long_prompt: Literal["error", "drop"]
+    drop_eval_overlap: bool  # leave prompts that are also in eval out of training
     shuffle: bool
 
 
@@ -106,7 +110,8 @@ class RewardConfig(Section):
     format_weight: float
     format_pattern: str | None  # regular expression the whole response must match; null = no format part
     answer_pattern: str | None  # regular expression whose first group is the answer; null = the whole response
-    timeout_s: PositiveFloat
+    partial_credit: bool  # keep fractions a reasoning_gym scorer gives; false = anything below 1 counts 0
+    timeout_s: PositiveFloat  # one math comparison
     num_workers: PositiveInt
 
 
