@@ -7,4 +7,4 @@ from tests.launch import launch
 
 def test_two_ranks_equal_one():
     result = launch(Path(__file__).with_name("logprobs_worker.py"), nproc=2)
-    assert result.stdout.count("OK ") == 6, result.stdout
+    assert result.stdout.count("OK ") == 7, result.stdout

@@ -1,0 +1,104 @@
+import logging
+
+import pytest
+
+from megatron_rl.runtime import checkpoint_dir
+
+
+def write(root, step, content=b"weights"):
+    path = checkpoint_dir.step_path(root, step)
+    partial = checkpoint_dir.begin(path)
+    (partial / "model").mkdir()
+    (partial / "model" / "shard.bin").write_bytes(content)
+    checkpoint_dir.finish(path, {"step": step})
+    return path
+
+
+def names(root):
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_a_finished_checkpoint_is_whole_and_named_by_its_step(tmp_path):
+    path = write(tmp_path, 12)
+    assert names(tmp_path) == ["step_000012"] and checkpoint_dir.step_of(path) == 12
+    assert checkpoint_dir.problem(path) is None and checkpoint_dir.check(path) == {"step": 12}
+    assert checkpoint_dir.step_of(tmp_path / "step_12") is None and checkpoint_dir.step_of(tmp_path / "step_000012.tmp-partial") is None
+
+
+def test_newest_is_by_number_not_by_text(tmp_path):
+    for step in (2, 1_000_000, 999_999):
+        write(tmp_path, step)
+    assert checkpoint_dir.newest_valid(tmp_path).name == "step_1000000"
+
+
+def test_nothing_there(tmp_path):
+    assert checkpoint_dir.newest_valid(tmp_path / "absent") is None
+    assert checkpoint_dir.prune(tmp_path, keep=1) == []
+
+
+def truncate(path):
+    (path / "model" / "shard.bin").write_bytes(b"weig")
+
+
+def remove_file(path):
+    (path / "model" / "shard.bin").unlink()
+
+
+def remove_manifest(path):
+    (path / "manifest.json").unlink()
+
+
+def break_manifest(path):
+    (path / "manifest.json").write_text('{"files": {"model')
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (truncate, "model/shard.bin has 4 bytes, 7 were written"), (remove_file, "model/shard.bin is missing"),
+        (remove_manifest, "no manifest.json"), (break_manifest, "manifest.json cannot be read"),
+    ],
+)  # fmt: skip
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, caplog, damage, said):
+    older, newer = write(tmp_path, 3), write(tmp_path, 4)
+    damage(newer)
+    with caplog.at_level(logging.WARNING):
+        assert checkpoint_dir.newest_valid(tmp_path) == older
+    assert "step_000004" in caplog.text and said in caplog.text
+    with pytest.raises(ValueError, match="step_000004"):
+        checkpoint_dir.check(newer)
+
+
+def test_a_writer_that_died_leaves_nothing_that_counts(tmp_path):
+    older = write(tmp_path, 3)
+    (checkpoint_dir.begin(checkpoint_dir.step_path(tmp_path, 4)) / "half.bin").write_bytes(b"x")
+    assert checkpoint_dir.newest_valid(tmp_path) == older
+    assert write(tmp_path, 4, b"new") == checkpoint_dir.newest_valid(tmp_path)
+    assert not (tmp_path / "step_000004" / "half.bin").exists()
+
+
+def test_the_same_step_can_be_written_again(tmp_path):
+    write(tmp_path, 3, b"first")
+    path = write(tmp_path, 3, b"second time")
+    assert (path / "model" / "shard.bin").read_bytes() == b"second time" and checkpoint_dir.problem(path) is None
+    assert names(tmp_path) == ["step_000003"]
+
+
+def test_prune_keeps_the_newest_whole_ones(tmp_path):
+    for step in (1, 2, 3, 4, 5):
+        write(tmp_path, step)
+    truncate(tmp_path / "step_000004")
+    truncate(tmp_path / "step_000001")
+    checkpoint_dir.begin(checkpoint_dir.step_path(tmp_path, 6))
+    (tmp_path / "notes.txt").write_text("not ours")
+    removed = checkpoint_dir.prune(tmp_path, keep=2)
+    # Whole: 2, 3, 5. Kept: 3 and 5; the damaged 4 is newer than 3 and stays; the damaged 1 and the unfinished 6 go.
+    assert names(tmp_path) == ["notes.txt", "step_000003", "step_000004", "step_000005"]
+    assert sorted(path.name for path in removed) == ["step_000001", "step_000002", "step_000006.tmp-partial"]
+
+
+def test_prune_never_removes_the_only_whole_one(tmp_path):
+    for step in (1, 2):
+        write(tmp_path, step)
+    truncate(tmp_path / "step_000002")
+    assert checkpoint_dir.prune(tmp_path, keep=1) == [] and checkpoint_dir.newest_valid(tmp_path).name == "step_000001"
