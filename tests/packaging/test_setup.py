@@ -1,0 +1,90 @@
+"""The set-up: dependency lists agree, stand-in wheels are empty, .ci/run really runs README's command and keeps its exit code."""
+
+import ast
+import re
+import shutil
+import subprocess
+import zipfile
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.launch import REPO
+from tools.write_stub_wheels import write_stub_wheel
+
+
+def dependencies() -> dict[str, list[str]]:
+    """``REQUIRED`` (under "") and the extras, read from setup.py without running it."""
+    tree = ast.parse((REPO / "setup.py").read_text(encoding="utf-8"))
+    values = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    return {"": ast.literal_eval(values["REQUIRED"]), **ast.literal_eval(values["EXTRAS"])}
+
+
+def constraints() -> dict[str, str]:
+    lines = (REPO / "tools/constraints_cpu.txt").read_text(encoding="utf-8").splitlines()
+    return {line.split("==")[0].lower().replace("_", "-"): line.split("==")[1] for line in lines if line and not line.startswith("#")}
+
+
+@pytest.mark.parametrize("extra", ["", "cpu", "test"])
+def test_the_tested_versions_satisfy_what_is_asked_for(extra):
+    pinned = constraints()
+    for text in dependencies()[extra]:
+        requirement = Requirement(text)
+        version = pinned[requirement.name.lower().replace("_", "-")]
+        assert requirement.specifier.contains(version, prereleases=True), f"{text}: constraints_cpu.txt has {version}"
+
+
+def test_the_stand_ins_are_not_constrained():
+    """A version of the index in the constraints would win over the empty wheel."""
+    assert not {"torchvision", "torchaudio", "torchcodec", "triton"} & set(constraints())
+
+
+def test_stub_wheel_has_metadata_and_nothing_to_import(tmp_path):
+    archive = zipfile.ZipFile(write_stub_wheel(tmp_path, "torchvision"))
+    assert {name.split("/")[0] for name in archive.namelist()} == {"torchvision-99.0.0.dist-info"}
+    assert "Version: 99.0.0\n" in archive.read("torchvision-99.0.0.dist-info/METADATA").decode()
+
+
+def set_up(*args: str) -> subprocess.CompletedProcess:
+    return subprocess.run(["bash", str(REPO / "tools/setup_cpu.sh"), *args], capture_output=True, text=True, timeout=60)
+
+
+def test_set_up_names_an_unusable_python(tmp_path):
+    """One line that says what is wrong and what to do; nothing is created."""
+    old = tmp_path / "python3.8"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.8.1" && exit 0\nexit 1\n')
+    old.chmod(0o755)
+    done = set_up("--venv", str(tmp_path / "venv"), "--python", str(old))
+    assert done.returncode == 1
+    assert re.fullmatch(r"setup_cpu: \S+/python3\.8 \(Python 3\.8\.1\) cannot be used: Python 3\.11.*--python EXE\.\n", done.stderr)
+    assert not (tmp_path / "venv").exists()
+
+
+def test_set_up_refuses_an_unknown_option():
+    done = set_up("--frob")
+    assert done.returncode == 1
+    assert "unknown option --frob" in done.stderr
+
+
+def ci_run(folder, readme: str, *args: str) -> subprocess.CompletedProcess:
+    """.ci/run in a project of its own that consists of ``readme``."""
+    (folder / ".ci").mkdir()
+    shutil.copy(REPO / ".ci/run", folder / ".ci/run")
+    (folder / "README.md").write_text(readme)
+    return subprocess.run(["bash", str(folder / ".ci/run"), *args], capture_output=True, text=True, timeout=60)
+
+
+def test_ci_runs_in_a_copy_and_keeps_the_exit_code(tmp_path):
+    done = ci_run(tmp_path, "# x\n```bash\n# train\ntouch first\n\n# test\ntouch second && pwd && ls && exit 3\n```\n")
+    assert done.returncode == 3
+    assert "+ touch second" in done.stdout
+    assert "README.md" in done.stdout.splitlines()
+    assert not (tmp_path / "second").exists()
+    copy = next(line for line in done.stdout.splitlines() if line.startswith("/"))
+    assert not subprocess.run(["ls", copy], capture_output=True).stdout, "the copy is removed"
+
+
+def test_ci_says_when_readme_has_no_command(tmp_path):
+    done = ci_run(tmp_path, "# x\n```bash\ntouch first\n```\n")
+    assert done.returncode == 2
+    assert "no second command" in done.stderr
