@@ -1,0 +1,221 @@
+"""The sampler: vLLM inside the training processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.rollout.sampling import request_seed, vllm_sampling
+from megatron_rl.rollout.shared_memory import private_segments
+from megatron_rl.rollout.stream import CheckedStream, expected_tensors
+from megatron_rl.runtime.random_state import preserved_random_state
+from megatron_rl.types import Completion, Prompt, Sampling
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.outputs import CompletionOutput
+
+logger = logging.getLogger(__name__)
+
+# vLLM sets these for its own workers; inherited by a process started later (a reward verifier) or read by a launcher they harm.
+RESTORED_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "LD_LIBRARY_PATH", "NUMEXPR_MAX_THREADS")
+
+# Destroying an engine destroys the default process group with it, under the policy's feet: every engine lives until the process ends.
+_ALIVE: list[LLM] = []
+
+
+class VllmEngine:
+    """One rank of a rollout engine; every rank of the world builds one, after torch.distributed and Megatron were initialised.
+
+    Replica r is the ranks ``[r * tensor, (r + 1) * tensor)``; they run in lockstep and must pass the same requests.
+    Logprobs are of the distribution sampled from: logits / temperature, then top-k and top-p, renormalised. Greedy sampling
+    (temperature 0) has no such distribution: its logprobs are those at temperature 1, not truncated.
+    """
+
+    def __init__(self, model_path: str, config: RolloutConfig, *, seed: int, launch_id: str) -> None:
+        """``launch_id``: unique to the launch, equal on its ranks. Collective.
+
+        Raises:
+            ValueError: the world is not a multiple of ``rollout.tensor``; no checkpoint in ``model_path``; vLLM refuses a setting.
+        """
+        assert dist.is_initialized(), "initialise torch.distributed before the engine, or vLLM makes a world of one"
+        rank, world = dist.get_rank(), dist.get_world_size()
+        if world % config.tensor:
+            raise ValueError(f"rollout.tensor: {world} processes do not divide into groups of {config.tensor}; choose a divisor of {world}")
+        self.replica, self.num_replicas = rank // config.tensor, world // config.tensor
+        self.weight_version = 0
+        self._config, self._seed, self._num_unseeded = config, seed, 0
+        self._failure: str | None = None
+        self._expected = expected_tensors(Path(model_path))
+        self._eos_token_ids = eos_token_ids(Path(model_path))
+        self._can_sleep = torch.cuda.is_available() and config.sleep_level > 0
+        if config.sleep_level > 0 and not self._can_sleep and rank == 0:
+            logger.warning("rollout.sleep_level=%d has no effect: this build of vLLM cannot sleep", config.sleep_level)
+        with undisturbed_process(), preserved_random_state(), ExitStack() as stack:
+            prepare_import()
+            from vllm import LLM
+
+            if config.tensor > 1 and not torch.cuda.is_available():
+                stack.enter_context(private_segments(launch_id))
+            self._llm = LLM(**engine_arguments(model_path, config, seed + self.replica))
+        _ALIVE.append(self._llm)
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
+        """``num_responses`` completions for each prompt, on every rank of the replica.
+
+        With a seed, response j to a prompt depends on (seed, prompt uid, j) and the weights alone; without one, on the calls before.
+
+        Raises:
+            ValueError: a prompt or the wanted response is longer than the engine was built for; stop strings without tokenizer.
+            RuntimeError: a weight update failed before.
+        """
+        self._require_usable()
+        self._check(prompts, sampling)
+        if not prompts:
+            return []
+        seed = sampling.seed
+        if seed is None:
+            self._num_unseeded += 1
+            seed = -(self._seed * 1_000_003 + self._num_unseeded)
+        requests = [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts]
+        params = [vllm_sampling(sampling, request_seed(seed, prompt.uid), self._eos_token_ids) for prompt in prompts]
+        with preserved_random_state():
+            outputs = self._llm.generate(requests, params, use_tqdm=False)
+        return [[self._completion(output) for output in request.outputs] for request in outputs]
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> Mapping[str, str]:
+        """Replace all weights by HF-named whole tensors; every name of the checkpoint must come once, with its shape.
+
+        A tensor must stay as it is until all tensors of its layer have come. Returns the digest of each as it reached the loader.
+
+        Raises:
+            WeightSyncError: what comes is not what the checkpoint holds. Found at the first tensor, the engine keeps its old
+                weights; found later, or on any other exception, it refuses to generate from then on.
+        """
+        self._require_usable()
+        stream = CheckedStream(weights, self._expected, getattr(torch, self._config.dtype))
+        checked = iter(stream)
+        first = next(checked)
+        self._failure = f"the update to weight version {version} did not finish"
+        try:
+            with preserved_random_state():
+                self._llm.collective_rpc("receive_weights", args=(chain([first], checked),))
+        except BaseException as error:
+            self._failure = f"the update to weight version {version} failed: {error}"
+            raise
+        # Keys and values computed with the old weights would be used for every prompt that shares a block with an old one.
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError(f"vLLM kept its prefix cache at weight version {version} although no request is running")
+        self._failure = None
+        self.weight_version = version
+        return stream.digests
+
+    def sleep(self) -> None:
+        """Free what training needs: level 1 moves the weights to the host, level 2 drops them; both drop the cache."""
+        if self._can_sleep:
+            self._llm.sleep(level=self._config.sleep_level)
+
+    def wake(self) -> None:
+        """Undo sleep; after level 2 the weights are undefined until the next ``load_weights``."""
+        if self._can_sleep:
+            self._llm.wake_up()
+
+    def _completion(self, output: CompletionOutput) -> Completion:
+        token_ids = tuple(output.token_ids)
+        flat = output.logprobs
+        assert tuple(flat.token_ids) == token_ids, "one logprob for each sampled token"
+        truncated = output.finish_reason == "length"
+        return Completion(token_ids, tuple(flat.logprobs), truncated, self.weight_version)
+
+    def _require_usable(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"the rollout engine is unusable, its weights are half replaced: {self._failure}")
+
+    def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        config = self._config
+        if sampling.max_response_tokens > config.max_response_tokens:
+            raise ValueError(
+                f"sampling: {sampling.max_response_tokens} response tokens wanted, rollout.max_response_tokens is "
+                f"{config.max_response_tokens}; raise it"
+            )
+        if sampling.stop and not config.stop:
+            raise ValueError(f"sampling: stop strings {list(sampling.stop)} need rollout.stop, with which the engine loads its tokenizer")
+        for prompt in prompts:
+            if prompt.multimodal is not None:
+                raise ValueError(f"prompt {prompt.uid}: multimodal input is not supported by this engine; remove it")
+            if len(prompt.token_ids) > config.max_prompt_tokens:
+                raise ValueError(
+                    f"prompt {prompt.uid}: {len(prompt.token_ids)} tokens, rollout.max_prompt_tokens is {config.max_prompt_tokens}; "
+                    "raise it or drop the prompt"
+                )
+
+
+def engine_arguments(model_path: str, config: RolloutConfig, seed: int) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM``. The external launcher is used for one rank a replica too: it takes the device of LOCAL_RANK."""
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "tensor_parallel_size": config.tensor,
+        "distributed_executor_backend": "external_launcher",
+        "worker_extension_cls": "megatron_rl.rollout.worker.WeightReceiver",
+        "dtype": config.dtype,
+        "max_model_len": config.max_prompt_tokens + config.max_response_tokens,
+        "max_num_seqs": config.max_num_seqs,
+        "enforce_eager": config.enforce_eager,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # not the sampling defaults of the checkpoint
+        "skip_tokenizer_init": not config.stop,
+        "use_tqdm_on_load": False,
+        "seed": seed,
+    }
+    if config.kv_cache_gib is not None:
+        arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
+    if torch.cuda.is_available():
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+        arguments["enable_sleep_mode"] = config.sleep_level > 0
+    return arguments
+
+
+def eos_token_ids(model_path: Path) -> tuple[int, ...]:
+    """End tokens of a HF directory: of generation_config.json where it names some, else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        file = model_path / name
+        value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+        if value is not None:
+            return tuple(value) if isinstance(value, list) else (value,)
+    return ()
+
+
+def prepare_import() -> None:
+    """The settings that vLLM reads from the environment when it is imported."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if not torch.cuda.is_available():
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # else small sampling functions are compiled: seconds, and a C++ compiler is needed
+
+
+@contextmanager
+def undisturbed_process() -> Iterator[None]:
+    """Undo what building an engine does to the process: environment variables, and torch.set_num_threads turned into nothing."""
+    environment = {name: os.environ[name] for name in RESTORED_VARIABLES if name in os.environ}
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)
+        for name in RESTORED_VARIABLES:
+            os.environ.pop(name, None)
+        os.environ.update(environment)
