@@ -179,3 +179,24 @@ class SyncReport:
     bytes_sent: int
     bytes_total: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class Box:
+    """A hyper-rectangle of a HF-named tensor, and the strided view of a local parameter that holds it (training side) or is to
+    receive it (rollout side). Element ``start + i`` of the tensor is element ``offset + sum(i * stride)`` of the parameter,
+    counted from the parameter's own first element in its storage.
+
+    Example, the key rows of one query group in a fused parameter of hidden size 4, two heads of dimension 2 before it:
+    ``Box("model.layers.0.self_attn.k_proj.weight", full=(4, 4), dtype="bfloat16", start=(2, 0), shape=(2, 4),
+    key="decoder.layers.0.self_attention.linear_qkv.weight", offset=16, stride=(4, 1))``.
+    """
+
+    tensor: str
+    full: tuple[int, ...]  # shape of the whole HF tensor, padding removed
+    dtype: str  # "bfloat16", "float32", ...: the name of the torch dtype
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    key: str  # name of the local parameter, chosen by its owner
+    offset: int
+    stride: tuple[int, ...]

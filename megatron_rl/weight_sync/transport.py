@@ -1,0 +1,229 @@
+"""Carries out a program: local copies, and point-to-point messages with bounded staging memory."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.weight_sync.boxes import Boxes, View
+from megatron_rl.weight_sync.program import Message, Program
+
+Parameters = Callable[[str], Tensor]
+
+
+class TransportError(RuntimeError):
+    """A transfer that could not be finished; what the destination holds is undefined."""
+
+
+@dataclass(frozen=True)
+class TransportReport:
+    """What one run moved on this rank, in bytes; ``peak_staging_bytes``: most bytes of send and receive buffers alive at once."""
+
+    bytes_sent: int
+    bytes_received: int
+    bytes_copied: int
+    peak_staging_bytes: int
+
+
+def pack(message: Message, source: Parameters, device: torch.device) -> Tensor:
+    """The bytes of a bucket, gathered from the local parameters."""
+    buffer = torch.empty(message.size, dtype=torch.uint8, device=device)
+    typed = buffer.view(getattr(torch, message.dtype))
+    for chunk in message.chunks:
+        ((_, view),) = chunk.views
+        typed[chunk.begin : chunk.begin + math.prod(chunk.shape)].view(chunk.shape).copy_(strided(source(view[0]), view))
+    return buffer
+
+
+def unpack(message: Message, buffer: Tensor, destination: Parameters, done: Callable[[str], None]) -> None:
+    """Scatter the bytes of a bucket into the local parameters; ``done(key)`` after each view."""
+    typed = buffer.view(getattr(torch, message.dtype))
+    for chunk in message.chunks:
+        block = typed[chunk.begin : chunk.begin + math.prod(chunk.shape)].view(chunk.shape)
+        for part, view in chunk.views:
+            strided(destination(view[0]), view).copy_(block[part])
+            done(view[0])
+
+
+def strided(parameter: Tensor, view: View) -> Tensor:
+    """The view of a parameter that a box describes, without gradient. Offsets count from the parameter's own first element."""
+    _, offset, shape, stride = view
+    return parameter.detach().as_strided(shape, stride, parameter.storage_offset() + offset)
+
+
+class Transport:
+    """Runs one program again and again, on the process group whose ranks the plan speaks of.
+
+    ``device``: where staging buffers live; that of the parameters. Collective: every rank of the group constructs it.
+    """
+
+    def __init__(self, program: Program, device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None) -> None:
+        self.program, self.device, self.group = program, torch.device(device), group
+        self.seen: dict[tuple[str, str], tuple] = {}
+        if dist.is_initialized():
+            dist.barrier(group)  # NCCL wants all ranks in the first operation of a group; a round may have only two
+
+    def run(self, source: Parameters, destination: Parameters, written: Callable[[str], None] | None = None) -> TransportReport:
+        """Collective: move everything. ``source(key)`` and ``destination(key)`` give the local parameters, at the moment of use;
+        ``written(key)`` is called once for each destination parameter, when its last element is in place.
+
+        While round n travels, round n + 1 is packed and a share of the local copies is made; at most ``in_flight`` rounds hold
+        buffers.
+        Raises ValueError for a parameter whose dtype, shape or stride is not what the plan or the first run saw: on every rank and
+        before anything moves for a source, at its first use for a destination. Raises TransportError when a peer fails in the middle.
+        """
+        self._agree(self._check_all("training", self.program.source_dtypes, source))
+        run = _Run(self, source, destination, written)
+        with torch.no_grad():
+            return run.all()
+
+    def _check_all(self, side: str, dtypes: Mapping[str, str], get: Parameters) -> str:
+        try:
+            for key, dtype in dtypes.items():
+                self.check(side, key, dtype, get(key))
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def check(self, side: str, key: str, dtype: str, parameter: Tensor) -> None:
+        """Raises ValueError when a parameter is not what it was planned, or first seen, to be."""
+        now = (str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape), parameter.stride(), parameter.device.type)
+        expected = self.seen.setdefault((side, key), (dtype, *now[1:3], self.device.type))
+        if now != expected:
+            raise ValueError(
+                f"rank {self.program.rank}: {side} parameter {key!r} has (dtype, shape, stride, device) {now}, planned or first seen as "
+                f"{expected}; make a new plan"
+            )
+
+    def _agree(self, error: str) -> None:
+        """Collective: every rank learns of an error before any rank starts to send."""
+        if not dist.is_initialized():
+            if error:
+                raise ValueError(error)
+            return
+        failed = torch.tensor(float(bool(error)), device=self.device)
+        dist.all_reduce(failed, group=self.group)
+        if failed:
+            errors: list = [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(errors, error, self.group)
+            raise ValueError("; ".join(filter(None, errors)))
+
+
+class _Run:
+    """The state of one run: rounds under way, staging memory in use, writes still to come."""
+
+    def __init__(self, transport: Transport, source: Parameters, destination: Parameters, written: Callable[[str], None] | None) -> None:
+        self.program, self.device, self.group = transport.program, transport.device, transport.group
+        self.transport, self.source, self.find, self.written = transport, source, destination, written
+        self.open: dict[str, Tensor] = {}
+        self.left = dict(self.program.writes)
+        self.flying: deque[tuple[int, list[dist.Work], list[Tensor], list[tuple[Message, Tensor]]]] = deque()
+        self.staged = self.peak = self.sent = self.received = self.copied = 0
+
+    def all(self) -> TransportReport:
+        program, next_copy = self.program, 0
+        for index in range(len(program.rounds)):
+            while len(self.flying) >= program.in_flight:
+                self.finish()
+            self.issue(index)
+            share = (index + 1) * len(program.copies) // len(program.rounds)
+            self.copy(next_copy, share)
+            next_copy = share
+        self.copy(next_copy, len(program.copies))
+        while self.flying:
+            self.finish()
+        left = [key for key, count in self.left.items() if count]
+        assert not left, f"never completed: {left[:5]}"
+        return TransportReport(self.sent, self.received, self.copied, self.peak)
+
+    def destination(self, key: str) -> Tensor:
+        if key not in self.open:
+            self.open[key] = self.find(key)
+            self.transport.check("rollout", key, self.program.destination_dtypes[key], self.open[key])
+        return self.open[key]
+
+    def done(self, key: str) -> None:
+        self.left[key] -= 1
+        if self.left[key] == 0:
+            del self.open[key]
+            if self.written is not None:
+                self.written(key)
+
+    def copy(self, first: int, last: int) -> None:
+        for copy in self.program.copies[first:last]:
+            key, _, shape, _ = copy.destination
+            target = strided(self.destination(key), copy.destination)
+            target.copy_(strided(self.source(copy.source[0]), copy.source))
+            self.copied += math.prod(shape) * target.element_size()
+            self.done(key)
+
+    def issue(self, index: int) -> None:
+        step = self.program.rounds[index]
+        size = sum(message.size for message in (*step.sends, *step.receives))
+        self.staged += size
+        self.peak = max(self.peak, self.staged)
+        incoming = [(message, torch.empty(message.size, dtype=torch.uint8, device=self.device)) for message in step.receives]
+        outgoing = [pack(message, self.source, self.device) for message in step.sends]
+        operations = [dist.P2POp(dist.irecv, buffer, self.peer(message), self.group) for message, buffer in incoming]
+        operations += [dist.P2POp(dist.isend, buffer, self.peer(message), self.group) for message, buffer in zip(step.sends, outgoing)]
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise self.failure(index, error) from error
+        self.flying.append((index, works, outgoing, incoming))
+
+    def finish(self) -> None:
+        index, works, outgoing, incoming = self.flying.popleft()
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise self.failure(index, error) from error
+        for message, buffer in incoming:
+            unpack(message, buffer, self.destination, self.done)
+            self.received += message.size
+        self.sent += sum(buffer.numel() for buffer in outgoing)
+        self.staged -= sum(buffer.numel() for buffer in (*outgoing, *(buffer for _, buffer in incoming)))
+
+    def peer(self, message: Message) -> int:
+        return message.peer if self.group is None else dist.get_global_rank(self.group, message.peer)
+
+    def failure(self, index: int, error: RuntimeError) -> TransportError:
+        step = self.program.rounds[index]
+        parts = [
+            f"{way} rank {message.peer}: {message.chunks[0].tensor} .. {message.chunks[-1].tensor}"
+            for way, messages in (("to", step.sends), ("from", step.receives))
+            for message in messages
+        ]
+        return TransportError(
+            f"rank {self.program.rank}: round {step.number} of the weight sync failed ({'; '.join(parts[:8])}): {error}. "
+            "The weights of the rollout engine are half updated: do not sample from it, rebuild it"
+        )
+
+
+def tensors(parameters: Mapping[str, Tensor]) -> Parameters:
+    """The lookup of a plain mapping. Raises ValueError naming a key that it lacks."""
+
+    def get(key: str) -> Tensor:
+        if key not in parameters:
+            raise ValueError(f"parameter {key!r} is in the plan but not among the {len(parameters)} parameters of this process")
+        return parameters[key]
+
+    return get
+
+
+def exchange(
+    held: Sequence[Boxes], wanted: Sequence[Boxes], group: dist.ProcessGroup | None = None
+) -> tuple[dict[int, list[Boxes]], dict[int, list[Boxes]]]:
+    """Collective: ``(held, wanted)`` of every rank that holds or wants something, geometry only but for the caller's own."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    everyone: list = [None] * world
+    dist.all_gather_object(everyone, ([box.geometry() for box in held], [box.geometry() for box in wanted]), group)
+    everyone[rank] = (list(held), list(wanted))
+    return tuple({peer: sides[i] for peer, sides in enumerate(everyone) if sides[i]} for i in (0, 1))
