@@ -6,34 +6,13 @@ another choice is refused with the name of the choice it belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    SerializeAsAny,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, SerializeAsAny, model_validator
+
+from megatron_rl.config.pieces import Named, Piece, by_key, by_name, table_of
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-class Piece(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class Named(Piece):
-    """One choice among several; ``name`` says which."""
-
-    name: str
 
 
 # ---------------------------------------------------------------- estimators
@@ -208,92 +187,20 @@ class Dads(Named):
     curve: Literal["exponential", "linear", "cubic"] = "exponential"
 
 
-def _table(*pieces: type[Named]) -> dict[str, type[Named]]:
-    return {piece.model_fields["name"].default: piece for piece in pieces}
-
-
-ESTIMATORS = _table(
+ESTIMATORS = table_of(
     Zscore, Centered, Rloo, Opo, ReinforcePPBaseline, Gpg, Tree, Krpo, Signed, Lead, Mixed, Apd, Durian, PassAtK
 )  # fmt: skip
-SHAPERS = _table(Stcr, Ddas, Ass, SignScale, HardFocused, EasyFocused, Focal)
-POLICY_LOSSES = _table(PpoClip, Gspo, Cispo, Reinforce, Ratio)
-AGGREGATIONS = _table(SeqMeanTokenMean, TokenMean, SeqMeanTokenSum, SeqMeanTokenSumNorm)
-KL_WEIGHTS = _table(Constant, Dads)
+SHAPERS = table_of(Stcr, Ddas, Ass, SignScale, HardFocused, EasyFocused, Focal)
+POLICY_LOSSES = table_of(PpoClip, Gspo, Cispo, Reinforce, Ratio)
+AGGREGATIONS = table_of(SeqMeanTokenMean, TokenMean, SeqMeanTokenSum, SeqMeanTokenSumNorm)
+KL_WEIGHTS = table_of(Constant, Dads)
 
 
-def _refusal(key: tuple[Any, ...], value: Any, message: str) -> InitErrorDetails:
-    """An error at ``key`` below the field being validated, reported as ``<field>.<key> = <value>: <message>``."""
-    return InitErrorDetails(type=PydanticCustomError("choice", "{text}", {"text": message}), loc=key, input=value)
-
-
-def _built(kind: str, table: Mapping[str, type[Named]], name: Any, knobs: Mapping[str, Any]) -> Named:
-    """The piece ``name`` with its knobs.
-
-    Raises:
-        ValidationError: no such name, a knob of another piece, or a value the piece refuses.
-    """
-    if name not in table:
-        problems = [_refusal(("name",), name, f"is not one of the {kind}s {', '.join(table)}")]
-        raise ValidationError.from_exception_data(kind, problems)
-    own = [field for field in table[name].model_fields if field != "name"]
-    listing = f"its knobs are {', '.join(own)}" if own else "it has no knobs"
-    problems = []
-    for knob in knobs:
-        homes = [other for other, piece in table.items() if knob in piece.model_fields]
-        if knob not in own:
-            wrong = f"is a knob of {' and '.join(homes)}, but the {kind} is {name}" if homes else f"is no knob of {kind} {name}"
-            problems.append(_refusal((knob,), knobs[knob], f"{wrong} ({listing}); remove it"))
-    if problems:
-        raise ValidationError.from_exception_data(kind, problems)
-    return table[name].model_validate({"name": name, **knobs})
-
-
-def _by_name(kind: str, table: Mapping[str, type[Named]]) -> BeforeValidator:
-    """Reads ``{name: ..., knobs}``."""
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        if "name" not in value:
-            problems = [_refusal(("name",), None, f"is missing; choose one of {', '.join(table)}")]
-            raise ValidationError.from_exception_data(kind, problems)
-        return _built(kind, table, value["name"], {key: knob for key, knob in value.items() if key != "name"})
-
-    return BeforeValidator(read)
-
-
-def _by_key(kind: str, table: Mapping[str, type[Named]]) -> BeforeValidator:
-    """Reads an ordered ``{name: {knobs}, ...}``; ``name: null`` leaves a piece out."""
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        pieces: dict[str, Named] = {}
-        problems: list[InitErrorDetails] = []
-        for name, knobs in value.items():
-            if isinstance(knobs, Named):
-                pieces[name] = knobs
-            elif name not in table:
-                problems.append(_refusal((name,), knobs, f"is not one of the {kind}s {', '.join(table)}"))
-            elif isinstance(knobs, Mapping):
-                try:
-                    pieces[name] = _built(kind, table, name, knobs)
-                except ValidationError as error:
-                    problems += [_refusal((name, *found["loc"]), found["input"], found["msg"]) for found in error.errors()]
-            elif knobs is not None:
-                problems.append(_refusal((name,), knobs, "must be a mapping of knobs; {} takes the defaults, null leaves it out"))
-        if problems:
-            raise ValidationError.from_exception_data(kind, problems)
-        return pieces
-
-    return BeforeValidator(read)
-
-
-Estimator = Annotated[SerializeAsAny[Named], _by_name("estimator", ESTIMATORS)]
-Shaping = Annotated[dict[str, SerializeAsAny[Named]], _by_key("shaper", SHAPERS)]
-PolicyLoss = Annotated[SerializeAsAny[Named], _by_name("policy loss", POLICY_LOSSES)]
-Aggregate = Annotated[SerializeAsAny[Named], _by_name("aggregation", AGGREGATIONS)]
-KlWeights = Annotated[SerializeAsAny[Named], _by_name("KL weight", KL_WEIGHTS)]
+Estimator = Annotated[SerializeAsAny[Named], by_name("estimator", ESTIMATORS)]
+Shaping = Annotated[dict[str, SerializeAsAny[Named]], by_key("shaper", SHAPERS)]
+PolicyLoss = Annotated[SerializeAsAny[Named], by_name("policy loss", POLICY_LOSSES)]
+Aggregate = Annotated[SerializeAsAny[Named], by_name("aggregation", AGGREGATIONS)]
+KlWeights = Annotated[SerializeAsAny[Named], by_name("KL weight", KL_WEIGHTS)]
 
 
 # ---------------------------------------------------------------- sections
@@ -366,7 +273,7 @@ class FiltersConfig(Piece):
 class MethodConfig(Piece):
     name: str
     estimator: Estimator
-    shaping: Shaping = {}
+    shaping: Shaping = Field(default_factory=dict)
     policy_loss: PolicyLoss
     aggregate: Aggregate
     kl: KlConfig

@@ -9,7 +9,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from megatron_rl.config.load import compose, validate
-from megatron_rl.config.method import MethodConfig, Named
+from megatron_rl.config.method import MethodConfig
+from megatron_rl.config.pieces import Named
 from megatron_rl.loss import filters, kl
 from megatron_rl.loss.batch import Credit, LossResult, Needs, ResponseBatch, TokenBatch
 from megatron_rl.loss.credit import SINGLE_RESPONSE, CreditPlan, credit
