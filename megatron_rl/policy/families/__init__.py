@@ -1,0 +1,46 @@
+"""Model families, one declarative file each."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from megatron_rl.policy.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from megatron_rl.policy.families.base import Architecture, Slot
+
+FAMILIES = {module.FAMILY.architecture: module.FAMILY for module in (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)}
+
+__all__ = ["FAMILIES", "Architecture", "Slot", "architecture_from", "read_architecture"]
+
+
+def read_architecture(path: Path) -> tuple[Architecture, Any]:
+    """The architecture of a HF model directory, and its transformers configuration.
+
+    Raises:
+        ValueError: no such directory, no config.json, an architecture or an option the policy does not implement.
+    """
+    if not path.is_dir():
+        raise ValueError(f"model.path: {path} is not a directory; give a local HF model directory (config.json and safetensors)")
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model.path: {path} holds no config.json; give a HF model directory (config.json and safetensors)")
+    names = json.loads((path / "config.json").read_text()).get("architectures") or []
+    known = ", ".join(sorted(FAMILIES))
+    if len(names) != 1 or names[0] not in FAMILIES:
+        close = difflib.get_close_matches(names[0], FAMILIES, n=1) if names else []
+        hint = f" (nearest: {close[0]})" if close else ""
+        raise ValueError(f"model.path: {path}/config.json has architectures {names}, which the policy does not implement{hint}; supported: {known}")
+    hf = AutoConfig.from_pretrained(path, local_files_only=True)
+    return architecture_from(hf, names[0]), hf
+
+
+def architecture_from(hf: Any, name: str) -> Architecture:
+    """The architecture ``name`` with the sizes of the transformers configuration ``hf``.
+
+    Raises:
+        ValueError: an option the policy does not implement.
+    """
+    return FAMILIES[name].read(hf)

@@ -1,0 +1,74 @@
+"""Remedies inside megatron-core for a machine without CUDA or without Transformer Engine: every name, with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """``module.name`` is replaced by ``make(original)``; ``original`` is None where the name does not exist."""
+
+    module: Any
+    name: str
+    reason: str
+    needed: Callable[[], bool]
+    make: Callable[[Any], Any]
+
+
+def _without_cuda() -> bool:
+    return not torch.cuda.is_available()
+
+
+def _maybe_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _cpu_rng_state(device: Any = -1, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_cpu_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+REMEDIES = (
+    Remedy(
+        moe_utils, "te_general_gemm",
+        "the router asks for this name of Transformer Engine even when that is not installed, and raises NameError",
+        lambda: not hasattr(moe_utils, "te_general_gemm"), lambda _: None,
+    ),
+    Remedy(
+        token_dispatcher, "maybe_move_tensor_to_cpu",
+        "split sizes of the all-to-all stay tensors when they are on the CPU already; the collective wants numbers",
+        _without_cuda, lambda _: _maybe_numpy,
+    ),
+    Remedy(
+        megatron_random, "_get_cuda_rng_state",
+        "activation recomputation saves the CUDA random state; without CUDA the state is the CPU one",
+        _without_cuda, lambda _: _cpu_rng_state,
+    ),
+    Remedy(
+        megatron_random, "_set_cuda_rng_state",
+        "activation recomputation restores the CUDA random state",
+        _without_cuda, lambda _: _set_cpu_rng_state,
+    ),
+)  # fmt: skip
+
+
+def apply() -> None:
+    """Installs what this machine needs (idempotent) and the random-state tracker without CUDA states.
+
+    The tracker is an official knob; its fork() does nothing, which is right because dropout is 0 everywhere here.
+    """
+    for remedy in REMEDIES:
+        if remedy.needed():
+            setattr(remedy.module, remedy.name, remedy.make(getattr(remedy.module, remedy.name, None)))
+    if _without_cuda():
+        megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)

@@ -1,0 +1,171 @@
+"""Passes over micro-batches through megatron's own schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from megatron_rl.policy.logprobs import response_logprobs
+from megatron_rl.policy.packing import Microbatch
+from megatron_rl.policy.parallel import Ranks
+from megatron_rl.types import TokenLoss, TokenView
+
+# Response tokens whose logits are alive at a time.
+LOGPROB_CHUNK_TOKENS = 1024
+Consume = Callable[[Microbatch, Tensor, Tensor | None], tuple[Tensor, Any]]
+
+
+class _SequenceSum(torch.autograd.Function):
+    """All-reduce over the context ranks; the gradient is all-reduced too, because every rank's loss uses the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def sequence_sum(ranks: Ranks) -> Callable[[Tensor], Tensor]:
+    """The differentiable sum over context-parallel ranks (the identity when there is one)."""
+    if ranks.context == 1:
+        return lambda values: values
+    return lambda values: _SequenceSum.apply(values, ranks.context_group)
+
+
+@dataclass
+class Totals:
+    """Loss and metrics summed over micro-batches of this rank; keys ending in ``_max`` by maximum."""
+
+    loss: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def add(self, loss: float, metrics: Mapping[str, float]) -> None:
+        self.loss += loss
+        for key, value in metrics.items():
+            if key not in self.metrics:
+                self.metrics[key] = value
+            else:
+                self.metrics[key] = max(self.metrics[key], value) if key.endswith("_max") else self.metrics[key] + value
+
+
+class Passes:
+    """Runs micro-batches through the chunks of this rank. ``consume(microbatch, logprobs, entropy)`` is called on the last
+    stage only and returns (loss, what to collect)."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], ranks: Ranks, vocab_size: int, temperature: float, hidden_size: int) -> None:
+        self.chunks = list(chunks)
+        self.ranks = ranks
+        self.vocab_size = vocab_size
+        self.temperature = temperature
+        self.hidden_size = hidden_size
+        self.schedule = get_forward_backward_func()
+
+    def run(
+        self, microbatches: Sequence[Microbatch], consume: Consume, *, backward: bool, entropy: Literal["none", "value", "grad"]
+    ) -> list[Any]:
+        """Collective: what ``consume`` collected for each micro-batch, in order (nothing before the last stage)."""
+        iterators = [iter(microbatches) for _ in self.chunks]
+        step = partial(self._step, consume=consume, entropy=entropy)
+        with torch.set_grad_enabled(backward):
+            return self.schedule(
+                forward_step_func=step,
+                data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
+                model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+                num_microbatches=len(microbatches),
+                seq_length=max(microbatch.token_ids.shape[1] for microbatch in microbatches),
+                micro_batch_size=1,
+                forward_only=not backward,
+            )
+
+    def _step(self, iterator: Any, chunk: torch.nn.Module, *, consume: Consume, entropy: Any) -> tuple[Tensor, Callable[..., Any]]:
+        microbatch: Microbatch = next(iterator)
+        output = chunk(
+            input_ids=microbatch.token_ids,
+            position_ids=microbatch.position_ids,
+            attention_mask=None,
+            packed_seq_params=microbatch.packing,
+            **({"fp32_output": False} if _casts(chunk) else {}),
+        )
+        return output, partial(self._finish, chunk, microbatch, consume, entropy)
+
+    def _finish(
+        self, chunk: torch.nn.Module, microbatch: Microbatch, consume: Consume, entropy: Any, output: Tensor
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Last stage only: states -> logprobs of response tokens -> loss. Megatron expects (loss, tokens, data) and, told not to
+        divide by the number of tokens, uses the loss as it is."""
+        weight = get_attr_wrapped_model(chunk, "head_weight")()
+        _wait_for(chunk, weight)
+        hidden = output.squeeze(1)
+        logprobs, entropies = response_logprobs(
+            hidden.index_select(0, microbatch.rows).to(weight.dtype),
+            weight,
+            microbatch.targets,
+            temperature=self.temperature,
+            vocab_size=self.vocab_size,
+            chunk_tokens=LOGPROB_CHUNK_TOKENS,
+            group=self.ranks.tensor_group if self.ranks.tensor > 1 else None,
+            entropy=entropy,
+        )
+        loss, data = consume(microbatch, logprobs, entropies)
+        # Without response tokens the graph must still reach every stage: the pipeline waits for a gradient.
+        connected = loss + hidden[:0].sum() + weight[:0].sum() + logprobs.sum() * 0
+        return connected, torch.zeros([], dtype=torch.int, device=loss.device), data
+
+
+def _casts(chunk: torch.nn.Module) -> bool:
+    return bool(chunk.config.bf16)
+
+
+def _wait_for(chunk: torch.nn.Module, weight: Tensor) -> None:
+    """Overlapped gathering of parameters waits in the forward of the module that owns a parameter; the output layer's forward is
+    never called, so its weight is waited for here."""
+    ddp = getattr(chunk, "ddp_config", None)
+    if ddp is not None and ddp.overlap_param_gather and weight in chunk.param_to_bucket_group:
+        chunk.param_to_bucket_group[weight].finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def loss_consumer(loss: TokenLoss, ranks: Ranks) -> Consume:
+    """``consume`` for an update: the contribution of a micro-batch, and what it adds to the totals."""
+    over_context = sequence_sum(ranks)
+
+    def consume(microbatch: Microbatch, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Any]:
+        if microbatch.empty:
+            return logprobs.new_zeros(()), None
+        result = loss(TokenView(index=microbatch.index, logprobs=logprobs, entropy=entropy, sequence_sum=over_context))
+        assert result.loss.ndim == 0, f"a loss is a scalar, not {tuple(result.loss.shape)}"
+        # The schedule may change the loss in place.
+        return result.loss, (result.loss.detach().clone(), {key: value.detach() for key, value in result.metrics.items()})
+
+    return consume
+
+
+def reduce_totals(collected: Sequence[Any], ranks: Ranks) -> Totals:
+    """Collective over the world: totals over micro-batches and data x context ranks, equal everywhere. Every tensor rank of the
+    last stage holds the same values; one of them counts."""
+    local = Totals()
+    if ranks.is_last_stage and ranks.tensor_rank == 0:
+        for data in collected:
+            if data is not None:
+                loss, metrics = data
+                local.add(float(loss), {key: float(value) for key, value in metrics.items()})
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, local)
+    total = Totals()
+    for other in everyone:
+        total.add(other.loss, other.metrics)
+    return total

@@ -1,0 +1,216 @@
+"""The policy: a HF model trained by megatron-core."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from torch import Tensor
+
+from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
+from megatron_rl.policy import cpu, weights
+from megatron_rl.policy import optimizer as optim_room
+from megatron_rl.policy import parallel as groups
+from megatron_rl.policy.families import read_architecture
+from megatron_rl.policy.forward import Passes, loss_consumer, reduce_totals
+from megatron_rl.policy.gather import Gather
+from megatron_rl.policy.layout import padded_vocab
+from megatron_rl.policy.model import build_chunks, transformer_config
+from megatron_rl.policy.packing import Microbatch, multiples, pack
+from megatron_rl.policy.precision import ddp_config
+from megatron_rl.runtime.cpu import device, platform
+from megatron_rl.types import SequenceBatch, TokenLoss, TokenScores, UpdateResult
+
+
+def _finalize(chunks: Any, num_tokens: Any = None, **more: Any) -> None:
+    """megatron's reduction of gradients, without its division by a number of tokens: a loss is a contribution, and the gradient
+    is the plain sum over micro-batches and data x context ranks."""
+    finalize_model_grads(chunks, None, **more)
+
+
+class MegatronPolicy:
+    """Implements ``protocols.Policy``. torch.distributed must be initialised; construction is collective.
+
+    ``temperature`` divides the logits in every pass. ``keep_reference`` keeps the starting weights of this rank's shard for
+    reference passes. Raises ValueError when the model directory or the layout does not fit (every problem of the layout).
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        precision: PrecisionConfig,
+        optim: OptimConfig,
+        *,
+        temperature: float,
+        keep_reference: bool,
+        total_optimizer_steps: int,
+        max_sequence_tokens: int,
+    ) -> None:
+        self.path = Path(model.path)
+        self.arch, self.hf_config = read_architecture(self.path)
+        problems = groups.layout_problems(self.arch, parallel, dist.get_world_size())
+        if problems:
+            raise ValueError("\n".join(problems))
+        cpu.apply()
+        self.ranks = groups.initialize(parallel)
+        self.parallel, self.optim = parallel, optim
+        self.total_optimizer_steps = total_optimizer_steps
+        self.optimizer_steps = 0
+        self.device = device()
+        self.vocab_rows = padded_vocab(self.arch.vocab_size, model.make_vocab_divisible_by, parallel.tensor)
+        self._multiples = multiples(parallel.context, parallel.tensor, parallel.sequence)
+        with platform():
+            self.config = transformer_config(self.arch, parallel, precision)
+            self.modules = build_chunks(self.config, self.arch, self.hf_config, model.make_vocab_divisible_by, max_sequence_tokens)
+            self.held = weights.held_parameters(self.modules, self.arch, self.ranks, self.vocab_rows)
+            weights.load(self.held, self.arch, self.path)
+            self.chunks = [
+                DistributedDataParallel(self.config, ddp_config(parallel, precision), module, disable_bucketing=index > 0)
+                for index, module in enumerate(self.modules)
+            ]
+            self._set_hooks()
+            self.optimizer = optim_room.build_optimizer(optim, parallel, precision, self.chunks)
+        self._reference = [item.tensor.detach().to("cpu", copy=True) for item in self.held] if keep_reference else None
+        self._gather = Gather(self.held, self.arch, self.ranks, self.vocab_rows)
+        self._passes = Passes(self.chunks, self.ranks, self.arch.vocab_size, temperature, self.arch.hidden_size)
+
+    def _set_hooks(self) -> None:
+        self.config.finalize_model_grads_func = _finalize
+        self.config.grad_scale_func = None
+        if self.parallel.overlap_grad_reduce:
+            each: list[Any] = [chunk.no_sync for chunk in self.chunks]
+            self.config.no_sync_func = each if len(each) > 1 else each[0]
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self.ranks.data_rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.ranks.data
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """Interleaved pipelines take micro-batches in groups of one a stage."""
+        return self.ranks.pipeline if self.parallel.virtual_pipeline is not None else 1
+
+    def logprobs(
+        self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], *, reference: bool = False, entropy: bool = False
+    ) -> TokenScores:
+        """See protocols.Policy. Exactly one rank writes each value: tensor rank 0 of the last stage, on the context rank that
+        holds the token."""
+        tokens = int(batch.response_lengths.sum())
+        values = torch.zeros(2 if entropy else 1, tokens, dtype=torch.float32, device=self.device)
+        writes = self.ranks.tensor_rank == 0
+
+        def consume(microbatch: Microbatch, logprobs: Tensor, entropies: Tensor | None) -> tuple[Tensor, Any]:
+            if writes:
+                values[0, microbatch.index] = logprobs.float()
+                if entropies is not None:
+                    values[1, microbatch.index] = entropies.float()
+            return logprobs.new_zeros(()), None
+
+        with self._weights(reference), platform():
+            self._passes.run(self._pack(batch, microbatches), consume, backward=False, entropy="value" if entropy else "none")
+        dist.all_reduce(values)
+        return TokenScores(logprobs=values[0], entropy=values[1] if entropy else None)
+
+    def update(self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], loss: TokenLoss, *, entropy: bool = False) -> UpdateResult:
+        """See protocols.Policy."""
+        totals = self._accumulate(batch, microbatches, loss, entropy)
+        rate = optim_room.learning_rate(self.optimizer_steps, self.optim, self.total_optimizer_steps)
+        with platform():
+            norm, skipped = optim_room.step(self.optimizer, self.optim.clip_grad, rate)
+        self.optimizer_steps += 1
+        return UpdateResult(loss=totals.loss, grad_norm=norm, learning_rate=rate, skipped=skipped, metrics=totals.metrics)
+
+    def _accumulate(self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], loss: TokenLoss, entropy: bool) -> Any:
+        with platform():
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            collected = self._passes.run(
+                self._pack(batch, microbatches), loss_consumer(loss, self.ranks), backward=True, entropy="grad" if entropy else "none"
+            )
+        return reduce_totals(collected, self.ranks)
+
+    def _pack(self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]]) -> list[Microbatch]:
+        assert len(microbatches) % self.microbatch_multiple == 0, f"{len(microbatches)} micro-batches for groups of {self.microbatch_multiple}"
+        ranks = self.ranks
+        return [pack(batch, rows, self._multiples, ranks.context_rank, ranks.context, self.device) for rows in microbatches]
+
+    def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See protocols.Policy."""
+        self._settle()
+        yield from self._gather.run()
+
+    def gathered_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective: the gradients of the last update, before clipping, by HF name (not with a distributed optimizer over more than
+        one data-parallel rank: each then holds its share only)."""
+        yield from self._gather.run(lambda parameter: parameter.main_grad)
+
+    def _settle(self) -> None:
+        """Finishes an overlapped gathering of parameters."""
+        if self.parallel.overlap_param_gather:
+            with platform():
+                for chunk in self.chunks:
+                    chunk.start_param_sync(force_sync=True)
+
+    @contextlib.contextmanager
+    def _weights(self, reference: bool) -> Iterator[None]:
+        """Exchanges trained and reference weights for the duration of a reference pass."""
+        if not reference:
+            yield
+            return
+        assert self._reference is not None, "reference passes need keep_reference=True"
+        self._settle()
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        assert self._reference is not None
+        for item, other in zip(self.held, self._reference, strict=True):
+            current = item.tensor.detach().to("cpu", copy=True)
+            item.tensor.copy_(other)
+            other.copy_(current)
+
+    def reference_state(self) -> dict[tuple[int, str], Tensor] | None:
+        """The reference weights of this rank by (chunk, parameter name): the live tensors, on the CPU."""
+        if self._reference is None:
+            return None
+        return {(item.chunk, item.name): tensor for item, tensor in zip(self.held, self._reference, strict=True)}
+
+    def save(self, path: Path, extra: Mapping[str, Any]) -> None:
+        from megatron_rl.policy import checkpoint
+
+        self._settle()
+        with platform():
+            checkpoint.save(self, path, extra)
+
+    def load(self, path: Path) -> Mapping[str, Any]:
+        from megatron_rl.policy import checkpoint
+
+        with platform():
+            return checkpoint.load(self, path)
+
+    def export(self, path: Path) -> None:
+        from megatron_rl.policy import convert
+
+        convert.export_hf(self, path)
+
+    def close(self) -> None:
+        """Collective: forgets megatron's process groups (a process may then build another policy)."""
+        groups.destroy()
+
+
+__all__ = ["MegatronPolicy"]

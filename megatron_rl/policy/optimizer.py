@@ -1,0 +1,114 @@
+"""AdamW through megatron's optimizers, the learning-rate schedule, and the rule for a non-finite gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from megatron_rl.config.schema import OptimConfig, ParallelConfig, PrecisionConfig
+from megatron_rl.policy.model import DTYPES
+
+
+def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
+    """Rate of optimizer step ``step`` (from 0).
+
+    With w = warmup_steps, p = learning_rate, m = min_learning_rate and x = (step - w) / (total_steps - w), clipped to [0, 1]:
+    p * (step + 1) / w while step < w; then p (constant), p + (m - p) x (linear), or m + (p - m)(1 + cos(pi x)) / 2 (cosine).
+    """
+    peak, low, warmup = optim.learning_rate, optim.min_learning_rate, optim.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if optim.schedule == "constant":
+        return peak
+    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    if optim.schedule == "linear":
+        return peak + (low - peak) * done
+    return low + (peak - low) * (1 + math.cos(math.pi * done)) / 2
+
+
+def build_optimizer(
+    optim: OptimConfig, parallel: ParallelConfig, precision: PrecisionConfig, chunks: Sequence[torch.nn.Module]
+) -> MegatronOptimizer:
+    """AdamW over the chunks; no weight decay on biases and norms."""
+    dtype = DTYPES[precision.params]
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=optim.learning_rate,
+        min_lr=optim.min_learning_rate,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.beta1,
+        adam_beta2=optim.beta2,
+        adam_eps=optim.eps,
+        clip_grad=optim.clip_grad,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_distributed_optimizer=parallel.distributed_optimizer,
+        overlap_param_gather=parallel.overlap_param_gather,
+    )
+    return get_megatron_optimizer(config, list(chunks))
+
+
+def parts(optimizer: MegatronOptimizer) -> list[Any]:
+    """The optimizers of one kind of parameter each (dense, experts), without those that hold none on this rank."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
+
+
+def step(optimizer: MegatronOptimizer, clip_grad: float, rate: float) -> tuple[float, bool]:
+    """Collective: (gradient norm over all parameters before clipping, whether the step was skipped).
+
+    A norm that is not finite leaves weights and moments alone on every rank (megatron checks only where it scales the loss).
+    """
+    for group in _groups(optimizer):
+        group["lr"] = rate
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(norm):
+        return norm, True
+    if clip_grad > 0:
+        for part in parts(optimizer):
+            parameters = part.get_parameters()
+            if parameters:
+                clip_grad_by_total_norm_fp32(parameters, max_norm=clip_grad, total_norm=norm)
+    optimizer.step_with_ready_grads()
+    return norm, False
+
+
+def _groups(optimizer: MegatronOptimizer) -> Iterator[dict[str, Any]]:
+    for part in parts(optimizer):
+        yield from part.param_groups
+
+
+def unshare_steps(optimizer: MegatronOptimizer) -> int:
+    """Gives every parameter its own Adam step count and returns how many were shared.
+
+    Loading a distributed optimizer with torch's Adam puts ONE tensor into the state of every parameter; each update then
+    advances it once per parameter. Call after every load.
+    """
+    seen: set[int] = set()
+    shared = 0
+    for part in parts(optimizer):
+        for state in part.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                shared += id(state["step"]) in seen
+                seen.add(id(state["step"]))
+                state["step"] = state["step"].detach().clone()
+    return shared
+
+
+def create_state(optimizer: MegatronOptimizer) -> None:
+    """Creates zero moments where there are none yet: megatron can neither save nor load the state of an optimizer that has not
+    stepped."""
+    for part in parts(optimizer):
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = part.optimizer.state[parameter]
+                if not state:
+                    state["step"] = torch.tensor(0.0, dtype=torch.float32)
+                    state["exp_avg"] = torch.zeros_like(parameter.data)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter.data)

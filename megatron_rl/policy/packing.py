@@ -1,0 +1,95 @@
+"""One micro-batch as this rank sees it: sequences packed end to end, cut over context-parallel ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from megatron_rl.policy.attention import Packing
+from megatron_rl.types import SequenceBatch
+
+
+@dataclass(frozen=True)
+class Multiples:
+    """What lengths must divide by: each sequence by ``sequence`` (two chunks for every context rank), their total by ``total``
+    (every tensor rank's share under sequence parallelism)."""
+
+    sequence: int
+    total: int
+
+
+def multiples(context: int, tensor: int, sequence_parallel: bool) -> Multiples:
+    """The one home of padding rules. Example: ``multiples(2, 2, True)`` is ``Multiples(sequence=4, total=4)``."""
+    each = 2 * context if context > 1 else 1
+    return Multiples(each, math.lcm(each, context * tensor if sequence_parallel else 1))
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Tokens of this context rank (t of them), and which of their states predict a response token.
+
+    ``rows[i]`` is a place among the t tokens, ``targets[i]`` the token that follows it, ``index[i]`` that token's place in the
+    response-token layout of the batch. An empty micro-batch holds one dummy sequence and no rows.
+    """
+
+    token_ids: Int[Tensor, "1 t"]
+    position_ids: Int[Tensor, "1 t"]
+    packing: Packing
+    rows: Int[Tensor, " n"]
+    targets: Int[Tensor, " n"]
+    index: Int[Tensor, " n"]
+    empty: bool
+
+
+def pack(batch: SequenceBatch, rows: Sequence[int], rule: Multiples, context_rank: int, context: int, device: torch.device) -> Microbatch:
+    """The micro-batch of sequences ``rows`` of ``batch`` on context rank ``context_rank`` of ``context``.
+
+    Raises ValueError for a row without prompt (its first response token has nothing to be predicted from) or response.
+    """
+    if not rows:
+        batch = SequenceBatch(torch.zeros(2, dtype=torch.long), torch.tensor([1]), torch.tensor([1]))
+    chosen = torch.tensor(list(rows) or [0])
+    prompts, responses = batch.prompt_lengths[chosen], batch.response_lengths[chosen]
+    short = chosen[(prompts < 1) | (responses < 1)]
+    if len(short):
+        raise ValueError(f"packing: row {int(short[0])} has an empty prompt or response; every sequence needs at least one token of each")
+    lengths = prompts + responses
+    padded = (lengths + rule.sequence - 1) // rule.sequence * rule.sequence
+    padded[-1] += -int(padded.sum()) % rule.total
+    # Everything below is over the padded tokens of all context ranks, then cut to this rank.
+    owner = torch.repeat_interleave(torch.arange(len(chosen)), padded)
+    starts = torch.nn.functional.pad(padded.cumsum(0), (1, 0))
+    position = torch.arange(len(owner)) - starts[owner]
+    if context > 1:
+        chunk = position // (padded // (2 * context))[owner]
+        mine = (chunk == context_rank) | (chunk == 2 * context - 1 - context_rank)
+        owner, position = owner[mine], position[mine]
+    length, prompt = lengths[owner], prompts[owner]
+    source = batch.offsets[chosen][owner] + position
+    last = batch.token_ids.numel() - 1
+    token_ids = torch.where(position < length, batch.token_ids[source.clamp(max=last)], 0)
+    predicts = (position >= prompt - 1) & (position < length - 1)
+    if not rows:
+        predicts = torch.zeros_like(predicts)
+    found = predicts.nonzero().squeeze(1)
+    index = batch.response_offsets[chosen][owner] + position - (prompt - 1)
+    longest = int(padded.max())
+    boundaries = starts.to(torch.int32).to(device)
+    packing = Packing(
+        qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=longest, max_seqlen_kv=longest,
+        lengths=padded.tolist(),
+    )  # fmt: skip
+    return Microbatch(
+        token_ids=token_ids[None].to(device),
+        position_ids=position[None].to(device),
+        packing=packing,
+        rows=found.to(device),
+        targets=batch.token_ids[(source[found] + 1)].to(device),
+        index=index[found].to(device),
+        empty=not rows,
+    )
