@@ -39,7 +39,13 @@ class PromptLoader:
 
     def state(self) -> dict[str, Any]:
         """Where the stream stands, with what identifies its data: plain picklable values."""
-        return {"epoch": self._epoch, "position": self._position, "seed": self._seed, "shuffle": self._shuffle, "prompts": self._fingerprint}
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "prompts": self._fingerprint,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where ``state`` was taken.

@@ -35,7 +35,9 @@ def load_prompts(spec: str, config: DataConfig, tokenizer: PreTrainedTokenizerBa
             prompts longer than the limit (unless ``config.on_long_prompt`` is ``drop``), an empty source, an unknown task.
     """
     if config.apply_chat_template and tokenizer.chat_template is None:
-        raise ValueError("the tokenizer has no chat template; set chat_template in its tokenizer_config.json, or data.apply_chat_template=false")
+        raise ValueError(
+            "the tokenizer has no chat template; set chat_template in its tokenizer_config.json, or data.apply_chat_template=false"
+        )
     problems = Problems(spec)
     if spec.startswith(reasoning_gym_tasks.PREFIX):
         drafts = reasoning_gym_tasks.load_tasks(spec, problems)
@@ -70,7 +72,9 @@ def without_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> list
     seen = {prompt.token_ids for prompt in held_out}
     kept = [prompt for prompt in train if prompt.token_ids not in seen]
     if not kept:
-        raise ValueError(f"data.train: every one of its {len(train)} prompts is also in data.eval; give other data, or data.drop_eval_overlap=false")
+        raise ValueError(
+            f"data.train: every one of its {len(train)} prompts is also in data.eval; give other data, or data.drop_eval_overlap=false"
+        )
     return kept
 
 
@@ -99,7 +103,9 @@ def _from_file(path: Path, config: DataConfig, problems: Problems) -> list[reaso
         source = lookup(row, columns.data_source)[1] if columns.data_source else path.stem
         extra = lookup(row, columns.extra)[1] if columns.extra else None
         if not isinstance(source, str):
-            problems.add(number, f"{columns.data_source} is not a text", source, "name the row's data source, or set data.columns.data_source=null")
+            problems.add(
+                number, f"{columns.data_source} is not a text", source, "name the row's data source, or set data.columns.data_source=null"
+            )
         if extra is not None and not isinstance(extra, Mapping):
             problems.add(number, f"{columns.extra} is not an object", extra, "write an object, or set data.columns.extra=null")
         drafts.append((number, prompt, answer, source, dict(extra) if isinstance(extra, Mapping) else {}))
@@ -115,7 +121,9 @@ def _answer(row: int, value: Any, after: str | None, problems: Problems) -> str:
         return text.strip()
     _, found, tail = text.rpartition(after)
     if not found or not tail.strip():
-        problems.add(row, f"nothing after data.answer_after = {after!r} in the answer", text, "correct the row or set data.answer_after=null")
+        problems.add(
+            row, f"nothing after data.answer_after = {after!r} in the answer", text, "correct the row or set data.answer_after=null"
+        )
     return tail.strip()
 
 
@@ -135,7 +143,9 @@ def _render(row: int, prompt: Any, config: DataConfig, tokenizer: PreTrainedToke
     if config.apply_chat_template:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     if len(messages) > 1:
-        problems.add(row, "several messages need a chat template", prompt, "set data.apply_chat_template=true, or give a text and no system prompt")
+        problems.add(
+            row, "several messages need a chat template", prompt, "set data.apply_chat_template=true, or give a text and no system prompt"
+        )
     return messages[-1]["content"]
 
 

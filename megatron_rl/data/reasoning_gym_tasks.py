@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
-import numpy
-
 from megatron_rl.data.rows import Problems
+from megatron_rl.runtime.random_state import preserved_random_state
 
 PREFIX = "reasoning_gym:"
 Draft = tuple[int, Any, str, str, Mapping[str, Any]]  # row, prompt, answer, data source, extra
@@ -88,7 +85,7 @@ def _generate(task: str, query: Mapping[str, Any], problems: Problems) -> list[d
         if type(query.get(key)) is not int:
             problems.add(task, f"{key} must be a whole number", query.get(key), f"write {task}?size=N&seed=S")
     problems.raise_if_any()
-    with kept_random_state():
+    with preserved_random_state():  # some generators draw from the global ones
         try:
             dataset = factory.create_dataset(task, **query)
             return [dataset[index] for index in range(query["size"])]
@@ -104,14 +101,3 @@ def _factory() -> Any:
     except ImportError as error:
         raise ValueError("reasoning_gym:... needs the package reasoning-gym; pip install reasoning-gym==0.1.25") from error
     return factory
-
-
-@contextmanager
-def kept_random_state() -> Iterator[None]:
-    """Some generators draw from the global generators of random and numpy; nothing outside may notice."""
-    python, legacy = random.getstate(), numpy.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(legacy)

@@ -16,9 +16,10 @@ SHOWN_CHARACTERS = 60
 
 
 class Problems:
-    """Collects what is wrong row by row, and raises once.
+    """Collects what is wrong, row by row, and raises once.
 
-    A place is a row number, or a name where the source has no rows. ``add(3, "no answer", None, "drop the row")`` twice or more gives one line: ``rows 3, 7: no answer: None; drop the row``.
+    Calling ``add(3, "no answer", None, "drop the row")`` and the same for row 7 gives one line:
+    ``rows 3, 7: no answer: None; drop the row``. A place is a row number, or a name where the source has no rows.
     """
 
     def __init__(self, source: str) -> None:
@@ -53,7 +54,7 @@ def read_rows(path: Path) -> list[tuple[int, Mapping[str, Any]]]:
     """
     readers: Mapping[str, Callable[[Path], list[tuple[int, Mapping[str, Any]]]]] = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if path.suffix not in readers:
-        raise ValueError(f"{path}: {path.suffix or 'no suffix'} is not a known kind of data file; give a .jsonl or .parquet file, or reasoning_gym:<task>")
+        raise ValueError(f"{path}: not a known kind of data file; give a .jsonl or .parquet file, or reasoning_gym:<task>")
     if not path.is_file():
         raise ValueError(f"{path}: no such file; give an existing .jsonl or .parquet file, or reasoning_gym:<task>")
     rows = readers[path.suffix](path)

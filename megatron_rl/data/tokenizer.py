@@ -19,11 +19,14 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if not folder.is_dir():
         raise ValueError(f"model.path = {folder}: no such directory; give a HF directory with config.json, safetensors and tokenizer files")
     if not any((folder / name).is_file() for name in VOCABULARY_FILES):
-        raise ValueError(f"model.path = {folder}: no tokenizer in it (one of {', '.join(VOCABULARY_FILES)}); copy the files of the model's tokenizer there")
+        wanted = ", ".join(VOCABULARY_FILES)
+        raise ValueError(f"model.path = {folder}: no tokenizer in it (one of {wanted}); copy the files of the model's tokenizer there")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"model.path = {folder}: its tokenizer files cannot be read ({error}); copy them again from the model") from error
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"model.path = {folder}: the tokenizer has no eos_token, so no response could end; set it in tokenizer_config.json")
+        raise ValueError(
+            f"model.path = {folder}: the tokenizer has no eos_token, so no response could end; set it in tokenizer_config.json"
+        )
     return tokenizer

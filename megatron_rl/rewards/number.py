@@ -1,0 +1,37 @@
+"""The last number of the answer is the expected one (the convention of GSM8K)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+
+from megatron_rl.rewards.verdict import Verdict
+from megatron_rl.types import Prompt
+
+# A minus right after a word, a digit or a closing bracket is a subtraction. Commas separate groups of three digits only.
+NUMBER = re.compile(r"(?:(?<![\w.)\]])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\d))?")
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last decimal number in ``text``; None where there is none.
+
+    ``"so 3 + 4 = 7."`` is 7, ``"$1,234.50"`` is 1234.5, ``"9-3"`` is 3, ``"x = -3"`` is -3, ``"1/2"`` is 2 (no fractions).
+    """
+    found = NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "")) if found else None
+
+
+class NumberVerifier:
+    """Equality of decimal numbers: 7, 7.0 and 7.00 are one number, 0.1 + 0.2 is no issue."""
+
+    def check(self, prompts: Sequence[Prompt]) -> list[str]:
+        wrong = [prompt for prompt in prompts if not NUMBER.fullmatch(prompt.answer.strip().lstrip("$").rstrip("%"))]
+        return [f"the answer of {prompt.uid} is not a number: {prompt.answer!r}; correct it or set reward.verifier" for prompt in wrong]
+
+    def verify(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[Verdict]:
+        return [self._one(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+
+    def _one(self, prompt: Prompt, answer: str) -> Verdict:
+        found = last_number(answer)
+        return Verdict(float(found is not None and found == last_number(prompt.answer)))
