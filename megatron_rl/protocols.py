@@ -31,7 +31,9 @@ class Policy(Protocol):
         every wanted row once. All ranks pass the same number of micro-batches; one may be empty. The result holds the
         rows of all ranks."""
 
-    def update(self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], loss: TokenLoss, *, entropy: bool = False) -> UpdateResult:
+    def update(
+        self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], loss: TokenLoss, *, entropy: bool = False
+    ) -> UpdateResult:
         """Collective: forward, backward, one optimizer step and one step of the learning-rate schedule.
         ``entropy``: give the loss a differentiable ``TokenView.entropy`` (else None)."""
 

@@ -23,7 +23,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         epilog=f"Groups and their options (group=option):\n{options}\n\nAll keys with their values: --cfg job",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides, e.g. experiment=quickstart_cpu method=dapo seed=2")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="Hydra overrides, e.g. experiment=quickstart_cpu method=dapo seed=2"
+    )
     parser.add_argument("--cfg", choices=["job"], help="print the composed configuration and leave")
     parser.add_argument("--config-dir", type=Path, help="a second folder of groups, searched after the package's own")
     return parser.parse_args(argv)

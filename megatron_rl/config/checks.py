@@ -11,8 +11,6 @@ from megatron_rl.config.load import ConfigError
 from megatron_rl.config.method import reward_scheme_errors
 from megatron_rl.config.schema import Config
 
-GROUP_FREE_ESTIMATORS = ("signed",)  # every other estimator compares the responses of one prompt
-
 
 def check(config: Config, world_size: int) -> None:
     """Refuses a configuration that cannot run on ``world_size`` processes.
@@ -49,25 +47,26 @@ def _parallel(config: Config, world_size: int) -> Iterator[str]:
     if world_size % config.rollout.tensor:
         yield f"rollout.tensor = {config.rollout.tensor}: does not divide the {world_size} processes; choose a divisor of {world_size}"
     if parallel.sequence and parallel.tensor == 1:
-        yield "parallel.sequence = True: sequence parallelism splits over the tensor-parallel ranks; set parallel.tensor > 1 or sequence=false"
+        yield "parallel.sequence = True: splits sequences over the tensor-parallel ranks; set parallel.tensor > 1, or sequence=false"
     if parallel.virtual_pipeline is not None and parallel.pipeline == 1:
         yield f"parallel.virtual_pipeline = {parallel.virtual_pipeline}: needs parallel.pipeline > 1; set it to null"
     expert_size = parallel.expert * (parallel.expert_tensor or 1) * parallel.pipeline
     if world_size % expert_size:
-        yield f"parallel.expert = {parallel.expert}: expert x expert_tensor x pipeline = {expert_size} does not divide the {world_size} processes"
+        yield f"parallel.expert = {parallel.expert}: x expert_tensor x pipeline = {expert_size} does not divide the {world_size} processes"
 
 
 def _batch(config: Config, world_size: int) -> Iterator[str]:
     batch = config.batch
     if batch.prompts_per_step % batch.prompts_per_minibatch:
         yield (
-            f"batch.prompts_per_minibatch = {batch.prompts_per_minibatch}: does not divide batch.prompts_per_step = {batch.prompts_per_step}; "
-            "one optimizer step takes an equal part of the rollout batch"
+            f"batch.prompts_per_minibatch = {batch.prompts_per_minibatch}: does not divide batch.prompts_per_step = "
+            f"{batch.prompts_per_step}; one optimizer step takes an equal part of the rollout batch"
         )
     replicas = max(1, world_size // model_parallel_size(config))
-    if batch.prompts_per_minibatch * batch.responses_per_prompt < replicas:
+    responses = batch.prompts_per_minibatch * batch.responses_per_prompt
+    if responses < replicas:
         yield (
-            f"batch.prompts_per_minibatch = {batch.prompts_per_minibatch}: {batch.prompts_per_minibatch * batch.responses_per_prompt} responses "
+            f"batch.prompts_per_minibatch = {batch.prompts_per_minibatch}: {responses} responses "
             f"are fewer than the {replicas} data-parallel ranks; raise it"
         )
     engines = max(1, world_size // config.rollout.tensor)
@@ -84,18 +83,13 @@ def _lengths(config: Config) -> Iterator[str]:
         )
     for k in config.evaluation.pass_at:
         if k > config.evaluation.responses_per_prompt:
-            yield f"evaluation.pass_at = {k}: needs evaluation.responses_per_prompt >= {k}, which is {config.evaluation.responses_per_prompt}"
+            responses = config.evaluation.responses_per_prompt
+            yield f"evaluation.pass_at = {k}: needs evaluation.responses_per_prompt >= {k}, which is {responses}"
     if config.evaluation.temperature == 0 and config.evaluation.responses_per_prompt > 1:
         yield "evaluation.responses_per_prompt > 1 with evaluation.temperature = 0: all responses would be the same; raise the temperature"
 
 
 def _method(config: Config) -> Iterator[str]:
-    name, group = config.method.estimator.name, config.batch.responses_per_prompt
-    if group == 1 and name not in GROUP_FREE_ESTIMATORS:
-        yield f"batch.responses_per_prompt = 1: the estimator {name} compares the responses of a prompt; set it to 2 or more"
-    k = getattr(config.method.estimator, "k", None)
-    if k is not None and k > group:
-        yield f"method.estimator.k = {k}: larger than batch.responses_per_prompt = {group}; lower k or raise the group"
     yield from reward_scheme_errors(config.method, config.reward.accuracy_weight, config.reward.format_weight)
 
 
@@ -126,10 +120,10 @@ def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[str]:
     chunks = parallel.pipeline * (parallel.virtual_pipeline or 1)
     if not uneven and layers % chunks:
         yield (
-            f"parallel.pipeline = {parallel.pipeline} (x virtual_pipeline {parallel.virtual_pipeline or 1}): {layers} layers do not divide into "
-            f"{chunks} stages; choose a divisor, or set parallel.first_stage_layers / last_stage_layers"
+            f"parallel.pipeline = {parallel.pipeline} (x virtual_pipeline {parallel.virtual_pipeline or 1}): {layers} layers do not "
+            f"divide into {chunks} stages; choose a divisor, or set parallel.first_stage_layers / last_stage_layers"
         )
     limit = hf_config.get("max_position_embeddings")
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if limit is not None and longest > limit:
-        yield f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}: the model was built for {limit} positions; lower one of them"
+        yield f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}: the model has {limit} positions; lower one of them"

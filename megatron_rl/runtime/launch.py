@@ -52,7 +52,7 @@ class World:
         if self.is_main:
             try:
                 outcome = (action(), None)
-            except Exception as raised:
+            except Exception as raised:  # noqa: BLE001 (raised again on every rank)
                 outcome = (None, raised)
         result, error = self.all_gather(outcome)[0]
         if error is not None:

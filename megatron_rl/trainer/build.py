@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.data.prompts import load_prompts
@@ -15,10 +13,10 @@ from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.signals import StopRequest
 from megatron_rl.trainer.evaluate import Evaluator
-from megatron_rl.trainer.rollouts import Generator, Rollouts, sampling_seed
+from megatron_rl.trainer.rollouts import Generator, Rollouts
 from megatron_rl.trainer.run_folder import RunFolder
-from megatron_rl.trainer.trainer import Parts, Schedule, Trainer
-from megatron_rl.types import Sampling
+from megatron_rl.trainer.settings import evaluation_sampling, num_optimizer_steps, rollout_sampling, schedule, stop_token_ids
+from megatron_rl.trainer.trainer import Parts, Trainer
 from megatron_rl.weight_sync.gather import GatherSync
 
 
@@ -30,6 +28,11 @@ def build_trainer(config: Config, world: World) -> Trainer:
     )
     reward = build_reward(config.reward)
     method = Method(config.method, response_limit=config.rollout.max_response_tokens)
+    if config.batch.responses_per_prompt < method.needs.min_group:
+        raise ValueError(
+            f"batch.responses_per_prompt = {config.batch.responses_per_prompt}: method {method.name} compares the responses of a prompt "
+            f"and needs at least {method.needs.min_group}"
+        )
     folder = RunFolder(config, world)
     policy = MegatronPolicy(
         config.model,
@@ -67,57 +70,3 @@ def build_trainer(config: Config, world: World) -> Trainer:
         stop_requested=StopRequest().__bool__,
     )
     return Trainer(parts, schedule(config))
-
-
-def num_optimizer_steps(config: Config) -> int:
-    """Optimizer steps of a whole run, the length of the learning-rate schedule."""
-    per_rollout = config.batch.prompts_per_step // config.batch.prompts_per_minibatch
-    return config.trainer.num_steps * config.trainer.updates_per_rollout * per_rollout
-
-
-def schedule(config: Config) -> Schedule:
-    return Schedule(
-        num_steps=config.trainer.num_steps,
-        updates_per_rollout=config.trainer.updates_per_rollout,
-        prompts_per_minibatch=config.batch.prompts_per_minibatch,
-        tokens_per_microbatch=config.batch.tokens_per_microbatch,
-        evaluate_every=config.evaluation.every_steps,
-        evaluate_at_start=config.evaluation.at_start,
-        evaluate_at_end=config.evaluation.at_end,
-        save_every=config.checkpoint.every_steps,
-        abort_mismatch_above=config.mismatch_alarm.abort_above,
-        seed=config.seed,
-    )
-
-
-def rollout_sampling(config: Config, stop_ids: tuple[int, ...]) -> Sampling:
-    rollout = config.rollout
-    return Sampling(
-        num_responses=config.batch.responses_per_prompt,
-        max_response_tokens=rollout.max_response_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        stop_token_ids=stop_ids,
-        stop=rollout.stop,
-    )
-
-
-def evaluation_sampling(config: Config, stop_ids: tuple[int, ...]) -> Sampling:
-    """The same seed at every evaluation: two evaluations of the same weights give the same answers."""
-    evaluation = config.evaluation
-    return Sampling(
-        num_responses=evaluation.responses_per_prompt,
-        max_response_tokens=config.rollout.max_response_tokens,
-        temperature=evaluation.temperature,
-        top_p=evaluation.top_p,
-        seed=sampling_seed(config.seed, 0, 0),
-        stop_token_ids=stop_ids,
-        stop=config.rollout.stop,
-    )
-
-
-def stop_token_ids(eos: int | Sequence[int] | None) -> tuple[int, ...]:
-    if eos is None:
-        return ()
-    return (eos,) if isinstance(eos, int) else tuple(eos)

@@ -6,12 +6,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from statistics import fmean
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from megatron_rl.trainer.rollouts import Experience
+from megatron_rl.types import TokenScores, UpdateResult
 
 # Every key of metrics.jsonl: an exact name, or a prefix that ends in "/" with the rule for what stands behind it.
 TABLE: Mapping[str, str] = {
@@ -30,7 +31,10 @@ TABLE: Mapping[str, str] = {
     "credit/": "statistics of the advantage estimation, see the method's card",
     "loss/": "minibatch losses, mean over the optimizer steps",
     "loss/total": "policy loss + KL loss - entropy bonus",
-    "policy/": "statistics of the clipped objective, mean over the optimizer steps (max for *_max)",
+    "clip/": "shares of clipped tokens, mean over the optimizer steps",
+    "ratio/": "probability ratio current / old, mean over the optimizer steps (largest for *_max)",
+    "entropy/": "entropy of the policy during the update, in nats",
+    "kl/": "divergence estimates during the update, in nats",
     "optim/grad_norm": "gradient norm before clipping, mean over the optimizer steps",
     "optim/learning_rate": "learning rate of the last optimizer step",
     "optim/skipped": "optimizer steps left out because the gradient norm was not finite",
@@ -96,11 +100,19 @@ def mismatch_metrics(old_logprobs: Float[Tensor, " tokens"], sampler_logprobs: F
     }
 
 
-def average_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean over optimizer steps, maximum for keys that end in ``_max``."""
-    keys = dict.fromkeys(key for update in updates for key in update)
-    collected = {key: torch.tensor([update[key] for update in updates if key in update], dtype=torch.float64) for key in keys}
-    return {key: (values.max() if key.endswith("_max") else values.mean()).item() for key, values in collected.items()}
+def entropy_metrics(old: TokenScores) -> dict[str, float]:
+    return {} if old.entropy is None else {"rollout/entropy": old.entropy.double().mean().item()}
+
+
+def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
+    """Mean over optimizer steps; maximum for keys that end in ``_max``; sum of the skipped ones; last learning rate."""
+    if not updates:
+        return {}
+    rows = [{**update.metrics, "loss/total": update.loss, "optim/grad_norm": update.grad_norm} for update in updates]
+    keys = dict.fromkeys(key for row in rows for key in row)
+    values = {key: [row[key] for row in rows if key in row] for key in keys}
+    merged = {key: max(found) if key.endswith("_max") else fmean(found) for key, found in values.items()}
+    return merged | {"optim/learning_rate": updates[-1].learning_rate, "optim/skipped": sum(update.skipped for update in updates)}
 
 
 def defined(key: str) -> bool:

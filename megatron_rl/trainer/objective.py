@@ -9,10 +9,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from megatron_rl.loss import Method, ResponseBatch, TokenBatch
-from megatron_rl.loss.method import Credit
+from megatron_rl.loss import Credit, Method, ResponseBatch, TokenBatch
 from megatron_rl.trainer.rollouts import Experience
-from megatron_rl.types import LossOutput, TokenScores, TokenView
+from megatron_rl.types import LossOutput, SequenceBatch, TokenScores, TokenView
 
 
 @dataclass(frozen=True)
@@ -24,43 +23,46 @@ class Scored:
     ref: TokenScores | None
 
 
+def on_cpu(scores: TokenScores) -> TokenScores:
+    """Credit and bookkeeping run on the host; a micro-batch takes what it needs back to the device."""
+    return TokenScores(scores.logprobs.cpu(), None if scores.entropy is None else scores.entropy.cpu())
+
+
 def response_batch(scored: Scored, method: Method) -> ResponseBatch:
     """What the credit is computed from; ``visual_entropy`` comes with the prompts (``extra.visual_entropy``) when the method asks.
 
     Raises:
         ValueError: the method needs visual_entropy and a prompt does not carry it.
     """
-    experience = scored.experience
-    rows, total = experience.sequences.response_ids, experience.sequences.num_responses
-    sums = _row_sums(scored.old.logprobs, rows, total)
-    visual = None
-    if method.needs.visual_entropy:
-        missing = [response.prompt.uid for response in experience.responses if "visual_entropy" not in response.prompt.extra]
-        if missing:
-            raise ValueError(
-                f"prompt {missing[0]}: the method needs extra.visual_entropy; compute it with tools/visual_entropy.py, "
-                "or set the perceptual coefficient to 0 (method=durian_reasoning)"
-            )
-        visual = torch.tensor([float(response.prompt.extra["visual_entropy"]) for response in experience.responses])
-    kl = None
-    if method.needs.response_kl:
-        assert scored.ref is not None
-        kl = _row_sums(method.kl_estimate(scored.old.logprobs, scored.ref.logprobs), rows, total)
+    experience, sequences = scored.experience, scored.experience.sequences
+    mask = torch.ones_like(scored.old.logprobs, dtype=torch.bool)
+    ref = None if scored.ref is None else scored.ref.logprobs
     return ResponseBatch(
-        rewards=experience.rewards,
+        rewards=method.shape_rewards(experience.rewards, sequences.response_lengths, experience.truncated, _response_tokens(sequences)),
         correct=experience.correct,
         group_ids=experience.group_ids,
-        response_tokens=experience.sequences.response_lengths,
+        response_tokens=sequences.response_lengths,
         truncated=experience.truncated,
-        mean_logprobs=sums / experience.sequences.response_lengths,
-        sum_logprobs=sums,
-        visual_entropy=visual,
-        kl=kl,
+        visual_entropy=_visual_entropy(experience) if method.needs.visual_entropy else None,
+        **method.response_statistics(scored.old.logprobs, ref, sequences.response_ids, mask, sequences.num_responses),
     )
 
 
-def _row_sums(values: Float[Tensor, " tokens"], rows: Int[Tensor, " tokens"], num_rows: int) -> Float[Tensor, " rows"]:
-    return torch.zeros(num_rows, dtype=values.dtype).index_add(0, rows, values)
+def _visual_entropy(experience: Experience) -> Float[Tensor, " responses"]:
+    for response in experience.responses:
+        if "visual_entropy" not in response.prompt.extra:
+            raise ValueError(
+                f"prompt {response.prompt.uid}: the method needs extra.visual_entropy; compute it with tools/visual_entropy.py, "
+                "or use a method without the perceptual part (method=durian_reasoning)"
+            )
+    return torch.tensor([float(response.prompt.extra["visual_entropy"]) for response in experience.responses])
+
+
+def _response_tokens(sequences: SequenceBatch) -> Int[Tensor, " tokens"]:
+    """The response tokens of all sequences, in the response-token layout."""
+    starts = sequences.offsets[:-1] + sequences.prompt_lengths
+    within = torch.arange(int(sequences.response_lengths.sum())) - sequences.response_offsets[sequences.response_ids]
+    return sequences.token_ids[starts[sequences.response_ids] + within]
 
 
 class MinibatchLoss:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.data.sequences import sequence_batch
-from megatron_rl.loss.filters import informative_groups
+from megatron_rl.loss import Method
 from megatron_rl.protocols import Reward, RolloutEngine
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import Completion, Prompt, Sampling, Score, SequenceBatch
@@ -74,7 +74,9 @@ class Generator:
         scores = self._reward.score([prompt for prompt, _ in share], texts, [completion.truncated for _, completion in share])
         gathered = [row for part in self._world.all_gather(list(zip(texts, scores, strict=True))) for row in part]
         rows = iter(gathered)
-        return [[Response(prompt, completion, *next(rows)) for completion in group] for prompt, group in zip(prompts, completions, strict=True)]
+        return [
+            [Response(prompt, completion, *next(rows)) for completion in group] for prompt, group in zip(prompts, completions, strict=True)
+        ]
 
     @staticmethod
     def _share(items: Sequence, part: int, parts: int) -> Sequence:
@@ -86,43 +88,40 @@ class Rollouts:
     """The colocated form: every rank samples with the newest weights, then every rank trains."""
 
     def __init__(
-        self, generator: Generator, loader: PromptLoader, sampling: Sampling, *, prompts_per_step: int, max_tries: int | None, seed: int
+        self, generator: Generator, loader: PromptLoader, method: Method, sampling: Sampling, *, prompts_per_step: int, seed: int
     ) -> None:
-        """``max_tries``: None keeps every group; a number switches dynamic sampling on (DAPO, 2503.14476 eq 11) and bounds
-        its rounds of generation."""
-        self._generator, self._loader, self._sampling = generator, loader, sampling
-        self._prompts_per_step, self._max_tries, self._seed = prompts_per_step, max_tries, seed
+        self._generator, self._loader, self._method, self._sampling = generator, loader, method, sampling
+        self._prompts_per_step, self._seed = prompts_per_step, seed
 
     def collect(self, step: int, clock: Callable) -> Experience:
-        """The responses of one training step.
+        """The responses of one training step. Under dynamic sampling (DAPO, 2503.14476 eq 11) groups the method does not want
+        are replaced by those of further prompts, for a bounded number of rounds; what was found by then is used.
 
         Raises:
-            ValueError: dynamic sampling found no informative group in ``max_tries`` rounds.
+            ValueError: no group was wanted.
         """
         kept: list[list[Response]] = []
         discarded = tries = 0
-        while len(kept) < self._prompts_per_step and (tries == 0 or tries < (self._max_tries or 1)):
+        while len(kept) < self._prompts_per_step and tries < self._method.needs.max_sampling_tries:
             prompts = self._loader.take(self._prompts_per_step - len(kept))
             sampling = replace(self._sampling, seed=sampling_seed(self._seed, step, tries))
             groups = self._generator.run(prompts, sampling, clock)
             tries += 1
-            if self._max_tries is not None:
-                found = [group for group, keep in zip(groups, self._informative(groups), strict=True) if keep]
-                discarded += len(groups) - len(found)
-                groups = found
-            kept += groups
+            wanted = [group for group, keep in zip(groups, self._wanted(groups), strict=True) if keep]
+            discarded += len(groups) - len(wanted)
+            kept += wanted
         if not kept:
             raise ValueError(
                 f"dynamic sampling: all {discarded} groups of step {step} were entirely right or entirely wrong in {tries} rounds; "
-                "use easier or harder prompts, raise method.dynamic_sampling.max_tries or switch it off"
+                "use easier or harder prompts, raise method.filters.dynamic_sampling.max_tries or switch it off (null)"
             )
         return experience(kept, discarded, tries)
 
-    @staticmethod
-    def _informative(groups: Sequence[Sequence[Response]]) -> list[bool]:
+    def _wanted(self, groups: Sequence[Sequence[Response]]) -> list[bool]:
+        sizes = torch.tensor([len(group) for group in groups])
         correct = torch.tensor([response.score.correct for group in groups for response in group])
-        ids = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(group) for group in groups]))
-        return informative_groups(correct, ids).tolist()
+        rows = self._method.wants_groups(correct, torch.repeat_interleave(torch.arange(len(groups)), sizes))
+        return rows[sizes.cumsum(0) - sizes].tolist()
 
     def state(self) -> dict:
         return self._loader.state()

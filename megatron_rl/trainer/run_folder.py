@@ -18,7 +18,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.evaluation.figures import draw_curves
 from megatron_rl.protocols import Policy
 from megatron_rl.runtime import random_state
-from megatron_rl.runtime.checkpoint_dir import newest_valid, prune, step_folder
+from megatron_rl.runtime.checkpoint_dir import newest_valid, prune, step_path
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.logging import ConsoleLine, Metrics, MetricsFile, tensorboard_writer, wandb_writer
 from megatron_rl.trainer.rollouts import Response, Rollouts
@@ -53,7 +53,7 @@ class RunFolder:
     def save(self, step: int, policy: Policy, rollouts: Rollouts) -> None:
         """Collective. ``checkpoints/step_NNNNNN``; keeps the newest ``checkpoint.keep``."""
         states = self._world.all_gather(random_state.capture())
-        policy.save(self._step_folder(step), {"step": step, "rollouts": rollouts.state(), "random_states": states})
+        policy.save(step_path(self.path / "checkpoints", step), {"step": step, "rollouts": rollouts.state(), "random_states": states})
         if self._world.is_main:
             prune(self.path / "checkpoints", self._config.checkpoint.keep)
         self._world.barrier()
@@ -92,14 +92,13 @@ class RunFolder:
             return newest_valid(self.path / "checkpoints")
         if resume == "never":
             if (self.path / "metrics.jsonl").exists():
-                raise ConfigError([f"resume = never: {self.path} already holds a run; resume=auto goes on with it, or give another run_dir"], "resume")
+                raise ConfigError(
+                    [f"resume = never: {self.path} already holds a run; resume=auto goes on with it, or give another run_dir"], "resume"
+                )
             return None
         if not Path(resume).is_dir():
             raise ConfigError([f"resume = {resume}: no such folder; give auto, never or the path of a checkpoint"], "resume")
         return Path(resume)
-
-    def _step_folder(self, step: int) -> Path:
-        return step_folder(self.path / "checkpoints", step)
 
     def _open(self, finished: int) -> None:
         config, logging = self._config, self._config.logging

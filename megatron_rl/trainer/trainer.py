@@ -14,27 +14,11 @@ from megatron_rl.protocols import Policy, RolloutEngine, WeightSync
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import resident_gib
 from megatron_rl.trainer.evaluate import Evaluator
-from megatron_rl.trainer.metrics import Clock, average_updates, mismatch_metrics, rollout_metrics
-from megatron_rl.trainer.objective import MinibatchLoss, Scored, response_batch
+from megatron_rl.trainer.metrics import Clock, entropy_metrics, mismatch_metrics, rollout_metrics, update_metrics
+from megatron_rl.trainer.objective import MinibatchLoss, Scored, on_cpu, response_batch
 from megatron_rl.trainer.rollouts import Experience, Rollouts
 from megatron_rl.trainer.run_folder import RunFolder
-from megatron_rl.types import TokenScores
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """When things happen, and in what portions."""
-
-    num_steps: int
-    updates_per_rollout: int
-    prompts_per_minibatch: int
-    tokens_per_microbatch: int
-    evaluate_every: int
-    evaluate_at_start: bool
-    evaluate_at_end: bool
-    save_every: int
-    abort_mismatch_above: float | None
-    seed: int
+from megatron_rl.trainer.settings import Schedule
 
 
 @dataclass(frozen=True)
@@ -88,43 +72,45 @@ class Trainer:
                 scored = self._score(experience)
             mismatch = mismatch_metrics(scored.old.logprobs, experience.sampler_logprobs)
             self._check_mismatch(step, mismatch)
-            credit = parts.method.credit(response_batch(scored, parts.method))
-            updates = []
             with clock("update"):
-                for rows in self._minibatches(step, experience, credit.keep):
-                    loss = MinibatchLoss(parts.method, scored, credit, rows)
-                    result = parts.policy.update(
-                        experience.sequences, self._pack(experience, rows), loss, entropy=parts.method.needs.entropy == "grad"
-                    )
-                    updates.append(
-                        {**result.metrics, "loss/total": result.loss, "optim/grad_norm": result.grad_norm, "optim/skipped": result.skipped}
-                        | {"optim/learning_rate": result.learning_rate}
-                    )
+                updated = self._update(step, scored)
             with clock("sync"):
                 parts.engine.wake()
                 synced = parts.weight_sync.sync(step)
         parts.folder.log_samples(step, experience.responses)
-        tokens = experience.sequences.response_lengths.sum().item()
         return {
             "step": step,
             **rollout_metrics(experience),
-            **self._entropy(scored.old),
-            **credit.metrics,
-            **average_updates(updates),
+            **entropy_metrics(scored.old),
+            **updated,
             **mismatch,
             "sync/bytes_sent": synced.bytes_sent,
             "sync/bytes_total": synced.bytes_total,
             **{f"time/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
-            "throughput/response_tokens_per_s": tokens / clock.seconds["step"],
+            "throughput/response_tokens_per_s": int(experience.sequences.response_lengths.sum()) / clock.seconds["step"],
             "memory/rss_gib": resident_gib(),
         }
 
     def _score(self, experience: Experience) -> Scored:
-        policy, rows = self.parts.policy, range(len(experience.responses))
-        microbatches = self._pack(experience, rows)
-        forward = partial(policy.logprobs, experience.sequences, microbatches)
-        reference = forward(reference=True) if self.parts.method.needs.ref_logprobs else None
-        return Scored(experience, forward(entropy=True), reference)
+        policy, needs = self.parts.policy, self.parts.method.needs
+        forward = partial(policy.logprobs, experience.sequences, self._pack(experience, range(len(experience.responses))))
+        reference = on_cpu(forward(reference=True)) if needs.ref_logprobs else None
+        return Scored(experience, on_cpu(forward(entropy=needs.entropy != "none")), reference)
+
+    def _update(self, step: int, scored: Scored) -> dict[str, float]:
+        """Credit once, then one optimizer step per minibatch; a minibatch without kept rows takes none."""
+        parts, experience = self.parts, scored.experience
+        credit = parts.method.credit(response_batch(scored, parts.method))
+        updates, empty = [], 0
+        for rows in self._minibatches(step, experience, credit.keep):
+            if not rows:
+                empty += 1
+                continue
+            loss = MinibatchLoss(parts.method, scored, credit, rows)
+            with_entropy = parts.method.needs.entropy == "grad"
+            updates.append(parts.policy.update(experience.sequences, self._pack(experience, rows), loss, entropy=with_entropy))
+        metrics = {key: float(value) for key, value in credit.metrics.items()}
+        return metrics | update_metrics(updates) | {"optim/empty_minibatches": empty}
 
     def _minibatches(self, step: int, experience: Experience, keep: torch.Tensor) -> Iterator[list[int]]:
         """Kept rows of whole groups, ``prompts_per_minibatch`` groups at a time; later passes in a fresh seeded order."""
@@ -135,9 +121,7 @@ class Trainer:
                 seed = hash((self.schedule.seed, step, update)) % 2**63
                 order = torch.randperm(num_groups, generator=torch.Generator().manual_seed(seed))
             for groups in order.split(self.schedule.prompts_per_minibatch):
-                rows = (torch.isin(experience.group_ids, groups) & keep).nonzero().flatten().tolist()
-                if rows:
-                    yield rows
+                yield (torch.isin(experience.group_ids, groups) & keep).nonzero().flatten().tolist()
 
     def _pack(self, experience: Experience, rows: Sequence[int]) -> list[list[int]]:
         policy = self.parts.policy
@@ -149,9 +133,6 @@ class Trainer:
             multiple=policy.microbatch_multiple,
         )
         return plan[policy.data_parallel_rank]
-
-    def _entropy(self, old: TokenScores) -> dict[str, float]:
-        return {} if old.entropy is None else {"rollout/entropy": old.entropy.double().mean().item()}
 
     def _check_mismatch(self, step: int, mismatch: dict[str, float]) -> None:
         limit, key = self.schedule.abort_mismatch_above, "mismatch/logprob_abs_diff_max"

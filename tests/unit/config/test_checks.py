@@ -43,13 +43,16 @@ def test_a_sound_configuration_passes(run):
 @pytest.mark.parametrize(
     ("world_size", "overrides", "key"),
     [
-        (3, ["parallel=tp2", "batch.prompts_per_minibatch=8"], "parallel: tensor 2 x pipeline 1 x context 1 = 2 does not divide the 3 processes"),
+        (
+            3,
+            ["parallel=tp2", "batch.prompts_per_minibatch=8"],
+            "parallel: tensor 2 x pipeline 1 x context 1 = 2 does not divide the 3 processes",
+        ),
         (2, ["rollout.tensor=4"], "rollout.tensor = 4"),
         (2, ["batch.prompts_per_minibatch=3"], "batch.prompts_per_minibatch = 3"),
         (4, ["batch.prompts_per_minibatch=1", "batch.responses_per_prompt=2"], "data-parallel ranks"),
         (8, ["batch.prompts_per_step=4", "batch.prompts_per_minibatch=4"], "rollout replicas"),
         (2, ["batch.tokens_per_microbatch=100"], "raise it to 128"),
-        (2, ["batch.responses_per_prompt=1"], "compares the responses of a prompt"),
         (4, ["parallel.tensor=4"], "2 key-value heads"),
         (3, ["parallel.pipeline=3"], "4 layers do not divide into 3 stages"),
         (2, ["parallel.sequence=true"], "parallel.sequence"),

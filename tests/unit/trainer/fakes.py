@@ -1,0 +1,143 @@
+"""A bandit in the four roles: one logit per token of a small vocabulary. Real arithmetic, no engine; one process."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.types import (
+    Completion,
+    Prompt,
+    Sampling,
+    Score,
+    SequenceBatch,
+    SyncReport,
+    TokenLoss,
+    TokenScores,
+    TokenView,
+    UpdateResult,
+)
+
+VOCAB, LENGTH = 4, 3
+
+
+class BanditPolicy:
+    data_parallel_rank, data_parallel_size, microbatch_multiple = 0, 1, 1
+
+    def __init__(self, learning_rate: float = 0.5) -> None:
+        self.logits = torch.zeros(VOCAB, dtype=torch.float64)
+        self.learning_rate = learning_rate
+        self.microbatch_sizes: list[list[int]] = []
+        self.exported: Path | None = None
+
+    def _view(self, batch: SequenceBatch, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        index = torch.cat([torch.arange(int(batch.response_offsets[row]), int(batch.response_offsets[row + 1])) for row in rows])
+        tokens = torch.cat([batch.token_ids[batch.offsets[row] + batch.prompt_lengths[row] : batch.offsets[row + 1]] for row in rows])
+        return index, tokens
+
+    def logprobs(
+        self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], *, reference: bool = False, entropy: bool = False
+    ) -> TokenScores:
+        result = torch.zeros(int(batch.response_lengths.sum()))
+        logits = torch.zeros_like(self.logits) if reference else self.logits
+        for rows in microbatches:
+            index, tokens = self._view(batch, rows)
+            result[index] = torch.log_softmax(logits, -1)[tokens].float()
+        probabilities = logits.softmax(-1)
+        value = -(probabilities * probabilities.log()).sum().float()
+        return TokenScores(result, torch.full_like(result, float(value)) if entropy else None)
+
+    def update(
+        self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], loss: TokenLoss, *, entropy: bool = False
+    ) -> UpdateResult:
+        self.microbatch_sizes.append([len(rows) for rows in microbatches])
+        logits = self.logits.clone().requires_grad_()
+        total, metrics = 0.0, {}
+        for rows in microbatches:
+            index, tokens = self._view(batch, rows)
+            output = loss(TokenView(index, torch.log_softmax(logits, -1)[tokens].float(), None, lambda sums: sums))
+            output.loss.backward()
+            total += output.loss.item()
+            for key, value in output.metrics.items():
+                metrics[key] = max(metrics.get(key, 0.0), float(value)) if key.endswith("_max") else metrics.get(key, 0.0) + float(value)
+        self.logits -= self.learning_rate * logits.grad
+        return UpdateResult(total, logits.grad.norm().item(), self.learning_rate, False, metrics)
+
+    def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield "logits", self.logits
+
+    def save(self, path: Path, extra: Mapping[str, Any]) -> None:
+        path.mkdir(parents=True)
+        torch.save({"logits": self.logits, "extra": dict(extra)}, path / "state.pt")
+        (path / "manifest.json").write_text(json.dumps({"info": {}, "files": {"state.pt": (path / "state.pt").stat().st_size}}))
+
+    def load(self, path: Path) -> Mapping[str, Any]:
+        state = torch.load(path / "state.pt", weights_only=False)
+        self.logits = state["logits"]
+        return state["extra"]
+
+    def export(self, path: Path) -> None:
+        self.exported = path
+
+
+class BanditEngine:
+    replica, num_replicas = 0, 1
+
+    def __init__(self) -> None:
+        self.logits = torch.zeros(VOCAB, dtype=torch.float64)
+        self.weight_version = -1
+        self.asleep = False
+        self.requests = 0
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
+        assert not self.asleep
+        self.requests += len(prompts)
+        return [[self._sample(prompt, sampling, j) for j in range(sampling.num_responses)] for prompt in prompts]
+
+    def _sample(self, prompt: Prompt, sampling: Sampling, j: int) -> Completion:
+        if sampling.temperature == 0:
+            ids = [int(self.logits.argmax())] * LENGTH
+        else:
+            draw = random.Random(f"{sampling.seed} {prompt.uid} {j}")
+            ids = draw.choices(range(VOCAB), self.logits.softmax(-1).tolist(), k=LENGTH)
+        logprobs = torch.log_softmax(self.logits, -1)[ids].tolist()
+        return Completion(tuple(ids), tuple(logprobs), False, self.weight_version)
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> Mapping[str, str]:
+        assert not self.asleep
+        self.logits = dict(weights)["logits"].clone()
+        self.weight_version = version
+        return {}
+
+    def sleep(self) -> None:
+        self.asleep = True
+
+    def wake(self) -> None:
+        self.asleep = False
+
+
+class BanditSync:
+    def __init__(self, policy: BanditPolicy, engine: BanditEngine) -> None:
+        self.policy, self.engine = policy, engine
+
+    def sync(self, version: int) -> SyncReport:
+        self.engine.load_weights(self.policy.gathered_weights(), version)
+        return SyncReport(version, 1, 0, 8 * VOCAB, 0.0)
+
+
+class FirstTokenIsAnswer:
+    """Correct when the first token is the prompt's answer."""
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[str], truncated: Sequence[bool]) -> list[Score]:
+        correct = [response.split()[0] == prompt.answer for prompt, response in zip(prompts, responses, strict=True)]
+        return [Score(float(value), value, {"accuracy": float(value)}) for value in correct]
+
+
+def prompts(count: int, answer: str = "2") -> list[Prompt]:
+    return [Prompt(f"p{i}", (1, 2), answer, "even" if i % 2 == 0 else "odd") for i in range(count)]

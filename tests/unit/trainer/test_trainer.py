@@ -1,0 +1,201 @@
+"""The loop around the roles, with a bandit in their place: schedule, minibatches, dynamic sampling, resume, stop, alarm."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.config.load import ConfigError, compose, validate
+from megatron_rl.config.schema import Config
+from megatron_rl.data.loader import PromptLoader
+from megatron_rl.loss import load_method
+from megatron_rl.runtime.launch import World
+from megatron_rl.trainer.evaluate import Evaluator
+from megatron_rl.trainer.metrics import defined
+from megatron_rl.trainer.rollouts import Generator, Rollouts
+from megatron_rl.trainer.run_folder import RunFolder
+from megatron_rl.trainer.settings import rollout_sampling
+from megatron_rl.trainer.settings import schedule as schedule_of
+from megatron_rl.trainer.trainer import Parts, Trainer
+from megatron_rl.types import Sampling
+from tests.unit.trainer.fakes import BanditEngine, BanditPolicy, BanditSync, FirstTokenIsAnswer, prompts
+
+WORLD = World(rank=0, size=1, local_rank=0, launch_id="test")
+
+
+@pytest.fixture
+def build(tmp_path: Path):
+    def build(*overrides: str, method: str = "grpo", method_overrides=(), answers="2", stop=lambda: False, run="run") -> Trainer:
+        common = [
+            "model.path=m",
+            "data.train=t",
+            "data.eval=e",
+            f"run_dir={tmp_path / run}",
+            "logging.tensorboard=false",
+            "logging.console=false",
+        ]
+        sizes = ["batch.prompts_per_step=4", "batch.prompts_per_minibatch=2", "batch.responses_per_prompt=8", "trainer.num_steps=3"]
+        sizes += ["batch.tokens_per_microbatch=64"]
+        config = validate(Config, compose("config", [*common, *sizes, *overrides]), "test")
+        policy, engine = BanditPolicy(), BanditEngine()
+        method_object = load_method(method, method_overrides)
+        generator = Generator(engine, FirstTokenIsAnswer(), lambda ids: " ".join(map(str, ids)), WORLD)
+        loader = PromptLoader(prompts(16, answers), seed=config.seed, shuffle=True)
+        rollouts = Rollouts(generator, loader, method_object, rollout_sampling(config, ()), prompts_per_step=4, seed=config.seed)
+        evaluator = Evaluator(generator, prompts(4), Sampling(1, 3, temperature=0.0), (1,))
+        folder = RunFolder(config, WORLD)
+        parts = Parts(policy, engine, BanditSync(policy, engine), method_object, rollouts, evaluator, folder, WORLD, stop)
+        return Trainer(parts, schedule_of(config))
+
+    return build
+
+
+def rows(trainer: Trainer) -> list[dict]:
+    return [json.loads(line) for line in (trainer.parts.folder.path / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(row: dict) -> dict:
+    return {key: value for key, value in row.items() if not key.startswith(("time/", "throughput/", "memory/"))}
+
+
+def test_reward_rises_and_the_engine_follows_the_policy(build):
+    trainer = build("trainer.num_steps=12")
+    trainer.run()
+    metrics = rows(trainer)
+    assert metrics[0] == {"step": 0} | {key: metrics[0][key] for key in metrics[0] if key != "step"}
+    assert metrics[-1]["reward/mean"] > metrics[1]["reward/mean"] + 0.3
+    assert metrics[-1]["eval/accuracy"] == 1.0
+    assert all(row["mismatch/logprob_abs_diff_max"] < 1e-6 for row in metrics[1:])
+    assert torch.equal(trainer.parts.engine.logits, trainer.parts.policy.logits)
+
+
+def test_every_metric_is_in_the_table(build):
+    trainer = build(method="apo")
+    trainer.run()
+    assert [key for row in rows(trainer) for key in row if not defined(key)] == []
+
+
+def test_two_minibatches_a_step_each_of_whole_groups(build):
+    trainer = build()
+    trainer.run()
+    assert [sum(sizes) for sizes in trainer.parts.policy.microbatch_sizes] == [16] * 6
+
+
+def test_the_split_into_microbatches_does_not_change_the_run(build):
+    coarse, fine = build("batch.tokens_per_microbatch=4096"), build("batch.tokens_per_microbatch=5", run="fine")
+    coarse.run()
+    fine.run()
+    assert max(len(sizes) for sizes in fine.parts.policy.microbatch_sizes) == 16
+    assert max(len(sizes) for sizes in coarse.parts.policy.microbatch_sizes) == 1
+    torch.testing.assert_close(coarse.parts.policy.logits, fine.parts.policy.logits, rtol=1e-5, atol=1e-6)
+    for a, b in zip(rows(coarse), rows(fine), strict=True):
+        assert timeless(a) == pytest.approx(timeless(b), rel=1e-4, abs=1e-6)
+
+
+def test_evaluation_and_checkpoints_come_on_schedule(build):
+    trainer = build("trainer.num_steps=5", "evaluation.every_steps=2", "checkpoint.every_steps=2", "checkpoint.keep=5")
+    trainer.run()
+    assert [row["step"] for row in rows(trainer) if "eval/accuracy" in row] == [0, 2, 4, 5]
+    saved = sorted(path.name for path in (trainer.parts.folder.path / "checkpoints").iterdir())
+    assert saved == ["step_000002", "step_000004", "step_000005"]
+    assert trainer.parts.policy.exported == trainer.parts.folder.path / "export"
+    assert (trainer.parts.folder.path / "curves.png").stat().st_size > 10_000
+
+
+def test_a_resumed_run_repeats_the_uninterrupted_one(build):
+    whole = build("trainer.num_steps=4", run="whole")
+    whole.run()
+    build("trainer.num_steps=2", run="parts").run()
+    rest = build("trainer.num_steps=4", run="parts")
+    rest.run()
+    assert torch.equal(whole.parts.policy.logits, rest.parts.policy.logits)
+    expected = [timeless(row) for row in rows(whole)]
+    got = [{key: row[key] for key in reference if key in row} for row, reference in zip(map(timeless, rows(rest)), expected, strict=True)]
+    assert got == expected
+
+
+def test_steps_behind_the_checkpoint_are_dropped_from_the_log(build):
+    build("trainer.num_steps=2", run="cut").run()
+    path = build(run="cut").parts.folder.path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 3, "reward/mean": 9}\n{"step": 4, "rew')
+    trainer = build("trainer.num_steps=3", run="cut")
+    trainer.run()
+    assert [row["step"] for row in rows(trainer)] == [0, 1, 2, 3]
+    assert rows(trainer)[-1]["reward/mean"] <= 1
+
+
+def test_a_stop_request_saves_marks_and_ends(build):
+    asked = iter([False, True])
+    trainer = build("trainer.num_steps=9", stop=lambda: next(asked), run="stopped")
+    trainer.run()
+    assert (trainer.parts.folder.path / "requeue").read_text() == "2\n"
+    assert trainer.parts.policy.exported is None
+    rest = build("trainer.num_steps=3", run="stopped")
+    rest.run()
+    assert [row["step"] for row in rows(rest)] == [0, 1, 2, 3]
+    assert not (rest.parts.folder.path / "requeue").exists()
+
+
+def test_never_resuming_refuses_a_used_folder(build):
+    build("trainer.num_steps=1").run()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        build("resume=never").run()
+
+
+def test_the_mismatch_alarm_names_step_value_and_key(build):
+    trainer = build("mismatch_alarm.abort_above=0.01")
+    trainer.parts.weight_sync.sync = lambda version: (
+        BanditSync(trainer.parts.policy, trainer.parts.engine).sync(version) if version == 0 else stale
+    )
+    stale = BanditSync(trainer.parts.policy, BanditEngine()).sync(0)
+    with pytest.raises(ValueError, match=r"step 2: mismatch/logprob_abs_diff_max = .* mismatch_alarm.abort_above"):
+        trainer.run()
+
+
+def test_dynamic_sampling_keeps_informative_groups_and_refills(build):
+    trainer = build(method="dapo", method_overrides=["filters.dynamic_sampling.max_tries=20", "reward_shaping.overlong=null"])
+    trainer.run()
+    last = rows(trainer)[-1]
+    assert last["rollout/num_responses"] == 32
+    assert last["credit/zero_spread_group_share"] == 0
+    assert trainer.parts.engine.requests > 4 * 3
+
+
+def test_dynamic_sampling_without_any_informative_group_says_what_to_do(build):
+    trainer = build(method="dapo", method_overrides=["reward_shaping.overlong=null"], answers="nothing")
+    with pytest.raises(ValueError, match=r"dynamic sampling: all 40 groups of step 1 .* 10 rounds"):
+        trainer.run()
+
+
+def test_dropped_rows_leave_the_update_and_an_empty_minibatch_takes_no_step(build):
+    trainer = build(method="grpo", method_overrides=["filters.drop_all_correct=true"])
+    trainer.parts.policy.logits[2] = 40.0
+    trainer.run()
+    assert trainer.parts.policy.microbatch_sizes == []
+    assert [row["optim/empty_minibatches"] for row in rows(trainer)[1:]] == [2, 2, 2]
+
+
+def test_later_passes_over_a_rollout_visit_all_groups_in_another_order(build):
+    trainer = build("trainer.updates_per_rollout=2", "batch.prompts_per_minibatch=1")
+    experience = trainer.parts.rollouts.collect(1, _no_clock)
+    keep = torch.ones(len(experience.responses), dtype=torch.bool)
+    minibatches = list(trainer._minibatches(1, experience, keep))
+    assert sorted(map(tuple, minibatches[:4])) == sorted(map(tuple, minibatches[4:]))
+    assert minibatches[:4] == sorted(minibatches[:4])
+    assert minibatches[:4] != minibatches[4:]
+    assert minibatches == list(trainer._minibatches(1, experience, keep))
+
+
+def test_schedule_takes_its_values_from_the_config(build):
+    plan = build("evaluation.every_steps=7", "checkpoint.every_steps=3").schedule
+    assert plan == replace(plan, num_steps=3, evaluate_every=7, save_every=3, prompts_per_minibatch=2, tokens_per_microbatch=64)
+
+
+class _no_clock:
+    def __init__(self, phase: str) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
