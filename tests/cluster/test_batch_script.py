@@ -1,0 +1,104 @@
+"""The batch script, without a cluster: the command it would run, its complaints, and shellcheck on every shell script."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch import REPO
+
+SCRIPT = REPO / "examples/slurm/train.sbatch"
+SHELL_SCRIPTS = sorted(
+    path
+    for pattern in ("**/*.sh", "**/*.sbatch")
+    for tree in ("tools", "examples", "tests")
+    for path in (REPO / tree).glob(pattern)
+)
+
+
+def sbatch_script(*args: str, slurm: dict[str, str] | None = None, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    env.update(slurm or {})
+    if path:
+        env["PATH"] = f"{path}:{env['PATH']}"
+    return subprocess.run(["bash", str(SCRIPT), *args], capture_output=True, text=True, timeout=60, env=env, cwd=REPO)
+
+
+def dry_run(*args: str, **kwargs) -> list[str]:
+    done = sbatch_script("--dry-run", *args, **kwargs)
+    assert done.returncode == 0, done.stderr
+    return shlex.split(done.stdout)
+
+
+def test_the_command_of_a_job_on_four_nodes(tmp_path):
+    """Every part that matters: nodes, processes, a rendezvous on the first node under a name new at each restart, USR1 ignored."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        '#!/bin/sh\nif [ "$2" = hostnames ]; then printf "gpu07\\ngpu08\\ngpu09\\ngpu10\\n"; else\n'
+        '[ "$3" = gpu07 ] && echo "   NodeAddr=10.1.0.7 NodeHostName=gpu07 Version=22.05"; fi\n'
+    )
+    scontrol.chmod(0o755)
+    slurm = {
+        "SLURM_JOB_ID": "123456", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "gpu[07-10]", "SLURM_RESTART_COUNT": "2",
+        "SLURM_GPUS_ON_NODE": "8", "SLURM_SUBMIT_DIR": "/project",
+    }  # fmt: skip
+    words = dry_run("run_dir=/shared/a", "method=dapo", slurm=slurm, path=tmp_path)
+    assert words == [
+        "srun", "--nodes=4", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "bash", "-c", 'trap "" USR1; exec "$@"', "torchrun",
+        "/project/.venv/bin/python", "-m", "torch.distributed.run", "--nnodes=4", "--nproc-per-node=8", "--max-restarts=0",
+        "--rdzv-backend=c10d", "--rdzv-endpoint=10.1.0.7:23456", "--rdzv-id=123456-2",
+        "-m", "megatron_rl.train", "run_dir=/shared/a", "method=dapo", "resume=auto",
+    ]  # fmt: skip
+
+
+def test_the_container_gets_its_flags_and_its_own_python():
+    words = dry_run("--nproc", "8", "--container", "nvcr.io#nvidia/pytorch:25.11-py3", "--mounts", "/a:/a,/b:/b", "run_dir=/a/r")
+    assert "--container-image=nvcr.io#nvidia/pytorch:25.11-py3" in words
+    assert "--container-mounts=/a:/a,/b:/b" in words
+    assert words[words.index("torchrun") + 1] == "python3"
+
+
+def test_an_explicit_resume_is_kept():
+    words = dry_run("--nproc", "1", "run_dir=/r", "resume=never")
+    assert [word for word in words if word.startswith("resume=")] == ["resume=never"]
+
+
+def test_torchrun_accepts_the_options(tmp_path):
+    """The printed command, its program replaced by one that prints its rank, really starts."""
+    words = dry_run("--python", sys.executable, "--nproc", "2", "run_dir=/r")
+    worker = tmp_path / "worker.py"
+    worker.write_text("import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n")
+    command = words[words.index("bash") : words.index("megatron_rl.train") - 1]
+    done = subprocess.run([*command, str(worker)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if line) == ["rank 0 of 2", "rank 1 of 2"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--dry-run", "--nproc", "8", "seed=1"], "run_dir=DIR is missing"),
+        (["--dry-run", "run_dir=/r"], "give --nproc N"),
+        (["--dry-run", "--frob", "run_dir=/r"], "unknown option --frob"),
+        (["--nproc", "8", "run_dir=/r"], "not inside a Slurm job"),
+    ],
+)
+def test_a_wrong_call_is_named(args, message):
+    done = sbatch_script(*args)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not done.stdout
+
+
+@pytest.mark.parametrize("path", [*SHELL_SCRIPTS, REPO / ".ci/run"], ids=lambda path: str(path.relative_to(REPO)))
+def test_shellcheck_is_content(path):
+    done = subprocess.run([str(Path(sys.executable).parent / "shellcheck"), "-x", str(path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_shellcheck_can_find_something(tmp_path):
+    (tmp_path / "bad.sh").write_text('#!/bin/bash\nrm -rf $1/x\n')
+    assert subprocess.run([str(Path(sys.executable).parent / "shellcheck"), str(tmp_path / "bad.sh")], capture_output=True).returncode == 1
