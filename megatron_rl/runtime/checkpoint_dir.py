@@ -45,7 +45,7 @@ def begin(path: Path) -> Path:
 def finish(path: Path, info: Mapping[str, Any]) -> None:
     """Seals what was written for ``path`` and gives it its name (one process, when all have written). ``info`` (JSON) is kept in
     the manifest. An older checkpoint of that name is replaced."""
-    partial, replaced = path.with_name(path.name + PARTIAL), path.with_name(path.name + REPLACED)
+    partial = path.with_name(path.name + PARTIAL)
     files = {file.relative_to(partial).as_posix(): file.stat().st_size for file in sorted(partial.rglob("*")) if file.is_file()}
     assert files, f"{partial} is empty"
     for name in files:
@@ -53,6 +53,12 @@ def finish(path: Path, info: Mapping[str, Any]) -> None:
     manifest = partial / MANIFEST
     manifest.write_text(json.dumps({"info": dict(info), "files": files}, indent=1) + "\n", encoding="ascii")
     _to_disk(manifest)
+    publish(path)
+
+
+def publish(path: Path) -> None:
+    """Gives what ``begin(path)`` made the name ``path``; an older directory of that name is replaced."""
+    partial, replaced = path.with_name(path.name + PARTIAL), path.with_name(path.name + REPLACED)
     if path.exists():
         if replaced.exists():
             shutil.rmtree(replaced)

@@ -1,0 +1,192 @@
+"""Checkpoints of the policy through megatron's distributed checkpointing: any layout may read what any layout wrote."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from torch import Tensor
+
+from megatron_rl.policy.main_rank import on_main
+from megatron_rl.policy.optimizer import create_state, parts, unshare_steps
+from megatron_rl.runtime import checkpoint_dir
+
+FORMAT = 1
+EXTRA = "extra.pt"
+
+
+class InProcess(TorchDistSaveShardedStrategy):
+    """megatron's file format, written by this process. Megatron's own writer forks a process for every file and starts a server
+    process that imports the main program again: slow, and unsafe beside an engine that has threads."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        torch_checkpoint.save(
+            mcore_to_pyt_state_dict(tensors, False),
+            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, single_file_per_rank=True, thread_count=1),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+
+
+def save(policy: Any, path: Path, extra: Mapping[str, Any]) -> None:
+    """Collective: writes ``path`` (a directory) as a whole or not at all; a checkpoint of that name is replaced. ``policy`` is a
+    MegatronPolicy; ``extra`` is picklable and equal on all ranks."""
+    on_main(lambda: checkpoint_dir.begin(path))
+    partial = path.with_name(path.name + checkpoint_dir.PARTIAL)
+    create_state(policy.optimizer)
+    state = {**_model_state(policy), **_reference_state(policy), "optimizer_steps": policy.optimizer_steps}
+    state["optimizer"] = policy.optimizer.sharded_state_dict(_model_state(policy), metadata=_metadata())
+    dist_checkpointing.save(state, str(partial), sharded_strategy=InProcess())
+
+    def seal() -> None:
+        torch.save(dict(extra), partial / EXTRA)
+        checkpoint_dir.finish(path, _describe(policy))
+
+    on_main(seal)
+
+
+def load(policy: Any, path: Path) -> Mapping[str, Any]:
+    """Collective: the inverse of ``save``, for any parallel layout; returns ``extra``. Reads pickled objects: only for
+    checkpoints that one trusts.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or was written for another model, number format or kind of optimizer.
+    """
+    _refuse_other(path, checkpoint_dir.check(path), _describe(policy))
+    create_state(policy.optimizer)
+    state = {**_model_state(policy), **_reference_state(policy)}
+    state["optimizer"] = policy.optimizer.sharded_state_dict(_model_state(policy), is_loading=True, metadata=_metadata())
+    with torch.no_grad():
+        loaded = dist_checkpointing.load(state, str(path))
+        for name, module in _modules(policy):
+            module.load_state_dict(loaded[name])
+        with _step_counts(policy):
+            policy.optimizer.load_state_dict(loaded["optimizer"])
+        for (chunk, name), tensor in (policy.reference_state() or {}).items():
+            tensor.copy_(loaded[f"reference{chunk}"][name])
+    _own_step_counts(policy)
+    policy.optimizer_steps = loaded["optimizer_steps"]
+    extra: Mapping[str, Any] = torch.load(path / EXTRA, weights_only=False)
+    return extra
+
+
+def _modules(policy: Any) -> list[tuple[str, torch.nn.Module]]:
+    """Model chunks under the names by which megatron's optimizers look for them."""
+    if len(policy.modules) == 1:
+        return [("model", policy.modules[0])]
+    return [(f"model{index}", module) for index, module in enumerate(policy.modules)]
+
+
+def _metadata() -> dict[str, Any]:
+    return {
+        # Other kinds cannot change the layout, or come back with Adam's step count at 0 without a word.
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "chained_optim_avoid_prefix": True,
+    }
+
+
+def _model_state(policy: Any) -> dict[str, Any]:
+    return {name: module.sharded_state_dict(metadata=_metadata()) for name, module in _modules(policy)}
+
+
+def _reference_state(policy: Any) -> dict[str, Any]:
+    """The reference weights laid out like the trained ones, under keys of their own; empty when none are kept."""
+    reference: dict[tuple[int, str], Tensor] | None = policy.reference_state()
+    if reference is None:
+        return {}
+    state = {}
+    for chunk, module in enumerate(policy.modules):
+        shards = {
+            name: shard
+            for name, shard in module.sharded_state_dict(metadata=_metadata()).items()
+            if isinstance(shard, ShardedTensor | ShardedTensorFactory)
+        }
+        names = {name for index, name in reference if index == chunk}
+        assert set(shards) == names, f"reference weights differ from the model's: {sorted(names ^ set(shards))}"
+        for name, shard in shards.items():
+            shard.data = reference[chunk, name]
+        add_prefix_for_sharding(shards, "reference.")
+        state[f"reference{chunk}"] = shards
+    return state
+
+
+def _describe(policy: Any) -> dict[str, Any]:
+    """What must agree between the run that writes and the run that reads, and how it was laid out (which need not)."""
+    arch, config, ranks = policy.arch, policy.config, policy.ranks
+    sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size", "vocab_size", "num_experts")
+    return {
+        "format": FORMAT,
+        "model": {"family": arch.family, "tied_embeddings": arch.tied_embeddings, **{name: getattr(arch, name) for name in sizes}},
+        "precision.params": str(config.params_dtype).removeprefix("torch."),
+        "parallel.distributed_optimizer": policy.parallel.distributed_optimizer,
+        "reference": policy.reference_state() is not None,
+        "layout": {name: getattr(ranks, name) for name in ("tensor", "pipeline", "context", "data", "expert", "expert_tensor")},
+    }
+
+
+def _refuse_other(path: Path, written: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    problems = [
+        f"{key} is {written[key]!r} there and {wanted[key]!r} here"
+        for key in ("format", "precision.params", "parallel.distributed_optimizer")
+        if written[key] != wanted[key]
+    ]
+    problems += [
+        f"the model's {key} is {written['model'][key]!r} there and {value!r} here"
+        for key, value in wanted["model"].items()
+        if written["model"][key] != value
+    ]
+    if wanted["reference"] and not written["reference"]:
+        problems.append("it holds no reference weights, which the method needs")
+    if problems:
+        raise ValueError(f"checkpoint {path} does not fit this run: {'; '.join(problems)}. Set them alike, or start from an exported model")
+
+
+@contextlib.contextmanager
+def _step_counts(policy: Any) -> Iterator[None]:
+    """megatron's distributed optimizer saves no step count for each parameter but, with torch's Adam, asks for one when loading
+    (KeyError 'step'). Inside, it is given the one that it has just restored."""
+
+    def supplied(part: Any, original: Callable[[Any, dict[str, Tensor]], None]) -> Callable[[Any, dict[str, Tensor]], None]:
+        def set_states(model_param: Any, tensors: dict[str, Tensor]) -> None:
+            group, order = part.model_param_group_index_map[model_param]
+            state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
+            own = {"step": state["step"]} if torch.is_tensor(state.get("step")) else {}
+            original(model_param, {**own, **tensors})
+
+        return set_states
+
+    name = "_set_main_param_and_optimizer_states"
+    patched = [part for part in parts(policy.optimizer) if hasattr(part, name)]
+    for part in patched:
+        setattr(part, name, supplied(part, getattr(part, name)))
+    try:
+        yield
+    finally:
+        for part in patched:
+            delattr(part, name)
+
+
+def _own_step_counts(policy: Any) -> None:
+    """One step count for each parameter, not one shared by all; and a count of 0, which megatron does not save, is put back."""
+    unshare_steps(policy.optimizer)
+    for part in parts(policy.optimizer):
+        if isinstance(part.optimizer, torch.optim.Adam):
+            for state in part.optimizer.state.values():
+                state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
