@@ -181,7 +181,11 @@ def engine_arguments(model_path: str, config: RolloutConfig, seed: int) -> dict[
     }
     if config.kv_cache_gib is not None:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
-    if torch.cuda.is_available():
+    if not torch.cuda.is_available():
+        # A prefill in parts draws a token to throw away and takes the draw back, which CPU generators cannot.
+        longest = config.max_prompt_tokens + config.max_response_tokens
+        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(longest, 8192)}
+    else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
         arguments["enable_sleep_mode"] = config.sleep_level > 0
     return arguments
