@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from megatron_rl.loss.segments import Segments, segments_of
+from megatron_rl.loss.segments import Segments, segments_of, where_correct
 
 
 def centered(rewards: Float[Tensor, " responses"], groups: Segments) -> Float[Tensor, " responses"]:
@@ -22,7 +22,7 @@ def centered(rewards: Float[Tensor, " responses"], groups: Segments) -> Float[Te
 
 def zscore(rewards: Float[Tensor, " responses"], groups: Segments, *, eps: float, ddof: int) -> Float[Tensor, " responses"]:
     """(r_i - mean) / (std + eps). Source: GRPO (arXiv 2402.03300) section 4.1.2. verl and EasyR1 have ddof 1."""
-    return centered(rewards, groups) / (groups.broadcast(groups.std(rewards, ddof)) + eps)
+    return _over(centered(rewards, groups), groups.broadcast(groups.std(rewards, ddof)) + eps)
 
 
 def rloo(rewards: Float[Tensor, " responses"], groups: Segments) -> Float[Tensor, " responses"]:
@@ -69,14 +69,12 @@ def tree(rewards: Float[Tensor, " responses"], groups: Segments) -> Float[Tensor
     Source: TreeRPO (arXiv 2506.05183), as in MAPO (arXiv 2509.18849) fig. 3.
     """
     mean = groups.broadcast(groups.mean(rewards))
-    inside = (mean > 0) & (mean < 1)
-    scale = torch.where(inside, mean * (1 - mean), torch.ones_like(mean))
-    return torch.where(inside, centered(rewards, groups) / scale, torch.zeros_like(mean))
+    return _over(centered(rewards, groups), mean * (1 - mean))
 
 
 def apd(rewards: Float[Tensor, " responses"], groups: Segments, *, eps: float) -> Float[Tensor, " responses"]:
     """(r_i - mu) / (mu + eps): advantage percent deviation, rewards in [0, 1]. Source: MAPO (arXiv 2509.18849) eq. 4."""
-    return centered(rewards, groups) / (groups.broadcast(groups.mean(rewards)) + eps)
+    return _over(centered(rewards, groups), groups.broadcast(groups.mean(rewards)) + eps)
 
 
 def mixed(
@@ -125,7 +123,7 @@ def signed(correct: Bool[Tensor, " responses"], dtype: torch.dtype, *, positive:
 
     Source: arXiv 2506.01347 section 3: PSR (1, 0), NSR (0, 1), W-REINFORCE (0.1, 1).
     """
-    return torch.where(correct, torch.tensor(positive, dtype=dtype), torch.tensor(-negative, dtype=dtype))
+    return where_correct(correct, positive, 0 - negative, dtype)
 
 
 def lead(
@@ -176,8 +174,7 @@ def pass_at_k(correct: Bool[Tensor, " responses"], dtype: torch.dtype, groups: S
     positive = none_right
     negative = none_right - _choose_ratio(wrong - 1, size - 1, k - 1)
     value = torch.where(correct, groups.broadcast(positive), groups.broadcast(negative))
-    divisor = groups.broadcast(spread)
-    return torch.where(divisor > 0, value / torch.where(divisor > 0, divisor, torch.ones_like(divisor)), torch.zeros_like(value))
+    return _over(value, groups.broadcast(spread))
 
 
 def durian(
@@ -230,6 +227,12 @@ def _bucketed(rewards: Tensor, groups: Segments, bucket_of_group: Tensor, eps: f
 def _where_spread(rewards: Tensor, groups: Segments, advantages: Tensor) -> Tensor:
     """``advantages``, but exactly 0 in groups without spread."""
     return torch.where(groups.broadcast(groups.spread(rewards) > 0), advantages, torch.zeros_like(advantages))
+
+
+def _over(values: Tensor, divisor: Tensor) -> Tensor:
+    """values / divisor, 0 where the divisor is 0."""
+    usable = divisor != 0
+    return torch.where(usable, values / torch.where(usable, divisor, torch.ones_like(divisor)), torch.zeros_like(values))
 
 
 def _choose_ratio(part: Tensor, whole: Tensor, k: int) -> Tensor:

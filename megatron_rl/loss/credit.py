@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_rl.loss import advantages as adv
 from megatron_rl.loss import filters, kl, shaping
 from megatron_rl.loss.batch import Credit, ResponseBatch
-from megatron_rl.loss.segments import Segments, lifted, segments_of
+from megatron_rl.loss.segments import Segments, lifted, segments_of, where_correct
 
 Knobs = Mapping[str, Any]
 UNIT_REWARDS = ("tree", "mixed", "apd")  # neither shift nor scale invariant: rewards must lie in [0, 1]
@@ -121,7 +121,7 @@ def credit(batch: ResponseBatch, plan: CreditPlan) -> Credit:
     kl_weights = torch.ones_like(rewards) if plan.kl_curve is None else kl.dads(batch.correct, accuracy, groups, curve=plan.kl_curve)
     shaped = rewards
     if plan.kl_in_reward and batch.kl is not None:
-        shaped = rewards - torch.where(batch.correct, *plan.kl_coef) * kl_weights * batch.kl.to(rewards.dtype)
+        shaped = rewards - where_correct(batch.correct, *plan.kl_coef, rewards.dtype) * kl_weights * batch.kl.to(rewards.dtype)
     evidence = Evidence(batch, shaped, rewards, groups, accuracy, rewards.mean().clamp(0, 1), plan.eps, plan.ddof)
     advantages = ESTIMATORS[plan.estimator](evidence, **plan.estimator_knobs)
     for name, knobs in plan.shaping:

@@ -5,13 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 
 def lifted(values: Tensor) -> Tensor:
     """float64 stays, every other dtype becomes float32."""
     return values if values.dtype == torch.float64 else values.float()
+
+
+def where_correct(correct: Bool[Tensor, " items"], positive: float, negative: float, dtype: torch.dtype) -> Float[Tensor, " items"]:
+    """``positive`` where ``correct``, else ``negative``, in ``dtype`` (a plain torch.where of two numbers is float32)."""
+    full = torch.full(correct.shape, negative, dtype=dtype, device=correct.device)
+    return full.masked_fill(correct, positive)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_rl.loss import aggregate, kl, mismatch
 from megatron_rl.loss import policy_losses as losses
 from megatron_rl.loss.batch import LossResult, TokenBatch
-from megatron_rl.loss.segments import lifted
+from megatron_rl.loss.segments import lifted, where_correct
 
 Knobs = Mapping[str, Any]
 SequenceSum = Callable[[Tensor], Tensor]
@@ -61,8 +61,8 @@ class Terms:
 
     def mean(self, values: Tensor) -> Float[Tensor, ""]:
         """Contribution to the mean over the loss tokens of the minibatch, detached."""
-        weights = aggregate.token_mean(self.num_tokens, self.batch.response_ids, self.logprobs.dtype)
-        return aggregate.weighted_sum(values.detach().to(weights.dtype), weights, self.batch.loss_mask)
+        kept = torch.where(self.batch.loss_mask, values.detach().to(self.logprobs.dtype), torch.zeros_like(self.logprobs))
+        return kept.sum() / max(self.num_tokens, 1)
 
 
 def token_loss(batch: TokenBatch, plan: LossPlan, sequence_sum: SequenceSum) -> LossResult:
@@ -155,7 +155,7 @@ def _kl_coefficients(terms: Terms, plan: LossPlan) -> Float[Tensor, " tokens"]:
     elif batch.correct is None:
         raise ValueError("TokenBatch.correct is missing, but kl.coef_positive and kl.coef_negative differ; give it")
     else:
-        per_response = torch.where(batch.correct, *plan.kl_coef) * per_response
+        per_response = where_correct(batch.correct, *plan.kl_coef, per_response.dtype) * per_response
     return per_response[batch.response_ids]
 
 

@@ -1,0 +1,30 @@
+"""Token weights by hand: responses of two and one loss tokens."""
+
+import torch
+
+from megatron_rl.loss import aggregate
+from tests.unit.loss.groups import flags, same, vector
+
+IDS, LENGTHS = torch.tensor([0, 0, 1]), torch.tensor([2, 1])
+
+
+def test_weights_by_hand() -> None:
+    same(aggregate.token_mean(3, IDS, torch.float64), *[1 / 3] * 3)
+    same(aggregate.seq_mean_token_mean(2, LENGTHS, IDS, torch.float64), 0.25, 0.25, 0.5)
+    same(aggregate.seq_mean_token_sum(2, IDS, torch.float64), 0.5, 0.5, 0.5)
+    same(aggregate.seq_mean_token_sum_norm(2, 10, IDS, torch.float64), 0.05, 0.05, 0.05)
+
+
+def test_denominators_are_those_given_not_those_of_the_batch() -> None:
+    same(aggregate.token_mean(30, IDS, torch.float64), *[1 / 30] * 3)
+    same(aggregate.seq_mean_token_mean(20, torch.tensor([4, 5]), IDS, torch.float64), 1 / 80, 1 / 80, 1 / 100)
+
+
+def test_nothing_to_average_gives_zero() -> None:
+    weights = aggregate.seq_mean_token_mean(0, torch.tensor([0, 0]), IDS, torch.float64)
+    assert aggregate.weighted_sum(vector(1, 2, 3), weights, flags(0, 0, 0)).item() == 0
+    assert torch.isfinite(aggregate.token_mean(0, IDS, torch.float64)).all()
+
+
+def test_mask_is_true_where_a_token_takes_part() -> None:
+    assert aggregate.weighted_sum(vector(1, 10, float("nan")), vector(0.5, 0.25, 1), flags(1, 1, 0)).item() == 3.0

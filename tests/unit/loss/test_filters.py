@@ -1,0 +1,41 @@
+"""Filters and reward penalties by hand."""
+
+import torch
+
+from megatron_rl.loss import filters
+from megatron_rl.loss.segments import segments_of
+from tests.unit.loss.groups import flags, same
+
+CORRECT = flags(1, 0, 1, 1, 0, 0)
+GROUPS = segments_of(torch.tensor([0, 0, 1, 1, 2, 2]))
+
+
+def test_informative_groups() -> None:
+    assert filters.informative_groups(CORRECT, GROUPS).tolist() == [True, False, False]
+
+
+def test_not_all_correct() -> None:
+    assert filters.not_all_correct(CORRECT, GROUPS).tolist() == [True, True, False, False, True, True]
+
+
+def test_overlong_penalty_by_hand() -> None:
+    """Lmax 10, buffer 4: nothing up to 6, -1/4 a token from there, -1 at 10 and above."""
+    lengths = torch.tensor([1, 6, 7, 9, 10, 500])
+    same(filters.overlong_penalty(lengths, torch.float64, max_tokens=10, buffer_tokens=4.0), 0, 0, -0.25, -0.75, -1, -1)
+
+
+def test_repeated_tail_by_hand() -> None:
+    """abab; xabcabc; abca (no block twice); aa (one-token block); a; not a candidate."""
+    responses = [[1, 2, 1, 2], [9, 1, 2, 3, 1, 2, 3], [1, 2, 3, 1], [1, 1], [1], [4, 4]]
+    tokens = torch.tensor([token for response in responses for token in response])
+    lengths = torch.tensor([len(response) for response in responses])
+    candidates = flags(1, 1, 1, 1, 1, 0)
+    assert filters.repeated_tail(tokens, lengths, candidates, min_block=1, max_block=8).tolist() == [True, True, False, True, False, False]
+    assert filters.repeated_tail(tokens, lengths, candidates, min_block=2, max_block=8).tolist() == [True, True, False, False, False, False]
+    assert filters.repeated_tail(tokens, lengths, candidates, min_block=1, max_block=2).tolist() == [True, False, False, True, False, False]
+
+
+def test_repetition_penalty_needs_truncation() -> None:
+    tokens, lengths = torch.tensor([1, 1, 1, 1, 1, 2]), torch.tensor([2, 2, 2])
+    same(filters.repetition_penalty(tokens, lengths, flags(1, 0, 1), torch.float64), -0.1, 0, 0)
+    same(filters.repetition_penalty(tokens, lengths, flags(1, 1, 1), torch.float64, penalty=0.5), -0.5, -0.5, 0)
