@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from megatron_rl.evaluation.metrics_file import read_metrics, series
+from megatron_rl.runtime.metrics_file import read_metrics, series
 
 SMOOTHING_STEPS = 10
 COLORS = ("#1f5fa8", "#c4501b", "#3b8a4e")
@@ -35,7 +35,7 @@ PANELS = (
         (("mismatch/logprob_abs_diff_max", "largest |logprob gap|"), ("mismatch/logprob_abs_diff_mean", "mean |logprob gap|")),
         log=True,
     ),
-    Panel("KL to the reference [nats]", (("loss/kl", "KL loss"), ("policy/ref_kl", "KL"))),
+    Panel("KL to the reference [nats]", (("kl/reference_mean", "KL"),)),
     Panel("gradient norm", (("optim/grad_norm", "before clipping"),)),
     Panel("throughput [response tokens/s]", (("throughput/response_tokens_per_s", "tokens/s"),)),
 )
@@ -44,7 +44,7 @@ PANELS = (
 def draw_curves(metrics_jsonl: Path, out: Path, title: str | None = None) -> Path:
     """Draw every panel of which the run has a metric to ``out`` (PNG by its suffix) and return ``out``.
 
-    Training curves: each step faint, a centred mean over ``SMOOTHING_STEPS`` steps strong. Held-out values: markers, joined, first and
+    Training curves: each step faint, its moving mean over ``SMOOTHING_STEPS`` steps strong. Held-out values: markers, joined, first and
     last written out. ``title``: the name of the run's folder by default.
 
     Raises:
@@ -70,10 +70,10 @@ def draw_curves(metrics_jsonl: Path, out: Path, title: str | None = None) -> Pat
 
 
 def smooth(values: list[float], width: int) -> list[float]:
-    """Centred mean over ``width`` neighbours, over fewer towards both ends, symmetric there too."""
+    """Mean over up to ``width // 2`` neighbours on either side, fewer at the ends."""
     half = width // 2
-    reach = [min(half, index, len(values) - 1 - index) for index in range(len(values))]
-    return [sum(values[i - r : i + r + 1]) / (2 * r + 1) for i, r in enumerate(reach)]
+    windows = [values[max(0, index - half) : index + half + 1] for index in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
 
 
 def _draw_panel(axes: Axes, panel: Panel, rows: list[dict[str, float]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.evaluation.metrics_file import read_metrics, series
+from megatron_rl.runtime.metrics_file import read_metrics, series
 
 # Metric key -> (name, format).
 ROWS = {

@@ -10,6 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_rl.runtime.metrics_file import read_metrics
+
 Metrics = Mapping[str, float]
 
 
@@ -17,25 +19,14 @@ class MetricsFile:
     """``metrics.jsonl``: one object a step. A resumed run first drops the lines of steps it is going to repeat."""
 
     def __init__(self, path: Path, last_step: int) -> None:
-        kept = [line for line in read_jsonl(path) if line["step"] <= last_step] if path.exists() else []
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="ascii")
+        kept = [row for row in read_metrics(path) if row["step"] <= last_step] if path.exists() else []
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="ascii")
         self._path = path
 
     def __call__(self, metrics: Metrics) -> None:
         finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         with self._path.open("a", encoding="ascii") as file:
             file.write(json.dumps(finite) + "\n")
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON lines file; a last line cut in the middle (a killed writer) is left out."""
-    lines = path.read_text(encoding="utf-8").split("\n")
-    complete, rest = lines[:-1], lines[-1]
-    objects = [json.loads(line) for line in complete if line.strip()]
-    try:
-        return objects + ([json.loads(rest)] if rest.strip() else [])
-    except json.JSONDecodeError:
-        return objects
 
 
 class ConsoleLine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader
-from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.prompts import load_prompts, without_overlap
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.loss import Method
 from megatron_rl.policy.megatron_policy import MegatronPolicy
@@ -26,6 +26,8 @@ def build_trainer(config: Config, world: World) -> Trainer:
     train, held_out = (
         load_prompts(spec, config.data, tokenizer, config.rollout.max_prompt_tokens) for spec in (config.data.train, config.data.eval)
     )
+    if config.data.drop_eval_overlap:
+        train = without_overlap(train, held_out)
     reward = build_reward(config.reward)
     method = Method(config.method, response_limit=config.rollout.max_response_tokens)
     if config.batch.responses_per_prompt < method.needs.min_group:

@@ -16,6 +16,7 @@ from typing import Any
 from megatron_rl.config.load import ConfigError
 from megatron_rl.config.schema import Config
 from megatron_rl.evaluation.figures import draw_curves
+from megatron_rl.evaluation.report import report
 from megatron_rl.protocols import Policy
 from megatron_rl.runtime import random_state
 from megatron_rl.runtime.checkpoint_dir import newest_valid, prune, step_path
@@ -84,6 +85,7 @@ class RunFolder:
         if self._world.is_main:
             (self.path / "requeue").unlink(missing_ok=True)
             draw_curves(self.path / "metrics.jsonl", self.path / "curves.png")
+            print(report(self.path / "metrics.jsonl"), flush=True)
             print(f"finished: {self.path / 'metrics.jsonl'}, {self.path / 'curves.png'}", flush=True)
 
     def _find_checkpoint(self) -> Path | None:

@@ -6,10 +6,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+Row = dict[str, float | int | None]  # a value that is not finite is written as null
 Series = tuple[list[int], list[float]]  # steps, values
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
+def read_metrics(path: Path) -> list[Row]:
     """One dict a step, ascending. A step written twice (a run resumed from before it) counts as last written; a last line that was cut
     off by a kill is left out.
 
@@ -18,7 +19,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file; give the metrics.jsonl of a run")
-    by_step: dict[int, dict[str, float]] = {}
+    by_step: dict[int, Row] = {}
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     for number, line in enumerate(lines, start=1):
         try:
@@ -31,7 +32,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def series(rows: Sequence[dict[str, float]], key: str) -> Series:
+def series(rows: Sequence[Row], key: str) -> Series:
     """The steps that have ``key``, and its values."""
     present = [row for row in rows if key in row and row[key] is not None]
     return [int(row["step"]) for row in present], [float(row[key]) for row in present]
