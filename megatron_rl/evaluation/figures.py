@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from megatron_rl.runtime.metrics_file import read_metrics, series
+from megatron_rl.runtime.metrics_file import Row, read_metrics, series
 
 SMOOTHING_STEPS = 10
 COLORS = ("#1f5fa8", "#c4501b", "#3b8a4e")
@@ -76,7 +76,7 @@ def smooth(values: list[float], width: int) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def _draw_panel(axes: Axes, panel: Panel, rows: list[dict[str, float]]) -> None:
+def _draw_panel(axes: Axes, panel: Panel, rows: list[Row]) -> None:
     present = [(key, label, *series(rows, key)) for key, label in panel.curves]
     present = [curve for curve in present if curve[2]]
     for color, (key, label, steps, values) in zip(COLORS, present, strict=False):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-Row = dict[str, float | int | None]  # a value that is not finite is written as null
+Row = dict[str, float | int | None]  # a value that was not finite is null
 Series = tuple[list[int], list[float]]  # steps, values
 
 
