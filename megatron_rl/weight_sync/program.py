@@ -53,7 +53,8 @@ class Copy:
 
 @dataclass(frozen=True)
 class Program:
-    """``rounds`` and ``copies`` (in the order of the tensor names) of one rank, and the dtype of each parameter on either side.
+    """``rounds`` and ``copies`` (in the order of the tensor names) of one rank, and what each parameter must be: its dtype, and the
+    number of elements from its first to the last one touched.
 
     ``writes``: destination parameter -> number of views that will be written, so that its owner can be told when it is complete.
     """
@@ -62,8 +63,8 @@ class Program:
     rounds: tuple[Round, ...]
     copies: tuple[Copy, ...]
     in_flight: int
-    source_dtypes: Mapping[str, str]
-    destination_dtypes: Mapping[str, str]
+    sources: Mapping[str, tuple[str, int]]
+    destinations: Mapping[str, tuple[str, int]]
     writes: Mapping[str, int]
 
 
@@ -106,7 +107,7 @@ def compile_program(plan: Plan, rank: int, held: Sequence[Boxes], wanted: Sequen
     writes: dict[str, int] = defaultdict(int)
     for key in _written_keys(rounds, copies):
         writes[key] += 1
-    return Program(rank, tuple(rounds), copies, plan.schedule.in_flight, _dtypes(held), _dtypes(wanted), dict(writes))
+    return Program(rank, tuple(rounds), copies, plan.schedule.in_flight, _extents(held), _extents(wanted), dict(writes))
 
 
 def _index(boxes: Sequence[Boxes]) -> Index:
@@ -183,5 +184,10 @@ def _written_keys(rounds: Sequence[Round], copies: Sequence[Copy]) -> Iterator[s
         yield copy.destination[0]
 
 
-def _dtypes(boxes: Sequence[Boxes]) -> dict[str, str]:
-    return {key: group.dtype for group in boxes for key in group.keys}
+def _extents(boxes: Sequence[Boxes]) -> dict[str, tuple[str, int]]:
+    extents: dict[str, tuple[str, int]] = {}
+    for group in boxes:
+        end = group.offset + sum((n - 1) * s for n, s in zip(group.shape, group.stride, strict=True)) + 1
+        for key in group.keys:
+            extents[key] = (group.dtype, max(end, extents[key][1]) if key in extents else end)
+    return extents

@@ -71,28 +71,36 @@ class Transport:
 
     def run(self, source: Parameters, destination: Parameters, written: Callable[[str], None] | None = None) -> TransportReport:
         """Collective: move everything. ``source(key)`` and ``destination(key)`` give the local parameters, at the moment of use;
-        ``written(key)`` is called once for each destination parameter, when its last element is in place.
+        ``written(key)`` is called once for each destination parameter that receives anything (a vocabulary shard may be padding
+        throughout), when its last element is in place.
 
         While round n travels, round n + 1 is packed and a share of the local copies is made; at most ``in_flight`` rounds hold
         buffers.
         Raises ValueError for a parameter whose dtype, shape or stride is not what the plan or the first run saw: on every rank and
         before anything moves for a source, at its first use for a destination. Raises TransportError when a peer fails in the middle.
         """
-        self._agree(self._check_all("training", self.program.source_dtypes, source))
+        self._agree(self._check_all("training", self.program.sources, source))
         run = _Run(self, source, destination, written)
         with torch.no_grad():
             return run.all()
 
-    def _check_all(self, side: str, dtypes: Mapping[str, str], get: Parameters) -> str:
+    def _check_all(self, side: str, planned: Mapping[str, tuple[str, int]], get: Parameters) -> str:
         try:
-            for key, dtype in dtypes.items():
-                self.check(side, key, dtype, get(key))
+            for key, expected in planned.items():
+                self.check(side, key, expected, get(key))
         except ValueError as error:
             return str(error)
         return ""
 
-    def check(self, side: str, key: str, dtype: str, parameter: Tensor) -> None:
+    def check(self, side: str, key: str, planned: tuple[str, int], parameter: Tensor) -> None:
         """Raises ValueError when a parameter is not what it was planned, or first seen, to be."""
+        dtype, extent = planned
+        size = sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride())) + 1 if parameter.numel() else 0
+        if size < extent:
+            raise ValueError(
+                f"rank {self.program.rank}: {side} parameter {key!r} of shape {tuple(parameter.shape)} spans {size} elements, the plan "
+                f"needs {extent}; make a new plan"
+            )
         now = (str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape), parameter.stride(), parameter.device.type)
         expected = self.seen.setdefault((side, key), (dtype, *now[1:3], self.device.type))
         if now != expected:
@@ -145,7 +153,7 @@ class _Run:
     def destination(self, key: str) -> Tensor:
         if key not in self.open:
             self.open[key] = self.find(key)
-            self.transport.check("rollout", key, self.program.destination_dtypes[key], self.open[key])
+            self.transport.check("rollout", key, self.program.destinations[key], self.open[key])
         return self.open[key]
 
     def done(self, key: str) -> None:

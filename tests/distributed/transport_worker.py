@@ -1,0 +1,151 @@
+"""Runs on every rank: many layout pairs over real gloo messages, then the faults. Prints one line per passed case on rank 0."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.weight_sync.layout import ModelShape, RolloutLayout, TrainLayout, rollout_boxes, train_boxes
+from megatron_rl.weight_sync.plan import make_plan
+from megatron_rl.weight_sync.program import compile_program
+from megatron_rl.weight_sync.transport import Transport, TransportError, exchange, tensors
+from tests.unit.weight_sync.slow_layouts import UNWRITTEN, hf_tensors, megatron_shards, vllm_shards
+
+DENSE = ModelShape(layers=4, hidden=16, heads=8, kv_heads=2, head_dim=4, ffn=24, vocab=90, tied=True, qkv_bias=True, dtype="float32")
+MOE = replace(DENSE, tied=False, qkv_bias=False, qk_norm=True, experts=4, moe_ffn=8, shared_ffn=8, dtype="bfloat16")
+T, R = TrainLayout, RolloutLayout
+CASES = {
+    2: [
+        (DENSE, T(tp=2), R(tp=1, dp=2)),
+        (DENSE, T(pp=2), R(tp=2)),
+        (DENSE, T(dp=2), R(tp=2)),
+        (DENSE, T(pp=2, vpp=2), R(tp=1, dp=2)),
+        (DENSE, T(), R(first_rank=1)),
+        (MOE, T(tp=2, ep=2), R(tp=2)),
+        (MOE, T(ep=2, dp=2), R(tp=2, ep=2)),
+    ],
+    4: [
+        (DENSE, T(tp=2, pp=2), R(tp=1, dp=4)),
+        (DENSE, T(tp=4), R(tp=2, dp=2)),
+        (DENSE, T(tp=1, pp=4), R(tp=4)),
+        (DENSE, T(tp=2, dp=2), R(tp=4)),
+        (DENSE, T(tp=2, cp=2), R(tp=1, dp=4)),
+        (DENSE, T(pp=3, first_layers=1, last_layers=1), R(first_rank=3)),
+        (DENSE, T(tp=2), R(tp=2, first_rank=2)),
+        (MOE, T(tp=2, pp=2, ep=2), R(tp=4)),
+        (MOE, T(tp=2, dp=2, ep=4), R(tp=2, dp=2, ep=4)),
+        (MOE, T(tp=2, etp=2, ep=2, dp=2), R(tp=1, dp=4)),
+    ],
+}
+
+
+def prepare(case: tuple[ModelShape, TrainLayout, RolloutLayout], bucket_bytes: int, in_flight: int) -> tuple:
+    """(plan, transport, training parameters, expected worker parameters, destination) of this rank."""
+    model, train, rollout = case
+    rank = dist.get_rank()
+    mine = train_boxes(model, train, rank) if rank < train.ranks else []
+    wishes = rollout_boxes(model, rollout, rank) if rank in rollout.ranks else []
+    held, wanted = exchange(mine, wishes)
+    assert sorted(held) == list(range(train.ranks)) and sorted(wanted) == list(rollout.ranks)
+    plan = make_plan(held, wanted, gpus_per_node=2, bucket_bytes=bucket_bytes, in_flight=in_flight, replicas=rollout.replicas)
+    transport = Transport(compile_program(plan, rank, mine, wishes))
+    full = hf_tensors(model)
+    source = megatron_shards(full, model, train, rank) if mine else {}
+    expected = vllm_shards(full, model, rollout, rank) if wishes else {}
+    target = {key: torch.full_like(value, UNWRITTEN) for key, value in expected.items()}
+    return plan, transport, source, expected, target
+
+
+def run_case(number: int, case: tuple[ModelShape, TrainLayout, RolloutLayout]) -> None:
+    bucket_bytes, in_flight = (208, 1024, 1 << 20)[number % 3], 1 + number % 3
+    plan, transport, source, expected, target = prepare(case, bucket_bytes, in_flight)
+    completed: list[str] = []
+    report = transport.run(tensors(source), tensors(target), completed.append)
+    for key, value in expected.items():
+        assert torch.equal(target[key], value), f"case {number}, rank {dist.get_rank()}: {key}"
+    filled = [key for key, value in expected.items() if (value != UNWRITTEN).any()]  # a vocabulary shard may be all padding
+    assert sorted(completed) == sorted(filled), "every parameter is reported complete once"
+    totals = torch.tensor([report.bytes_sent, report.bytes_received, report.bytes_copied])
+    dist.all_reduce(totals)
+    assert totals.tolist() == [plan.lower_bound, plan.lower_bound, plan.bytes_local]
+    planned = plan.schedule.peak_staging_bytes
+    assert report.peak_staging_bytes == (planned[dist.get_rank()] if dist.get_rank() in planned else 0) <= 2 * in_flight * bucket_bytes
+    for value in source.values():  # a second run with new values uses the same program
+        value.add_(1)
+    transport.run(tensors(source), tensors(target))
+    for key, value in expected.items():
+        new = torch.where(value == UNWRITTEN, value, value + 1)
+        assert torch.equal(target[key], new), f"case {number}, second run, rank {dist.get_rank()}: {key}"
+    say(f"case {number} passed")
+
+
+def refused_everywhere(case: tuple[ModelShape, TrainLayout, RolloutLayout]) -> None:
+    """A parameter of rank 1 changes: every rank raises the same named error before a byte moves, and the next sync is right."""
+    _, transport, source, expected, target = prepare(case, 1024, 2)
+    transport.run(tensors(source), tensors(target))
+    key = "0:decoder.layers.0.mlp.linear_fc1.weight"
+    changes = {
+        "float64": lambda value: value.double(),
+        "spans": lambda value: value[:1],
+        "first seen": lambda value: torch.cat([value, value]),
+    }
+    for word, change in changes.items():
+        for value in target.values():
+            value.fill_(UNWRITTEN)
+        wrong = {**source, key: change(source[key])} if dist.get_rank() == 1 else source
+        expect_error(ValueError, lambda wrong=wrong: transport.run(tensors(wrong), tensors(target)), "rank 1", key, word)
+        assert all((value == UNWRITTEN).all() for value in target.values()), "nothing may have moved"
+    missing = {name: value for name, value in source.items() if name != key} if dist.get_rank() == 1 else source
+    expect_error(ValueError, lambda: transport.run(tensors(missing), tensors(target)), key, "not among")
+    transport.run(tensors(source), tensors(target))
+    assert all(torch.equal(target[name], value) for name, value in expected.items())
+    say("refused everywhere")
+
+
+def peer_dies(case: tuple[ModelShape, TrainLayout, RolloutLayout]) -> None:
+    """The last rank dies inside a sync: each survivor that talks to it raises an error with ranks and tensors."""
+    _, transport, source, _, target = prepare(case, 208, 2)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        served = []
+
+        def die(key: str) -> torch.Tensor:
+            served.append(key)
+            if len(served) > len(source) + 8:  # the check reads each parameter once; then buckets are packed
+                os._exit(0)
+            return source[key]
+
+        transport.run(die, tensors(target))
+    expect_error(TransportError, lambda: transport.run(tensors(source), tensors(target)), "round", "rank", "model.", "half updated")
+    print("survivor raised", flush=True)
+    os._exit(0)  # the group is broken
+
+
+def expect_error(kind: type[Exception], call, *words: str) -> None:
+    try:
+        call()
+    except kind as error:
+        assert all(word in str(error) for word in words), str(error)
+    else:
+        raise AssertionError(f"no {kind.__name__}")
+
+
+def say(text: str) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    cases = CASES[dist.get_world_size()]
+    for number, case in enumerate(cases):
+        run_case(number, case)
+    refused_everywhere(cases[0])
+    if "die" in sys.argv:
+        peer_dies(cases[0])
+    dist.destroy_process_group()
