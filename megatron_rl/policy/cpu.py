@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,8 @@ def apply() -> None:
 
     The tracker is an official knob; its fork() does nothing, which is right because dropout is 0 everywhere here.
     """
+    # megatron calls collectives by names that torch has begun to rename; every rank would say so at every step.
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     for remedy in REMEDIES:
         if remedy.needed():
             setattr(remedy.module, remedy.name, remedy.make(getattr(remedy.module, remedy.name, None)))

@@ -67,12 +67,11 @@ class Passes:
     """Runs micro-batches through the chunks of this rank. ``consume(microbatch, logprobs, entropy)`` is called on the last
     stage only and returns (loss, what to collect)."""
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], ranks: Ranks, vocab_size: int, temperature: float, hidden_size: int) -> None:
+    def __init__(self, chunks: Sequence[torch.nn.Module], ranks: Ranks, vocab_size: int, temperature: float) -> None:
         self.chunks = list(chunks)
         self.ranks = ranks
         self.vocab_size = vocab_size
         self.temperature = temperature
-        self.hidden_size = hidden_size
         self.schedule = get_forward_backward_func()
 
     def run(

@@ -154,3 +154,13 @@ def boxes(parameter: Parameter, arch: Architecture, vocab_rows: int, rank: int, 
             )
         position += rows
     return found
+
+
+def hf_shapes(parameter: Parameter, arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Whole shape of each HF tensor of ``parameter``."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for box in boxes(parameter, arch, arch.vocab_size, 0, 1):
+        ends = tuple(first + length for first, length in zip(box.start, box.shape, strict=True))
+        known = shapes.get(box.name, ends)
+        shapes[box.name] = tuple(max(pair) for pair in zip(known, ends, strict=True))
+    return shapes

@@ -17,11 +17,11 @@ from megatron_rl.policy import cpu, weights
 from megatron_rl.policy import optimizer as optim_room
 from megatron_rl.policy import parallel as groups
 from megatron_rl.policy.families import read_architecture
-from megatron_rl.policy.forward import Passes, loss_consumer, reduce_totals
+from megatron_rl.policy.forward import Passes, Totals, loss_consumer, reduce_totals
 from megatron_rl.policy.gather import Gather
 from megatron_rl.policy.layout import padded_vocab
 from megatron_rl.policy.model import build_chunks, transformer_config
-from megatron_rl.policy.packing import Microbatch, multiples, pack
+from megatron_rl.policy.packing import Microbatch, multiples, pack, padded_lengths
 from megatron_rl.policy.precision import ddp_config
 from megatron_rl.runtime.cpu import device, platform
 from megatron_rl.types import SequenceBatch, TokenLoss, TokenScores, UpdateResult
@@ -78,7 +78,7 @@ class MegatronPolicy:
             self.optimizer = optim_room.build_optimizer(optim, parallel, precision, self.chunks)
         self._reference = [item.tensor.detach().to("cpu", copy=True) for item in self.held] if keep_reference else None
         self._gather = Gather(self.held, self.arch, self.ranks, self.vocab_rows)
-        self._passes = Passes(self.chunks, self.ranks, self.arch.vocab_size, temperature, self.arch.hidden_size)
+        self._passes = Passes(self.chunks, self.ranks, self.arch.vocab_size, temperature)
 
     def _set_hooks(self) -> None:
         self.config.finalize_model_grads_func = _finalize
@@ -121,16 +121,21 @@ class MegatronPolicy:
         dist.all_reduce(values)
         return TokenScores(logprobs=values[0], entropy=values[1] if entropy else None)
 
-    def update(self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], loss: TokenLoss, *, entropy: bool = False) -> UpdateResult:
+    def update(
+        self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], loss: TokenLoss, *, entropy: bool = False
+    ) -> UpdateResult:
         """See protocols.Policy."""
-        totals = self._accumulate(batch, microbatches, loss, entropy)
+        totals = self.backward(batch, microbatches, loss, entropy=entropy)
         rate = optim_room.learning_rate(self.optimizer_steps, self.optim, self.total_optimizer_steps)
         with platform():
             norm, skipped = optim_room.step(self.optimizer, self.optim.clip_grad, rate)
         self.optimizer_steps += 1
         return UpdateResult(loss=totals.loss, grad_norm=norm, learning_rate=rate, skipped=skipped, metrics=totals.metrics)
 
-    def _accumulate(self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], loss: TokenLoss, entropy: bool) -> Any:
+    def backward(
+        self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], loss: TokenLoss, *, entropy: bool = False
+    ) -> Totals:
+        """Collective: loss and metrics of the minibatch; leaves its gradient in the parameters. The first half of an update."""
         with platform():
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
@@ -141,9 +146,23 @@ class MegatronPolicy:
         return reduce_totals(collected, self.ranks)
 
     def _pack(self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]]) -> list[Microbatch]:
-        assert len(microbatches) % self.microbatch_multiple == 0, f"{len(microbatches)} micro-batches for groups of {self.microbatch_multiple}"
-        ranks = self.ranks
-        return [pack(batch, rows, self._multiples, ranks.context_rank, ranks.context, self.device) for rows in microbatches]
+        assert len(microbatches) % self.microbatch_multiple == 0, (
+            f"{len(microbatches)} micro-batches do not form groups of {self.microbatch_multiple}"
+        )
+        totals = [0] * len(microbatches)
+        if self.config.num_moe_experts and self.config.moe_token_dispatcher_type == "allgather":
+            totals = self._equal_totals(batch, microbatches)
+        ranks, rule = self.ranks, self._multiples
+        return [
+            pack(batch, rows, rule, ranks.context_rank, ranks.context, self.device, at_least=total)
+            for rows, total in zip(microbatches, totals, strict=True)
+        ]
+
+    def _equal_totals(self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]]) -> list[int]:
+        """Collective: the longest packed length of each micro-batch over all ranks (this dispatcher gathers equal sizes)."""
+        totals = torch.tensor([int(padded_lengths(batch, rows, self._multiples).sum()) for rows in microbatches], device=self.device)
+        dist.all_reduce(totals, op=dist.ReduceOp.MAX)
+        return totals.tolist()
 
     def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See protocols.Policy."""
@@ -151,8 +170,8 @@ class MegatronPolicy:
         yield from self._gather.run()
 
     def gathered_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Collective: the gradients of the last update, before clipping, by HF name (not with a distributed optimizer over more than
-        one data-parallel rank: each then holds its share only)."""
+        """Collective: the gradients left by ``backward``, by HF name (not with a distributed optimizer over more than one
+        data-parallel rank: each then holds its share only)."""
         yield from self._gather.run(lambda parameter: parameter.main_grad)
 
     def _settle(self) -> None:

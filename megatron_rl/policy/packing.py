@@ -46,21 +46,36 @@ class Microbatch:
     empty: bool
 
 
-def pack(batch: SequenceBatch, rows: Sequence[int], rule: Multiples, context_rank: int, context: int, device: torch.device) -> Microbatch:
-    """The micro-batch of sequences ``rows`` of ``batch`` on context rank ``context_rank`` of ``context``.
+DUMMY = SequenceBatch(torch.zeros(2, dtype=torch.long), torch.tensor([1]), torch.tensor([1]))
+
+
+def padded_lengths(batch: SequenceBatch, rows: Sequence[int], rule: Multiples, at_least: int = 0) -> Int[Tensor, " sequences"]:
+    """Tokens each sequence takes in the packed micro-batch of ``rows`` (none: the dummy sequence), over all context ranks; the
+    last one is stretched to a total that fits ``rule`` and is no less than ``at_least``."""
+    lengths = batch.lengths[torch.tensor(list(rows))] if rows else DUMMY.lengths
+    padded = (lengths + rule.sequence - 1) // rule.sequence * rule.sequence
+    total = max(int(padded.sum()), at_least)
+    padded[-1] += -(-total // rule.total) * rule.total - int(padded.sum())
+    return padded
+
+
+def pack(
+    batch: SequenceBatch, rows: Sequence[int], rule: Multiples, context_rank: int, context: int, device: torch.device, at_least: int = 0
+) -> Microbatch:
+    """The micro-batch of sequences ``rows`` of ``batch`` on context rank ``context_rank`` of ``context``, of ``at_least`` so many
+    tokens over all context ranks.
 
     Raises ValueError for a row without prompt (its first response token has nothing to be predicted from) or response.
     """
+    padded = padded_lengths(batch, rows, rule, at_least)
     if not rows:
-        batch = SequenceBatch(torch.zeros(2, dtype=torch.long), torch.tensor([1]), torch.tensor([1]))
+        batch = DUMMY
     chosen = torch.tensor(list(rows) or [0])
     prompts, responses = batch.prompt_lengths[chosen], batch.response_lengths[chosen]
     short = chosen[(prompts < 1) | (responses < 1)]
     if len(short):
         raise ValueError(f"packing: row {int(short[0])} has an empty prompt or response; every sequence needs at least one token of each")
     lengths = prompts + responses
-    padded = (lengths + rule.sequence - 1) // rule.sequence * rule.sequence
-    padded[-1] += -int(padded.sum()) % rule.total
     # Everything below is over the padded tokens of all context ranks, then cut to this rank.
     owner = torch.repeat_interleave(torch.arange(len(chosen)), padded)
     starts = torch.nn.functional.pad(padded.cumsum(0), (1, 0))

@@ -33,7 +33,7 @@ def _world_problems(parallel: ParallelConfig, world_size: int) -> list[str]:
             f"does not divide the world size {world_size}; change one of them, or start a multiple of {experts} processes"
         )
     if parallel.sequence and parallel.tensor == 1:
-        found.append("parallel.sequence is true but parallel.tensor is 1; sequence parallelism splits over the tensor ranks: set it to false")
+        found.append("parallel.sequence is true but parallel.tensor is 1; it splits sequences over the tensor ranks: set it to false")
     if parallel.overlap_param_gather and not (parallel.distributed_optimizer and parallel.overlap_grad_reduce):
         found.append(
             "parallel.overlap_param_gather is true; it needs parallel.distributed_optimizer=true and parallel.overlap_grad_reduce=true"
@@ -48,11 +48,11 @@ def _size_problems(arch: Architecture, parallel: ParallelConfig) -> list[str]:
         sizes["feed-forward rows"] = arch.ffn_hidden_size
     for what, size in sizes.items():
         if size % parallel.tensor:
-            found.append(f"parallel.tensor is {parallel.tensor}, which does not divide the model's {size} {what}; choose a divisor of {size}")
+            found.append(f"parallel.tensor is {parallel.tensor}, which does not divide the model's {size} {what}; choose a divisor")
     if arch.num_kv_heads % parallel.tensor and parallel.tensor % arch.num_kv_heads:
         found.append(
-            f"parallel.tensor is {parallel.tensor}, neither a divisor nor a multiple of the model's {arch.num_kv_heads} key-value heads; "
-            "choose one that is"
+            f"parallel.tensor is {parallel.tensor}, neither a divisor nor a multiple of the model's {arch.num_kv_heads} key-value "
+            "heads; choose one that is"
         )
     if arch.num_experts == 0:
         for key in ("expert", "expert_tensor"):
@@ -60,7 +60,7 @@ def _size_problems(arch: Architecture, parallel: ParallelConfig) -> list[str]:
                 found.append(f"parallel.{key} is {getattr(parallel, key)}, but {arch.family} has no experts; set it to 1")
         return found
     if arch.num_experts % parallel.expert:
-        found.append(f"parallel.expert is {parallel.expert}, which does not divide the model's {arch.num_experts} experts; choose a divisor")
+        found.append(f"parallel.expert is {parallel.expert}, which does not divide the {arch.num_experts} experts; choose a divisor")
     if arch.expert_ffn_hidden_size % (parallel.expert_tensor or 1):
         found.append(f"parallel.expert_tensor is {parallel.expert_tensor}, which does not divide {arch.expert_ffn_hidden_size} expert rows")
     if parallel.tensor > 1 and not parallel.sequence:

@@ -16,8 +16,18 @@ from torch import Tensor
 
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.layout import (
-    EMBEDDING, FINAL_NORM, HEAD, TIED_HEAD, Box, Parameter,
-    boxes, expert_parameters, hf_names, layer_parameters, local_shape,
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    TIED_HEAD,
+    Box,
+    Parameter,
+    boxes,
+    expert_parameters,
+    hf_names,
+    hf_shapes,
+    layer_parameters,
+    local_shape,
 )  # fmt: skip
 from megatron_rl.policy.parallel import Ranks
 
@@ -110,16 +120,17 @@ class Checkpoint:
                 f"{len(missing)} missing {missing[:4]}, {len(extra)} unknown {extra[:4]}; check config.json against the weights"
             )
 
-    def read(self, box: Box) -> Tensor:
-        """The box, and nothing more of its tensor."""
+    def read(self, box: Box, whole: tuple[int, ...]) -> Tensor:
+        """The box, and nothing more of its tensor. Raises ValueError unless the tensor has shape ``whole``."""
         file = self.files[box.name]
         if file not in self._open:
             self._open[file] = safe_open(file, framework="pt")
         part = self._open[file].get_slice(box.name)
-        shape = part.get_shape()
-        ends = [first + length for first, length in zip(box.start, box.shape, strict=True)]
-        if len(shape) != len(ends) or any(end > length for end, length in zip(ends, shape, strict=True)):
-            raise ValueError(f"model.path: {box.name} in {file} has shape {tuple(shape)}, too small for config.json, which needs {tuple(ends)}")
+        if tuple(part.get_shape()) != whole:
+            raise ValueError(
+                f"model.path: {box.name} in {file} has shape {tuple(part.get_shape())}, but config.json needs {whole}; "
+                "the weights belong to another model"
+            )
         return part[box_slices(box.start, box.shape)]
 
 
@@ -135,5 +146,6 @@ def load(held: Sequence[Held], arch: Architecture, path: Path) -> None:
         for item in held:
             if item.parameter.slot.kind == "vocab":
                 item.tensor.zero_()
+            shapes = hf_shapes(item.parameter, arch)
             for box in item.boxes:
-                item.tensor[box_slices(box.local, box.shape)].copy_(checkpoint.read(box))
+                item.tensor[box_slices(box.local, box.shape)].copy_(checkpoint.read(box, shapes[box.name]))

@@ -34,10 +34,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def make(name: str, seed: int = 0) -> transformers.PreTrainedModel:
+def make(name: str, seed: int = 0, layers: int | None = None) -> transformers.PreTrainedModel:
     """The model in float32, evaluation mode; norms and biases away from their initial values."""
     kind, more = MODELS[name]
-    config = getattr(transformers, f"{kind}Config")(**(SMALL | more))
+    config = getattr(transformers, f"{kind}Config")(**(SMALL | more | ({"num_hidden_layers": layers} if layers else {})))
     generator = torch.Generator().manual_seed(seed)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
     with torch.no_grad():
@@ -47,9 +47,9 @@ def make(name: str, seed: int = 0) -> transformers.PreTrainedModel:
     return model
 
 
-def save(name: str, path: Path, seed: int = 0) -> Path:
+def save(name: str, path: Path, seed: int = 0, layers: int | None = None) -> Path:
     """Writes the HF directory of ``make(name, seed)``."""
-    model = make(name, seed)
+    model = make(name, seed, layers)
     model.config.architectures = [type(model).__name__]
     model.save_pretrained(path)
     return path

@@ -32,7 +32,9 @@ def read_architecture(path: Path) -> tuple[Architecture, Any]:
     if len(names) != 1 or names[0] not in FAMILIES:
         close = difflib.get_close_matches(names[0], FAMILIES, n=1) if names else []
         hint = f" (nearest: {close[0]})" if close else ""
-        raise ValueError(f"model.path: {path}/config.json has architectures {names}, which the policy does not implement{hint}; supported: {known}")
+        raise ValueError(
+            f"model.path: {path}/config.json has architectures {names}, which the policy does not implement{hint}; supported: {known}"
+        )
     hf = AutoConfig.from_pretrained(path, local_files_only=True)
     return architecture_from(hf, names[0]), hf
 
