@@ -52,6 +52,8 @@ def save(policy: Any, path: Path, extra: Mapping[str, Any]) -> None:
     create_state(policy.optimizer)
     state = {**_model_state(policy), **_reference_state(policy), "optimizer_steps": policy.optimizer_steps}
     state["optimizer"] = policy.optimizer.sharded_state_dict(_model_state(policy), metadata=_metadata())
+    if any(isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW) for part in parts(policy.optimizer)):
+        _add_zero_counts(state["optimizer"])
     dist_checkpointing.save(state, str(partial), sharded_strategy=InProcess())
 
     def seal() -> None:
@@ -76,11 +78,11 @@ def load(policy: Any, path: Path) -> Mapping[str, Any]:
         loaded = dist_checkpointing.load(state, str(path))
         for name, module in _modules(policy):
             module.load_state_dict(loaded[name])
-        with _step_counts(policy):
+        with _step_counts_supplied(policy):
             policy.optimizer.load_state_dict(loaded["optimizer"])
         for (chunk, name), tensor in (policy.reference_state() or {}).items():
             tensor.copy_(loaded[f"reference{chunk}"][name])
-    _own_step_counts(policy)
+    unshare_steps(policy.optimizer)
     policy.optimizer_steps = loaded["optimizer_steps"]
     extra: Mapping[str, Any] = torch.load(path / EXTRA, weights_only=False)
     return extra
@@ -158,8 +160,18 @@ def _refuse_other(path: Path, written: Mapping[str, Any], wanted: Mapping[str, A
         raise ValueError(f"checkpoint {path} does not fit this run: {'; '.join(problems)}. Set them alike, or start from an exported model")
 
 
+def _add_zero_counts(state: dict[Any, Any]) -> None:
+    """megatron leaves out a step count of 0, and torch's Adam then cannot load (KeyError 'step'): puts it back, in place."""
+    if "state" in state and "param_groups" in state:
+        state["state"].setdefault("common_step", torch.tensor(0.0, dtype=torch.float32))
+    else:
+        for value in state.values():
+            if isinstance(value, dict):
+                _add_zero_counts(value)
+
+
 @contextlib.contextmanager
-def _step_counts(policy: Any) -> Iterator[None]:
+def _step_counts_supplied(policy: Any) -> Iterator[None]:
     """megatron's distributed optimizer saves no step count for each parameter but, with torch's Adam, asks for one when loading
     (KeyError 'step'). Inside, it is given the one that it has just restored."""
 
@@ -181,12 +193,3 @@ def _step_counts(policy: Any) -> Iterator[None]:
     finally:
         for part in patched:
             delattr(part, name)
-
-
-def _own_step_counts(policy: Any) -> None:
-    """One step count for each parameter, not one shared by all; and a count of 0, which megatron does not save, is put back."""
-    unshare_steps(policy.optimizer)
-    for part in parts(policy.optimizer):
-        if isinstance(part.optimizer, torch.optim.Adam):
-            for state in part.optimizer.state.values():
-                state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))

@@ -1,0 +1,187 @@
+"""Phases of the resume test, each in processes of its own: ``write`` trains 2 updates, saves, trains 2 more and records every bit;
+``read`` loads and must record the same bits; ``reshape`` loads what another layout wrote."""
+
+import math
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
+from megatron_rl.policy.megatron_policy import MegatronPolicy
+from megatron_rl.policy.optimizer import parts
+from megatron_rl.types import LossOutput, SequenceBatch, TokenView
+
+FOLDER = Path(sys.argv[2])
+OPTIM = OptimConfig(
+    learning_rate=3e-3, min_learning_rate=1e-4, schedule="cosine", warmup_steps=2, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8,
+    clip_grad=1.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: its layout (what differs from one rank), its number format, the model, whether a reference is kept."""
+
+    name: str
+    layout: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+    model: str = "llama"
+    reference: bool = False
+
+
+SHARDED = {"distributed_optimizer": True}
+CASES = {
+    2: [
+        Case("tp2", {"tensor": 2, "sequence": True}, reference=True),
+        Case("tp2_bf16", {"tensor": 2}, "bfloat16"),
+        Case("dp2", SHARDED),
+        Case("dp2_bf16", SHARDED, "bfloat16", reference=True),
+        Case("dp2_overlap", {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}, "bfloat16"),
+        Case("pp2_tied", {"pipeline": 2}, model="qwen2_tied", reference=True),
+        Case("ep2", {"expert": 2, **SHARDED}, model="qwen3_moe"),
+    ],
+    4: [
+        Case("tp2_pp2", {"tensor": 2, "pipeline": 2}, reference=True),
+        Case("tp2_pp2_bf16_vpp", {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2, **SHARDED}, "bfloat16"),
+        Case("tp2_dp2", {"tensor": 2, **SHARDED}, reference=True),
+    ],
+}  # fmt: skip
+# Checkpoint of one case read into another layout (of 2 ranks).
+RESHAPES = [
+    ("tp2", Case("dp2", reference=True)),
+    ("tp2", Case("pp2", {"pipeline": 2}, reference=True)),
+    ("tp2_pp2", Case("tp2", {"tensor": 2}, reference=True)),
+    ("tp2_dp2", Case("pp2", {"pipeline": 2, **SHARDED}, reference=True)),
+    ("pp2_tied", Case("tp2", {"tensor": 2}, model="qwen2_tied", reference=True)),
+    ("ep2", Case("tp2_ep2", {"tensor": 2, "sequence": True, "expert": 2, **SHARDED}, model="qwen3_moe")),
+]  # fmt: skip
+
+
+def build(case: Case) -> MegatronPolicy:
+    layout = {
+        "tensor": 1, "pipeline": 1, "virtual_pipeline": None, "context": 1, "expert": 1, "expert_tensor": None, "sequence": False,
+        "distributed_optimizer": False, "overlap_grad_reduce": False, "overlap_param_gather": False, "recompute": "none",
+        "first_stage_layers": None, "last_stage_layers": None, **case.layout,
+    }  # fmt: skip
+    return MegatronPolicy(
+        ModelConfig(path=str(FOLDER / case.model), make_vocab_divisible_by=8),
+        ParallelConfig(**layout),
+        PrecisionConfig(params=case.dtype, grad_reduce_in_float32=True),
+        OPTIM,
+        temperature=0.9,
+        keep_reference=case.reference,
+        total_optimizer_steps=6,
+        max_sequence_tokens=64,
+    )
+
+
+def batch(step: int) -> SequenceBatch:
+    g = torch.Generator().manual_seed(100 + step)
+    prompts, responses = torch.randint(2, 6, (8,), generator=g), torch.randint(3, 12, (8,), generator=g)
+    return SequenceBatch(torch.randint(3, 123, (int((prompts + responses).sum()),), generator=g), prompts, responses)
+
+
+def update(policy: MegatronPolicy, step: int) -> float:
+    """One optimizer step on the 8 rows of ``batch(step)``, shared by the data-parallel ranks in 4 micro-batches each at most."""
+    data = batch(step)
+    rows = torch.arange(8).chunk(policy.data_parallel_size)[policy.data_parallel_rank]
+    microbatches = [part.tolist() for part in rows.chunk(4)]
+    weights = torch.randn(int(data.response_lengths.sum()), generator=torch.Generator().manual_seed(step))
+
+    def loss(view: TokenView) -> LossOutput:
+        value = -(view.logprobs * weights[view.index]).sum() / weights.numel()
+        return LossOutput(value, {})
+
+    result = policy.update(data, microbatches, loss)
+    assert not result.skipped
+    return result.grad_norm
+
+
+def record(policy: MegatronPolicy) -> list[torch.Tensor]:
+    """Every number that training goes on from, on this rank: weights, optimizer states and master weights, reference."""
+    policy._settle()  # an overlapped gathering of parameters may be under way
+    found = [item.tensor.detach().clone() for item in policy.held]
+    for part in parts(policy.optimizer):
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                found.append(parameter.detach().clone())
+                state = part.optimizer.state[parameter]
+                found += [state[key].detach().clone() for key in ("step", "exp_avg", "exp_avg_sq")]
+            found.append(torch.tensor([group["lr"], group["weight_decay"]], dtype=torch.float64))
+    return found + list((policy.reference_state() or {}).values())
+
+
+def trajectory(policy: MegatronPolicy, steps: range) -> dict[str, Any]:
+    norms = [update(policy, step) for step in steps]
+    logprobs = policy.logprobs(batch(9), [list(range(8))] if policy.data_parallel_size == 1 else split(policy)).logprobs
+    return {"norms": norms, "logprobs": logprobs, "state": record(policy), "optimizer_steps": policy.optimizer_steps}
+
+
+def split(policy: MegatronPolicy) -> list[list[int]]:
+    return [torch.arange(8).chunk(policy.data_parallel_size)[policy.data_parallel_rank].tolist()]
+
+
+def write(case: Case) -> None:
+    policy = build(case)
+    policy.save(FOLDER / case.name / "step_000000", {"step": 0})  # an optimizer that has not stepped can be saved too
+    start = trajectory(policy, range(0, 1))
+    torch.save(start, FOLDER / f"{case.name}.{dist.get_rank()}.start.pt")
+    update(policy, 1)
+    before = record(policy)
+    policy.save(FOLDER / case.name / "step_000002", {"step": 2, "state": (1, "x"), "tensor": torch.arange(3)})
+    assert all(torch.equal(a, b) for a, b in zip(before, record(policy), strict=True)), f"{case.name}: saving changed the state"
+    torch.save(trajectory(policy, range(2, 4)), FOLDER / f"{case.name}.{dist.get_rank()}.end.pt")
+    policy.close()
+
+
+def compare(case: Case, got: dict[str, Any], phase: str) -> None:
+    want = torch.load(FOLDER / f"{case.name}.{dist.get_rank()}.{phase}.pt")
+    assert got["norms"] == want["norms"], f"{case.name} {phase}: gradient norms {got['norms']} after the load, {want['norms']} without"
+    assert got["optimizer_steps"] == want["optimizer_steps"]
+    assert torch.equal(got["logprobs"], want["logprobs"]), f"{case.name} {phase}: logprobs"
+    different = [i for i, (a, b) in enumerate(zip(got["state"], want["state"], strict=True)) if a.dtype != b.dtype or not torch.equal(a, b)]
+    assert not different, f"{case.name} {phase}: {len(different)} of {len(want['state'])} tensors of the state differ"
+
+
+def read(case: Case) -> None:
+    policy = build(case)
+    update(policy, 7)  # whatever was there must be replaced
+    extra = policy.load(FOLDER / case.name / "step_000002")
+    assert extra["step"] == 2 and extra["state"] == (1, "x") and extra["tensor"].tolist() == [0, 1, 2]
+    compare(case, trajectory(policy, range(2, 4)), "end")
+    # From before the first update.
+    assert policy.load(FOLDER / case.name / "step_000000") == {"step": 0}
+    compare(case, trajectory(policy, range(0, 1)), "start")
+    policy.close()
+
+
+def reshape(source: str, case: Case) -> None:
+    policy = build(case)
+    policy.load(FOLDER / source / "step_000002")
+    got = trajectory(policy, range(2, 4))
+    want = torch.load(FOLDER / f"{source}.0.end.pt")
+    for a, b in zip(got["norms"], want["norms"], strict=True):
+        assert math.isclose(a, b, rel_tol=1e-5), f"{source} -> {case.name}: gradient norms {got['norms']}, were {want['norms']}"
+    difference = (got["logprobs"] - want["logprobs"]).abs().max().item()
+    assert difference <= 2e-5, f"{source} -> {case.name}: logprobs off by {difference}"
+    policy.close()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    phase, only = sys.argv[1], sys.argv[3:]
+    if phase == "reshape":
+        work = [(f"{source} -> {case.name}", lambda s=source, c=case: reshape(s, c)) for source, case in RESHAPES]
+    else:
+        action = {"write": write, "read": read}[phase]
+        work = [(case.name, lambda c=case: action(c)) for case in CASES[dist.get_world_size()]]
+    for name, run in work:
+        if not only or name in only:
+            run()
+            if dist.get_rank() == 0:
+                print(f"OK {phase} {name}", flush=True)
+    dist.destroy_process_group()
