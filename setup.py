@@ -36,7 +36,9 @@ EXTRAS = {
         "reasoning-gym==0.1.25",
     ],
     # Not yet run by this project. Versions whose pins agree: vLLM 0.25.1 and the binary of Transformer Engine 2.11 want torch 2.11.
-    # NVIDIA apex is used by megatron-core when it can be imported; it is on no package index, take it from an image that has it.
+    # The torch part of Transformer Engine is built on installation, against the torch found there: install torch==2.11.0 first, then
+    # this with pip's --no-build-isolation. NVIDIA apex is used by megatron-core when it can be imported; it is on no package index,
+    # take it from an image that has it.
     "gpu": [
         "torch==2.11.0",
         "vllm==0.25.1",

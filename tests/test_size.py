@@ -22,6 +22,7 @@ MAX_ENTRY_LINES = 80
 # A setting comes from conf/ alone. What is read from the environment is what the launcher says about this process.
 ENVIRONMENT_READERS = {
     "megatron_rl/runtime/launch.py": "rank, world size and rendezvous address set by torchrun",
+    "megatron_rl/rewards/math_answers.py": "handed on to a child process, with the path to this package added",
     "megatron_rl/rollout/engine.py": "variables that building the vLLM engine changes, to put them back",
 }
 CONFIG_NAMES = {"config", "cfg", "conf", "settings"}
@@ -96,7 +97,7 @@ def swallowed_exceptions(source: str) -> list[int]:
         broad = node.type is not None and re.search(r"\b(Base)?Exception\b", ast.unparse(node.type))
         inside = [inner for statement in node.body for inner in ast.walk(statement)]
         raises = any(isinstance(inner, ast.Raise) for inner in inside)
-        looks = node.name is not None and any(isinstance(inner, ast.Name) and inner.id == node.name for inner in inside)
+        looks = any(isinstance(inner, ast.Name) and inner.id in (node.name, "traceback") for inner in inside)
         if node.type is None or (broad and not raises and not looks):
             lines.append(node.lineno)
     return lines
@@ -195,6 +196,7 @@ def test_nothing_is_left_for_later():
         (environment_reads, "import os\nx = 'A' in os.environ", "import os\ndel os.environ['A']"),
         (swallowed_exceptions, "try: f()\nexcept: raise", "try: f()\nexcept KeyError: pass"),
         (swallowed_exceptions, "try: f()\nexcept Exception: pass", "try: f()\nexcept Exception as e: report(e)"),
+        (swallowed_exceptions, "try: f()\nexcept Exception: print('no')", "try: f()\nexcept Exception: traceback.print_exc()"),
         (swallowed_exceptions, "try: f()\nexcept (KeyError, Exception) as e: pass", "try: f()\nexcept Exception: raise"),
         (config_defaults, "x = config.get('a', 3)", "x = counts.get('a', 3)"),
         (config_defaults, "x = self.config.optim.get('a', default=3)", "x = config.get('a')"),

@@ -32,8 +32,8 @@ def slurm_env():
         assert done.returncode == 0, done.stdout + done.stderr
         yield {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
     finally:
-        subprocess.run(["bash", str(CLUSTER), "down", str(folder)], timeout=90)
-        folder.parent.rmdir()
+        subprocess.run(["bash", str(CLUSTER), "down", str(folder)], timeout=90, check=True)
+    folder.parent.rmdir()
 
 
 def wait_until(text: str, file: Path, seconds: float, log: Path) -> None:

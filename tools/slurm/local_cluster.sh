@@ -17,7 +17,7 @@ wait_for() { # wait_for SECONDS WHAT COMMAND...
     local end=$((SECONDS + $1)) what=$2
     shift 2
     until "$@" >/dev/null 2>&1; do
-        [ $SECONDS -lt $end ] || fail "$what did not come up; logs: $dir"
+        [ $SECONDS -lt $end ] || fail "timed out waiting for $what; logs: $dir"
         sleep 0.1
     done
 }
@@ -81,8 +81,15 @@ up() {
     echo "export SLURM_CONF=$dir/slurm.conf"
 }
 
+no_jobs() { [ -z "$(squeue -h)" ]; }
+
 down() { # only what `up` started, by the numbers it wrote down
     local file pid
+    if [ -f "$dir/slurmctld.pid" ]; then # the jobs first: their slurmstepd would wait for the controller for ever
+        export SLURM_CONF=$dir/slurm.conf
+        squeue -h -o %A | xargs -r scancel
+        wait_for 30 "the end of all jobs" no_jobs
+    fi
     for file in "$dir"/slurmd-*.pid "$dir"/slurmctld.pid "$dir"/munged.pid; do
         [ -f "$file" ] || continue
         pid=$(cat "$file")
