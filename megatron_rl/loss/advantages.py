@@ -27,7 +27,8 @@ def zscore(rewards: Float[Tensor, " responses"], groups: Segments, *, eps: float
 
 def rloo(rewards: Float[Tensor, " responses"], groups: Segments) -> Float[Tensor, " responses"]:
     """r_i - mean of the other responses = G / (G - 1) (r_i - mean). Source: RLOO (arXiv 2402.14740) eq. 4."""
-    return centered(rewards, groups) * groups.broadcast(groups.count / (groups.count - 1).clamp(min=1)).to(rewards.dtype)
+    size = groups.count.to(rewards.dtype)
+    return centered(rewards, groups) * groups.broadcast(size / (size - 1).clamp(min=1))
 
 
 def opo(rewards: Float[Tensor, " responses"], response_tokens: Int[Tensor, " responses"], groups: Segments) -> Float[Tensor, " responses"]:
@@ -59,8 +60,8 @@ def gpg(rewards: Float[Tensor, " responses"], groups: Segments) -> Float[Tensor,
     Source: GPG (arXiv 2504.02546) eq. 6-7.
     """
     flat = groups.spread(rewards) == 0
-    informative = rewards.numel() - groups.count[flat].sum()
-    return centered(rewards, groups) * (rewards.numel() / informative.clamp(min=1)).to(rewards.dtype)
+    informative = (rewards.numel() - groups.count[flat].sum()).to(rewards.dtype)
+    return centered(rewards, groups) * (rewards.numel() / informative.clamp(min=1))
 
 
 def tree(rewards: Float[Tensor, " responses"], groups: Segments) -> Float[Tensor, " responses"]:

@@ -1,0 +1,256 @@
+"""A plain second implementation of every named method: one response after another, Python floats, no tensors.
+
+Written from the equations; it shares no code, no table and no default with the package.
+"""
+
+import math
+from dataclasses import dataclass, field
+from math import comb
+
+INF = float("inf")
+
+
+@dataclass
+class Row:
+    reward: float
+    correct: bool
+    group: int
+    length: int
+    mean_logprob: float = 0.0
+    visual_entropy: float = 0.0
+
+
+@dataclass
+class Choice:
+    """A method as its paper's table of settings has it."""
+
+    estimator: str = "zscore"
+    shaping: tuple[str, ...] = ()
+    loss: str = "ppo"
+    low: float = 0.2
+    high: float = 0.2
+    aggregate: str = "response_mean"
+    kl: float = 0.0
+    dads: bool = False
+    knobs: dict[str, float] = field(default_factory=dict)
+
+
+NAMED = {
+    "grpo": Choice(kl=1e-3),
+    "f_grpo": Choice(shaping=("focal",)),
+    "krpo": Choice("krpo"),
+    "tree_rpo": Choice("tree"),
+    "rloo": Choice("rloo"),
+    "dr_grpo": Choice("centered", aggregate="norm"),
+    "dapo": Choice(high=0.28, aggregate="token"),
+    "gspo": Choice(loss="gspo", low=3e-4, high=4e-4),
+    "cispo": Choice(loss="cispo", low=1.0, high=2.0, aggregate="token"),
+    "reinforce_pp": Choice("whitened", aggregate="token"),
+    "opo": Choice("opo", aggregate="token"),
+    "gpg": Choice("gpg", loss="reinforce", aggregate="token"),
+    "pass_at_k": Choice("pass_at_k", aggregate="token", knobs={"k": 4}),
+    "w_reinforce": Choice("signed", aggregate="token", knobs={"positive": 0.1, "negative": 1.0}),
+    "psr": Choice("signed", aggregate="token", knobs={"positive": 1.0, "negative": 0.0}),
+    "nsr": Choice("signed", aggregate="token", knobs={"positive": 0.0, "negative": 1.0}),
+    "grpo_lead": Choice("lead", aggregate="token"),
+    "mapo": Choice("mixed", aggregate="token", kl=1e-2),
+    "mapo_apd": Choice("apd", aggregate="token", kl=1e-2),
+    "apo": Choice(shaping=("stcr",), kl=1e-3, dads=True),
+    "apo_dads": Choice(kl=1e-3, dads=True),
+    "apo_stcr": Choice(shaping=("stcr",), kl=1e-3),
+    "a_grae": Choice(shaping=("ddas", "ass")),
+    "a_grae_ddas": Choice(shaping=("ddas",)),
+    "a_grae_ass": Choice(shaping=("ass",)),
+    "positive_dominant": Choice(shaping=("positive",), knobs={"scale": 10.0}),
+    "negative_dominant": Choice(shaping=("positive",), knobs={"scale": 0.1}),
+    "hard_focused": Choice(shaping=("hard",)),
+    "easy_focused": Choice(shaping=("easy",)),
+    "a_grae_dapo": Choice(shaping=("ddas", "ass"), high=0.28, aggregate="token"),
+    "a_grae_dr_grpo": Choice("centered", shaping=("ddas", "ass"), aggregate="norm"),
+    "durian": Choice("durian", aggregate="token", kl=1e-2, knobs={"group": 0.6, "perceptual": 0.2, "reasoning": 0.2}),
+    "durian_perceptual": Choice("durian", aggregate="token", kl=1e-2, knobs={"group": 0.5, "perceptual": 0.5, "reasoning": 0.0}),
+    "durian_reasoning": Choice("durian", aggregate="token", kl=1e-2, knobs={"group": 0.5, "perceptual": 0.0, "reasoning": 0.5}),
+}
+
+EPS = 1e-6
+
+
+def average(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def deviation(values: list[float], ddof: int = 0) -> float:
+    middle = average(values)
+    return math.sqrt(sum((value - middle) ** 2 for value in values) / (len(values) - ddof))
+
+
+def quantile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def advantages(rows: list[Row], choice: Choice) -> list[float]:
+    result = [estimate(row, rows, choice) for row in rows]
+    for name in choice.shaping:
+        result = [value * factor(name, value, row, rows, choice) for value, row in zip(result, rows, strict=True)]
+    return result
+
+
+def estimate(row: Row, rows: list[Row], choice: Choice) -> float:
+    group = [other for other in rows if other.group == row.group]
+    rewards = [other.reward for other in group]
+    mean, name = average(rewards), choice.estimator
+    if name == "signed":
+        return choice.knobs["positive"] if row.correct else -choice.knobs["negative"]
+    if name == "krpo":
+        return kalman(row, group)
+    if name == "lead":
+        return lead(row, group)
+    if name == "whitened":
+        return whitened(row, rows)
+    if max(rewards) == min(rewards):
+        return 0.0
+    accuracy = average([float(other.correct) for other in group])
+    zscore = (row.reward - mean) / (deviation(rewards) + EPS)
+    percent = (row.reward - mean) / (mean + EPS)
+    if name == "rloo":
+        return row.reward - average([other.reward for other in group if other is not row])
+    if name == "opo":
+        return row.reward - sum(other.length * other.reward for other in group) / sum(other.length for other in group)
+    if name == "gpg":
+        flat = sum(1 for other in rows if len({peer.reward for peer in rows if peer.group == other.group}) == 1)
+        return len(rows) / (len(rows) - flat) * (row.reward - mean)
+    if name == "mixed":
+        share = average([float(abs(other.reward - 1) < 1e-6) for other in group])
+        certainty = 1 - 4 * share * (1 - share)
+        return (1 - certainty) * zscore + certainty * percent
+    if name == "pass_at_k":
+        return best_of(row, len(group), round(accuracy * len(group)), int(choice.knobs["k"]))
+    if name == "durian":
+        return durian(row, rows, mean, zscore, choice.knobs)
+    return {"zscore": zscore, "centered": row.reward - mean, "tree": (row.reward - mean) / (mean * (1 - mean)), "apd": percent}[name]
+
+
+def kalman(row: Row, group: list[Row]) -> float:
+    state, variance = 0.0, 1.0
+    for other in group:
+        prior = variance + 1e-5
+        gain = prior / (prior + 1e-2)
+        state, variance = state + gain * (other.reward - state), (1 - gain) * prior
+        if other is row:
+            break
+    return (row.reward - state) / (math.sqrt(variance) + 1e-8)
+
+
+def lead(row: Row, group: list[Row]) -> float:
+    lengths = [float(other.length) for other in group if other.correct]
+
+    def shaped(other: Row) -> float:
+        if not other.correct:
+            return -1.0
+        spread = deviation(lengths, 1) if len(lengths) > 1 else 1.0
+        return math.exp(-0.05 * (other.length - average(lengths)) / (spread + 1e-6))
+
+    values = [shaped(other) for other in group]
+    if max(values) == min(values):
+        return 0.0
+    value = (shaped(row) - average(values)) / (deviation(values) + EPS)
+    share = len(lengths) / len(group)
+    at = share if value > 0 else 1 - share
+    return value * (0.4 + 1.1 / (1 + math.exp(10 * (at - 0.75))))
+
+
+def whitened(row: Row, rows: list[Row]) -> float:
+    def centred(other: Row) -> float:
+        return other.reward - average([peer.reward for peer in rows if peer.group == other.group])
+
+    tokens = [centred(other) for other in rows for _ in range(other.length)]
+    return (centred(row) - average(tokens)) / math.sqrt(deviation(tokens, 1) ** 2 + 1e-8)
+
+
+def best_of(row: Row, size: int, right: int, k: int) -> float:
+    wrong = size - right
+    expected = 1 - comb(wrong, k) / comb(size, k)
+    spread = math.sqrt(expected * (1 - expected))
+    if spread == 0:
+        return 0.0
+    missed = 0.0 if row.correct else comb(wrong - 1, k - 1) / comb(size - 1, k - 1)
+    return (1 - expected - missed) / spread
+
+
+def durian(row: Row, rows: list[Row], mean: float, zscore: float, knobs: dict[str, float]) -> float:
+    prompts = sorted({other.group for other in rows})
+    entropy = {prompt: average([other.visual_entropy for other in rows if other.group == prompt]) for prompt in prompts}
+    confidence = {prompt: average([other.mean_logprob for other in rows if other.group == prompt]) for prompt in prompts}
+    low, high = quantile(list(entropy.values()), 0.25), quantile(list(entropy.values()), 0.75)
+    edges = [quantile(list(confidence.values()), j / 12) for j in range(1, 12)]
+
+    def quarter(prompt: int) -> int:
+        return 0 if entropy[prompt] <= low else 2 if entropy[prompt] >= high else 1
+
+    def bin_of(prompt: int) -> int:
+        return sum(1 for edge in edges if confidence[prompt] >= edge)
+
+    def part(bucket: dict[int, int]) -> float:
+        values = [other.reward for other in rows if bucket[other.group] == bucket[row.group]]
+        if len(values) < 2 or max(values) == min(values):
+            return 0.0
+        return (row.reward - mean) / (deviation(values, 1) + EPS)
+
+    by_entropy = part({prompt: quarter(prompt) for prompt in prompts})
+    by_confidence = part({prompt: bin_of(prompt) for prompt in prompts})
+    return knobs["group"] * zscore + knobs["perceptual"] * by_entropy + knobs["reasoning"] * by_confidence
+
+
+def factor(name: str, advantage: float, row: Row, rows: list[Row], choice: Choice) -> float:
+    group = [other for other in rows if other.group == row.group]
+    p = average([float(other.correct) for other in group])
+    omega = min(max(average([other.reward for other in rows]), 0.0), 1.0)
+    if name == "positive":
+        return choice.knobs["scale"] if advantage > 0 else 1.0
+    if name == "ass":
+        return min(1.0, omega) if advantage > 0 else 1.0
+    if name == "focal":
+        return math.sqrt(1 - p)
+    if name == "stcr":
+        right = [float(other.length) for other in group if other.correct]
+        if row.correct or not right or row.length <= average(right):
+            return 1.0
+        return 2 - 1.0001 ** (average(right) - row.length)
+    if p in (0.0, 1.0):
+        return 1.0
+    hard, easy = 0.5 / math.sqrt(p), 0.5 / math.sqrt(1 - p)
+    return {"hard": hard, "easy": easy, "ddas": omega * hard + (1 - omega) * easy}[name]
+
+
+def kl_weight(row: Row, rows: list[Row], choice: Choice) -> float:
+    wrong = average([float(not other.correct) for other in rows if other.group == row.group])
+    return 1 - math.exp(math.e * (wrong - 1)) if choice.dads and row.correct and wrong else 1.0
+
+
+def loss(
+    rows: list[Row],
+    choice: Choice,
+    logprobs: list[list[float]],
+    old: list[list[float]],
+    ref: list[list[float]],
+    norm_len: int,
+) -> float:
+    """The minibatch loss: responses and their tokens, one after another."""
+    tokens = sum(len(response) for response in logprobs)
+    total = 0.0
+    for row, advantage, new_row, old_row, ref_row in zip(rows, advantages(rows, choice), logprobs, old, ref, strict=True):
+        weight = {"response_mean": 1 / len(rows) / len(new_row), "token": 1 / tokens, "norm": 1 / len(rows) / norm_len}[choice.aggregate]
+        sequence = math.exp(average([new - past for new, past in zip(new_row, old_row, strict=True)]))
+        for new, past, frozen in zip(new_row, old_row, ref_row, strict=True):
+            ratio = sequence if choice.loss == "gspo" else math.exp(new - past)
+            clipped = min(max(ratio, 1 - choice.low), 1 + choice.high)
+            value = {"reinforce": -advantage * new, "cispo": -clipped * advantage * new}.get(
+                choice.loss, -min(ratio * advantage, clipped * advantage)
+            )
+            penalty = choice.kl * kl_weight(row, rows, choice) * (math.exp(frozen - new) - (frozen - new) - 1)
+            total += weight * (value + penalty)
+    return total
