@@ -128,7 +128,7 @@ class MegatronPolicy:
         totals = self.backward(batch, microbatches, loss, entropy=entropy)
         rate = optim_room.learning_rate(self.optimizer_steps, self.optim, self.total_optimizer_steps)
         with platform():
-            norm, skipped = optim_room.step(self.optimizer, self.optim.clip_grad, rate)
+            norm, skipped = optim_room.step(self.optimizer, self.optim, rate)
         self.optimizer_steps += 1
         return UpdateResult(loss=totals.loss, grad_norm=norm, learning_rate=rate, skipped=skipped, metrics=totals.metrics)
 

@@ -59,22 +59,24 @@ def parts(optimizer: MegatronOptimizer) -> list[Any]:
     return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
 
 
-def step(optimizer: MegatronOptimizer, clip_grad: float, rate: float) -> tuple[float, bool]:
+def step(optimizer: MegatronOptimizer, optim: OptimConfig, rate: float) -> tuple[float, bool]:
     """Collective: (gradient norm over all parameters before clipping, whether the step was skipped).
 
     A norm that is not finite leaves weights and moments alone on every rank (megatron checks only where it scales the loss).
     """
     for group in _groups(optimizer):
         group["lr"] = rate
+        # Megatron marks biases and norms by wd_mult 0 and leaves it to its own scheduler to honour the mark.
+        group["weight_decay"] = optim.weight_decay * group["wd_mult"]
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     if not math.isfinite(norm):
         return norm, True
-    if clip_grad > 0:
+    if optim.clip_grad > 0:
         for part in parts(optimizer):
             parameters = part.get_parameters()
             if parameters:
-                clip_grad_by_total_norm_fp32(parameters, max_norm=clip_grad, total_norm=norm)
+                clip_grad_by_total_norm_fp32(parameters, max_norm=optim.clip_grad, total_norm=norm)
     optimizer.step_with_ready_grads()
     return norm, False
 

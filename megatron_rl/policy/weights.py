@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.utils import get_attr_wrapped_model
 from safetensors import safe_open
 from torch import Tensor
@@ -22,6 +23,7 @@ from megatron_rl.policy.layout import (
     TIED_HEAD,
     Box,
     Parameter,
+    axis_sizes,
     boxes,
     expert_parameters,
     hf_names,
@@ -63,8 +65,17 @@ def held_parameters(chunks: Sequence[torch.nn.Module], arch: Architecture, ranks
             rank, size = (ranks.tensor_rank, ranks.tensor) if parameter.expert is None else (ranks.expert_tensor_rank, ranks.expert_tensor)
             shape = local_shape(parameter, arch, vocab_rows, size)
             assert tuple(tensor.shape) == shape, f"{name} is {tuple(tensor.shape)} in the model, {shape} in the map"
+            _mark(tensor, parameter, arch, vocab_rows)
             found.append(Held(index, name, tensor, parameter, boxes(parameter, arch, vocab_rows, rank, size)))
     return found
+
+
+def _mark(tensor: Tensor, parameter: Parameter, arch: Architecture, vocab_rows: int) -> None:
+    """Sets the attributes by which megatron knows a tensor-parallel parameter. Its layers set them only when they initialise
+    weights at random; without them the gradient norm counts the shard of one rank."""
+    axis = axis_sizes(parameter, arch, vocab_rows)[2]
+    if axis != -1 and not hasattr(tensor, "tensor_model_parallel"):
+        set_tensor_model_parallel_attributes(tensor, True, axis, 2 if parameter.slot.kind == "gate_up" else 1)
 
 
 def _identify(name: str, numbers: list[int], arch: Architecture, ranks: Ranks) -> Parameter:

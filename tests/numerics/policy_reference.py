@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 
@@ -27,7 +28,7 @@ def make_batch(seed: int = 3, rows: int = NUM_ROWS, length: int | None = None) -
 
 def sequences(batch: SequenceBatch) -> list[Tensor]:
     offsets = batch.offsets.tolist()
-    return [batch.token_ids[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+    return [batch.token_ids[a:b] for a, b in itertools.pairwise(offsets)]
 
 
 def scores(model: torch.nn.Module, batch: SequenceBatch) -> tuple[Tensor, Tensor]:

@@ -24,11 +24,18 @@ from megatron_rl.runtime.cpu import platform
 from tests.numerics import models
 from tests.numerics.policy_cases import CASES, DEFAULTS, Case
 from tests.numerics.policy_reference import (
-    NUM_ROWS, TEMPERATURE, ClippedLoss, gradients, make_batch, relative_error, scores, sequences,
+    NUM_ROWS,
+    TEMPERATURE,
+    ClippedLoss,
+    gradients,
+    make_batch,
+    relative_error,
+    scores,
+    sequences,
 )  # fmt: skip
 
 OPTIM: dict[str, Any] = dict(
-    learning_rate=1e-2, min_learning_rate=0.0, schedule="constant", warmup_steps=0, weight_decay=0.1, beta1=0.9, beta2=0.99, eps=1e-5,
+    learning_rate=0.1, min_learning_rate=0.0, schedule="constant", warmup_steps=0, weight_decay=0.1, beta1=0.9, beta2=0.99, eps=0.1,
     clip_grad=0.0,
 )  # fmt: skip
 
@@ -56,8 +63,9 @@ def reference(model: str, layers: int | None) -> dict[str, Any]:
     value = loss.contribution(torch.arange(len(logprobs)), logprobs, entropy, lambda sums: sums)
     value.backward()
     return dict(
-        batch=batch, logits=logits, logprobs=logprobs.detach(), entropy=entropy.detach(), loss=loss, value=value.item(), gradients=gradients(hf)
-    )
+        batch=batch, logits=logits, logprobs=logprobs.detach(), entropy=entropy.detach(), loss=loss, value=value.item(),
+        gradients=gradients(hf),
+    )  # fmt: skip
 
 
 def splits(policy: MegatronPolicy) -> dict[str, list[list[int]]]:
@@ -130,7 +138,9 @@ def compare(case: Case, folder: Path) -> dict[str, Any]:
     return figures
 
 
-def after_update(policy: MegatronPolicy, wanted: dict[str, Any], split: Any, before: torch.Tensor, stored: dict[str, Any]) -> dict[str, Any]:
+def after_update(
+    policy: MegatronPolicy, wanted: dict[str, Any], split: Any, before: torch.Tensor, stored: dict[str, Any]
+) -> dict[str, Any]:
     """One optimizer step against torch's AdamW on the same gradients; the reference weights must not move."""
     batch = wanted["batch"]
     result = policy.update(batch, split, wanted["loss"], entropy=True)
