@@ -71,4 +71,5 @@ def _end(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
     _, alive = psutil.wait_procs(tree, timeout=5)
     for survivor in alive:
         survivor.kill()
+    psutil.wait_procs(alive, timeout=10)
     process.wait()

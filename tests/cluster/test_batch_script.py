@@ -70,7 +70,7 @@ def test_torchrun_accepts_the_options(tmp_path):
     """The printed command, its program replaced by one that prints its rank, really starts."""
     words = dry_run("--python", sys.executable, "--nproc", "2", "run_dir=/r")
     worker = tmp_path / "worker.py"
-    worker.write_text("import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n")
+    worker.write_text("import os\nos.write(1, f\"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}\\n\".encode())\n")
     command = words[words.index("bash") : words.index("megatron_rl.train") - 1]
     done = subprocess.run([*command, str(worker)], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

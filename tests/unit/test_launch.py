@@ -34,6 +34,8 @@ def test_output_of_both_streams_and_the_exit_code():
 
 def test_launch_starts_every_rank_with_arguments_and_environment(tmp_path):
     script = tmp_path / "worker.py"
-    script.write_text("import os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:], os.environ['EXTRA'])\n")
+    # one write per line: the two ranks share a pipe without buffers
+    line = "f\"{e['RANK']} {e['WORLD_SIZE']} {sys.argv[1:]} {e['EXTRA']}\\n\".encode()"
+    script.write_text(f"import os, sys\ne = os.environ\nos.write(1, {line})\n")
     lines = launch(script, 2, ["a", 1], env={"EXTRA": "x"}).stdout.splitlines()
     assert [f"{rank} 2 ['a', '1'] x" in lines for rank in (0, 1)] == [True, True]
