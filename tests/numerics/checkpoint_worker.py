@@ -85,18 +85,22 @@ def batch(step: int) -> SequenceBatch:
     return SequenceBatch(torch.randint(3, 123, (int((prompts + responses).sum()),), generator=g), prompts, responses)
 
 
-def update(policy: MegatronPolicy, step: int) -> float:
-    """One optimizer step on the 8 rows of ``batch(step)``, shared by the data-parallel ranks in 4 micro-batches each at most."""
-    data = batch(step)
+def shares(policy: MegatronPolicy, count: int) -> list[list[int]]:
+    """The 8 rows of a batch, shared by the data-parallel ranks in ``count`` micro-batches each."""
     rows = torch.arange(8).chunk(policy.data_parallel_size)[policy.data_parallel_rank]
-    microbatches = [part.tolist() for part in rows.chunk(4)]
+    return [part.tolist() for part in rows.chunk(count)]
+
+
+def update(policy: MegatronPolicy, step: int) -> float:
+    """One optimizer step on ``batch(step)``."""
+    data = batch(step)
     weights = torch.randn(int(data.response_lengths.sum()), generator=torch.Generator().manual_seed(step))
 
     def loss(view: TokenView) -> LossOutput:
         value = -(view.logprobs * weights[view.index]).sum() / weights.numel()
         return LossOutput(value, {})
 
-    result = policy.update(data, microbatches, loss)
+    result = policy.update(data, shares(policy, 4), loss)
     assert not result.skipped
     return result.grad_norm
 
@@ -117,18 +121,14 @@ def record(policy: MegatronPolicy) -> list[torch.Tensor]:
 
 def trajectory(policy: MegatronPolicy, steps: range) -> dict[str, Any]:
     norms = [update(policy, step) for step in steps]
-    logprobs = policy.logprobs(batch(9), [list(range(8))] if policy.data_parallel_size == 1 else split(policy)).logprobs
+    logprobs = policy.logprobs(batch(9), shares(policy, 2)).logprobs
     return {"norms": norms, "logprobs": logprobs, "state": record(policy), "optimizer_steps": policy.optimizer_steps}
-
-
-def split(policy: MegatronPolicy) -> list[list[int]]:
-    return [torch.arange(8).chunk(policy.data_parallel_size)[policy.data_parallel_rank].tolist()]
 
 
 def write(case: Case) -> None:
     policy = build(case)
     policy.save(FOLDER / case.name / "step_000000", {"step": 0})  # an optimizer that has not stepped can be saved too
-    start = trajectory(policy, range(0, 1))
+    start = trajectory(policy, range(1))
     torch.save(start, FOLDER / f"{case.name}.{dist.get_rank()}.start.pt")
     update(policy, 1)
     before = record(policy)
@@ -155,7 +155,7 @@ def read(case: Case) -> None:
     compare(case, trajectory(policy, range(2, 4)), "end")
     # From before the first update.
     assert policy.load(FOLDER / case.name / "step_000000") == {"step": 0}
-    compare(case, trajectory(policy, range(0, 1)), "start")
+    compare(case, trajectory(policy, range(1)), "start")
     policy.close()
 
 
