@@ -91,6 +91,8 @@ def make_plan(
     Raises ValueError, naming tensor, ranks and slices, for a tensor or an element nobody holds or nobody wants, for a shape or dtype
     that differs, and for an element of a parameter that would be written twice.
     """
+    if gpus_per_node < 1:
+        raise ValueError(f"gpus_per_node={gpus_per_node}: need at least 1")
     for rank in sorted(wanted):
         check_written_once(rank, wanted[rank])
     groups = [tuple(group) for group in replicas] if replicas is not None else [tuple(sorted(wanted))]
@@ -123,7 +125,8 @@ def _classes(held: Side, wanted: Side) -> list[tuple[tuple[str, ...], tuple[int,
         pattern_ids.append(np.full(len(column), pattern, dtype=np.int64))
     if not names:
         return []
-    codes = np.unique(np.concatenate(tensor_ids) * len(patterns) + np.concatenate(pattern_ids))
+    codes = np.sort(np.concatenate(tensor_ids) * len(patterns) + np.concatenate(pattern_ids))
+    codes = codes[np.diff(codes, prepend=-1) > 0]  # a box named twice counts once
     ids = codes % len(patterns)
     ends = np.searchsorted(codes // len(patterns), np.arange(len(names)), side="right")
     members: dict[bytes, list[int]] = defaultdict(list)

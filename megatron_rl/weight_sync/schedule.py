@@ -52,35 +52,64 @@ def schedule(streams: Mapping[Stream, int], bucket_bytes: int, in_flight: int) -
         pending += [
             (begin // limit, (dst - src) % ranks, src, dst, dtype, begin, min(limit, total - begin)) for begin in range(0, total, limit)
         ]
-    loads: tuple[defaultdict[int, list[int]], defaultdict[int, list[int]]] = (
-        defaultdict(list),
-        defaultdict(list),
-    )  # sent, received per round
-    first_open: tuple[dict[int, int], dict[int, int]] = (defaultdict(int), defaultdict(int))
+    sent, received = _Lanes(limit), _Lanes(limit)
     buckets = []
     for _, _, src, dst, dtype, begin, size in sorted(pending):
-        out, into = loads[0][src], loads[1][dst]
-        now = max(first_open[0][src], first_open[1][dst])
-        while (now < len(out) and out[now] + size > limit) or (now < len(into) and into[now] + size > limit):
-            now += 1
-        for load, opened, rank in ((out, first_open[0], src), (into, first_open[1], dst)):
-            load += [0] * (now + 1 - len(load))
-            load[now] += size
-            while opened[rank] < len(load) and load[opened[rank]] >= limit:
-                opened[rank] += 1
+        now = first_room(sent, src, received, dst, size)
+        sent.add(src, now, size)
+        received.add(dst, now, size)
         buckets.append(Bucket(now, (src, dst, dtype), begin, size))
     buckets.sort(key=lambda bucket: (bucket.round, bucket.stream, bucket.begin))
-    return Schedule(tuple(buckets), in_flight, _peaks(loads, in_flight))
+    return Schedule(tuple(buckets), in_flight, _peaks(sent, received, in_flight))
 
 
-def _peaks(loads: tuple[defaultdict[int, list[int]], defaultdict[int, list[int]]], in_flight: int) -> dict[int, int]:
+class _Lanes:
+    """Bytes of each rank in each round, in one direction. Sets of rounds are the bits of an integer, so that a search is one step."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.load: defaultdict[int, list[int]] = defaultdict(list)
+        self.used: defaultdict[int, int] = defaultdict(int)  # rounds with any bytes
+        self.full: defaultdict[int, int] = defaultdict(int)  # rounds without room
+
+    def add(self, rank: int, now: int, size: int) -> None:
+        load = self.load[rank]
+        load += [0] * (now + 1 - len(load))
+        load[now] += size
+        self.used[rank] |= 1 << now
+        if load[now] >= self.limit:
+            self.full[rank] |= 1 << now
+
+    def room(self, rank: int, now: int) -> int:
+        """Bytes that still fit."""
+        load = self.load[rank]
+        return self.limit - (load[now] if now < len(load) else 0)
+
+
+def first_room(sent: _Lanes, src: int, received: _Lanes, dst: int, size: int) -> int:
+    """The first round in which ``src`` can still send and ``dst`` still receive ``size`` bytes."""
+    if size == sent.limit:
+        return _lowest_zero(sent.used[src] | received.used[dst])
+    taken = sent.full[src] | received.full[dst]
+    while True:
+        now = _lowest_zero(taken)
+        if sent.room(src, now) >= size and received.room(dst, now) >= size:
+            return now
+        taken |= 1 << now
+
+
+def _lowest_zero(bits: int) -> int:
+    return (~bits & (bits + 1)).bit_length() - 1
+
+
+def _peaks(sent: _Lanes, received: _Lanes, in_flight: int) -> dict[int, int]:
     peaks = {}
-    for rank in sorted({*loads[0], *loads[1]}):
-        sent, received = (side[rank] for side in loads)
+    for rank in sorted({*sent.load, *received.load}):
+        out, into = sent.load[rank], received.load[rank]
         busy = [
             total
-            for now in range(max(len(sent), len(received)))
-            if (total := (sent[now] if now < len(sent) else 0) + (received[now] if now < len(received) else 0))
+            for now in range(max(len(out), len(into)))
+            if (total := (out[now] if now < len(out) else 0) + (into[now] if now < len(into) else 0))
         ]
         peaks[rank] = max(sum(busy[i : i + in_flight]) for i in range(len(busy)))
     return peaks
