@@ -57,11 +57,10 @@ install() { "$venv/bin/python" -m pip install --disable-pip-version-check --cons
 
 torch=$(sed -n 's/^torch==/torch==/p' "$repo/tools/constraints_cpu.txt")
 echo "setup_cpu: installing $torch (log: $log)"
-install --no-deps "$torch" || {
-    grep -E '^ *ERROR' "$log" | tail -n 3 >&2
+install --no-deps "$torch" ||
     fail "cannot install $torch, the CPU build of PyTorch, which the main package index does not hold. Remedy: put the address of" \
-        "PyTorch's own index of CPU wheels (see its installation page) into the variable PIP_EXTRA_INDEX_URL and run this again."
-}
+        "PyTorch's own index of CPU wheels (see its installation page) into the variable PIP_EXTRA_INDEX_URL and run this again." \
+        "What pip said: $log"
 
 echo "setup_cpu: installing megatron_rl[$extras]"
 stubs=$venv/stub_wheels
