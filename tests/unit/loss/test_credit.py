@@ -129,6 +129,12 @@ def test_metrics_by_hand() -> None:
             "credit/kept_response_share": 1.0,
         }
     )
+    thirds = batch(rewards=vector(0, 1, 1, 0, 0, 0), correct=flags(0, 1, 1, 0, 0, 0), group_ids=torch.tensor([0, 0, 0, 0, 1, 1]),
+                   response_tokens=torch.ones(6, dtype=torch.int64))  # fmt: skip
+    found = credit(dataclasses.replace(thirds, group_ids=torch.tensor([0, 0, 1, 1, 2, 2])), PLAN).metrics
+    assert found["credit/zero_spread_group_share"].item() == pytest.approx(1 / 3)
+    assert found["credit/none_correct_group_share"].item() == pytest.approx(1 / 3)
+    assert credit(thirds, PLAN).metrics["credit/extreme_group_share"].item() == 0
     everything_right = credit(batch(correct=flags(1, 1, 1, 1)), PLAN).metrics
     assert everything_right["credit/length_gap_tokens"].item() == 0
 

@@ -25,8 +25,8 @@ def test_overlong_penalty_by_hand() -> None:
 
 
 def test_repeated_tail_by_hand() -> None:
-    """abab; xabcabc; abca (no block twice); aa (one-token block); a; not a candidate."""
-    responses = [[1, 2, 1, 2], [9, 1, 2, 3, 1, 2, 3], [1, 2, 3, 1], [1, 1], [1], [4, 4]]
+    """abab; xabcabc; abac (no block twice); aa (one-token block); a; not a candidate."""
+    responses = [[1, 2, 1, 2], [9, 1, 2, 3, 1, 2, 3], [1, 2, 1, 3], [1, 1], [1], [4, 4]]
     tokens = torch.tensor([token for response in responses for token in response])
     lengths = torch.tensor([len(response) for response in responses])
     candidates = flags(1, 1, 1, 1, 1, 0)

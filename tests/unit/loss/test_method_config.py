@@ -96,7 +96,9 @@ def test_needs_of_the_trainer() -> None:
         "grpo": 2, "dapo": 2, "durian": 2, "durian_reasoning": 2, "w_reinforce": 1, "pass_at_k": 4, "krpo": 1,
     }  # fmt: skip
     assert needs["dapo"].max_sampling_tries == 10 and needs["grpo"].max_sampling_tries == 1
-    asked = load_method("grpo", ["entropy.coef=0.01", "kl={coef: 0, coef_positive: 0.1, coef_negative: 0.2}", "reward_shaping.repetition={}"])
+    asked = load_method(
+        "grpo", ["entropy.coef=0.01", "kl={coef: 0, coef_positive: 0.1, coef_negative: 0.2}", "reward_shaping.repetition={}"]
+    )
     assert asked.needs.entropy == "grad" and asked.needs.correct and asked.needs.ref_logprobs and asked.needs.token_ids
     assert load_method("grpo").needs.entropy == "metric" and load_method("grpo", ["entropy.metric=false"]).needs.entropy == "none"
     assert load_method("grpo", ["kl.placement=reward"]).needs.response_statistics

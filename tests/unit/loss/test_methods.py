@@ -27,8 +27,6 @@ def named(name: str) -> Method:
     return Method(config(name), response_limit=LIMIT)
 
 
-
-
 def test_the_reference_covers_every_method() -> None:
     assert set(NAMES) == set(reference.NAMED)
 
@@ -70,7 +68,10 @@ def micro_batches(batch: TokenBatch, num_rows: int, seed: int) -> list[TokenBatc
 @pytest.mark.parametrize("name", NAMES)
 def test_micro_batches_add_up(name: str) -> None:
     """Loss, gradient and metrics of any split are those of the whole."""
-    method, rows = Method(config(name).model_copy(update={"mismatch": MismatchConfig(kind="sequence_mask")}), response_limit=LIMIT), rollout(1)
+    method, rows = (
+        Method(config(name).model_copy(update={"mismatch": MismatchConfig(kind="sequence_mask")}), response_limit=LIMIT),
+        rollout(1),
+    )
     batch = token_batch(rows, method.credit(response_batch(rows)))
     whole = method.loss(batch)
     whole.loss.backward()

@@ -6,7 +6,7 @@ from megatron_rl.loss import shaping
 from megatron_rl.loss.segments import segments_of
 from tests.unit.loss.groups import flags, same, vector
 
-LENGTHS = torch.tensor([2, 4, 5, 3, 1, 1000])  # mean correct length 3
+LENGTHS = torch.tensor([2, 4, 5, 3, 2, 1000])  # mean correct length 3
 CORRECT = flags(1, 1, 0, 0, 0, 0)
 ONE_GROUP = segments_of(torch.zeros(6, dtype=torch.int64))
 

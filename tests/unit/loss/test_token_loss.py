@@ -124,6 +124,7 @@ def test_correction_weights_the_policy_term_alone() -> None:
     same(result.metrics["policy/ratio_mean"][None], 1)
     same(result.metrics["mismatch/logprob_gap_max"][None], math.log(8))
     same(result.metrics["mismatch/weight_mean"][None], 3.5 / 3)
+    same(run(plan(mismatch="tis"), old_logprobs=sampler, sampler_logprobs=sampler).metrics["mismatch/weight_mean"][None], 1)
     dropped = run(plan(mismatch="icepop"), sampler_logprobs=sampler)
     same(dropped.metrics["mismatch/dropped_share"][None], 1 / 3)
 

@@ -1,0 +1,92 @@
+"""Plants plausible bugs in the formulas of megatron_rl/loss, one at a time, and checks that the hand-worked tests notice.
+
+    python tools/mutate_loss.py                  all of them
+    python tools/mutate_loss.py --sample 20 --seed 1
+
+A bug is a text replacement in one module (tools/loss_mutations.py lists three or more for each formula). The module is loaded
+from the changed text, in memory; its test file is loaded afresh and run until a test fails. Exit status 1 when a bug survives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.abc
+import importlib.util
+import random
+import sys
+import types
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from loss_mutations import MUTATIONS, TESTS, Mutation  # noqa: E402
+
+FAILURES = (
+    AssertionError, ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError, pytest.fail.Exception,
+)  # fmt: skip
+
+
+class ChangedSource(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports one module from a given text."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self.name, self.text = name, text
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> ModuleSpec | None:
+        return importlib.util.spec_from_loader(fullname, self) if fullname == self.name else None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        exec(compile(self.text, self.name, "exec"), module.__dict__)
+
+
+def failure(mutation: Mutation | None, test_module: str) -> str | None:
+    """The first test of ``test_module`` that fails with the bug in place, None if all pass."""
+    finders = []
+    if mutation:
+        text = (ROOT / "megatron_rl" / "loss" / f"{mutation.module}.py").read_text()
+        found = text.count(mutation.old)
+        if found != 1:
+            raise ValueError(f"{mutation.formula}: {mutation.old!r} occurs {found} times in {mutation.module}.py; make it unique")
+        finders = [ChangedSource(f"megatron_rl.loss.{mutation.module}", text.replace(mutation.old, mutation.new))]
+    for name in [name for name in sys.modules if name.startswith(("megatron_rl.loss", "tests.unit.loss"))]:
+        del sys.modules[name]
+    sys.meta_path[:0] = finders
+    try:
+        tests = importlib.import_module(f"tests.unit.loss.{test_module}")
+        for name, test in vars(tests).items():
+            if name.startswith("test_"):
+                try:
+                    test()
+                except FAILURES as error:
+                    return f"{name} ({type(error).__name__})"
+    finally:
+        for finder in finders:
+            sys.meta_path.remove(finder)
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sample", type=int, help="how many, drawn at random; all of them without it")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    chosen = MUTATIONS if options.sample is None else random.Random(options.seed).sample(MUTATIONS, options.sample)
+    for test_module in sorted(set(TESTS.values())):
+        broken = failure(None, test_module)
+        if broken:
+            raise ValueError(f"{test_module}: {broken} fails without any bug planted; mend it first")
+    survivors = [mutation for mutation in chosen if failure(mutation, TESTS[mutation.module]) is None]
+    for mutation in survivors:
+        print(f"SURVIVED {mutation.module}.{mutation.formula}: {mutation.old!r} -> {mutation.new!r}")
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} bugs noticed, {len({m.formula for m in chosen})} formulas")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
