@@ -20,6 +20,10 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 
+# Sequences up to this length are never worth a call of their own.
+SHORT = 64
+
+
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm with the mark by which megatron sums its gradient over the tensor ranks under sequence parallelism."""
 
@@ -28,11 +32,49 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
+@dataclass(frozen=True)
+class Group:
+    """Sequences of similar length that are attended to together: ``tokens[i]`` is a place among the packed tokens, rows of ``length``
+    for each of ``count`` sequences; a row's unused end repeats its last token, and its results are dropped."""
+
+    tokens: Tensor
+    count: int
+    length: int
+
+
 @dataclass
 class Packing(PackedSeqParams):
-    """Boundaries of the packed sequences, also as plain numbers (``lengths``, padding included, over all context ranks)."""
+    """Boundaries of the packed sequences as attention wants them: ``lengths`` (padding included, over all context ranks), and
+    the groups with ``restore``, the place of each packed token among the groups' rows (one context rank only)."""
 
     lengths: list[int] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    restore: Tensor | None = None
+
+
+def group(lengths: Tensor, device: torch.device) -> tuple[list[Group], Tensor]:
+    """``(groups, restore)`` for packed sequences of ``lengths``: by falling length; a group takes sequences of at least half its
+    longest, or all from SHORT on, where the number of calls costs more than the padding."""
+    order = torch.argsort(lengths, descending=True, stable=True)
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    sizes = lengths[order].tolist()
+    groups: list[Group] = []
+    restore = torch.empty(int(starts[-1]), dtype=torch.long)
+    first = offset = 0
+    while first < len(sizes):
+        longest = sizes[first]
+        last = first
+        while last < len(sizes) and (longest <= SHORT or 2 * sizes[last] >= longest):
+            last += 1
+        rows = order[first:last]
+        place = torch.arange(longest)
+        inside = place[None] < lengths[rows, None]
+        tokens = starts[rows, None] + torch.minimum(place[None], lengths[rows, None] - 1)
+        restore[tokens[inside]] = offset + torch.arange(tokens.numel()).view(tokens.shape)[inside]
+        groups.append(Group(tokens.flatten().to(device), len(rows), longest))
+        offset += tokens.numel()
+        first = last
+    return groups, restore.to(device)
 
 
 class PackedAttention(MegatronModule):
@@ -67,24 +109,28 @@ class PackedAttention(MegatronModule):
         packed_seq_params: Packing | None = None,
     ) -> Tensor:
         assert isinstance(packed_seq_params, Packing), "this attention takes packed sequences"
-        lengths, ranks = packed_seq_params.lengths, self.context_group.size()
+        ranks = self.context_group.size()
         if ranks == 1:
-            out = self._sequences(query, key, value, lengths)
+            out = self._sequences(query, key, value, packed_seq_params)
         else:
-            out = self._context_parallel(query, key, value, lengths, ranks)
+            out = self._context_parallel(query, key, value, packed_seq_params.lengths, ranks)
         return out.reshape(out.shape[0], -1)
 
     def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        """``[sequences, tokens, heads, head_dim]`` in and out."""
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         grouped = query.shape[1] != key.shape[1]
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
         )
-        return out.squeeze(0).transpose(0, 1)
+        return out.transpose(1, 2)
 
-    def _sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
-        parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-        return torch.cat([self._sdpa(q, k, v, None) for q, k, v in parts])
+    def _sequences(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
+        outputs = []
+        for part in packing.groups:
+            rows = (x.index_select(0, part.tokens).unflatten(0, (part.count, part.length)) for x in (query, key, value))
+            outputs.append(self._sdpa(*rows, None).flatten(0, 1))
+        return torch.cat(outputs).index_select(0, packing.restore)
 
     def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], ranks: int) -> Tensor:
         local = [length // ranks for length in lengths]
@@ -98,7 +144,7 @@ class PackedAttention(MegatronModule):
             positions = torch.cat([zigzag(length, rank, ranks, q.device) for rank in range(ranks)])
             mine = zigzag(length, self.context_group.rank(), ranks, q.device)
             mask = mine[:, None] >= positions[None]
-            outputs.append(self._sdpa(q, k.flatten(0, 1), v.flatten(0, 1), mask))
+            outputs.append(self._sdpa(q[None], k.flatten(0, 1)[None], v.flatten(0, 1)[None], mask).squeeze(0))
         return torch.cat(outputs)
 
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from megatron_rl.policy.attention import Packing
+from megatron_rl.policy.attention import Packing, group
 from megatron_rl.types import SequenceBatch
 
 
@@ -95,9 +95,10 @@ def pack(
     index = batch.response_offsets[chosen][owner] + position - (prompt - 1)
     longest = int(padded.max())
     boundaries = starts.to(torch.int32).to(device)
+    groups, restore = group(padded, device) if context == 1 else ([], None)
     packing = Packing(
         qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=longest, max_seqlen_kv=longest,
-        lengths=padded.tolist(),
+        lengths=padded.tolist(), groups=groups, restore=restore,
     )  # fmt: skip
     return Microbatch(
         token_ids=token_ids[None].to(device),

@@ -96,7 +96,7 @@ def logits_error(policy: MegatronPolicy, wanted: dict[str, Any]) -> float:
     """Largest difference over all rows and positions that ranks of the last stage hold."""
     passes = Logits(policy.chunks, policy.ranks, policy.arch.vocab_size, 1.0)
     with platform():
-        rows = [[row] for row in range(NUM_ROWS)]
+        rows = [[row] for row in range(NUM_ROWS)] + [[]] * (-NUM_ROWS % policy.microbatch_multiple)
         collected = passes.run(policy._pack(wanted["batch"], rows), None, backward=False, entropy="none")
     worst = 0.0
     for (positions, logits), want in zip(collected, wanted["logits"], strict=False):
