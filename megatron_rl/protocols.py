@@ -13,7 +13,15 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from megatron_rl.types import (
-    Completion, Prompt, Sampling, Score, SequenceBatch, SyncReport, TokenLoss, TokenScores, UpdateResult,
+    Completion,
+    Prompt,
+    Sampling,
+    Score,
+    SequenceBatch,
+    SyncReport,
+    TokenLoss,
+    TokenScores,
+    UpdateResult,
 )  # fmt: skip
 
 

@@ -37,8 +37,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.cfg:
         print(yaml.safe_dump(compose("config", options.overrides, options.config_dir), sort_keys=False), end="")
         return
-    from megatron_rl.runtime.launch import leave, report, start  # torch only once there is something to run
+    from megatron_rl.runtime.launch import leave, quiet, report, start  # torch only once there is something to run
 
+    quiet()
     world = start()
     try:
         config = validate(Config, compose("config", options.overrides, options.config_dir), "the configuration")
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from megatron_rl.trainer.build import build_trainer
 
         build_trainer(config, world).run()
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 (reported, then the process ends with code 1)
         report(error, world.rank)
         leave(1)
     leave(0)

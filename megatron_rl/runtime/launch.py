@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 import uuid
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -83,6 +84,13 @@ def start(timeout_s: float = 1800.0) -> World:
     launch_id = [uuid.uuid4().hex[:12]]
     dist.broadcast_object_list(launch_id, src=0, group=control)
     return World(dist.get_rank(), dist.get_world_size(), local_rank, launch_id[0], control)
+
+
+def quiet() -> None:
+    """Shows the warnings of this package only; those of libraries are for their developers. ``python -W default`` brings them back."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", module=r"megatron_rl\.(?!runtime\.cpu)")  # runtime.cpu stands between torch and its callers
 
 
 def leave(code: int) -> None:

@@ -22,6 +22,7 @@ from megatron_rl.weight_sync.gather import GatherSync
 
 def build_trainer(config: Config, world: World) -> Trainer:
     """Everything that can be wrong with the input is read before the engines are built, which takes long."""
+    stop_requested = StopRequest()  # first of all: a signal during the build must not be lost
     tokenizer = load_tokenizer(config.model.path)
     train, held_out = (
         load_prompts(spec, config.data, tokenizer, config.rollout.max_prompt_tokens) for spec in (config.data.train, config.data.eval)
@@ -69,6 +70,6 @@ def build_trainer(config: Config, world: World) -> Trainer:
         evaluator=evaluator,
         folder=folder,
         world=world,
-        stop_requested=StopRequest().__bool__,
+        stop_requested=stop_requested.__bool__,
     )
     return Trainer(parts, schedule(config))
