@@ -37,10 +37,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.cfg:
         print(yaml.safe_dump(compose("config", options.overrides, options.config_dir), sort_keys=False), end="")
         return
-    from megatron_rl.runtime.launch import leave, quiet, report, start  # torch only once there is something to run
+    from megatron_rl.runtime.launch import leave, report, set_up_messages, start  # torch only once there is something to run
 
-    quiet()
     world = start()
+    set_up_messages(world.rank)
     try:
         config = validate(Config, compose("config", options.overrides, options.config_dir), "the configuration")
         check(config, world.size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import traceback
@@ -86,8 +87,14 @@ def start(timeout_s: float = 1800.0) -> World:
     return World(dist.get_rank(), dist.get_world_size(), local_rank, launch_id[0], control)
 
 
-def quiet() -> None:
-    """Shows the warnings of this package only; those of libraries are for their developers. ``python -W default`` brings them back."""
+def set_up_messages(rank: int) -> None:
+    """Notices of this package from rank 0 and errors from every rank, on stderr. Of Python warnings only this package's own are
+    shown: those of libraries are for their developers (``python -W default`` brings them back)."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("megatron_rl")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", module=r"megatron_rl\.(?!runtime\.cpu)")  # runtime.cpu stands between torch and its callers
