@@ -7,30 +7,37 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.weight_sync.boxes import ITEMSIZE, Boxes, Rect, View, cut, intersect, subview
+from megatron_rl.weight_sync.boxes import ITEMSIZE, Boxes, Rect, View, cut, intersect, slices, subview
 from megatron_rl.weight_sync.plan import Plan, TensorClass
-from megatron_rl.weight_sync.schedule import Bucket
+from megatron_rl.weight_sync.schedule import Bucket, Stream
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangle of a tensor, in row-major order from element ``begin`` of a bucket. ``views``: on the sender, the one place it
+    """``rect`` of a tensor, in row-major order from element ``begin`` of a bucket. ``views``: on the sender, the one place it
     comes from; on the receiver, every place it goes to, each with the part of the chunk that goes there."""
 
     tensor: str
     begin: int
-    shape: tuple[int, ...]
+    rect: Rect
     views: tuple[tuple[tuple[slice, ...], View], ...]
 
 
 @dataclass(frozen=True)
 class Message:
-    """One bucket, seen from one of its ends."""
+    """One bucket, seen from one of its ends: bytes ``[begin, begin + size)`` of the stream (source, destination, dtype)."""
 
+    stream: Stream
     peer: int
-    dtype: str
-    size: int  # bytes
+    begin: int
+    size: int
     chunks: tuple[Chunk, ...]
+
+    @property
+    def contents(self) -> str:
+        """First and last tensor of the bucket with their slices, for messages."""
+        ends = (self.chunks[0], self.chunks[-1]) if len(self.chunks) > 1 else self.chunks
+        return " .. ".join(chunk.tensor + slices(chunk.rect) for chunk in ends)
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,7 @@ Item = tuple[int, int, str, Rect, Rect]  # (place of the tensor among all names,
 def compile_program(plan: Plan, rank: int, held: Sequence[Boxes], wanted: Sequence[Boxes]) -> Program:
     """The program of ``rank``, whose own boxes, with their places, are ``held`` and ``wanted``; those given to ``make_plan``."""
     sources, destinations = _index(held), _index(wanted)
-    streams: dict[tuple[int, int, str], list[Item]] = defaultdict(list)
+    streams: dict[Stream, list[Item]] = defaultdict(list)
     for group in plan.classes:
         for item, src, dst in _transfers(group, rank):
             streams[src, dst, group.dtype].append(item)
@@ -95,14 +102,14 @@ def compile_program(plan: Plan, rank: int, held: Sequence[Boxes], wanted: Sequen
     for number in sorted(buckets):
         sends, receives = [], []
         for bucket in buckets[number]:
-            src, dst, dtype = bucket.stream
+            src, dst, _ = bucket.stream
             parts = contents[bucket.stream][bucket.begin]
             if src == rank:
                 chunks = tuple(_packed(tensor, begin, rect, subview(*sources[tensor][box][0], rect)) for begin, tensor, rect, box in parts)
-                sends.append(Message(dst, dtype, bucket.size, chunks))
+                sends.append(Message(bucket.stream, dst, bucket.begin, bucket.size, chunks))
             else:
                 chunks = tuple(_unpacked(tensor, begin, rect, destinations[tensor]) for begin, tensor, rect, _ in parts)
-                receives.append(Message(src, dtype, bucket.size, chunks))
+                receives.append(Message(bucket.stream, src, bucket.begin, bucket.size, chunks))
         rounds.append(Round(number, tuple(sends), tuple(receives)))
     writes: dict[str, int] = defaultdict(int)
     for key in _written_keys(rounds, copies):
@@ -132,7 +139,7 @@ def _transfers(group: TensorClass, rank: int) -> Iterator[tuple[Item, int, int]]
             yield (group.order[i], number, group.tensors[i], piece.rect, piece.held), piece.sources[i % turns], piece.dst
 
 
-def _fill(items: Sequence[Item], plan: Plan, stream: tuple[int, int, str]) -> dict[int, list[tuple[int, str, Rect, Rect]]]:
+def _fill(items: Sequence[Item], plan: Plan, stream: Stream) -> dict[int, list[tuple[int, str, Rect, Rect]]]:
     """Contents of each bucket of a stream, by its first byte: ``(element in the bucket, tensor, rect, box it is held in)``."""
     itemsize = ITEMSIZE[stream[2]]
     limits = sorted((b.begin // itemsize, b.size // itemsize) for b in plan.schedule.buckets if b.stream == stream)
@@ -164,14 +171,14 @@ def _landing(index: Mapping[Rect, list[Place]], rect: Rect) -> Iterator[tuple[Re
 
 
 def _packed(tensor: str, begin: int, rect: Rect, view: View) -> Chunk:
-    return Chunk(tensor, begin, rect[1], ((tuple(slice(0, n) for n in rect[1]), view),))
+    return Chunk(tensor, begin, rect, ((tuple(slice(0, n) for n in rect[1]), view),))
 
 
 def _unpacked(tensor: str, begin: int, rect: Rect, index: Mapping[Rect, list[Place]]) -> Chunk:
     views = tuple(
         (tuple(slice(a - b, a - b + n) for a, n, b in zip(*part, rect[0], strict=True)), view) for part, view in _landing(index, rect)
     )
-    return Chunk(tensor, begin, rect[1], views)
+    return Chunk(tensor, begin, rect, views)
 
 
 def _written_keys(rounds: Sequence[Round], copies: Sequence[Copy]) -> Iterator[str]:

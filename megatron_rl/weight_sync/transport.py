@@ -11,14 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.runtime.digest import WeightSyncError
 from megatron_rl.weight_sync.boxes import Boxes, View
 from megatron_rl.weight_sync.program import Message, Program
 
 Parameters = Callable[[str], Tensor]
-
-
-class TransportError(RuntimeError):
-    """A transfer that could not be finished; what the destination holds is undefined."""
+Observe = Callable[[Message, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -34,18 +32,18 @@ class TransportReport:
 def pack(message: Message, source: Parameters, device: torch.device) -> Tensor:
     """The bytes of a bucket, gathered from the local parameters."""
     buffer = torch.empty(message.size, dtype=torch.uint8, device=device)
-    typed = buffer.view(getattr(torch, message.dtype))
+    typed = buffer.view(getattr(torch, message.stream[2]))
     for chunk in message.chunks:
         ((_, view),) = chunk.views
-        typed[chunk.begin : chunk.begin + math.prod(chunk.shape)].view(chunk.shape).copy_(strided(source(view[0]), view))
+        typed[chunk.begin : chunk.begin + math.prod(chunk.rect[1])].view(chunk.rect[1]).copy_(strided(source(view[0]), view))
     return buffer
 
 
 def unpack(message: Message, buffer: Tensor, destination: Parameters, done: Callable[[str], None]) -> None:
     """Scatter the bytes of a bucket into the local parameters; ``done(key)`` after each view."""
-    typed = buffer.view(getattr(torch, message.dtype))
+    typed = buffer.view(getattr(torch, message.stream[2]))
     for chunk in message.chunks:
-        block = typed[chunk.begin : chunk.begin + math.prod(chunk.shape)].view(chunk.shape)
+        block = typed[chunk.begin : chunk.begin + math.prod(chunk.rect[1])].view(chunk.rect[1])
         for part, view in chunk.views:
             strided(destination(view[0]), view).copy_(block[part])
             done(view[0])
@@ -69,30 +67,42 @@ class Transport:
         if dist.is_initialized():
             dist.barrier(group)  # NCCL wants all ranks in the first operation of a group; a round may have only two
 
-    def run(self, source: Parameters, destination: Parameters, written: Callable[[str], None] | None = None) -> TransportReport:
+    def run(
+        self,
+        source: Parameters,
+        destination: Parameters,
+        written: Callable[[str], None] | None = None,
+        observe: Observe | None = None,
+    ) -> TransportReport:
         """Collective: move everything. ``source(key)`` and ``destination(key)`` give the local parameters, at the moment of use;
         ``written(key)`` is called once for each destination parameter that receives anything (a vocabulary shard may be padding
-        throughout), when its last element is in place.
+        throughout), when its last element is in place. ``observe(message, bytes)`` sees each bucket as packed and as arrived.
 
         While round n travels, round n + 1 is packed and a share of the local copies is made; at most ``in_flight`` rounds hold
-        buffers.
-        Raises ValueError for a parameter whose dtype, shape or stride is not what the plan or the first run saw: on every rank and
-        before anything moves for a source, at its first use for a destination. Raises TransportError when a peer fails in the middle.
+        buffers. Call ``check_sources`` first.
+        Raises ValueError for a destination that is not what the plan or the first run saw, at its first use, and WeightSyncError when a
+        peer fails in the middle.
         """
-        self._agree(self._check_all("training", self.program.sources, source))
-        run = _Run(self, source, destination, written)
+        run = _Run(self, source, destination, written, observe)
         with torch.no_grad():
             return run.all()
 
-    def _check_all(self, side: str, planned: Mapping[str, tuple[str, int]], get: Parameters) -> str:
+    def check_sources(self, source: Parameters) -> None:
+        """Collective. Raises ValueError on every rank, naming rank and parameter, when a source on any rank lacks, or has another
+        dtype, shape or stride than the plan or the first run saw."""
         try:
-            for key, expected in planned.items():
-                self.check(side, key, expected, get(key))
+            for key, expected in self.program.sources.items():
+                self._check("training", key, expected, source(key))
         except ValueError as error:
-            return str(error)
-        return ""
+            self._agree(str(error))
+        else:
+            self._agree("")
 
-    def check(self, side: str, key: str, planned: tuple[str, int], parameter: Tensor) -> None:
+    def check_destination(self, key: str, parameter: Tensor) -> None:
+        """Raises ValueError when the parameter is not what the plan or the first run saw."""
+        self._check("rollout", key, self.program.destinations[key], parameter)
+
+    def _check(self, side: str, key: str, planned: tuple[str, int], parameter: Tensor) -> None:
         """Raises ValueError when a parameter is not what it was planned, or first seen, to be."""
         dtype, extent = planned
         size = sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride())) + 1 if parameter.numel() else 0
@@ -126,9 +136,17 @@ class Transport:
 class _Run:
     """The state of one run: rounds under way, staging memory in use, writes still to come."""
 
-    def __init__(self, transport: Transport, source: Parameters, destination: Parameters, written: Callable[[str], None] | None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        source: Parameters,
+        destination: Parameters,
+        written: Callable[[str], None] | None,
+        observe: Observe | None,
+    ) -> None:
         self.program, self.device, self.group = transport.program, transport.device, transport.group
         self.transport, self.source, self.find, self.written = transport, source, destination, written
+        self.observe = observe
         self.open: dict[str, Tensor] = {}
         self.left = dict(self.program.writes)
         self.flying: deque[tuple[int, list[dist.Work], list[Tensor], list[tuple[Message, Tensor]]]] = deque()
@@ -153,7 +171,7 @@ class _Run:
     def destination(self, key: str) -> Tensor:
         if key not in self.open:
             self.open[key] = self.find(key)
-            self.transport.check("rollout", key, self.program.destinations[key], self.open[key])
+            self.transport.check_destination(key, self.open[key])
         return self.open[key]
 
     def done(self, key: str) -> None:
@@ -177,7 +195,7 @@ class _Run:
         self.staged += size
         self.peak = max(self.peak, self.staged)
         incoming = [(message, torch.empty(message.size, dtype=torch.uint8, device=self.device)) for message in step.receives]
-        outgoing = [pack(message, self.source, self.device) for message in step.sends]
+        outgoing = [self.packed(message) for message in step.sends]
         operations = [dist.P2POp(dist.irecv, buffer, self.peer(message), self.group) for message, buffer in incoming]
         operations += [dist.P2POp(dist.isend, buffer, self.peer(message), self.group) for message, buffer in zip(step.sends, outgoing)]
         try:
@@ -194,22 +212,30 @@ class _Run:
         except RuntimeError as error:
             raise self.failure(index, error) from error
         for message, buffer in incoming:
+            if self.observe is not None:
+                self.observe(message, buffer)
             unpack(message, buffer, self.destination, self.done)
             self.received += message.size
         self.sent += sum(buffer.numel() for buffer in outgoing)
         self.staged -= sum(buffer.numel() for buffer in (*outgoing, *(buffer for _, buffer in incoming)))
 
+    def packed(self, message: Message) -> Tensor:
+        buffer = pack(message, self.source, self.device)
+        if self.observe is not None:
+            self.observe(message, buffer)
+        return buffer
+
     def peer(self, message: Message) -> int:
         return message.peer if self.group is None else dist.get_global_rank(self.group, message.peer)
 
-    def failure(self, index: int, error: RuntimeError) -> TransportError:
+    def failure(self, index: int, error: RuntimeError) -> WeightSyncError:
         step = self.program.rounds[index]
         parts = [
-            f"{way} rank {message.peer}: {message.chunks[0].tensor} .. {message.chunks[-1].tensor}"
+            f"{way} rank {message.peer}: {message.contents}"
             for way, messages in (("to", step.sends), ("from", step.receives))
             for message in messages
         ]
-        return TransportError(
+        return WeightSyncError(
             f"rank {self.program.rank}: round {step.number} of the weight sync failed ({'; '.join(parts[:8])}): {error}. "
             "The weights of the rollout engine are half updated: do not sample from it, rebuild it"
         )

@@ -18,4 +18,5 @@ def test_workers_receive_exactly_their_shards(nproc: int, cases: int) -> None:
     for number in range(cases):
         assert f"case {number} passed" in output
     assert "refused everywhere" in output
+    assert output.count("whole sync passed") == 3
     assert "survivor raised" in output

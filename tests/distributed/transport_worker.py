@@ -10,10 +10,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_rl.runtime.digest import WeightSyncError
+from megatron_rl.types import Box
+from megatron_rl.weight_sync import transport as transport_module
+from megatron_rl.weight_sync.boxes import Boxes
 from megatron_rl.weight_sync.layout import ModelShape, RolloutLayout, TrainLayout, rollout_boxes, train_boxes
 from megatron_rl.weight_sync.plan import make_plan
 from megatron_rl.weight_sync.program import compile_program
-from megatron_rl.weight_sync.transport import Transport, TransportError, exchange, tensors
+from megatron_rl.weight_sync.reshard import ReshardSync
+from megatron_rl.weight_sync.transport import Transport, exchange, tensors
 from tests.unit.weight_sync.slow_layouts import UNWRITTEN, hf_tensors, megatron_shards, vllm_shards
 
 DENSE = ModelShape(layers=4, hidden=16, heads=8, kv_heads=2, head_dim=4, ffn=24, vocab=90, tied=True, qkv_bias=True, dtype="float32")
@@ -87,6 +92,7 @@ def run_case(number: int, case: tuple[ModelShape, TrainLayout, RolloutLayout]) -
 def refused_everywhere(case: tuple[ModelShape, TrainLayout, RolloutLayout]) -> None:
     """A parameter of rank 1 changes: every rank raises the same named error before a byte moves, and the next sync is right."""
     _, transport, source, expected, target = prepare(case, 1024, 2)
+    transport.check_sources(tensors(source))
     transport.run(tensors(source), tensors(target))
     key = "0:decoder.layers.0.mlp.linear_fc1.weight"
     changes = {
@@ -95,16 +101,81 @@ def refused_everywhere(case: tuple[ModelShape, TrainLayout, RolloutLayout]) -> N
         "first seen": lambda value: torch.cat([value, value]),
     }
     for word, change in changes.items():
-        for value in target.values():
-            value.fill_(UNWRITTEN)
         wrong = {**source, key: change(source[key])} if dist.get_rank() == 1 else source
-        expect_error(ValueError, lambda wrong=wrong: transport.run(tensors(wrong), tensors(target)), "rank 1", key, word)
-        assert all((value == UNWRITTEN).all() for value in target.values()), "nothing may have moved"
+        expect_error(ValueError, lambda wrong=wrong: transport.check_sources(tensors(wrong)), "rank 1", key, word)
     missing = {name: value for name, value in source.items() if name != key} if dist.get_rank() == 1 else source
-    expect_error(ValueError, lambda: transport.run(tensors(missing), tensors(target)), key, "not among")
+    expect_error(ValueError, lambda: transport.check_sources(tensors(missing)), key, "not among")
+    short = {name: value[:1] for name, value in target.items()}
+    expect_error(ValueError, lambda: transport.check_destination("model.norm.weight", short["model.norm.weight"]), "rollout", "spans 1")
     transport.run(tensors(source), tensors(target))
     assert all(torch.equal(target[name], value) for name, value in expected.items())
     say("refused everywhere")
+
+
+class Holder:
+    """A training side: parameters by name, and their boxes."""
+
+    def __init__(self, parameters: dict[str, torch.Tensor], groups: list[Boxes]) -> None:
+        self.parameters, self.groups = parameters, groups
+
+    def weight_boxes(self) -> list[Box]:
+        return [
+            Box(name, group.full, group.dtype, group.start, group.shape, group.keys[i], group.offset, group.stride)
+            for group in self.groups
+            for i, name in enumerate(group.tensors)
+        ]
+
+    def weight(self, key: str) -> torch.Tensor:
+        return self.parameters[key]
+
+
+class Taker(Holder):
+    """A rollout side that counts what it is told."""
+
+    def __init__(self, parameters: dict[str, torch.Tensor], groups: list[Boxes], replica: int) -> None:
+        super().__init__(parameters, groups)
+        self.replica, self.version, self.usable, self.written = replica, -1, True, 0
+
+    def update_weights(self, transfer, version: int) -> None:
+        self.usable, self.written = False, 0
+        transfer(self.weight, self.count)
+        self.usable, self.version = True, version
+
+    def count(self, key: str) -> None:
+        self.written += 1
+
+
+def whole_sync(case: tuple[ModelShape, TrainLayout, RolloutLayout]) -> None:
+    """From boxes to a report; a changed source leaves the engine as it was; a byte changed on the wire is named and leaves it unusable."""
+    model, train, rollout = case
+    rank, full = dist.get_rank(), hf_tensors(model)
+    policy = Holder(megatron_shards(full, model, train, rank), train_boxes(model, train, rank)) if rank < train.ranks else None
+    engine = None
+    if rank in rollout.ranks:
+        blank = {key: torch.full_like(value, UNWRITTEN) for key, value in vllm_shards(full, model, rollout, rank).items()}
+        engine = Taker(blank, rollout_boxes(model, rollout, rank), (rank - rollout.first_rank) // rollout.tp)
+    sync = ReshardSync(policy, engine, gpus_per_node=2, bucket_mib=1, verify=True)
+    report = sync.sync(version=3)
+    assert report.version == 3 and sync.plan.ratio == 1.0
+    if engine is not None:
+        expected = vllm_shards(full, model, rollout, rank)
+        assert all(torch.equal(engine.parameters[key], value) for key, value in expected.items())
+        assert engine.version == 3 and engine.usable and engine.written > 0
+        wanted = sum(value.numel() for value in expected.values()) - sum(int((value == UNWRITTEN).sum()) for value in expected.values())
+        assert report.bytes_total == wanted * expected["model.norm.weight"].element_size()
+    if rank == 0:
+        kept = policy.parameters["0:embedding.word_embeddings.weight"]
+        policy.parameters["0:embedding.word_embeddings.weight"] = kept.double()
+    expect_error(ValueError, lambda: sync.sync(4), "rank 0", "0:embedding.word_embeddings.weight", "float64")
+    assert engine is None or (engine.usable and engine.version == 3), "nothing moved, so the old weights serve on"
+    if rank == 0:
+        policy.parameters["0:embedding.word_embeddings.weight"] = kept
+    packed = transport_module._Run.packed
+    transport_module._Run.packed = lambda run, message: packed(run, message).bitwise_xor_(1)
+    expect_error(WeightSyncError, lambda: sync.sync(5), "arrived with other bytes", "from rank", "model.")
+    transport_module._Run.packed = packed
+    assert engine is None or (not engine.usable and engine.version == 3)
+    say("whole sync passed")
 
 
 def peer_dies(case: tuple[ModelShape, TrainLayout, RolloutLayout]) -> None:
@@ -115,12 +186,12 @@ def peer_dies(case: tuple[ModelShape, TrainLayout, RolloutLayout]) -> None:
 
         def die(key: str) -> torch.Tensor:
             served.append(key)
-            if len(served) > len(source) + 8:  # the check reads each parameter once; then buckets are packed
+            if len(served) > 8:
                 os._exit(0)
             return source[key]
 
         transport.run(die, tensors(target))
-    expect_error(TransportError, lambda: transport.run(tensors(source), tensors(target)), "round", "rank", "model.", "half updated")
+    expect_error(WeightSyncError, lambda: transport.run(tensors(source), tensors(target)), "round", "rank", "model.", "half updated")
     print("survivor raised", flush=True)
     os._exit(0)  # the group is broken
 
@@ -146,6 +217,8 @@ if __name__ == "__main__":
     for number, case in enumerate(cases):
         run_case(number, case)
     refused_everywhere(cases[0])
+    for case in (cases[0], *cases[4:6]):
+        whole_sync(case)
     if "die" in sys.argv:
         peer_dies(cases[0])
     dist.destroy_process_group()

@@ -200,10 +200,10 @@ def simulate(
         now = {rank: step for rank, program in programs.items() for step in program.rounds if step.number == number}
         for rank, step in now.items():
             for message in step.sends:
-                wire[rank, message.peer, message.dtype].append(pack(message, tensors(train[rank]), CPU))
+                wire[message.stream].append(pack(message, tensors(train[rank]), CPU))
         for rank, step in now.items():
             for message in step.receives:
-                buffer = wire[message.peer, rank, message.dtype].pop(0)
+                buffer = wire[message.stream].pop(0)
                 moved["sent"] += buffer.numel()
                 unpack(message, buffer, tensors(rollout[rank]), lambda key, rank=rank: done(rank, key))
         assert not any(wire.values()), "a message was sent and not received in its round"
