@@ -1,6 +1,8 @@
-"""Phases of the resume test, each in processes of its own: ``write`` trains 2 updates, saves, trains 2 more and records every bit;
+"""Phases of the resume test, each in processes of its own: ``write`` trains 2 updates, saves, trains 2 more and records every bit (and
+exports the untrained model);
 ``read`` loads and must record the same bits; ``reshape`` loads what another layout wrote."""
 
+import json
 import math
 import sys
 from dataclasses import dataclass, field
@@ -9,8 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
+from megatron_rl.policy.convert import export_hf
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.optimizer import parts
 from megatron_rl.types import LossOutput, SequenceBatch, TokenView
@@ -125,8 +129,27 @@ def trajectory(policy: MegatronPolicy, steps: range) -> dict[str, Any]:
     return {"norms": norms, "logprobs": logprobs, "state": record(policy), "optimizer_steps": policy.optimizer_steps}
 
 
+def export(policy: MegatronPolicy, case: Case) -> None:
+    """A model that was read and not trained leaves as it came, bit for bit, in one file or in several."""
+    source, path = FOLDER / case.model, FOLDER / "exported" / case.name
+    export_hf(policy, path, max_file_bytes=100_000)
+    export_hf(policy, path.with_name(f"{case.name}_whole"))
+    if dist.get_rank() == 0:
+        want = load_file(source / "model.safetensors")
+        index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+        files = {file: load_file(path / file) for file in set(index.values())}
+        assert len(files) > 3 and sorted(index) == sorted(want)
+        whole = load_file(path.with_name(f"{case.name}_whole") / "model.safetensors")
+        for got in ({name: files[file][name] for name, file in index.items()}, whole):
+            assert sorted(got) == sorted(want) and all(torch.equal(got[name], want[name]) for name in want), f"{case.name}: export"
+        assert json.loads((path / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+        assert (path / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
+
+
 def write(case: Case) -> None:
     policy = build(case)
+    if case.dtype == "float32":
+        export(policy, case)
     policy.save(FOLDER / case.name / "step_000000", {"step": 0})  # an optimizer that has not stepped can be saved too
     start = trajectory(policy, range(1))
     torch.save(start, FOLDER / f"{case.name}.{dist.get_rank()}.start.pt")
@@ -150,6 +173,8 @@ def compare(case: Case, got: dict[str, Any], phase: str) -> None:
 def read(case: Case) -> None:
     policy = build(case)
     update(policy, 7)  # whatever was there must be replaced
+    for tensor in (policy.reference_state() or {}).values():
+        tensor.zero_()
     extra = policy.load(FOLDER / case.name / "step_000002")
     assert extra["step"] == 2 and extra["state"] == (1, "x") and extra["tensor"].tolist() == [0, 1, 2]
     compare(case, trajectory(policy, range(2, 4)), "end")
