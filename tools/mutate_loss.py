@@ -25,7 +25,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from loss_mutations import MUTATIONS, TESTS, Mutation  # noqa: E402
+from loss_mutations import MUTATIONS, TESTS, Mutation
 
 FAILURES = (
     AssertionError, ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError, pytest.fail.Exception,
