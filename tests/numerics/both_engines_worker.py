@@ -1,0 +1,103 @@
+"""Two processes: policy and rollout engine side by side. Sampler logprobs equal those of the policy and of transformers after every
+update and sync, for policies split by tensor, by layer and by data."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
+from megatron_rl.data.sequences import sequence_batch
+from megatron_rl.policy.megatron_policy import MegatronPolicy
+from megatron_rl.rollout.engine import VllmEngine
+from megatron_rl.runtime import launch
+from megatron_rl.types import LossOutput, TokenView
+from megatron_rl.weight_sync.gather import GatherSync
+from tests.numerics import rollout_models as small
+from tests.numerics.policy_cases import DEFAULTS
+
+FOLDER = Path(sys.argv[1])
+WORLD = launch.start()
+ROOT = FOLDER / WORLD.launch_id
+PROMPTS = small.make_prompts(8)
+TEMPERATURE = 0.7
+OPTIM = OptimConfig(
+    learning_rate=5e-3, min_learning_rate=0.0, schedule="constant", warmup_steps=0, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8,
+    clip_grad=1.0,
+)  # fmt: skip
+ENGINES: dict[str, VllmEngine] = {}
+
+
+def build_policy(path: Path, layout: dict) -> MegatronPolicy:
+    return MegatronPolicy(
+        ModelConfig(path=str(path), make_vocab_divisible_by=64),
+        ParallelConfig(**{**DEFAULTS, **layout}),
+        PrecisionConfig(params="float32", grad_reduce_in_float32=True),
+        OPTIM,
+        temperature=TEMPERATURE,
+        keep_reference=False,
+        total_optimizer_steps=10,
+        max_sequence_tokens=512,
+    )
+
+
+def odd_tokens_are_good(batch):
+    """A loss with a gradient in every weight: minus the mean logprob of odd tokens plus that of even ones."""
+    responses = [batch.token_ids[end - n : end] for end, n in zip(batch.offsets[1:].tolist(), batch.response_lengths.tolist(), strict=True)]
+    sign = (torch.cat(responses) % 2) * 2.0 - 1.0
+
+    def loss(view: TokenView) -> LossOutput:
+        return LossOutput(loss=-(view.logprobs * sign[view.index]).sum() / sign.numel(), metrics={})
+
+    return loss
+
+
+def agree(arch: str, layout: dict) -> None:
+    path = ROOT / f"{arch}_1"
+    if WORLD.rank == 0:
+        small.write(arch, 1, ROOT)
+    WORLD.barrier()
+    policy = build_policy(path, layout)
+    if arch not in ENGINES:
+        ENGINES[arch] = VllmEngine(str(path), small.engine_config(tensor=2), seed=0, launch_id=WORLD.launch_id)
+    engine, model = ENGINES[arch], small.build(arch, 1)
+    sync = GatherSync(policy, engine, verify=True)
+    before = None
+    for version in range(3):
+        report = sync.sync(version)
+        assert report.version == version == engine.weight_version
+        groups = engine.generate(PROMPTS, small.sampling(temperature=TEMPERATURE))
+        if before is not None:
+            assert small.logprob_gap(model, PROMPTS, groups, lambda x: x / TEMPERATURE) > 0.05, "the update changed the weights"
+        model.load_state_dict(dict(policy.gathered_weights()), strict=not model.config.tie_word_embeddings)
+        assert small.logprob_gap(model, PROMPTS, groups, lambda x: x / TEMPERATURE) <= 1e-4
+        rows = [(prompt.token_ids, one.token_ids) for prompt, group in zip(PROMPTS, groups, strict=True) for one in group]
+        batch = sequence_batch(rows)
+        ranks, rank = policy.data_parallel_size, policy.data_parallel_rank
+        split = [list(range(rank, len(rows), 2 * ranks)), list(range(rank + ranks, len(rows), 2 * ranks))]
+        scored = policy.logprobs(batch, split).logprobs
+        assert (scored.double() - small.logprobs(groups)).abs().max() <= 1e-4, "sampler and policy"
+        before = policy.update(batch, split, odd_tokens_are_good(batch))
+        assert before.grad_norm > 0 and not before.skipped
+    policy.close()
+
+
+def random_state_after_both() -> None:
+    """The global generators of the ranks are where the program left them: both draw what they would without any engine."""
+    torch.manual_seed(5)
+    want = torch.rand(3)
+    torch.manual_seed(5)
+    ENGINES["qwen2_tied"].generate(PROMPTS, small.sampling())
+    assert torch.equal(torch.rand(3), want)
+
+
+if __name__ == "__main__":
+    small.run_cases(
+        {
+            "agree tensor": partial(agree, "qwen2_tied", {"tensor": 2}),
+            "agree pipeline": partial(agree, "qwen3", {"pipeline": 2}),
+            "agree data": partial(agree, "qwen3", {"distributed_optimizer": True}),
+            "random_state_after_both": random_state_after_both,
+        }
+    )

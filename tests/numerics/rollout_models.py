@@ -1,0 +1,119 @@
+"""Small random models on disk, an engine for them, and what transformers says about their responses."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.types import Completion, Prompt, Sampling
+
+VOCAB, EOS = 96, 2
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+
+
+def build(arch: str, seed: int) -> PreTrainedModel:
+    """``arch``: qwen3, qwen2_tied (with qkv bias), llama or qwen3_moe."""
+    torch.manual_seed(seed)
+    if arch == "qwen2_tied":
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES, tie_word_embeddings=True))
+    elif arch == "llama":
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=False))
+    elif arch == "qwen3_moe":
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=32, tie_word_embeddings=False))
+    else:
+        assert arch == "qwen3"
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0, 0.1) if "norm" in name else parameter.normal_(0.0, 0.12)
+    return model.float().eval()
+
+
+def write(arch: str, seed: int, directory: Path) -> Path:
+    path = directory / f"{arch}_{seed}"
+    build(arch, seed).save_pretrained(path)
+    return path
+
+
+def engine_config(**changes: object) -> RolloutConfig:
+    values = {
+        "tensor": 1, "dtype": "float32", "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_prompt_tokens": 300, "max_response_tokens": 64,
+        "stop": (), "max_num_seqs": 64, "kv_cache_gib": 0.03125, "gpu_memory_utilization": 0.5, "enforce_eager": True,
+        "enable_prefix_caching": True, "sleep_level": 0,
+    }  # fmt: skip
+    return RolloutConfig(**{**values, **changes})
+
+
+def make_prompts(count: int, length: int = 6, seed: int = 0) -> list[Prompt]:
+    """``count`` prompts of ``length``, ``length + 1``, ... random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(3, VOCAB, (length + index,), generator=generator).tolist() for index in range(count)]
+    return [Prompt(uid=f"p{index}", token_ids=tuple(row), answer="", data_source="") for index, row in enumerate(rows)]
+
+
+def sampling(**changes: object) -> Sampling:
+    return Sampling(**{"num_responses": 4, "max_response_tokens": 24, "seed": 11, **changes})
+
+
+@torch.no_grad()
+def reference_logits(model: PreTrainedModel, prompt: Prompt, completion: Completion) -> Tensor:
+    """Logits of transformers at every response token, [response tokens, vocabulary]."""
+    ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]])
+    return model(ids).logits[0, len(prompt.token_ids) - 1 : -1].double()
+
+
+def logprob_gap(
+    model: PreTrainedModel, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], change: Callable[[Tensor], Tensor]
+) -> float:
+    """Largest distance between the engine's logprobs and log softmax(change(logits)) of transformers."""
+    gap = 0.0
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            logprobs = change(reference_logits(model, prompt, completion)).log_softmax(-1)
+            want = logprobs.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            gap = max(gap, (torch.tensor(completion.sampler_logprobs, dtype=torch.float64) - want).abs().max().item())
+    return gap
+
+
+def tokens(groups: Sequence[Sequence[Completion]]) -> list[list[list[int]]]:
+    return [[list(completion.token_ids) for completion in group] for group in groups]
+
+
+def logprobs(groups: Sequence[Sequence[Completion]]) -> Tensor:
+    return torch.tensor([value for group in groups for completion in group for value in completion.sampler_logprobs], dtype=torch.float64)
+
+
+def run_cases(cases: Mapping[str, Callable[[], None]]) -> None:
+    """Runs every case and prints ``OK name`` or ``FAILED name`` with the traceback; a failed case does not stop the others."""
+    for name, case in cases.items():
+        try:
+            case()
+        except Exception:  # noqa: BLE001 - reported, and the test of this case fails
+            say(f"FAILED {name}\n{traceback.format_exc()}")
+        else:
+            say(f"OK {name}")
+    os._exit(0)  # engines are not taken down in order: they would wait for each other
+
+
+def say(text: str) -> None:
+    """A line of its own also when several processes write at once."""
+    sys.stdout.flush()
+    os.write(1, f"\n{text}\n".encode())
+
+
+def verdict(output: str, name: str, ranks: int = 1) -> str:
+    """Empty when every rank printed ``OK name``, else the output."""
+    return "" if output.splitlines().count(f"OK {name}") == ranks else f"{name} failed:\n{output}"

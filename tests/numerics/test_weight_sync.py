@@ -1,0 +1,37 @@
+"""Weight updates of real vLLM: equal to a fresh engine, every silent fault shown to be one, every loud one named; and the loop with
+the Megatron policy."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch import launch
+from tests.numerics.rollout_models import verdict
+
+HERE = Path(__file__).parent
+UPDATES = (
+    "updated_equals_fresh qwen3", "updated_equals_fresh qwen2_tied", "updated_equals_fresh llama", "updated_equals_fresh qwen3_moe",
+    "unpacked_is_wrong qwen2_tied", "unpacked_is_wrong qwen3_moe", "prefix_cache", "bf16_engine_takes_float32", "flipped_byte", "faults",
+    "interrupted",
+)  # fmt: skip
+BOTH = ("agree tensor", "agree pipeline", "agree data", "random_state_after_both")
+
+
+@pytest.fixture(scope="module")
+def updates(tmp_path_factory):
+    return launch(HERE / "weight_sync_worker.py", nproc=1, args=[tmp_path_factory.mktemp("updates")], timeout=280).stdout
+
+
+@pytest.fixture(scope="module")
+def both_engines(tmp_path_factory):
+    return launch(HERE / "both_engines_worker.py", args=[tmp_path_factory.mktemp("both")], timeout=280).stdout
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_update(updates, name):
+    assert not verdict(updates, name), verdict(updates, name)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_policy_and_engine(both_engines, name):
+    assert not verdict(both_engines, name, ranks=2), verdict(both_engines, name, ranks=2)
