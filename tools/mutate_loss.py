@@ -22,10 +22,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from loss_mutations import MUTATIONS, TESTS, Mutation
+from tools.loss_mutations import MUTATIONS, TESTS, Mutation
+
+ROOT = Path(__file__).resolve().parents[1]
 
 FAILURES = (
     AssertionError, ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError, pytest.fail.Exception,

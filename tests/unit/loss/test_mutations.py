@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.loss_mutations import MUTATIONS
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -26,8 +28,5 @@ def test_every_planted_bug_is_noticed() -> None:
 
 
 def test_every_formula_has_three_planted_bugs() -> None:
-    sys.path.insert(0, str(ROOT / "tools"))
-    from loss_mutations import MUTATIONS
-
     formulas = {mutation.formula for mutation in MUTATIONS}
     assert all(sum(mutation.formula == formula for mutation in MUTATIONS) >= 3 for formula in formulas)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +12,7 @@ from PIL import Image
 
 from megatron_rl.loss import load_method, visual_entropy
 from megatron_rl.loss.visual_entropy import visual_entropy as entropy_of
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+from tools import visual_entropy as tool
 
 
 def test_entropy_by_hand() -> None:
@@ -80,8 +78,6 @@ def images(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "clip"])
 def test_tool_scores_images_and_caches(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import visual_entropy as tool
-
     folder, paths, cache = encoder_folder(kind, tmp_path / "encoder"), images(tmp_path), tmp_path / "scores.parquet"
     arguments = [str(folder), "--cache", str(cache), *map(str, paths)]
     assert tool.main(arguments) == 0
@@ -100,8 +96,6 @@ def test_tool_scores_images_and_caches(kind: str, tmp_path: Path, capsys: pytest
 
 
 def test_tool_scores_a_data_file_that_feeds_durian(tmp_path: Path) -> None:
-    import visual_entropy as tool
-
     folder, paths = encoder_folder("clip", tmp_path / "encoder"), images(tmp_path)
     rows = [{"prompt": "a", "images": ["flat.png"], "extra": {"level": 1}}, {"prompt": "b", "images": [path.name for path in paths]}]
     data, out = tmp_path / "train.jsonl", tmp_path / "scored.jsonl"
