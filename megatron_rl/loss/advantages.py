@@ -26,13 +26,13 @@ def zscore(rewards: Float[Tensor, " responses"], groups: Segments, *, eps: float
 
 
 def rloo(rewards: Float[Tensor, " responses"], groups: Segments) -> Float[Tensor, " responses"]:
-    """r_i - mean of the other responses = G / (G - 1) (r_i - mean). Source: RLOO (arXiv 2402.14740) eq. 4."""
+    """r_i - mean of the other responses = G / (G - 1) (r_i - mean). Source: RLOO (arXiv 2402.14740)."""
     size = groups.count.to(rewards.dtype)
     return centered(rewards, groups) * groups.broadcast(size / (size - 1).clamp(min=1))
 
 
 def opo(rewards: Float[Tensor, " responses"], response_tokens: Int[Tensor, " responses"], groups: Segments) -> Float[Tensor, " responses"]:
-    """r_i - sum(L r) / sum(L), the length-weighted baseline. Source: OPO (arXiv 2505.23585) eq. 8."""
+    """r_i - sum(L r) / sum(L), the length-weighted baseline. Source: OPO (arXiv 2505.23585)."""
     lengths = response_tokens.to(rewards.dtype)
     baseline = groups.sum(lengths * rewards) / groups.sum(lengths).clamp(min=1)
     return _where_spread(rewards, groups, rewards - groups.broadcast(baseline))
@@ -57,7 +57,7 @@ def reinforce_pp_baseline(
 def gpg(rewards: Float[Tensor, " responses"], groups: Segments) -> Float[Tensor, " responses"]:
     """alpha (r_i - mean), alpha = B / (B - M): B responses in the batch, M of them in groups without spread; 0 if B = M.
 
-    Source: GPG (arXiv 2504.02546) eq. 6-7.
+    Source: GPG (arXiv 2504.02546).
     """
     flat = groups.spread(rewards) == 0
     informative = (rewards.numel() - groups.count[flat].sum()).to(rewards.dtype)
@@ -102,7 +102,7 @@ def krpo(
 
     P' = P + process_noise; K = P' / (P' + measurement_noise); x = x + K (r - x); P = (1 - K) P'. Rollout order matters: this
     is the one estimator that is not permutation-equivariant. Groups without spread are filtered like the others.
-    Source: KRPO (arXiv 2505.07527) eq. 6-11.
+    Source: KRPO (arXiv 2505.07527).
     """
     position = groups.position()
     order = torch.argsort(position, stable=True)
@@ -146,7 +146,7 @@ def lead(
 
     R_i = exp(-length_decay z_i) if correct else incorrect_reward, z_i = (L_i - mean) / (std + 1e-6) over the correct responses
     of the group (sample std; 1 for a single one). It reads correctness and lengths, not the reward.
-    Source: GRPO-LEAD (arXiv 2504.09696) eq. 3-8.
+    Source: GRPO-LEAD (arXiv 2504.09696).
     """
     lengths = response_tokens.to(accuracy.dtype)
     num = groups.sum(correct)
@@ -166,7 +166,7 @@ def pass_at_k(correct: Bool[Tensor, " responses"], dtype: torch.dtype, groups: S
     """A+ = (1 - R) / s for correct, A- = (1 - R - C(N- - 1, k - 1) / C(N - 1, k - 1)) / s for incorrect responses; 0 if s = 0.
 
     R = 1 - C(N-, k) / C(N, k) is the expected best of k, s = sqrt(R (1 - R)), N responses of which N- are incorrect.
-    Source: Pass@k training (arXiv 2508.10751) eq. 11-15.
+    Source: Pass@k training (arXiv 2508.10751), analytic form.
     """
     size = groups.count.to(dtype)
     wrong = size - groups.sum(correct).to(dtype)
@@ -195,7 +195,7 @@ def durian(
     rewards in the bucket around the bucket's mean (0 for a bucket with s = 0 or a single reward).
 
     Buckets are over the prompts of the batch: of visual entropy (lower quarter, middle, upper quarter; ties go down), and
-    ``reasoning_bins`` quantile bins of the prompt's mean ``confidence``. Source: Durian eq. 10-20.
+    ``reasoning_bins`` quantile bins of the prompt's mean ``confidence``. Source: Durian (arXiv 2602.21743) eq. 10-20.
     """
     total = group * zscore(rewards, groups, eps=eps, ddof=ddof)
     if perceptual:

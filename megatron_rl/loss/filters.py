@@ -60,6 +60,9 @@ def repetition_penalty(
     min_block: int = 1,
     max_block: int = 256,
 ) -> Float[Tensor, " responses"]:
-    """-penalty where the response was cut by the length limit and its tail repeats itself, else 0. Source: CAMPO."""
+    """-penalty where the response was cut by the length limit and its tail repeats itself, else 0.
+
+    Source: CAMPO (MiroMind-M1, arXiv 2507.14683).
+    """
     repeated = repeated_tail(token_ids, response_tokens, truncated, min_block=min_block, max_block=max_block)
     return -penalty * repeated.to(dtype)

@@ -35,15 +35,18 @@ ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "low_var_kl": k3}
 
 
 def dads_exponential(incorrect_share: Float[Tensor, " *any"]) -> Float[Tensor, " *any"]:
-    """1 - exp(e (d - 1)), e = Euler's number: strictly decreasing, 0.934 at 0 and 0 at 1. Source: View-R1 (APO), DADS."""
+    """1 - exp(e (d - 1)), e = Euler's number: strictly decreasing, 0.934 at 0 and 0 at 1. Source: APO
+    (arXiv 2506.21655) eq. 5."""
     return -torch.expm1(math.e * (incorrect_share - 1))
 
 
 def dads_linear(incorrect_share: Float[Tensor, " *any"]) -> Float[Tensor, " *any"]:
+    """1 - d: 1 at 0 and 0 at 1. Source: APO's variants (arXiv 2506.21655, section 4.4)."""
     return 1 - incorrect_share
 
 
 def dads_cubic(incorrect_share: Float[Tensor, " *any"]) -> Float[Tensor, " *any"]:
+    """1 - d^3: flat at easy prompts, steep at hard ones. Source: APO's variants (arXiv 2506.21655, section 4.4)."""
     return 1 - incorrect_share**3
 
 
@@ -55,7 +58,7 @@ def dads(
 ) -> Float[Tensor, " responses"]:
     """f(d) for correct responses of groups with d != 0, else 1; d = 1 - accuracy, the share of incorrect responses.
 
-    Source: View-R1 (APO), difficulty-adaptive divergence shaping. It touches only the KL term.
+    Source: APO (arXiv 2506.21655) eq. 4-5, difficulty-adaptive divergence shaping. It touches only the KL term.
     """
     share = groups.broadcast(1 - accuracy)
     return torch.where(correct & (share != 0), CURVES[curve](share), torch.ones_like(share))

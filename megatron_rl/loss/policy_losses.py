@@ -17,7 +17,7 @@ def ppo_clip(
 ) -> Float[Tensor, " tokens"]:
     """-min(rho A, clip(rho, 1 - low, 1 + high) A); with dual_c the objective is floored at dual_c A for A < 0.
 
-    Source: PPO (arXiv 1707.06347) eq. 7; clip-higher: DAPO (arXiv 2503.14476) eq. 8; dual clip: arXiv 1912.09729 eq. 5.
+    Source: PPO (arXiv 1707.06347) eq. 7; clip-higher: DAPO (arXiv 2503.14476) eq. 8; dual clip: arXiv 1912.09729.
     """
     ratio = log_ratio.exp()
     loss = torch.maximum(-ratio * advantages, -ratio.clamp(1 - low, 1 + high) * advantages)
@@ -60,7 +60,7 @@ def cispo(
 
 
 def reinforce(logprobs: Float[Tensor, " tokens"], advantages: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
-    """-A logp. Source: Williams 1992; GPG (arXiv 2504.02546) eq. 5."""
+    """-A logp. Source: Williams 1992; GPG (arXiv 2504.02546)."""
     return -advantages * logprobs
 
 

@@ -25,7 +25,7 @@ def stcr(
 
     Lbar is the mean length of the correct responses of the segment (group, or whole batch); without any alpha is 1. It
     multiplies whatever the sign; ``only_negative`` leaves positive advantages alone.
-    Source: View-R1 (APO), eq. 6-7.
+    Source: APO (arXiv 2506.21655) eq. 6-7.
     """
     lengths = response_tokens.to(advantages.dtype)
     num = groups.sum(correct)
@@ -40,28 +40,28 @@ def stcr(
 def ddas(
     advantages: Float[Tensor, " responses"], accuracy: Float[Tensor, " responses"], omega: Float[Tensor, ""]
 ) -> Float[Tensor, " responses"]:
-    """omega/2 A / sqrt(p) + (1 - omega)/2 A / sqrt(1 - p); unchanged where p is 0 or 1. Source: A-GRAE eq. 12."""
+    """omega/2 A / sqrt(p) + (1 - omega)/2 A / sqrt(1 - p); unchanged where p is 0 or 1. Source: A-GRAE (arXiv 2602.05548) eq. 12."""
     hard, easy = hard_focused(advantages, accuracy), easy_focused(advantages, accuracy)
     return torch.where(_inside(accuracy), omega * hard + (1 - omega) * easy, advantages)
 
 
 def ass(advantages: Float[Tensor, " responses"], omega: Float[Tensor, ""], *, alpha: float = 1.0) -> Float[Tensor, " responses"]:
-    """A min(1, omega / alpha) if A > 0 else A. Source: A-GRAE eq. 13 (alpha 1; 0.5 for multimodal models)."""
+    """A min(1, omega / alpha) if A > 0 else A. Source: A-GRAE (arXiv 2602.05548) eq. 13 (alpha 1; 0.5 for multimodal models)."""
     return torch.where(advantages > 0, advantages * (omega / alpha).clamp(max=1), advantages)
 
 
 def sign_scale(advantages: Float[Tensor, " responses"], *, positive: float = 1.0, negative: float = 1.0) -> Float[Tensor, " responses"]:
-    """positive A if A > 0, negative A if A < 0. Source: A-GRAE section 4.1 (positive 10 or 0.1)."""
+    """positive A if A > 0, negative A if A < 0. Source: A-GRAE (arXiv 2602.05548) section 4.1 (positive 10 or 0.1)."""
     return torch.where(advantages > 0, positive * advantages, negative * advantages)
 
 
 def hard_focused(advantages: Float[Tensor, " responses"], accuracy: Float[Tensor, " responses"]) -> Float[Tensor, " responses"]:
-    """0.5 A / sqrt(p); unchanged where p is 0 or 1. Source: A-GRAE section 4.1."""
+    """0.5 A / sqrt(p); unchanged where p is 0 or 1. Source: A-GRAE (arXiv 2602.05548) section 4.1."""
     return torch.where(_inside(accuracy), 0.5 * advantages * _safe(accuracy).rsqrt(), advantages)
 
 
 def easy_focused(advantages: Float[Tensor, " responses"], accuracy: Float[Tensor, " responses"]) -> Float[Tensor, " responses"]:
-    """0.5 A / sqrt(1 - p); unchanged where p is 0 or 1. Source: A-GRAE section 4.1."""
+    """0.5 A / sqrt(1 - p); unchanged where p is 0 or 1. Source: A-GRAE (arXiv 2602.05548) section 4.1."""
     return torch.where(_inside(accuracy), 0.5 * advantages * _safe(1 - accuracy).rsqrt(), advantages)
 
 

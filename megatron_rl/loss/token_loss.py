@@ -94,6 +94,7 @@ def token_loss(batch: TokenBatch, plan: LossPlan, sequence_sum: SequenceSum) -> 
 
 
 def prepare(batch: TokenBatch, sequence_sum: SequenceSum) -> Terms:
+    """The batch as the terms read it: float32 or float64, masked, with the denominators given or else its own."""
     logprobs = lifted(batch.logprobs)
     mask, ids = batch.loss_mask, batch.response_ids
     zero = torch.zeros_like(logprobs)
