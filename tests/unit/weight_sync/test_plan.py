@@ -173,13 +173,15 @@ def test_equal_holders_share_the_load() -> None:
 
 
 def test_wanted_twice_by_one_process_travels_once() -> None:
-    """A tensor that lands in two parameters: 64 bytes on the wire, both places filled."""
-    held, wanted = {0: [WHOLE]}, {1: [replace(WHOLE, keys=("a",)), replace(WHOLE, keys=("b",))]}
-    plan = plan_of(held, wanted, bucket_bytes=24)
-    assert plan.bytes_sent == plan.lower_bound == 64
-    source, a, b = torch.arange(16.0).view(4, 4), torch.zeros(4, 4), torch.zeros(4, 4)
-    simulate(plan, held, wanted, {0: {"p": source}}, {1: {"a": a, "b": b}})
-    assert torch.equal(a, source) and torch.equal(b, source)
+    """A tensor that lands whole in two parameters, and its lower rows in a third: 64 bytes on the wire, all three places filled."""
+    held = {0: [WHOLE]}
+    wanted = {1: [replace(HIGH, keys=("c",)), replace(WHOLE, keys=("a",)), replace(WHOLE, keys=("b",))]}
+    for order, bucket_bytes in ((wanted, 32), ({1: wanted[1][::-1]}, 64)):
+        plan = plan_of(held, order, bucket_bytes=bucket_bytes)
+        assert plan.bytes_sent == plan.lower_bound == 64
+        source, a, b, c = torch.arange(16.0).view(4, 4), torch.zeros(4, 4), torch.zeros(4, 4), torch.zeros(2, 4)
+        simulate(plan, held, order, {0: {"p": source}}, {1: {"a": a, "b": b, "c": c}})
+        assert torch.equal(a, source) and torch.equal(b, source) and torch.equal(c, source[2:])
 
 
 def test_gather_bytes_count_what_every_rollout_process_lacks() -> None:
@@ -274,6 +276,13 @@ def test_schedule_bounds_every_round_and_loses_no_byte() -> None:
     for stream, total in streams.items():
         spans = sorted((b.begin, b.begin + b.size) for b in result.buckets if b.stream == stream)
         assert [a for a, _ in spans] == [0, *[b for _, b in spans[:-1]]] and spans[-1][1] == total
+
+
+@pytest.mark.parametrize(("in_flight", "peak"), [(1, 48), (2, 96), (3, 100)])
+def test_peak_staging_counts_the_rounds_in_flight(in_flight: int, peak: int) -> None:
+    """100 bytes in rounds of 48, 48 and 4."""
+    result = schedule({(0, 1, "uint8"): 100}, 48, in_flight)
+    assert result.rounds == 3 and result.peak_staging_bytes == {0: peak, 1: peak}
 
 
 @pytest.mark.parametrize(("size", "flights"), [(15, 1), (64, 0)])
