@@ -44,7 +44,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
-    seed: int | None = None  # request i, sample j draws from a stream that depends on (seed, i, j) only
+    seed: int | None = None  # request i, sample j draws from a stream that depends on (seed, uid of its prompt, j) only
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
 
