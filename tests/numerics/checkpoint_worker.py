@@ -1,6 +1,6 @@
 """Phases of the resume test, each in processes of its own: ``write`` trains 2 updates, saves, trains 2 more and records every bit (and
-exports the untrained model);
-``read`` loads and must record the same bits; ``reshape`` loads what another layout wrote."""
+exports the untrained model); ``read`` loads and must record the same bits; ``reshape`` loads what another layout wrote;
+``converted`` reads checkpoints made of HF directories."""
 
 import json
 import math
@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
 from safetensors.torch import load_file
 
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
+from megatron_rl.policy.checkpoint import _modules
 from megatron_rl.policy.convert import export_hf
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.optimizer import parts
@@ -63,6 +65,14 @@ RESHAPES = [
     ("pp2_tied", Case("tp2", {"tensor": 2}, model="qwen2_tied", reference=True)),
     ("ep2", Case("tp2_ep2", {"tensor": 2, "sequence": True, "expert": 2, **SHARDED}, model="qwen3_moe")),
 ]  # fmt: skip
+
+# Layouts into which the weights of a converted checkpoint are read.
+CONVERTED = [
+    Case("tp2", {"tensor": 2}),
+    Case("pp2", {"pipeline": 2}, "bfloat16", model="qwen2_tied"),
+    Case("tp2_tied", {"tensor": 2}, model="qwen2_tied"),
+    Case("ep2", {"expert": 2}, model="qwen3_moe"),
+]
 
 
 def build(case: Case) -> MegatronPolicy:
@@ -196,14 +206,34 @@ def reshape(source: str, case: Case) -> None:
     policy.close()
 
 
+def converted(case: Case) -> None:
+    """What tools/convert_checkpoint.py made of the HF directory, read by megatron, is what the policy reads from that directory."""
+    policy = build(case)
+    want = [item.tensor.detach().clone() for item in policy.held]
+    with torch.no_grad():
+        for item in policy.held:
+            item.tensor.fill_(7.0)
+        state = {name: module.sharded_state_dict(metadata={}) for name, module in _modules(policy)}
+        loaded = dist_checkpointing.load(state, str(FOLDER / f"{case.model}_converted"))
+        for name, module in _modules(policy):
+            module.load_state_dict(loaded[name])
+    for item, tensor in zip(policy.held, want, strict=True):
+        rows = 123 if item.name in ("embedding.word_embeddings.weight", "output_layer.weight") and case.model == "llama" else None
+        first = 0 if rows is None else policy.ranks.tensor_rank * tensor.shape[0]
+        kept = slice(None) if rows is None else slice(0, max(0, min(rows - first, tensor.shape[0])))  # not the padding
+        assert torch.equal(item.tensor[kept], tensor[kept]), f"{case.name}: {item.name}"
+    policy.close()
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     phase, only = sys.argv[1], sys.argv[3:]
     if phase == "reshape":
         work = [(f"{source} -> {case.name}", lambda s=source, c=case: reshape(s, c)) for source, case in RESHAPES]
     else:
-        action = {"write": write, "read": read}[phase]
-        work = [(case.name, lambda c=case: action(c)) for case in CASES[dist.get_world_size()]]
+        action = {"write": write, "read": read, "converted": converted}[phase]
+        cases = CONVERTED if phase == "converted" else CASES[dist.get_world_size()]
+        work = [(case.name, lambda c=case: action(c)) for case in cases]
     for name, run in work:
         if not only or name in only:
             run()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.policy.convert import ShardWriter, copy_companions, write_config
+from megatron_rl.policy.hf_files import ShardWriter, copy_companions, write_config
 
 
 def tensors():

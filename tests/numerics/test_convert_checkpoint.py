@@ -1,0 +1,97 @@
+"""HF -> megatron distributed checkpoint -> HF: bit-equal, and megatron itself reads what was written."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.runtime.digest import combined_digest, tensor_digest
+from tests.launch import launch, run
+from tests.numerics import models
+from tools.convert_checkpoint import to_hf, to_megatron
+
+WORKER = Path(__file__).with_name("checkpoint_worker.py")
+NAMES = ("llama", "qwen2_tied", "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("convert")
+    for name in NAMES:
+        models.save(name, path / name)
+        (path / name / "tokenizer.json").write_text("{}")
+    return path
+
+
+def equal(one: Path, two: Path) -> bool:
+    a, b = load_file(one / "model.safetensors"), load_file(two / "model.safetensors")
+    return sorted(a) == sorted(b) and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_there_and_back(folder, name):
+    digest = to_megatron(folder / name, folder / f"{name}_there")
+    assert to_hf(folder / f"{name}_there", folder / f"{name}_back", None, 10**9) == digest
+    assert equal(folder / name, folder / f"{name}_back")
+    tensors = load_file(folder / name / "model.safetensors")
+    assert digest == combined_digest({key: tensor_digest(tensor) for key, tensor in tensors.items()})
+    assert json.loads((folder / f"{name}_back" / "config.json").read_text()) == json.loads((folder / name / "config.json").read_text())
+    assert (folder / f"{name}_back" / "tokenizer.json").read_text() == "{}"
+
+
+def test_number_format_is_kept_and_files_are_split(folder, tmp_path):
+    tensors = {key: tensor.bfloat16() for key, tensor in load_file(folder / "llama" / "model.safetensors").items()}
+    source = tmp_path / "bf16"
+    source.mkdir()
+    config = json.loads((folder / "llama" / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    to_megatron(source, tmp_path / "there")
+    to_hf(tmp_path / "there", tmp_path / "back", None, 50_000)
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(index.values())) > 2 and sorted(index) == sorted(tensors)
+    for name, file in index.items():
+        got = load_file(tmp_path / "back" / file)[name]
+        assert got.dtype == torch.bfloat16 and torch.equal(got, tensors[name])
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_what_does_not_fit_is_refused(folder, tmp_path):
+    tensors = load_file(folder / "llama" / "model.safetensors")
+    source = tmp_path / "cut"
+    source.mkdir()
+    (source / "config.json").write_text((folder / "llama" / "config.json").read_text())
+    tensors.pop("model.layers.2.mlp.up_proj.weight")
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(ValueError, match=r"1 tensors are missing \['model.layers.2.mlp.up_proj.weight'\]"):
+        to_megatron(source, tmp_path / "there")
+    command = [sys.executable, "tools/convert_checkpoint.py", "to-hf", str(source), str(tmp_path / "x"), "--config", str(source)]
+    result = run(command, 60, check=False)
+    assert result.returncode == 1 and "is not a distributed checkpoint" in result.stdout and "Traceback" not in result.stdout
+    to_megatron(folder / "llama", tmp_path / "llama")
+    with pytest.raises(ValueError, match="holds no decoder.layers.self_attention.linear_qkv.bias"):
+        to_hf(tmp_path / "llama", tmp_path / "y", folder / "qwen2_tied", 10**9)
+    narrow = tmp_path / "narrow"
+    narrow.mkdir()
+    config = json.loads((folder / "llama" / "config.json").read_text())
+    (narrow / "config.json").write_text(json.dumps({**config, "intermediate_size": 80}))
+    with pytest.raises(ValueError, match=r"linear_fc1.weight has shape \(4, 192, 64\), but config.json means \(4, 160, 64\)"):
+        to_hf(tmp_path / "llama", tmp_path / "z", narrow, 10**9)
+
+
+def test_megatron_reads_it(folder):
+    """TP, PP with tied embeddings, EP: every parameter equals what the policy reads from the HF directory."""
+    for name in NAMES:
+        to_megatron(folder / name, folder / f"{name}_converted")
+    result = launch(WORKER, 2, ["converted", folder], timeout=300)
+    assert result.stdout.count("OK converted ") == 4, result.stdout
+
+
+def test_a_training_checkpoint_becomes_a_hf_directory(folder):
+    launch(WORKER, 2, ["write", folder, "tp2", "ep2"], timeout=300)
+    for case, name in (("tp2", "llama"), ("ep2", "qwen3_moe")):
+        to_hf(folder / case / "step_000000", folder / f"{case}_hf", folder / name, 10**9)
+        assert equal(folder / name, folder / f"{case}_hf")
