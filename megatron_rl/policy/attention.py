@@ -19,7 +19,6 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-
 # Sequences up to this length are never worth a call of their own.
 SHORT = 64
 

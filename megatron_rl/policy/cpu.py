@@ -14,13 +14,13 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
 @dataclass(frozen=True)
 class Remedy:
-    """``module.name`` is replaced by ``make(original)``; ``original`` is None where the name does not exist."""
+    """``module.name`` is replaced by ``stand_in`` (and made where it does not exist) when ``needed()``."""
 
     module: Any
     name: str
     reason: str
     needed: Callable[[], bool]
-    make: Callable[[Any], Any]
+    stand_in: Any
 
 
 def _without_cuda() -> bool:
@@ -43,24 +43,29 @@ REMEDIES = (
     Remedy(
         moe_utils, "te_general_gemm",
         "the router asks for this name of Transformer Engine even when that is not installed, and raises NameError",
-        lambda: not hasattr(moe_utils, "te_general_gemm"), lambda _: None,
+        lambda: not hasattr(moe_utils, "te_general_gemm"), None,
     ),
     Remedy(
         token_dispatcher, "maybe_move_tensor_to_cpu",
         "split sizes of the all-to-all stay tensors when they are on the CPU already; the collective wants numbers",
-        _without_cuda, lambda _: _maybe_numpy,
+        _without_cuda, _maybe_numpy,
     ),
     Remedy(
         megatron_random, "_get_cuda_rng_state",
         "activation recomputation saves the CUDA random state; without CUDA the state is the CPU one",
-        _without_cuda, lambda _: _cpu_rng_state,
+        _without_cuda, _cpu_rng_state,
     ),
     Remedy(
         megatron_random, "_set_cuda_rng_state",
-        "activation recomputation restores the CUDA random state",
-        _without_cuda, lambda _: _set_cpu_rng_state,
+        "activation recomputation restores the CUDA random state; without CUDA each call would wait in a queue for ever",
+        _without_cuda, _set_cpu_rng_state,
     ),
 )  # fmt: skip
+
+
+ABSENT = object()
+# What each name was before it was replaced for the first time.
+ORIGINALS: dict[Remedy, Any] = {}
 
 
 def apply() -> None:
@@ -72,6 +77,7 @@ def apply() -> None:
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     for remedy in REMEDIES:
         if remedy.needed():
-            setattr(remedy.module, remedy.name, remedy.make(getattr(remedy.module, remedy.name, None)))
+            ORIGINALS.setdefault(remedy, getattr(remedy.module, remedy.name, ABSENT))
+            setattr(remedy.module, remedy.name, remedy.stand_in)
     if _without_cuda():
         megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)

@@ -7,7 +7,6 @@ libraries of the process patch some of the same names for themselves). With CUDA
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,56 +18,23 @@ REASONS = {
     "current_device": "buffers are allocated on torch.cuda.current_device() (gradient buffers, receive buffers, rotary tables)",
     "synchronize": "pipeline shapes of variable length are exchanged between two calls of torch.cuda.synchronize()",
     "Stream": "the all-to-all of tokens to experts makes a side stream for its copies",
-    "Event": "the all-to-all of tokens to experts records an event on its side stream",
-    "stream": "the all-to-all of tokens to experts enters its side stream",
-    "current_stream": "the all-to-all of tokens to experts orders its side stream after the current one",
-    "default_stream": "asynchronous checkpoint writing waits for the default stream",
+    "current_stream": "the all-to-all of tokens to experts waits for the current stream before it reads the counts",
 }
-
-
-class CpuEvent:
-    """A time stamp: on the CPU everything recorded has already happened."""
-
-    def __init__(self, **_: Any) -> None:
-        self.recorded_s = 0.0
-
-    def record(self, *_: Any) -> None:
-        self.recorded_s = time.perf_counter()
-
-    def elapsed_time(self, later: CpuEvent) -> float:
-        """Milliseconds from this event to ``later``."""
-        return (later.recorded_s - self.recorded_s) * 1e3
-
-    def synchronize(self) -> None: ...
-
-    def wait(self, *_: Any) -> None: ...
 
 
 class CpuStream:
     """The only stream there is: in order, synchronous."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
     def wait_stream(self, _: Any) -> None: ...
 
-    def wait_event(self, _: Any) -> None: ...
-
     def synchronize(self) -> None: ...
-
-    def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
-        event = CpuEvent() if event is None else event
-        event.record()
-        return event
 
 
 STAND_INS: dict[str, Any] = {
     "current_device": lambda: "cpu",
     "synchronize": lambda *_: None,
     "Stream": CpuStream,
-    "Event": CpuEvent,
-    "stream": lambda _: contextlib.nullcontext(),
     "current_stream": lambda *_: CpuStream(),
-    "default_stream": lambda *_: CpuStream(),
 }
 
 

@@ -43,7 +43,7 @@ def make(name: str, seed: int = 0, layers: int | None = None) -> transformers.Pr
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(noise * 0.1 + (1.0 if "norm" in key else 0.0) if parameter.dim() == 1 else noise * 0.08)
+            parameter.copy_(noise * 0.1 + (1.0 if "norm" in key else 0.0) if parameter.dim() == 1 else noise * 0.05)
     return model
 
 

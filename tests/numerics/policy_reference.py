@@ -44,7 +44,7 @@ def scores(model: torch.nn.Module, batch: SequenceBatch) -> tuple[Tensor, Tensor
 
 class ClippedLoss:
     """The loss of GRPO (clipped ratio, k3 divergence, mean over tokens of each sequence, mean over sequences) minus an entropy
-    bonus, on fixed data; plus the square of each sequence's mean log-ratio, which a context rank cannot compute alone."""
+    bonus, on fixed data; plus a tenth of the square of each sequence's mean log-ratio, which a context rank cannot compute alone."""
 
     def __init__(self, batch: SequenceBatch, logprobs: Tensor) -> None:
         generator = torch.Generator().manual_seed(11)
@@ -62,9 +62,9 @@ class ClippedLoss:
         gap = self.ref[index] - logprobs
         token = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) + 0.1 * (gap.exp() - gap - 1)
         if entropy is not None:
-            token = token - 0.05 * entropy
+            token = token - 0.01 * entropy
         log_ratio = over_ranks(torch.zeros(self.rows).index_add(0, ids, (logprobs - self.old[index]) / self.per_row[ids]))
-        return ((token + log_ratio[ids] ** 2) * weight).sum()
+        return ((token + 0.1 * log_ratio[ids] ** 2) * weight).sum()
 
     def __call__(self, view: TokenView) -> LossOutput:
         loss = self.contribution(view.index, view.logprobs, view.entropy, view.sequence_sum)
