@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -73,8 +72,6 @@ def apply() -> None:
 
     The tracker is an official knob; its fork() does nothing, which is right because dropout is 0 everywhere here.
     """
-    # megatron calls collectives by names that torch has begun to rename; every rank would say so at every step.
-    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     for remedy in REMEDIES:
         if remedy.needed():
             ORIGINALS.setdefault(remedy, getattr(remedy.module, remedy.name, ABSENT))

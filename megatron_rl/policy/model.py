@@ -8,6 +8,7 @@ import logging
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -33,7 +34,8 @@ log = logging.getLogger(__name__)
 def has_transformer_engine() -> bool:
     """Whether layers come from Transformer Engine; says so once where they do not."""
     if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
-        log.info("Transformer Engine is not used here: layers come from megatron-core and torch")
+        if dist.get_rank() == 0:
+            log.warning("Transformer Engine is not used: layers are those of megatron-core and torch")
         return False
     return True
 

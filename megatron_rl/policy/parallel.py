@@ -43,7 +43,7 @@ def _world_problems(parallel: ParallelConfig, world_size: int) -> list[str]:
 
 def _size_problems(arch: Architecture, parallel: ParallelConfig) -> list[str]:
     found = []
-    sizes = {"attention heads": arch.num_heads}
+    sizes = {"attention heads": arch.num_heads, "query, key and value rows": (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim}
     if arch.num_experts == 0:
         sizes["feed-forward rows"] = arch.ffn_hidden_size
     for what, size in sizes.items():
