@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
+import yaml
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, LoadPlan, LoadPlanner, Metadata, SavePlan, SavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
@@ -167,18 +168,22 @@ class _Reader(LoadPlanner):
 
 
 class Reader:
-    """The arrays of a checkpoint directory, slab by slab."""
+    """The arrays of a checkpoint directory, slab by slab. A NeMo 2 checkpoint (``weights/`` and ``context/``) is read, too: its keys
+    begin with ``module.``."""
 
     def __init__(self, path: Path) -> None:
+        if (path / "weights" / ".metadata").is_file():
+            path = path / "weights"
         if not (path / ".metadata").is_file():
             raise ValueError(f"{path} is not a distributed checkpoint of megatron (no file .metadata in it)")
         self.path, self.reader = path, FileSystemReader(path)
         self.metadata = self.reader.read_metadata()
         self.reader.set_up_storage_reader(self.metadata, True)
+        self.prefix = "module." if any(key.startswith("module.") for key in self.metadata.state_dict_metadata) else ""
 
     def array(self, slab: Slab) -> tuple[str, TensorStorageMetadata]:
         """Key and description of the array that holds ``slab``. Raises ValueError when there is none."""
-        for key in (slab.key, slab.other_key):
+        for key in (self.prefix + slab.key, self.prefix + slab.other_key):
             stored = self.metadata.state_dict_metadata.get(key)
             if isinstance(stored, TensorStorageMetadata):
                 return key, stored
@@ -198,8 +203,37 @@ class Reader:
         return planner.target.view(slab.shape)
 
 
+# Field of ``context/model.yaml`` of NeMo 2, and what it is here. Shapes alone do not tell a wrong rotary base.
+NEMO_FIELDS = {
+    "num_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_heads",
+    "num_query_groups": "num_kv_heads",
+    "ffn_hidden_size": "ffn_hidden_size",
+    "rotary_base": "rope_theta",
+    "layernorm_epsilon": "norm_eps",
+    "share_embeddings_and_output_weights": "tied_embeddings",
+}
+
+
+def check_nemo_config(path: Path, arch: Architecture) -> None:
+    """Raises ValueError when ``path`` is a NeMo 2 checkpoint of another model than ``arch``; says nothing about other directories."""
+    file = path / "context" / "model.yaml"
+    if not file.is_file():
+        return
+    written = yaml.safe_load(file.read_text(encoding="utf-8"))["config"]
+    wrong = [
+        f"{theirs} is {written[theirs]!r} there, {getattr(arch, ours)!r} in config.json"
+        for theirs, ours in NEMO_FIELDS.items()
+        if theirs in written and written[theirs] != getattr(arch, ours)
+    ]
+    if wrong:
+        raise ValueError(f"{file} describes another model: {'; '.join(wrong)}")
+
+
 def read_hf(path: Path, arch: Architecture) -> Iterable[tuple[str, Tensor]]:
     """(HF name, whole tensor) of every tensor, in the order of the model, one parameter in memory at a time."""
     reader = Reader(path)
+    check_nemo_config(path, arch)
     for slab in slabs(arch, reader.vocab_rows(arch)):
         yield from to_hf(slab, arch, reader.read(slab)).items()

@@ -1,7 +1,9 @@
 """HF -> megatron distributed checkpoint -> HF: bit-equal, and megatron itself reads what was written."""
 
 import json
+import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,3 +97,27 @@ def test_a_training_checkpoint_becomes_a_hf_directory(folder):
     for case, name in (("tp2", "llama"), ("ep2", "qwen3_moe")):
         to_hf(folder / case / "step_000000", folder / f"{case}_hf", folder / name, 10**9)
         assert equal(folder / name, folder / f"{case}_hf")
+
+
+def test_keys_and_configuration_of_nemo_2(folder, tmp_path):
+    """A directory laid out as NeMo 2 does: weights/ with every key below "module.", norms under their own names, context/model.yaml."""
+    to_megatron(folder / "llama", tmp_path / "plain")
+    weights, context = tmp_path / "nemo" / "weights", tmp_path / "nemo" / "context"
+    (tmp_path / "plain").rename(tmp_path / "weights")
+    (tmp_path / "nemo").mkdir()
+    (tmp_path / "weights").rename(weights)
+    metadata = pickle.loads((weights / ".metadata").read_bytes())
+    own = {"self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight"}
+
+    def renamed(key: str) -> str:
+        return "module." + next((key.replace(old, new) for old, new in own.items() if key.endswith(old)), key)
+
+    metadata.state_dict_metadata = {renamed(key): value for key, value in metadata.state_dict_metadata.items()}
+    metadata.storage_data = {replace(index, fqn=renamed(index.fqn)): value for index, value in metadata.storage_data.items()}
+    (weights / ".metadata").write_bytes(pickle.dumps(metadata))
+    to_hf(tmp_path / "nemo", tmp_path / "back", folder / "llama", 10**9)
+    assert equal(folder / "llama", tmp_path / "back")
+    context.mkdir()
+    (context / "model.yaml").write_text("config:\n  num_layers: 4\n  rotary_base: 1000000.0\n")
+    with pytest.raises(ValueError, match=r"rotary_base is 1000000\.0 there, 10000\.0 in config.json"):
+        to_hf(tmp_path / "nemo", tmp_path / "wrong", folder / "llama", 10**9)

@@ -1,0 +1,140 @@
+"""Time and peak memory of response log-probabilities: the chunked operation against two that hold all logits.
+
+    python tools/bench/logprob.py [--tokens 4096] [--vocab 152064] [--hidden 1024] [--chunk 256] [--record FILE]
+
+Every measurement is a process of its own (peak memory is a high-water mark of a process). ``full``: float32 logits, log_softmax,
+gather. ``megatron``: output layer, then megatron's vocab_parallel_cross_entropy over the whole sequence. ``chunked``: ours. Seconds
+are processor seconds of the process, which other load on the machine changes little; wall seconds are given beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.policy.logprobs import response_logprobs
+
+VARIANTS = ("full", "megatron", "chunked")
+# Factor over ``full`` that the chunked operation is to stay below.
+TARGETS = {"memory_train": 0.35, "seconds_train": 1.4, "seconds_no_grad": 1.0}
+
+
+def full(hidden: Tensor, weight: Tensor, targets: Tensor, _: int) -> Tensor:
+    logits = (hidden @ weight.t()).float()
+    return torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
+
+
+def megatron(hidden: Tensor, weight: Tensor, targets: Tensor, _: int) -> Tensor:
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    logits = (hidden @ weight.t()).float()[:, None]
+    return -vocab_parallel_cross_entropy(logits, targets[:, None])[:, 0]
+
+
+def chunked(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    return response_logprobs(hidden, weight, targets, temperature=1.0, vocab_size=weight.shape[0], chunk_tokens=chunk, group=None)[0]
+
+
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, int], Tensor]] = {"full": full, "megatron": megatron, "chunked": chunked}
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure(variant: str, mode: str, sizes: argparse.Namespace) -> dict[str, float]:
+    """One measurement in this process."""
+    if variant == "megatron":
+        from megatron.core import parallel_state
+
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+    function = FUNCTIONS[variant]
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(sizes.tokens, sizes.hidden, generator=generator)
+    weight = torch.randn(sizes.vocab, sizes.hidden, generator=generator).mul_(sizes.hidden**-0.5)
+    targets = torch.randint(0, sizes.vocab, (sizes.tokens,), generator=generator)
+    train = mode == "train"
+    few = slice(0, min(8, sizes.tokens))  # libraries set up their threads and buffers outside the measurement
+    with torch.no_grad():
+        function(hidden[few], weight[:64], targets[few] % 64, 4)
+    hidden.requires_grad_(train), weight.requires_grad_(train)
+    baseline, wall, cpu = peak_bytes(), time.perf_counter(), time.process_time()
+    with torch.set_grad_enabled(train):
+        logprobs = function(hidden, weight, targets, sizes.chunk)
+        if train:
+            (logprobs * torch.linspace(-1, 1, sizes.tokens)).sum().backward()
+    result = {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall, "peak_mib": (peak_bytes() - baseline) / 2**20}
+    result["mean_logprob"] = logprobs.detach().double().mean().item()
+    result["gradient_norm"] = weight.grad.double().norm().item() if weight.grad is not None else 0.0
+    return result
+
+
+def table(results: dict[str, dict[str, float]], sizes: argparse.Namespace) -> str:
+    """Markdown: a line for each measurement, then the factors over ``full`` against their targets."""
+    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    lines = [
+        f"Tokens {sizes.tokens}, vocabulary {sizes.vocab}, hidden {sizes.hidden}, float32, "
+        f"chunk {sizes.chunk} tokens, {torch.get_num_threads()} thread; {', '.join(names[:1])}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}, load average {os.getloadavg()[0]:.1f}.",
+        "",
+        "| pass | variant | processor s | wall s | peak MiB above inputs | mean logprob | gradient norm |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for key, r in results.items():
+        mode, variant = key.split("/")
+        numbers = f"{r['cpu_s']:.1f} | {r['wall_s']:.1f} | {r['peak_mib']:.0f} | {r['mean_logprob']:.6f} | {r['gradient_norm']:.6f}"
+        lines.append(f"| {mode} | {variant} | {numbers} |")
+    ratios = {
+        "memory_train": results["train/chunked"]["peak_mib"] / results["train/full"]["peak_mib"],
+        "seconds_train": results["train/chunked"]["cpu_s"] / results["train/full"]["cpu_s"],
+        "seconds_no_grad": results["no_grad/chunked"]["cpu_s"] / results["no_grad/full"]["cpu_s"],
+    }
+    lines += ["", "| chunked / full | measured | target |", "|---|---|---|"]
+    lines += [f"| {name} | {ratios[name]:.3f} | {target} |" for name, target in TARGETS.items()]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("tokens", 4096), ("vocab", 152064), ("hidden", 1024), ("chunk", 256)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--repeat", type=int, default=1, help="the fastest of so many runs counts")
+    parser.add_argument("--record", type=Path, help="also write the table there")
+    parser.add_argument("--one", nargs=2, metavar=("VARIANT", "PASS"), help=argparse.SUPPRESS)
+    sizes = parser.parse_args()
+    if sizes.one:
+        print(json.dumps(measure(*sizes.one, sizes)))
+        return
+    results = {}
+    for mode in ("no_grad", "train"):
+        for variant in VARIANTS:
+            own = [f"--{name}={getattr(sizes, name)}" for name in ("tokens", "vocab", "hidden", "chunk")]
+            command = [sys.executable, __file__, *own, "--one", variant, mode]
+            runs = []
+            for _ in range(sizes.repeat):
+                output = subprocess.run(command, check=True, capture_output=True, text=True)
+                runs.append(json.loads(output.stdout.splitlines()[-1]))
+            results[f"{mode}/{variant}"] = min(runs, key=lambda run: run["cpu_s"])
+            print(f"{mode}/{variant}: {results[f'{mode}/{variant}']}", file=sys.stderr, flush=True)
+    text = table(results, sizes)
+    print(text)
+    if sizes.record:
+        sizes.record.write_text(f"# Log-probabilities of response tokens\n\n`python tools/bench/logprob.py`\n\n{text}", encoding="ascii")
+
+
+if __name__ == "__main__":
+    main()
