@@ -22,12 +22,21 @@ REASONS = {
 }
 
 
+class CpuEvent:
+    """On the CPU everything recorded has already happened."""
+
+    def synchronize(self) -> None: ...
+
+
 class CpuStream:
     """The only stream there is: in order, synchronous."""
 
     def wait_stream(self, _: Any) -> None: ...
 
     def synchronize(self) -> None: ...
+
+    def record_event(self) -> CpuEvent:
+        return CpuEvent()
 
 
 STAND_INS: dict[str, Any] = {
