@@ -239,8 +239,8 @@ _BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("/ norm_len", "/ response_ids.numel()"),
     ],
     ("aggregate", "weighted_sum"): [
-        ("torch.where(loss_mask, values * weights", "torch.where(~loss_mask, values * weights"),
-        ("torch.where(loss_mask, values * weights, torch.zeros_like(weights)).sum()", "(loss_mask * values * weights).sum()"),
+        (".masked_fill(~loss_mask, 0)", ".masked_fill(loss_mask, 0)"),
+        ("(values * weights).masked_fill(~loss_mask, 0).sum()", "(loss_mask * values * weights).sum()"),
         (".sum()", ".mean()"),
     ],
     ("mismatch", "tis"): [
@@ -305,7 +305,7 @@ _BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("where_correct(batch.correct, *plan.kl_coef", "where_correct(~batch.correct, *plan.kl_coef"),
         ("policy_weights if plan.kl_aggregate == plan.aggregate else", "policy_weights if True else"),
         ("advantages=batch.advantages.to(logprobs.dtype)[ids]", "advantages=batch.advantages.to(logprobs.dtype)[ids].abs()"),
-        ("logprobs = torch.where(mask, logprobs, zero)", "logprobs = logprobs * mask"),
+        ("logprobs = logprobs.masked_fill(~mask, 0)", "logprobs = logprobs * mask"),
         (
             "gap = lifted(batch.old_logprobs).to(dtype) - lifted(batch.sampler",
             "gap = lifted(batch.logprobs).to(dtype) - lifted(batch.sampler",

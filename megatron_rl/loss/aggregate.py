@@ -37,4 +37,4 @@ def weighted_sum(
     values: Float[Tensor, " tokens"], weights: Float[Tensor, " tokens"], loss_mask: Bool[Tensor, " tokens"]
 ) -> Float[Tensor, ""]:
     """sum of values weights over the mask; 0 for an empty mask. A value outside the mask is never used, NaN included."""
-    return torch.where(loss_mask, values * weights, torch.zeros_like(weights)).sum()
+    return (values * weights).masked_fill(~loss_mask, 0).sum()

@@ -61,7 +61,7 @@ class Terms:
 
     def mean(self, values: Tensor) -> Float[Tensor, ""]:
         """Contribution to the mean over the loss tokens of the minibatch, detached."""
-        kept = torch.where(self.batch.loss_mask, values.detach().to(self.logprobs.dtype), torch.zeros_like(self.logprobs))
+        kept = values.detach().to(self.logprobs.dtype).masked_fill(~self.batch.loss_mask, 0)
         return kept.sum() / max(self.num_tokens, 1)
 
 
@@ -88,7 +88,9 @@ def token_loss(batch: TokenBatch, plan: LossPlan, sequence_sum: SequenceSum) -> 
         raise ValueError("TokenBatch.entropy is missing, but entropy.coef is not 0; give it, or set entropy.coef=0")
     if divergence is not None:
         metrics["kl/reference_mean"] = terms.mean(divergence)
-    metrics |= mismatch_metrics(terms, correction)
+    if correction is not None:
+        metrics["policy/correction_weight_mean"] = terms.mean(correction)
+        metrics["policy/correction_dropped_share"] = terms.mean(correction == 0)
     metrics |= {"loss/total": loss.detach(), "loss/policy": policy_loss.detach(), "loss/kl": kl_loss.detach()}
     return LossResult(loss, policy_loss, kl_loss, metrics)
 
@@ -97,9 +99,8 @@ def prepare(batch: TokenBatch, sequence_sum: SequenceSum) -> Terms:
     """The batch as the terms read it: float32 or float64, masked, with the denominators given or else its own."""
     logprobs = lifted(batch.logprobs)
     mask, ids = batch.loss_mask, batch.response_ids
-    zero = torch.zeros_like(logprobs)
-    logprobs = torch.where(mask, logprobs, zero)
-    log_ratio = logprobs - torch.where(mask, lifted(batch.old_logprobs).to(logprobs.dtype), zero)
+    logprobs = logprobs.masked_fill(~mask, 0)
+    log_ratio = logprobs - lifted(batch.old_logprobs).to(logprobs.dtype).masked_fill(~mask, 0)
     lengths = batch.response_loss_tokens
     if lengths is None:
         lengths = torch.zeros(batch.advantages.shape, dtype=torch.int64, device=mask.device).index_add(0, ids, mask.long())
@@ -140,7 +141,7 @@ def kl_term(terms: Terms, plan: LossPlan, policy_weights: Tensor) -> tuple[Float
         if any(plan.kl_coef):
             raise ValueError("TokenBatch.ref_logprobs is missing, but the KL coefficient is not 0; give it, or set kl.coef=0")
         return zero, None
-    ref = torch.where(batch.loss_mask, lifted(batch.ref_logprobs).to(terms.logprobs.dtype), torch.zeros_like(terms.logprobs))
+    ref = lifted(batch.ref_logprobs).to(terms.logprobs.dtype).masked_fill(~batch.loss_mask, 0)
     divergence = kl.ESTIMATORS[plan.kl_estimator](terms.logprobs, ref)
     if not any(plan.kl_coef):
         return zero, divergence
@@ -184,13 +185,13 @@ def _gap(terms: Terms) -> Float[Tensor, " tokens"] | None:
         return None
     dtype = terms.logprobs.dtype
     gap = lifted(batch.old_logprobs).to(dtype) - lifted(batch.sampler_logprobs).to(dtype)
-    return torch.where(batch.loss_mask, gap, torch.zeros_like(gap)).detach()
+    return gap.masked_fill(~batch.loss_mask, 0).detach()
 
 
 def ratio_metrics(terms: Terms, log_ratio: Tensor, plan: LossPlan) -> dict[str, Tensor]:
     """Means over loss tokens; clip fractions by side of the clip and sign of the advantage (of the ratio the loss clips)."""
     ratio = log_ratio.exp()
-    masked = torch.where(terms.batch.loss_mask, ratio, torch.zeros_like(ratio))
+    masked = ratio.masked_fill(~terms.batch.loss_mask, 0)
     result = {
         "policy/ratio_mean": terms.mean(ratio),
         "policy/ratio_max": masked.max() if masked.numel() else masked.new_zeros(()),
@@ -201,17 +202,4 @@ def ratio_metrics(terms: Terms, log_ratio: Tensor, plan: LossPlan) -> dict[str, 
         for sign, rows in (("positive", terms.advantages > 0), ("negative", terms.advantages < 0)):
             result[f"policy/clip_up_{sign}_share"] = terms.mean(above & rows)
             result[f"policy/clip_down_{sign}_share"] = terms.mean(below & rows)
-    return result
-
-
-def mismatch_metrics(terms: Terms, correction: Tensor | None) -> dict[str, Tensor]:
-    """|old - sampler|, and the weights of the correction in use."""
-    result: dict[str, Tensor] = {}
-    gap = _gap(terms)
-    if gap is not None:
-        result["mismatch/logprob_gap_mean"] = terms.mean(gap.abs())
-        result["mismatch/logprob_gap_max"] = gap.abs().max() if gap.numel() else gap.new_zeros(())
-    if correction is not None:
-        result["mismatch/weight_mean"] = terms.mean(correction)
-        result["mismatch/dropped_share"] = terms.mean(correction == 0)
     return result

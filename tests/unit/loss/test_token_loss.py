@@ -122,11 +122,10 @@ def test_correction_weights_the_policy_term_alone() -> None:
     same(result.policy_loss[None].detach(), (0.25 + 2 - 6) / 2)
     same(result.kl_loss[None].detach(), -0.0125)
     same(result.metrics["policy/ratio_mean"][None], 1)
-    same(result.metrics["mismatch/logprob_gap_max"][None], math.log(8))
-    same(result.metrics["mismatch/weight_mean"][None], 3.5 / 3)
-    same(run(plan(mismatch="tis"), old_logprobs=sampler, sampler_logprobs=sampler).metrics["mismatch/weight_mean"][None], 1)
+    same(result.metrics["policy/correction_weight_mean"][None], 3.5 / 3)
+    same(run(plan(mismatch="tis"), old_logprobs=sampler, sampler_logprobs=sampler).metrics["policy/correction_weight_mean"][None], 1)
     dropped = run(plan(mismatch="icepop"), sampler_logprobs=sampler)
-    same(dropped.metrics["mismatch/dropped_share"][None], 1 / 3)
+    same(dropped.metrics["policy/correction_dropped_share"][None], 1 / 3)
 
 
 def test_clip_shares_by_hand() -> None:
