@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
-DEFAULTS: dict[str, Any] = dict(
-    tensor=1, pipeline=1, virtual_pipeline=None, context=1, expert=1, expert_tensor=None, sequence=False, distributed_optimizer=False,
-    overlap_grad_reduce=False, overlap_param_gather=False, recompute="none", first_stage_layers=None, last_stage_layers=None,
-)  # fmt: skip
+from megatron_rl.config.load import compose
+from megatron_rl.config.schema import OptimConfig, ParallelConfig, PrecisionConfig
+
+
+@cache
+def _defaults(group: str) -> dict[str, Any]:
+    return compose(group)
+
+
+DEFAULTS: dict[str, Any] = _defaults("parallel/single") | {"distributed_optimizer": False}
+
+
+def parallel(**layout: Any) -> ParallelConfig:
+    """One rank without distributed optimizer, but for ``layout``."""
+    return ParallelConfig(**(DEFAULTS | layout))
+
+
+def precision(params: str = "float32") -> PrecisionConfig:
+    return PrecisionConfig(**(_defaults("precision/bf16") | {"params": params}))
+
+
+def optim(**more: Any) -> OptimConfig:
+    """AdamW with a large rate and epsilon: one step is then well conditioned, and may be compared."""
+    fields: dict[str, Any] = dict(
+        learning_rate=0.1, min_learning_rate=0.0, schedule="constant", warmup_steps=0, weight_decay=0.1, beta1=0.9, beta2=0.99, eps=0.1,
+        clip_grad=0.0,
+    )  # fmt: skip
+    return OptimConfig(**(_defaults("optim/adam") | fields | more))
 
 
 @dataclass(frozen=True)
@@ -77,3 +102,30 @@ CASES = [
     _case("qwen3_moe", 4, tensor=2, sequence=True, expert=4, full=True),
     _case("qwen3_moe", 4, context=2, expert=2, full=True),
 ]
+
+METHODS = ("grpo", "gspo", "apo")
+AGGREGATIONS = ("seq_mean_token_mean", "token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
+# Layouts of the table of methods: name -> (processes, layout, nightly). "dense" and "experts" are the one-rank answers.
+TABLE: dict[str, tuple[int, dict[str, Any], bool]] = {
+    "dense": (1, {}, False),
+    "experts": (1, {}, False),
+    "tensor": (2, dict(tensor=2), False),
+    "interleaved": (2, dict(pipeline=2, virtual_pipeline=2), False),
+    "context": (2, dict(context=2), False),
+    "experts_expert": (2, dict(expert=2), False),
+    "pipeline": (2, dict(pipeline=2), True),
+    "data": (2, {}, True),
+    "sequence": (2, dict(tensor=2, sequence=True), True),
+    "uneven": (2, dict(pipeline=2, first_stage_layers=1, last_stage_layers=3), True),
+    "recompute": (2, dict(tensor=2, sequence=True, recompute="full"), True),
+    "experts_pipeline": (2, dict(pipeline=2), True),
+    "experts_sequence": (2, dict(tensor=2, sequence=True, expert=2), True),
+    "tensor_pipeline": (4, dict(tensor=2, pipeline=2), True),
+    "tensor_context": (4, dict(tensor=2, context=2, sequence=True), True),
+    "context_data": (4, dict(context=2), True),
+    "interleaved_tensor": (4, dict(tensor=2, pipeline=2, virtual_pipeline=2), True),
+    "context_interleaved": (4, dict(context=2, pipeline=2, virtual_pipeline=2), True),
+    "data_4": (4, {}, True),
+    "experts_expert_data": (4, dict(expert=2), True),
+    "experts_expert_pipeline": (4, dict(expert=2, pipeline=2), True),
+}

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
+from megatron_rl.config.schema import ModelConfig
 from megatron_rl.policy.forward import Passes
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.runtime.cpu import platform
 from tests.numerics import models
-from tests.numerics.policy_cases import CASES, DEFAULTS, Case
+from tests.numerics.policy_cases import CASES, Case, optim, parallel, precision
 from tests.numerics.policy_reference import (
     NUM_ROWS,
     TEMPERATURE,
@@ -34,22 +34,13 @@ from tests.numerics.policy_reference import (
     sequences,
 )  # fmt: skip
 
-OPTIM: dict[str, Any] = dict(
-    learning_rate=0.1, min_learning_rate=0.0, schedule="constant", warmup_steps=0, weight_decay=0.1, beta1=0.9, beta2=0.99, eps=0.1,
-    clip_grad=0.0,
-)  # fmt: skip
+OPTIM = optim()
 
 
-def build(path: Path, layout: dict[str, Any], **more: Any) -> MegatronPolicy:
+def build(path: Path, layout: dict[str, Any], params: str = "float32", **more: Any) -> MegatronPolicy:
     settings = dict(temperature=TEMPERATURE, keep_reference=True, total_optimizer_steps=10, max_sequence_tokens=64) | more
-    optim = OPTIM | settings.pop("optim", {})
-    return MegatronPolicy(
-        ModelConfig(path=str(path), make_vocab_divisible_by=16),
-        ParallelConfig(**(DEFAULTS | layout)),
-        PrecisionConfig(params=settings.pop("params", "float32"), grad_reduce_in_float32=True),
-        OptimConfig(**optim),
-        **settings,
-    )
+    model = ModelConfig(path=str(path), make_vocab_divisible_by=16)
+    return MegatronPolicy(model, parallel(**layout), precision(params), OPTIM, **settings)
 
 
 @cache
@@ -149,8 +140,8 @@ def after_update(
         weight.grad = wanted["gradients"][key].clone()
     decayed = [weight for weight in weights.values() if weight.dim() > 1]
     plain = [weight for weight in weights.values() if weight.dim() == 1]
-    settings = dict(lr=OPTIM["learning_rate"], betas=(OPTIM["beta1"], OPTIM["beta2"]), eps=OPTIM["eps"])
-    groups = [{"params": decayed, "weight_decay": OPTIM["weight_decay"]}, {"params": plain, "weight_decay": 0.0}]
+    settings = dict(lr=OPTIM.learning_rate, betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.eps)
+    groups = [{"params": decayed, "weight_decay": OPTIM.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     torch.optim.AdamW(groups, **settings).step()
     got = dict(policy.gathered_weights())
     moved = {key: got[key] - stored[key] for key in weights}

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import transformers
 
-from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.policy.families import FAMILIES, architecture_from, read_architecture
 from megatron_rl.policy.parallel import layout_problems
 from tests.numerics.models import MODELS, SMALL
-from tests.numerics.policy_cases import DEFAULTS
+from tests.numerics.policy_cases import parallel
 
 
 def config(kind: str, **more: Any) -> Any:
@@ -70,7 +69,7 @@ def test_directories_that_are_no_model(tmp_path: Path) -> None:
 
 
 def problems(kind: str = "Qwen2", world: int = 8, **layout: Any) -> str:
-    return "\n".join(layout_problems(read(kind), ParallelConfig(**(DEFAULTS | layout)), world))
+    return "\n".join(layout_problems(read(kind), parallel(**layout), world))
 
 
 def test_layouts_that_fit_have_no_problem() -> None:

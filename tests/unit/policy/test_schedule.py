@@ -8,14 +8,11 @@ import pytest
 
 from megatron_rl.config.schema import OptimConfig
 from megatron_rl.policy.optimizer import learning_rate
+from tests.numerics import policy_cases as cases
 
 
 def optim(**more: Any) -> OptimConfig:
-    fields: dict[str, Any] = dict(
-        learning_rate=1.0, min_learning_rate=0.2, schedule="constant", warmup_steps=0, weight_decay=0.0, beta1=0.9, beta2=0.99, eps=1e-8,
-        clip_grad=0.0,
-    )  # fmt: skip
-    return OptimConfig(**(fields | more))
+    return cases.optim(learning_rate=1.0, min_learning_rate=0.2, **more)
 
 
 @pytest.mark.parametrize(
