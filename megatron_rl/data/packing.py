@@ -77,10 +77,10 @@ def largest_differencing(items: Sequence[tuple[int, int]], num_bins: int) -> lis
     while len(heap) > 1:
         first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
         overlap = max(0, len(first) + len(second) - num_bins)
-        alone, paired = first[: len(first) - overlap], first[len(first) - overlap :]
-        # The emptiest of the first meet the fullest of the second, the very emptiest the very fullest.
-        joined = [(a + b, x + y) for (a, x), (b, y) in zip(paired, reversed(second[:overlap]), strict=True)]
-        merged = sorted([*alone, *joined, *second[overlap:]], key=lambda part: (-part[0], part[1][0]))
+        cut_1, cut_2 = len(first) - overlap, len(second) - overlap
+        # The fullest of one meets the emptiest of the other; those that would meet an empty bin stay alone.
+        joined = [(a + b, x + y) for (a, x), (b, y) in zip(first[cut_1:], reversed(second[cut_2:]), strict=True)]
+        merged = sorted([*first[:cut_1], *second[:cut_2], *joined], key=lambda part: (-part[0], part[1][0]))
         smallest = merged[-1][0] if len(merged) == num_bins else 0
         heapq.heappush(heap, (smallest - merged[0][0], age, merged))
         age += 1

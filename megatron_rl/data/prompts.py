@@ -108,7 +108,7 @@ def _from_file(path: Path, config: DataConfig, problems: Problems) -> list[reaso
             )
         if extra is not None and not isinstance(extra, Mapping):
             problems.add(number, f"{columns.extra} is not an object", extra, "write an object, or set data.columns.extra=null")
-        drafts.append((number, prompt, answer, source, dict(extra) if isinstance(extra, Mapping) else {}))
+        drafts.append((number, prompt, answer, str(source), dict(extra) if isinstance(extra, Mapping) else {}))
     return drafts
 
 

@@ -1,0 +1,72 @@
+"""Micro-batch plans: a partition, within the budget, balanced, the same everywhere."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.data.packing import largest_differencing, plan_microbatches
+
+BUDGET = 64
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, BUDGET), max_size=40),
+    ranks=st.integers(1, 4),
+    multiple=st.integers(1, 3),
+    seed=st.integers(0, 10),
+)
+def test_a_plan_is_a_partition_of_the_rows_within_the_budget(lengths, ranks, multiple, seed):
+    rows = random.Random(seed).sample(range(len(lengths)), k=len(lengths) * 3 // 4)
+    plan = plan_microbatches(lengths, rows, data_parallel_size=ranks, tokens_per_microbatch=BUDGET, multiple=multiple)
+    bins = [part for rank in plan for part in rank]
+    assert len(plan) == ranks and len({len(rank) for rank in plan}) == 1 and len(plan[0]) % multiple == 0 and len(plan[0]) > 0
+    assert sorted(row for part in bins for row in part) == sorted(rows)
+    assert all(sum(lengths[row] for row in part) <= BUDGET for part in bins)
+    assert sum(not part for part in bins) == max(0, len(bins) - len(rows)), "an empty micro-batch although rows were left"
+    shuffled = random.Random(seed + 1).sample(rows, k=len(rows))
+    assert plan == plan_microbatches(lengths, shuffled, data_parallel_size=ranks, tokens_per_microbatch=BUDGET, multiple=multiple)
+
+
+def test_differencing_by_hand():
+    # 8 7 6 5 4 in two bins: 8-7=1 and 6-5=1 leave 4 1 1; 4-1=3, 3-1=2, hence sums 16 and 14 (greedy would give 17 and 13).
+    bins = largest_differencing([(8, 0), (7, 1), (6, 2), (5, 3), (4, 4)], 2)
+    assert bins == [(16, [1, 3, 4]), (14, [0, 2])]
+    # Three bins, five equal items: 2, 2 and 1 of them.
+    assert [length for length, _ in largest_differencing([(3, row) for row in range(5)], 3)] == [6, 6, 3]
+
+
+def test_where_balance_overruns_the_budget_a_tight_packing_is_used():
+    # 10 = 6 + 4 = 5 + 5: only this pairing fits two micro-batches of 10, and one more would be waste.
+    plan = plan_microbatches([5, 6, 5, 4], range(4), data_parallel_size=1, tokens_per_microbatch=10, multiple=1)
+    assert sorted(plan[0]) == [[0, 2], [1, 3]]
+
+
+def test_bins_left_over_by_a_tight_packing_are_filled():
+    # 7+3, 6+4, 5+5 fills three bins exactly, balance alone overruns at 4 bins nowhere: every one of 4 bins gets rows.
+    lengths = [7, 3, 6, 4, 5, 5]
+    plan = plan_microbatches(lengths, range(6), data_parallel_size=2, tokens_per_microbatch=10, multiple=2)
+    assert all(part for rank in plan for part in rank)
+
+
+def test_log_normal_lengths_fill_and_balance():
+    """Real tokens over the tokens every rank waits for: the largest rank sum, and the largest micro-batch."""
+    rng = random.Random(0)
+    lengths = [min(8192, max(8, int(rng.lognormvariate(6, 1)))) for _ in range(1024)]
+    plan = plan_microbatches(lengths, range(1024), data_parallel_size=4, tokens_per_microbatch=16384, multiple=1)
+    per_rank = [[sum(lengths[row] for row in part) for part in rank] for rank in plan]
+    total, num_bins = sum(lengths), 4 * len(plan[0])
+    assert total / (4 * max(map(sum, per_rank))) > 0.99
+    assert total / (num_bins * max(map(max, per_rank))) > 0.95
+    assert num_bins - 4 < -(-total // 16384), "more micro-batches than the tokens need"
+    assert all(rank == sorted(rank, reverse=True) for rank in per_rank), "the largest micro-batch comes first"
+
+
+def test_a_row_over_the_budget_is_named():
+    with pytest.raises(ValueError, match=r"tokens_per_microbatch = 10: sequence 2 alone has 11 tokens; raise it"):
+        plan_microbatches([3, 10, 11], [0, 1, 2], data_parallel_size=1, tokens_per_microbatch=10, multiple=1)
+    assert plan_microbatches([3, 10, 11], [0, 1], data_parallel_size=1, tokens_per_microbatch=10, multiple=1) == [[[1], [0]]]
