@@ -1,6 +1,6 @@
 """Phases of the resume test, each in processes of its own: ``write`` trains 2 updates, saves, trains 2 more and records every bit (and
 exports the untrained model); ``read`` loads and must record the same bits; ``reshape`` loads what another layout wrote;
-``converted`` reads checkpoints made of HF directories."""
+``converted`` reads checkpoints made of HF directories; ``measured`` compares planned with allocated memory."""
 
 import json
 import math
@@ -12,13 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.utils import get_attr_wrapped_model
 from safetensors.torch import load_file
 
-from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
+from megatron_rl.config.load import compose
+from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig, RolloutConfig
+from megatron_rl.policy import memory
 from megatron_rl.policy.checkpoint import _modules
 from megatron_rl.policy.convert import export_hf
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.policy.optimizer import parts
+from megatron_rl.policy.optimizer import create_state, parts
+from megatron_rl.runtime.cpu import platform
 from megatron_rl.types import LossOutput, SequenceBatch, TokenView
 
 FOLDER = Path(sys.argv[2])
@@ -74,17 +78,26 @@ CONVERTED = [
     Case("ep2", {"expert": 2}, model="qwen3_moe"),
 ]
 
+MEASURED = [
+    Case("tp2", {"tensor": 2, "sequence": True}),
+    Case("tp2_bf16", {"tensor": 2}, "bfloat16"),
+    Case("dp2", SHARDED),
+    Case("dp2_bf16", SHARDED, "bfloat16"),
+    Case("pp2_tied", {"pipeline": 2}, model="qwen2_tied"),
+]
+
+
+def precision(case: Case) -> PrecisionConfig:
+    return PrecisionConfig(**{**compose("precision/fp32"), "params": case.dtype})
+
 
 def build(case: Case) -> MegatronPolicy:
-    layout = {
-        "tensor": 1, "pipeline": 1, "virtual_pipeline": None, "context": 1, "expert": 1, "expert_tensor": None, "sequence": False,
-        "distributed_optimizer": False, "overlap_grad_reduce": False, "overlap_param_gather": False, "recompute": "none",
-        "first_stage_layers": None, "last_stage_layers": None, **case.layout,
-    }  # fmt: skip
+    defaults = compose("config", ["parallel=single", "precision=fp32"])
+    layout = {**defaults["parallel"], "distributed_optimizer": False, **case.layout}
     return MegatronPolicy(
         ModelConfig(path=str(FOLDER / case.model), make_vocab_divisible_by=8),
         ParallelConfig(**layout),
-        PrecisionConfig(params=case.dtype, grad_reduce_in_float32=True),
+        precision(case),
         OPTIM,
         temperature=0.9,
         keep_reference=case.reference,
@@ -225,14 +238,66 @@ def converted(case: Case) -> None:
     policy.close()
 
 
+def saved_bytes(policy: MegatronPolicy) -> tuple[int, int]:
+    """(bytes that the second layer really keeps for its backward, tokens)."""
+    microbatch = policy._pack(batch(0), shares(policy, 1))[0]
+    known = {tensor.untyped_storage().data_ptr() for tensor in policy.modules[0].parameters()}
+    storages: dict[int, int] = {}
+    alive: list[Any] = []  # else an address could be used twice
+    counted: list[int] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            storages[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    layer = get_attr_wrapped_model(policy.modules[0], "decoder", return_model_obj=True).decoder.layers[1]
+    layer.register_forward_pre_hook(lambda *_: storages.clear())
+    layer.register_forward_hook(lambda *_: counted.append(sum(storages.values())))
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), platform():
+        policy.modules[0](
+            input_ids=microbatch.token_ids, position_ids=microbatch.position_ids, attention_mask=None, packed_seq_params=microbatch.packing
+        )
+    return counted[0], microbatch.token_ids.numel()
+
+
+def measured(case: Case) -> None:
+    """The planned memory is within a tenth of what is really allocated."""
+    policy = build(case)
+    rollout = RolloutConfig(**{**compose("rollout/vllm"), "kv_cache_gib": 1.0, "stop": ()})
+    sizes = memory.Sizes(2, 1024, 256, 8, fused=False)
+    planned = memory.plan(policy.arch, policy.parallel, precision(case), rollout, sizes, 1.0)[policy.ranks.pipeline_rank]
+    create_state(policy.optimizer)
+    states = 0
+    for part in parts(policy.optimizer):
+        for parameter, state in part.optimizer.state.items():
+            states += sum(state[key].nbytes for key in ("exp_avg", "exp_avg_sq"))
+            states += parameter.nbytes if case.dtype == "bfloat16" else 0
+    buffers = [buffer for chunk in policy.chunks for buffer in chunk.buffers]
+    pairs = {
+        "weights": (planned.weights, sum(item.tensor.nbytes for item in policy.held)),
+        "gradients": (planned.gradients, sum(buffer.grad_data.nbytes for buffer in buffers)),
+        "optimizer": (planned.optimizer, states),
+    }
+    if policy.ranks.pipeline == 1:
+        saved, tokens = saved_bytes(policy)
+        element = memory.BYTES[case.dtype]
+        pairs["activations"] = (memory.layer_activations(policy.arch, policy.parallel, tokens, element, fused=False), saved)
+    for what, (plan, real) in pairs.items():
+        assert 0.9 <= plan / real <= 1.1, f"{case.name}: {what} planned {plan}, allocated {real}"
+    policy.close()
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     phase, only = sys.argv[1], sys.argv[3:]
     if phase == "reshape":
         work = [(f"{source} -> {case.name}", lambda s=source, c=case: reshape(s, c)) for source, case in RESHAPES]
     else:
-        action = {"write": write, "read": read, "converted": converted}[phase]
-        cases = CONVERTED if phase == "converted" else CASES[dist.get_world_size()]
+        action = {"write": write, "read": read, "converted": converted, "measured": measured}[phase]
+        cases = CONVERTED if phase == "converted" else MEASURED if phase == "measured" else CASES[dist.get_world_size()]
         work = [(case.name, lambda c=case: action(c)) for case in cases]
     for name, run in work:
         if not only or name in only:

@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_refused(folder, tmp_path):
     result = run(command, 60, check=False)
     assert result.returncode == 1 and "is not a distributed checkpoint" in result.stdout and "Traceback" not in result.stdout
     to_megatron(folder / "llama", tmp_path / "llama")
-    with pytest.raises(ValueError, match="holds no decoder.layers.self_attention.linear_qkv.bias"):
+    with pytest.raises(ValueError, match=r"holds no decoder\.layers\.self_attention\.linear_qkv\.bias"):
         to_hf(tmp_path / "llama", tmp_path / "y", folder / "qwen2_tied", 10**9)
     narrow = tmp_path / "narrow"
     narrow.mkdir()
