@@ -24,6 +24,8 @@ from megatron_rl.types import (
     UpdateResult,
 )  # fmt: skip
 
+ENGINE_PARTS = ("weights", "kv_cache")
+
 
 class Policy(Protocol):
     """The trained model and its frozen reference."""
@@ -47,6 +49,13 @@ class Policy(Protocol):
 
     def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: (HF name, whole tensor) on every rank, in one fixed order, padding removed."""
+
+    def offload(self, parts: Sequence[str]) -> None:
+        """Move parts of this rank's state ("weights", "gradients", "optimizer") out of device memory. Gradients are dropped. Until
+        ``reload``, what needs an absent part raises RuntimeError."""
+
+    def reload(self) -> None:
+        """Bring every part back, bit for bit. Does nothing when all are there."""
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> None:
         """Collective: weights, reference weights when kept, optimizer, schedule and ``extra`` (picklable, equal on all ranks)."""
@@ -75,8 +84,12 @@ class RolloutEngine(Protocol):
     def sleep(self) -> None:
         """Free what training needs (a no-op where the build cannot)."""
 
-    def wake(self) -> None:
-        """Undo sleep; weights may be stale until the next sync."""
+    def wake(self, parts: Sequence[str] = ENGINE_PARTS) -> None:
+        """Undo sleep for some of ENGINE_PARTS; parts that are awake stay so. Weights that were lost have version -1 until the next
+        load; generation needs both parts."""
+
+    def memory_bytes(self) -> int:
+        """Device memory that the engine holds now; 0 where it cannot say."""
 
 
 class Reward(Protocol):

@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     set_up_messages(world.rank)
     try:
         config = validate(Config, compose("config", options.overrides, options.config_dir), "the configuration")
-        check(config, world.size)
+        from megatron_rl.policy.machine import this_machine
+
+        check(config, world.size, this_machine())
         from megatron_rl.trainer.build import build_trainer
 
         build_trainer(config, world).run()

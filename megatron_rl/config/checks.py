@@ -8,20 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.load import ConfigError
+from megatron_rl.config.machine import Machine, machine_problems
 from megatron_rl.config.method import reward_scheme_errors
 from megatron_rl.config.schema import Config
 
 
-def check(config: Config, world_size: int) -> None:
-    """Refuses a configuration that cannot run on ``world_size`` processes.
+def check(config: Config, world_size: int, machine: Machine | None = None) -> None:
+    """Refuses a configuration that cannot run on ``world_size`` processes of ``machine`` (None: any machine).
 
     Raises:
         ConfigError: one line for each problem: key, value, remedy.
     """
     problems = [*_parallel(config, world_size), *_batch(config, world_size), *_lengths(config), *_method(config), *_paths(config)]
+    problems += [*_precision(config), *_memory(config)]
     hf_config = read_hf_config(config.model.path)
     if hf_config is not None:
         problems += _model(config, hf_config)
+    if machine is not None:
+        problems += machine_problems(config, machine, hf_config)
     if problems:
         raise ConfigError(problems, "the configuration")
 
@@ -91,6 +95,48 @@ def _lengths(config: Config) -> Iterator[str]:
 
 def _method(config: Config) -> Iterator[str]:
     yield from reward_scheme_errors(config.method, config.reward.accuracy_weight, config.reward.format_weight)
+    if config.rollout.quantization is not None:
+        reason = f"rollout.quantization = {config.rollout.quantization}: the engine's probabilities then differ from the trainer's;"
+        if config.method.mismatch.kind == "none":
+            yield f"{reason} set method.mismatch.kind=tis (truncated importance sampling) as rollout=vllm_fp8 does, icepop or sequence_mask"
+        if config.mismatch_alarm.warn_above is None:
+            yield f"{reason} set mismatch_alarm.warn_above (0.1 in rollout=vllm_fp8)"
+
+
+def _precision(config: Config) -> Iterator[str]:
+    precision, fp8, parallel = config.precision, config.precision.fp8, config.parallel
+    if precision.adam_moments != "float32" and not parallel.distributed_optimizer:
+        yield f"precision.adam_moments = {precision.adam_moments}: needs parallel.distributed_optimizer=true, or set it to float32"
+    if fp8 is None:
+        return
+    if precision.params != "bfloat16":
+        yield f"precision.params = {precision.params}: FP8 layers train bfloat16 weights; set precision.params=bfloat16"
+    delayed = fp8.recipe == "delayed"
+    for key in ("amax_history_len", "amax_compute_algo"):
+        value = getattr(fp8, key)
+        if delayed and value is None:
+            yield f"precision.fp8.{key} = None: recipe delayed needs it; see precision=fp8_delayed"
+        elif not delayed and value is not None:
+            yield f"precision.fp8.{key} = {value}: only recipe delayed has it; set it to null"
+    ends = {key: getattr(fp8, key) for key in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")}
+    for key, layers in ends.items():
+        if delayed and layers:
+            yield f"precision.fp8.{key} = {layers}: recipe delayed cannot leave out layers; set it to 0, or choose another recipe"
+    if fp8.param_gather and not parallel.distributed_optimizer:
+        yield "precision.fp8.param_gather = True: needs parallel.distributed_optimizer=true, or set it to false"
+    if fp8.param_gather and fp8.recipe == "mxfp8":
+        yield "precision.fp8.param_gather = True: not with recipe mxfp8, whose gathers share the gradient buffer; set it to false"
+    kl = config.method.kl
+    if fp8.param_gather and any((kl.coef, kl.coef_positive, kl.coef_negative)):
+        yield "precision.fp8.param_gather = True: the weights cannot be exchanged with the reference's without loss; set it to false"
+
+
+def _memory(config: Config) -> Iterator[str]:
+    offload, fp8 = config.memory.offload, config.precision.fp8
+    if len(set(offload)) < len(offload):
+        yield f"memory.offload = {list(offload)}: names a part twice; name each once"
+    if "weights" in offload and fp8 is not None and fp8.param_gather:
+        yield "memory.offload: weights that are kept in FP8 cannot be offloaded; leave weights out, or set precision.fp8.param_gather=false"
 
 
 def _paths(config: Config) -> Iterator[str]:
@@ -123,6 +169,10 @@ def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[str]:
             f"parallel.pipeline = {parallel.pipeline} (x virtual_pipeline {parallel.virtual_pipeline or 1}): {layers} layers do not "
             f"divide into {chunks} stages; choose a divisor, or set parallel.first_stage_layers / last_stage_layers"
         )
+    fp8 = config.precision.fp8
+    for key in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16") if fp8 is not None else ():
+        if getattr(fp8, key) > layers // parallel.pipeline:
+            yield f"precision.fp8.{key} = {getattr(fp8, key)}: one pipeline stage has {layers // parallel.pipeline} layers; lower it"
     limit = hf_config.get("max_position_embeddings")
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if limit is not None and longest > limit:

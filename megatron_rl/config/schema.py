@@ -53,14 +53,31 @@ class ParallelConfig(Section):
     last_stage_layers: PositiveInt | None
 
 
+class Fp8Config(Section):
+    """Matrix products of the transformer layers in FP8, by Transformer Engine. Embedding, output layer and attention stay in bfloat16."""
+
+    recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"]  # how scales are found
+    format: Literal["hybrid", "e4m3"]  # hybrid: gradients in e5m2
+    param_gather: bool  # weights of the layers are kept in FP8 and gathered so; the optimizer has float32 copies
+    num_layers_at_start_in_bf16: NonNegativeInt
+    num_layers_at_end_in_bf16: NonNegativeInt
+    amax_history_len: PositiveInt | None  # delayed only: steps whose largest values decide the scale
+    amax_compute_algo: Literal["most_recent", "max"] | None  # delayed only
+    logprobs: Literal["same", "bfloat16"]  # old and reference logprobs: in the same recipe as the update, or without FP8
+
+
 class PrecisionConfig(Section):
     params: Literal["float32", "bfloat16"]
     grad_reduce_in_float32: bool
+    fp8: Fp8Config | None  # null = no FP8
+    adam: Literal["auto", "fused"]  # auto: Transformer Engine's or apex's where importable, else torch's; fused: refuse torch's
+    adam_moments: Literal["float32", "bfloat16"]  # bfloat16 needs Transformer Engine's Adam and the distributed optimizer
 
 
 class RolloutConfig(Section):
     tensor: PositiveInt  # vLLM tensor parallelism; replicas = world size / tensor
     dtype: Literal["float32", "bfloat16"]
+    quantization: Literal["fp8"] | None  # weights are quantised as they arrive; needs method.mismatch and mismatch_alarm.warn_above
     temperature: PositiveFloat
     top_p: Annotated[float, Field(gt=0, le=1)]
     top_k: int  # -1 = off
@@ -152,7 +169,15 @@ class LoggingConfig(Section):
     log_samples: NonNegativeInt  # responses written to samples.jsonl each step
 
 
+class MemoryConfig(Section):
+    """What of the policy leaves the device while the engine generates, and the watch over what stays."""
+
+    offload: tuple[Literal["optimizer", "gradients", "weights"], ...]
+    alarm_growth_gib: PositiveFloat | None  # warn when the least memory of a phase over 10 steps grew by more; null = off
+
+
 class MismatchAlarmConfig(Section):
+    warn_above: PositiveFloat | None  # mean |logprob(sampler) - logprob(trainer)| that gets a warning; null = only logged
     abort_above: PositiveFloat | None  # largest |logprob(sampler) - logprob(trainer)| tolerated; null = only logged
 
 
@@ -173,5 +198,6 @@ class Config(Section):
     checkpoint: CheckpointConfig
     evaluation: EvaluationConfig
     logging: LoggingConfig
+    memory: MemoryConfig
     mismatch_alarm: MismatchAlarmConfig
     method: MethodConfig

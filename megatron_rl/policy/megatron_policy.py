@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,22 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from torch import Tensor
 
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
-from megatron_rl.policy import cpu, weights
+from megatron_rl.policy import checkpoint, convert, cpu, weights
 from megatron_rl.policy import optimizer as optim_room
 from megatron_rl.policy import parallel as groups
 from megatron_rl.policy.families import read_architecture
 from megatron_rl.policy.forward import Passes, Totals, loss_consumer, reduce_totals
 from megatron_rl.policy.gather import Gather
 from megatron_rl.policy.layout import padded_vocab
+from megatron_rl.policy.machine import this_machine
 from megatron_rl.policy.model import build_chunks, transformer_config
+from megatron_rl.policy.offload import Offload, dispatcher_tensors, release_caches
 from megatron_rl.policy.packing import Microbatch, multiples, pack, padded_lengths
-from megatron_rl.policy.precision import ddp_config
+from megatron_rl.policy.precision import ddp_config, describe, logprob_format, plain, token_multiple
 from megatron_rl.runtime.cpu import device, platform
 from megatron_rl.types import SequenceBatch, TokenLoss, TokenScores, UpdateResult
+
+log = logging.getLogger(__name__)
 
 
 def _finalize(chunks: Any, num_tokens: Any = None, **more: Any) -> None:
@@ -59,12 +64,12 @@ class MegatronPolicy:
             raise ValueError("\n".join(problems))
         cpu.apply()
         self.ranks = groups.initialize(parallel)
-        self.parallel, self.optim = parallel, optim
+        self.parallel, self.optim, self.precision = parallel, optim, precision
         self.total_optimizer_steps = total_optimizer_steps
         self.optimizer_steps = 0
         self.device = device()
         self.vocab_rows = padded_vocab(self.arch.vocab_size, model.make_vocab_divisible_by, parallel.tensor)
-        self._multiples = multiples(parallel.context, parallel.tensor, parallel.sequence)
+        self._multiples = multiples(parallel.context, parallel.tensor, parallel.sequence, token_multiple(precision))
         with platform():
             self.config = transformer_config(self.arch, parallel, precision)
             self.modules = build_chunks(self.config, self.arch, self.hf_config, model.make_vocab_divisible_by, max_sequence_tokens)
@@ -76,6 +81,11 @@ class MegatronPolicy:
             ]
             self._set_hooks()
             self.optimizer = optim_room.build_optimizer(optim, parallel, precision, self.chunks)
+        parts = {"weights": self._weight_tensors, "gradients": self._gradient_tensors, "optimizer": self._optimizer_tensors}
+        self._offload = Offload(parts, ("gradients",), self.device)
+        self._dispatchers = dispatcher_tensors(self.modules)
+        if dist.get_rank() == 0:
+            log.info("policy: %s", describe(precision, this_machine()))
         self._reference = [item.tensor.detach().to("cpu", copy=True) for item in self.held] if keep_reference else None
         self._gather = Gather(self.held, self.arch, self.ranks, self.vocab_rows)
         self._passes = Passes(self.chunks, self.ranks, self.arch.vocab_size, temperature)
@@ -105,6 +115,7 @@ class MegatronPolicy:
     ) -> TokenScores:
         """See protocols.Policy. Exactly one rank writes each value: tensor rank 0 of the last stage, on the context rank that
         holds the token."""
+        self._offload.require("weights")
         tokens = int(batch.response_lengths.sum())
         values = torch.zeros(2 if entropy else 1, tokens, dtype=torch.float32, device=self.device)
         writes = self.ranks.tensor_rank == 0
@@ -116,7 +127,7 @@ class MegatronPolicy:
                     values[1, microbatch.index] = entropies.float()
             return logprobs.new_zeros(()), None
 
-        with self._weights(reference), platform():
+        with self._weights(reference), logprob_format(self.config, self.precision), platform():
             self._passes.run(self._pack(batch, microbatches), consume, backward=False, entropy="value" if entropy else "none")
         dist.all_reduce(values)
         return TokenScores(logprobs=values[0], entropy=values[1] if entropy else None)
@@ -136,6 +147,7 @@ class MegatronPolicy:
         self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], loss: TokenLoss, *, entropy: bool = False
     ) -> Totals:
         """Collective: loss and metrics of the minibatch; leaves its gradient in the parameters. The first half of an update."""
+        self._offload.require("weights", "gradients", "optimizer")
         with platform():
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
@@ -166,8 +178,9 @@ class MegatronPolicy:
 
     def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See protocols.Policy."""
+        self._offload.require("weights")
         self._settle()
-        yield from self._gather.run()
+        yield from self._gather.run(plain)
 
     def gathered_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: the gradients left by ``backward``, by HF name (not with a distributed optimizer over more than one
@@ -209,22 +222,46 @@ class MegatronPolicy:
             return None
         return {(item.chunk, item.name): tensor for item, tensor in zip(self.held, self._reference, strict=True)}
 
-    def save(self, path: Path, extra: Mapping[str, Any]) -> None:
-        from megatron_rl.policy import checkpoint
+    def offload(self, parts: Sequence[str]) -> None:
+        """See protocols.Policy."""
+        if "weights" not in self._offload.away:
+            self._settle()
+        if "gradients" in parts:
+            self.optimizer.zero_grad()  # copies of gradients, and views into their buffers
+        if parts:
+            release_caches(self.modules, self._dispatchers)
+        self._offload.offload(parts)
 
+    def reload(self) -> None:
+        """See protocols.Policy."""
+        self._offload.reload()
+
+    def _weight_tensors(self) -> Iterable[Tensor]:
+        return (parameter.data for module in self.modules for parameter in module.parameters())
+
+    def _gradient_tensors(self) -> Iterable[Tensor]:
+        return (parameter.main_grad for module in self.modules for parameter in module.parameters())
+
+    def _optimizer_tensors(self) -> Iterable[Tensor]:
+        for part in optim_room.parts(self.optimizer):
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    yield parameter.data
+                    yield from (value for value in part.optimizer.state.get(parameter, {}).values() if torch.is_tensor(value))
+
+    def save(self, path: Path, extra: Mapping[str, Any]) -> None:
+        self._offload.require("weights", "gradients", "optimizer")
         self._settle()
         with platform():
             checkpoint.save(self, path, extra)
 
     def load(self, path: Path) -> Mapping[str, Any]:
-        from megatron_rl.policy import checkpoint
-
+        self._offload.require("weights", "gradients", "optimizer")
         with platform():
             return checkpoint.load(self, path)
 
     def export(self, path: Path) -> None:
-        from megatron_rl.policy import convert
-
+        self._offload.require("weights")
         convert.export_hf(self, path)
 
     def close(self) -> None:

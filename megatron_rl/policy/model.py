@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import logging
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -25,19 +21,8 @@ from megatron_rl.config.schema import ParallelConfig, PrecisionConfig
 from megatron_rl.policy.attention import PackedAttention, RMSNorm
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.layout import padded_vocab
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-log = logging.getLogger(__name__)
-
-
-@functools.cache
-def has_transformer_engine() -> bool:
-    """Whether layers come from Transformer Engine; says so once where they do not."""
-    if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
-        if dist.get_rank() == 0:
-            log.warning("Transformer Engine is not used: layers are those of megatron-core and torch")
-        return False
-    return True
+from megatron_rl.policy.machine import this_machine
+from megatron_rl.policy.precision import model_fields
 
 
 class HiddenStates(GPTModel):
@@ -61,7 +46,6 @@ class HiddenStates(GPTModel):
 
 def transformer_config(arch: Architecture, parallel: ParallelConfig, precision: PrecisionConfig) -> TransformerConfig:
     """megatron's configuration for ``arch``. ``calculate_per_token_loss`` is set here because DDP reads it when it wraps."""
-    dtype = DTYPES[precision.params]
     on_cpu = not torch.cuda.is_available()
     interleaved = parallel.virtual_pipeline is not None
     fields: dict[str, Any] = dict(
@@ -69,7 +53,6 @@ def transformer_config(arch: Architecture, parallel: ParallelConfig, precision: 
         num_query_groups=arch.num_kv_heads, kv_channels=arch.head_dim, ffn_hidden_size=arch.ffn_hidden_size,
         normalization="RMSNorm", layernorm_epsilon=arch.norm_eps, gated_linear_unit=True, activation_func=F.silu,
         add_bias_linear=False, add_qkv_bias=arch.qkv_bias, qk_layernorm=arch.qk_norm, attention_dropout=0.0, hidden_dropout=0.0,
-        params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=parallel.tensor, pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline, context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert, expert_tensor_parallel_size=parallel.expert_tensor or 1,
@@ -81,7 +64,7 @@ def transformer_config(arch: Architecture, parallel: ParallelConfig, precision: 
         moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True, use_cpu_initialization=on_cpu, perform_initialization=False,
         gradient_accumulation_fusion=False, persist_layer_norm=False, bias_activation_fusion=False, bias_dropout_fusion=False,
-        masked_softmax_fusion=False, apply_rope_fusion=False, moe_permute_fusion=False,
+        masked_softmax_fusion=False, apply_rope_fusion=False, moe_permute_fusion=False, **model_fields(precision, arch.num_experts),
     )  # fmt: skip
     if arch.num_experts:
         fields |= dict(
@@ -100,7 +83,7 @@ def transformer_config(arch: Architecture, parallel: ParallelConfig, precision: 
 def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Transformer Engine's layers where it is installed, else megatron's own with attention and norm of this package."""
     experts, qk_norm = config.num_moe_experts, config.qk_layernorm
-    if has_transformer_engine():
+    if this_machine().transformer_engine is not None:
         from megatron.core.extensions.transformer_engine import TENorm  # absent without Transformer Engine
 
         layer = get_gpt_layer_with_transformer_engine_spec(num_experts=experts, moe_grouped_gemm=False, qk_layernorm=qk_norm)
@@ -146,4 +129,4 @@ def build_chunks(config: TransformerConfig, arch: Architecture, hf: Any, divisib
     return chunks
 
 
-__all__ = ["DTYPES", "HiddenStates", "ModuleSpec", "build_chunks", "has_transformer_engine", "layer_spec", "transformer_config"]
+__all__ = ["HiddenStates", "ModuleSpec", "build_chunks", "layer_spec", "transformer_config"]

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megatron_rl.config.schema import OptimConfig, ParallelConfig, PrecisionConfig
-from megatron_rl.policy.model import DTYPES
+from megatron_rl.policy.precision import optimizer_config
 
 
 def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
@@ -35,22 +35,7 @@ def build_optimizer(
     optim: OptimConfig, parallel: ParallelConfig, precision: PrecisionConfig, chunks: Sequence[torch.nn.Module]
 ) -> MegatronOptimizer:
     """AdamW over the chunks; no weight decay on biases and norms."""
-    dtype = DTYPES[precision.params]
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=optim.learning_rate,
-        min_lr=optim.min_learning_rate,
-        weight_decay=optim.weight_decay,
-        adam_beta1=optim.beta1,
-        adam_beta2=optim.beta2,
-        adam_eps=optim.eps,
-        clip_grad=optim.clip_grad,
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        use_distributed_optimizer=parallel.distributed_optimizer,
-        overlap_param_gather=parallel.overlap_param_gather,
-    )
-    return get_megatron_optimizer(config, list(chunks))
+    return get_megatron_optimizer(optimizer_config(optim, parallel, precision), list(chunks))
 
 
 def parts(optimizer: MegatronOptimizer) -> list[Any]:
@@ -76,7 +61,8 @@ def step(optimizer: MegatronOptimizer, optim: OptimConfig, rate: float) -> tuple
         for part in parts(optimizer):
             parameters = part.get_parameters()
             if parameters:
-                clip_grad_by_total_norm_fp32(parameters, max_norm=optim.clip_grad, total_norm=norm)
+                decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(parameters, max_norm=optim.clip_grad, total_norm=norm, use_decoupled_grad=decoupled)
     optimizer.step_with_ready_grads()
     return norm, False
 

@@ -17,16 +17,20 @@ from megatron_rl.types import SequenceBatch
 @dataclass(frozen=True)
 class Multiples:
     """What lengths must divide by: each sequence by ``sequence`` (two chunks for every context rank), their total by ``total``
-    (every tensor rank's share under sequence parallelism)."""
+    (every tensor rank's share under sequence parallelism, and what the number format asks of each rank's tokens)."""
 
     sequence: int
     total: int
 
 
-def multiples(context: int, tensor: int, sequence_parallel: bool) -> Multiples:
-    """The one home of padding rules. Example: ``multiples(2, 2, True)`` is ``Multiples(sequence=4, total=4)``."""
+def multiples(context: int, tensor: int, sequence_parallel: bool, rank_tokens: int = 1) -> Multiples:
+    """The one home of padding rules. ``rank_tokens``: what the tokens of one rank must divide by (FP8: 16, 32 or 128).
+
+    Examples: ``multiples(2, 2, True)`` is ``Multiples(sequence=4, total=4)``, ``multiples(2, 2, True, 16)`` has a total of 64.
+    """
     each = 2 * context if context > 1 else 1
-    return Multiples(each, math.lcm(each, context * tensor if sequence_parallel else 1))
+    ranks = context * tensor if sequence_parallel else context if rank_tokens > 1 else 1
+    return Multiples(each, math.lcm(each, ranks * rank_tokens))
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,42 @@
-"""Number formats: of parameters, gradients and optimizer states."""
+"""Number formats: of parameters, gradients, optimizer states and, through Transformer Engine, of the matrix products of layers."""
 
 from __future__ import annotations
 
-from megatron.core.distributed import DistributedDataParallelConfig
+import contextlib
+from collections.abc import Iterator
+from typing import Any
 
-from megatron_rl.config.schema import ParallelConfig, PrecisionConfig
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_rl.config.machine import BLOCK, Machine
+from megatron_rl.config.schema import OptimConfig, ParallelConfig, PrecisionConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SOURCES = {"transformer_engine": "Transformer Engine", "apex": "apex", "torch": "torch"}
+
+
+def model_fields(precision: PrecisionConfig, num_experts: int) -> dict[str, Any]:
+    """The fields of megatron's TransformerConfig that say in which format numbers are."""
+    dtype = DTYPES[precision.params]
+    fields: dict[str, Any] = dict(params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16)
+    fp8 = precision.fp8
+    if fp8 is None:
+        return fields
+    start, end = fp8.num_layers_at_start_in_bf16, fp8.num_layers_at_end_in_bf16
+    fields |= dict(
+        fp8=fp8.format, fp8_recipe=fp8.recipe, fp8_param=fp8.param_gather, first_last_layers_bf16=start + end > 0,
+        num_layers_at_start_in_bf16=start, num_layers_at_end_in_bf16=end,
+        # The tokens of every expert are filled up too: their number is no multiple of anything.
+        moe_router_padding_for_quantization=num_experts > 0,
+    )  # fmt: skip
+    if fp8.recipe == "delayed":
+        fields |= dict(fp8_amax_history_len=fp8.amax_history_len, fp8_amax_compute_algo=fp8.amax_compute_algo)
+    return fields
 
 
 def ddp_config(parallel: ParallelConfig, precision: PrecisionConfig) -> DistributedDataParallelConfig:
@@ -14,4 +46,84 @@ def ddp_config(parallel: ParallelConfig, precision: PrecisionConfig) -> Distribu
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         use_distributed_optimizer=parallel.distributed_optimizer,
+        fp8_param_gather=precision.fp8 is not None and precision.fp8.param_gather,
     )
+
+
+def optimizer_config(optim: OptimConfig, parallel: ParallelConfig, precision: PrecisionConfig) -> OptimizerConfig:
+    """megatron's AdamW. With ``adam_moments`` below float32 the two moments are kept in that format, the weights in float32, and the
+    gradients in the format in which they are summed."""
+    dtype, moments = DTYPES[precision.params], DTYPES[precision.adam_moments]
+    fields: dict[str, Any] = {}
+    if moments != torch.float32:
+        grads = torch.float32 if precision.grad_reduce_in_float32 else dtype
+        fields = dict(use_precision_aware_optimizer=True, exp_avg_dtype=moments, exp_avg_sq_dtype=moments, main_grads_dtype=grads)
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=optim.learning_rate,
+        min_lr=optim.min_learning_rate,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.beta1,
+        adam_beta2=optim.beta2,
+        adam_eps=optim.eps,
+        clip_grad=optim.clip_grad,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp8_recipe=None if precision.fp8 is None else precision.fp8.recipe,
+        use_distributed_optimizer=parallel.distributed_optimizer,
+        overlap_param_gather=parallel.overlap_param_gather,
+        **fields,
+    )
+
+
+def token_multiple(precision: PrecisionConfig) -> int:
+    """Tokens of one rank must divide by this: the kernels of FP8 multiply over them in the backward."""
+    return 1 if precision.fp8 is None else BLOCK[precision.fp8.recipe]
+
+
+@contextlib.contextmanager
+def logprob_format(config: TransformerConfig, precision: PrecisionConfig) -> Iterator[None]:
+    """For the duration of a pass without gradient: no FP8 where ``precision.fp8.logprobs`` is bfloat16. megatron asks ``config`` at
+    every forward; weights that are kept in FP8 are read as bfloat16 then."""
+    if precision.fp8 is None or precision.fp8.logprobs == "same":
+        yield
+        return
+    recipe, config.fp8 = config.fp8, None
+    try:
+        yield
+    finally:
+        config.fp8 = recipe
+
+
+def plain(parameter: Tensor) -> Tensor:
+    """The values of a parameter as an ordinary tensor: itself, unless it is kept in FP8."""
+    return dequantize_fp8_tensor(parameter) if is_float8tensor(parameter) else parameter
+
+
+@torch.no_grad()
+def assign(parameter: Tensor, values: Tensor) -> None:
+    """Writes whole ``values`` into a parameter. One that is kept in FP8 is quantised; the unrounded values are left where the
+    optimizer looks for the start of its float32 copy."""
+    parameter.copy_(values)
+    if is_float8tensor(parameter) and hasattr(parameter, "_high_precision_init_val"):
+        parameter._high_precision_init_val = values.detach().cpu()
+
+
+def describe(precision: PrecisionConfig, machine: Machine) -> str:
+    """What was chosen, in one line.
+
+    Example: "layers of Transformer Engine 2.11.0, weights bfloat16, FP8 tensorwise (hybrid), Adam of Transformer Engine".
+    """
+    engine = machine.transformer_engine
+    parts = [f"layers of Transformer Engine {engine}" if engine else "layers of megatron-core and torch", f"weights {precision.params}"]
+    if precision.fp8 is not None:
+        fp8 = precision.fp8
+        ends = fp8.num_layers_at_start_in_bf16 + fp8.num_layers_at_end_in_bf16
+        parts.append(
+            f"FP8 {fp8.recipe} ({fp8.format})"
+            + (f", {ends} layers in bfloat16" if ends else "")
+            + (", weights kept in FP8" if fp8.param_gather else "")
+            + (", logprobs without FP8" if fp8.logprobs == "bfloat16" else "")
+        )
+    moments = "" if precision.adam_moments == "float32" else f" with {precision.adam_moments} moments"
+    return ", ".join([*parts, f"Adam of {SOURCES[machine.adam]}{moments}"])

@@ -32,6 +32,7 @@ from megatron_rl.policy.layout import (
     local_shape,
 )  # fmt: skip
 from megatron_rl.policy.parallel import Ranks
+from megatron_rl.policy.precision import assign
 
 # Transformer Engine fuses a norm into the linear layer behind it and calls its weight so.
 FUSED_NORMS = {
@@ -155,8 +156,8 @@ def load(held: Sequence[Held], arch: Architecture, path: Path) -> None:
     checkpoint.check(arch)
     with torch.no_grad():
         for item in held:
-            if item.parameter.slot.kind == "vocab":
-                item.tensor.zero_()
+            values = torch.zeros(tuple(item.tensor.shape), dtype=item.tensor.dtype)
             shapes = hf_shapes(item.parameter, arch)
             for box in item.boxes:
-                item.tensor[box_slices(box.local, box.shape)].copy_(checkpoint.read(box, shapes[box.name]))
+                values[box_slices(box.local, box.shape)] = checkpoint.read(box, shapes[box.name]).to(values.dtype)
+            assign(item.tensor, values)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.protocols import ENGINE_PARTS
 from megatron_rl.rollout.sampling import request_seed, vllm_sampling
 from megatron_rl.rollout.shared_memory import private_segments
 from megatron_rl.rollout.stream import CheckedStream, expected_tensors
@@ -59,6 +60,7 @@ class VllmEngine:
         self._failure: str | None = None
         self._expected = expected_tensors(Path(model_path))
         self._eos_token_ids = eos_token_ids(Path(model_path))
+        self._asleep: set[str] = set()
         self._can_sleep = torch.cuda.is_available() and config.sleep_level > 0
         if config.sleep_level > 0 and not self._can_sleep and rank == 0:
             logger.warning("rollout.sleep_level=%d has no effect: this build of vLLM cannot sleep", config.sleep_level)
@@ -80,7 +82,7 @@ class VllmEngine:
             ValueError: a prompt or the wanted response is longer than the engine was built for; stop strings without tokenizer.
             RuntimeError: a weight update failed before.
         """
-        self._require_usable()
+        self._require_usable(ENGINE_PARTS)
         self._check(prompts, sampling)
         if not prompts:
             return []
@@ -103,7 +105,7 @@ class VllmEngine:
             WeightSyncError: what comes is not what the checkpoint holds. Found at the first tensor, the engine keeps its old
                 weights; found later, or on any other exception, it refuses to generate from then on.
         """
-        self._require_usable()
+        self._require_usable(("weights",))
         stream = CheckedStream(weights, self._expected, getattr(torch, self._config.dtype))
         checked = iter(stream)
         first = next(checked)
@@ -123,13 +125,27 @@ class VllmEngine:
 
     def sleep(self) -> None:
         """Free what training needs: level 1 moves the weights to the host, level 2 drops them; both drop the cache."""
-        if self._can_sleep:
+        if self._can_sleep and not self._asleep:
             self._llm.sleep(level=self._config.sleep_level)
+            self._asleep = set(ENGINE_PARTS)
+            if self._config.sleep_level == 2:
+                self.weight_version = -1
 
-    def wake(self) -> None:
+    def wake(self, parts: Sequence[str] = ENGINE_PARTS) -> None:
         """Undo sleep; after level 2 the weights are undefined until the next ``load_weights``."""
-        if self._can_sleep:
-            self._llm.wake_up()
+        wanted = [part for part in parts if part in self._asleep]
+        if wanted:
+            self._llm.wake_up(tags=wanted)
+            self._asleep -= set(wanted)
+
+    def memory_bytes(self) -> int:
+        """What vLLM's own allocator holds of the parts that are awake (0 without sleep mode, when torch's allocator has all)."""
+        if not self._can_sleep:
+            return 0
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        allocations = CuMemAllocator.get_instance().pointer_to_data.values()  # asleep ones are listed too
+        return sum(data.handle[1] for data in allocations if data.tag not in self._asleep)
 
     def _completion(self, output: CompletionOutput) -> Completion:
         token_ids = tuple(output.token_ids)
@@ -138,9 +154,12 @@ class VllmEngine:
         truncated = output.finish_reason == "length"
         return Completion(token_ids, tuple(flat.logprobs), truncated, self.weight_version)
 
-    def _require_usable(self) -> None:
+    def _require_usable(self, parts: Sequence[str]) -> None:
         if self._failure is not None:
             raise RuntimeError(f"the rollout engine is unusable, its weights are half replaced: {self._failure}")
+        missing = self._asleep & set(parts)
+        if missing:
+            raise RuntimeError(f"the {' and '.join(sorted(missing))} of the rollout engine are asleep; call wake() first")
 
     def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         config = self._config
@@ -169,6 +188,7 @@ def engine_arguments(model_path: str, config: RolloutConfig, seed: int) -> dict[
         "distributed_executor_backend": "external_launcher",
         "worker_extension_cls": "megatron_rl.rollout.worker.WeightReceiver",
         "dtype": config.dtype,
+        "quantization": config.quantization,
         "max_model_len": config.max_prompt_tokens + config.max_response_tokens,
         "max_num_seqs": config.max_num_seqs,
         "enforce_eager": config.enforce_eager,

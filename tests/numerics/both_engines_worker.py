@@ -33,7 +33,7 @@ def build_policy(path: Path, layout: dict) -> MegatronPolicy:
     return MegatronPolicy(
         ModelConfig(path=str(path), make_vocab_divisible_by=64),
         ParallelConfig(**{**DEFAULTS, **layout}),
-        PrecisionConfig(params="float32", grad_reduce_in_float32=True),
+        PrecisionConfig(params="float32", grad_reduce_in_float32=True, fp8=None, adam="auto", adam_moments="float32"),
         OPTIM,
         temperature=TEMPERATURE,
         keep_reference=False,

@@ -50,9 +50,9 @@ def write(arch: str, seed: int, directory: Path) -> Path:
 
 def engine_config(**changes: object) -> RolloutConfig:
     values = {
-        "tensor": 1, "dtype": "float32", "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_prompt_tokens": 300, "max_response_tokens": 64,
-        "stop": (), "max_num_seqs": 64, "kv_cache_gib": 0.03125, "gpu_memory_utilization": 0.5, "enforce_eager": True,
-        "enable_prefix_caching": True, "sleep_level": 0,
+        "tensor": 1, "dtype": "float32", "quantization": None, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_prompt_tokens": 300,
+        "max_response_tokens": 64, "stop": (), "max_num_seqs": 64, "kv_cache_gib": 0.03125, "gpu_memory_utilization": 0.5,
+        "enforce_eager": True, "enable_prefix_caching": True, "sleep_level": 0,
     }  # fmt: skip
     return RolloutConfig(**{**values, **changes})
 
