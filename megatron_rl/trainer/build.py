@@ -11,8 +11,10 @@ from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.runtime.launch import World
+from megatron_rl.runtime.memory import Ledger, memory_in_use
 from megatron_rl.runtime.signals import StopRequest
 from megatron_rl.trainer.evaluate import Evaluator
+from megatron_rl.trainer.handover import HandOver
 from megatron_rl.trainer.rollouts import Generator, Rollouts
 from megatron_rl.trainer.run_folder import RunFolder
 from megatron_rl.trainer.settings import evaluation_sampling, num_optimizer_steps, rollout_sampling, schedule, stop_token_ids
@@ -61,10 +63,11 @@ def build_trainer(config: Config, world: World) -> Trainer:
     evaluator = Evaluator(
         generator, held_out[: config.evaluation.num_prompts], evaluation_sampling(config, stop_ids), config.evaluation.pass_at
     )
+    weight_sync = GatherSync(policy, engine, verify=config.weight_sync.verify)
+    ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), config.memory.alarm_growth_gib)
     parts = Parts(
         policy=policy,
-        engine=engine,
-        weight_sync=GatherSync(policy, engine, verify=config.weight_sync.verify),
+        hand_over=HandOver(policy, engine, weight_sync, config.memory.offload, ledger),
         method=method,
         rollouts=rollouts,
         evaluator=evaluator,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,15 +11,18 @@ import torch
 
 from megatron_rl.data.packing import plan_microbatches
 from megatron_rl.loss import Method
-from megatron_rl.protocols import Policy, RolloutEngine, WeightSync
+from megatron_rl.protocols import Policy
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import resident_gib
 from megatron_rl.trainer.evaluate import Evaluator
+from megatron_rl.trainer.handover import HandOver
 from megatron_rl.trainer.metrics import Clock, entropy_metrics, mismatch_metrics, rollout_metrics, update_metrics
 from megatron_rl.trainer.objective import MinibatchLoss, Scored, on_cpu, response_batch
 from megatron_rl.trainer.rollouts import Experience, Rollouts
 from megatron_rl.trainer.run_folder import RunFolder
 from megatron_rl.trainer.settings import Schedule
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,7 @@ class Parts:
     """The objects a trainer drives; ``trainer/build.py`` makes them."""
 
     policy: Policy
-    engine: RolloutEngine
-    weight_sync: WeightSync
+    hand_over: HandOver
     method: Method
     rollouts: Rollouts
     evaluator: Evaluator
@@ -45,8 +48,7 @@ class Trainer:
         ``requeue`` marker)."""
         parts, plan = self.parts, self.schedule
         finished = parts.folder.resume(parts.policy, parts.rollouts)
-        parts.engine.wake()
-        parts.weight_sync.sync(finished)
+        parts.hand_over.to_engine(finished)
         if finished == 0 and plan.evaluate_at_start:
             parts.folder.log({"step": 0} | self._evaluate())
         for step in range(finished + 1, plan.num_steps + 1):
@@ -56,6 +58,7 @@ class Trainer:
             parts.folder.log(metrics)
             stop = parts.world.any(parts.stop_requested())
             if stop or (plan.save_every and step % plan.save_every == 0) or step == plan.num_steps:
+                parts.hand_over.to_policy()
                 parts.folder.save(step, parts.policy, parts.rollouts)
             if stop:
                 parts.folder.request_requeue(step)
@@ -66,8 +69,10 @@ class Trainer:
         """One rollout phase, its optimizer steps and the weight sync; returns the metrics of the step."""
         parts, clock = self.parts, Clock()
         with clock("step"):
-            experience = parts.rollouts.collect(step, clock)
-            parts.engine.sleep()
+            with parts.hand_over.generation():
+                experience = parts.rollouts.collect(step, clock)
+            with clock("reload"):
+                parts.hand_over.to_policy()
             with clock("logprob"):
                 scored = self._score(experience)
             mismatch = mismatch_metrics(scored.old.logprobs, experience.sampler_logprobs)
@@ -75,8 +80,7 @@ class Trainer:
             with clock("update"):
                 updated = self._update(step, scored)
             with clock("sync"):
-                parts.engine.wake()
-                synced = parts.weight_sync.sync(step)
+                synced = parts.hand_over.to_engine(step)
         parts.folder.log_samples(step, experience.responses)
         return {
             "step": step,
@@ -89,6 +93,7 @@ class Trainer:
             **{f"time/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
             "throughput/response_tokens_per_s": int(experience.sequences.response_lengths.sum()) / clock.seconds["step"],
             "memory/rss_gib": resident_gib(),
+            **parts.hand_over.ledger.end_step(),
         }
 
     def _score(self, experience: Experience) -> Scored:
@@ -135,6 +140,9 @@ class Trainer:
         return plan[policy.data_parallel_rank]
 
     def _check_mismatch(self, step: int, mismatch: dict[str, float]) -> None:
+        warn, mean = self.schedule.warn_mismatch_above, "mismatch/logprob_abs_diff_mean"
+        if warn is not None and mismatch[mean] > warn:
+            log.warning("step %d: %s = %.3g is above mismatch_alarm.warn_above = %g", step, mean, mismatch[mean], warn)
         limit, key = self.schedule.abort_mismatch_above, "mismatch/logprob_abs_diff_max"
         if limit is not None and mismatch[key] > limit:
             raise ValueError(
@@ -150,6 +158,6 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         clock = Clock()
-        with clock("evaluation"):
+        with clock("evaluation"), self.parts.hand_over.generation():
             metrics = self.parts.evaluator.run(Clock())
         return metrics | {"time/evaluation_s": clock.seconds["evaluation"]}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.protocols import ENGINE_PARTS
 from megatron_rl.types import (
     Completion,
     Prompt,
@@ -35,6 +36,7 @@ class BanditPolicy:
         self.learning_rate = learning_rate
         self.microbatch_sizes: list[list[int]] = []
         self.exported: Path | None = None
+        self.away: dict[str, Tensor | None] = {}
 
     def _view(self, batch: SequenceBatch, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         index = torch.cat([torch.arange(int(batch.response_offsets[row]), int(batch.response_offsets[row + 1])) for row in rows])
@@ -56,6 +58,7 @@ class BanditPolicy:
     def update(
         self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], loss: TokenLoss, *, entropy: bool = False
     ) -> UpdateResult:
+        assert not self.away
         self.microbatch_sizes.append([len(rows) for rows in microbatches])
         logits = self.logits.clone().requires_grad_()
         total, metrics = 0.0, {}
@@ -69,10 +72,22 @@ class BanditPolicy:
         self.logits -= self.learning_rate * logits.grad
         return UpdateResult(total, logits.grad.norm().item(), self.learning_rate, False, metrics)
 
+    def offload(self, parts: Sequence[str]) -> None:
+        for part in parts:
+            self.away[part] = self.logits if part == "weights" else None
+            if part == "weights":
+                del self.logits
+
+    def reload(self) -> None:
+        if "weights" in self.away:
+            self.logits = self.away["weights"]
+        self.away = {}
+
     def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield "logits", self.logits
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> None:
+        assert not self.away
         path.mkdir(parents=True)
         torch.save({"logits": self.logits, "extra": dict(extra)}, path / "state.pt")
         (path / "manifest.json").write_text(json.dumps({"info": {}, "files": {"state.pt": (path / "state.pt").stat().st_size}}))
@@ -92,7 +107,7 @@ class BanditEngine:
     def __init__(self) -> None:
         self.logits = torch.zeros(VOCAB, dtype=torch.float64)
         self.weight_version = -1
-        self.asleep = False
+        self.asleep: set[str] = set()
         self.requests = 0
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
@@ -110,16 +125,19 @@ class BanditEngine:
         return Completion(tuple(ids), tuple(logprobs), False, self.weight_version)
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> Mapping[str, str]:
-        assert not self.asleep
+        assert "weights" not in self.asleep
         self.logits = dict(weights)["logits"].clone()
         self.weight_version = version
         return {}
 
     def sleep(self) -> None:
-        self.asleep = True
+        self.asleep = set(ENGINE_PARTS)
 
-    def wake(self) -> None:
-        self.asleep = False
+    def wake(self, parts: Sequence[str] = ENGINE_PARTS) -> None:
+        self.asleep -= set(parts)
+
+    def memory_bytes(self) -> int:
+        return 0
 
 
 class BanditSync:

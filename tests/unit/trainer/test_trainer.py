@@ -14,7 +14,9 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.loss import load_method
 from megatron_rl.runtime.launch import World
+from megatron_rl.runtime.memory import Ledger, memory_in_use
 from megatron_rl.trainer.evaluate import Evaluator
+from megatron_rl.trainer.handover import HandOver
 from megatron_rl.trainer.metrics import defined
 from megatron_rl.trainer.rollouts import Generator, Rollouts
 from megatron_rl.trainer.run_folder import RunFolder
@@ -48,7 +50,9 @@ def build(tmp_path: Path):
         rollouts = Rollouts(generator, loader, method_object, rollout_sampling(config, ()), prompts_per_step=4, seed=config.seed)
         evaluator = Evaluator(generator, prompts(4), Sampling(1, 3, temperature=0.0), (1,))
         folder = RunFolder(config, WORLD)
-        parts = Parts(policy, engine, BanditSync(policy, engine), method_object, rollouts, evaluator, folder, WORLD, stop)
+        ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), None)
+        hand_over = HandOver(policy, engine, BanditSync(policy, engine), config.memory.offload, ledger)
+        parts = Parts(policy, hand_over, method_object, rollouts, evaluator, folder, WORLD, stop)
         return Trainer(parts, schedule_of(config))
 
     return build
@@ -70,7 +74,7 @@ def test_reward_rises_and_the_engine_follows_the_policy(build):
     assert metrics[-1]["reward/mean"] > metrics[1]["reward/mean"] + 0.3
     assert metrics[-1]["eval/accuracy"] == 1.0
     assert all(row["mismatch/logprob_abs_diff_max"] < 1e-6 for row in metrics[1:])
-    assert torch.equal(trainer.parts.engine.logits, trainer.parts.policy.logits)
+    assert torch.equal(trainer.parts.hand_over.engine.logits, trainer.parts.policy.logits)
 
 
 def test_every_metric_is_in_the_table(build):
@@ -148,12 +152,32 @@ def test_never_resuming_refuses_a_used_folder(build):
 
 def test_the_mismatch_alarm_names_step_value_and_key(build):
     trainer = build("mismatch_alarm.abort_above=0.01")
-    trainer.parts.weight_sync.sync = lambda version: (
-        BanditSync(trainer.parts.policy, trainer.parts.engine).sync(version) if version == 0 else stale
+    trainer.parts.hand_over.weight_sync.sync = lambda version: (
+        BanditSync(trainer.parts.policy, trainer.parts.hand_over.engine).sync(version) if version == 0 else stale
     )
     stale = BanditSync(trainer.parts.policy, BanditEngine()).sync(0)
     with pytest.raises(ValueError, match=r"step 2: mismatch/logprob_abs_diff_max = .* mismatch_alarm.abort_above"):
         trainer.run()
+
+
+def test_a_mismatch_above_the_warning_threshold_is_said_and_the_run_goes_on(build, caplog):
+    trainer = build("mismatch_alarm.warn_above=1e-9")
+    fresh = trainer.parts.hand_over.weight_sync
+    stale = fresh.sync(0)
+    fresh.sync = lambda version: stale  # the engine keeps the weights of the start
+    trainer.run()
+    said = [record.getMessage() for record in caplog.records if "mismatch_alarm.warn_above" in record.getMessage()]
+    assert len(said) == 2 and said[0].startswith("step 2: mismatch/logprob_abs_diff_mean = ")
+
+
+def test_the_memory_of_every_phase_is_in_the_metrics_and_offloading_changes_nothing_else(build):
+    plain, lean = build("trainer.num_steps=4"), build("trainer.num_steps=4", "memory.offload=[optimizer,gradients,weights]", run="lean")
+    plain.run()
+    lean.run()
+    assert [timeless(row) for row in rows(plain)] == [timeless(row) for row in rows(lean)]
+    phases = ("update", "offload", "wake_weights", "sync", "wake_kv_cache", "generate", "sleep", "reload")
+    assert all(row[f"memory/{phase}_host_gib"] > 0 for row in rows(lean)[1:] for phase in phases)
+    assert lean.parts.policy.away == {}
 
 
 def test_dynamic_sampling_keeps_informative_groups_and_refills(build):
@@ -162,7 +186,7 @@ def test_dynamic_sampling_keeps_informative_groups_and_refills(build):
     last = rows(trainer)[-1]
     assert last["rollout/num_responses"] == 32
     assert last["credit/zero_spread_group_share"] == 0
-    assert trainer.parts.engine.requests > 4 * 3
+    assert trainer.parts.hand_over.engine.requests > 4 * 3
 
 
 def test_dynamic_sampling_without_any_informative_group_says_what_to_do(build):

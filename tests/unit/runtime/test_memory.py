@@ -1,0 +1,63 @@
+"""The ledger of memory and its alarm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_rl.runtime.memory import Ledger, memory_in_use, resident_gib
+
+
+def run(values: list[float], alarm: float | None, phase: str = "sleep") -> Iterator[dict[str, float]]:
+    source = iter(values)
+    ledger = Ledger(lambda: {"host": next(source)}, alarm)
+    for _ in values:
+        ledger.record(phase)
+        yield ledger.end_step()
+
+
+def test_the_last_record_of_a_phase_counts_and_a_step_starts_empty():
+    values = iter([1.0, 2.0, 5.0])
+    ledger = Ledger(lambda: {"host": next(values)}, 1.0)
+    for phase in ("sync", "generate", "generate"):
+        ledger.record(phase)
+    assert ledger.end_step() == {"memory/sync_host_gib": 1.0, "memory/generate_host_gib": 5.0}
+    assert ledger.end_step() == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "alarms"),
+    [
+        ([4.0] * 10 + [4.4] * 10, 0),  # less than the threshold
+        ([4.0] * 10 + [4.6] * 10, 1),
+        ([4.0] * 10 + [9.0] * 9 + [4.1], 0),  # peaks, but the floor is where it was
+        ([9.0] * 9 + [4.0] + [4.6] * 10, 1),
+        ([4.6] * 10 + [4.0] * 10, 0),
+        ([4.0] * 10 + [4.6] * 9, 0),  # too early to tell
+        ([4.0] * 10 + [5.0] * 10 + [6.0] * 20, 1),  # counted anew after an alarm: the second rise has no window of its own before it
+        ([0.1 * step for step in range(40)], 2),
+    ],
+)
+def test_an_alarm_when_the_floor_of_ten_steps_is_above_that_of_the_ten_before(values, alarms, caplog):
+    list(run(values, 0.5))
+    assert len(caplog.records) == alarms
+    assert all(record.getMessage().startswith("memory/sleep_host_gib: the floor rose from ") for record in caplog.records)
+
+
+def test_without_a_threshold_there_is_no_alarm(caplog):
+    list(run([1.0] * 10 + [9.0] * 10, None))
+    assert not caplog.records
+
+
+def test_resident_memory_follows_an_allocation():
+    before = resident_gib()
+    kept = torch.ones(2**26)  # a quarter of a GiB
+    assert 0.2 < resident_gib() - before < 0.4
+    assert kept.numel()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA")
+def test_without_a_device_only_the_host_is_measured():
+    assert list(memory_in_use(lambda: 7)) == ["host"]
