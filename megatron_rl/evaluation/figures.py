@@ -79,6 +79,8 @@ def smooth(values: list[float], width: int) -> list[float]:
 def _draw_panel(axes: Axes, panel: Panel, rows: list[Row]) -> None:
     present = [(key, label, *series(rows, key)) for key, label in panel.curves]
     present = [curve for curve in present if curve[2]]
+    # One line for two equal metrics, such as the reward where it is the accuracy.
+    present = [curve for at, curve in enumerate(present) if curve[3] not in [earlier[3] for earlier in present[:at]]]
     for color, (key, label, steps, values) in zip(COLORS, present, strict=False):
         if key.startswith("eval/"):
             _draw_held_out(axes, steps, values, color)
@@ -98,8 +100,7 @@ def _draw_panel(axes: Axes, panel: Panel, rows: list[Row]) -> None:
 
 def _draw_held_out(axes: Axes, steps: list[int], values: list[float], color: str) -> None:
     axes.plot(steps, values, color=color, marker="o", markersize=5, linewidth=1.4)
-    for index in {0, len(values) - 1}:
-        axes.annotate(
-            f"{values[index]:.1%}", (steps[index], values[index]), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=8
-        )
+    for index, side in {0: "left", len(values) - 1: "right"}.items():
+        place = (steps[index], values[index])
+        axes.annotate(f"{values[index]:.1%}", place, xytext=(0, 8), textcoords="offset points", ha=side, fontsize=9)
     axes.set_ylim(0, max(1.0, *values) * 1.08)

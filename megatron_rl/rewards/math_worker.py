@@ -20,8 +20,8 @@ class OutOfTime(BaseException):
 
 def compare(expected: str, answer: str) -> dict[str, float | str | None]:
     """Accuracy 1.0 when the two are equal as mathematics, with the reason when they could not be compared."""
-    in_latex = "$" in expected or "\\boxed" in expected
-    gold = parse(expected if in_latex else f"${expected}$", parsing_timeout=None)
+    marked = expected.count("$") > 1 or "\\boxed" in expected  # a single $ is a currency
+    gold = parse(expected if marked else f"${expected.replace('$', '')}$", parsing_timeout=None)
     if not gold:
         return {"accuracy": 0.0, "problem": f"the expected answer {expected!r} cannot be parsed"}
     found = parse(answer, parsing_timeout=None)

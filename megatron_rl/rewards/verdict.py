@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from megatron_rl.types import Prompt
 
@@ -20,6 +20,7 @@ class Verdict:
     problem: str | None = None
 
 
+@runtime_checkable
 class Verifier(Protocol):
     """Answers in, verdicts out; deterministic. ``answers`` are texts already cut out of the responses."""
 

@@ -1,0 +1,192 @@
+"""Verifiers and their composition: what counts as right, what counts as wrong, what is refused."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import pytest
+
+from megatron_rl.config.schema import RewardConfig
+from megatron_rl.rewards.build import build_reward
+from megatron_rl.rewards.generated import REFUSED
+from megatron_rl.rewards.math_answers import MathVerifier, last_boxed
+from megatron_rl.rewards.number import last_number
+from megatron_rl.types import Prompt
+
+
+def config(**changes) -> RewardConfig:
+    values = {
+        "verifier": "exact", "accuracy_weight": 1.0, "format_weight": 0.0, "format_pattern": None, "answer_pattern": None,
+        "partial_credit": False, "timeout_s": 1.0, "num_workers": 1, **changes,
+    }  # fmt: skip
+    return RewardConfig(**values)
+
+
+def prompt(answer="4", source="toy", extra=None) -> Prompt:
+    return Prompt("toy:1", (1,), answer, source, extra or {})
+
+
+def accuracies(reward, prompts, responses) -> list[float]:
+    return [score.parts["accuracy"] for score in reward.score(prompts, responses, [False] * len(responses))]
+
+
+def test_exact():
+    assert accuracies(build_reward(config()), [prompt("Ab c")] * 4, ["Ab c", " Ab c\n", "ab c", "Ab  c"]) == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("so 3 + 4 = 7.", "7"), ("$1,234.50", "1234.5"), ("9-3", "3"), ("x = -3", "-3"), ("(2)-5", "5"), ("1,2", "2"), ("1,2345", "2345"),
+        ("1e3", "1000"), ("5%", "5"), ("7.00", "7"), ("none", None), ("", None),
+    ],
+)  # fmt: skip
+def test_last_number(text, number):
+    found = last_number(text)
+    assert (found is None) == (number is None) and (number is None or float(found) == float(number))
+
+
+def test_number_compares_values_not_texts():
+    reward = build_reward(config(verifier="number"))
+    responses = ["#### 1234", "1,234.0 dollars", "1234 or 1235", "-1234", "none"]
+    assert accuracies(reward, [prompt("1,234")] * 5, responses) == [1, 1, 0, 0, 0]
+    reward.check([prompt("-1,234.5")])
+    with pytest.raises(ValueError, match=r"the answer of toy:1 is not a number: 'four'"):
+        reward.check([prompt("four")])
+
+
+def test_answer_pattern_takes_its_last_match_and_format_the_whole_response():
+    reward = build_reward(
+        config(
+            accuracy_weight=0.9,
+            format_weight=0.1,
+            format_pattern="<think>.*</think><answer>.*</answer>",
+            answer_pattern="<answer>(.*?)</answer>",
+        )
+    )
+    cases = {
+        "<think>a\nb</think><answer>4</answer>": (1.0, 1.0, True, {"accuracy": 1.0, "format": 1.0}),
+        "<think></think><answer>3</answer><answer>4</answer>": (1.0, 1.0, True, {"accuracy": 1.0, "format": 1.0}),
+        "<think></think><answer>4</answer><answer>3</answer>": (0.1, 0.0, False, {"accuracy": 0.0, "format": 1.0}),
+        "x<answer>4</answer>": (0.9, 1.0, True, {"accuracy": 1.0, "format": 0.0}),
+        "4": (0.0, 0.0, False, {"accuracy": 0.0, "format": 0.0}),
+    }
+    scores = reward.score([prompt()] * len(cases), list(cases), [False] * len(cases))
+    for score, (total, _, correct, parts) in zip(scores, cases.values(), strict=True):
+        assert score.reward == pytest.approx(total) and score.correct is correct
+        assert score.parts == {**parts, "verifier_problem": 0.0}
+
+
+def entry(task: str, seed: int = 1, **settings) -> Prompt:
+    import reasoning_gym
+
+    made = reasoning_gym.create_dataset(task, size=1, seed=seed, **settings)[0]
+    return prompt(str(made["answer"]), f"reasoning_gym:{task}", made)
+
+
+def test_generated_tasks_use_their_own_scorer():
+    reward = build_reward(config(verifier="auto"))
+    task = entry("chain_sum")
+    reward.check([task])
+    assert accuracies(reward, [task] * 3, [task.answer, f" {task.answer} ", f"{task.answer}1"]) == [1, 1, 0]
+
+
+def test_a_scorer_that_raises_gives_zero_and_the_reason_is_kept(caplog):
+    reward = build_reward(config(verifier="reasoning_gym"))
+    task = entry("prime_factorization")
+    good, bad, _ = reward.score([task] * 3, [task.answer, "no number", "no number"], [False] * 3)
+    assert good.correct and bad.parts == {"accuracy": 0.0, "verifier_problem": 1.0}
+    assert reward.problems == {"reasoning_gym:prime_factorization: ValueError": 2}
+    assert sum("could not be judged" in record.message for record in caplog.records) == 1, "said once"
+
+
+def test_partial_credit_is_an_option():
+    task = entry("spell_backward", min_word_len=5)
+    almost = task.answer[:-1] + "#"
+    assert accuracies(build_reward(config(verifier="reasoning_gym")), [task], [almost]) == [0]
+    (score,) = build_reward(config(verifier="reasoning_gym", partial_credit=True)).score([task], [almost], [False])
+    assert 0 < score.reward < 1 and not score.correct
+
+
+def test_responses_are_never_run_as_code(tmp_path):
+    """The scorers of these tasks evaluate the answer: the file would appear."""
+    mark = tmp_path / "ran"
+    reward = build_reward(config(verifier="reasoning_gym"))
+    for task in ("countdown", "puzzle24"):
+        assert accuracies(reward, [entry(task)] * 3, [f"open({str(mark)!r}, 'w')", "9**9**9**9**9", "9* *9* *9* *9"]) == [0, 0, 0]
+    assert accuracies(reward, [entry("countdown")], [entry("countdown").answer]) == [1]
+    assert not mark.exists()
+    for task in REFUSED:
+        with pytest.raises(ValueError, match=rf"task {task}: its scorer .*; choose another task"):
+            reward.check([prompt("", f"reasoning_gym:{task}", {"metadata": {}})])
+
+
+def test_prompts_that_cannot_be_verified_are_all_named():
+    reward = build_reward(config(verifier="auto"))
+    wrong = [prompt(source="mine"), prompt(source="reasoning_gym:none", extra={"metadata": {}}), prompt("x", source="openai/gsm8k")]
+    with pytest.raises(ValueError, match=r"(?s)data source 'mine'; set reward\.verifier.*is not a number: 'x'.*task none: no such task"):
+        reward.check(wrong)
+    with pytest.raises(ValueError, match="has no metadata"):
+        reward.check([prompt(source="reasoning_gym:chain_sum")])
+    reward.check(
+        [prompt(source=source) for source in ("gsm8k", "math_dapo", "HuggingFaceH4/aime_2024", "DigitalLearningGmbH/MATH-lighteval")]
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"answer_pattern": "("}, r"reward\.answer_pattern = '\(': not a regular expression"),
+        ({"answer_pattern": "a"}, r"reward\.answer_pattern = 'a': has no group"),
+        ({"format_weight": 0.5}, r"reward\.format_weight = 0\.5: there is no reward\.format_pattern"),
+    ],
+)
+def test_a_bad_reward_configuration_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        build_reward(config(**changes))
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{1} no, \boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{3} and \boxed{4", "3"), (r"\boxed{}", ""), ("4", None),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+    ],
+)  # fmt: skip
+def test_last_boxed(text, content):
+    assert last_boxed(text) == content
+
+
+def test_math_answers_off_the_main_thread_with_time_outs():
+    """One pool for all cases: its start takes a second. The power of powers blocks the worker, which is killed and replaced."""
+    cases = [
+        ("1/2", r"\boxed{0.5}", 1), ("1/2", r"so it is $\frac{1}{2}$", 1), ("3", r"\boxed{4}, no, \boxed{3}", 1),
+        ("3", r"\boxed{3}, no, \boxed{4}", 0), ("0.5", r"\boxed{50\%}", 0), ("x^2+1", r"\boxed{1+x^2}", 1), ("(1,2)", r"\boxed{(2, 1)}", 0),
+        ("2", r"\boxed{9^{9^{9^{9}}}}", 0), ("4", r"\boxed{2+2}", 1), ("$ $", r"\boxed{5}", 0), ("$5", r"\boxed{5}", 1), ("7", "no idea", 0),
+    ]  # fmt: skip
+    reward = build_reward(config(verifier="math"))
+    found: list[float] = []
+
+    def work() -> None:
+        found.extend(accuracies(reward, [prompt(gold, "math") for gold, _, _ in cases], [text for _, text, _ in cases]))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [verdict for _, _, verdict in cases]
+    reasons = " ".join(reward.problems)
+    assert "within reward.timeout_s = 1 s" in reasons and "cannot be parsed" in reasons
+    assert sum(reward.problems.values()) == 2
+
+
+def test_a_worker_that_was_killed_is_replaced():
+    verifier = MathVerifier(timeout_s=5.0, num_workers=1)
+    (first,) = verifier.verify([prompt("4")], [r"\boxed{4}"])
+    worker = verifier._idle.get()
+    worker._process.kill()
+    worker._process.wait()
+    verifier._idle.put(worker)
+    lost, again = verifier.verify([prompt("4")] * 2, [r"\boxed{4}"] * 2)
+    assert first.accuracy == 1 and again.accuracy == 1
+    assert lost.accuracy == 0 and re.search("its process died", lost.problem)
