@@ -30,8 +30,8 @@ RESPONSE_LIMIT = 16
 
 
 class MethodLoss:
-    """A method on fixed data: two groups of four responses, old logprobs near the policy's, reference logprobs further off (so that the loss is no small
-    difference of large terms)."""
+    """A method on fixed data: two groups of four responses, old logprobs near the policy's, reference logprobs further off (so that
+    the loss is no small difference of large terms)."""
 
     def __init__(self, method: Method, batch: SequenceBatch, base: Tensor) -> None:
         generator = torch.Generator().manual_seed(5)
