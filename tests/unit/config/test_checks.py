@@ -7,6 +7,7 @@ import pytest
 
 from megatron_rl.config.checks import check
 from megatron_rl.config.load import ConfigError, compose, validate
+from megatron_rl.config.machine import Machine
 from megatron_rl.config.schema import Config
 
 MODEL = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "max_position_embeddings": 512}
@@ -17,6 +18,7 @@ SMALL = (
     "batch.prompts_per_minibatch=4",
     "batch.tokens_per_microbatch=256",
 )
+GATHERED = ("precision=fp8_blockwise", "precision.fp8.param_gather=true", "method.kl.coef=0")
 
 
 @pytest.fixture
@@ -58,6 +60,19 @@ def test_a_sound_configuration_passes(run):
         (2, ["parallel.sequence=true"], "parallel.sequence"),
         (2, ["parallel.virtual_pipeline=2"], "parallel.virtual_pipeline = 2"),
         (2, ["rollout.max_response_tokens=500", "batch.tokens_per_microbatch=1000"], "512 positions"),
+        (1, ["precision.adam_moments=bfloat16", "parallel.distributed_optimizer=false"], "needs parallel.distributed_optimizer=true"),
+        (1, ["precision=fp8_tensorwise", "precision.params=float32"], "precision.params = float32: FP8 layers train bfloat16"),
+        (1, ["precision=fp8_delayed", "precision.fp8.amax_history_len=null"], "precision.fp8.amax_history_len = None: recipe delayed"),
+        (1, ["precision=mxfp8", "precision.fp8.amax_compute_algo=max"], "precision.fp8.amax_compute_algo = max: only recipe delayed"),
+        (1, ["precision=fp8_delayed", "precision.fp8.num_layers_at_end_in_bf16=1"], "num_layers_at_end_in_bf16 = 1: recipe delayed"),
+        (2, ["precision=mxfp8", "parallel=pp2", "precision.fp8.num_layers_at_start_in_bf16=3"], "one pipeline stage has 2 layers"),
+        (1, ["precision=mxfp8", "precision.fp8.param_gather=true", "method.kl.coef=0"], "not with recipe mxfp8"),
+        (1, ["precision=fp8_blockwise", "precision.fp8.param_gather=true"], "exchanged with the reference's"),
+        (1, [*GATHERED, "memory.offload=[weights]"], "leave weights out"),
+        (1, [*GATHERED, "parallel.distributed_optimizer=false"], "param_gather = True: needs parallel.distributed_optimizer"),
+        (1, ["memory.offload=[weights,optimizer,weights]"], "names a part twice"),
+        (1, ["rollout=vllm_fp8", "method.mismatch.kind=none"], "set method.mismatch.kind=tis"),
+        (1, ["rollout.quantization=fp8", "method.mismatch.kind=tis"], "set mismatch_alarm.warn_above"),
         (2, ["evaluation.pass_at=[1,4]"], "evaluation.pass_at = 4"),
         (2, ["data.eval=/nowhere.jsonl"], "data.eval = /nowhere.jsonl"),
         (2, ["model.path=/nowhere"], "model.path = /nowhere"),
@@ -72,3 +87,20 @@ def test_each_clash_is_named(run, world_size, overrides, key):
 
 def test_clashes_are_reported_together(run):
     assert len(run(2, "rollout.tensor=4", "batch.prompts_per_minibatch=3", "resume=/nowhere")) == 3
+
+
+def test_fp8_rollouts_bring_their_correction_along(run):
+    assert run(1, "rollout=vllm_fp8") == []
+
+
+def test_the_machine_is_asked_with_the_sizes_of_the_model(tmp_path):
+    sizes = MODEL | {"hidden_size": 96, "intermediate_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    (tmp_path / "data.jsonl").write_text("{}")
+    paths = (f"model.path={tmp_path}", f"data.train={tmp_path}/data.jsonl", f"data.eval={tmp_path}/data.jsonl")
+    config = validate(Config, compose("config", [*paths, *SMALL, "precision=fp8_blockwise"]), "the configuration")
+    check(config, 4)
+    with pytest.raises(ConfigError) as caught:
+        check(config, 4, Machine((9, 0), None, "torch"))
+    assert len(caught.value.problems) == 4
+    assert "Transformer Engine" in caught.value.problems[0] and "hidden_size is 96" in caught.value.problems[1]
