@@ -20,6 +20,7 @@ from megatron_rl.policy import parallel as groups
 from megatron_rl.policy.families import read_architecture
 from megatron_rl.policy.forward import Passes, Totals, loss_consumer, reduce_totals
 from megatron_rl.policy.gather import Gather
+from megatron_rl.policy.held_boxes import held_boxes, key
 from megatron_rl.policy.layout import padded_vocab
 from megatron_rl.policy.machine import this_machine
 from megatron_rl.policy.model import build_chunks, transformer_config
@@ -27,7 +28,7 @@ from megatron_rl.policy.offload import Offload, dispatcher_tensors, release_cach
 from megatron_rl.policy.packing import Microbatch, multiples, pack, padded_lengths
 from megatron_rl.policy.precision import ddp_config, describe, logprob_format, plain, token_multiple
 from megatron_rl.runtime.cpu import device, platform
-from megatron_rl.types import SequenceBatch, TokenLoss, TokenScores, UpdateResult
+from megatron_rl.types import Box, SequenceBatch, TokenLoss, TokenScores, UpdateResult
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class MegatronPolicy:
         if dist.get_rank() == 0:
             log.info("policy: %s", describe(precision, this_machine()))
         self._reference = [item.tensor.detach().to("cpu", copy=True) for item in self.held] if keep_reference else None
+        self._by_key = {key(item): item.tensor for item in self.held}
         self._gather = Gather(self.held, self.arch, self.ranks, self.vocab_rows)
         self._passes = Passes(self.chunks, self.ranks, self.arch.vocab_size, temperature)
 
@@ -178,8 +180,7 @@ class MegatronPolicy:
 
     def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See protocols.Policy."""
-        self._offload.require("weights")
-        self._settle()
+        self.settle()
         yield from self._gather.run(plain)
 
     def gathered_gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -187,8 +188,17 @@ class MegatronPolicy:
         data-parallel rank: each then holds its share only)."""
         yield from self._gather.run(lambda parameter: parameter.main_grad)
 
-    def _settle(self) -> None:
-        """Finishes an overlapped gathering of parameters."""
+    def weight_boxes(self) -> list[Box]:
+        """The parts of HF tensors that this rank holds, for a planned weight sync; the keys are those of ``weight``."""
+        return held_boxes(self.held, self.arch)
+
+    def weight(self, name: str) -> Tensor:
+        """This rank's parameter of that key, as it is now (after ``settle``). Raises KeyError."""
+        return plain(self._by_key[name])
+
+    def settle(self) -> None:
+        """Collective: finishes an overlapped gathering of parameters. Called before the weights are read, which must not be away."""
+        self._offload.require("weights")
         if self.parallel.overlap_param_gather:
             with platform():
                 for chunk in self.chunks:
@@ -201,7 +211,7 @@ class MegatronPolicy:
             yield
             return
         assert self._reference is not None, "reference passes need keep_reference=True"
-        self._settle()
+        self.settle()
         self._exchange()
         try:
             yield
@@ -225,7 +235,7 @@ class MegatronPolicy:
     def offload(self, parts: Sequence[str]) -> None:
         """See protocols.Policy."""
         if "weights" not in self._offload.away:
-            self._settle()
+            self.settle()
         if "gradients" in parts:
             self.optimizer.zero_grad()  # copies of gradients, and views into their buffers
         if parts:
@@ -251,7 +261,7 @@ class MegatronPolicy:
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> None:
         self._offload.require("weights", "gradients", "optimizer")
-        self._settle()
+        self.settle()
         with platform():
             checkpoint.save(self, path, extra)
 

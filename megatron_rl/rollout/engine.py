@@ -20,8 +20,9 @@ from megatron_rl.protocols import ENGINE_PARTS
 from megatron_rl.rollout.sampling import request_seed, vllm_sampling
 from megatron_rl.rollout.shared_memory import private_segments
 from megatron_rl.rollout.stream import CheckedStream, expected_tensors
+from megatron_rl.rollout.worker import Transfer
 from megatron_rl.runtime.random_state import preserved_random_state
-from megatron_rl.types import Completion, Prompt, Sampling
+from megatron_rl.types import Box, Completion, Prompt, Sampling
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -109,10 +110,35 @@ class VllmEngine:
         stream = CheckedStream(weights, self._expected, getattr(torch, self._config.dtype))
         checked = iter(stream)
         first = next(checked)
+        with self._updating(version):
+            self._llm.collective_rpc("receive_weights", args=(chain([first], checked),))
+        return stream.digests
+
+    def weight_boxes(self) -> list[Box]:
+        """The parts of the checkpoint's tensors that this rank wants, and where it keeps them: recorded from vLLM's own loaders.
+
+        Raises UndiscoveredError when a loader computes with the weights, for then no copy of slices can replace it. The weights stay.
+        """
+        self._require_usable(("weights",))
+        with preserved_random_state():
+            return self._llm.collective_rpc("discover_boxes", args=(self._expected,))[0]
+
+    def update_weights(self, transfer: Transfer, version: int) -> None:
+        """Collective. Replace all weights by what ``transfer(parameter, written)`` writes to the boxes of ``weight_boxes``, called
+        before: ``parameter(key)`` is the tensor to write to, ``written(key)`` tells that its last box is in place. Any exception
+        leaves the engine unusable.
+        """
+        self._require_usable(("weights",))
+        with self._updating(version):
+            self._llm.collective_rpc("receive_boxes", args=(transfer,))
+
+    @contextmanager
+    def _updating(self, version: int) -> Iterator[None]:
+        """Between old and new weights the engine is unusable, and stays so after any exception."""
         self._failure = f"the update to weight version {version} did not finish"
         try:
             with preserved_random_state():
-                self._llm.collective_rpc("receive_weights", args=(chain([first], checked),))
+                yield
         except BaseException as error:
             self._failure = f"the update to weight version {version} failed: {error}"
             raise
@@ -121,7 +147,6 @@ class VllmEngine:
             raise RuntimeError(f"vLLM kept its prefix cache at weight version {version} although no request is running")
         self._failure = None
         self.weight_version = version
-        return stream.digests
 
     def sleep(self) -> None:
         """Free what training needs: level 1 moves the weights to the host, level 2 drops them; both drop the cache."""

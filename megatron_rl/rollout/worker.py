@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
+
+from megatron_rl.rollout.recorder import partly_filled, record_boxes
+from megatron_rl.types import Box
+
+Transfer = Callable[[Callable[[str], Tensor], Callable[[str], None]], None]
 
 
 class WeightReceiver:
     """Mixed into the worker class of the engine (``worker_extension_cls``), beside its ``reload_weights``."""
+
+    def discover_boxes(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Box]:
+        """The parts of the HF tensors ``shapes`` that this worker's loader takes, and where it puts them. The weights stay."""
+        model, config = self.model_runner.model, self.vllm_config.model_config
+        with reloading(self.vllm_config, model, complete=False):
+            boxes = record_boxes(model.load_weights, shapes, dict(loadable(model)), config.dtype)
+            self._boxes, self._padded = boxes, partly_filled(boxes, dict(loadable(model)))
+        return boxes
+
+    @torch.no_grad()
+    def receive_boxes(self, transfer: Transfer) -> None:
+        """Replace all weights: ``transfer`` writes the boxes found by ``discover_boxes``; a layer is processed as after any load
+        (packed, quantised) as soon as its last box is in place, and its memory before processing is freed."""
+        model = self.model_runner.model
+        with reloading(self.vllm_config, model, complete=True):
+            layers = OpenLayers(model, {box.key for box in self._boxes}, self._padded)
+            transfer(layers.parameter, layers.written)
+            layers.check()
+        if self.device.type == "cpu":
+            repack_cpu(model)
 
     def receive_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights by HF-named whole tensors; the worker keeps its own shard.
@@ -18,6 +45,80 @@ class WeightReceiver:
         self.reload_weights(weights_iterator=weights)
         if self.device.type == "cpu":
             repack_cpu(self.model_runner.model)
+
+
+@contextmanager
+def reloading(vllm_config: object, model: nn.Module, *, complete: bool) -> Iterator[None]:
+    """vLLM's reload, layer by layer: parameters have the shapes of loading, on the meta device, until their layer is processed.
+    ``complete=False``: no layer is processed, whatever its loader sees, and in the end all is as before."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        finalize_layerwise_reload,
+        get_layerwise_info,
+        initialize_layerwise_reload,
+    )
+
+    with set_current_vllm_config(vllm_config):
+        initialize_layerwise_reload(model)
+        if not complete:
+            for layer in model.modules():
+                get_layerwise_info(layer).load_numel = float("-inf")  # never as many as the layer has
+        finished = False
+        try:
+            yield
+            finished = True
+        finally:
+            if finished or not complete:
+                finalize_layerwise_reload(model, vllm_config.model_config)
+
+
+def loadable(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by name; a shared one under each of its names while a reload has given each its own."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+class OpenLayers:
+    """The layers of a model in a reload, opened for writing when first asked for and processed when complete."""
+
+    def __init__(self, model: nn.Module, keys: Iterable[str], padded: set[str]) -> None:
+        """``keys``: all parameters that will be written; those in ``padded`` only in part, their other elements are to be 0."""
+        self.model, self.padded = model, padded
+        self.left: dict[str, set[str]] = {}  # layer -> names of its parameters that are not complete
+        for key in keys:
+            layer, _, name = key.rpartition(".")
+            self.left.setdefault(layer, set()).add(name)
+        self.opened: set[str] = set()
+
+    def parameter(self, key: str) -> Tensor:
+        """The tensor to write to."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+        from vllm.model_executor.model_loader.reload.meta import materialize_layer
+
+        path, _, name = key.rpartition(".")
+        layer = self.model.get_submodule(path)
+        if path not in self.opened:
+            materialize_layer(layer, get_layerwise_info(layer))
+            self.opened.add(path)
+            for padded in self.left[path]:
+                if f"{path}.{padded}" in self.padded:
+                    getattr(layer, padded).zero_()
+        return getattr(layer, name)
+
+    def written(self, key: str) -> None:
+        """The parameter is complete."""
+        from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
+
+        path, _, name = key.rpartition(".")
+        self.left[path].remove(name)
+        if not self.left[path]:
+            layer = self.model.get_submodule(path)
+            _layerwise_process(layer, get_layerwise_info(layer))
+
+    def check(self) -> None:
+        """Every parameter was written to the end."""
+        left = sorted(f"{path}.{name}" for path, names in self.left.items() for name in names)
+        assert not left, f"never completed: {left[:5]}"
 
 
 def repack_cpu(model: nn.Module) -> None:

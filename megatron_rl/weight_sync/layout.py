@@ -56,7 +56,7 @@ class ModelShape:
             experts = config["num_local_experts"]
             moe = {"moe_ffn": config["intermediate_size"], "expert_names": "mixtral"}
         elif family.endswith("_moe"):
-            experts = config["num_experts"]
+            experts = config["num_experts"] if "num_experts" in config else config["num_local_experts"]  # the name since transformers 5
             sparse_step, only = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
             dense = tuple(layer for layer in range(layers) if layer in only or (layer + 1) % sparse_step)
             shared = config["shared_expert_intermediate_size"] if family == "qwen2_moe" else 0

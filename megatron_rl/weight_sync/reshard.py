@@ -30,6 +30,9 @@ class WeightHolder(Protocol):
     def weight_boxes(self) -> Sequence[Box]:
         """What this process holds."""
 
+    def settle(self) -> None:
+        """Collective over the training side: finish what still changes the weights. Called once before each sync."""
+
     def weight(self, key: str) -> Tensor:
         """The local parameter that the boxes call ``key``, as it is now."""
 
@@ -106,6 +109,8 @@ class ReshardSync:
             if self._verify:
                 _compare(digests)
 
+        if self._policy is not None:
+            self._policy.settle()
         self._transport.check_sources(self._weight)
         if self._engine is None:
             transfer(_nothing, lambda key: None)

@@ -116,7 +116,7 @@ class Holder:
     """A training side: parameters by name, and their boxes."""
 
     def __init__(self, parameters: dict[str, torch.Tensor], groups: list[Boxes]) -> None:
-        self.parameters, self.groups = parameters, groups
+        self.parameters, self.groups, self.settled = parameters, groups, 0
 
     def weight_boxes(self) -> list[Box]:
         return [
@@ -124,6 +124,9 @@ class Holder:
             for group in self.groups
             for i, name in enumerate(group.tensors)
         ]
+
+    def settle(self) -> None:
+        self.settled += 1
 
     def weight(self, key: str) -> torch.Tensor:
         return self.parameters[key]
