@@ -32,7 +32,10 @@ def write_model(path: Path) -> Path:
 
 
 def write_data(path: Path) -> Path:
-    rows = [{"prompt": letter, "answer": letter, "data_source": "repeat", "extra": {}} for letter in LETTERS]
+    rows = [
+        {"prompt": letter, "answer": letter, "data_source": "repeat", "extra": {"visual_entropy": 0.1 * index}}
+        for index, letter in enumerate(LETTERS)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

@@ -1,0 +1,49 @@
+"""Every named method through the real trainer, policy and engine."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.load import conf_dir
+from megatron_rl.trainer.metrics import defined
+from tests.e2e.toy import overrides, write_data, write_model
+from tests.launch import launch
+
+ALL = sorted(path.stem for path in (conf_dir() / "method").glob("*.yaml"))
+CORE = ["dapo", "a_grae", "apo", "durian"]
+
+
+def run(tmp_path: Path, names: list[str]) -> list[dict]:
+    write_model(tmp_path / "model")
+    write_data(tmp_path / "data.jsonl")
+    settings = overrides(tmp_path, tmp_path / "run", "logging.console=false", "method=apo", "optim.learning_rate=1e-3")
+    launch("tests/e2e/methods_worker.py", 2, [tmp_path / "out.jsonl", ",".join(names), *settings], 600)
+    return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+
+
+def check(rows: list[dict], names: list[str]) -> None:
+    assert [row["method"] for row in rows] == names
+    for row in rows:
+        for step in row["steps"]:
+            wrong = {key: value for key, value in step.items() if not math.isfinite(value)}
+            assert not wrong, (row["method"], wrong)
+            assert [key for key in step if not defined(key)] == []
+            assert step["mismatch/logprob_abs_diff_max"] < 1e-4, row["method"]
+            assert step["optim/skipped"] == 0
+        assert row["moved"], f"{row['method']} left the weights alone"
+
+
+@pytest.mark.timeout(650)
+def test_four_methods_take_two_steps(tmp_path):
+    check(run(tmp_path, CORE), CORE)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_all_methods_take_two_steps(tmp_path):
+    assert len(ALL) >= 30
+    check(run(tmp_path, ALL), ALL)
