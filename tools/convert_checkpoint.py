@@ -56,7 +56,7 @@ def to_hf(source: Path, target: Path, config: Path | None, max_file_bytes: int) 
     writer = ShardWriter(partial, max_file_bytes)
     digests: dict[str, str] = {}
     formats: set[torch.dtype] = set()
-    for name, tensor in dist_format.read_hf(source, arch):
+    for name, tensor in dist_format.read_hf(source, arch, writer.make_room):
         digests[name] = tensor_digest(tensor)
         formats.add(tensor.dtype)
         writer.add(name, tensor)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -83,6 +84,8 @@ def to_megatron(slab: Slab, arch: Architecture, tensors: dict[str, Tensor]) -> T
 def to_hf(slab: Slab, arch: Architecture, whole: Tensor) -> dict[str, Tensor]:
     """The inverse of ``to_megatron``; rows of a padded vocabulary are left out."""
     shapes = hf_shapes(slab.parameter, arch)
+    if len(shapes) == 1 and shapes[slab.parameter.names[0]] == tuple(whole.shape):
+        return {slab.parameter.names[0]: whole}  # nothing to cut: the largest tensors are not copied
     tensors = {name: torch.empty(shapes[name], dtype=whole.dtype) for name in slab.parameter.names}
     rows = whole.shape[0] if slab.parameter.slot.kind == "vocab" else arch.vocab_size
     for box in boxes(slab.parameter, arch, rows, 0, 1):
@@ -231,9 +234,11 @@ def check_nemo_config(path: Path, arch: Architecture) -> None:
         raise ValueError(f"{file} describes another model: {'; '.join(wrong)}")
 
 
-def read_hf(path: Path, arch: Architecture) -> Iterable[tuple[str, Tensor]]:
-    """(HF name, whole tensor) of every tensor, in the order of the model, one parameter in memory at a time."""
+def read_hf(path: Path, arch: Architecture, announce: Callable[[int], None]) -> Iterable[tuple[str, Tensor]]:
+    """(HF name, whole tensor) of every tensor, in the order of the model, one parameter in memory at a time. ``announce`` is told the
+    bytes of a parameter before it is read."""
     reader = Reader(path)
     check_nemo_config(path, arch)
     for slab in slabs(arch, reader.vocab_rows(arch)):
+        announce(math.prod(slab.shape) * reader.array(slab)[1].properties.dtype.itemsize)
         yield from to_hf(slab, arch, reader.read(slab)).items()

@@ -75,10 +75,14 @@ class ShardWriter:
         self.pending_bytes = self.total_bytes = 0
         self.files: list[list[str]] = []
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
+    def make_room(self, size: int) -> None:
+        """Writes what is pending if ``size`` more bytes would not fit into its file: before they are read, not after."""
         if self.pending and self.pending_bytes + size > self.max_bytes:
             self._flush()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        self.make_room(size)
         self.pending[name] = tensor.detach().cpu().contiguous()
         self.pending_bytes += size
         self.total_bytes += size

@@ -134,7 +134,7 @@ def update(policy: MegatronPolicy, step: int) -> float:
 
 def record(policy: MegatronPolicy) -> list[torch.Tensor]:
     """Every number that training goes on from, on this rank: weights, optimizer states and master weights, reference."""
-    policy._settle()  # an overlapped gathering of parameters may be under way
+    list(policy.gathered_weights())  # ends an overlapped gathering of parameters that may be under way
     found = [item.tensor.detach().clone() for item in policy.held]
     for part in parts(policy.optimizer):
         for group in part.optimizer.param_groups:

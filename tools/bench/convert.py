@@ -1,0 +1,93 @@
+"""Peak memory of tools/convert_checkpoint.py on a made-up model of about 2 GB, in both directions.
+
+    python tools/bench/convert.py FOLDER [--layers 22] [--max-file-mb 500] [--record FILE]
+
+FOLDER is filled with the model and its conversions (three times the model's size) and must not exist. Peak memory is the high-water
+mark of the converting process less that of the same process when it only parses its arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from megatron_rl.policy.families import read_architecture
+from megatron_rl.policy.hf_files import ShardWriter
+from megatron_rl.policy.layout import hf_shapes, model_parameters
+
+TOOL = Path(__file__).resolve().parents[1] / "convert_checkpoint.py"
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False, "hidden_act": "silu", "dtype": "bfloat16",
+}  # fmt: skip
+
+
+def make_model(path: Path, layers: int, max_file_bytes: int) -> None:
+    """A HF directory of that shape in bfloat16."""
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
+    arch, _ = read_architecture(path)
+    writer = ShardWriter(path, max_file_bytes)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model_parameters(arch):
+        for name, shape in hf_shapes(parameter, arch).items():
+            writer.add(name, torch.randn(shape, generator=generator).bfloat16())
+    writer.close()
+
+
+def run(*arguments: str) -> tuple[float, float, str]:
+    """(peak MiB, seconds, last line of the output) of the tool."""
+    started = time.perf_counter()
+    process = subprocess.Popen([sys.executable, str(TOOL), *arguments], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    output = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    if status != 0:
+        raise SystemExit(f"{TOOL.name} {' '.join(arguments)} failed")
+    return usage.ru_maxrss / 1024, time.perf_counter() - started, output.splitlines()[-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, default=22)
+    parser.add_argument("--max-file-mb", type=int, default=500)
+    parser.add_argument("--record", type=Path)
+    parser.add_argument("--only-make", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.only_make:
+        make_model(arguments.folder / "hf", arguments.layers, arguments.max_file_mb * 10**6)
+        return
+    source, there, back = (str(arguments.folder / name) for name in ("hf", "megatron", "back"))
+    # In a process of its own: the high-water mark of a child starts at the size of its parent.
+    subprocess.run([sys.executable, __file__, *sys.argv[1:], "--only-make"], check=True)
+    sizes = [file.stat().st_size / 2**20 for file in Path(source).glob("*.safetensors")]
+    idle, _, _ = run("--help")
+    lines = [
+        f"Model of {sum(sizes):.0f} MiB in {len(sizes)} files, the largest {max(sizes):.0f} MiB; the idle process takes {idle:.0f} MiB.",
+        "",
+        "| direction | peak MiB above idle | / largest file | target | wall s | digest |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, command in {
+        "to-megatron": ("to-megatron", source, there),
+        "to-hf": ("to-hf", there, back, "--max-file-gb", str(arguments.max_file_mb / 1000)),
+    }.items():
+        peak, seconds, last = run(*command)
+        lines.append(f"| {name} | {peak - idle:.0f} | {(peak - idle) / max(sizes):.2f} | 1.5 | {seconds:.1f} | {last.split()[-1]} |")
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if arguments.record:
+        arguments.record.write_text(f"# Conversion of checkpoints\n\n`python tools/bench/convert.py FOLDER`\n\n{text}", encoding="ascii")
+
+
+if __name__ == "__main__":
+    main()
