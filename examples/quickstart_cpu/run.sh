@@ -18,7 +18,7 @@ if [ ! -d "$model" ]; then
     mkdir -p "$repo/.work"
     aside=$(mktemp -d "$repo/.work/toy_model.XXXXXX")
     trap 'rm -rf "$aside"' EXIT
-    "$python" "$maker" --out "$aside/model"
+    "$python" -m torch.distributed.run --standalone --nproc-per-node 2 "$maker" --out "$aside/model"
     mv -T "$aside/model" "$model"
     rm -rf "$aside"
 fi

@@ -163,7 +163,8 @@ def test_math_answers_off_the_main_thread_with_time_outs():
     cases = [
         ("1/2", r"\boxed{0.5}", 1), ("1/2", r"so it is $\frac{1}{2}$", 1), ("3", r"\boxed{4}, no, \boxed{3}", 1),
         ("3", r"\boxed{3}, no, \boxed{4}", 0), ("0.5", r"\boxed{50\%}", 0), ("x^2+1", r"\boxed{1+x^2}", 1), ("(1,2)", r"\boxed{(2, 1)}", 0),
-        ("2", r"\boxed{9^{9^{9^{9}}}}", 0), ("4", r"\boxed{2+2}", 1), ("$ $", r"\boxed{5}", 0), ("$5", r"\boxed{5}", 1), ("7", "no idea", 0),
+        ("2", r"\boxed{9^{9^{9^{9}}}}", 0), ("4", r"\boxed{2+2}", 1), ("$ $", r"\boxed{5}", 0),
+        ("$5", r"\boxed{5}", 1), ("7", "no idea", 0),
     ]  # fmt: skip
     reward = build_reward(config(verifier="math"))
     found: list[float] = []
