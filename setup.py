@@ -87,7 +87,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=[*find_packages(include=["megatron_rl", "megatron_rl.*"]), "megatron_rl.conf"],
     package_dir={"megatron_rl.conf": "conf"},
     package_data={"megatron_rl.conf": CONF_FILES},
