@@ -1,0 +1,18 @@
+"""The engine on one GPU: it sleeps and wakes in parts. Written without a GPU at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch import launch
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("quantization", ["null", "fp8"])
+def test_hand_overs_with_a_sleeping_engine(tmp_path, quantization, level):
+    done = launch(Path(__file__).with_name("engine_worker.py"), 1, [tmp_path, quantization, level], timeout=280)
+    assert f"OK level {level}" in done.stdout, done.stdout

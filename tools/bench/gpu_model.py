@@ -1,0 +1,111 @@
+"""What the GPU benchmarks share: a random model of any size, its policy, a batch, a clock that waits for the device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from megatron_rl.config.load import ConfigError, compose, validate
+from megatron_rl.config.machine import machine_problems
+from megatron_rl.config.schema import Config
+from megatron_rl.data.sequences import sequence_batch
+from megatron_rl.policy.machine import this_machine
+from megatron_rl.policy.megatron_policy import MegatronPolicy
+from megatron_rl.runtime.cpu import device
+from megatron_rl.types import LossOutput, SequenceBatch, TokenView
+
+EOS = 2
+
+
+def add_sizes(parser: argparse.ArgumentParser, layers: int) -> None:
+    """Options for the shape of the model; the defaults are those of a 7-8B model, except for the number of layers."""
+    for name, value in dict(layers=layers, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    parser.add_argument("--folder", type=Path, required=True, help="where the model is written, once")
+
+
+def write_model(options: argparse.Namespace) -> Path:
+    """A HF directory with random weights in bfloat16, one safetensors file a layer. An existing one of these sizes is used again."""
+    sizes = [options.layers, options.hidden, options.ffn, options.heads, options.kv_heads, options.vocab]
+    path: Path = options.folder / f"llama_{'_'.join(map(str, sizes))}"
+    if (path / "model.safetensors.index.json").is_file():
+        return path
+    path.mkdir(parents=True, exist_ok=True)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=options.layers, hidden_size=options.hidden, intermediate_size=options.ffn, num_attention_heads=options.heads,
+        num_key_value_heads=options.kv_heads, vocab_size=options.vocab, max_position_embeddings=8192, tie_word_embeddings=False,
+        bos_token_id=1, eos_token_id=EOS, pad_token_id=0, architectures=["LlamaForCausalLM"], dtype="bfloat16",
+    )  # fmt: skip
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in transformers.LlamaForCausalLM(config).named_parameters()}
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    where = torch.Generator(device()).manual_seed(0)
+    index = {}
+    for name, shape in shapes.items():
+        index[name] = f"{name.split('.')[2] if '.layers.' in name else 'outer'}.safetensors"
+        scale = 1.0 if "norm" in name else shape[-1] ** -0.5
+        values = torch.ones(shape) if "norm" in name else torch.randn(shape, generator=where, device=device()) * scale
+        files.setdefault(index[name], {})[name] = values.to("cpu", torch.bfloat16)
+    for file, tensors in files.items():
+        save_file(tensors, path / file, metadata={"format": "pt"})
+    config.save_pretrained(path)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return path
+
+
+def read_config(model: Path, *overrides: str) -> Config:
+    """The package's own configuration. Raises ConfigError for what this machine has not."""
+    config = validate(Config, compose("config", [f"model.path={model}", "data.train=-", "data.eval=-", *overrides]), "the benchmark")
+    problems = list(machine_problems(config, this_machine(), json.loads((model / "config.json").read_text())))
+    if problems:
+        raise ConfigError(problems, "the benchmark")
+    return config
+
+
+def build_policy(config: Config, max_tokens: int) -> MegatronPolicy:
+    return MegatronPolicy(
+        config.model, config.parallel, config.precision, config.optim, temperature=1.0, keep_reference=False,
+        total_optimizer_steps=1000, max_sequence_tokens=max_tokens,
+    )  # fmt: skip
+
+
+def random_batch(sequences: int, length: int, vocab: int) -> SequenceBatch:
+    """Random tokens, an eighth of every sequence prompt."""
+    draw = torch.Generator().manual_seed(1)
+    rows = torch.randint(3, vocab, (sequences, length), generator=draw).tolist()
+    return sequence_batch([(row[: length // 8], row[length // 8 :]) for row in rows])
+
+
+def policy_gradient(view: TokenView) -> LossOutput:
+    """Any loss with a gradient everywhere."""
+    return LossOutput(-(view.logprobs * torch.cos(view.index.float())).sum() / 1e4, {})
+
+
+def seconds(action: Callable[[], object], repeat: int, warm: int = 1) -> float:
+    """Median wall seconds of ``action``, the device's work included."""
+    taken = []
+    for attempt in range(warm + repeat):
+        begin = time.perf_counter()
+        action()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if attempt >= warm:
+            taken.append(time.perf_counter() - begin)
+    return sorted(taken)[len(taken) // 2]
+
+
+def table(rows: list[dict[str, object]]) -> str:
+    """A Markdown table; a key is a column, in order of appearance."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [columns, ["---"] * len(columns)]
+    for row in rows:
+        cells = [row[column] if column in row else "" for column in columns]
+        lines.append([f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
