@@ -115,6 +115,17 @@ def test_two_steps_a_checkpoint_new_processes_and_two_steps_are_four_steps_bit_f
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+def test_offloading_at_every_hand_over_and_around_checkpoints_changes_no_number(folder, four_steps):
+    run_dir = folder / "lean"
+    lean = ["trainer.num_steps=4", "checkpoint.every_steps=2", "memory.offload=[optimizer,gradients,weights]"]
+    launch("megatron_rl.train", 2, overrides(folder, run_dir, *lean), 240)
+    assert [timeless(row) for row in rows(run_dir)] == [timeless(row) for row in rows(four_steps)]
+    whole, handed = (load_file(path / "export" / "model.safetensors") for path in (four_steps, run_dir))
+    assert all(torch.equal(whole[name], handed[name]) for name in whole)
+    phases = ("update", "offload", "wake_weights", "sync", "wake_kv_cache", "generate", "sleep", "reload")
+    assert all(row[f"memory/{phase}_host_gib"] > 0 for row in rows(run_dir)[1:] for phase in phases)
+
+
 def test_a_killed_rank_ends_the_job_and_the_run_goes_on_from_the_newest_whole_checkpoint(folder, four_steps):
     run_dir = folder / "killed"
     agent = start(folder, run_dir, "trainer.num_steps=500", "checkpoint.every_steps=1", "checkpoint.keep=3")
