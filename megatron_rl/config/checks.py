@@ -105,6 +105,8 @@ def _method(config: Config) -> Iterator[str]:
 
 def _precision(config: Config) -> Iterator[str]:
     precision, fp8, parallel = config.precision, config.precision.fp8, config.parallel
+    if precision.params == "bfloat16" and config.rollout.dtype == "float32":
+        yield "rollout.dtype = float32: the policy's weights are bfloat16 (precision.params); set rollout.dtype=bfloat16 or precision=fp32"
     if precision.adam_moments != "float32" and not parallel.distributed_optimizer:
         yield f"precision.adam_moments = {precision.adam_moments}: needs parallel.distributed_optimizer=true, or set it to float32"
     if fp8 is None:

@@ -61,6 +61,7 @@ def test_a_sound_configuration_passes(run):
         (2, ["parallel.virtual_pipeline=2"], "parallel.virtual_pipeline = 2"),
         (2, ["rollout.max_response_tokens=500", "batch.tokens_per_microbatch=1000"], "512 positions"),
         (1, ["precision.adam_moments=bfloat16", "parallel.distributed_optimizer=false"], "needs parallel.distributed_optimizer=true"),
+        (1, ["rollout.dtype=float32"], "rollout.dtype = float32: the policy's weights are bfloat16"),
         (1, ["precision=fp8_tensorwise", "precision.params=float32"], "precision.params = float32: FP8 layers train bfloat16"),
         (1, ["precision=fp8_delayed", "precision.fp8.amax_history_len=null"], "precision.fp8.amax_history_len = None: recipe delayed"),
         (1, ["precision=mxfp8", "precision.fp8.amax_compute_algo=max"], "precision.fp8.amax_compute_algo = max: only recipe delayed"),
