@@ -101,6 +101,11 @@ def _method(config: Config) -> Iterator[str]:
             yield f"{reason} set method.mismatch.kind=tis (truncated importance sampling) as rollout=vllm_fp8 does, icepop or sequence_mask"
         if config.mismatch_alarm.warn_above is None:
             yield f"{reason} set mismatch_alarm.warn_above (0.1 in rollout=vllm_fp8)"
+    if config.weight_sync.path == "plan" and config.precision.params != config.rollout.dtype:
+        yield (
+            f"weight_sync.path = plan: moves bytes as they are, but precision.params = {config.precision.params} and rollout.dtype = "
+            f"{config.rollout.dtype}; make the two equal, or set weight_sync.path=gather, which converts"
+        )
 
 
 def _precision(config: Config) -> Iterator[str]:

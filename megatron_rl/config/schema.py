@@ -93,8 +93,10 @@ class RolloutConfig(Section):
 
 
 class WeightSyncConfig(Section):
-    path: Literal["gather"]
+    path: Literal["gather", "plan"]  # gather: every rank gets every tensor whole; plan: each byte goes where it is wanted, once
     verify: bool
+    bucket_mib: PositiveInt  # plan only: largest message
+    in_flight: PositiveInt  # plan only: rounds of messages that may hold buffers at once
 
 
 class DataColumns(Section):

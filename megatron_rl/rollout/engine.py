@@ -62,6 +62,7 @@ class VllmEngine:
         self._expected = expected_tensors(Path(model_path))
         self._eos_token_ids = eos_token_ids(Path(model_path))
         self._asleep: set[str] = set()
+        self._boxes: list[Box] | None = None
         self._can_sleep = torch.cuda.is_available() and config.sleep_level > 0
         if config.sleep_level > 0 and not self._can_sleep and rank == 0:
             logger.warning("rollout.sleep_level=%d has no effect: this build of vLLM cannot sleep", config.sleep_level)
@@ -120,8 +121,16 @@ class VllmEngine:
         Raises UndiscoveredError when a loader computes with the weights, for then no copy of slices can replace it. The weights stay.
         """
         self._require_usable(("weights",))
+        if self._boxes is None:
+            with preserved_random_state():
+                self._boxes = self._llm.collective_rpc("discover_boxes", args=(self._expected,))[0]
+        return self._boxes
+
+    def declare_boxes(self, boxes: list[Box]) -> None:
+        """Where ``weight_boxes`` raises: it returns these from now on. Keys are the names of vLLM's parameters."""
         with preserved_random_state():
-            return self._llm.collective_rpc("discover_boxes", args=(self._expected,))[0]
+            self._llm.collective_rpc("declare_boxes", args=(boxes,))
+        self._boxes = boxes
 
     def update_weights(self, transfer: Transfer, version: int) -> None:
         """Collective. Replace all weights by what ``transfer(parameter, written)`` writes to the boxes of ``weight_boxes``, called

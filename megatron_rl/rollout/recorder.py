@@ -65,7 +65,7 @@ class _Recorder(TorchDispatchMode):
         aten = torch.ops.aten
         if func is aten.copy_.default:
             self.boxes.append(self._box(key, parameter, target, args[1]))
-        elif not (func is aten.zero_.default or (func is aten.fill_.Scalar and args[1] == 0)):  # padding is zero
+        elif not (func is aten.zero_.default or (func in (aten.fill_.Scalar, aten.fill_.Tensor) and args[1] == 0)):  # padding is zero
             raise UndiscoveredError(f"the loader of the engine changes {key} by {func} at {self.latest}")
         return target
 

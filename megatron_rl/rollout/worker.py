@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -22,8 +22,16 @@ class WeightReceiver:
         model, config = self.model_runner.model, self.vllm_config.model_config
         with reloading(self.vllm_config, model, complete=False):
             boxes = record_boxes(model.load_weights, shapes, dict(loadable(model)), config.dtype)
-            self._boxes, self._padded = boxes, partly_filled(boxes, dict(loadable(model)))
+            self._keep_boxes(boxes)
         return boxes
+
+    def declare_boxes(self, boxes: Sequence[Box]) -> None:
+        """What ``discover_boxes`` would find, from elsewhere."""
+        with reloading(self.vllm_config, self.model_runner.model, complete=False):
+            self._keep_boxes(boxes)
+
+    def _keep_boxes(self, boxes: Sequence[Box]) -> None:
+        self._boxes, self._padded = boxes, partly_filled(boxes, dict(loadable(self.model_runner.model)))
 
     @torch.no_grad()
     def receive_boxes(self, transfer: Transfer) -> None:

@@ -28,6 +28,7 @@ class World:
     local_rank: int
     launch_id: str  # unique to this launch, equal on its ranks
     control_group: Any = None
+    local_size: int = 1  # ranks on this machine; neighbours in rank order
 
     @property
     def is_main(self) -> bool:
@@ -68,14 +69,14 @@ def start(timeout_s: float = 1800.0) -> World:
     Raises:
         ValueError: some of torchrun's variables are set and others not.
     """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     present = [name for name in names if name in os.environ]
     if present and len(present) < len(names):
         missing = ", ".join(sorted(set(names) - set(present)))
         raise ValueError(f"launch: {missing} not set although {', '.join(present)} is; start with torchrun, or unset them")
     if not present:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    local_rank = int(os.environ["LOCAL_RANK"])
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(local_rank)
@@ -84,7 +85,7 @@ def start(timeout_s: float = 1800.0) -> World:
     control = dist.new_group(backend="gloo") if on_gpu else dist.group.WORLD
     launch_id = [uuid.uuid4().hex[:12]]
     dist.broadcast_object_list(launch_id, src=0, group=control)
-    return World(dist.get_rank(), dist.get_world_size(), local_rank, launch_id[0], control)
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, launch_id[0], control, local_size)
 
 
 def set_up_messages(rank: int) -> None:

@@ -18,8 +18,8 @@ from megatron_rl.trainer.handover import HandOver
 from megatron_rl.trainer.rollouts import Generator, Rollouts
 from megatron_rl.trainer.run_folder import RunFolder
 from megatron_rl.trainer.settings import evaluation_sampling, num_optimizer_steps, rollout_sampling, schedule, stop_token_ids
+from megatron_rl.trainer.sync import build_sync
 from megatron_rl.trainer.trainer import Parts, Trainer
-from megatron_rl.weight_sync.gather import GatherSync
 
 
 def build_trainer(config: Config, world: World) -> Trainer:
@@ -64,7 +64,7 @@ def build_trainer(config: Config, world: World) -> Trainer:
     evaluator = Evaluator(
         generator, held_out[: config.evaluation.num_prompts], evaluation_sampling(config, stop_ids), config.evaluation.pass_at
     )
-    weight_sync = GatherSync(policy, engine, verify=config.weight_sync.verify)
+    weight_sync = build_sync(config, policy, engine, world)
     ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), config.memory.alarm_growth_gib)
     parts = Parts(
         policy=policy,

@@ -53,6 +53,15 @@ def collect(boxes: Iterable[Box]) -> list[Boxes]:
     ]
 
 
+def expand(groups: Iterable[Boxes]) -> list[Box]:
+    """The single boxes of groups that know their places."""
+    return [
+        Box(name, group.full, group.dtype, group.start, group.shape, key, group.offset, group.stride)
+        for group in groups
+        for name, key in zip(group.tensors, group.keys, strict=True)
+    ]
+
+
 def natural(name: str) -> tuple[str | int, ...]:
     """Sort key in which ``layers.2`` comes before ``layers.10``."""
     return tuple(int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name)))

@@ -368,11 +368,12 @@ def _rollout_experts(table: Table, model: ModelShape, layout: RolloutLayout, loc
         start, count, shard = 0, model.experts, local_rank % layout.tp
         part = divide("expert feed-forward width", model.moe_ffn, "rollout tp", layout.tp)
     wide, tall = (model.moe_ffn, model.hidden), (model.hidden, model.moe_ffn)
+    key = f"{block}.experts.routed_experts"
     for i in range(count):
         prefix = f"{block}.experts.{start + i}"
         for j, name in enumerate(names[:2]):
-            table.rows(f"{prefix}.{name}.weight", wide, shard * part, part, f"{block}.experts.w13_weight", (2 * i + j) * part)
-        table.columns(f"{prefix}.{names[2]}.weight", tall, shard * part, part, f"{block}.experts.w2_weight", i * model.hidden)
+            table.rows(f"{prefix}.{name}.weight", wide, shard * part, part, f"{key}.w13_weight", (2 * i + j) * part)
+        table.columns(f"{prefix}.{names[2]}.weight", tall, shard * part, part, f"{key}.w2_weight", i * model.hidden)
     if model.shared_ffn:
         _rollout_mlp(table, model, "mlp.shared_expert", model.shared_ffn, layout.tp, local_rank % layout.tp)
         table.rows("mlp.shared_expert_gate.weight", (1, model.hidden), 0, 1, "mlp.shared_expert_gate.weight")

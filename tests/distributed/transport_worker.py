@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_rl.runtime.digest import WeightSyncError
 from megatron_rl.types import Box
 from megatron_rl.weight_sync import transport as transport_module
-from megatron_rl.weight_sync.boxes import Boxes
+from megatron_rl.weight_sync.boxes import Boxes, expand
 from megatron_rl.weight_sync.layout import ModelShape, RolloutLayout, TrainLayout, rollout_boxes, train_boxes
 from megatron_rl.weight_sync.plan import make_plan
 from megatron_rl.weight_sync.program import compile_program
@@ -119,11 +119,7 @@ class Holder:
         self.parameters, self.groups, self.settled = parameters, groups, 0
 
     def weight_boxes(self) -> list[Box]:
-        return [
-            Box(name, group.full, group.dtype, group.start, group.shape, group.keys[i], group.offset, group.stride)
-            for group in self.groups
-            for i, name in enumerate(group.tensors)
-        ]
+        return expand(self.groups)
 
     def settle(self) -> None:
         self.settled += 1

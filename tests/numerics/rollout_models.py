@@ -22,10 +22,11 @@ SIZES = {
     "num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 
 
 def build(arch: str, seed: int) -> PreTrainedModel:
-    """``arch``: qwen3, qwen2_tied (with qkv bias), llama or qwen3_moe."""
+    """``arch``: qwen3, qwen2_tied (with qkv bias), llama, qwen3_moe or mixtral."""
     torch.manual_seed(seed)
     if arch == "qwen2_tied":
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES, tie_word_embeddings=True))
@@ -33,6 +34,8 @@ def build(arch: str, seed: int) -> PreTrainedModel:
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=False))
     elif arch == "qwen3_moe":
         model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=32, tie_word_embeddings=False))
+    elif arch == "mixtral":
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **MIXTRAL, head_dim=32, tie_word_embeddings=False))
     else:
         assert arch == "qwen3"
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False))

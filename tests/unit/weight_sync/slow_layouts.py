@@ -173,8 +173,8 @@ def vllm_shards(full: Mapping[str, Tensor], model: ModelShape, layout: RolloutLa
             mine, parts, part = list(range(model.experts)), tp, t
         gate, up, down = ([full[f"{block}experts.{e}.{name}.weight"] for e in mine] for name in names)
         w13 = [torch.cat([g.chunk(parts)[part], u.chunk(parts)[part]]) for g, u in zip(gate, up)]
-        out[block + "experts.w13_weight"] = torch.stack(w13)
-        out[block + "experts.w2_weight"] = torch.stack([d.chunk(parts, dim=1)[part] for d in down])
+        out[block + "experts.routed_experts.w13_weight"] = torch.stack(w13)
+        out[block + "experts.routed_experts.w2_weight"] = torch.stack([d.chunk(parts, dim=1)[part] for d in down])
         if model.shared_ffn:
             mlp(p + "mlp.shared_expert.")
             out[p + "mlp.shared_expert_gate.weight"] = full[p + "mlp.shared_expert_gate.weight"]

@@ -73,11 +73,11 @@ def test_key_value_heads_are_replicated_where_the_rollout_has_more_ranks() -> No
 def test_experts_of_the_rollout() -> None:
     """Five experts on two expert-parallel ranks: 0-2 and 3-4, whole. Without: every expert, half of its width."""
     model = replace(MODEL, experts=5, moe_ffn=4)
-    layer, w13 = "model.layers.0.mlp.experts.", "model.layers.0.mlp.experts.w13_weight"
+    layer, w13 = "model.layers.0.mlp.experts.", "model.layers.0.mlp.experts.routed_experts.w13_weight"
     whole = rollout_boxes(model, RolloutLayout(tp=2, ep=2), 1)
     assert find(whole, layer + "2.gate_proj.weight") == []
     assert find(whole, layer + "4.up_proj.weight") == [((0, 0), (4, 5), w13, (2 + 1) * 4 * 5, (5, 1))]
-    assert find(whole, layer + "4.down_proj.weight") == [((0, 0), (5, 4), layer + "w2_weight", 20, (4, 1))]
+    assert find(whole, layer + "4.down_proj.weight") == [((0, 0), (5, 4), layer + "routed_experts.w2_weight", 20, (4, 1))]
     half = rollout_boxes(model, RolloutLayout(tp=2), 1)
     assert find(half, layer + "4.up_proj.weight") == [((2, 0), (2, 5), w13, (2 * 4 + 1) * 2 * 5, (5, 1))]
 
