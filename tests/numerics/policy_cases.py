@@ -103,7 +103,7 @@ CASES = [
     _case("qwen3_moe", 4, context=2, expert=2, full=True),
 ]
 
-METHODS = ("grpo", "gspo", "apo")
+METHOD_NAMES = ("grpo", "gspo", "apo")
 AGGREGATIONS = ("seq_mean_token_mean", "token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
 # Layouts of the table of methods: name -> (processes, layout, nightly). "dense" and "experts" are the one-rank answers.
 TABLE: dict[str, tuple[int, dict[str, Any], bool]] = {

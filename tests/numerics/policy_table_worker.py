@@ -21,7 +21,7 @@ from megatron_rl.loss import Method, ResponseBatch, TokenBatch, load_method
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.types import LossOutput, SequenceBatch, TokenView
 from tests.numerics import models
-from tests.numerics.policy_cases import AGGREGATIONS, METHODS, TABLE
+from tests.numerics.policy_cases import AGGREGATIONS, METHOD_NAMES, TABLE
 from tests.numerics.policy_reference import make_batch, relative_error
 from tests.numerics.policy_worker import build
 
@@ -70,7 +70,7 @@ def variants() -> dict[str, Callable[[], Method]]:
         overrides = [f"aggregate.name={aggregation}", "kl.coef=0.5"]
         return lambda: load_method(method, overrides, response_limit=RESPONSE_LIMIT)
 
-    return {f"{method}/{aggregation}": make(method, aggregation) for method in METHODS for aggregation in AGGREGATIONS}
+    return {f"{method}/{aggregation}": make(method, aggregation) for method in METHOD_NAMES for aggregation in AGGREGATIONS}
 
 
 def cuts(policy: MegatronPolicy) -> dict[str, list[list[int]]]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.launch import launch
-from tests.numerics.policy_cases import AGGREGATIONS, METHODS, TABLE
+from tests.numerics.policy_cases import AGGREGATIONS, METHOD_NAMES, TABLE
 
 WORKER = Path(__file__).parent / "policy_table_worker.py"
 
@@ -40,7 +40,7 @@ def test_a_layout_changes_neither_loss_nor_gradient(name: str, figures: Any) -> 
     ranks = figures(name)
     assert len(ranks) == TABLE[name][0]
     for rank in ranks:
-        assert len(rank) == 2 * len(METHODS) * len(AGGREGATIONS)
+        assert len(rank) == 2 * len(METHOD_NAMES) * len(AGGREGATIONS)
         wrong = {key: value for key, value in rank.items() if not (value["loss"] <= 1e-6 and value["gradient"] <= 2e-6)}
         assert not wrong
 
@@ -48,6 +48,6 @@ def test_a_layout_changes_neither_loss_nor_gradient(name: str, figures: Any) -> 
 def test_the_variants_differ(figures: Any) -> None:
     """Twelve different losses, so that an axis that is ignored would show."""
     values = sorted(value["value"] for key, value in figures("dense")[0].items() if key.endswith("/few"))
-    assert len(values) == len(METHODS) * len(AGGREGATIONS)
+    assert len(values) == len(METHOD_NAMES) * len(AGGREGATIONS)
     # apo's loss has grpo's value where the lengths do not trigger its two factors; these responses do.
     assert all(b - a > 1e-6 for a, b in zip(values, values[1:], strict=False))
