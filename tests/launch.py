@@ -52,7 +52,7 @@ def run(
         except subprocess.TimeoutExpired:
             returncode = None
         finally:
-            _end(process)
+            end(process)
         output.seek(0)
         text = output.read()
     shown = f"{' '.join(command)}\n" + "\n".join(text.splitlines()[-TAIL_LINES:])
@@ -61,7 +61,7 @@ def run(
     return subprocess.CompletedProcess(list(command), returncode, stdout=text, stderr="")
 
 
-def _end(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
+def end(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
     """Kill the process and what it started. The ranks of torchrun lead sessions of their own, so a kill of the process group
     would miss them: walk the tree, and let the agent end its ranks first."""
     if process.poll() is not None:

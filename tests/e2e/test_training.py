@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e.toy import overrides, write_data, write_model
-from tests.launch import REPO, launch
+from tests.launch import REPO, end, launch
 
 CONTRACT = """step reward/mean rollout/response_tokens_mean loss/total optim/grad_norm mismatch/logprob_abs_diff_mean
     mismatch/logprob_abs_diff_max time/step_s time/rollout_s time/reward_s time/logprob_s time/update_s time/sync_s
@@ -40,13 +41,22 @@ def timeless(row: dict) -> dict:
     return {key: value for key, value in row.items() if not key.startswith(("time/", "throughput/", "memory/", "eval/"))}
 
 
-def start(folder: Path, run_dir: Path, *more: str) -> subprocess.Popen:
-    """The same command, left running."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megatron_rl.train"]
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    with (folder / f"{run_dir.name}.log").open("w") as log:
+@pytest.fixture
+def start(folder) -> Iterator[Callable[..., subprocess.Popen]]:
+    """The same command, left running; ended with all its processes when the test is over."""
+    processes: list[subprocess.Popen] = []
+
+    def start(run_dir: Path, *more: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megatron_rl.train"]
         command += overrides(folder, run_dir, *more)
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=REPO, env=environment)
+        environment = {**os.environ, "PYTHONPATH": str(REPO)}
+        with (folder / f"{run_dir.name}.log").open("w") as log:
+            processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=REPO, env=environment))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        end(process)
 
 
 def wait_for_step(process: subprocess.Popen, run_dir: Path, step: int, limit_s: float = 150) -> None:
@@ -126,9 +136,9 @@ def test_offloading_at_every_hand_over_and_around_checkpoints_changes_no_number(
     assert all(row[f"memory/{phase}_host_gib"] > 0 for row in rows(run_dir)[1:] for phase in phases)
 
 
-def test_a_killed_rank_ends_the_job_and_the_run_goes_on_from_the_newest_whole_checkpoint(folder, four_steps):
+def test_a_killed_rank_ends_the_job_and_the_run_goes_on_from_the_newest_whole_checkpoint(folder, four_steps, start):
     run_dir = folder / "killed"
-    agent = start(folder, run_dir, "trainer.num_steps=500", "checkpoint.every_steps=1", "checkpoint.keep=3")
+    agent = start(run_dir, "trainer.num_steps=500", "checkpoint.every_steps=1", "checkpoint.keep=3")
     wait_for_step(agent, run_dir, 3)
     ranks(agent)[1].send_signal(signal.SIGKILL)
     assert agent.wait(30) != 0
@@ -146,9 +156,9 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on_from_the_newest_whole_ch
     assert [{key: row[key] for key in reference} for row, reference in zip(rows(run_dir), expected)] == expected
 
 
-def test_preemption_leaves_a_checkpoint_and_a_marker(folder):
+def test_preemption_leaves_a_checkpoint_and_a_marker(folder, start):
     run_dir = folder / "preempted"
-    agent = start(folder, run_dir, "trainer.num_steps=500", "checkpoint.every_steps=2")
+    agent = start(run_dir, "trainer.num_steps=500", "checkpoint.every_steps=2")
     wait_for_step(agent, run_dir, 2)
     for rank in ranks(agent):
         rank.send_signal(signal.SIGUSR1)
@@ -176,3 +186,24 @@ def test_wrong_input_is_one_message_and_a_failed_job(folder, change, message):
     assert re.search(message, done.stderr), done.stderr
     assert "Traceback" not in done.stderr
     assert not (folder / "wrong").exists()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_five_steps_do_not_depend_on_the_layout(folder):
+    """The same seed and data under tensor, pipeline and data parallelism, and under another layout of the engine."""
+    layouts = {
+        "tp2": ["parallel=tp2"],
+        "pp2": ["parallel=pp2"],
+        "dp2": ["parallel=single"],
+        "dp2_engines": ["parallel=single", "rollout.tensor=1"],
+    }
+    runs = {}
+    for name, change in layouts.items():
+        launch("megatron_rl.train", 2, overrides(folder, folder / name, "trainer.num_steps=5", *change), 240)
+        runs[name] = [timeless(row) for row in rows(folder / name)[1:]]
+    compared = [key for key in runs["tp2"][0] if key.startswith(("reward/", "loss/", "optim/", "rollout/", "credit/", "policy/"))]
+    assert len(compared) > 20
+    for name, steps in runs.items():
+        for step, expected in zip(steps, runs["tp2"], strict=True):
+            assert {key: step[key] for key in compared} == pytest.approx({key: expected[key] for key in compared}, rel=1e-4, abs=1e-4), name
