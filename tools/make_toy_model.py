@@ -25,6 +25,7 @@ from tokenizers import Regex, Tokenizer, models
 from tokenizers.decoders import Fuse
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import DataConfig, ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
@@ -186,6 +187,7 @@ def make(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    disable_progress_bar()
     try:
         make(arguments())
     except BaseException as error:  # noqa: BLE001 (reported, then the process ends with code 1)

@@ -10,6 +10,7 @@ python=$repo/.venv/bin/python
 
 # Two spinning OpenMP threads per process on two cores are up to thirty times slower; the compiler's first call costs seconds.
 export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0
+export TORCH_CPP_LOG_LEVEL=ERROR # not a line about memory nodes from every rank
 
 # The name carries what the model is made by: a changed maker makes a new one. Written aside and renamed, so a half-made one is never used.
 maker=$repo/tools/make_toy_model.py

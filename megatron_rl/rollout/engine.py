@@ -74,6 +74,7 @@ class VllmEngine:
                 stack.enter_context(private_segments(launch_id))
             self._llm = LLM(**engine_arguments(model_path, config, seed + self.replica))
         _ALIVE.append(self._llm)
+        unlink_broadcast_buffer()
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
         """``num_responses`` completions for each prompt, on every rank of the replica.
@@ -245,6 +246,18 @@ def engine_arguments(model_path: str, config: RolloutConfig, seed: int) -> dict[
     return arguments
 
 
+def unlink_broadcast_buffer() -> None:
+    """Every rank has mapped the buffer of the tensor-parallel group when the engine is built; without its name it goes with its last
+    process, however that ends, and nothing reports it as leaked."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    queue = get_tp_group().mq_broadcaster
+    buffer = None if queue is None else queue.buffer
+    if buffer is not None and buffer.is_creator:
+        buffer.shared_memory.unlink()
+        buffer.is_creator = False
+
+
 def eos_token_ids(model_path: Path) -> tuple[int, ...]:
     """End tokens of a HF directory: of generation_config.json where it names some, else of config.json."""
     for name in ("generation_config.json", "config.json"):
@@ -262,6 +275,7 @@ def prepare_import() -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not torch.cuda.is_available():
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # else small sampling functions are compiled: seconds, and a C++ compiler is needed
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # that there is no Triton for a CPU is no news
 
 
 @contextmanager

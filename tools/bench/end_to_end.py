@@ -1,0 +1,151 @@
+"""Seconds per GRPO step and response tokens per second of whole training steps: this trainer beside TRL's GRPOTrainer.
+
+    python -m venv /tmp/trl && /tmp/trl/bin/pip install torch==2.13.0 trl==1.16.0 datasets  # an environment apart
+    python tools/bench/end_to_end.py --model TOY --trl-python /tmp/trl/bin/python --steps 25
+
+Same model, prompts, responses per prompt, optimizer steps per rollout, sampling and number of processes on both sides; the KL coefficient is
+0 (TRL's default), no evaluation, no checkpoint. The two take turns, so that a change of the machine's load meets both. The first
+``--warmup`` steps of a turn do not count. TRL generates with transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+PROMPTS_PER_STEP, RESPONSES_PER_PROMPT, MAX_RESPONSE_TOKENS = 32, 8, 16
+LAYOUTS = {"tensor parallel 2": ["parallel=tp2", "rollout.tensor=2"], "data parallel 2": ["parallel=single", "rollout.tensor=1"]}
+
+
+def torchrun(python: str, *words: str) -> list[str]:
+    return [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *words]
+
+
+def run(command: list[str]) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stdout[-3000:]}")
+
+
+def ours(model: Path, layout: list[str], steps: int, folder: Path) -> list[dict[str, float]]:
+    settings = [
+        "experiment=quickstart_cpu", f"model.path={model}", f"run_dir={folder}", f"trainer.num_steps={steps}", *layout, "method.kl.coef=0",
+        f"batch.prompts_per_step={PROMPTS_PER_STEP}", f"batch.prompts_per_minibatch={PROMPTS_PER_STEP}",
+        f"batch.responses_per_prompt={RESPONSES_PER_PROMPT}", f"rollout.max_response_tokens={MAX_RESPONSE_TOKENS}",
+        "evaluation.every_steps=0", "evaluation.at_start=false", "evaluation.at_end=false", "checkpoint.export_at_end=false",
+        "logging.tensorboard=false", "logging.console=false",
+    ]  # fmt: skip
+    run(torchrun(sys.executable, "-m", "megatron_rl.train", *settings))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    phases = ("rollout", "logprob", "update", "sync")
+    return [
+        {"seconds": row["time/step_s"], "tokens": row["rollout/response_tokens_mean"] * row["rollout/num_responses"]}
+        | {phase: row[f"time/{phase}_s"] for phase in phases}
+        for row in rows
+    ]
+
+
+def trl(python: str, model: Path, steps: int, folder: Path) -> list[dict[str, float]]:
+    folder.mkdir()
+    run(torchrun(python, __file__, "--model", str(model), "--inside-trl", str(folder), "--steps", str(steps)))
+    return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+
+
+def write_prompts(model: Path, file: Path) -> None:
+    """The quickstart's training prompts as text, for the other side."""
+    from megatron_rl.config.load import compose, validate
+    from megatron_rl.config.schema import Config
+    from megatron_rl.data.prompts import load_prompts
+    from megatron_rl.data.tokenizer import load_tokenizer
+
+    config = validate(Config, compose("config", ["experiment=quickstart_cpu", f"model.path={model}"]), "the benchmark")
+    tokenizer = load_tokenizer(str(model))
+    prompts = load_prompts(config.data.train, config.data, tokenizer, config.rollout.max_prompt_tokens)
+    rows = [{"prompt": tokenizer.decode(list(prompt.token_ids)), "answer": prompt.answer} for prompt in prompts]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def inside_trl(model: Path, folder: Path, steps: int) -> None:
+    """Runs in TRL's environment, on each of its two processes."""
+    os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="disabled")
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    rows = [json.loads(line) for line in (folder.parent / "prompts.jsonl").read_text().splitlines()]
+    tokens: list[int] = []
+    times = [time.perf_counter()]
+
+    def reward(completions: list[str], answer: list[str], completion_ids: list[list[int]], **_: object) -> list[float]:
+        tokens.append(sum(map(len, completion_ids)))
+        return [float(text.strip() == right) for text, right in zip(completions, answer, strict=True)]
+
+    class Stopwatch(TrainerCallback):
+        def on_step_end(self, *_: object, **__: object) -> None:
+            times.append(time.perf_counter())
+
+    arguments = GRPOConfig(
+        output_dir=str(folder / "trl"), use_cpu=True, bf16=False, max_steps=steps, learning_rate=2e-4, beta=0.0, temperature=1.0,
+        per_device_train_batch_size=PROMPTS_PER_STEP * RESPONSES_PER_PROMPT // 2, num_generations=RESPONSES_PER_PROMPT,
+        max_completion_length=MAX_RESPONSE_TOKENS, report_to=[], save_strategy="no", logging_steps=steps, disable_tqdm=True, seed=1,
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype="float32"), reward_funcs=reward, args=arguments,
+        train_dataset=Dataset.from_list(rows), processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
+        callbacks=[Stopwatch()],
+    )  # fmt: skip
+    trainer.train()
+    if os.environ["RANK"] == "0":
+        steps_taken = [{"seconds": b - a, "tokens": 2 * count} for a, b, count in zip(times, times[1:], tokens, strict=False)]
+        (folder / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps_taken))
+
+
+def summary(name: str, steps: list[dict[str, float]]) -> str:
+    seconds = sorted(step["seconds"] for step in steps)
+    quartiles = statistics.quantiles(seconds, n=4)
+    rate = statistics.median(step["tokens"] / step["seconds"] for step in steps)
+    engines = [sum(step[phase] for phase in ("rollout", "logprob", "update", "sync")) / step["seconds"] for step in steps if "sync" in step]
+    share = f"{statistics.median(engines):.0%}" if engines else "-"
+    tokens = statistics.mean(step["tokens"] for step in steps)
+    spread = f"{quartiles[0]:.3f}-{quartiles[2]:.3f}"
+    return f"| {name} | {statistics.median(seconds):.3f} | {spread} | {rate:.0f} | {tokens:.0f} | {share} | {len(steps)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="what tools/make_toy_model.py wrote")
+    parser.add_argument("--trl-python", help="interpreter with trl; left out: only this trainer is measured")
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--inside-trl", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.inside_trl:
+        inside_trl(options.model, options.inside_trl, options.steps)
+        return
+    measured: dict[str, list[dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        write_prompts(options.model, Path(scratch) / "prompts.jsonl")
+        for turn in range(options.turns):
+            for name, layout in LAYOUTS.items():
+                steps = ours(options.model, layout, options.steps, Path(scratch) / f"{turn}-{name[:4]}")
+                measured.setdefault(f"megatron_rl, {name}", []).extend(steps[options.warmup :])
+            if options.trl_python:
+                steps = trl(options.trl_python, options.model, options.steps, Path(scratch) / f"{turn}-trl")
+                measured.setdefault("TRL GRPOTrainer, DDP 2", []).extend(steps[options.warmup :])
+    print("| trainer | median s/step | quartiles | response tokens/s | tokens/step | generation+forward+update+sync | steps |")
+    print("|---|---|---|---|---|---|---|")
+    for name, steps in measured.items():
+        print(summary(name, steps))
+
+
+if __name__ == "__main__":
+    main()
