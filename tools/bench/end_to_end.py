@@ -1,11 +1,11 @@
 """Seconds per GRPO step and response tokens per second of whole training steps: this trainer beside TRL's GRPOTrainer.
 
-    python -m venv trl_env && trl_env/bin/pip install torch==2.13.0 trl==1.16.0 datasets
+    python -m venv trl_env && trl_env/bin/pip install torch==2.13.0 trl==1.16.0
     python tools/bench/end_to_end.py --model TOY --trl-python trl_env/bin/python --steps 25
 
 Same model, prompts, responses per prompt, optimizer steps per rollout, sampling and number of processes on both sides; the KL
-coefficient is 0 (TRL's default), no evaluation, no checkpoint. The two take turns, so that a change of the machine's load meets both. The first
-``--warmup`` steps of a turn do not count. TRL generates with transformers.
+coefficient is 0 (TRL's default), no evaluation, no checkpoint. The two take turns, so that a change of the machine's load meets
+both. The first ``--warmup`` steps of a turn do not count. TRL generates with transformers.
 """
 
 from __future__ import annotations
