@@ -64,7 +64,8 @@ class _Recorder(TorchDispatchMode):
         key, parameter = self.parameters[_storage(target)]
         aten = torch.ops.aten
         if func is aten.copy_.default:
-            self.boxes.append(self._box(key, parameter, target, args[1]))
+            if target.numel():  # a shard of the vocabulary may be padding throughout
+                self.boxes.append(self._box(key, parameter, target, args[1]))
         elif not (func is aten.zero_.default or (func in (aten.fill_.Scalar, aten.fill_.Tensor) and args[1] == 0)):  # padding is zero
             raise UndiscoveredError(f"the loader of the engine changes {key} by {func} at {self.latest}")
         return target

@@ -22,7 +22,7 @@ SIZES = {
     "num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None, "intermediate_size": 128}
 
 
 def build(arch: str, seed: int) -> PreTrainedModel:
@@ -35,7 +35,7 @@ def build(arch: str, seed: int) -> PreTrainedModel:
     elif arch == "qwen3_moe":
         model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=32, tie_word_embeddings=False))
     elif arch == "mixtral":
-        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **MIXTRAL, head_dim=32, tie_word_embeddings=False))
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**SIZES, **MIXTRAL}, head_dim=32, tie_word_embeddings=False))
     else:
         assert arch == "qwen3"
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False))

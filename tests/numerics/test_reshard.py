@@ -25,7 +25,8 @@ NIGHTLY = {
         "qwen3_moe:tensor=2,expert=4", "mixtral:tensor=2,pipeline=2,expert=2", "qwen3:tensor=2,pipeline=2", "qwen2_tied:tensor=2",
         "qwen2_tied:tensor=2,pipeline=2", "llama:context=2,pipeline=2",
     ),
-    (4, 4): ("qwen3_moe:tensor=2,expert=2", "qwen3:tensor=2,pipeline=2", "qwen2_tied:pipeline=2", "llama:"),  # 2 key-value heads on 4 ranks
+    # 2 key-value heads on 4 ranks. No experts: vLLM on CPU cannot reload expert shards that are no multiple of 32 wide, by any path.
+    (4, 4): ("qwen3:tensor=2,pipeline=2", "qwen2_tied:pipeline=2", "llama:"),
 }  # fmt: skip
 
 

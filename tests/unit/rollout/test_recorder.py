@@ -82,6 +82,15 @@ def test_a_transposed_destination_has_its_strides():
     assert (box.start, box.shape, box.offset, box.stride) == ((0, 0), (6, 4), 0, (1, 6))
 
 
+def test_an_empty_copy_is_no_box():
+    target = torch.zeros(2, 4)
+
+    def load(weights: Weights) -> None:
+        target[:0].copy_(dict(weights)["q"].narrow(0, 6, 0))
+
+    assert record_boxes(load, {"q": (6, 4)}, {"p": target}, torch.float32) == []
+
+
 def computed(target: Tensor, weights: Weights) -> None:
     target.copy_(dict(weights)["q"] * 2)
 
