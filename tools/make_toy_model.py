@@ -39,7 +39,7 @@ from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.runtime.launch import leave, report, set_up_messages, start
 from megatron_rl.types import LossOutput, Prompt, TokenView
 
-TASKS = "reasoning_gym:chain_sum?min_terms=3&max_terms=3&max_digits=1&size=6000&seed=3+spell_backward?max_word_len=5&size=2000&seed=3"
+TASKS = "reasoning_gym:chain_sum?min_terms=2&max_terms=3&max_digits=1&size=2000&seed=3+spell_backward?max_word_len=5&size=2000&seed=3"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # padding, start of a message, its end (which ends a response)
 WORD = r" ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]|\s"
 CHAT_TEMPLATE = (
@@ -58,9 +58,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--experiment", default="quickstart_cpu", help="experiment whose data settings and held-out prompts count")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=700, help="supervised steps")
+    parser.add_argument("--steps", type=int, default=500, help="supervised steps")
     parser.add_argument("--batch", type=int, default=64, help="demonstrations a step")
-    parser.add_argument("--right", type=float, default=0.5, help="share of right demonstrations")
+    parser.add_argument("--right", type=float, default=0.45, help="share of right demonstrations")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
