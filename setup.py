@@ -91,6 +91,7 @@ setup(
     packages=[*find_packages(include=["megatron_rl", "megatron_rl.*"]), "megatron_rl.conf"],
     package_dir={"megatron_rl.conf": "conf"},
     package_data={"megatron_rl.conf": CONF_FILES},
+    entry_points={"vllm.general_plugins": ["megatron_rl = megatron_rl.trainer.vllm_plugin:register"]},
     install_requires=REQUIRED,
     extras_require=EXTRAS,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,36 +15,61 @@ from megatron_rl.types import Box
 Transfer = Callable[[Callable[[str], Tensor], Callable[[str], None]], None]
 
 
+class BoxReceiver:
+    """The weights of one worker's model as boxes: which it wants, and how they are replaced."""
+
+    def __init__(self, model: nn.Module, vllm_config: Any) -> None:
+        self.model, self.vllm_config = model, vllm_config
+        self.keys: set[str] = set()
+        self.padded: set[str] = set()
+
+    def discover(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Box]:
+        """The parts of the HF tensors ``shapes`` that this worker's loader takes, and where it puts them. The weights stay."""
+        with reloading(self.vllm_config, self.model, complete=False):
+            boxes = record_boxes(self.model.load_weights, shapes, dict(loadable(self.model)), self.vllm_config.model_config.dtype)
+            self._keep(boxes)
+        return boxes
+
+    def declare(self, boxes: Sequence[Box]) -> None:
+        """What ``discover`` would find, from elsewhere."""
+        with reloading(self.vllm_config, self.model, complete=False):
+            self._keep(boxes)
+
+    def _keep(self, boxes: Sequence[Box]) -> None:
+        self.keys, self.padded = {box.key for box in boxes}, partly_filled(boxes, dict(loadable(self.model)))
+
+    @torch.no_grad()
+    def receive(self, transfer: Transfer) -> None:
+        """Replace all weights: ``transfer`` writes the boxes found by ``discover``; a layer is processed as after any load
+        (packed, quantised) as soon as its last box is in place, and its memory before processing is freed."""
+        with reloading(self.vllm_config, self.model, complete=True):
+            layers = OpenLayers(self.model, self.keys, self.padded)
+            transfer(layers.parameter, layers.written)
+            layers.check()
+        if self.vllm_config.device_config.device.type == "cpu":
+            repack_cpu(self.model)
+
+
 class WeightReceiver:
     """Mixed into the worker class of the engine (``worker_extension_cls``), beside its ``reload_weights``."""
 
+    def box_receiver(self) -> BoxReceiver:
+        """The one of this worker."""
+        if not hasattr(self, "_box_receiver"):
+            self._box_receiver = BoxReceiver(self.model_runner.model, self.vllm_config)
+        return self._box_receiver
+
     def discover_boxes(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Box]:
-        """The parts of the HF tensors ``shapes`` that this worker's loader takes, and where it puts them. The weights stay."""
-        model, config = self.model_runner.model, self.vllm_config.model_config
-        with reloading(self.vllm_config, model, complete=False):
-            boxes = record_boxes(model.load_weights, shapes, dict(loadable(model)), config.dtype)
-            self._keep_boxes(boxes)
-        return boxes
+        """See ``BoxReceiver.discover``."""
+        return self.box_receiver().discover(shapes)
 
     def declare_boxes(self, boxes: Sequence[Box]) -> None:
-        """What ``discover_boxes`` would find, from elsewhere."""
-        with reloading(self.vllm_config, self.model_runner.model, complete=False):
-            self._keep_boxes(boxes)
+        """See ``BoxReceiver.declare``."""
+        self.box_receiver().declare(boxes)
 
-    def _keep_boxes(self, boxes: Sequence[Box]) -> None:
-        self._boxes, self._padded = boxes, partly_filled(boxes, dict(loadable(self.model_runner.model)))
-
-    @torch.no_grad()
     def receive_boxes(self, transfer: Transfer) -> None:
-        """Replace all weights: ``transfer`` writes the boxes found by ``discover_boxes``; a layer is processed as after any load
-        (packed, quantised) as soon as its last box is in place, and its memory before processing is freed."""
-        model = self.model_runner.model
-        with reloading(self.vllm_config, model, complete=True):
-            layers = OpenLayers(model, {box.key for box in self._boxes}, self._padded)
-            transfer(layers.parameter, layers.written)
-            layers.check()
-        if self.device.type == "cpu":
-            repack_cpu(model)
+        """See ``BoxReceiver.receive``."""
+        self.box_receiver().receive(transfer)
 
     def receive_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights by HF-named whole tensors; the worker keeps its own shard.
@@ -56,7 +82,7 @@ class WeightReceiver:
 
 
 @contextmanager
-def reloading(vllm_config: object, model: nn.Module, *, complete: bool) -> Iterator[None]:
+def reloading(vllm_config: Any, model: nn.Module, *, complete: bool) -> Iterator[None]:
     """vLLM's reload, layer by layer: parameters have the shapes of loading, on the meta device, until their layer is processed.
     ``complete=False``: no layer is processed, whatever its loader sees, and in the end all is as before."""
     from vllm.config import set_current_vllm_config

@@ -66,27 +66,28 @@ class ReshardSync:
         in_flight: int = 2,
         device: torch.device | str = "cpu",
         ignore: Sequence[str] = (),
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Collective over the default process group. ``policy`` and ``engine`` are None on a process that has no such side.
+        """Collective over ``group`` (None: all processes). ``policy`` and ``engine`` are None on a process that has no such side.
 
         ``verify``: compare a digest of every bucket as packed with the one as arrived, at every sync.
         Raises ValueError, on every rank, when the two sides do not fit each other: names tensor, ranks and slices.
         """
-        self._policy, self._engine, self._verify = policy, engine, verify
+        self._policy, self._engine, self._verify, self._group = policy, engine, verify, group
         held = collect(policy.weight_boxes()) if policy is not None else []
         wanted = collect(engine.weight_boxes()) if engine is not None else []
         self.num_tensors = len({name for group in wanted for name in group.tensors})
-        everyone_held, everyone_wants = exchange(held, wanted)
+        everyone_held, everyone_wants = exchange(held, wanted, group)
         self.plan = make_plan(
             everyone_held,
             everyone_wants,
             gpus_per_node=gpus_per_node,
             bucket_bytes=bucket_mib << 20,
             in_flight=in_flight,
-            replicas=_replicas(None if engine is None else engine.replica),
+            replicas=_replicas(None if engine is None else engine.replica, group),
             ignore=ignore,
         )
-        self._transport = Transport(compile_program(self.plan, dist.get_rank(), held, wanted), device)
+        self._transport = Transport(compile_program(self.plan, dist.get_rank(group), held, wanted), device, group)
 
     def sync(self, version: int) -> SyncReport:
         """Collective. ``bytes_sent``: what this process sent; ``bytes_total``: what it was sent, plus what it copied from itself.
@@ -107,7 +108,7 @@ class ReshardSync:
         def transfer(parameter: Parameters, written: Callable[[str], None]) -> None:
             moved.append(self._transport.run(self._weight, parameter, written, observe if self._verify else None))
             if self._verify:
-                _compare(digests)
+                _compare(digests, self._group)
 
         if self._policy is not None:
             self._policy.settle()
@@ -129,10 +130,10 @@ def _nothing(key: str) -> Tensor:
     raise AssertionError(f"a process without rollout side was to receive {key}")
 
 
-def _replicas(replica: int | None) -> list[list[int]]:
+def _replicas(replica: int | None, group: dist.ProcessGroup | None) -> list[list[int]]:
     """Collective: the ranks of each replica."""
-    numbers: list[int | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(numbers, replica)
+    numbers: list[int | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(numbers, replica, group)
     groups: dict[int, list[int]] = defaultdict(list)
     for rank, number in enumerate(numbers):
         if number is not None:
@@ -140,10 +141,10 @@ def _replicas(replica: int | None) -> list[list[int]]:
     return [groups[number] for number in sorted(groups)]
 
 
-def _compare(digests: Digests) -> None:
+def _compare(digests: Digests, group: dist.ProcessGroup | None) -> None:
     """Collective: the digest of each bucket is the same at both of its ends. Raises WeightSyncError on every rank."""
-    everyone: list[Digests] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, digests)
+    everyone: list[Digests] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, digests, group)
     wrong = []
     for rank, mine in enumerate(everyone):
         for (stream, begin), (digest, contents) in mine.items():

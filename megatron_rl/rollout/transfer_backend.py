@@ -1,0 +1,142 @@
+"""A weight-transfer backend of vLLM: any vLLM server or engine takes its weights from a trainer, each worker just the slices it keeps.
+
+vLLM calls ``init_transfer_engine`` once for a trainer and ``update_weights`` for each update, on every worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn, Protocol
+
+import torch.distributed as dist
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from megatron_rl.rollout.stream import expected_tensors
+from megatron_rl.rollout.worker import BoxReceiver, Transfer
+from megatron_rl.runtime.joint_group import Meeting, join_group, leave_group, visit_store
+from megatron_rl.types import Box, SyncReport
+
+BACKEND = "megatron_rl"
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """What the trainer sends once: where to meet it, and how the transfer is carried out."""
+
+    address: str
+    port: int
+    first_rank: int  # of the workers in the joint group, behind the ranks of the trainer
+    size: int
+    bucket_mib: int
+    in_flight: int
+    verify: bool
+    timeout_s: float
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """What the trainer sends for each update."""
+
+    step: str
+    version: int
+
+
+class Sync(Protocol):
+    """The receiving end of a planned weight sync."""
+
+    def sync(self, version: int) -> SyncReport:
+        """Collective over trainer and workers: the taker's weights are replaced."""
+
+
+class Taker:
+    """What a worker wants, for a planned sync. After a failed update its model refuses to run."""
+
+    def __init__(self, receiver: BoxReceiver, boxes: list[Box], replica: int) -> None:
+        self.receiver, self.boxes, self.replica = receiver, boxes, replica
+        self.failure = ""
+
+    def weight_boxes(self) -> list[Box]:
+        """Recorded from the loaders of vLLM."""
+        return self.boxes
+
+    def update_weights(self, transfer: Transfer, version: int) -> None:
+        """Replaces all weights; any exception leaves the model unusable."""
+        try:
+            self.receiver.receive(transfer)
+        except BaseException as error:
+            self.failure = f"its weights are half replaced: the update to weight version {version} failed: {error}"
+            self.receiver.model.register_forward_pre_hook(self._refuse)
+            raise
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise RuntimeError(f"this engine must be started anew, {self.failure}")
+
+
+Connect = Callable[[Taker, dist.ProcessGroup, InitInfo], Sync]
+
+
+class BoxTransferEngine(WeightTransferEngine):
+    """One worker's end. A subclass says how its end of the sync is made."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+    connect: ClassVar[Connect]
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.group: dist.ProcessGroup | None = None
+        self.taker: Taker | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Joins the trainer's group and makes the plan with it. A trainer that connected before is let go."""
+        self.shutdown()
+        parallel = self.parallel_config
+        self.rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        store = visit_store(init_info.address, init_info.port, init_info.timeout_s)
+        self.meeting, problem = Meeting(store), ""
+        try:
+            self._discover()
+        except (ValueError, RuntimeError) as error:
+            problem = str(error)
+        self.meeting.arrive("init", self.rank, problem)
+        self.group = join_group(store, self.rank, init_info.size, init_info.timeout_s)
+        self.sync = type(self).connect(self.taker, self.group, init_info)
+
+    def _discover(self) -> None:
+        if self.taker is not None:
+            if self.taker.failure:
+                raise RuntimeError(self.taker.failure)
+            return
+        path = Path(self.model_config.model)
+        if not path.is_dir():
+            raise ValueError(f"the server was started with model {path}; start it with the directory of a Hugging Face checkpoint")
+        receiver = BoxReceiver(self.model, self.vllm_config)
+        self.taker = Taker(receiver, receiver.discover(expected_tensors(path)), self.parallel_config.data_parallel_index)
+
+    def start_weight_update(self) -> None:
+        """Nothing: an update begins, and ends, in ``receive_weights``."""
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Takes part in one sync."""
+        assert self.taker is not None and self.group is not None, "no trainer is connected"
+        self.meeting.arrive(update_info.step, self.rank, self.taker.failure)
+        self.sync.sync(update_info.version)
+
+    def finish_weight_update(self) -> None:
+        """Nothing, see ``start_weight_update``."""
+
+    def shutdown(self) -> None:
+        """Leaves the trainer's group."""
+        if self.group is not None:
+            leave_group(self.group)
+            self.group = None
+
+
+def register(connect: Connect) -> None:
+    """Makes the backend known to vLLM in this process, once; ``connect`` makes the worker's end of the sync."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, type("Engine", (BoxTransferEngine,), {"connect": staticmethod(connect)}))
