@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         check(config, world.size, this_machine())
         from megatron_rl.trainer.build import build_trainer
+        from megatron_rl.trainer.memory_plan import check_memory
 
+        check_memory(config, world)
         build_trainer(config, world).run()
     except BaseException as error:  # noqa: BLE001 (reported, then the process ends with code 1)
         report(error, world.rank)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
+from megatron_rl.loss import Method
 from megatron_rl.policy import memory
 from megatron_rl.policy.families import read_architecture
 
@@ -23,7 +24,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world-size", type=int, required=True, help="number of processes (GPUs)")
     parser.add_argument("--gpu-gib", type=float, required=True, help="memory of one GPU, in GiB")
-    parser.add_argument("--logprob-chunk-tokens", type=int, default=1024, help="tokens whose logits are alive at a time")
+    parser.add_argument("--host-gib", type=float, help="host memory of one GPU's process, in GiB; not looked at without it")
     parser.add_argument("--unfused", action="store_true", help="layers without Transformer Engine")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of a run")
     arguments = parser.parse_args()
@@ -34,18 +35,19 @@ def main() -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    sizes = memory.Sizes(
-        arguments.world_size, config.batch.tokens_per_microbatch, arguments.logprob_chunk_tokens, config.model.make_vocab_divisible_by,
-        fused=not arguments.unfused,
-    )  # fmt: skip
-    stages = memory.plan(arch, config.parallel, config.precision, config.rollout, sizes, arguments.gpu_gib)
+    method = Method(config.method, response_limit=config.rollout.max_response_tokens)
+    sizes = memory.sizes(config, arguments.world_size, fused=not arguments.unfused, keep_reference=method.needs.ref_logprobs)
+    room = memory.Room("cuda", arguments.gpu_gib, arguments.host_gib)
+    stages = memory.plan(arch, config.parallel, config.precision, config.rollout, sizes, room.device_gib)
     print(f"{'stage':20} " + "  ".join(f"{stage.stage:6d}" for stage in stages))
     for name in (field.name for field in fields(memory.StageMemory) if field.name != "stage"):
         print(f"{name + ' GiB':20} " + "  ".join(f"{getattr(stage, name) / memory.GIB:6.2f}" for stage in stages))
-    for phase, names in memory.phases(config.rollout.sleep_level, config.memory.offload).items():
-        row = "  ".join(f"{sum(getattr(stage, name) for name in names) / memory.GIB + memory.OVERHEAD_GIB:6.2f}" for stage in stages)
-        print(f"{phase + ' in all GiB':20} {row}   ({', '.join(names)}, {memory.OVERHEAD_GIB:g} GiB for the context and communication)")
-    found = memory.problems(stages, arguments.gpu_gib, config.rollout.sleep_level, config.memory.offload)
+    for phase, names in memory.phases(config, room.kind).items():
+        overhead = 0.0 if phase == "host copies" else memory.OVERHEAD_GIB[room.kind]
+        row = "  ".join(f"{memory.needed_gib(stage, names, overhead):6.2f}" for stage in stages)
+        beside = f"; {overhead:g} GiB for the context and communication" if overhead else ""
+        print(f"{phase + ' GiB':20} {row}   ({', '.join(names)}{beside})")
+    found = memory.problems(stages, config, room)
     for problem in found:
         print(f"does not fit: {problem}")
     return 1 if found else 0

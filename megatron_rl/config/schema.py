@@ -174,6 +174,7 @@ class LoggingConfig(Section):
 class MemoryConfig(Section):
     """What of the policy leaves the device while the engine generates, and the watch over what stays."""
 
+    refuse: bool  # a start whose planned memory exceeds the device's; false = warn and go on
     offload: tuple[Literal["optimizer", "gradients", "weights"], ...]
     alarm_growth_gib: PositiveFloat | None  # warn when the least memory of a phase over 10 steps grew by more; null = off
 

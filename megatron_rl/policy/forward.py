@@ -13,13 +13,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
-from megatron_rl.policy.logprobs import response_logprobs
+from megatron_rl.policy.logprobs import LOGPROB_CHUNK_TOKENS, response_logprobs
 from megatron_rl.policy.packing import Microbatch
 from megatron_rl.policy.parallel import Ranks
 from megatron_rl.types import TokenLoss, TokenView
 
-# Response tokens whose logits are alive at a time.
-LOGPROB_CHUNK_TOKENS = 1024
 Consume = Callable[[Microbatch, Tensor, Tensor | None], tuple[Tensor, Any]]
 
 

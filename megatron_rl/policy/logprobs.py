@@ -15,6 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 Entropy = Literal["none", "value", "grad"]
+# Response tokens whose logits are alive at a time in a pass of the policy.
+LOGPROB_CHUNK_TOKENS = 1024
 # Rows of a chunk that get a second buffer when the entropy needs x and exp(x) at once: 1/8 of a chunk.
 ENTROPY_SPLIT = 8
 

@@ -1,28 +1,31 @@
 """Device memory of a configuration before anything is built: what each pipeline stage of the policy and its engine will hold.
 
 Weights, gradients and optimizer are exact sums over the parameters of a stage. Activations are what a layer saves for its backward
-with fused attention; the engine's share is its weights and its key-value cache.
+with fused attention; the engine's share is its weights (in ``rollout.dtype``) and its key-value cache.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
 
-from megatron_rl.config.schema import ParallelConfig, PrecisionConfig, RolloutConfig
+from megatron_rl.config.schema import Config, ParallelConfig, PrecisionConfig, RolloutConfig
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.layout import Parameter, expert_parameters, layer_parameters, local_shape, outer_parameters, padded_vocab
+from megatron_rl.policy.logprobs import LOGPROB_CHUNK_TOKENS
 
 BYTES = {"float32": 4, "bfloat16": 2}
 GIB = 2**30
-# Bytes that the CUDA context, communication buffers and fragmentation take beside the tensors.
-OVERHEAD_GIB = 4.0
+# What comes beside the tensors: the CUDA context, communication buffers and fragmentation, or the libraries of a process.
+OVERHEAD_GIB = {"cuda": 4.0, "cpu": 1.0}
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes on one rank of pipeline stage ``stage``, by purpose. ``logits``: the live chunk and the head's float32 gradient."""
+    """Bytes on one rank of pipeline stage ``stage``, by purpose. ``logits``: the live chunk and the head's float32 gradient;
+    ``reference``: the starting weights, which are kept on the host."""
 
     stage: int
     weights: int
@@ -32,6 +35,7 @@ class StageMemory:
     logits: int
     engine_weights: int
     kv_cache: int
+    reference: int
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,17 @@ class Sizes:
     logprob_chunk_tokens: int
     make_vocab_divisible_by: int
     fused: bool  # layers of Transformer Engine
+    keep_reference: bool = False
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a rank may use, in GiB. On ``kind`` cpu the device is this rank's share of the host's memory; ``host_gib``: that share
+    beside a CUDA device (None: not looked at)."""
+
+    kind: Literal["cuda", "cpu"]
+    device_gib: float
+    host_gib: float | None = None
 
 
 def stage_layers(arch: Architecture, parallel: ParallelConfig) -> list[int]:
@@ -110,6 +125,12 @@ def live_layers(parallel: ParallelConfig, stage: int, layers: int) -> int:
     return math.ceil((2 * (stages - stage - 1) + (chunks - 1) * stages + 1) * layers / chunks)
 
 
+def sizes(config: Config, world_size: int, *, fused: bool, keep_reference: bool) -> Sizes:
+    """The sizes of a run of ``config``."""
+    tokens, divisible_by = config.batch.tokens_per_microbatch, config.model.make_vocab_divisible_by
+    return Sizes(world_size, tokens, LOGPROB_CHUNK_TOKENS, divisible_by, fused, keep_reference)
+
+
 def plan(
     arch: Architecture, parallel: ParallelConfig, precision: PrecisionConfig, rollout: RolloutConfig, sizes: Sizes, gpu_gib: float
 ) -> list[StageMemory]:
@@ -142,40 +163,113 @@ def plan(
             StageMemory(
                 stage=stage, weights=(dense + experts) * element, gradients=(dense + experts) * gradient, optimizer=states,
                 activations=activations, logits=logits, engine_weights=engine_weights, kv_cache=max(0, int(cache)),
+                reference=(dense + experts) * element if sizes.keep_reference else 0,
             )
         )  # fmt: skip
     return found
 
 
+STATES = ("weights", "gradients", "optimizer")
+ENGINE = ("engine_weights", "kv_cache")
+# What to change where a part is too large; the names in braces are replaced by the values of the configuration.
+SPLIT = "raise parallel.tensor (now {parallel.tensor}) or parallel.pipeline (now {parallel.pipeline})"
 KNOBS = {
-    "weights": "parallel.tensor or parallel.pipeline",
-    "gradients": "parallel.tensor or parallel.pipeline",
-    "optimizer": "parallel.distributed_optimizer=true, or more data-parallel ranks",
-    "activations": "batch.tokens_per_microbatch, parallel.sequence=true, parallel.context or parallel.recompute=full",
-    "logits": "parallel.tensor",
-    "engine_weights": "rollout.tensor",
-    "kv_cache": "rollout.kv_cache_gib or rollout.gpu_memory_utilization",
+    "weights": SPLIT,
+    "gradients": SPLIT,
+    "optimizer": "use parallel.distributed_optimizer=true (now {parallel.distributed_optimizer}) and more data-parallel ranks, or raise "
+    "parallel.tensor (now {parallel.tensor})",
+    "activations": "lower batch.tokens_per_microbatch (now {batch.tokens_per_microbatch}), set parallel.sequence=true (now "
+    "{parallel.sequence}) or parallel.recompute=full (now {parallel.recompute}), or raise parallel.context (now {parallel.context})",
+    "logits": "raise parallel.tensor (now {parallel.tensor})",
+    "engine_weights": "raise rollout.tensor (now {rollout.tensor})",
+    "kv_cache": "lower rollout.kv_cache_gib (now {rollout.kv_cache_gib}) or, where that is null, rollout.gpu_memory_utilization (now "
+    "{rollout.gpu_memory_utilization})",
+    "reference": "choose a method without KL to the start, or raise parallel.tensor (now {parallel.tensor})",
 }
+MAY_LEAVE = {"weight sync": ("gradients", "optimizer"), "generation": STATES}  # what memory.offload can take away
+HAND_OVER = "add {name} to memory.offload (now {memory.offload})"
+ON_HOST = "take {name} out of memory.offload (now {memory.offload})"
+SLEEP = "set rollout.sleep_level=2 (now {rollout.sleep_level}), which drops them"
 
 
-def phases(sleep_level: int, offloaded: Sequence[str]) -> dict[str, list[str]]:
-    """Which parts of StageMemory are on the device while the policy trains and while the engine generates."""
-    states = ["weights", "gradients", "optimizer"]
-    engine = ["engine_weights", "kv_cache"]
-    training = [*states, "activations", "logits", *([] if sleep_level > 0 else engine)]
-    return {"training": training, "rollout": [name for name in states if name not in offloaded] + engine}
+def phases(config: Config, kind: str) -> dict[str, tuple[str, ...]]:
+    """Which parts of StageMemory are held at a time: on a CUDA device while the policy trains, while weights go to the engine and
+    while it generates, and copies on the host. On a CPU everything at all times, for there nothing leaves by moving; what
+    ``memory.offload`` names is held twice.
+    """
+    offload, level = config.memory.offload, config.rollout.sleep_level
+    copies = tuple(part for part in STATES if part in offload and part != "gradients")  # gradients come back as zeros
+    passes = ("activations", "logits")
+    if kind == "cpu":
+        return {"the run": (*STATES, *passes, *ENGINE, "reference", *copies)}
+    kept = tuple(part for part in STATES if part not in offload)
+    present = ENGINE if level == 0 else ()
+    return {
+        "training": (*STATES, *passes, *present),
+        "weight sync": (*(part for part in STATES if part in kept or part == "weights"), *(present or ENGINE[:1])),
+        "generation": (*kept, *ENGINE),
+        "host copies": ("reference", *copies, *(ENGINE[:1] if level == 1 else ())),
+    }
 
 
-def problems(stages: Sequence[StageMemory], gpu_gib: float, sleep_level: int, offloaded: Sequence[str] = ()) -> list[str]:
-    """One message for the fullest stage of each phase that does not fit: how much, of what most, which key to change."""
+def needed_gib(stage: StageMemory, names: Sequence[str], overhead_gib: float = 0.0) -> float:
+    """GiB of the parts ``names`` of a rank."""
+    return sum(getattr(stage, name) for name in names) / GIB + overhead_gib
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a phase asks of a rank of its fullest stage and what that rank has (None: not known), in GiB."""
+
+    phase: str
+    parts: tuple[str, ...]
+    stage: StageMemory
+    need_gib: float
+    has_gib: float | None
+
+
+def demands(stages: Sequence[StageMemory], config: Config, room: Room) -> Iterator[Demand]:
+    """One for each of ``phases``."""
+    for phase, parts in phases(config, room.kind).items():
+        fullest = max(stages, key=lambda stage: needed_gib(stage, parts))
+        if phase == "host copies":
+            yield Demand(phase, parts, fullest, needed_gib(fullest, parts), room.host_gib)
+        else:
+            yield Demand(phase, parts, fullest, needed_gib(fullest, parts, OVERHEAD_GIB[room.kind]), room.device_gib)
+
+
+def describe(stages: Sequence[StageMemory], config: Config, room: Room) -> str:
+    """The plan in one line.
+
+    Example: "memory plan of a rank in GiB (pipeline stage 0): weights 3.55, gradients 7.09, ...; in all: training 32.10 of 79.10, ...".
+    """
+    found = list(demands(stages, config, room))
+    stage = found[0].stage
+    parts = ", ".join(f"{field.name.replace('_', ' ')} {getattr(stage, field.name) / GIB:.2f}" for field in fields(stage)[1:])
+    phase = ", ".join(f"{one.phase} {one.need_gib:.2f}" + (f" of {one.has_gib:.2f}" if one.has_gib is not None else "") for one in found)
+    return f"memory plan of a rank in GiB (pipeline stage {stage.stage}): {parts}; in all: {phase}"
+
+
+def problems(stages: Sequence[StageMemory], config: Config, room: Room) -> list[str]:
+    """One message for each phase that does not fit: how much, of what most, which key to change."""
     found = []
-    for phase, names in phases(sleep_level, offloaded).items():
-        worst = max(stages, key=lambda stage: sum(getattr(stage, name) for name in names))
-        need = sum(getattr(worst, name) for name in names) / GIB + OVERHEAD_GIB
-        if need > gpu_gib:
-            largest = max(names, key=lambda name: getattr(worst, name))
-            found.append(
-                f"{phase} on pipeline stage {worst.stage} needs {need:.1f} GiB of {gpu_gib:.1f}; most of it is {largest} "
-                f"({getattr(worst, largest) / GIB:.1f} GiB): change {KNOBS[largest]}"
-            )
+    if stages[0].kv_cache == 0:
+        engine, share = stages[0].engine_weights / GIB, config.rollout.gpu_memory_utilization
+        found.append(
+            f"rollout.gpu_memory_utilization = {share}: of {room.device_gib:.1f} GiB it leaves nothing for keys and values beside "
+            f"{engine:.1f} GiB of weights; raise it, or rollout.tensor (now {config.rollout.tensor})"
+        )
+    for one in demands(stages, config, room):
+        if one.has_gib is None or one.need_gib <= one.has_gib:
+            continue
+        largest = max(one.parts, key=lambda name: getattr(one.stage, name))
+        remedy = KNOBS[largest]
+        if one.phase in MAY_LEAVE and largest in MAY_LEAVE[one.phase]:
+            remedy = HAND_OVER
+        elif one.phase == "host copies" and largest != "reference":
+            remedy = SLEEP if largest == "engine_weights" else ON_HOST
+        found.append(
+            f"{one.phase} needs {one.need_gib:.1f} GiB on a rank of pipeline stage {one.stage.stage}, there are {one.has_gib:.1f} GiB; "
+            f"most of it is {largest} ({getattr(one.stage, largest) / GIB:.1f} GiB): {remedy.format(name=largest, **dict(config))}"
+        )
     return found

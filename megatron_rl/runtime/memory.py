@@ -32,6 +32,16 @@ def memory_in_use(engine_bytes: Callable[[], int]) -> dict[str, float]:
     return values
 
 
+def available_gib() -> float:
+    """Host memory that can still be taken without swapping, or the limit of this process's container where that is less."""
+    table = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    limits = [int(table["MemAvailable"].split()[0]) * 1024]
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text(encoding="ascii").strip()) != "max":
+        limits.append(int(text))
+    return min(limits) / GIB
+
+
 class Ledger:
     """Memory in use at the end of every phase of a step, and an alarm when the floor of a phase rises.
 

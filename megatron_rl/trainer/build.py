@@ -8,6 +8,7 @@ from megatron_rl.data.prompts import load_prompts, without_overlap
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.loss import Method
 from megatron_rl.policy.megatron_policy import MegatronPolicy
+from megatron_rl.protocols import WeightSync
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.runtime.launch import World
@@ -50,7 +51,7 @@ def build_trainer(config: Config, world: World) -> Trainer:
         total_optimizer_steps=num_optimizer_steps(config),
         max_sequence_tokens=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
     )
-    engine = VllmEngine(config.model.path, config.rollout, seed=config.seed, launch_id=world.launch_id)
+    engine, weight_sync = build_engine(config, world, policy)
     generator = Generator(engine, reward, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), world)
     stop_ids = stop_token_ids(tokenizer.eos_token_id)
     rollouts = Rollouts(
@@ -64,7 +65,6 @@ def build_trainer(config: Config, world: World) -> Trainer:
     evaluator = Evaluator(
         generator, held_out[: config.evaluation.num_prompts], evaluation_sampling(config, stop_ids), config.evaluation.pass_at
     )
-    weight_sync = build_sync(config, policy, engine, world)
     ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), config.memory.alarm_growth_gib)
     parts = Parts(
         policy=policy,
@@ -77,3 +77,13 @@ def build_trainer(config: Config, world: World) -> Trainer:
         stop_requested=stop_requested.__bool__,
     )
     return Trainer(parts, schedule(config))
+
+
+def build_engine(config: Config, world: World, policy: MegatronPolicy) -> tuple[VllmEngine, WeightSync]:
+    """The engine takes its memory when it is built: the policy makes room for it as it does in every step, and gets it back."""
+    policy.offload(config.memory.offload)
+    engine = VllmEngine(config.model.path, config.rollout, seed=config.seed, launch_id=world.launch_id)
+    weight_sync = build_sync(config, policy, engine, world)  # before the engine sleeps: a plan looks at its weights
+    engine.sleep()
+    policy.reload()
+    return engine, weight_sync

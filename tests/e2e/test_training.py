@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.toy import overrides, write_data, write_model
+from tests.e2e.toy import overrides, write_data, write_large_config, write_model
 from tests.launch import REPO, end, launch
 
 CONTRACT = """step reward/mean rollout/response_tokens_mean loss/total optim/grad_norm mismatch/logprob_abs_diff_mean
@@ -174,9 +174,16 @@ def test_preemption_leaves_a_checkpoint_and_a_marker(folder, start):
         (["parallel=tp2", "batch.prompts_per_minibatch=3"], r"2 problems in .*\n  - parallel: .*\n  - batch\.prompts_per_mini"),
         (["model.path=/nowhere/model"], "model.path = /nowhere/model: no such folder"),
         (["data.train={folder}/broken.jsonl"], r"broken.jsonl:\n  - row 2: no answer"),
+        (
+            ["model.path={folder}/large"],  # neither weights nor tokenizer: it is refused before either is looked for
+            r"memory plan of a rank in GiB .*: weights 270.84, .*\nerror: 1 problem in the memory plan \(memory.refuse=false starts all "
+            r"the same\):\n  - the run needs \d{4}\.\d GiB on a rank of pipeline stage 0, .* most of it is optimizer \(541.7 GiB\): use",
+        ),
+        (["batch.tokens_per_microbatch=1000000000"], r"most of it is activations .*: lower batch.tokens_per_microbatch \(now 10{9}\)"),
     ],
 )
 def test_wrong_input_is_one_message_and_a_failed_job(folder, change, message):
+    write_large_config(folder / "large")
     (folder / "broken.jsonl").write_text('{"prompt": "a", "answer": "a", "data_source": "x", "extra": {}}\n{"prompt": "b"}\n')
     args = overrides(folder, folder / "wrong", "parallel=single", "rollout.tensor=1", *(text.format(folder=folder) for text in change))
     command = [sys.executable, "-m", "megatron_rl.train", *args]

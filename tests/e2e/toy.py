@@ -31,6 +31,16 @@ def write_model(path: Path) -> Path:
     return path
 
 
+def write_large_config(path: Path) -> Path:
+    """The shape of a 72B model, without weights or tokenizer."""
+    config = Qwen3Config(
+        vocab_size=151936, hidden_size=8192, intermediate_size=29568, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
+        head_dim=128, tie_word_embeddings=False, architectures=["Qwen3ForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(path)
+    return path
+
+
 def write_data(path: Path) -> Path:
     rows = [
         {"prompt": letter, "answer": letter, "data_source": "repeat", "extra": {"visual_entropy": 0.1 * index}}

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 from transformers import Qwen2Config, Qwen3MoeConfig
 
-from megatron_rl.config.load import compose
-from megatron_rl.config.schema import ParallelConfig, PrecisionConfig, RolloutConfig
+from megatron_rl.config.load import compose, validate
+from megatron_rl.config.schema import Config, ParallelConfig, PrecisionConfig, RolloutConfig
 from megatron_rl.policy import memory
 from megatron_rl.policy.families import architecture_from
 
@@ -92,13 +92,72 @@ def test_layers_alive_at_the_fullest_moment(layout, stage, live):
     assert memory.live_layers(parallel(**layout), stage, layers) == live
 
 
-def test_what_does_not_fit_is_named_with_its_key():
-    messages = memory.problems(plan({}), 80.0, sleep_level=1)
-    assert len(messages) == 2 and all("80.0" in message for message in messages)
-    assert "training on pipeline stage 0" in messages[0] and "parallel.distributed_optimizer=true" in messages[0]
-    assert memory.problems(plan({}), 80.0, sleep_level=1, offloaded=["optimizer", "gradients"])[1:] == []
+def config(*overrides):
+    return validate(Config, compose("config", ["model.path=m", "data.train=t", "data.eval=e", *overrides]), "test")
+
+
+GPU = memory.Room("cuda", 80.0)
+
+
+def test_what_does_not_fit_is_named_with_its_key_and_value():
+    messages = memory.problems(plan({}), config(), GPU)
+    assert [message.split(" needs ")[0] for message in messages] == ["training", "weight sync", "generation"]
+    assert all("pipeline stage 0, there are 80.0 GiB" in message for message in messages)
+    assert "most of it is optimizer (85.1 GiB): use parallel.distributed_optimizer=true (now True)" in messages[0]
+    assert all("add optimizer to memory.offload (now ())" in message for message in messages[1:])
+    away = config("memory.offload=[optimizer,gradients]")
+    assert [message.split()[0] for message in memory.problems(plan({}), away, GPU)] == ["training"]
     fits = plan({"tensor": 4, "distributed_optimizer": True})
-    assert memory.problems(fits, 80.0, sleep_level=1) == []
-    # An engine that never sleeps stays beside training.
+    assert memory.problems(fits, config(), GPU) == []
+
+
+def test_an_engine_that_never_sleeps_stays_beside_training():
     large = plan({"tensor": 4, "distributed_optimizer": True}, rollout={"kv_cache_gib": 50.0})
-    assert [message.split()[0] for message in memory.problems(large, 80.0, sleep_level=0)] == ["training", "rollout"]
+    awake, asleep = (memory.problems(large, config(f"rollout.sleep_level={level}"), GPU) for level in (0, 1))
+    assert [message.split(" needs ")[0] for message in awake] == ["training", "weight sync", "generation"]
+    assert [message.split(" needs ")[0] for message in asleep] == ["generation"]
+
+
+def test_phases_follow_the_hand_over():
+    lean = config("memory.offload=[optimizer,gradients,weights]", "rollout.sleep_level=1")
+    found = memory.phases(lean, "cuda")
+    assert found["training"] == ("weights", "gradients", "optimizer", "activations", "logits")
+    assert found["weight sync"] == ("weights", "engine_weights"), "the sync reads the weights, which leave after it"
+    assert found["generation"] == ("engine_weights", "kv_cache")
+    assert found["host copies"] == ("reference", "weights", "optimizer", "engine_weights")
+    assert memory.phases(config("rollout.sleep_level=2"), "cuda")["host copies"] == ("reference",)
+
+
+def test_copies_on_the_host_are_compared_with_its_memory():
+    stages = plan({}, replace(SIZES, keep_reference=True))
+    assert stages[0].reference == stages[0].weights
+    lean = config("memory.offload=[optimizer]")
+    roomy = memory.Room("cuda", 1000.0, 150.0)
+    assert memory.problems(stages, lean, roomy) == []
+    (message,) = memory.problems(stages, lean, replace(roomy, host_gib=50.0))
+    # The reference and the engine's sleeping weights (7.1 of its two ranks' 14.2) beside 85.1 of the optimizer.
+    assert "host copies needs 106.4 GiB" in message and "take optimizer out of memory.offload (now ('optimizer',))" in message
+
+
+def test_on_a_cpu_everything_is_held_at_once_and_what_is_offloaded_twice():
+    (stage,) = plan({})
+    room = memory.Room("cpu", 8.0)
+    (one,) = memory.demands([stage], config(), room)
+    (two,) = memory.demands([stage], config("memory.offload=[weights,gradients]", "rollout.sleep_level=2"), room)
+    names = ("weights", "gradients", "optimizer", "activations", "logits", "engine_weights", "kv_cache")
+    assert one.need_gib == pytest.approx(sum(getattr(stage, name) for name in names) / memory.GIB + memory.OVERHEAD_GIB["cpu"])
+    assert two.need_gib - one.need_gib == pytest.approx(stage.weights / memory.GIB)
+
+
+def test_the_plan_is_one_line():
+    line = memory.describe(plan({"tensor": 4, "distributed_optimizer": True}), config(), memory.Room("cuda", 79.1, 100.0))
+    assert "\n" not in line
+    assert "(pipeline stage 0): weights 3.55, gradients 7.09, optimizer 10.64, activations 2.09, logits 0.54, engine weights 7.09" in line
+    assert "training 27.91 of 79.10, weight sync 32.37 of 79.10, generation 35.37 of 79.10, host copies 7.09 of 100.00" in line
+
+
+def test_a_share_of_the_device_that_leaves_no_cache_is_named():
+    stages = plan({"tensor": 4, "distributed_optimizer": True}, gpu_gib=11.0, rollout={"kv_cache_gib": None, "gpu_memory_utilization": 0.6})
+    assert stages[0].kv_cache == 0
+    message = memory.problems(stages, config(), memory.Room("cuda", 11.0))[0]
+    assert message.startswith("rollout.gpu_memory_utilization = 0.6: of 11.0 GiB it leaves nothing for keys and values beside 7.1 GiB")
