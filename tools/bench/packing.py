@@ -1,7 +1,13 @@
-"""How well micro-batch plans fill and balance, and what a plan costs: python tools/bench/packing.py
+"""How many computed tokens are real, how evenly work is spread, and what a plan costs: python tools/bench/packing.py
 
-Lengths are log-normal (median 400 tokens, sigma 1), cut at the longest sequence. Columns: real tokens as a share of the budget of all
-micro-batches (what no plan could avoid in brackets), mean over largest tokens of a rank, the same of a micro-batch, seconds for a plan.
+Lengths are log-normal (median 400 tokens, sigma 1), cut at the longest sequence. Three tables:
+
+Real tokens as a share of the tokens that pass through the model, whose difference is padding: packed, for the lengths that context
+parallelism, sequence parallelism and FP8 ask for; beside it the usual alternative, rows in their order in rectangles as wide as their
+longest row. Balance: mean over largest of the ranks (the share of time they do not wait for each other), by tokens and by the work of
+a 7B layer (attention grows with the square of a length), beside the alternative of an equal number of rows a rank. Fill: real tokens
+as a share of the budget of all micro-batches, with the most that is possible when every rank runs equally many; what is left is memory
+not used, no time.
 """
 
 from __future__ import annotations
@@ -10,8 +16,15 @@ import argparse
 import math
 import random
 import time
+from collections.abc import Sequence
 
+import torch
+from gpu_model import table
+
+from megatron_rl.config.machine import BLOCK
 from megatron_rl.data.packing import plan_microbatches
+from megatron_rl.policy.packing import multiples, padded_lengths
+from megatron_rl.types import SequenceBatch
 
 # rows, data-parallel size, multiple, budget, longest sequence
 CASES = (
@@ -23,30 +36,83 @@ CASES = (
     (4096, 8, 1, 16384, 8192),
     (8192, 16, 4, 32768, 16384),
 )
+RULES = {
+    "plain": multiples(1, 1, False),
+    "CP 4": multiples(4, 1, False),
+    "TP 8, SP": multiples(1, 8, True),
+    "TP 4, SP, FP8 tensorwise": multiples(1, 4, True, BLOCK["tensorwise"]),
+    "TP 4, SP, FP8 blockwise": multiples(1, 4, True, BLOCK["blockwise"]),
+}
+# Products of a layer with its matrices over those of causal attention with one earlier token (Qwen2.5-7B: 2 x 233e6 over 2 x 3584).
+LINEAR_TOKENS = 65_000
+Plan = list[list[list[int]]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5, help="batches of each case; the table shows their mean")
+    parser.add_argument("--seeds", type=int, default=5, help="batches of each case; the tables show their mean")
     options = parser.parse_args()
-    print("| rows | ranks | multiple | budget | of budget (bound) | rank balance | micro-batch balance | seconds |\n" + "|---" * 8 + "|")
-    for case in CASES:
-        results = [measure(seed, *case) for seed in range(options.seeds)]
-        budget, bound, ranks, bins, seconds = (sum(column) / len(results) for column in zip(*results, strict=True))
-        print(f"| {' | '.join(map(str, case[:4]))} | {budget:.3f} ({bound:.3f}) | {ranks:.4f} | {bins:.4f} | {seconds:.3f} |")
+    tables: list[list[dict[str, object]]] = [[], [], []]
+    for rows, ranks, multiple, budget, longest in CASES:
+        case = {"rows": rows, "ranks": ranks, "multiple": multiple, "budget": budget}
+        results = [measure(seed, rows, ranks, multiple, budget, longest) for seed in range(options.seeds)]
+        for number, found in enumerate(tables):
+            keys = results[0][number]
+            means = {key: sum(result[number][key] for result in results) / len(results) for key in keys}
+            found.append(case | {key: f"{value:.4f}" for key, value in means.items()})
+    print("\n\n".join(map(table, tables)))
 
 
-def measure(seed: int, num_rows: int, ranks: int, multiple: int, budget: int, longest: int) -> tuple[float, ...]:
+def measure(seed: int, num_rows: int, ranks: int, multiple: int, budget: int, longest: int) -> list[dict[str, float]]:
+    """The rows of the three tables for one batch."""
     rng = random.Random(seed)
     lengths = [min(longest, max(8, int(rng.lognormvariate(math.log(400), 1)))) for _ in range(num_rows)]
     begin = time.perf_counter()
     plan = plan_microbatches(lengths, range(num_rows), data_parallel_size=ranks, tokens_per_microbatch=budget, multiple=multiple)
     seconds = time.perf_counter() - begin
-    sums = [[sum(lengths[row] for row in part) for part in rank] for rank in plan]
+    in_order = rectangles(lengths, ranks, budget)
     total, num_bins, step = sum(lengths), ranks * len(plan[0]), ranks * multiple
     fewest = -(-total // (budget * step)) * step
-    largest_rank, largest_bin = max(map(sum, sums)), max(map(max, sums))
-    return total / (num_bins * budget), total / (fewest * budget), total / (ranks * largest_rank), total / (num_bins * largest_bin), seconds
+    rectangle_tokens = sum(len(part) * max(lengths[row] for row in part) for rank in in_order for part in rank)
+    real = {name: total / computed(plan, lengths, rule) for name, rule in RULES.items()} | {"rectangles": total / rectangle_tokens}
+    tokens, work = lengths, [length * (1 + length / LINEAR_TOKENS) for length in lengths]
+    spread = {
+        "tokens": balance(plan, tokens), "7B work": balance(plan, work),
+        "equal rows: tokens": balance(in_order, tokens), "equal rows: 7B work": balance(in_order, work),
+    }  # fmt: skip
+    largest_bin = max(sum(lengths[row] for row in part) for rank in plan for part in rank)
+    fill = {
+        "fill": total / (num_bins * budget), "possible": total / (fewest * budget),
+        "mean over largest micro-batch": total / (num_bins * largest_bin), "plan_s": seconds,
+    }  # fmt: skip
+    return [real, spread, fill]
+
+
+def rectangles(lengths: Sequence[int], ranks: int, budget: int) -> Plan:
+    """Rows in their order, equally many a rank, cut into micro-batches whose rows times longest row stay within the budget."""
+    plan: Plan = []
+    for rank in range(ranks):
+        parts: list[list[int]] = [[]]
+        for row in range(rank * len(lengths) // ranks, (rank + 1) * len(lengths) // ranks):
+            widest = max(lengths[other] for other in [*parts[-1], row])
+            if (len(parts[-1]) + 1) * widest > budget:
+                parts.append([])
+            parts[-1].append(row)
+        plan.append(parts)
+    return plan
+
+
+def computed(plan: Plan, lengths: Sequence[int], rule: object) -> int:
+    """Tokens that pass through the model, padding included."""
+    ones = torch.ones(len(lengths), dtype=torch.long)
+    batch = SequenceBatch(torch.zeros(sum(lengths), dtype=torch.long), ones, torch.tensor(lengths) - ones)
+    return sum(int(padded_lengths(batch, part, rule).sum()) for rank in plan for part in rank)
+
+
+def balance(plan: Plan, cost: Sequence[float]) -> float:
+    """Mean over largest of the ranks' costs."""
+    costs = [sum(cost[row] for part in rank for row in part) for rank in plan]
+    return sum(costs) / len(costs) / max(costs)
 
 
 if __name__ == "__main__":
