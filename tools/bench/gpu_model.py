@@ -22,13 +22,20 @@ from megatron_rl.runtime.cpu import device
 from megatron_rl.types import LossOutput, SequenceBatch, TokenView
 
 EOS = 2
+# Without CUDA the programs run all the same, with small sizes, to show that they are sound.
+CPU_OVERRIDES = ("precision=fp32", "rollout=vllm_cpu")
 
 
-def add_sizes(parser: argparse.ArgumentParser, layers: int) -> None:
-    """Options for the shape of the model; the defaults are those of a 7-8B model, except for the number of layers."""
-    for name, value in dict(layers=layers, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256).items():
+SHAPE_8B = dict(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256)
+SHAPE_1B = dict(layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=8, vocab=128256)
+
+
+def add_options(parser: argparse.ArgumentParser, shape: dict[str, int]) -> None:
+    """What all programs take: the shape of the model (``shape``: its default), a folder, a file for the results."""
+    for name, value in shape.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
-    parser.add_argument("--folder", type=Path, required=True, help="where the model is written, once")
+    parser.add_argument("--folder", type=Path, required=True, help="where models are written, once")
+    parser.add_argument("--json", type=Path, help="also write the rows of all tables there")
 
 
 def write_model(options: argparse.Namespace) -> Path:
@@ -62,6 +69,7 @@ def write_model(options: argparse.Namespace) -> Path:
 
 def read_config(model: Path, *overrides: str) -> Config:
     """The package's own configuration. Raises ConfigError for what this machine has not."""
+    overrides = (*CPU_OVERRIDES, *overrides) if not torch.cuda.is_available() else overrides
     config = validate(Config, compose("config", [f"model.path={model}", "data.train=-", "data.eval=-", *overrides]), "the benchmark")
     problems = list(machine_problems(config, this_machine(), json.loads((model / "config.json").read_text())))
     if problems:
@@ -99,6 +107,13 @@ def seconds(action: Callable[[], object], repeat: int, warm: int = 1) -> float:
         if attempt >= warm:
             taken.append(time.perf_counter() - begin)
     return sorted(taken)[len(taken) // 2]
+
+
+def show(tables: list[list[dict[str, object]]], options: argparse.Namespace) -> None:
+    """Prints the tables, and writes their rows where ``--json`` says."""
+    print("\n\n".join(map(table, tables)), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps([row for rows in tables for row in rows], indent=1), encoding="ascii")
 
 
 def table(rows: list[dict[str, object]]) -> str:

@@ -1,4 +1,4 @@
-"""Policy on a GPU: seconds of an update and of a logprob pass in every number format, and response logprobs against the naive way.
+"""Policy on a GPU: seconds of an update and of a logprob pass in every number format.
 
     python tools/bench/gpu_policy.py --folder DIR [--layers 8] [--sequences 8] [--length 2048] [--precisions bf16,fp8_tensorwise]
 
@@ -13,14 +13,12 @@ import argparse
 import json
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
-from gpu_model import add_sizes, build_policy, policy_gradient, random_batch, read_config, seconds, table, write_model
+from gpu_model import SHAPE_8B, add_options, build_policy, policy_gradient, random_batch, read_config, seconds, show, write_model
 
 from megatron_rl.config.load import ConfigError
-from megatron_rl.policy.logprobs import response_logprobs
 from megatron_rl.runtime import launch
 from megatron_rl.runtime.cpu import device
 
@@ -69,30 +67,9 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     return row
 
 
-def naive(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return torch.log_softmax((hidden @ weight.t()).float(), -1).gather(1, targets[:, None])[:, 0]
-
-
-def logprob_rows(options: argparse.Namespace) -> list[dict[str, object]]:
-    """Forward and backward of the logprobs of one micro-batch, all logits at once and in chunks."""
-    rows, dtype = options.length, torch.bfloat16
-    weight = (torch.randn(options.vocab, options.hidden, device=device()) * options.hidden**-0.5).to(dtype).requires_grad_()
-    hidden = torch.randn(rows, options.hidden, device=device(), dtype=dtype, requires_grad=True)
-    targets = torch.randint(options.vocab, (rows,), device=device())
-    chunked = partial(response_logprobs, temperature=1.0, vocab_size=options.vocab, chunk_tokens=1024, group=None)
-    found = []
-    for name, function in (("naive", naive), ("chunked", lambda *args: chunked(*args)[0])):
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        taken = seconds(lambda function=function: function(hidden, weight, targets).sum().backward(), options.repeat)
-        peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else float("nan")
-        found.append({"response logprobs": name, "rows": rows, "seconds": taken, "peak_GiB": peak})
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Number formats of the policy on this machine.")
-    add_sizes(parser, layers=8)
+    add_options(parser, SHAPE_8B | {"layers": 8})
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--repeat", type=int, default=5)
@@ -107,7 +84,7 @@ def main() -> None:
         done = subprocess.run([sys.executable, Path(__file__), *sys.argv[1:], "--one", name], stdout=subprocess.PIPE, text=True)
         found = [json.loads(line.removeprefix(ROW)) for line in done.stdout.splitlines() if line.startswith(ROW)]
         rows += found or [{"precision": name, "refused": f"the process ended with code {done.returncode}"}]
-    print(table(rows), table(logprob_rows(options)), sep="\n\n")
+    show([rows], options)
 
 
 if __name__ == "__main__":

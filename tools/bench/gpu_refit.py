@@ -5,7 +5,8 @@
 
 A step hands over, generates a little and takes the memory back; there is no update, so that the optimizer holds no moments. The first
 table: median seconds of the sync, GB/s of the weights, and the share of the rate at which this machine copies device memory. The second:
-memory of every phase in the first ten and the last ten steps, least value of each. This program has not run on a GPU yet.
+memory of every phase in the first ten and the last ten steps, least value of each. ``--override weight_sync.path=plan`` measures the
+other path. This program has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ import argparse
 from collections import defaultdict
 
 import torch
-from gpu_model import EOS, add_sizes, build_policy, read_config, seconds, table, write_model
+from gpu_model import EOS, SHAPE_8B, add_options, build_policy, read_config, seconds, show, write_model
 
-from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.runtime import launch
 from megatron_rl.runtime.cpu import device
 from megatron_rl.runtime.memory import Ledger, memory_in_use
+from megatron_rl.trainer.build import build_engine
 from megatron_rl.trainer.handover import HandOver
 from megatron_rl.types import Prompt, Sampling
-from megatron_rl.weight_sync.gather import GatherSync
 
 
 def copy_gb_per_s() -> float:
@@ -34,19 +34,19 @@ def copy_gb_per_s() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Hand-overs between policy and engine on this machine.")
-    add_sizes(parser, layers=32)
+    add_options(parser, SHAPE_8B)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--offload", default="optimizer,gradients,weights")
     parser.add_argument("--override", action="append", default=[], help="key=value of the configuration, may be given several times")
     options = parser.parse_args()
     world = launch.start()
     model = world.from_main(lambda: write_model(options))
-    config = read_config(model, *options.override)
+    overrides = [f"memory.offload=[{options.offload}]", "weight_sync.verify=false", *options.override]
+    config = read_config(model, *overrides)
     policy = build_policy(config, 1024)
-    engine = VllmEngine(str(model), config.rollout, seed=0, launch_id=world.launch_id)
+    engine, weight_sync = build_engine(config, world, policy)
     ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), None)
-    offload = [part for part in options.offload.split(",") if part]
-    steps = HandOver(policy, engine, GatherSync(policy, engine, verify=False), offload, ledger)
+    steps = HandOver(policy, engine, weight_sync, config.memory.offload, ledger)
     prompts = [Prompt(f"p{i}", tuple(range(3, 19)), "", "random") for i in range(8 * engine.num_replicas)]
     mine = prompts[8 * engine.replica : 8 * engine.replica + 8]
     taken, history = [], defaultdict(list)
@@ -61,9 +61,11 @@ def main() -> None:
     if world.is_main:
         median, copied = sorted(taken)[len(taken) // 2], copy_gb_per_s()
         rate = report.bytes_total / median / 1e9
-        row = {"weights_GB": report.bytes_total / 1e9, "sync_s": median, "GB/s": rate, "share of a copy": rate / copied}
-        print(table([row]), end="\n\n")
-        print(table([{"phase": key, "first 10": min(values[:10]), "last 10": min(values[-10:])} for key, values in history.items()]))
+        row = {"sync": config.weight_sync.path, "weights_GB": report.bytes_total / 1e9, "sync_s": median, "GB/s": rate}
+        memory = [
+            {"memory of": key, "first 10, GiB": min(values[:10]), "last 10, GiB": min(values[-10:])} for key, values in history.items()
+        ]
+        show([[row | {"share of a copy": rate / copied}], memory], options)
     launch.leave(0)
 
 

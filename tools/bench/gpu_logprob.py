@@ -1,0 +1,87 @@
+"""Response logprobs on a GPU: seconds and peak memory of the chunked operation against two that hold all logits.
+
+    python tools/bench/gpu_logprob.py --folder DIR [--rows 8192] [--hidden 4096] [--vocab 128256]
+
+Weights and hidden states in bfloat16. ``full``: float32 logits, log_softmax, gather; ``megatron``: its vocab_parallel_cross_entropy over
+the whole sequence; ``chunked``: this package's, in chunks of the size that a run uses. Every measurement is a process of its own;
+"train" is forward and backward. Peak memory is counted above weights and states. One that does not fit is listed so. This program has
+not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from gpu_model import SHAPE_8B, add_options, seconds, show
+from logprob import FUNCTIONS
+
+from megatron_rl.policy.logprobs import LOGPROB_CHUNK_TOKENS
+from megatron_rl.runtime import launch
+from megatron_rl.runtime.cpu import device, platform
+
+ROW = "ROW "
+
+
+def measure(variant: str, mode: str, options: argparse.Namespace) -> dict[str, object]:
+    """One measurement in this process."""
+    row: dict[str, object] = {"pass": mode, "variant": variant, "rows": options.rows}
+    launch.start()
+    if variant == "megatron":
+        from megatron.core import parallel_state
+
+        parallel_state.initialize_model_parallel()
+    draw, where = torch.Generator(device()).manual_seed(0), device()
+    hidden = torch.randn(options.rows, options.hidden, generator=draw, device=where).bfloat16()
+    weight = (torch.randn(options.vocab, options.hidden, generator=draw, device=where) * options.hidden**-0.5).bfloat16()
+    targets = torch.randint(options.vocab, (options.rows,), generator=draw, device=where)
+    train = mode == "train"
+    hidden.requires_grad_(train), weight.requires_grad_(train)
+    logprobs = torch.zeros(0)
+
+    def once() -> None:
+        nonlocal logprobs
+        hidden.grad = weight.grad = None
+        with torch.set_grad_enabled(train), platform():
+            logprobs = FUNCTIONS[variant](hidden, weight, targets, LOGPROB_CHUNK_TOKENS)
+        if train:
+            logprobs.sum().backward()
+        logprobs = logprobs.detach()
+
+    on_gpu = torch.cuda.is_available()
+    inputs = torch.cuda.memory_allocated() if on_gpu else 0
+    try:
+        row["seconds"] = seconds(once, options.repeat)
+    except torch.cuda.OutOfMemoryError:
+        return row | {"outcome": "does not fit"}
+    if on_gpu:
+        row["peak_GiB"] = (torch.cuda.max_memory_allocated() - inputs) / 2**30
+    return row | {"mean_logprob": logprobs.double().mean().item()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Response logprobs on this machine.")
+    add_options(parser, {name: SHAPE_8B[name] for name in ("hidden", "vocab")})
+    parser.add_argument("--rows", type=int, default=8192)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(ROW + json.dumps(measure(*options.one, options)), flush=True)
+        launch.leave(0)
+    rows = []
+    for mode in ("no_grad", "train"):
+        for variant in FUNCTIONS:
+            command = [sys.executable, Path(__file__), *sys.argv[1:], "--one", variant, mode]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+            found = [json.loads(line.removeprefix(ROW)) for line in done.stdout.splitlines() if line.startswith(ROW)]
+            rows += found or [{"pass": mode, "variant": variant, "outcome": f"the process ended with code {done.returncode}"}]
+    show([rows], options)
+
+
+if __name__ == "__main__":
+    main()
