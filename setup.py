@@ -58,6 +58,7 @@ EXTRAS = {
         "nemo_run",
         "leptonai==0.26.6",
         "datasets<5",
+        "pyarrow<24",  # later ones want numpy 2, which megatron-core 0.15 forbids
         "huggingface-hub<1.0",
         "nvidia-modelopt==0.37.0",
         "packaging<25",

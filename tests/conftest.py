@@ -24,6 +24,10 @@ assert not [name for name in sys.modules if name.startswith(TYPED_MODULES)], "im
 install_import_hook(TYPED_MODULES, "beartype.beartype")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nemo-python", metavar="PYTHON", help="Python of an environment with the extra `nemo`, for tests that run NeMo")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked ``gpu`` are skipped, with the reason, where there is no CUDA device."""
     marked = [item for item in items if "gpu" in item.keywords]

@@ -35,7 +35,7 @@ CONTEXT_MANAGER = re.compile(r"context_?manager", re.IGNORECASE)
 def text_files() -> list[Path]:
     """Every text file of the project: the trees above and the files at the top."""
     found = [path for tree in TREES for path in (REPO / tree).rglob("*") if "__pycache__" not in path.parts]
-    found += [path for path in REPO.iterdir() if path.name != "LICENSE"]
+    found += [path for path in REPO.iterdir() if path.name not in ("LICENSE", ".git")]  # .git is a file in a linked work tree
     return sorted(path for path in found if path.is_file() and path.suffix in TEXT)
 
 

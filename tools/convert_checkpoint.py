@@ -1,11 +1,13 @@
-"""Converts weights between a HF directory and a distributed checkpoint of megatron-core, one tensor at a time.
+"""Converts weights between a HF directory and a distributed checkpoint of megatron-core or NeMo 2, one tensor at a time.
 
     python tools/convert_checkpoint.py to-megatron HF_DIRECTORY CHECKPOINT
+    python tools/convert_checkpoint.py to-nemo HF_DIRECTORY CHECKPOINT
     python tools/convert_checkpoint.py to-hf CHECKPOINT HF_DIRECTORY [--config HF_DIRECTORY] [--max-file-gb 5]
 
 A distributed checkpoint suits every parallel layout, so none is asked for. Number formats are kept. The printed digest is that of
 the HF tensors: equal digests, equal weights. ``to-hf`` also takes a training checkpoint (its optimizer is left out); it needs the
-model's config.json and tokenizer files, which ``to-megatron`` leaves in CHECKPOINT/hf.
+model's config.json and tokenizer files, which ``to-megatron`` and ``to-nemo`` leave in CHECKPOINT/hf. A NeMo 2 checkpoint has weights/
+and context/; NeMo itself is needed for neither direction.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_rl.policy import dist_format
-from megatron_rl.policy.families import read_architecture
+from megatron_rl.policy import dist_format, nemo_files
+from megatron_rl.policy.families import Architecture, read_architecture
 from megatron_rl.policy.hf_files import HfFiles, ShardWriter, copy_companions, write_config
 from megatron_rl.policy.layout import hf_names
 from megatron_rl.runtime import checkpoint_dir
@@ -28,10 +30,34 @@ CONFIG = "hf"
 
 
 def to_megatron(source: Path, target: Path) -> str:
-    """Writes the checkpoint; returns the digest of the weights."""
+    """Writes a checkpoint of megatron-core; returns the digest of the weights."""
     arch, _ = read_architecture(source)
+    files = _files(source, arch)
+    partial = checkpoint_dir.begin(target)
+    digest = _write(arch, files, partial, "")
+    return _finish(source, target, digest)
+
+
+def to_nemo(source: Path, target: Path) -> str:
+    """Writes a checkpoint of NeMo 2; returns the digest of the weights. Its configuration has one number format: the embedding's."""
+    arch, hf = read_architecture(source)
+    files = _files(source, arch)
+    dtype = files.common_dtype(hf_names(arch)[:1])
+    model = nemo_files.model_call(arch, hf, dtype, nemo_files.has_tokenizer(source))
+    partial = checkpoint_dir.begin(target)
+    nemo_files.write_context(source, partial / nemo_files.CONTEXT, model)
+    (partial / nemo_files.WEIGHTS).mkdir()
+    digest = _write(arch, files, partial / nemo_files.WEIGHTS, nemo_files.PREFIX)
+    return _finish(source, target, digest)
+
+
+def _files(source: Path, arch: Architecture) -> HfFiles:
     files = HfFiles(source)
     files.check(hf_names(arch), ignored={"lm_head.weight"} if arch.tied_embeddings else set())
+    return files
+
+
+def _write(arch: Architecture, files: HfFiles, weights: Path, prefix: str) -> str:
     digests: dict[str, str] = {}
 
     def produce(slab: dist_format.Slab) -> Tensor:
@@ -39,13 +65,17 @@ def to_megatron(source: Path, target: Path) -> str:
         digests.update({name: tensor_digest(tensor) for name, tensor in tensors.items()})
         return dist_format.to_megatron(slab, arch, tensors)
 
-    partial = checkpoint_dir.begin(target)
-    dist_format.write(partial, arch, lambda slab: files.common_dtype(slab.parameter.names), produce)
+    dist_format.write(weights, arch, lambda slab: files.common_dtype(slab.parameter.names), produce, prefix)
+    return combined_digest(digests)
+
+
+def _finish(source: Path, target: Path, digest: str) -> str:
+    partial = target.with_name(target.name + checkpoint_dir.PARTIAL)
     (partial / CONFIG).mkdir()
     write_config(source, partial / CONFIG, None)
     copy_companions(source, partial / CONFIG)
     checkpoint_dir.publish(target)
-    return combined_digest(digests)
+    return digest
 
 
 def to_hf(source: Path, target: Path, config: Path | None, max_file_bytes: int) -> str:
@@ -71,8 +101,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     into = commands.add_parser("to-megatron", help="HF directory -> distributed checkpoint")
-    out = commands.add_parser("to-hf", help="distributed checkpoint -> HF directory")
-    for command in (into, out):
+    nemo = commands.add_parser("to-nemo", help="HF directory -> NeMo 2 checkpoint")
+    out = commands.add_parser("to-hf", help="distributed or NeMo 2 checkpoint -> HF directory")
+    for command in (into, nemo, out):
         command.add_argument("source", type=Path)
         command.add_argument("target", type=Path)
     out.add_argument("--config", type=Path, help="HF directory with config.json and tokenizer files (default: SOURCE/hf)")
@@ -81,10 +112,11 @@ def main() -> int:
     try:
         if arguments.target.exists():
             raise ValueError(f"{arguments.target} exists; choose another directory, or remove it")
-        if arguments.command == "to-megatron":
-            digest = to_megatron(arguments.source, arguments.target)
-        else:
+        if arguments.command == "to-hf":
             digest = to_hf(arguments.source, arguments.target, arguments.config, int(arguments.max_file_gb * 10**9))
+        else:
+            write = to_megatron if arguments.command == "to-megatron" else to_nemo
+            digest = write(arguments.source, arguments.target)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -17,29 +17,35 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
-import yaml
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, LoadPlan, LoadPlanner, Metadata, SavePlan, SavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron_rl.policy import nemo_files
 from megatron_rl.policy.families import Architecture
-from megatron_rl.policy.layout import Parameter, boxes, hf_shapes, local_shape, model_parameters
+from megatron_rl.policy.layout import HEAD, Parameter, boxes, hf_shapes, local_shape, model_parameters
 
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
-# Layer norms are stored under the names of Transformer Engine, which fuses them with the linear layer behind.
+# Layer norms are stored under the names of Transformer Engine, which fuses them with the linear layer behind. In front of experts it
+# does not, while megatron's own layers ask for the fused name there, too: that norm is stored under both names.
 FUSED = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-# Linear layers that carry an (empty) state of Transformer Engine, for which megatron's loader asks.
-STATEFUL = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2", "linear_fc1", "linear_fc2")
+BEFORE_EXPERTS = "pre_mlp_layernorm.weight"
+# Modules that carry an (empty) state of Transformer Engine, for which megatron's loader asks; experts' names have no prefix.
+STATEFUL = (
+    "self_attention.linear_proj", "self_attention.linear_qkv", "self_attention.q_layernorm", "self_attention.k_layernorm",
+    "mlp.linear_fc1", "mlp.linear_fc2", "linear_fc1", "linear_fc2", "decoder.final_layernorm",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Slab:
-    """One parameter of one layer (and expert): ``array[key][place]`` has ``shape``; ``other_key``: where other writers put it."""
+    """One parameter of one layer (and expert): ``array[key][place]`` has ``shape``. ``other_key``: where other writers put it, and
+    with ``both`` where it is written, too."""
 
     parameter: Parameter
     key: str
@@ -47,6 +53,12 @@ class Slab:
     place: tuple[int, ...]
     extent: tuple[int, ...]  # of the axes that ``place`` indexes
     shape: tuple[int, ...]
+    both: bool = False
+
+    @property
+    def stateful(self) -> bool:
+        name = self.parameter.slot.megatron
+        return name.removesuffix(".weight") in STATEFUL or (self.both and name == BEFORE_EXPERTS)
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
@@ -62,8 +74,10 @@ def slabs(arch: Architecture, vocab_rows: int) -> Iterator[Slab]:
         if parameter.layer is None:
             yield Slab(parameter, name, name, (), (), shape)
         elif parameter.expert is None:
-            key, other = (f"decoder.layers.{stored}" for stored in (FUSED.get(name, name), name))
-            yield Slab(parameter, key, other, (parameter.layer,), (arch.num_layers,), shape)
+            fused, own = (f"decoder.layers.{stored}" for stored in (FUSED.get(name, name), name))
+            both = name == BEFORE_EXPERTS and arch.num_experts > 0
+            keys = (own, fused) if both else (fused, own)
+            yield Slab(parameter, *keys, (parameter.layer,), (arch.num_layers,), shape, both)
         else:
             key = f"decoder.layers.mlp.experts.experts.{name}"
             yield Slab(parameter, key, key, (parameter.layer, parameter.expert), (arch.num_layers, arch.num_experts), shape)
@@ -96,8 +110,8 @@ def to_hf(slab: Slab, arch: Architecture, whole: Tensor) -> dict[str, Tensor]:
 class _Writer(SavePlanner):
     """Plans every slab as a piece of its array; a piece is made when it is written and dropped afterwards."""
 
-    def __init__(self, arch: Architecture, dtype: Callable[[Slab], torch.dtype], produce: Callable[[Slab], Tensor]) -> None:
-        self.arch, self.dtype, self.produce = arch, dtype, produce
+    def __init__(self, arch: Architecture, dtype: Callable[[Slab], torch.dtype], produce: Callable[[Slab], Tensor], prefix: str) -> None:
+        self.arch, self.dtype, self.produce, self.prefix = arch, dtype, produce, prefix
         self.slabs: dict[tuple[str, torch.Size], Slab] = {}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None: ...
@@ -105,14 +119,14 @@ class _Writer(SavePlanner):
     def create_local_plan(self) -> SavePlan:
         items = []
         for slab in slabs(self.arch, self.arch.vocab_size):
-            self.slabs[slab.key, slab.chunk.offsets] = slab
             size = torch.Size(slab.extent + slab.shape)
             data = TensorWriteData(chunk=slab.chunk, properties=TensorProperties(dtype=self.dtype(slab)), size=size)
-            items.append(WriteItem(MetadataIndex(slab.key, slab.chunk.offsets), WriteItemType.SHARD, tensor_data=data))
-            linear = slab.parameter.slot.megatron.removesuffix(".weight")
-            if slab.place and linear in STATEFUL:
-                of, at = (".".join(map(str, numbers)) for numbers in (slab.extent, slab.place))
-                name = f"{slab.key.removesuffix('.weight')}._extra_state/shard_{at}_{of}"
+            for key in (slab.key, slab.other_key) if slab.both else (slab.key,):
+                self.slabs[self.prefix + key, slab.chunk.offsets] = slab
+                items.append(WriteItem(MetadataIndex(self.prefix + key, slab.chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+            if slab.stateful:
+                of, at = (".".join(map(str, numbers)) for numbers in (slab.extent or (1,), slab.place or (0,)))
+                name = f"{self.prefix}{slab.key.removesuffix('.weight')}._extra_state/shard_{at}_{of}"
                 items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
         return SavePlan(items)
 
@@ -132,13 +146,15 @@ class _Writer(SavePlanner):
         return self.produce(slab).view(write_item.tensor_data.chunk.sizes)
 
 
-def write(path: Path, arch: Architecture, dtype: Callable[[Slab], torch.dtype], produce: Callable[[Slab], Tensor]) -> None:
-    """Writes a checkpoint of weights into the directory ``path``: ``produce(slab)``, of ``dtype(slab)``, is called once for each
-    slab, when it is written."""
+def write(
+    path: Path, arch: Architecture, dtype: Callable[[Slab], torch.dtype], produce: Callable[[Slab], Tensor], prefix: str = ""
+) -> None:
+    """Writes a checkpoint of weights into the directory ``path``: ``produce(slab)``, of ``dtype(slab)``, is called when the slab is
+    written (twice if it is stored twice). Every key begins with ``prefix``."""
     writer = FileSystemWriter(path, single_file_per_rank=True, thread_count=1)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
-        torch_checkpoint.save({}, storage_writer=writer, planner=_Writer(arch, dtype, produce), no_dist=True)
+        torch_checkpoint.save({}, storage_writer=writer, planner=_Writer(arch, dtype, produce, prefix), no_dist=True)
     torch.save({}, path / "common.pt")
     (path / "metadata.json").write_text(json.dumps(BACKEND) + "\n", encoding="ascii")
 
@@ -175,70 +191,64 @@ class Reader:
     begin with ``module.``."""
 
     def __init__(self, path: Path) -> None:
-        if (path / "weights" / ".metadata").is_file():
-            path = path / "weights"
+        if (path / nemo_files.WEIGHTS / ".metadata").is_file():
+            path = path / nemo_files.WEIGHTS
         if not (path / ".metadata").is_file():
             raise ValueError(f"{path} is not a distributed checkpoint of megatron (no file .metadata in it)")
         self.path, self.reader = path, FileSystemReader(path)
         self.metadata = self.reader.read_metadata()
         self.reader.set_up_storage_reader(self.metadata, True)
-        self.prefix = "module." if any(key.startswith("module.") for key in self.metadata.state_dict_metadata) else ""
+        prefixed = any(key.startswith(nemo_files.PREFIX) for key in self.metadata.state_dict_metadata)
+        self.prefix = nemo_files.PREFIX if prefixed else ""
 
-    def array(self, slab: Slab) -> tuple[str, TensorStorageMetadata]:
-        """Key and description of the array that holds ``slab``. Raises ValueError when there is none."""
+    def _array(self, slab: Slab) -> tuple[str, TensorStorageMetadata]:
         for key in (self.prefix + slab.key, self.prefix + slab.other_key):
             stored = self.metadata.state_dict_metadata.get(key)
             if isinstance(stored, TensorStorageMetadata):
                 return key, stored
         raise ValueError(f"{self.path} holds no {slab.key}; its config.json belongs to another model")
 
-    def vocab_rows(self, arch: Architecture) -> int:
-        """Rows of the stored embedding, padding included."""
-        return int(self.array(next(slabs(arch, arch.vocab_size)))[1].size[0])
-
-    def read(self, slab: Slab) -> Tensor:
-        """The slab. Raises ValueError when the stored array has another shape."""
-        key, stored = self.array(slab)
+    def array(self, slab: Slab) -> tuple[str, TensorStorageMetadata]:
+        """Key and description of the array that holds ``slab``. Raises ValueError when there is none, or one of another shape."""
+        key, stored = self._array(slab)
         if tuple(stored.size) != slab.extent + slab.shape:
             raise ValueError(f"{self.path}: {key} has shape {tuple(stored.size)}, but config.json means {slab.extent + slab.shape}")
+        return key, stored
+
+    def vocab_rows(self, arch: Architecture) -> int:
+        """Rows of the stored embedding, padding included."""
+        return int(self._array(next(slabs(arch, arch.vocab_size)))[1].size[0])
+
+    def read(self, slab: Slab) -> Tensor:
+        """The slab. Raises ValueError as ``array`` does."""
+        key, stored = self.array(slab)
         planner = _Reader(key, stored, slab.chunk)
         self.reader.read_data(planner.create_local_plan(), planner)
         return planner.target.view(slab.shape)
 
 
-# Field of ``context/model.yaml`` of NeMo 2, and what it is here. Shapes alone do not tell a wrong rotary base.
-NEMO_FIELDS = {
-    "num_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "num_attention_heads": "num_heads",
-    "num_query_groups": "num_kv_heads",
-    "ffn_hidden_size": "ffn_hidden_size",
-    "rotary_base": "rope_theta",
-    "layernorm_epsilon": "norm_eps",
-    "share_embeddings_and_output_weights": "tied_embeddings",
-}
-
-
-def check_nemo_config(path: Path, arch: Architecture) -> None:
-    """Raises ValueError when ``path`` is a NeMo 2 checkpoint of another model than ``arch``; says nothing about other directories."""
-    file = path / "context" / "model.yaml"
-    if not file.is_file():
+def check_tied_head(reader: Reader, arch: Architecture, embedding: Slab) -> None:
+    """Raises ValueError when config.json ties the head to the embedding but a head of its own, with other values, is stored. (NeMo 2
+    stores Qwen2 with a head of its own, whatever its config.json says.)"""
+    head = Slab(Parameter(HEAD, HEAD.hf), HEAD.megatron, HEAD.megatron, (), (), embedding.shape)
+    if not arch.tied_embeddings or reader.prefix + head.key not in reader.metadata.state_dict_metadata:
         return
-    written = yaml.safe_load(file.read_text(encoding="utf-8"))["config"]
-    wrong = [
-        f"{theirs} is {written[theirs]!r} there, {getattr(arch, ours)!r} in config.json"
-        for theirs, ours in NEMO_FIELDS.items()
-        if theirs in written and written[theirs] != getattr(arch, ours)
-    ]
-    if wrong:
-        raise ValueError(f"{file} describes another model: {'; '.join(wrong)}")
+    if not torch.equal(reader.read(head)[: arch.vocab_size], reader.read(embedding)[: arch.vocab_size]):
+        raise ValueError(
+            f"{reader.path} holds an {head.key} that differs from the embedding, but config.json has tie_word_embeddings true; "
+            "set it to false there"
+        )
 
 
 def read_hf(path: Path, arch: Architecture, announce: Callable[[int], None]) -> Iterable[tuple[str, Tensor]]:
     """(HF name, whole tensor) of every tensor, in the order of the model, one parameter in memory at a time. ``announce`` is told the
     bytes of a parameter before it is read."""
     reader = Reader(path)
-    check_nemo_config(path, arch)
-    for slab in slabs(arch, reader.vocab_rows(arch)):
+    nemo_files.check_config(path, arch)
+    parts = list(slabs(arch, reader.vocab_rows(arch)))
+    for slab in parts:
+        reader.array(slab)  # all are there and fit, before the first is read
+    check_tied_head(reader, arch, parts[0])
+    for slab in parts:
         announce(math.prod(slab.shape) * reader.array(slab)[1].properties.dtype.itemsize)
         yield from to_hf(slab, arch, reader.read(slab)).items()

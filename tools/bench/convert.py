@@ -1,8 +1,8 @@
-"""Peak memory of tools/convert_checkpoint.py on a made-up model of about 2 GB, in both directions.
+"""Peak memory of tools/convert_checkpoint.py on a made-up model of about 2 GB, in every direction.
 
     python tools/bench/convert.py FOLDER [--layers 22] [--max-file-mb 500] [--record FILE]
 
-FOLDER is filled with the model and its conversions (three times the model's size) and must not exist. Peak memory is the high-water
+FOLDER is filled with the model and its conversions (five times the model's size) and must not exist. Peak memory is the high-water
 mark of the converting process less that of the same process when it only parses its arguments.
 """
 
@@ -66,7 +66,7 @@ def main() -> None:
     if arguments.only_make:
         make_model(arguments.folder / "hf", arguments.layers, arguments.max_file_mb * 10**6)
         return
-    source, there, back = (str(arguments.folder / name) for name in ("hf", "megatron", "back"))
+    source, megatron, nemo, *back = (str(arguments.folder / name) for name in ("hf", "megatron", "nemo", "back", "nemo_back"))
     # In a process of its own: the high-water mark of a child starts at the size of its parent.
     subprocess.run([sys.executable, __file__, *sys.argv[1:], "--only-make"], check=True)
     sizes = [file.stat().st_size / 2**20 for file in Path(source).glob("*.safetensors")]
@@ -78,8 +78,10 @@ def main() -> None:
         "|---|---|---|---|---|---|",
     ]
     for name, command in {
-        "to-megatron": ("to-megatron", source, there),
-        "to-hf": ("to-hf", there, back, "--max-file-gb", str(arguments.max_file_mb / 1000)),
+        "to-megatron": ("to-megatron", source, megatron),
+        "to-nemo": ("to-nemo", source, nemo),
+        "to-hf, from megatron": ("to-hf", megatron, back[0], "--max-file-gb", str(arguments.max_file_mb / 1000)),
+        "to-hf, from nemo": ("to-hf", nemo, back[1], "--max-file-gb", str(arguments.max_file_mb / 1000)),
     }.items():
         peak, seconds, last = run(*command)
         lines.append(f"| {name} | {peak - idle:.0f} | {(peak - idle) / max(sizes):.2f} | 1.5 | {seconds:.1f} | {last.split()[-1]} |")
