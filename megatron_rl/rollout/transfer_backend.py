@@ -5,7 +5,9 @@ vLLM calls ``init_transfer_engine`` once for a trainer and ``update_weights`` fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol
@@ -14,10 +16,13 @@ import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from megatron_rl.rollout.recorder import UndiscoveredError
 from megatron_rl.rollout.stream import expected_tensors
 from megatron_rl.rollout.worker import BoxReceiver, Transfer
 from megatron_rl.runtime.joint_group import Meeting, join_group, leave_group, visit_store
 from megatron_rl.types import Box, SyncReport
+
+logger = logging.getLogger(__name__)
 
 BACKEND = "megatron_rl"
 
@@ -89,6 +94,7 @@ class BoxTransferEngine(WeightTransferEngine):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.group: dist.ProcessGroup | None = None
+        self.sync: Sync | None = None
         self.taker: Taker | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -97,42 +103,62 @@ class BoxTransferEngine(WeightTransferEngine):
         parallel = self.parallel_config
         self.rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
         store = visit_store(init_info.address, init_info.port, init_info.timeout_s)
-        self.meeting, problem = Meeting(store), ""
-        try:
-            self._discover()
-        except (ValueError, RuntimeError) as error:
-            problem = str(error)
-        self.meeting.arrive("init", self.rank, problem)
-        self.group = join_group(store, self.rank, init_info.size, init_info.timeout_s)
-        self.sync = type(self).connect(self.taker, self.group, init_info)
+        self.meeting = Meeting(store)
+        with self._reported("init"):
+            self.meeting.arrive("init", self.rank, self._discover())
+            self.group = join_group(store, self.rank, init_info.size, init_info.timeout_s)
+            self.sync = type(self).connect(self.taker, self.group, init_info)
 
-    def _discover(self) -> None:
-        if self.taker is not None:
-            if self.taker.failure:
-                raise RuntimeError(self.taker.failure)
-            return
+    @contextmanager
+    def _reported(self, step: str) -> Iterator[None]:
+        """Tells the trainer how the step ended. Nothing is raised: an executor of vLLM with several workers that meets an exception
+        takes the answers still to come for those to its next command."""
+        problem = ""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (the trainer raises it)
+            logger.error("weight transfer: %s", error)
+            problem = str(error)
+            if self.taker is None or self.taker.failure:
+                self._leave(error)  # nobody shall wait for this worker
+        self.meeting.report(step, self.rank, problem)
+
+    def _discover(self) -> str:
+        """Finds out once what this worker wants; returns why it cannot take it."""
         path = Path(self.model_config.model)
         if not path.is_dir():
-            raise ValueError(f"the server was started with model {path}; start it with the directory of a Hugging Face checkpoint")
-        receiver = BoxReceiver(self.model, self.vllm_config)
-        self.taker = Taker(receiver, receiver.discover(expected_tensors(path)), self.parallel_config.data_parallel_index)
+            return f"the server was started with model {path}; start it with the directory of a Hugging Face checkpoint"
+        if self.taker is None:
+            receiver = BoxReceiver(self.model, self.vllm_config)
+            try:
+                boxes = receiver.discover(expected_tensors(path))
+            except (UndiscoveredError, ValueError) as error:
+                return str(error)
+            self.taker = Taker(receiver, boxes, self.parallel_config.data_parallel_index)
+        return self.taker.failure
 
     def start_weight_update(self) -> None:
         """Nothing: an update begins, and ends, in ``receive_weights``."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Takes part in one sync."""
-        assert self.taker is not None and self.group is not None, "no trainer is connected"
-        self.meeting.arrive(update_info.step, self.rank, self.taker.failure)
-        self.sync.sync(update_info.version)
+        assert self.taker is not None, "no trainer has connected"
+        with self._reported(update_info.step):
+            self.meeting.arrive(update_info.step, self.rank, self.taker.failure)
+            assert self.sync is not None, "the trainer is gone"
+            self.sync.sync(update_info.version)
 
     def finish_weight_update(self) -> None:
         """Nothing, see ``start_weight_update``."""
 
     def shutdown(self) -> None:
         """Leaves the trainer's group."""
+        self._leave()
+
+    def _leave(self, error: BaseException | None = None) -> None:
+        self.sync = None
         if self.group is not None:
-            leave_group(self.group)
+            leave_group(self.group, error)
             self.group = None
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -18,34 +20,51 @@ class JointGroupError(RuntimeError):
 
 
 class Meeting:
-    """Lets processes begin a collective step only when all of them are there and well, so that none waits in it for one that is not.
-
-    Every process but the first calls ``arrive``; the first calls ``open``. A step has a name of its own.
+    """Lets processes begin a collective step only when all of them are there and well, so that none waits in it for one that is not; and
+    tells the first of them how it ended for the others. A step has a name of its own; a problem is a text, "" means none.
     """
 
     def __init__(self, store: dist.Store) -> None:
         self.store = store
 
     def arrive(self, step: str, rank: int, problem: str = "") -> None:
-        """Waits for the verdict of ``open``. Raises JointGroupError, on every process, when any of them has a problem."""
+        """All but the first: waits for the verdict of ``open``. Raises JointGroupError when any process has a problem."""
         self.store.set(f"{step}/{rank}", problem)
         verdict = self.store.get(f"{step}/verdict").decode()
         if verdict:
             raise JointGroupError(verdict)
 
     def open(self, step: str, ranks: Sequence[int], alive: Callable[[], str]) -> None:
-        """Waits until all ``ranks`` have arrived or ``alive()`` returns a reason why they will not. Raises as ``arrive`` does."""
+        """The first: waits until all ``ranks`` arrived or ``alive()`` gives a reason why they will not. Raises as ``arrive`` does."""
         keys = [f"{step}/{rank}" for rank in ranks]
         verdict = ""
         while not verdict and not self.store.check(keys):
             verdict = alive()
             time.sleep(POLL_S)
-        if not verdict:
-            problems = {rank: self.store.get(key).decode() for rank, key in zip(ranks, keys, strict=True)}
-            verdict = "; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items() if problem)
+        verdict = verdict or together(self._texts(keys, ranks))
         self.store.set(f"{step}/verdict", verdict)
         if verdict:
             raise JointGroupError(verdict)
+
+    def report(self, step: str, rank: int, problem: str) -> None:
+        """All but the first: how the step ended."""
+        self.store.set(f"{step}/end/{rank}", problem)
+
+    def reports(self, step: str, ranks: Sequence[int]) -> dict[int, str]:
+        """The first: waits for the reports of all ``ranks``."""
+        return self._texts([f"{step}/end/{rank}" for rank in ranks], ranks)
+
+    def _texts(self, keys: Sequence[str], ranks: Sequence[int]) -> dict[int, str]:
+        return {rank: self.store.get(key).decode() for rank, key in zip(ranks, keys, strict=True)}
+
+
+def together(problems: Mapping[int, str]) -> str:
+    """The problems of several ranks as one, equal ones once."""
+    ranks: dict[str, list[int]] = {}
+    for rank, problem in problems.items():
+        if problem:
+            ranks.setdefault(problem, []).append(rank)
+    return "; ".join(f"rank {', '.join(map(str, some))}: {problem}" for problem, some in ranks.items())
 
 
 def host_store(address: str, timeout_s: float) -> dist.TCPStore:
@@ -80,10 +99,17 @@ def join_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> dis
     # looked up by theirs, so any names do for them as long as the own one is right.
     own = dist.get_rank()
     distributed_c10d._world.pg_group_ranks[group] = {(i - rank + own) % size: i for i in range(size)}
+    distributed_c10d._world.pg_map[group] = ("gloo", store)
     return group
 
 
-def leave_group(group: dist.ProcessGroup) -> None:
-    """Closes the connections of this process."""
+def leave_group(group: dist.ProcessGroup, error: BaseException | None = None) -> None:
+    """Forgets the group, also the references that the frames of ``error`` hold. With the last reference gloo closes its connections, and
+    only then do peers that wait for this process learn that it will not come; so the caller drops its own as well."""
     distributed_c10d._world.pg_group_ranks.pop(group, None)
-    group.shutdown()
+    distributed_c10d._world.pg_map.pop(group, None)
+    group.abort()
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()

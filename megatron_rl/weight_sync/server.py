@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 from urllib.error import HTTPError
@@ -19,7 +19,7 @@ from urllib.request import Request, urlopen
 import torch
 
 from megatron_rl.runtime.digest import WeightSyncError
-from megatron_rl.runtime.joint_group import JointGroupError, Meeting, host_store, join_group, leave_group, visit_store
+from megatron_rl.runtime.joint_group import JointGroupError, Meeting, host_store, join_group, leave_group, together, visit_store
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import SyncReport
 from megatron_rl.weight_sync.reshard import ReshardSync, WeightHolder
@@ -47,6 +47,9 @@ class Server(Protocol):
 
     def update(self, info: Mapping[str, Any]) -> None:
         """Every worker takes part in one update."""
+
+    def cancel(self) -> None:
+        """Ends an update that was refused."""
 
     def finish(self, version: int) -> None:
         """Drops all keys and values computed with the old weights and stamps the version on what follows."""
@@ -97,6 +100,9 @@ class HttpServer:
         self.call("start_weight_update")
         self.call("update_weights", {"update_info": info})
 
+    def cancel(self) -> None:
+        self.call("finish_weight_update")
+
     def finish(self, version: int) -> None:
         self.call("finish_weight_update", {"weight_version": str(version)})
         # Requests that were kept are computed again from their first token, with the new weights.
@@ -128,7 +134,7 @@ class ServerSync:
 
         Raises ValueError, on every rank: the server is not reached, lacks the backend, or holds another model; names tensors.
         """
-        self._server, self._world, self._in_flight_requests = server, world, in_flight_requests
+        self._policy, self._server, self._world, self._in_flight_requests = policy, server, world, in_flight_requests
         self._pool = ThreadPoolExecutor(1)
         self._failure: str | None = None
         self._steps = 0
@@ -137,8 +143,8 @@ class ServerSync:
             address, port, size = world.from_main(lambda: self._invite({**options, "timeout_s": timeout_s}))
             store = visit_store(address, port, timeout_s)
             self._group = join_group(store, world.rank, size, timeout_s)
-            self._sync = ReshardSync(policy, None, gpus_per_node=1, device=device, group=self._group, **options)
-            world.from_main(self._answered)
+            self._sync: ReshardSync | None = ReshardSync(policy, None, gpus_per_node=1, device=device, group=self._group, **options)
+            world.from_main(self._check)
         except (ConnectionError, JointGroupError) as error:
             raise ValueError(f"weight sync to a server: {error}") from error
         self.plan = self._sync.plan
@@ -148,60 +154,81 @@ class ServerSync:
 
         Raises:
             ValueError: a training parameter changed its dtype or shape. The server goes on with its old weights.
-            WeightSyncError: server or network failed, or other bytes arrived than were sent. The server must be started anew.
+            WeightSyncError: server or network failed, or other bytes arrived than were sent. The server stays paused.
         """
         if self._failure is not None:
-            raise WeightSyncError(f"the server must be started anew, and connected anew: {self._failure}")
+            raise WeightSyncError(f"weight sync to a server: {self._failure}")
+        assert self._sync is not None, "closed"
         start = time.perf_counter()
         self._steps += 1
+        self._policy.settle()
         try:
             self._world.from_main(lambda: self._begin(version))
-            try:
-                report = self._sync.sync(version)
-            except ValueError:
-                self._world.from_main(self._server.resume)
-                raise
+            report = self._sync.sync(version)
             self._world.from_main(lambda: self._end(version))
-        except (ConnectionError, JointGroupError, WeightSyncError) as error:
-            self._failure = f"the update to weight version {version} failed: {error}"
-            raise WeightSyncError(f"weight sync to a server: {self._failure}. It stays paused: start it anew") from error
+        except ValueError:
+            self._world.from_main(self._resume_refused)
+            raise
+        except BaseException as error:
+            self._failure = f"the update to weight version {version} failed: {error}. The server stays paused, start it anew"
+            self._leave(error)  # nobody shall wait for this rank
+            raise WeightSyncError(f"weight sync to a server: {self._failure}") from error
         num_tensors = sum(len(group.tensors) for group in self.plan.classes)
         return replace(report, num_tensors=num_tensors, bytes_total=self.plan.bytes_sent, seconds=time.perf_counter() - start)
 
     def close(self) -> None:
         """Collective over the trainer's ranks: leaves the group. The server serves on."""
-        self._pool.shutdown(wait=True)
-        leave_group(self._group)
+        self._leave()
+
+    def _leave(self, error: BaseException | None = None) -> None:
+        self._pool.shutdown(wait=False)
+        self._sync = None
+        leave_group(self._group, error)
+        self._group = None
 
     def _invite(self, options: dict[str, Any]) -> tuple[str, int, int]:
         """Rank 0: tells the workers where to come and waits for them. Returns address and port of the store and the group's size."""
         address, size = self._server.address(), self._world.size + self._server.num_workers()
         self._store = host_store(address, options["timeout_s"])
-        self._meeting = Meeting(self._store)
+        self._meeting, self._workers = Meeting(self._store), range(self._world.size, size)
         info = {"address": address, "port": self._store.port, "first_rank": self._world.size, "size": size, **options}
-        self._call = self._pool.submit(self._server.init_transfer, info)
-        self._workers = range(self._world.size, size)
-        self._meeting.open("init", self._workers, lambda: absent(self._call))
+        self._call("init", lambda: self._server.init_transfer(info))
         return address, self._store.port, size
 
     def _begin(self, version: int) -> None:
-        step = f"sync{self._steps}"
         self._server.pause(self._in_flight_requests)
-        self._call = self._pool.submit(self._server.update, {"step": step, "version": version})
-        self._meeting.open(step, self._workers, lambda: absent(self._call))
+        step = f"sync{self._steps}"
+        self._call(step, lambda: self._server.update({"step": step, "version": version}))
 
-    def _answered(self) -> None:
-        self._call.result()
+    def _call(self, step: str, command: Callable[[], None]) -> None:
+        """Rank 0: gives the command, which ends with the step, and waits until every worker is about to begin it."""
+        self._step, self._command = step, self._pool.submit(command)
+        self._meeting.open(step, self._workers, self._absent)
+
+    def _absent(self) -> str:
+        """Why the workers will not come: the command is over. Empty while it is not."""
+        if not self._command.done():
+            return ""
+        error = self._command.exception()
+        return str(error) if error else "the server answered before its workers came"
+
+    def _problems(self) -> dict[int, str]:
+        """Rank 0: waits for the end of the step; what each worker says about it."""
+        self._command.result()
+        return self._meeting.reports(self._step, self._workers)
+
+    def _check(self) -> None:
+        problem = together(self._problems())
+        if problem:
+            raise JointGroupError(problem)
 
     def _end(self, version: int) -> None:
-        self._answered()
+        self._check()
         self._server.finish(version)
         self._server.resume()
 
-
-def absent(call: Future) -> str:
-    """Why workers that were called will not come: the call is over. Empty while it is not."""
-    if not call.done():
-        return ""
-    error = call.exception()
-    return str(error) if error else "the server answered before its workers came"
+    def _resume_refused(self) -> None:
+        """After an update that every worker refused: it has its old weights, or refuses to run as well."""
+        if all(self._problems().values()):
+            self._server.cancel()
+            self._server.resume()

@@ -43,11 +43,13 @@ def serving(model: Path, tensor: int, folder: Path) -> Iterator[str]:
         process = subprocess.Popen(
             [str(word) for word in command], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, start_new_session=True
         )
+        mapped: set[Path] = set()
         try:
             wait_for(process, HttpServer(f"http://127.0.0.1:{port}"), log)
+            mapped = shared_memory(process.pid)
             yield f"http://127.0.0.1:{port}"
         finally:
-            mapped = shared_memory(process.pid)
+            mapped |= shared_memory(process.pid)
             end(process)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # engines outlive a server that died
@@ -69,13 +71,14 @@ def shared_memory(pid: int) -> set[Path]:
 
 def wait_for(process: subprocess.Popen, server: HttpServer, log: Path) -> None:
     for _ in range(STARTS_WITHIN_S):
-        if process.poll() is None:
-            with contextlib.suppress(ConnectionError):
-                server.call("health", method="GET")
-                return
-            time.sleep(1)
+        if process.poll() is not None:
+            break
+        with contextlib.suppress(ConnectionError):
+            server.call("health", method="GET")
+            return
+        time.sleep(1)
     lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-    raise AssertionError(f"no server within {STARTS_WITHIN_S} s (exit code {process.poll()}):\n" + "\n".join(lines))
+    raise AssertionError(f"the server does not answer (exit code {process.poll()}):\n" + "\n".join(lines))
 
 
 def ask(url: str, prompts: Sequence[Prompt], max_tokens: int = 16) -> tuple[list[list[Completion]], list[list[dict]]]:
@@ -86,7 +89,6 @@ def ask(url: str, prompts: Sequence[Prompt], max_tokens: int = 16) -> tuple[list
         body = {"token_ids": list(prompt.token_ids), "sampling_params": params}
         (choice,) = HttpServer(url).call("inference/v1/generate", body)["choices"]
         logprobs = tuple(token["logprob"] for token in choice["logprobs"]["content"])
-        version = int(choice["weight_versions"][-1]["version"]) if choice["weight_versions"][-1]["version"] != "default" else 0
-        groups.append([Completion(tuple(choice["token_ids"]), logprobs, True, version)])
+        groups.append([Completion(tuple(choice["token_ids"]), logprobs, truncated=True, weight_version=0)])
         spans.append(choice["weight_versions"])
     return groups, spans

@@ -4,14 +4,23 @@ Usage: ``server_worker.py URL ARCH FOLDER CASE...``
 """
 
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config.schema import ModelConfig
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.runtime import launch
+from megatron_rl.runtime.digest import WeightSyncError
+from megatron_rl.types import Box, Prompt
+from megatron_rl.weight_sync import transport
 from megatron_rl.weight_sync.server import HttpServer, ServerSync
 from tests.numerics import policy_cases
 from tests.numerics import rollout_models as small
@@ -23,9 +32,10 @@ PROMPTS = [*small.make_prompts(3), *small.make_prompts(2, length=260)]  # the lo
 MAX_GAP = 1e-4
 
 
-def policy_of(arch: str, seed: int) -> MegatronPolicy:
-    path = WORLD.from_main(lambda: small.write(arch, seed, FOLDER))
-    more = {"sequence": True} if arch in ("qwen3_moe", "mixtral") else {}
+@cache
+def the_policy() -> MegatronPolicy:
+    path = WORLD.from_main(lambda: small.write(ARCH, 2, FOLDER))
+    more = {"sequence": True} if ARCH == "qwen3_moe" else {}
     return MegatronPolicy(
         ModelConfig(path=str(path), make_vocab_divisible_by=64),
         policy_cases.parallel(tensor=2, **more),
@@ -59,7 +69,7 @@ def gap(policy: MegatronPolicy, groups: list) -> float:
 
 
 def pushed_equals_transformers() -> None:
-    policy = policy_of(ARCH, 2)
+    policy = the_policy()
     assert gap(policy, answers(0)[0]) > 0.1, "the server starts with other weights"
     sync = ServerSync(policy, HttpServer(URL), WORLD, bucket_mib=1)
     keys = {box.key for box in policy.weight_boxes()}
@@ -84,7 +94,130 @@ def pushed_equals_transformers() -> None:
         seconds = [round(report.seconds, 3) for report in (first, second, third)]
         small.say(f"{ARCH}: {sync.plan.bytes_sent} bytes sent, least {sync.plan.lower_bound}, gather {sync.plan.gather_bytes}; {seconds} s")
     sync.close()
-    policy.close()
+
+
+TARGET = "model.layers.1.self_attn.o_proj.weight"
+KEY = "0:decoder.layers.1.self_attention.linear_proj.weight"
+
+
+def refused(call: Callable[[], object], kind: type[Exception], *words: str) -> str:
+    """On every rank."""
+    try:
+        call()
+    except kind as error:
+        assert all(word in str(error) for word in words), error
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def connect(policy: object) -> ServerSync:
+    return ServerSync(policy, HttpServer(URL), WORLD, bucket_mib=1, in_flight_requests="keep", timeout_s=60)
+
+
+def misfits_are_refused_and_the_server_serves_on() -> None:
+    """Another model, a tensor that nobody holds, a weight that changed its kind: the old weights serve on."""
+    before, policy = answers(3), the_policy()
+    tampered = Tampered(policy)
+    for change, words in {
+        lambda box: [replace(box, full=(256, 128))]: (TARGET, "shape (256, 128)", "shape (128, 128)"),
+        lambda box: []: (TARGET, "held by no training rank"),
+        lambda box: [box, replace(box, tensor="model.layers.1.self_attn.sinks")]: ("sinks", "wanted by none of the rollout ranks"),
+        lambda box: [replace(box, dtype="bfloat16")]: (TARGET, "bfloat16", "float32"),
+    }.items():
+        tampered.box = lambda box, change=change: change(box) if box.tensor == TARGET else [box]
+        refused(lambda: connect(tampered), ValueError, *words)
+        assert answers(3)[1:] == before[1:]
+    tampered.box = lambda box: [box]
+    sync = connect(tampered)
+    sync.sync(3)
+    tampered.value = lambda tensor: tensor.bfloat16()
+    refused(lambda: sync.sync(4), ValueError, "rank 1", KEY, "bfloat16")
+    assert answers(3)[1:] == before[1:]
+    tampered.value = lambda tensor: tensor
+    sync.sync(5)
+    assert answers(5)[1:] == before[1:]
+    sync.close()
+
+
+def request_under_way_goes_on_with_new_weights() -> None:
+    """Its answer says which tokens came from which weights; the later ones are those of the new weights with a cache made anew."""
+    policy = the_policy()
+    sync, path = connect(policy), FOLDER / "under_way"
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(ask, URL, PROMPTS[:1], 400) if WORLD.rank == 0 else None
+        time.sleep(0.3)
+        with torch.no_grad():
+            for key in {box.key for box in policy.weight_boxes()}:
+                policy.weight(key).mul_(1.1)
+        sync.sync(6)
+        policy.export(path)
+        if long is not None:
+            ((completion,),), (spans,) = long.result()
+            assert [span["version"] for span in spans] == ["5", "6"] and spans[1]["end"] == 400, spans
+            turn = spans[0]["end"]
+            model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
+            prompt = Prompt("", (*PROMPTS[0].token_ids, *completion.token_ids[:turn]), "", "")
+            rest = replace(completion, token_ids=completion.token_ids[turn:], sampler_logprobs=completion.sampler_logprobs[turn:])
+            assert small.logprob_gap(model, [prompt], [[rest]], lambda logits: logits) <= MAX_GAP
+    sync.close()
+
+
+class Tampered:
+    """A policy of which rank 1 passes on other boxes, or other values of one weight."""
+
+    def __init__(self, policy: MegatronPolicy) -> None:
+        self.policy, self.settle = policy, policy.settle
+        self.box: Callable[[Box], list[Box]] = lambda box: [box]
+        self.value: Callable[[Tensor], Tensor] = lambda tensor: tensor
+
+    def weight_boxes(self) -> list[Box]:
+        return [new for box in self.policy.weight_boxes() for new in self.box(box)]
+
+    def weight(self, key: str) -> Tensor:
+        tensor = self.policy.weight(key)
+        return self.value(tensor) if WORLD.rank == 1 and key == KEY else tensor
+
+
+def half_updated_server_never_answers(harm: Callable[[Tampered], None], *words: str) -> None:
+    """The last case of a server. ``harm`` makes the next sync of rank 1 fail after some weights have gone."""
+    tampered = Tampered(the_policy())
+    sync = connect(tampered)
+    harm(tampered)
+    message = refused(lambda: sync.sync(7), WeightSyncError, "weight version 7 failed", "stays paused")
+    assert WORLD.rank != 1 or all(word in message for word in words), message
+    refused(lambda: sync.sync(8), WeightSyncError, "weight version 7 failed")
+    if WORLD.rank == 0:
+        server = HttpServer(URL, timeout_s=20)
+        assert server.call("is_paused", method="GET") == {"is_paused": True}
+        assert server.call("weight_info", method="GET") == {"weight_version": "6"}
+    refused(lambda: connect(tampered), ValueError, "half replaced", "weight version 7")
+    if WORLD.rank == 0:
+        server.resume()
+        refused(lambda: ask(URL, PROMPTS), ConnectionError)
+
+
+def rank_that_fails() -> None:
+    def harm(tampered: Tampered) -> None:
+        calls = []
+
+        def fail(tensor: Tensor) -> Tensor:
+            calls.append(tensor)
+            if len(calls) > 1:  # the first is the check before anything moves
+                raise OSError("the disk is gone")
+            return tensor
+
+        tampered.value = fail
+
+    half_updated_server_never_answers(harm, "the disk is gone")
+
+
+def changed_byte() -> None:
+    def harm(_: Tampered) -> None:
+        packed = transport._Run.packed
+        if WORLD.rank == 1:
+            transport._Run.packed = lambda run, message: packed(run, message).bitwise_xor_(1)
+
+    half_updated_server_never_answers(harm, "arrived with other bytes", "from rank 1")
 
 
 if __name__ == "__main__":

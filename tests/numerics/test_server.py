@@ -12,12 +12,13 @@ pytestmark = pytest.mark.full
 WORKER = Path(__file__).parent / "server_worker.py"
 
 
-@pytest.mark.parametrize(("arch", "tensor"), [("qwen3_moe", 1), ("qwen2_tied", 2)])
-def test_pushed_weights_are_served(tmp_path, arch, tensor):
+CASES = ("pushed_equals_transformers", "misfits_are_refused_and_the_server_serves_on", "request_under_way_goes_on_with_new_weights")
+
+
+@pytest.mark.parametrize(("arch", "tensor", "fault"), [("qwen3_moe", 1, "rank_that_fails"), ("qwen2_tied", 2, "changed_byte")])
+def test_pushed_weights_are_served(tmp_path, arch, tensor, fault):
     small.write(arch, 1, tmp_path)
-    names = ("pushed_equals_transformers",)
     with serving(tmp_path / f"{arch}_1", tensor, tmp_path) as url:
-        output = launch(WORKER, 2, [url, arch, tmp_path, *names], timeout=200).stdout
-    print(output)
-    for name in names:
-        assert not small.verdict(output, name, 2), small.verdict(output, name, 2)
+        output = launch(WORKER, 2, [url, arch, tmp_path, *CASES, fault], timeout=200).stdout
+    failed = [small.verdict(output, name, 2) for name in (*CASES, fault)]
+    assert not any(failed), "\n".join(failed)

@@ -1,0 +1,233 @@
+"""The trainer's end of a sync to a server: its commands in order, what it does when something fails, the messages of HTTP."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rl.runtime.digest import WeightSyncError
+from megatron_rl.runtime.joint_group import Meeting, join_group, visit_store
+from megatron_rl.runtime.launch import World
+from megatron_rl.types import Box
+from megatron_rl.weight_sync.reshard import ReshardSync
+from megatron_rl.weight_sync.server import HttpServer, ServerSync
+
+WORLD = World(0, 1, 0, "launch")
+
+
+@pytest.fixture
+def world():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield WORLD
+    dist.destroy_process_group()
+
+
+def box(tensor, rows, start=0):
+    return Box(tensor, (4, 2), "float32", (start, 0), (rows, 2), tensor, 0, (2, 1))
+
+
+class Policy:
+    def __init__(self):
+        self.values = {"a": torch.arange(8.0).view(4, 2), "b": torch.arange(8.0, 16.0).view(4, 2)}
+
+    def weight_boxes(self):
+        return [box(name, 4) for name in self.values]
+
+    def settle(self): ...
+
+    def weight(self, key):
+        return self.values[key]
+
+
+class Taker:
+    """One of two workers, with half of the rows; together they are one replica."""
+
+    def __init__(self, number):
+        self.replica, self.number = 0, number
+        self.values = {name: torch.zeros(2, 2) for name in ("a", "b")}
+
+    def weight_boxes(self):
+        return [box(name, 2, start=2 * self.number) for name in self.values]
+
+    def update_weights(self, transfer, version):
+        transfer(self.values.__getitem__, lambda key: None)
+
+
+class TwoWorkers:
+    """A server of two workers, in threads: follows the commands as the backend does, and notes them."""
+
+    def __init__(self):
+        self.commands, self.problem = [], ""
+        self.takers = [Taker(0), Taker(1)]
+        self.pool = ThreadPoolExecutor(2)
+
+    def address(self):
+        return "127.0.0.1"
+
+    def num_workers(self):
+        return 2
+
+    def pause(self, in_flight):
+        self.commands.append(f"pause {in_flight}")
+
+    def resume(self):
+        self.commands.append("resume")
+
+    def cancel(self):
+        self.commands.append("cancel")
+
+    def finish(self, version):
+        self.commands.append(f"finish {version}")
+
+    def init_transfer(self, info):
+        self.info = info
+        self.each("init", self.join)
+
+    def update(self, info):
+        self.commands.append(f"update {info['version']}")
+        self.each(info["step"], lambda number: self.syncs[number].sync(info["version"]))
+
+    def each(self, step, action):
+        self.syncs = self.syncs if step != "init" else {}
+        list(self.pool.map(lambda number: self.one(step, number, action), (0, 1)))
+
+    def one(self, step, number, action):
+        rank = self.info["first_rank"] + number
+        meeting = Meeting(visit_store("127.0.0.1", self.info["port"], 20))
+        problem = ""
+        try:
+            meeting.arrive(step, rank, self.problem if number == 1 else "")
+            action(number)
+        except (ValueError, RuntimeError) as error:
+            problem = str(error)
+        meeting.report(step, rank, problem)
+
+    def join(self, number):
+        store = visit_store("127.0.0.1", self.info["port"], 20)
+        group = join_group(store, self.info["first_rank"] + number, self.info["size"], 20)
+        options = {key: self.info[key] for key in ("bucket_mib", "in_flight", "verify")}
+        self.syncs[number] = ReshardSync(None, self.takers[number], gpus_per_node=1, group=group, **options)
+
+
+def served(server):
+    return {name: torch.cat([taker.values[name] for taker in server.takers]) for name in ("a", "b")}
+
+
+def test_a_sync_brings_the_weights_between_pause_and_resume(world):
+    policy, server = Policy(), TwoWorkers()
+    sync = ServerSync(policy, server, world, timeout_s=20)
+    for version in (1, 2):
+        policy.values["a"] += version
+        report = sync.sync(version)
+        assert all(torch.equal(value, policy.values[name]) for name, value in served(server).items())
+    assert server.commands[4:] == ["pause wait", "update 2", "finish 2", "resume"]
+    assert (report.version, report.num_tensors, report.bytes_sent, report.bytes_total) == (2, 2, 64, 64) and sync.plan.lower_bound == 64
+    sync.close()
+
+
+def test_a_changed_weight_leaves_the_server_serving(world):
+    policy, server = Policy(), TwoWorkers()
+    sync = ServerSync(policy, server, world, in_flight_requests="keep", timeout_s=20)
+    sync.sync(1)
+    good, policy.values["b"] = policy.values["b"], policy.values["b"].double()
+    with pytest.raises(ValueError, match=r"'b'.*float64"):
+        sync.sync(2)
+    assert server.commands[4:] == ["pause keep", "update 2", "cancel", "resume"]
+    policy.values["b"] = good
+    sync.sync(3)
+    assert server.commands[-2:] == ["finish 3", "resume"]
+    sync.close()
+
+
+def test_a_worker_with_a_problem_stops_the_update_before_it_begins(world):
+    policy, server = Policy(), TwoWorkers()
+    sync = ServerSync(policy, server, world, timeout_s=20)
+    sync.sync(1)
+    before, server.problem = served(server), "its weights are half replaced"
+    policy.values["a"] += 1
+    with pytest.raises(WeightSyncError, match=r"version 2 failed: rank 2: its weights are half replaced.*stays paused"):
+        sync.sync(2)
+    assert server.commands[4:] == ["pause wait", "update 2"]
+    assert all(torch.equal(value, before[name]) for name, value in served(server).items())
+    with pytest.raises(WeightSyncError, match="version 2 failed"):
+        sync.sync(3)
+
+
+def test_a_worker_that_fails_in_the_middle_leaves_the_server_paused(world):
+    policy, server = Policy(), TwoWorkers()
+    sync = ServerSync(policy, server, world, verify=False, timeout_s=20)
+
+    def fail(transfer, version):
+        transfer(server.takers[1].values.__getitem__, lambda key: None)
+        raise RuntimeError("no memory is left")
+
+    server.takers[1].update_weights = fail
+    with pytest.raises(WeightSyncError, match="rank 2: no memory"):
+        sync.sync(1)
+    assert server.commands == ["pause wait", "update 1"]
+
+
+def test_misfits_and_absences_are_one_error(world):
+    policy, server = Policy(), TwoWorkers()
+    policy.values["c"] = torch.zeros(4, 2)
+    with pytest.raises(ValueError, match=r"c\[0:4, 0:2\].*wanted by none of the rollout ranks \[1, 2\]"):
+        ServerSync(policy, server, world, timeout_s=20)
+    server = TwoWorkers()
+    server.problem = "no checkpoint"
+    with pytest.raises(ValueError, match="weight sync to a server: rank 2: no checkpoint"):
+        ServerSync(Policy(), server, world, timeout_s=20)
+    server = TwoWorkers()
+    server.init_transfer = lambda info: None
+    with pytest.raises(ValueError, match="answered before its workers came"):
+        ServerSync(Policy(), server, world, timeout_s=20)
+    with pytest.raises(ValueError, match=r"http://127.0.0.1:1: no server is reached.*is it up"):
+        ServerSync(Policy(), HttpServer("http://127.0.0.1:1"), world)
+
+
+@pytest.fixture
+def answering():
+    """The address of a server that answers every request alike."""
+
+    class Handler(BaseHTTPRequestHandler):
+        status, body = 200, b"{}"
+
+        def do_POST(self):
+            self.send_response(self.status)
+            self.end_headers()
+            self.wfile.write(self.body)
+
+        def log_message(self, *_): ...
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
+    yield Handler, HttpServer(f"http://127.0.0.1:{server.server_port}", timeout_s=5)
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (404, b"", "pause.*404.*VLLM_SERVER_DEV_MODE=1"),
+        (500, b"the engine is dead", "pause.*500.*the engine is dead"),
+        (200, b"<html>", "no answer from a vLLM server"),
+    ],
+)
+def test_a_command_that_is_not_carried_out_says_why(answering, status, body, words):
+    handler, server = answering
+    server.pause("wait")
+    handler.status, handler.body = status, body
+    with pytest.raises(ConnectionError, match=words):
+        server.pause("wait")
+
+
+def test_a_kept_prefix_cache_is_an_error(answering):
+    handler, server = answering
+    handler.body = b'{"success": true}'
+    server.finish(1)
+    handler.body = b'{"success": false}'
+    with pytest.raises(ConnectionError, match="prefix cache"):
+        server.finish(1)
