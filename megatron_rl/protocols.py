@@ -32,6 +32,7 @@ class Policy(Protocol):
 
     data_parallel_rank: int
     data_parallel_size: int
+    shares_prompts: bool  # computes a prompt once for neighbouring rows of a micro-batch with the same ``prompt_ids``
     microbatch_multiple: int  # the number of micro-batches of a step must be a multiple of this (interleaved pipelines)
 
     def logprobs(

@@ -80,11 +80,15 @@ class SequenceBatch:
 
     Example, two sequences "p p r" and "p r r": ``token_ids=[5,6,7, 5,8,9]``, ``prompt_lengths=[2,1]``,
     ``response_lengths=[1,2]``; then T = 3 and ``response_ids == [0,1,1]``.
+
+    ``prompt_ids``: rows with the same number have the same prompt tokens, so that a forward pass may compute them once for
+    neighbouring rows; None: nothing is known. Example: two responses to one prompt and one to another are ``[0, 0, 1]``.
     """
 
     token_ids: Int[Tensor, " all_tokens"]
     prompt_lengths: Int[Tensor, " responses"]
     response_lengths: Int[Tensor, " responses"]
+    prompt_ids: Int[Tensor, " responses"] | None = None
 
     @property
     def num_responses(self) -> int:

@@ -30,6 +30,7 @@ class BatchConfig(Section):
     responses_per_prompt: PositiveInt
     prompts_per_minibatch: PositiveInt  # one optimizer step
     tokens_per_microbatch: PositiveInt  # prompt + response tokens of one forward on one data-parallel rank
+    share_prompts: bool  # compute the prompt of several responses once, where the policy's attention can
 
 
 class ModelConfig(Section):

@@ -43,19 +43,25 @@ class Group:
 
 @dataclass
 class Packing(PackedSeqParams):
-    """Boundaries of the packed sequences as attention wants them: ``lengths`` (padding included, over all context ranks), and
-    the groups with ``restore``, the place of each packed token among the groups' rows (one context rank only)."""
+    """The packed sequences as attention wants them: ``lengths`` (padding included, over all context ranks), and, on one context
+    rank only, the groups with ``restore``, the place of each packed token among the groups' rows. ``positions`` of the packed
+    tokens in their sequences, where these cannot be told from boundaries because sequences share a prompt; else None."""
 
     lengths: list[int] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     restore: Tensor | None = None
+    positions: Tensor | None = None
 
 
-def group(lengths: Tensor, device: torch.device) -> tuple[list[Group], Tensor]:
-    """``(groups, restore)`` for packed sequences of ``lengths``: by falling length; a group takes sequences of at least half its
-    longest, or all from SHORT on, where the number of calls costs more than the padding."""
+def group(own: Tensor, shared: Tensor, owner: Tensor, device: torch.device) -> tuple[list[Group], Tensor]:
+    """``(groups, restore)`` for packed sequences: by falling length; a group takes sequences of at least half its longest, or all
+    from SHORT on, where the number of calls costs more than the padding.
+
+    Sequence i packs ``own[i]`` tokens; before them it has the first ``shared[i]`` tokens of sequence ``owner[i]`` (a prompt; 0 for a
+    sequence that packs its prompt itself)."""
+    lengths = own + shared
     order = torch.argsort(lengths, descending=True, stable=True)
-    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    starts = torch.nn.functional.pad(own.cumsum(0), (1, 0))
     sizes = lengths[order].tolist()
     groups: list[Group] = []
     restore = torch.empty(int(starts[-1]), dtype=torch.long)
@@ -66,10 +72,12 @@ def group(lengths: Tensor, device: torch.device) -> tuple[list[Group], Tensor]:
         while last < len(sizes) and (longest <= SHORT or 2 * sizes[last] >= longest):
             last += 1
         rows = order[first:last]
-        place = torch.arange(longest)
-        inside = place[None] < lengths[rows, None]
-        tokens = starts[rows, None] + torch.minimum(place[None], lengths[rows, None] - 1)
-        restore[tokens[inside]] = offset + torch.arange(tokens.numel()).view(tokens.shape)[inside]
+        position = torch.minimum(torch.arange(longest)[None], lengths[rows, None] - 1)
+        borrowed = position < shared[rows, None]
+        tokens = position + torch.where(borrowed, starts[owner[rows], None], (starts[:-1] - shared)[rows, None])
+        # The result of a shared token is taken from the sequence that packs it.
+        mine = ~borrowed & (torch.arange(longest)[None] < lengths[rows, None])
+        restore[tokens[mine]] = offset + torch.arange(tokens.numel()).view(tokens.shape)[mine]
         groups.append(Group(tokens.flatten().to(device), len(rows), longest))
         offset += tokens.numel()
         first = last

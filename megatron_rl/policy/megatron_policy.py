@@ -108,6 +108,11 @@ class MegatronPolicy:
         return self.ranks.data
 
     @property
+    def shares_prompts(self) -> bool:
+        """Transformer Engine's attention and context parallelism want every sequence whole."""
+        return self.ranks.context == 1 and this_machine().transformer_engine is None
+
+    @property
     def microbatch_multiple(self) -> int:
         """Interleaved pipelines take micro-batches in groups of one a stage."""
         return self.ranks.pipeline if self.parallel.virtual_pipeline is not None else 1
@@ -145,9 +150,7 @@ class MegatronPolicy:
         self.optimizer_steps += 1
         return UpdateResult(loss=totals.loss, grad_norm=norm, learning_rate=rate, skipped=skipped, metrics=totals.metrics)
 
-    def backward(
-        self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], loss: TokenLoss, *, entropy: bool = False
-    ) -> Totals:
+    def backward(self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], loss: TokenLoss, *, entropy: bool = False) -> Totals:
         """Collective: loss and metrics of the minibatch; leaves its gradient in the parameters. The first half of an update."""
         self._offload.require("weights", "gradients", "optimizer")
         with platform():
@@ -168,13 +171,14 @@ class MegatronPolicy:
             totals = self._equal_totals(batch, microbatches)
         ranks, rule = self.ranks, self._multiples
         return [
-            pack(batch, rows, rule, ranks.context_rank, ranks.context, self.device, at_least=total)
+            pack(batch, rows, rule, ranks.context_rank, ranks.context, self.device, at_least=total, share=self.shares_prompts)
             for rows, total in zip(microbatches, totals, strict=True)
         ]
 
     def _equal_totals(self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]]) -> list[int]:
         """Collective: the longest packed length of each micro-batch over all ranks (this dispatcher gathers equal sizes)."""
-        totals = torch.tensor([int(padded_lengths(batch, rows, self._multiples).sum()) for rows in microbatches], device=self.device)
+        lengths = [padded_lengths(batch, rows, self._multiples, share=self.shares_prompts) for rows in microbatches]
+        totals = torch.tensor([int(each.sum()) for each in lengths], device=self.device)
         dist.all_reduce(totals, op=dist.ReduceOp.MAX)
         return totals.tolist()
 

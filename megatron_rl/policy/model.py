@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.config.schema import ParallelConfig, PrecisionConfig
-from megatron_rl.policy.attention import PackedAttention, RMSNorm
+from megatron_rl.policy.attention import PackedAttention, Packing, RMSNorm
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.layout import padded_vocab
 from megatron_rl.policy.machine import this_machine
@@ -30,6 +30,13 @@ class HiddenStates(GPTModel):
 
     The output layer keeps its weight but is not applied: the log-probability of response tokens needs it for a few rows only.
     """
+
+    def _preprocess(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> tuple[Any, ...]:
+        """megatron's, with the rotary angles of every packed token by its position where boundaries cannot tell them."""
+        decoder_input, angles, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if isinstance(packed_seq_params, Packing) and packed_seq_params.positions is not None:
+            angles = angles.index_select(0, packed_seq_params.positions)
+        return decoder_input, angles, *rest
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.post_process or not self.config.sequence_parallel:

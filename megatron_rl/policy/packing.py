@@ -37,8 +37,9 @@ def multiples(context: int, tensor: int, sequence_parallel: bool, rank_tokens: i
 class Microbatch:
     """Tokens of this context rank (t of them), and which of their states predict a response token.
 
-    ``rows[i]`` is a place among the t tokens, ``targets[i]`` the token that follows it, ``index[i]`` that token's place in the
-    response-token layout of the batch. An empty micro-batch holds one dummy sequence and no rows.
+    ``rows[i]`` is a place among the t tokens, ``targets[i]`` a token that follows it (several follow the end of a shared prompt),
+    ``index[i]`` that token's place in the response-token layout of the batch. An empty micro-batch holds one dummy sequence and no
+    rows.
     """
 
     token_ids: Int[Tensor, "1 t"]
@@ -51,12 +52,32 @@ class Microbatch:
 
 
 DUMMY = SequenceBatch(torch.zeros(2, dtype=torch.long), torch.tensor([1]), torch.tensor([1]))
+_NOTHING = torch.zeros(0, dtype=torch.long)
 
 
-def padded_lengths(batch: SequenceBatch, rows: Sequence[int], rule: Multiples, at_least: int = 0) -> Int[Tensor, " sequences"]:
+def prompt_owners(batch: SequenceBatch, chosen: Int[Tensor, " sequences"], share: bool) -> Int[Tensor, " sequences"]:
+    """Place among ``chosen`` of the sequence that packs the prompt of each: the first of neighbours with the same prompt, or, when
+    prompts are not shared, the sequence itself."""
+    here = torch.arange(len(chosen))
+    if not share or batch.prompt_ids is None:
+        return here
+    ids = batch.prompt_ids[chosen]
+    follows = torch.nn.functional.pad(ids[1:] == ids[:-1], (1, 0))
+    owners = torch.where(follows, 0, here).cummax(0).values
+    prompts = batch.prompt_lengths[chosen]
+    assert torch.equal(prompts, prompts[owners]), "prompts of different lengths have the same prompt id"
+    return owners
+
+
+def padded_lengths(
+    batch: SequenceBatch, rows: Sequence[int], rule: Multiples, at_least: int = 0, share: bool = False
+) -> Int[Tensor, " sequences"]:
     """Tokens each sequence takes in the packed micro-batch of ``rows`` (none: the dummy sequence), over all context ranks; the
     last one is stretched to a total that fits ``rule`` and is no less than ``at_least``."""
-    lengths = batch.lengths[torch.tensor(list(rows))] if rows else DUMMY.lengths
+    chosen = torch.tensor(list(rows) or [0])
+    batch = batch if rows else DUMMY
+    borrows = prompt_owners(batch, chosen, share) != torch.arange(len(chosen))
+    lengths = batch.lengths[chosen] - torch.where(borrows, batch.prompt_lengths[chosen], 0)
     padded = (lengths + rule.sequence - 1) // rule.sequence * rule.sequence
     total = max(int(padded.sum()), at_least)
     padded[-1] += -(-total // rule.total) * rule.total - int(padded.sum())
@@ -64,14 +85,23 @@ def padded_lengths(batch: SequenceBatch, rows: Sequence[int], rule: Multiples, a
 
 
 def pack(
-    batch: SequenceBatch, rows: Sequence[int], rule: Multiples, context_rank: int, context: int, device: torch.device, at_least: int = 0
+    batch: SequenceBatch,
+    rows: Sequence[int],
+    rule: Multiples,
+    context_rank: int,
+    context: int,
+    device: torch.device,
+    *,
+    at_least: int = 0,
+    share: bool = False,
 ) -> Microbatch:
     """The micro-batch of sequences ``rows`` of ``batch`` on context rank ``context_rank`` of ``context``, of ``at_least`` so many
-    tokens over all context ranks.
+    tokens over all context ranks. ``share`` (one context rank only): neighbouring sequences with the same prompt pack it once.
 
     Raises ValueError for a row without prompt (its first response token has nothing to be predicted from) or response.
     """
-    padded = padded_lengths(batch, rows, rule, at_least)
+    assert not (share and context > 1), "shared prompts are not cut over context ranks"
+    padded = padded_lengths(batch, rows, rule, at_least, share)
     if not rows:
         batch = DUMMY
     chosen = torch.tensor(list(rows) or [0])
@@ -80,36 +110,51 @@ def pack(
     if len(short):
         raise ValueError(f"packing: row {int(short[0])} has an empty prompt or response; every sequence needs at least one token of each")
     lengths = prompts + responses
+    owners = prompt_owners(batch, chosen, share)
+    shared = torch.where(owners == torch.arange(len(chosen)), 0, prompts)
     # Everything below is over the padded tokens of all context ranks, then cut to this rank.
-    owner = torch.repeat_interleave(torch.arange(len(chosen)), padded)
+    sequence = torch.repeat_interleave(torch.arange(len(chosen)), padded)
     starts = torch.nn.functional.pad(padded.cumsum(0), (1, 0))
-    position = torch.arange(len(owner)) - starts[owner]
+    position = torch.arange(len(sequence)) - (starts[:-1] - shared)[sequence]
     if context > 1:
-        chunk = position // (padded // (2 * context))[owner]
+        chunk = position // (padded // (2 * context))[sequence]
         mine = (chunk == context_rank) | (chunk == 2 * context - 1 - context_rank)
-        owner, position = owner[mine], position[mine]
-    length, prompt = lengths[owner], prompts[owner]
-    source = batch.offsets[chosen][owner] + position
+        sequence, position = sequence[mine], position[mine]
+    source = batch.offsets[chosen][sequence] + position
     last = batch.token_ids.numel() - 1
-    token_ids = torch.where(position < length, batch.token_ids[source.clamp(max=last)], 0)
-    predicts = (position >= prompt - 1) & (position < length - 1)
-    if not rows:
-        predicts = torch.zeros_like(predicts)
-    found = predicts.nonzero().squeeze(1)
-    index = batch.response_offsets[chosen][owner] + position - (prompt - 1)
-    longest = int(padded.max())
-    boundaries = starts.to(torch.int32).to(device)
-    groups, restore = group(padded, device) if context == 1 else ([], None)
+    token_ids = torch.where(position < lengths[sequence], batch.token_ids[source.clamp(max=last)], 0)
+    places, targets, index = _predictions(batch, chosen, sequence, position, starts[:-1][owners], shared) if rows else [_NOTHING] * 3
+    boundaries = torch.tensor([0, len(sequence)]) if share else starts
+    boundaries = boundaries.to(torch.int32).to(device)
+    longest = int((padded + shared).max())
+    groups, restore = group(padded, shared, owners, device) if context == 1 else ([], None)
     packing = Packing(
         qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=longest, max_seqlen_kv=longest,
-        lengths=padded.tolist(), groups=groups, restore=restore,
+        lengths=padded.tolist(), groups=groups, restore=restore, positions=position.to(device) if share else None,
     )  # fmt: skip
     return Microbatch(
         token_ids=token_ids[None].to(device),
         position_ids=position[None].to(device),
         packing=packing,
-        rows=found.to(device),
-        targets=batch.token_ids[(source[found] + 1)].to(device),
-        index=index[found].to(device),
+        rows=places.to(device),
+        targets=targets.to(device),
+        index=index.to(device),
         empty=not rows,
     )
+
+
+def _predictions(
+    batch: SequenceBatch, chosen: Tensor, sequence: Tensor, position: Tensor, prompt_starts: Tensor, shared: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(rows, targets, index)`` of a Microbatch, in the order of the sequences: which of the packed tokens (``sequence``,
+    ``position``) predict a response token. The first token of a response whose prompt is packed elsewhere is predicted there."""
+    prompts, lengths = batch.prompt_lengths[chosen], batch.lengths[chosen]
+    places = ((position >= prompts[sequence] - 1) & (position < lengths[sequence] - 1)).nonzero().squeeze(1)
+    borrowers = shared.nonzero().squeeze(1)
+    predicted_in = torch.cat([sequence[places], borrowers])
+    target = torch.cat([position[places] + 1, prompts[borrowers]])
+    places = torch.cat([places, (prompt_starts + shared - 1)[borrowers]])
+    order = torch.argsort(predicted_in * (int(lengths.max()) + 1) + target)
+    places, predicted_in, target = places[order], predicted_in[order], target[order]
+    targets = batch.token_ids[batch.offsets[chosen][predicted_in] + target]
+    return places, targets, batch.response_offsets[chosen][predicted_in] + target - prompts[predicted_in]

@@ -60,6 +60,7 @@ def build_trainer(config: Config, world: World) -> Trainer:
         method,
         rollout_sampling(config, stop_ids),
         prompts_per_step=config.batch.prompts_per_step,
+        share_prompts=config.batch.share_prompts,
         seed=config.seed,
     )
     evaluator = Evaluator(

@@ -88,10 +88,18 @@ class Rollouts:
     """The colocated form: every rank samples with the newest weights, then every rank trains."""
 
     def __init__(
-        self, generator: Generator, loader: PromptLoader, method: Method, sampling: Sampling, *, prompts_per_step: int, seed: int
+        self,
+        generator: Generator,
+        loader: PromptLoader,
+        method: Method,
+        sampling: Sampling,
+        *,
+        prompts_per_step: int,
+        share_prompts: bool,
+        seed: int,
     ) -> None:
         self._generator, self._loader, self._method, self._sampling = generator, loader, method, sampling
-        self._prompts_per_step, self._seed = prompts_per_step, seed
+        self._prompts_per_step, self._share_prompts, self._seed = prompts_per_step, share_prompts, seed
 
     def collect(self, step: int, clock: Callable) -> Experience:
         """The responses of one training step. Under dynamic sampling (DAPO, 2503.14476 eq 11) groups the method does not want
@@ -115,7 +123,7 @@ class Rollouts:
                 f"dynamic sampling: all {discarded} groups of step {step} were entirely right or entirely wrong in {tries} rounds; "
                 "use easier or harder prompts, raise method.filters.dynamic_sampling.max_tries or switch it off (null)"
             )
-        return experience(kept, discarded, tries)
+        return experience(kept, discarded, tries, self._share_prompts)
 
     def _wanted(self, groups: Sequence[Sequence[Response]]) -> list[bool]:
         sizes = torch.tensor([len(group) for group in groups])
@@ -135,14 +143,17 @@ def sampling_seed(seed: int, step: int, attempt: int) -> int:
     return (seed * 1_000_003 + step * 1_009 + attempt) % 2**32
 
 
-def experience(groups: Sequence[Sequence[Response]], discarded_groups: int, tries: int) -> Experience:
-    """Flattens groups of responses into the two layouts of ``megatron_rl.types``."""
+def experience(groups: Sequence[Sequence[Response]], discarded_groups: int, tries: int, share_prompts: bool) -> Experience:
+    """Flattens groups of responses into the two layouts of ``megatron_rl.types``. ``share_prompts``: the policy is told which rows
+    have the same prompt."""
     responses = [response for group in groups for response in group]
     logprobs = [value for response in responses for value in response.completion.sampler_logprobs]
+    pairs = [(response.prompt.token_ids, response.completion.token_ids) for response in responses]
+    group_ids = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(group) for group in groups]))
     return Experience(
         responses=responses,
-        sequences=sequence_batch([(response.prompt.token_ids, response.completion.token_ids) for response in responses]),
-        group_ids=torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(group) for group in groups])),
+        sequences=sequence_batch(pairs, group_ids if share_prompts else None),
+        group_ids=group_ids,
         rewards=torch.tensor([response.score.reward for response in responses], dtype=torch.float32),
         correct=torch.tensor([response.score.correct for response in responses]),
         truncated=torch.tensor([response.completion.truncated for response in responses]),

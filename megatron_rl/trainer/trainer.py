@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from megatron_rl.data.packing import plan_microbatches
+from megatron_rl.data.shared_prompts import plan_shared_prompts
 from megatron_rl.loss import Method
 from megatron_rl.protocols import Policy
 from megatron_rl.runtime.launch import World
@@ -129,15 +130,15 @@ class Trainer:
                 yield (torch.isin(experience.group_ids, groups) & keep).nonzero().flatten().tolist()
 
     def _pack(self, experience: Experience, rows: Sequence[int]) -> list[list[int]]:
-        policy = self.parts.policy
-        plan = plan_microbatches(
-            experience.sequences.lengths.tolist(),
-            rows,
+        policy, sequences = self.parts.policy, experience.sequences
+        sizes = dict(
             data_parallel_size=policy.data_parallel_size,
             tokens_per_microbatch=self.schedule.tokens_per_microbatch,
             multiple=policy.microbatch_multiple,
         )
-        return plan[policy.data_parallel_rank]
+        if policy.shares_prompts and sequences.prompt_ids is not None:
+            return plan_shared_prompts(sequences, rows, **sizes)[policy.data_parallel_rank]
+        return plan_microbatches(sequences.lengths.tolist(), rows, **sizes)[policy.data_parallel_rank]
 
     def _check_mismatch(self, step: int, mismatch: dict[str, float]) -> None:
         warn, mean = self.schedule.warn_mismatch_above, "mismatch/logprob_abs_diff_mean"

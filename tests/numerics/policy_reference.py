@@ -16,14 +16,20 @@ NUM_ROWS = 6
 
 
 def make_batch(seed: int = 3, rows: int = NUM_ROWS, length: int | None = None) -> SequenceBatch:
-    """Random sequences; ``length``: all of that many tokens (half prompt), else ragged."""
+    """Random sequences, neighbours with the same prompt in groups of three; ``length``: all of that many tokens (half prompt), else
+    ragged."""
     generator = torch.Generator().manual_seed(seed)
-    prompts = torch.randint(1, 9, (rows,), generator=generator)
+    ids = torch.arange(rows) // 3
+    prompts = torch.randint(1, 9, (rows,), generator=generator)[ids]
     responses = torch.randint(1, 17, (rows,), generator=generator)
     if length is not None:
         prompts, responses = torch.full((rows,), length // 2), torch.full((rows,), length - length // 2)
     tokens = torch.randint(3, 120, (int((prompts + responses).sum()),), generator=generator)
-    return SequenceBatch(tokens, prompts, responses)
+    batch = SequenceBatch(tokens, prompts, responses, ids)
+    for row in range(rows):
+        first, here, size = batch.offsets[row // 3 * 3], batch.offsets[row], prompts[row]
+        tokens[here : here + size] = tokens[first : first + size].clone()
+    return batch
 
 
 def sequences(batch: SequenceBatch) -> list[Tensor]:

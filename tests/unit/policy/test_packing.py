@@ -71,6 +71,38 @@ def test_padding_never_predicts() -> None:
     assert seen(packed) == [(6, 7, 0), (12, 13, 4)]
 
 
+# Responses "7", "8 9" and "10" to the prompt "5 6", and "11" to the prompt "5".
+SHARED = SequenceBatch(
+    torch.tensor([5, 6, 7, 5, 6, 8, 9, 5, 6, 10, 5, 11]), torch.tensor([2, 2, 2, 1]), torch.tensor([1, 2, 1, 1]), torch.tensor([0, 0, 0, 1])
+)
+
+
+def test_neighbours_with_the_same_prompt_pack_it_once_and_its_end_predicts_every_first_token() -> None:
+    packed = pack(SHARED, [0, 1, 2, 3], NO_RULE, 0, 1, CPU, share=True)
+    assert packed.token_ids.tolist() == [[5, 6, 7, 8, 9, 10, 5, 11]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 2, 3, 2, 0, 1]]
+    assert packed.packing.positions.tolist() == packed.position_ids[0].tolist()
+    assert packed.packing.cu_seqlens_q.tolist() == [0, 8], "one run of rotary angles"
+    assert seen(packed) == [(6, 7, 0), (6, 8, 1), (8, 9, 2), (6, 10, 3), (5, 11, 4)]
+
+
+def test_only_neighbours_share_and_only_when_told() -> None:
+    apart = pack(SHARED, [0, 3, 2], NO_RULE, 0, 1, CPU, share=True)
+    assert apart.token_ids.tolist() == [[5, 6, 7, 5, 11, 5, 6, 10]]
+    plain = pack(SHARED, [0, 1], NO_RULE, 0, 1, CPU)
+    assert plain.token_ids.tolist() == [[5, 6, 7, 5, 6, 8, 9]]
+    assert plain.packing.positions is None
+
+
+def test_attention_sees_a_shared_prompt_before_every_response_and_restores_it_from_its_owner() -> None:
+    packing = pack(SHARED, [0, 1, 2], Multiples(1, 4), 0, 1, CPU, share=True).packing
+    (part,) = packing.groups
+    # Places 0 and 1 hold the prompt, 2 "7", 3 and 4 "8 9", 5 "10", and 6 and 7 stretch the last sequence to a multiple of 4.
+    assert part.tokens.view(part.count, part.length).tolist() == [[0, 1, 5, 6, 7], [0, 1, 3, 4, 4], [0, 1, 2, 2, 2]]
+    owner_rows = packing.restore.tolist()
+    assert owner_rows == [10, 11, 12, 7, 8, 2, 3, 4]
+
+
 def test_a_row_without_prompt_is_named() -> None:
     batch = SequenceBatch(torch.arange(3), torch.tensor([1, 0]), torch.tensor([1, 1]))
     with pytest.raises(ValueError, match="row 1 has an empty prompt"):
@@ -79,7 +111,7 @@ def test_a_row_without_prompt_is_named() -> None:
 
 def test_groups_restore_the_packed_order() -> None:
     lengths = torch.tensor([70, 3, 200, 5, 90, 64])
-    groups, restore = group(lengths, CPU)
+    groups, restore = group(lengths, torch.zeros(6, dtype=torch.long), torch.arange(6), CPU)
     assert [(part.count, part.length) for part in groups] == [(1, 200), (3, 90), (2, 5)], "a group ends below half its longest"
     tokens = torch.cat([part.tokens for part in groups])
     assert torch.equal(tokens[restore], torch.arange(int(lengths.sum())))

@@ -29,7 +29,7 @@ VOCAB, LENGTH = 4, 3
 
 
 class BanditPolicy:
-    data_parallel_rank, data_parallel_size, microbatch_multiple = 0, 1, 1
+    data_parallel_rank, data_parallel_size, microbatch_multiple, shares_prompts = 0, 1, 1, True
 
     def __init__(self, learning_rate: float = 0.5) -> None:
         self.logits = torch.zeros(VOCAB, dtype=torch.float64)
