@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from megatron_rl.types import (
     UpdateResult,
 )  # fmt: skip
 
+Entropy = Literal["none", "value", "grad"]
 ENGINE_PARTS = ("weights", "kv_cache")
 
 
@@ -32,6 +33,7 @@ class Policy(Protocol):
 
     data_parallel_rank: int
     data_parallel_size: int
+    one_format: bool  # update and logprobs compute in the same number format
     shares_prompts: bool  # computes a prompt once for neighbouring rows of a micro-batch with the same ``prompt_ids``
     microbatch_multiple: int  # the number of micro-batches of a step must be a multiple of this (interleaved pipelines)
 
@@ -43,10 +45,17 @@ class Policy(Protocol):
         rows of all ranks."""
 
     def update(
-        self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], loss: TokenLoss, *, entropy: bool = False
+        self,
+        batch: SequenceBatch,
+        microbatches: Sequence[Sequence[int]],
+        loss: TokenLoss,
+        *,
+        entropy: Entropy = "none",
+        scores: bool = False,
     ) -> UpdateResult:
-        """Collective: forward, backward, one optimizer step and one step of the learning-rate schedule.
-        ``entropy``: give the loss a differentiable ``TokenView.entropy`` (else None)."""
+        """Collective: forward, backward, one optimizer step and one step of the learning-rate schedule. ``entropy`` "grad": give
+        the loss a differentiable ``TokenView.entropy`` (else None). ``scores``: return what ``logprobs`` would have returned before
+        the step, with entropies unless ``entropy`` is "none"."""
 
     def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: (HF name, whole tensor) on every rank, in one fixed order, padding removed."""

@@ -159,7 +159,7 @@ class TokenScores:
 @dataclass(frozen=True)
 class UpdateResult:
     """Outcome of one optimizer step, equal on every rank. ``skipped`` is True when a non-finite gradient norm made the
-    optimizer leave the weights alone.
+    optimizer leave the weights alone. ``scores``, when asked for: of the step's own forward, with the weights before the step.
 
     Example: ``UpdateResult(loss=0.03, grad_norm=0.71, learning_rate=1e-6, skipped=False, metrics={"clip/up": 0.01})``.
     """
@@ -169,6 +169,7 @@ class UpdateResult:
     learning_rate: float
     skipped: bool
     metrics: Mapping[str, float]
+    scores: TokenScores | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,8 @@ from torch import Tensor
 from megatron_rl.policy.logprobs import LOGPROB_CHUNK_TOKENS, response_logprobs
 from megatron_rl.policy.packing import Microbatch
 from megatron_rl.policy.parallel import Ranks
-from megatron_rl.types import TokenLoss, TokenView
+from megatron_rl.protocols import Entropy
+from megatron_rl.types import TokenLoss, TokenScores, TokenView
 
 Consume = Callable[[Microbatch, Tensor, Tensor | None], tuple[Tensor, Any]]
 
@@ -43,6 +44,26 @@ def sequence_sum(ranks: Ranks) -> Callable[[Tensor], Tensor]:
     if ranks.context == 1:
         return lambda values: values
     return lambda values: _SequenceSum.apply(values, ranks.context_group)
+
+
+class ScoreBoard:
+    """Logprobs, and entropies if wanted, of all response tokens of a batch, written where they are computed: by tensor rank 0 of the
+    last stage, on the context rank that holds the token."""
+
+    def __init__(self, num_tokens: int, entropy: bool, ranks: Ranks, device: torch.device) -> None:
+        self._values = torch.zeros(2 if entropy else 1, num_tokens, dtype=torch.float32, device=device)
+        self._writes = ranks.tensor_rank == 0
+
+    def write(self, microbatch: Microbatch, logprobs: Tensor, entropies: Tensor | None) -> None:
+        if self._writes:
+            for row, values in zip(self._values, (logprobs, entropies), strict=False):
+                assert values is not None, "entropies were wanted and not computed"
+                row[microbatch.index] = values.detach().float()
+
+    def everywhere(self) -> TokenScores:
+        """Collective over the world."""
+        dist.all_reduce(self._values)
+        return TokenScores(logprobs=self._values[0], entropy=self._values[1] if len(self._values) > 1 else None)
 
 
 @dataclass
@@ -73,7 +94,7 @@ class Passes:
         self.schedule = get_forward_backward_func()
 
     def run(
-        self, microbatches: Sequence[Microbatch], consume: Consume, *, backward: bool, entropy: Literal["none", "value", "grad"]
+        self, microbatches: Sequence[Microbatch], consume: Consume, *, backward: bool, entropy: Entropy
     ) -> list[Any]:
         """Collective: what ``consume`` collected for each micro-batch, in order (nothing before the last stage)."""
         iterators = [iter(microbatches) for _ in self.chunks]
@@ -136,14 +157,17 @@ def _wait_for(chunk: torch.nn.Module, weight: Tensor) -> None:
         chunk.param_to_bucket_group[weight].finish_param_sync(skip_next_bucket_dispatch=True)
 
 
-def loss_consumer(loss: TokenLoss, ranks: Ranks) -> Consume:
-    """``consume`` for an update: the contribution of a micro-batch, and what it adds to the totals."""
+def loss_consumer(loss: TokenLoss, ranks: Ranks, *, entropy: bool, board: ScoreBoard | None) -> Consume:
+    """``consume`` for an update: the contribution of a micro-batch, and what it adds to the totals. ``entropy``: the loss gets it."""
     over_context = sequence_sum(ranks)
 
-    def consume(microbatch: Microbatch, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Any]:
+    def consume(microbatch: Microbatch, logprobs: Tensor, entropies: Tensor | None) -> tuple[Tensor, Any]:
         if microbatch.empty:
             return logprobs.new_zeros(()), None
-        result = loss(TokenView(index=microbatch.index, logprobs=logprobs, entropy=entropy, sequence_sum=over_context))
+        if board is not None:
+            board.write(microbatch, logprobs, entropies)
+        view = TokenView(microbatch.index, logprobs, entropies if entropy else None, over_context)
+        result = loss(view)
         assert result.loss.ndim == 0, f"a loss is a scalar, not {tuple(result.loss.shape)}"
         # The schedule may change the loss in place.
         return result.loss, (result.loss.detach().clone(), {key: value.detach() for key, value in result.metrics.items()})

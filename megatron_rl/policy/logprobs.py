@@ -7,14 +7,15 @@ numbers per token and throws the logits away; backward computes each chunk's log
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-Entropy = Literal["none", "value", "grad"]
+from megatron_rl.protocols import Entropy
+
 # Response tokens whose logits are alive at a time in a pass of the policy.
 LOGPROB_CHUNK_TOKENS = 1024
 # Rows of a chunk that get a second buffer when the entropy needs x and exp(x) at once: 1/8 of a chunk.

@@ -18,7 +18,7 @@ from megatron_rl.policy import checkpoint, convert, cpu, weights
 from megatron_rl.policy import optimizer as optim_room
 from megatron_rl.policy import parallel as groups
 from megatron_rl.policy.families import read_architecture
-from megatron_rl.policy.forward import Passes, Totals, loss_consumer, reduce_totals
+from megatron_rl.policy.forward import Passes, ScoreBoard, Totals, loss_consumer, reduce_totals
 from megatron_rl.policy.gather import Gather
 from megatron_rl.policy.held_boxes import held_boxes, key
 from megatron_rl.policy.layout import padded_vocab
@@ -27,6 +27,7 @@ from megatron_rl.policy.model import build_chunks, transformer_config
 from megatron_rl.policy.offload import Offload, dispatcher_tensors, release_caches
 from megatron_rl.policy.packing import Microbatch, multiples, pack, padded_lengths
 from megatron_rl.policy.precision import ddp_config, describe, logprob_format, plain, token_multiple
+from megatron_rl.protocols import Entropy
 from megatron_rl.runtime.cpu import device, platform
 from megatron_rl.types import Box, SequenceBatch, TokenLoss, TokenScores, UpdateResult
 
@@ -117,49 +118,62 @@ class MegatronPolicy:
         """Interleaved pipelines take micro-batches in groups of one a stage."""
         return self.ranks.pipeline if self.parallel.virtual_pipeline is not None else 1
 
+    @property
+    def one_format(self) -> bool:
+        return self.precision.fp8 is None or self.precision.fp8.logprobs == "same"
+
     def logprobs(
         self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], *, reference: bool = False, entropy: bool = False
     ) -> TokenScores:
-        """See protocols.Policy. Exactly one rank writes each value: tensor rank 0 of the last stage, on the context rank that
-        holds the token."""
+        """See protocols.Policy."""
         self._offload.require("weights")
-        tokens = int(batch.response_lengths.sum())
-        values = torch.zeros(2 if entropy else 1, tokens, dtype=torch.float32, device=self.device)
-        writes = self.ranks.tensor_rank == 0
+        board = ScoreBoard(int(batch.response_lengths.sum()), entropy, self.ranks, self.device)
 
         def consume(microbatch: Microbatch, logprobs: Tensor, entropies: Tensor | None) -> tuple[Tensor, Any]:
-            if writes:
-                values[0, microbatch.index] = logprobs.float()
-                if entropies is not None:
-                    values[1, microbatch.index] = entropies.float()
+            board.write(microbatch, logprobs, entropies)
             return logprobs.new_zeros(()), None
 
         with self._weights(reference), logprob_format(self.config, self.precision), platform():
             self._passes.run(self._pack(batch, microbatches), consume, backward=False, entropy="value" if entropy else "none")
-        dist.all_reduce(values)
-        return TokenScores(logprobs=values[0], entropy=values[1] if entropy else None)
+        return board.everywhere()
 
     def update(
-        self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], loss: TokenLoss, *, entropy: bool = False
+        self,
+        batch: SequenceBatch,
+        microbatches: Sequence[Sequence[int]],
+        loss: TokenLoss,
+        *,
+        entropy: Entropy = "none",
+        scores: bool = False,
     ) -> UpdateResult:
         """See protocols.Policy."""
-        totals = self.backward(batch, microbatches, loss, entropy=entropy)
+        board = ScoreBoard(int(batch.response_lengths.sum()), entropy != "none", self.ranks, self.device) if scores else None
+        totals = self.backward(batch, microbatches, loss, entropy=entropy, board=board)
         rate = optim_room.learning_rate(self.optimizer_steps, self.optim, self.total_optimizer_steps)
         with platform():
             norm, skipped = optim_room.step(self.optimizer, self.optim, rate)
         self.optimizer_steps += 1
-        return UpdateResult(loss=totals.loss, grad_norm=norm, learning_rate=rate, skipped=skipped, metrics=totals.metrics)
+        own = None if board is None else board.everywhere()
+        return UpdateResult(totals.loss, norm, learning_rate=rate, skipped=skipped, metrics=totals.metrics, scores=own)
 
-    def backward(self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], loss: TokenLoss, *, entropy: bool = False) -> Totals:
-        """Collective: loss and metrics of the minibatch; leaves its gradient in the parameters. The first half of an update."""
+    def backward(
+        self,
+        batch: SequenceBatch,
+        microbatches: Sequence[Sequence[int]],
+        loss: TokenLoss,
+        *,
+        entropy: Entropy = "none",
+        board: ScoreBoard | None = None,
+    ) -> Totals:
+        """Collective: loss and metrics of the minibatch; leaves its gradient in the parameters, and the scores of its tokens on the
+        board. The first half of an update."""
         self._offload.require("weights", "gradients", "optimizer")
         with platform():
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            collected = self._passes.run(
-                self._pack(batch, microbatches), loss_consumer(loss, self.ranks), backward=True, entropy="grad" if entropy else "none"
-            )
+            consume = loss_consumer(loss, self.ranks, entropy=entropy == "grad", board=board)
+            collected = self._passes.run(self._pack(batch, microbatches), consume, backward=True, entropy=entropy)
         return reduce_totals(collected, self.ranks)
 
     def _pack(self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]]) -> list[Microbatch]:

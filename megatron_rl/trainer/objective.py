@@ -16,10 +16,11 @@ from megatron_rl.types import LossOutput, SequenceBatch, TokenScores, TokenView
 
 @dataclass(frozen=True)
 class Scored:
-    """A rollout phase with the trainer's own probabilities of it."""
+    """A rollout phase with the trainer's own probabilities of it. ``old`` is None until an only update, whose own forward has the old
+    logprobs, has run: they are then the current ones without gradient."""
 
     experience: Experience
-    old: TokenScores
+    old: TokenScores | None
     ref: TokenScores | None
 
 
@@ -35,8 +36,12 @@ def response_batch(scored: Scored, method: Method) -> ResponseBatch:
         ValueError: the method needs visual_entropy and a prompt does not carry it.
     """
     experience, sequences = scored.experience, scored.experience.sequences
-    mask = torch.ones_like(scored.old.logprobs, dtype=torch.bool)
-    ref = None if scored.ref is None else scored.ref.logprobs
+    statistics: dict[str, Tensor] = {}
+    if method.needs.response_statistics:
+        assert scored.old is not None
+        mask = torch.ones_like(scored.old.logprobs, dtype=torch.bool)
+        ref = None if scored.ref is None else scored.ref.logprobs
+        statistics = method.response_statistics(scored.old.logprobs, ref, sequences.response_ids, mask, sequences.num_responses)
     return ResponseBatch(
         rewards=method.shape_rewards(experience.rewards, sequences.response_lengths, experience.truncated, _response_tokens(sequences)),
         correct=experience.correct,
@@ -44,7 +49,7 @@ def response_batch(scored: Scored, method: Method) -> ResponseBatch:
         response_tokens=sequences.response_lengths,
         truncated=experience.truncated,
         visual_entropy=_visual_entropy(experience) if method.needs.visual_entropy else None,
-        **method.response_statistics(scored.old.logprobs, ref, sequences.response_ids, mask, sequences.num_responses),
+        **statistics,
     )
 
 
@@ -85,7 +90,7 @@ class MinibatchLoss:
         result = self._method.loss(
             TokenBatch(
                 logprobs=view.logprobs,
-                old_logprobs=tokens(self._scored.old.logprobs),
+                old_logprobs=view.logprobs.detach() if self._scored.old is None else tokens(self._scored.old.logprobs),
                 response_ids=tokens(self._response_ids),
                 loss_mask=torch.ones_like(view.logprobs, dtype=torch.bool),
                 advantages=self._credit.advantages.to(device),

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_rl.data.packing import plan_microbatches
 from megatron_rl.data.shared_prompts import plan_shared_prompts
 from megatron_rl.loss import Method
-from megatron_rl.protocols import Policy
+from megatron_rl.protocols import Entropy, Policy
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import resident_gib
 from megatron_rl.trainer.evaluate import Evaluator
@@ -22,6 +21,7 @@ from megatron_rl.trainer.objective import MinibatchLoss, Scored, on_cpu, respons
 from megatron_rl.trainer.rollouts import Experience, Rollouts
 from megatron_rl.trainer.run_folder import RunFolder
 from megatron_rl.trainer.settings import Schedule
+from megatron_rl.types import TokenScores
 
 log = logging.getLogger(__name__)
 
@@ -76,17 +76,17 @@ class Trainer:
                 parts.hand_over.to_policy()
             with clock("logprob"):
                 scored = self._score(experience)
-            mismatch = mismatch_metrics(scored.old.logprobs, experience.sampler_logprobs)
-            self._check_mismatch(step, mismatch)
             with clock("update"):
-                updated = self._update(step, scored)
+                old, updated = self._update(step, scored)
+            mismatch = mismatch_metrics(old.logprobs, experience.sampler_logprobs)
+            self._check_mismatch(step, mismatch)
             with clock("sync"):
                 synced = parts.hand_over.to_engine(step)
         parts.folder.log_samples(step, experience.responses)
         return {
             "step": step,
             **rollout_metrics(experience),
-            **entropy_metrics(scored.old),
+            **entropy_metrics(old),
             **updated,
             **mismatch,
             "sync/bytes_sent": synced.bytes_sent,
@@ -98,25 +98,38 @@ class Trainer:
         }
 
     def _score(self, experience: Experience) -> Scored:
-        policy, needs = self.parts.policy, self.parts.method.needs
-        forward = partial(policy.logprobs, experience.sequences, self._pack(experience, range(len(experience.responses))))
-        reference = on_cpu(forward(reference=True)) if needs.ref_logprobs else None
-        return Scored(experience, on_cpu(forward(entropy=needs.entropy != "none")), reference)
+        """Reference and old logprobs; the old ones are left to the update where that is the only one."""
+        reference = self._logprobs(experience, reference=True) if self.parts.method.needs.ref_logprobs else None
+        return Scored(experience, None if self._only_update(experience) else self._logprobs(experience), reference)
 
-    def _update(self, step: int, scored: Scored) -> dict[str, float]:
-        """Credit once, then one optimizer step per minibatch; a minibatch without kept rows takes none."""
-        parts, experience = self.parts, scored.experience
+    def _logprobs(self, experience: Experience, *, reference: bool = False) -> TokenScores:
+        rows = range(len(experience.responses))
+        entropy = self.parts.method.needs.entropy != "none" and not reference
+        return on_cpu(self.parts.policy.logprobs(experience.sequences, self._pack(experience, rows), reference=reference, entropy=entropy))
+
+    def _only_update(self, experience: Experience) -> bool:
+        """Whether this rollout phase has one optimizer step, and nothing before it needs the old logprobs."""
+        num_groups = int(experience.group_ids[-1]) + 1
+        one = self.schedule.updates_per_rollout == 1 and num_groups <= self.schedule.prompts_per_minibatch
+        return one and self.parts.policy.one_format and not self.parts.method.needs.response_statistics
+
+    def _update(self, step: int, scored: Scored) -> tuple[TokenScores, dict[str, float]]:
+        """Credit once, then one optimizer step per minibatch; a minibatch without kept rows takes none. Also returns the old scores."""
+        parts, experience, needed = self.parts, scored.experience, self.parts.method.needs.entropy
         credit = parts.method.credit(response_batch(scored, parts.method))
+        if scored.old is None and not credit.keep.all():
+            scored = replace(scored, old=self._logprobs(experience))  # an update over some rows has the scores of these only
+        entropy: Entropy = needed if needed != "metric" else "value" if scored.old is None else "none"
         updates, empty = [], 0
         for rows in self._minibatches(step, experience, credit.keep):
             if not rows:
                 empty += 1
                 continue
-            loss = MinibatchLoss(parts.method, scored, credit, rows)
-            with_entropy = parts.method.needs.entropy == "grad"
-            updates.append(parts.policy.update(experience.sequences, self._pack(experience, rows), loss, entropy=with_entropy))
+            loss, split = MinibatchLoss(parts.method, scored, credit, rows), self._pack(experience, rows)
+            updates.append(parts.policy.update(experience.sequences, split, loss, entropy=entropy, scores=scored.old is None))
         metrics = {key: float(value) for key, value in credit.metrics.items()}
-        return metrics | update_metrics(updates) | {"optim/empty_minibatches": empty}
+        old = on_cpu(updates[0].scores) if scored.old is None else scored.old
+        return old, metrics | update_metrics(updates) | {"optim/empty_minibatches": empty}
 
     def _minibatches(self, step: int, experience: Experience, keep: torch.Tensor) -> Iterator[list[int]]:
         """Kept rows of whole groups, ``prompts_per_minibatch`` groups at a time; later passes in a fresh seeded order."""

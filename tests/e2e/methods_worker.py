@@ -29,9 +29,9 @@ def weights_digest(trainer: Trainer) -> str:
 def two_steps(trainer: Trainer, config: Config, name: str, first_step: int) -> dict:
     method = load_method(name, response_limit=config.rollout.max_response_tokens)
     old = trainer.parts.rollouts
-    rollouts = Rollouts(
-        old._generator, old._loader, method, rollout_sampling(config, ()), prompts_per_step=config.batch.prompts_per_step, seed=config.seed
-    )
+    batch = config.batch
+    sizes = dict(prompts_per_step=batch.prompts_per_step, share_prompts=batch.share_prompts, seed=config.seed)
+    rollouts = Rollouts(old._generator, old._loader, method, rollout_sampling(config, ()), **sizes)
     trainer = Trainer(replace(trainer.parts, method=method, rollouts=rollouts), trainer.schedule)
     before = weights_digest(trainer)
     metrics = [trainer.step(first_step), trainer.step(first_step + 1)]

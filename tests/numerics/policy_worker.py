@@ -114,7 +114,7 @@ def compare(case: Case, folder: Path) -> dict[str, Any]:
         got = policy.logprobs(batch, split, entropy=True)
         figures[f"logprobs_{name}"] = float((got.logprobs - wanted["logprobs"]).abs().max())
         figures[f"entropy_{name}"] = float((got.entropy - wanted["entropy"]).abs().max())
-        totals = policy.backward(batch, split, wanted["loss"], entropy=True)
+        totals = policy.backward(batch, split, wanted["loss"], entropy="grad")
         figures[f"loss_{name}"] = abs(totals.loss - wanted["value"]) / abs(wanted["value"])
         figures[f"metrics_{name}"] = totals.metrics
         if not case.sharded_gradients:
@@ -134,7 +134,7 @@ def after_update(
 ) -> dict[str, Any]:
     """One optimizer step against torch's AdamW on the same gradients; the reference weights must not move."""
     batch = wanted["batch"]
-    result = policy.update(batch, split, wanted["loss"], entropy=True)
+    result = policy.update(batch, split, wanted["loss"], entropy="grad")
     weights = {key: torch.nn.Parameter(value.clone()) for key, value in stored.items() if key in wanted["gradients"]}
     for key, weight in weights.items():
         weight.grad = wanted["gradients"][key].clone()

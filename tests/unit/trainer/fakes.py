@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.protocols import ENGINE_PARTS
+from megatron_rl.protocols import ENGINE_PARTS, Entropy
 from megatron_rl.types import (
     Completion,
     Prompt,
@@ -29,9 +29,10 @@ VOCAB, LENGTH = 4, 3
 
 
 class BanditPolicy:
-    data_parallel_rank, data_parallel_size, microbatch_multiple, shares_prompts = 0, 1, 1, True
+    data_parallel_rank, data_parallel_size, microbatch_multiple, shares_prompts, one_format = 0, 1, 1, True, True
 
     def __init__(self, learning_rate: float = 0.5) -> None:
+        self.passes: list[str] = []
         self.logits = torch.zeros(VOCAB, dtype=torch.float64)
         self.learning_rate = learning_rate
         self.microbatch_sizes: list[list[int]] = []
@@ -46,6 +47,7 @@ class BanditPolicy:
     def logprobs(
         self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], *, reference: bool = False, entropy: bool = False
     ) -> TokenScores:
+        self.passes.append("reference" if reference else "logprobs")
         result = torch.zeros(int(batch.response_lengths.sum()))
         logits = torch.zeros_like(self.logits) if reference else self.logits
         for rows in microbatches:
@@ -56,9 +58,17 @@ class BanditPolicy:
         return TokenScores(result, torch.full_like(result, float(value)) if entropy else None)
 
     def update(
-        self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], loss: TokenLoss, *, entropy: bool = False
+        self,
+        batch: SequenceBatch,
+        microbatches: Sequence[Sequence[int]],
+        loss: TokenLoss,
+        *,
+        entropy: Entropy = "none",
+        scores: bool = False,
     ) -> UpdateResult:
         assert not self.away
+        own = self.logprobs(batch, microbatches, entropy=entropy != "none") if scores else None
+        self.passes[len(self.passes) - scores :] = ["update"]
         self.microbatch_sizes.append([len(rows) for rows in microbatches])
         logits = self.logits.clone().requires_grad_()
         total, metrics = 0.0, {}
@@ -70,7 +80,7 @@ class BanditPolicy:
             for key, value in output.metrics.items():
                 metrics[key] = max(metrics.get(key, 0.0), float(value)) if key.endswith("_max") else metrics.get(key, 0.0) + float(value)
         self.logits -= self.learning_rate * logits.grad
-        return UpdateResult(total, logits.grad.norm().item(), self.learning_rate, False, metrics)
+        return UpdateResult(total, logits.grad.norm().item(), self.learning_rate, False, metrics, own)
 
     def offload(self, parts: Sequence[str]) -> None:
         for part in parts:

@@ -204,6 +204,38 @@ def test_dropped_rows_leave_the_update_and_an_empty_minibatch_takes_no_step(buil
     assert [row["optim/empty_minibatches"] for row in rows(trainer)[1:]] == [2, 2, 2]
 
 
+ONLY_UPDATE = ["batch.prompts_per_minibatch=4", "trainer.num_steps=2"]
+
+
+@pytest.mark.parametrize("entropy", ["entropy.metric=true", "entropy.metric=false"])
+def test_an_only_update_uses_its_own_forward_for_the_old_logprobs_and_changes_nothing(build, entropy):
+    once, twice = (build(*ONLY_UPDATE, method_overrides=[entropy, "kl.coef=0"], run=run) for run in ("once", "twice"))
+    twice.parts.policy.one_format = False
+    once.run(), twice.run()
+    assert once.parts.policy.passes == ["update"] * 2
+    assert twice.parts.policy.passes == ["logprobs", "update"] * 2
+    pairs = zip(rows(once)[1:], rows(twice)[1:], strict=True)
+    for mine, other in pairs:
+        timeless = [key for key in other if not key.startswith(("time/", "memory/", "throughput/"))]
+        assert {key: mine[key] for key in timeless} == {key: other[key] for key in timeless}
+        assert ("rollout/entropy" in mine) == ("true" in entropy)
+    assert torch.equal(once.parts.policy.logits, twice.parts.policy.logits)
+
+
+def test_old_logprobs_take_a_pass_of_their_own_where_an_update_cannot_give_them(build):
+    several = build("trainer.num_steps=1", method_overrides=["kl.coef=0"], run="several")
+    several.run()
+    assert several.parts.policy.passes == ["logprobs", "update", "update"], "two minibatches"
+    statistics = build(*ONLY_UPDATE, method_overrides=["kl.placement=reward", "kl.coef=0.1"], run="statistics")
+    statistics.run()
+    assert statistics.parts.policy.passes == ["reference", "logprobs", "update"] * 2, "the divergence is part of the reward"
+    dropped = build(*ONLY_UPDATE, method_overrides=["filters.drop_all_correct=true", "kl.coef=0"], run="dropped")
+    dropped.parts.policy.logits[2] = 3.0
+    dropped.run()
+    assert dropped.parts.policy.passes[:2] == ["logprobs", "update"], "rows without an update have a mismatch too"
+    assert 0 < dropped.parts.policy.microbatch_sizes[0][0] < 32
+
+
 def test_later_passes_over_a_rollout_visit_all_groups_in_another_order(build):
     trainer = build("trainer.updates_per_rollout=2", "batch.prompts_per_minibatch=1")
     experience = trainer.parts.rollouts.collect(1, _no_clock)
