@@ -1,6 +1,6 @@
 """Peak memory of tools/convert_checkpoint.py on a made-up model of about 2 GB, in every direction.
 
-    python tools/bench/convert.py FOLDER [--layers 22] [--max-file-mb 500] [--record FILE]
+    python tools/bench/convert.py FOLDER [--layers 22] [--max-file-mb 500] [--repeats 3] [--record FILE]
 
 FOLDER is filled with the model and its conversions (five times the model's size) and must not exist. Peak memory is the high-water
 mark of the converting process less that of the same process when it only parses its arguments.
@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -60,6 +62,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=22)
     parser.add_argument("--max-file-mb", type=int, default=500)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--record", type=Path)
     parser.add_argument("--only-make", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -74,6 +77,8 @@ def main() -> None:
     lines = [
         f"Model of {sum(sizes):.0f} MiB in {len(sizes)} files, the largest {max(sizes):.0f} MiB; the idle process takes {idle:.0f} MiB.",
         "",
+        f"Medians of {arguments.repeats} runs, with the range of the peak.",
+        "",
         "| direction | peak MiB above idle | / largest file | target | wall s | digest |",
         "|---|---|---|---|---|---|",
     ]
@@ -83,8 +88,14 @@ def main() -> None:
         "to-hf, from megatron": ("to-hf", megatron, back[0], "--max-file-gb", str(arguments.max_file_mb / 1000)),
         "to-hf, from nemo": ("to-hf", nemo, back[1], "--max-file-gb", str(arguments.max_file_mb / 1000)),
     }.items():
-        peak, seconds, last = run(*command)
-        lines.append(f"| {name} | {peak - idle:.0f} | {(peak - idle) / max(sizes):.2f} | 1.5 | {seconds:.1f} | {last.split()[-1]} |")
+        runs = []
+        for _ in range(arguments.repeats):
+            shutil.rmtree(command[2], ignore_errors=True)
+            runs.append(run(*command))
+        peaks = [peak - idle for peak, _, _ in runs]
+        peak, seconds = statistics.median(peaks), statistics.median(seconds for _, seconds, _ in runs)
+        shown = f"{peak:.0f} ({min(peaks):.0f} to {max(peaks):.0f})"
+        lines.append(f"| {name} | {shown} | {peak / max(sizes):.2f} | 1.5 | {seconds:.1f} | {runs[-1][2].split()[-1]} |")
     text = "\n".join(lines) + "\n"
     print(text)
     if arguments.record:
