@@ -91,12 +91,22 @@ def unshare_steps(optimizer: MegatronOptimizer) -> int:
 
 def create_state(optimizer: MegatronOptimizer) -> None:
     """Creates zero moments where there are none yet: megatron can neither save nor load the state of an optimizer that has not
-    stepped."""
+    stepped.
+
+    Transformer Engine's Adam makes them itself, in its formats (and float32 weights where it keeps those); like that of apex it counts
+    steps for a group, and refuses a count in the state of a parameter.
+    """
     for part in parts(optimizer):
-        for group in part.optimizer.param_groups:
+        inner = part.optimizer
+        for group in inner.param_groups:
             for parameter in group["params"]:
-                state = part.optimizer.state[parameter]
-                if not state:
+                state = inner.state[parameter]
+                if state:
+                    continue
+                if hasattr(inner, "initialize_state"):
+                    inner.initialize_state(parameter, inner.store_param_remainders and parameter.dtype == torch.bfloat16)
+                    continue
+                if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
                     state["step"] = torch.tensor(0.0, dtype=torch.float32)
-                    state["exp_avg"] = torch.zeros_like(parameter.data)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter.data)
+                state["exp_avg"] = torch.zeros_like(parameter.data)
+                state["exp_avg_sq"] = torch.zeros_like(parameter.data)

@@ -52,12 +52,17 @@ def ddp_config(parallel: ParallelConfig, precision: PrecisionConfig) -> Distribu
 
 def optimizer_config(optim: OptimConfig, parallel: ParallelConfig, precision: PrecisionConfig) -> OptimizerConfig:
     """megatron's AdamW. With ``adam_moments`` below float32 the two moments are kept in that format, the weights in float32, and the
-    gradients in the format in which they are summed."""
+    gradients in the format in which they are summed. The weights are kept whole: of their lower halves, which take less memory,
+    megatron writes no checkpoint that can be read again in another layout.
+    """
     dtype, moments = DTYPES[precision.params], DTYPES[precision.adam_moments]
     fields: dict[str, Any] = {}
     if moments != torch.float32:
         grads = torch.float32 if precision.grad_reduce_in_float32 else dtype
-        fields = dict(use_precision_aware_optimizer=True, exp_avg_dtype=moments, exp_avg_sq_dtype=moments, main_grads_dtype=grads)
+        fields = dict(
+            use_precision_aware_optimizer=True, exp_avg_dtype=moments, exp_avg_sq_dtype=moments, main_grads_dtype=grads,
+            store_param_remainders=False,
+        )  # fmt: skip
     return OptimizerConfig(
         optimizer="adam",
         lr=optim.learning_rate,

@@ -104,6 +104,7 @@ def test_small_moments_and_the_format_of_the_gradients(reduced, wanted, monkeypa
     run = config("precision.adam_moments=bfloat16", "parallel.distributed_optimizer=true", f"precision.grad_reduce_in_float32={reduced}")
     built = optimizer_config(run.optim, run.parallel, run.precision)
     assert built.use_precision_aware_optimizer and built.exp_avg_dtype == built.exp_avg_sq_dtype == torch.bfloat16
+    assert not built.store_param_remainders, "megatron cannot reload those in another layout"
     assert built.main_grads_dtype == wanted and built.main_params_dtype == torch.float32
 
 
