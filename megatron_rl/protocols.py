@@ -6,7 +6,7 @@ All ranks call every method in the same order (single program, many processes); 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -38,11 +38,17 @@ class Policy(Protocol):
     microbatch_multiple: int  # the number of micro-batches of a step must be a multiple of this (interleaved pipelines)
 
     def logprobs(
-        self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], *, reference: bool = False, entropy: bool = False
+        self,
+        batch: SequenceBatch,
+        microbatches: Sequence[Sequence[int]],
+        *,
+        reference: bool = False,
+        entropy: bool = False,
+        temperature: float | None = None,
     ) -> TokenScores:
         """Collective, no gradient. ``microbatches``: rows of ``batch`` for THIS data-parallel rank; together the ranks name
         every wanted row once. All ranks pass the same number of micro-batches; one may be empty. The result holds the
-        rows of all ranks."""
+        rows of all ranks. ``temperature``: divides the logits; None: that of the policy."""
 
     def update(
         self,
@@ -56,6 +62,8 @@ class Policy(Protocol):
         """Collective: forward, backward, one optimizer step and one step of the learning-rate schedule. ``entropy`` "grad": give
         the loss a differentiable ``TokenView.entropy`` (else None). ``scores``: return what ``logprobs`` would have returned before
         the step, with entropies unless ``entropy`` is "none"."""
+
+    gathered_bytes_sent: int  # bytes that this rank has sent to others in ``gathered_weights``, since it was built
 
     def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: (HF name, whole tensor) on every rank, in one fixed order, padding removed."""
@@ -87,9 +95,16 @@ class RolloutEngine(Protocol):
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
         """``num_responses`` completions for each prompt of this replica, on every rank of the replica."""
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> Mapping[str, str]:
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Logprob at temperature 1, not truncated, of every token but the first of each sequence, on every rank of the replica. Leaves
+        no trace in what is generated later."""
+
+    def load_weights(
+        self, weights: Iterator[tuple[str, Tensor]], version: int, confirm: Callable[[Mapping[str, str]], None] | None = None
+    ) -> Mapping[str, str]:
         """Replace all weights by HF-named whole tensors; drop caches computed with the old ones. Returns the digest of every
-        tensor as it reached the engine's loader. An exception in the middle leaves the engine unusable and it says so."""
+        tensor as it reached the engine's loader; ``confirm`` gets them before the weights count as ``version``. An exception in the
+        middle, also of ``confirm``, leaves the engine unusable and it says so."""
 
     def sleep(self) -> None:
         """Free what training needs (a no-op where the build cannot)."""

@@ -184,6 +184,7 @@ class SyncReport:
     bytes_sent: int
     bytes_total: int
     seconds: float
+    canary_logprob_diff: float | None = None  # largest |engine - policy| in nats; None where they were not compared
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ class Gather:
         self.ranks = ranks
         self.mine = {item.parameter: item.tensor for item in held}
         self.sample = held[0].tensor
+        self.bytes_sent = 0  # to other ranks, in all runs
         stages: list[Any] = [None] * ranks.pipeline
         layers = sorted({item.parameter.layer for item in held if item.parameter.layer is not None})
         dist.all_gather_object(stages, layers, ranks.pipeline_group)
@@ -95,8 +96,11 @@ class Gather:
                 shards[0] = local
             else:
                 dist.all_gather_into_tensor(shards.view(-1), local, group=unit.group)
+                self.bytes_sent += (len(unit.members) - 1) * local.nbytes
         if self.ranks.pipeline > 1:
             dist.broadcast(shards, src=self.ranks.stage_root(unit.stage), group=self.ranks.pipeline_group)
+            if self.ranks.pipeline_rank == unit.stage:
+                self.bytes_sent += (self.ranks.pipeline - 1) * shards.nbytes
         return shards
 
 

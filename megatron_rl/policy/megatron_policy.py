@@ -123,7 +123,13 @@ class MegatronPolicy:
         return self.precision.fp8 is None or self.precision.fp8.logprobs == "same"
 
     def logprobs(
-        self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], *, reference: bool = False, entropy: bool = False
+        self,
+        batch: SequenceBatch,
+        microbatches: Sequence[Sequence[int]],
+        *,
+        reference: bool = False,
+        entropy: bool = False,
+        temperature: float | None = None,
     ) -> TokenScores:
         """See protocols.Policy."""
         self._offload.require("weights")
@@ -133,8 +139,9 @@ class MegatronPolicy:
             board.write(microbatch, logprobs, entropies)
             return logprobs.new_zeros(()), None
 
+        passes = self._passes if temperature is None else Passes(self.chunks, self.ranks, self.arch.vocab_size, temperature)
         with self._weights(reference), logprob_format(self.config, self.precision), platform():
-            self._passes.run(self._pack(batch, microbatches), consume, backward=False, entropy="value" if entropy else "none")
+            passes.run(self._pack(batch, microbatches), consume, backward=False, entropy="value" if entropy else "none")
         return board.everywhere()
 
     def update(
@@ -195,6 +202,11 @@ class MegatronPolicy:
         totals = torch.tensor([int(each.sum()) for each in lengths], device=self.device)
         dist.all_reduce(totals, op=dist.ReduceOp.MAX)
         return totals.tolist()
+
+    @property
+    def gathered_bytes_sent(self) -> int:
+        """See protocols.Policy. Every rank that needs a shard counts once, whatever way the collectives take."""
+        return self._gather.bytes_sent
 
     def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See protocols.Policy."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.protocols import ENGINE_PARTS
-from megatron_rl.rollout.sampling import request_seed, vllm_sampling
+from megatron_rl.rollout.sampling import request_seed, scoring, vllm_sampling
 from megatron_rl.rollout.shared_memory import private_segments
 from megatron_rl.rollout.stream import CheckedStream, expected_tensors
 from megatron_rl.rollout.worker import Transfer
@@ -99,10 +99,30 @@ class VllmEngine:
             outputs = self._llm.generate(requests, params, use_tqdm=False)
         return [[self._completion(output) for output in request.outputs] for request in outputs]
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> Mapping[str, str]:
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See protocols.RolloutEngine. Raises ValueError for a sequence that is longer than rollout.max_prompt_tokens."""
+        self._require_usable(ENGINE_PARTS)
+        longest = max(map(len, sequences))
+        if longest > self._config.max_prompt_tokens:
+            raise ValueError(
+                f"score: a sequence has {longest} tokens, rollout.max_prompt_tokens is {self._config.max_prompt_tokens}; raise it"
+            )
+        requests = [{"prompt_token_ids": list(tokens)} for tokens in sequences]
+        with preserved_random_state():
+            outputs = self._llm.generate(requests, scoring(), use_tqdm=False)
+        self._drop_cache()
+        return [
+            [scores[token].logprob for token, scores in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]
+            for tokens, output in zip(sequences, outputs, strict=True)
+        ]
+
+    def load_weights(
+        self, weights: Iterator[tuple[str, Tensor]], version: int, confirm: Callable[[Mapping[str, str]], None] | None = None
+    ) -> Mapping[str, str]:
         """Replace all weights by HF-named whole tensors; every name of the checkpoint must come once, with its shape.
 
-        A tensor must stay as it is until all tensors of its layer have come. Returns the digest of each as it reached the loader.
+        A tensor must stay as it is until all tensors of its layer have come. Returns the digest of each as it reached the loader;
+        ``confirm`` is called with them while the engine still refuses to generate.
 
         Raises:
             WeightSyncError: what comes is not what the checkpoint holds. Found at the first tensor, the engine keeps its old
@@ -114,6 +134,8 @@ class VllmEngine:
         first = next(checked)
         with self._updating(version):
             self._llm.collective_rpc("receive_weights", args=(chain([first], checked),))
+            if confirm is not None:
+                confirm(stream.digests)
         return stream.digests
 
     def weight_boxes(self) -> list[Box]:
@@ -153,10 +175,13 @@ class VllmEngine:
             self._failure = f"the update to weight version {version} failed: {error}"
             raise
         # Keys and values computed with the old weights would be used for every prompt that shares a block with an old one.
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError(f"vLLM kept its prefix cache at weight version {version} although no request is running")
+        self._drop_cache()
         self._failure = None
         self.weight_version = version
+
+    def _drop_cache(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache although no request is running")
 
     def sleep(self) -> None:
         """Free what training needs: level 1 moves the weights to the host, level 2 drops them; both drop the cache."""

@@ -49,3 +49,11 @@ def vllm_sampling(sampling: Sampling, seed: int, eos_token_ids: Sequence[int]) -
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def scoring() -> SamplingParams:
+    """A request that is there for the logprobs of its prompt; the one token it must generate is thrown away."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)

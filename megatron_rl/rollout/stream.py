@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megatron_rl.runtime.digest import WeightSyncError, tensor_digest
+from megatron_rl.runtime.digest import WeightSyncError, quick_digest
 
 MAX_NAMES_SHOWN = 8
 
@@ -51,7 +51,7 @@ class CheckedStream:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._weights:
             self._check(name, tensor)
-            self.digests[name] = tensor_digest(tensor)
+            self.digests[name] = quick_digest(tensor)
             yield name, tensor
         missing = sorted(self._expected.keys() - self.digests.keys())
         if missing:

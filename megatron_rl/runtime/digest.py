@@ -8,6 +8,11 @@ import torch
 import xxhash
 from torch import Tensor
 
+ROW_WORDS = 512
+ROW_BYTES = 8 * ROW_WORDS
+PIECE_BYTES = 1 << 19  # on a CPU: what a core's cache keeps between two uses
+HASH_BYTES = 16
+
 
 class WeightSyncError(RuntimeError):
     """The weights an engine received are not the weights that were sent. The message names the tensors."""
@@ -29,3 +34,62 @@ def tensor_digest(tensor: Tensor) -> str:
 def combined_digest(digests: Mapping[str, str]) -> str:
     """One digest of a set of named digests, whatever their order."""
     return xxhash.xxh3_128("".join(f"{name}={value};" for name, value in sorted(digests.items())).encode()).hexdigest()
+
+
+def checksum(data: Tensor) -> Tensor:
+    """Some bytes that tell ``data`` (uint8, contiguous, at an offset that is a multiple of 8) from other data, on the same device: XXH3
+    with 128 bits on a CPU, else ``word_sums``. The bytes never leave their device; both read them once or twice and write next to nothing.
+    """
+    if data.device.type != "cpu":
+        return word_sums(data)
+    return torch.frombuffer(bytearray(xxhash.xxh3_128(memoryview(data.numpy())).digest()), dtype=torch.uint8)
+
+
+def word_sums(data: Tensor) -> Tensor:
+    """Sums of the bytes, in torch's own operations on any device; ``8 r + 4096 + rest`` bytes, 0.2 % of the data.
+
+    The bytes are a matrix of 64-bit words, 512 to a row: the sums of the ``r`` whole rows and of the 512 columns modulo 2^64, then the
+    bytes behind the last whole row as they are.
+
+    What stays unnoticed: changes behind the last row never. Elsewhere the changes, as differences of words, must add up to 0 in every
+    row and in every column, so at least four words in two rows and two columns are wrong by exactly opposite amounts. Hence always
+    noticed: anything wrong in up to three words, within one row, or within one column, and two words exchanged. Where the bytes
+    that came have nothing to do with those that were sent (another bucket, shifted, zero, stale), each sum of a row or column that
+    is concerned agrees by chance with probability 2^-64. The sums are no defence against an adversary.
+    """
+    whole = data.numel() // ROW_BYTES * ROW_BYTES
+    words = data[:whole].view(torch.int64).view(whole // ROW_BYTES, ROW_WORDS)
+    return torch.cat([words.sum(1).view(torch.uint8), words.sum(0).view(torch.uint8), data[whole:]])
+
+
+def checksum_bytes(size: int, device_type: str) -> int:
+    """Length of the checksum of ``size`` bytes."""
+    return HASH_BYTES if device_type == "cpu" else size // ROW_BYTES * 8 + ROW_BYTES + size % ROW_BYTES
+
+
+def changed_spans(one: Tensor, other: Tensor, size: int) -> list[tuple[int, int]]:
+    """Bytes ``[begin, end)`` of ``size`` in which the data of two different checksums differ: rows of the sums, else everything."""
+    if one.numel() == HASH_BYTES:
+        return [(0, size)]
+    rows, different = size // ROW_BYTES, one != other
+    found = different[: 8 * rows].view(rows, 8).any(1).nonzero().flatten().tolist()
+    spans = [(row * ROW_BYTES, (row + 1) * ROW_BYTES) for row in found]
+    if different[8 * rows + ROW_BYTES :].any():
+        spans.append((rows * ROW_BYTES, size))
+    return spans or [(0, rows * ROW_BYTES)]
+
+
+def piece_bytes(data: Tensor) -> int:
+    """How much to read at a time: on a CPU what fits its cache, elsewhere everything, in few kernels."""
+    return PIECE_BYTES if data.device.type == "cpu" else max(1, data.numel())
+
+
+def quick_digest(tensor: Tensor) -> str:
+    """Like ``tensor_digest``, another value: of a tensor on an accelerator only its ``word_sums`` come to the host."""
+    if tensor.device.type == "cpu":
+        return tensor_digest(tensor)
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    sums = word_sums(data.clone() if data.storage_offset() % 8 else data)
+    state = xxhash.xxh3_128(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    state.update(memoryview(sums.cpu().numpy()))
+    return state.hexdigest()

@@ -19,7 +19,7 @@ from megatron_rl.trainer.handover import HandOver
 from megatron_rl.trainer.rollouts import Generator, Rollouts
 from megatron_rl.trainer.run_folder import RunFolder
 from megatron_rl.trainer.settings import evaluation_sampling, num_optimizer_steps, rollout_sampling, schedule, stop_token_ids
-from megatron_rl.trainer.sync import build_sync
+from megatron_rl.trainer.sync import build_canary, build_sync
 from megatron_rl.trainer.trainer import Parts, Trainer
 
 
@@ -69,7 +69,9 @@ def build_trainer(config: Config, world: World) -> Trainer:
     ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), config.memory.alarm_growth_gib)
     parts = Parts(
         policy=policy,
-        hand_over=HandOver(policy, engine, weight_sync, config.memory.offload, ledger),
+        hand_over=HandOver(
+            policy, engine, weight_sync, config.memory.offload, ledger, build_canary(config, policy, engine, world, train)
+        ),
         method=method,
         rollouts=rollouts,
         evaluator=evaluator,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal
 
 from megatron_rl.protocols import Policy, RolloutEngine, WeightSync
 from megatron_rl.runtime.memory import Ledger
+from megatron_rl.trainer.canary import Canary
 from megatron_rl.types import SyncReport
 
 
@@ -17,10 +19,20 @@ class HandOver:
     ``offload``: what of the policy leaves the device while the engine has it. Its weights leave after the sync, which reads them.
     At every phase's end the ``ledger`` takes down the memory in use. Whatever fails while the engine has the memory, the policy
     gets its state back before the exception goes on.
+
+    ``canary``: the policy scores before its weights leave, the engine when it is awake; a difference counts as a failure.
     """
 
-    def __init__(self, policy: Policy, engine: RolloutEngine, weight_sync: WeightSync, offload: Sequence[str], ledger: Ledger) -> None:
-        self.policy, self.engine, self.weight_sync, self.ledger = policy, engine, weight_sync, ledger
+    def __init__(
+        self,
+        policy: Policy,
+        engine: RolloutEngine,
+        weight_sync: WeightSync,
+        offload: Sequence[str],
+        ledger: Ledger,
+        canary: Canary | None = None,
+    ) -> None:
+        self.policy, self.engine, self.weight_sync, self.ledger, self.canary = policy, engine, weight_sync, ledger, canary
         self.owner: Literal["policy", "engine"] = "policy"
         self._before_sync = [part for part in offload if part != "weights"]
         self._after_sync = [part for part in offload if part == "weights"]
@@ -55,7 +67,7 @@ class HandOver:
         self.owner = "policy"
 
     def _give(self, version: int, *, sync: bool) -> SyncReport | None:
-        report, self.owner = None, "engine"
+        report, expected, self.owner = None, None, "engine"
         with self._policy_restored():
             self.policy.offload(self._before_sync)
             self.ledger.record("offload")
@@ -63,11 +75,14 @@ class HandOver:
             self.ledger.record("wake_weights")
             if sync or self.engine.weight_version != version:
                 report = self.weight_sync.sync(version)
+                expected = None if self.canary is None else self.canary.expected(version)
                 self.ledger.record("sync")
-            self._version = version
             self.policy.offload(self._after_sync)
             self.engine.wake(("kv_cache",))
             self.ledger.record("wake_kv_cache")
+            if self.canary is not None and report is not None and expected is not None:
+                report = replace(report, canary_logprob_diff=self.canary.check(version, expected))
+            self._version = version
         return report
 
     @contextmanager

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from megatron_rl.trainer.rollouts import Experience
-from megatron_rl.types import TokenScores, UpdateResult
+from megatron_rl.types import SyncReport, TokenScores, UpdateResult
 
 # Every key of metrics.jsonl: an exact name, or a prefix that ends in "/" with the rule for what stands behind it.
 TABLE: Mapping[str, str] = {
@@ -42,7 +42,9 @@ TABLE: Mapping[str, str] = {
     "mismatch/logprob_abs_diff_max": "largest of the same",
     "mismatch/ratio_mean": "mean exp(old - sampler); 1 when trainer and sampler agree",
     "mismatch/kl_k3": "mean exp(d) - d - 1 with d = old - sampler: KL(sampler || trainer), in nats",
-    "sync/": "weight sync: tensors, bytes in all, bytes this rank sent, version",
+    "sync/bytes_sent": "bytes rank 0 sent to other ranks in the weight sync",
+    "sync/bytes_total": "bytes of weights that rank 0 took over in the weight sync",
+    "sync/canary_logprob_diff": "largest |engine - policy| logprob of the fixed sequences after the weight sync, where compared, in nats",
     "eval/": "held-out evaluation, at the steps that have one",
     "time/": "seconds of one phase on rank 0",
     "throughput/response_tokens_per_s": "response tokens of the step / whole step seconds",
@@ -102,6 +104,11 @@ def mismatch_metrics(old_logprobs: Float[Tensor, " tokens"], sampler_logprobs: F
 
 def entropy_metrics(old: TokenScores) -> dict[str, float]:
     return {} if old.entropy is None else {"rollout/entropy": old.entropy.double().mean().item()}
+
+
+def sync_metrics(report: SyncReport) -> dict[str, float]:
+    metrics: dict[str, float] = {"sync/bytes_sent": report.bytes_sent, "sync/bytes_total": report.bytes_total}
+    return metrics if report.canary_logprob_diff is None else metrics | {"sync/canary_logprob_diff": report.canary_logprob_diff}
 
 
 def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.config.schema import Config
@@ -13,6 +14,8 @@ from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.rollout.recorder import UndiscoveredError
 from megatron_rl.runtime.cpu import device
 from megatron_rl.runtime.launch import World
+from megatron_rl.trainer.canary import Canary, canary_sequences
+from megatron_rl.types import Prompt
 from megatron_rl.weight_sync.boxes import expand
 from megatron_rl.weight_sync.gather import GatherSync
 from megatron_rl.weight_sync.layout import ModelShape, RolloutLayout, rollout_boxes
@@ -43,6 +46,17 @@ def build_sync(config: Config, policy: MegatronPolicy, engine: VllmEngine, world
             origin, *(size / 2**20 for size in sizes),
         )  # fmt: skip
     return sync
+
+
+def build_canary(
+    config: Config, policy: MegatronPolicy, engine: VllmEngine, world: World, prompts: Sequence[Prompt]
+) -> Canary | None:
+    """None where ``weight_sync.canary_every`` is 0. Raises ValueError when no prompt serves."""
+    settings = config.weight_sync
+    if settings.canary_every == 0:
+        return None
+    sequences = canary_sequences(prompts)
+    return Canary(policy, engine, world, sequences, every=settings.canary_every, tolerance=settings.canary_tolerance)
 
 
 def find_boxes(engine: VllmEngine, model_path: str, dtype: str, layout: RolloutLayout, rank: int) -> str:

@@ -16,7 +16,7 @@ from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import resident_gib
 from megatron_rl.trainer.evaluate import Evaluator
 from megatron_rl.trainer.handover import HandOver
-from megatron_rl.trainer.metrics import Clock, entropy_metrics, mismatch_metrics, rollout_metrics, update_metrics
+from megatron_rl.trainer.metrics import Clock, entropy_metrics, mismatch_metrics, rollout_metrics, sync_metrics, update_metrics
 from megatron_rl.trainer.objective import MinibatchLoss, Scored, on_cpu, response_batch
 from megatron_rl.trainer.rollouts import Experience, Rollouts
 from megatron_rl.trainer.run_folder import RunFolder
@@ -89,8 +89,7 @@ class Trainer:
             **entropy_metrics(old),
             **updated,
             **mismatch,
-            "sync/bytes_sent": synced.bytes_sent,
-            "sync/bytes_total": synced.bytes_total,
+            **sync_metrics(synced),
             **{f"time/{phase}_s": seconds for phase, seconds in clock.seconds.items()},
             "throughput/response_tokens_per_s": int(experience.sequences.response_lengths.sum()) / clock.seconds["step"],
             "memory/rss_gib": resident_gib(),

@@ -6,14 +6,14 @@ Simple, and the reference for any faster one.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
 from megatron_rl.protocols import Policy, RolloutEngine
-from megatron_rl.runtime.digest import tensor_digest
+from megatron_rl.runtime.digest import quick_digest
 from megatron_rl.types import SyncReport
-from megatron_rl.weight_sync.verify import verify_transfer
+from megatron_rl.weight_sync.verify import agree, verify_transfer
 
 
 class GatherSync:
@@ -24,25 +24,50 @@ class GatherSync:
         self._policy, self._engine, self._verify = policy, engine, verify
 
     def sync(self, version: int) -> SyncReport:
-        """Collective. ``bytes_total`` is the size of the weights; ``bytes_sent`` is 0, for the bytes travel inside the policy's
-        gathers, not here.
+        """Collective. ``bytes_total`` is the size of the weights, ``bytes_sent`` what this rank gave to the policy's gathers for others.
+
+        Where an engine refuses, its rank goes on gathering so that no peer waits, then all ranks raise; where the policy fails in the
+        middle of a gather, only a rank that ends can free the others.
 
         Raises:
-            WeightSyncError: what arrived differs from what was sent, or is not what the model wants; names the tensors.
+            WeightSyncError: on every rank: what arrived on one of them differs from what was sent, or is not what the model wants; names
+                the tensors. The engine then refuses to generate, unless it had taken nothing yet.
         """
-        start = time.perf_counter()
+        start, sent_before = time.perf_counter(), self._policy.gathered_bytes_sent
+        weights = self._policy.gathered_weights()
         sent: dict[str, str] = {}
         num_bytes = 0
+        reached = "gathering"
 
         def stream() -> Iterator[tuple[str, Tensor]]:
-            nonlocal num_bytes
-            for name, tensor in self._policy.gathered_weights():
+            nonlocal num_bytes, reached
+            reached = "policy failed"
+            for name, tensor in weights:
+                reached = "gathering"
                 num_bytes += tensor.numel() * tensor.element_size()
                 if self._verify:
-                    sent[name] = tensor_digest(tensor)
+                    sent[name] = quick_digest(tensor)
                 yield name, tensor
+                reached = "policy failed"
+            reached = "gathering"
 
-        received = self._engine.load_weights(stream(), version)
-        if self._verify:
-            verify_transfer(sent, received)
-        return SyncReport(version, len(received), 0, num_bytes, time.perf_counter() - start)
+        def confirm(received: Mapping[str, str]) -> None:
+            nonlocal reached
+            reached = "comparison"
+            agree(None)
+            if self._verify:
+                verify_transfer(sent, received)
+            reached = "end"
+
+        try:
+            received = self._engine.load_weights(stream(), version, confirm)
+        except Exception as error:
+            if reached == "gathering":
+                for _ in weights:
+                    pass
+            if reached in ("gathering", "end"):  # a comparison that fails is known to all
+                agree(error)
+            raise
+        agree(None)
+        sent_bytes = self._policy.gathered_bytes_sent - sent_before
+        return SyncReport(version, len(received), sent_bytes, num_bytes, time.perf_counter() - start)

@@ -9,18 +9,14 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor
 
-from megatron_rl.runtime.digest import WeightSyncError
 from megatron_rl.types import Box, SyncReport
 from megatron_rl.weight_sync.boxes import collect
 from megatron_rl.weight_sync.plan import make_plan
-from megatron_rl.weight_sync.program import Message, compile_program
-from megatron_rl.weight_sync.schedule import Stream
-from megatron_rl.weight_sync.transport import Parameters, Transport, exchange
+from megatron_rl.weight_sync.program import compile_program
+from megatron_rl.weight_sync.transport import Parameters, Transport, TransportReport, exchange
 
-Digests = dict[tuple[Stream, int], tuple[str, str]]  # (stream, first byte) of a bucket -> its digest and contents
 Transfer = Callable[[Parameters, Callable[[str], None]], None]
 
 
@@ -70,10 +66,10 @@ class ReshardSync:
     ) -> None:
         """Collective over ``group`` (None: all processes). ``policy`` and ``engine`` are None on a process that has no such side.
 
-        ``verify``: compare a digest of every bucket as packed with the one as arrived, at every sync.
+        ``verify``: compare checksums of every bucket as packed with those as arrived, at every sync.
         Raises ValueError, on every rank, when the two sides do not fit each other: names tensor, ranks and slices.
         """
-        self._policy, self._engine, self._verify, self._group = policy, engine, verify, group
+        self._policy, self._engine, self._verify = policy, engine, verify
         held = collect(policy.weight_boxes()) if policy is not None else []
         wanted = collect(engine.weight_boxes()) if engine is not None else []
         self.num_tensors = len({name for group in wanted for name in group.tensors})
@@ -94,32 +90,47 @@ class ReshardSync:
 
         Raises:
             ValueError: a training parameter changed its dtype or shape; before anything moves, on every rank.
-            WeightSyncError: a peer failed, or what arrived differs from what was sent; names ranks, tensors and slices. The engine
-                is then unusable.
+            WeightSyncError: on every rank: something went wrong on one of them, or what arrived differs from what was sent; names
+                ranks, tensors and slices. On the ranks that notice it: a peer is gone. The engine is then unusable.
         """
         start = time.perf_counter()
-        digests: Digests = {}
-        moved = []
-
-        def observe(message: Message, buffer: Tensor) -> None:
-            digest = xxhash.xxh3_128(memoryview(buffer.cpu().numpy())).hexdigest()
-            digests[message.stream, message.begin] = (digest, message.contents)
+        self._ready()
+        moved: list[TransportReport] = []
+        begun = False
 
         def transfer(parameter: Parameters, written: Callable[[str], None]) -> None:
-            moved.append(self._transport.run(self._weight, parameter, written, observe if self._verify else None))
+            nonlocal begun
+            begun = True
+            report = self._transport.run(self._weight, parameter, written, checked=self._verify)
             if self._verify:
-                _compare(digests, self._group)
+                self._transport.compare(report)
+            moved.append(report)
 
-        if self._policy is not None:
-            self._policy.settle()
-        self._transport.check_sources(self._weight)
-        if self._engine is None:
-            transfer(_nothing, lambda key: None)
-        else:
-            self._engine.update_weights(transfer, version)
+        try:
+            if self._engine is None:
+                transfer(_nothing, lambda key: None)
+            else:
+                self._engine.update_weights(transfer, version)
+        except Exception as error:
+            if not begun:
+                self._transport.run(_nothing, _nothing, failed=error)
+            elif moved:  # whatever else came out of ``transfer`` was raised on every rank
+                self._transport.agree(error)
+            raise
+        self._transport.agree(None)
         (report,) = moved
         total = report.bytes_received + report.bytes_copied
         return SyncReport(version, self.num_tensors, report.bytes_sent, total, time.perf_counter() - start)
+
+    def _ready(self) -> None:
+        """Collective: the training side has what the plan wants of it. Raises on every rank, before anything moves."""
+        failed = None
+        try:
+            if self._policy is not None:
+                self._policy.settle()
+        except Exception as error:  # noqa: BLE001 (raised on every rank)
+            failed = error
+        self._transport.check_sources(self._weight, failed)
 
     def _weight(self, key: str) -> Tensor:
         assert self._policy is not None, f"a process without training side was asked for {key}"
@@ -139,18 +150,3 @@ def _replicas(replica: int | None, group: dist.ProcessGroup | None) -> list[list
         if number is not None:
             groups[number].append(rank)
     return [groups[number] for number in sorted(groups)]
-
-
-def _compare(digests: Digests, group: dist.ProcessGroup | None) -> None:
-    """Collective: the digest of each bucket is the same at both of its ends. Raises WeightSyncError on every rank."""
-    everyone: list[Digests] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everyone, digests, group)
-    wrong = []
-    for rank, mine in enumerate(everyone):
-        for (stream, begin), (digest, contents) in mine.items():
-            src, dst, _ = stream
-            if rank == src and everyone[dst][stream, begin][0] != digest:
-                wrong.append(f"from rank {src} to rank {dst}: {contents}")
-    if wrong:
-        shown = "; ".join(wrong[:8])
-        raise WeightSyncError(f"weight sync: {len(wrong)} buckets arrived with other bytes than were sent: {shown}. Rebuild the engine")

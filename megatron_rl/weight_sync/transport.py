@@ -4,49 +4,92 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.runtime.digest import WeightSyncError
+from megatron_rl.runtime.digest import WeightSyncError, checksum, piece_bytes
 from megatron_rl.weight_sync.boxes import Boxes, View
 from megatron_rl.weight_sync.program import Message, Program
+from megatron_rl.weight_sync.verify import HALF_UPDATED, Place, agree, compare
 
 Parameters = Callable[[str], Tensor]
-Observe = Callable[[Message, Tensor], None]
 
 
 @dataclass(frozen=True)
 class TransportReport:
-    """What one run moved on this rank, in bytes; ``peak_staging_bytes``: most bytes of send and receive buffers alive at once."""
+    """What one run moved on this rank, in bytes; ``peak_staging_bytes``: most bytes of send and receive buffers alive at once.
+    ``checksums``: of the pieces of every bucket, one after the other, as it left or arrived here, when asked for."""
 
     bytes_sent: int
     bytes_received: int
     bytes_copied: int
     peak_staging_bytes: int
+    checksums: Mapping[Place, Tensor] = field(default_factory=dict)
 
 
-def pack(message: Message, source: Parameters, device: torch.device) -> Tensor:
-    """The bytes of a bucket, gathered from the local parameters."""
-    buffer = torch.empty(message.size, dtype=torch.uint8, device=device)
+class RunningChecksum:
+    """Checksums of the pieces of a buffer, each taken while its bytes are in the cache: just written, or about to be read."""
+
+    def __init__(self, buffer: Tensor, piece: int | None = None) -> None:
+        self.buffer, self.piece = buffer, piece or piece_bytes(buffer)
+        self.end, self.sums = 0, list[Tensor]()
+
+    def written(self, end: int) -> None:
+        """The bytes before ``end`` are there."""
+        while self.end < self.buffer.numel() and min(self.end + self.piece, self.buffer.numel()) <= end:
+            piece = self.buffer[self.end : self.end + self.piece]
+            self.sums.append(checksum(piece))
+            self.end += piece.numel()
+
+    def wanted(self, end: int) -> None:
+        """The bytes before ``end`` are to be read, all of them are there."""
+        self.written(min(self.buffer.numel(), -(-end // self.piece) * self.piece))
+
+    def result(self) -> Tensor:
+        assert self.end == self.buffer.numel()
+        return torch.cat(self.sums)
+
+
+def pack(message: Message, source: Parameters, buffer: Tensor, sums: RunningChecksum | None = None) -> None:
+    """Gather the bytes of a bucket from the local parameters."""
     typed = buffer.view(getattr(torch, message.stream[2]))
     for chunk in message.chunks:
         ((_, view),) = chunk.views
-        typed[chunk.begin : chunk.begin + math.prod(chunk.rect[1])].view(chunk.rect[1]).copy_(strided(source(view[0]), view))
-    return buffer
+        end = chunk.begin
+        block = typed[end : end + math.prod(chunk.rect[1])].view(chunk.rect[1])
+        for target, values in _in_parts(block, strided(source(view[0]), view)):
+            target.copy_(values)
+            end += values.numel()
+            if sums is not None:
+                sums.written(end * typed.element_size())
 
 
-def unpack(message: Message, buffer: Tensor, destination: Parameters, done: Callable[[str], None]) -> None:
+def unpack(
+    message: Message, buffer: Tensor, destination: Parameters, done: Callable[[str], None], sums: RunningChecksum | None = None
+) -> None:
     """Scatter the bytes of a bucket into the local parameters; ``done(key)`` after each view."""
     typed = buffer.view(getattr(torch, message.stream[2]))
     for chunk in message.chunks:
         block = typed[chunk.begin : chunk.begin + math.prod(chunk.rect[1])].view(chunk.rect[1])
         for part, view in chunk.views:
-            strided(destination(view[0]), view).copy_(block[part])
+            row = part[0].start
+            for target, values in _in_parts(strided(destination(view[0]), view), block[part]):
+                row += values.shape[0]
+                if sums is not None:
+                    sums.wanted((chunk.begin + row * block.stride(0)) * typed.element_size())
+                target.copy_(values)
             done(view[0])
+
+
+def _in_parts(target: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Two tensors of one shape, some rows of each at a time: as many as ``piece_bytes`` has room for."""
+    rows = max(1, piece_bytes(target) * target.shape[0] // (target.numel() * target.element_size()))
+    yield from zip(target.split(rows), values.split(rows))
 
 
 def strided(parameter: Tensor, view: View) -> Tensor:
@@ -64,6 +107,7 @@ class Transport:
     def __init__(self, program: Program, device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None) -> None:
         self.program, self.device, self.group = program, torch.device(device), group
         self.seen: dict[tuple[str, str], tuple] = {}
+        self.messages = {(one.stream, one.begin): one for step in program.rounds for one in (*step.sends, *step.receives)}
         if dist.is_initialized():
             dist.barrier(group)  # NCCL wants all ranks in the first operation of a group; a round may have only two
 
@@ -72,31 +116,38 @@ class Transport:
         source: Parameters,
         destination: Parameters,
         written: Callable[[str], None] | None = None,
-        observe: Observe | None = None,
+        *,
+        checked: bool = False,
+        failed: Exception | None = None,
     ) -> TransportReport:
         """Collective: move everything. ``source(key)`` and ``destination(key)`` give the local parameters, at the moment of use;
         ``written(key)`` is called once for each destination parameter that receives anything (a vocabulary shard may be padding
-        throughout), when its last element is in place. ``observe(message, bytes)`` sees each bucket as packed and as arrived.
+        throughout), when its last element is in place. ``checked``: the report has checksums.
 
         While round n travels, round n + 1 is packed and a share of the local copies is made; at most ``in_flight`` rounds hold
         buffers. Call ``check_sources`` first.
-        Raises ValueError for a destination that is not what the plan or the first run saw, at its first use, and WeightSyncError when a
-        peer fails in the middle.
-        """
-        run = _Run(self, source, destination, written, observe)
-        with torch.no_grad():
-            return run.all()
 
-    def check_sources(self, source: Parameters) -> None:
+        A rank where something goes wrong (a parameter is not what the plan or the first run saw, ``source``, ``destination`` or
+        ``written`` raises) reads and writes no more, but its messages keep their turns, with whatever is in them, so that no peer waits;
+        then all ranks raise. ``failed``: what went wrong on this rank before.
+        Raises WeightSyncError on every rank, with what went wrong on which; at once, and on the ranks that notice it, when a peer is gone.
+        """
+        run = _Run(self, source, destination, written, checked)
+        run.error = failed
+        with torch.no_grad():
+            report = run.all()
+        self.agree(run.error)
+        return report
+
+    def check_sources(self, source: Parameters, failed: Exception | None = None) -> None:
         """Collective. Raises ValueError on every rank, naming rank and parameter, when a source on any rank lacks, or has another
-        dtype, shape or stride than the plan or the first run saw."""
+        dtype, shape or stride than the plan or the first run saw. ``failed``: what went wrong on this rank before."""
         try:
-            for key, expected in self.program.sources.items():
+            for key, expected in self.program.sources.items() if failed is None else ():
                 self._check("training", key, expected, source(key))
-        except ValueError as error:
-            self._agree(str(error))
-        else:
-            self._agree("")
+        except Exception as error:  # noqa: BLE001 (raised on every rank)
+            failed = error
+        self.agree(failed, half=False)
 
     def check_destination(self, key: str, parameter: Tensor) -> None:
         """Raises ValueError when the parameter is not what the plan or the first run saw."""
@@ -119,18 +170,13 @@ class Transport:
                 f"{expected}; make a new plan"
             )
 
-    def _agree(self, error: str) -> None:
-        """Collective: every rank learns of an error before any rank starts to send."""
-        if not dist.is_initialized():
-            if error:
-                raise ValueError(error)
-            return
-        failed = torch.tensor(float(bool(error)), device=self.device)
-        dist.all_reduce(failed, group=self.group)
-        if failed:
-            errors: list = [None] * dist.get_world_size(self.group)
-            dist.all_gather_object(errors, error, self.group)
-            raise ValueError("; ".join(filter(None, errors)))
+    def compare(self, report: TransportReport) -> None:
+        """Collective: raises WeightSyncError on every rank when a bucket of a checked run arrived with other bytes than were sent."""
+        compare(self.messages, report.checksums, self.group)
+
+    def agree(self, error: Exception | None, *, half: bool = True) -> None:
+        """Collective: see ``verify.agree``. ``half``: weights may have moved."""
+        agree(error, HALF_UPDATED if half else "", self.group, self.device)
 
 
 class _Run:
@@ -142,11 +188,12 @@ class _Run:
         source: Parameters,
         destination: Parameters,
         written: Callable[[str], None] | None,
-        observe: Observe | None,
+        checked: bool,
     ) -> None:
         self.program, self.device, self.group = transport.program, transport.device, transport.group
         self.transport, self.source, self.find, self.written = transport, source, destination, written
-        self.observe = observe
+        self.checked, self.checksums = checked, dict[Place, Tensor]()
+        self.error: Exception | None = None
         self.open: dict[str, Tensor] = {}
         self.left = dict(self.program.writes)
         self.flying: deque[tuple[int, list[dist.Work], list[Tensor], list[tuple[Message, Tensor]]]] = deque()
@@ -165,8 +212,16 @@ class _Run:
         while self.flying:
             self.finish()
         left = [key for key, count in self.left.items() if count]
-        assert not left, f"never completed: {left[:5]}"
-        return TransportReport(self.sent, self.received, self.copied, self.peak)
+        assert self.error is not None or not left, f"never completed: {left[:5]}"
+        return TransportReport(self.sent, self.received, self.copied, self.peak, self.checksums)
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Keeps what goes wrong on this rank alone for the end, when every rank learns of it."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (raised on every rank at the end)
+            self.error = error
 
     def destination(self, key: str) -> Tensor:
         if key not in self.open:
@@ -182,12 +237,13 @@ class _Run:
                 self.written(key)
 
     def copy(self, first: int, last: int) -> None:
-        for copy in self.program.copies[first:last]:
-            key, _, shape, _ = copy.destination
-            target = strided(self.destination(key), copy.destination)
-            target.copy_(strided(self.source(copy.source[0]), copy.source))
-            self.copied += math.prod(shape) * target.element_size()
-            self.done(key)
+        with self.local():
+            for copy in self.program.copies[first:last] if self.error is None else ():
+                key, _, shape, _ = copy.destination
+                target = strided(self.destination(key), copy.destination)
+                target.copy_(strided(self.source(copy.source[0]), copy.source))
+                self.copied += math.prod(shape) * target.element_size()
+                self.done(key)
 
     def issue(self, index: int) -> None:
         step = self.program.rounds[index]
@@ -212,18 +268,30 @@ class _Run:
         except RuntimeError as error:
             raise self.failure(index, error) from error
         for message, buffer in incoming:
-            if self.observe is not None:
-                self.observe(message, buffer)
-            unpack(message, buffer, self.destination, self.done)
+            self.unpacked(message, buffer)
             self.received += message.size
         self.sent += sum(buffer.numel() for buffer in outgoing)
         self.staged -= sum(buffer.numel() for buffer in (*outgoing, *(buffer for _, buffer in incoming)))
 
     def packed(self, message: Message) -> Tensor:
-        buffer = pack(message, self.source, self.device)
-        if self.observe is not None:
-            self.observe(message, buffer)
+        buffer = torch.empty(message.size, dtype=torch.uint8, device=self.device)
+        if self.error is None:
+            with self.local():
+                sums = RunningChecksum(buffer) if self.checked else None
+                pack(message, self.source, buffer, sums)
+                self.keep(message, sums)
         return buffer
+
+    def unpacked(self, message: Message, buffer: Tensor) -> None:
+        if self.error is None:
+            with self.local():
+                sums = RunningChecksum(buffer) if self.checked else None
+                unpack(message, buffer, self.destination, self.done, sums)
+                self.keep(message, sums)
+
+    def keep(self, message: Message, sums: RunningChecksum | None) -> None:
+        if sums is not None:
+            self.checksums[message.stream, message.begin] = sums.result()
 
     def peer(self, message: Message) -> int:
         return message.peer if self.group is None else dist.get_global_rank(self.group, message.peer)
@@ -236,8 +304,7 @@ class _Run:
             for message in messages
         ]
         return WeightSyncError(
-            f"rank {self.program.rank}: round {step.number} of the weight sync failed ({'; '.join(parts[:8])}): {error}. "
-            "The weights of the rollout engine are half updated: do not sample from it, rebuild it"
+            f"rank {self.program.rank}: round {step.number} of the weight sync failed ({'; '.join(parts[:8])}): {error}. {HALF_UPDATED}"
         )
 
 

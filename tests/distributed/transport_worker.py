@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_rl.runtime.digest import WeightSyncError
 from megatron_rl.types import Box
 from megatron_rl.weight_sync import transport as transport_module
-from megatron_rl.weight_sync.boxes import Boxes, expand
+from megatron_rl.weight_sync.boxes import Boxes, expand, slices
 from megatron_rl.weight_sync.layout import ModelShape, RolloutLayout, TrainLayout, rollout_boxes, train_boxes
 from megatron_rl.weight_sync.plan import make_plan
 from megatron_rl.weight_sync.program import compile_program
@@ -137,8 +137,12 @@ class Taker(Holder):
 
     def update_weights(self, transfer, version: int) -> None:
         self.usable, self.written = False, 0
-        transfer(self.weight, self.count)
+        transfer(lambda key: self.weight(key), lambda key: self.count(key))
         self.usable, self.version = True, version
+        self.finish()
+
+    def finish(self) -> None:
+        """What an engine does when all weights have come."""
 
     def count(self, key: str) -> None:
         self.written += 1
@@ -169,12 +173,69 @@ def whole_sync(case: tuple[ModelShape, TrainLayout, RolloutLayout]) -> None:
     assert engine is None or (engine.usable and engine.version == 3), "nothing moved, so the old weights serve on"
     if rank == 0:
         policy.parameters["0:embedding.word_embeddings.weight"] = kept
-    packed = transport_module._Run.packed
-    transport_module._Run.packed = lambda run, message: packed(run, message).bitwise_xor_(1)
-    expect_error(WeightSyncError, lambda: sync.sync(5), "arrived with other bytes", "from rank", "model.")
-    transport_module._Run.packed = packed
+    changed_on_the_wire(sync)
     assert engine is None or (not engine.usable and engine.version == 3)
+    raised_in_the_middle(sync, policy, engine)
+    if engine is not None:
+        engine.usable = True
+    sync.sync(7)
+    assert engine is None or (engine.version == 7 and all(torch.equal(engine.parameters[key], value) for key, value in expected.items()))
     say("whole sync passed")
+
+
+def changed_on_the_wire(sync: ReshardSync) -> None:
+    """The first byte of the first bucket of one rank: the slice it belongs to is named with both ranks."""
+    packed, hit = transport_module._Run.packed, []
+    sender = min(sync.plan.streams)[0]
+
+    def tampered(run, message):
+        buffer = packed(run, message)
+        if message.stream[0] == sender and not hit:
+            buffer[0] ^= 1
+            chunk = message.chunks[0]
+            hit.append(f"from rank {message.stream[0]} to rank {message.stream[1]}: {chunk.tensor}{slices(chunk.rect)}")
+        return buffer
+
+    transport_module._Run.packed = tampered
+    everyone = [None] * dist.get_world_size()
+    try:
+        sync.sync(5)
+    except WeightSyncError as error:
+        dist.all_gather_object(everyone, hit)
+        assert everyone[sender][0] in str(error), (everyone, str(error))
+        assert "other bytes arrived than were sent" in str(error)
+    else:
+        raise AssertionError("changed bytes were accepted")
+    finally:
+        transport_module._Run.packed = packed
+
+
+def raised_in_the_middle(sync: ReshardSync, policy: Holder | None, engine: Taker | None) -> None:
+    """One rank raises, at every place where it can, and stays: all ranks raise one and the same error, at once, and go on together."""
+    last = dist.get_world_size() - 1
+    broken = OSError("the disk is gone")
+    places = [(policy, "weight"), (policy, "settle"), (engine, "weight"), (engine, "count"), (engine, "update_weights"), (engine, "finish")]
+    for side, name in places:
+        mine = side is not None and dist.get_rank() == last
+        everyone = [None] * (last + 1)
+        dist.all_gather_object(everyone, mine)
+        if not any(everyone):
+            continue
+        calls = []
+
+        def fail(*args, side=side, name=name, calls=calls):
+            calls.append(args)
+            if len(calls) < (len(side.parameters) + 3 if name == "weight" and side is policy else 2 if name in ("weight", "count") else 1):
+                return getattr(type(side), name)(side, *args)
+            raise broken
+
+        if mine:
+            setattr(side, name, fail)
+        before = None if engine is None else engine.version
+        expect_error(WeightSyncError, lambda: sync.sync(6), f"rank {last}: OSError: the disk is gone")
+        assert engine is None or engine.version == before or name == "finish", name
+        if mine:
+            delattr(side, name)
 
 
 def peer_dies(case: tuple[ModelShape, TrainLayout, RolloutLayout]) -> None:

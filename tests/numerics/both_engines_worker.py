@@ -10,8 +10,11 @@ import torch
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.policy.megatron_policy import MegatronPolicy
+from megatron_rl.rollout import worker
 from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.runtime import launch
+from megatron_rl.runtime.digest import WeightSyncError
+from megatron_rl.trainer.canary import Canary, canary_sequences
 from megatron_rl.types import LossOutput, TokenView
 from megatron_rl.weight_sync.gather import GatherSync
 from tests.numerics import rollout_models as small
@@ -63,10 +66,19 @@ def agree(arch: str, layout: dict) -> None:
         ENGINES[arch] = VllmEngine(str(path), small.engine_config(tensor=2), seed=0, launch_id=WORLD.launch_id)
     engine, model = ENGINES[arch], small.build(arch, 1)
     sync = GatherSync(policy, engine, verify=True)
-    before = None
+    # One sequence for two data-parallel ranks: one of them has nothing to score.
+    canary = Canary(policy, engine, WORLD, canary_sequences(PROMPTS[:1]), every=1, tolerance=1e-3)
+    before = scores = None
     for version in range(3):
         report = sync.sync(version)
         assert report.version == version == engine.weight_version
+        held = 4 * sum(item.tensor.numel() for item in policy.held)  # the other rank wants all of it, or has it already
+        assert report.bytes_sent == (held if layout.keys() & {"tensor", "pipeline"} else 0)
+        expected = canary.expected(version)
+        assert canary.check(version, expected) <= 1e-4
+        if before is not None:
+            assert (expected - scores).abs().max() > 0.05, "the update changed them"
+        scores = expected
         groups = engine.generate(PROMPTS, small.sampling(temperature=TEMPERATURE))
         if before is not None:
             assert small.logprob_gap(model, PROMPTS, groups, lambda x: x / TEMPERATURE) > 0.05, "the update changed the weights"
@@ -80,7 +92,27 @@ def agree(arch: str, layout: dict) -> None:
         assert (scored.double() - small.logprobs(groups)).abs().max() <= 1e-4, "sampler and policy"
         before = policy.update(batch, split, odd_tokens_are_good(batch))
         assert before.grad_norm > 0 and not before.skipped
+    if arch == "qwen2_tied":
+        stale_head_is_noticed(sync, canary)
     policy.close()
+
+
+def stale_head_is_noticed(sync: GatherSync, canary: Canary) -> None:
+    """The head of a tied model is not packed again: every byte arrives, the digests agree, and only the numbers tell, on every rank."""
+    repack, worker.repack_cpu = worker.repack_cpu, lambda model: None
+    try:
+        sync.sync(9)
+    finally:
+        worker.repack_cpu = repack
+    try:
+        canary.check(9, canary.expected(9))
+    except WeightSyncError as error:
+        assert "step 9" in str(error) and "nats" in str(error), error
+        assert len(set(WORLD.all_gather(str(error)))) == 1
+    else:
+        raise AssertionError("a stale head passed")
+    sync.sync(10)
+    assert canary.check(10, canary.expected(10)) <= 1e-4
 
 
 def random_state_after_both() -> None:

@@ -252,11 +252,28 @@ def changed_byte_is_named_and_the_engine_refuses() -> None:
     sync, packed = planned(policy, engine), transport._Run.packed
     transport._Run.packed = lambda run, message: packed(run, message).bitwise_xor_(1) if WORLD.rank == 1 else packed(run, message)
     try:
-        refused(lambda: sync.sync(5), WeightSyncError, "arrived with other bytes", "from rank 1 to rank 0", "model.norm.weight[0:128]")
+        refused(lambda: sync.sync(5), WeightSyncError, "other bytes arrived than were sent", "from rank 1 to rank 0: model.")
     finally:
         transport._Run.packed = packed
         policy.close()
     unusable(engine, "the update to weight version 5 failed", "from rank 1 to rank 0")
+
+
+def rank_raises_in_the_middle() -> None:
+    """And its process stays: both ranks raise the same error as soon as the messages are through, and neither engine goes on."""
+    engine, policy = engine_of("mixtral", 1), Tampered(policy_of("mixtral", {"tensor": 2}))
+    sync, served = planned(policy, engine), []
+
+    def fail(key: str, tensor: Tensor) -> Tensor:
+        served.append(key)
+        if len(served) > len(sync._transport.program.sources) + 4:  # all of them are checked before anything moves
+            raise OSError("the disk is gone")
+        return tensor
+
+    policy.value = fail
+    refused(lambda: sync.sync(6), WeightSyncError, "rank 1: OSError: the disk is gone", "half updated")
+    unusable(engine, "the update to weight version 6 failed", "rank 1: OSError")
+    policy.policy.close()
 
 
 def incomplete_transfer_is_refused() -> None:

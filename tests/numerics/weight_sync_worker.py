@@ -26,6 +26,8 @@ GREEDY = {"temperature": 0.0, "num_responses": 1, "max_response_tokens": 32}
 class HfPolicy:
     """The sending half of a policy: the tensors of a HF checkpoint."""
 
+    gathered_bytes_sent = 0
+
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -41,9 +43,9 @@ class Tampering:
     def __init__(self, engine: RolloutEngine, change: Callable[[str, Tensor], tuple[str, Tensor] | None]) -> None:
         self.engine, self.change = engine, change
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int):
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int, confirm):
         changed = (self.change(name, tensor) for name, tensor in weights)
-        return self.engine.load_weights((item for item in changed if item is not None), version)
+        return self.engine.load_weights((item for item in changed if item is not None), version, confirm)
 
 
 @cache
@@ -164,6 +166,13 @@ def flipped_byte() -> None:
         assert f"1 of 25 tensors differ: {TARGET} (received with other bytes on rank 0)" in str(error), error
     else:
         raise AssertionError("a changed byte was accepted")
+    try:
+        engine.generate(small.make_prompts(1), small.sampling())
+    except RuntimeError as error:
+        assert "the update to weight version 1 failed" in str(error) and TARGET in str(error), error
+    else:
+        raise AssertionError("the engine answers with weights that were not sent")
+    assert engine.weight_version == 0
 
 
 def faults() -> None:

@@ -4,7 +4,16 @@ import pytest
 import torch
 import xxhash
 
-from megatron_rl.runtime.digest import combined_digest, tensor_digest
+from megatron_rl.runtime.digest import (
+    HASH_BYTES,
+    ROW_BYTES,
+    changed_spans,
+    checksum,
+    checksum_bytes,
+    combined_digest,
+    tensor_digest,
+    word_sums,
+)
 
 BASE = torch.arange(24, dtype=torch.float32).reshape(4, 6)
 
@@ -44,3 +53,76 @@ def test_combined_digest_ignores_order_only():
     assert combined_digest(one) == combined_digest({"b": "2", "a": "1"})
     others = [{"a": "2", "b": "1"}, {"a": "1"}, {"a": "1", "c": "2"}, {"a": "1b", "": "2"}, {}]
     assert len({combined_digest(table) for table in [one, *others]}) == 6
+
+
+def plain_sums(data: bytes) -> bytes:
+    """``word_sums`` in integers of Python, one word at a time."""
+    rows, width = len(data) // ROW_BYTES, ROW_BYTES // 8
+    words = [[int.from_bytes(data[ROW_BYTES * r + 8 * c :][:8], "little") for c in range(width)] for r in range(rows)]
+    sums = [sum(row) % 2**64 for row in words] + [sum(row[c] for row in words) % 2**64 for c in range(width)]
+    return b"".join(value.to_bytes(8, "little") for value in sums) + data[ROW_BYTES * rows :]
+
+
+def random_bytes(size: int) -> torch.Tensor:
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+
+
+@pytest.mark.parametrize("size", [0, 1, 8, 4095, 4096, 4097, 3 * 4096 + 13, 20 * 4096])
+def test_word_sums_are_those_of_plain_integers(size):
+    data = random_bytes(size)
+    assert bytes(word_sums(data).tolist()) == plain_sums(bytes(data.tolist()))
+    assert word_sums(data).numel() == checksum_bytes(size, "cuda") and checksum(data).numel() == checksum_bytes(size, "cpu") == HASH_BYTES
+
+
+def exchanged(data, one, other):
+    data[one : one + 8], data[other : other + 8] = data[other : other + 8].clone(), data[one : one + 8].clone()
+
+
+FAULTS = {
+    "a bit": lambda data: data[4097].bitwise_xor_(1),
+    "two sign bits of a row": lambda data: data[7:16:8].bitwise_xor_(128),
+    "words of a row exchanged": lambda data: exchanged(data, 8, 80),
+    "words of a column exchanged": lambda data: exchanged(data, 8, 8 + 2 * ROW_BYTES),
+    "words exchanged": lambda data: exchanged(data, 8, 80 + 3 * ROW_BYTES),
+    "rows exchanged": lambda data: data.__setitem__(slice(0, 2 * ROW_BYTES), data[: 2 * ROW_BYTES].view(2, -1).flip(0).reshape(-1).clone()),
+    "one byte late": lambda data: data.copy_(data.roll(1)),
+    "one word late": lambda data: data.copy_(data.roll(8)),
+    "one row late": lambda data: data.copy_(data.roll(ROW_BYTES)),
+    "zero": lambda data: data.zero_(),
+    "cut short": lambda data: data[-4500:].zero_(),
+    "the last byte": lambda data: data[-1:].bitwise_xor_(1),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("digest", [word_sums, checksum])
+def test_faults_are_noticed(digest, fault):
+    data = random_bytes(5 * ROW_BYTES + 100)
+    wrong = data.clone()
+    FAULTS[fault](wrong)
+    assert not torch.equal(wrong, data)
+    assert not torch.equal(digest(wrong), digest(data))
+
+
+def test_the_one_class_of_faults_that_sums_miss():
+    """As the docstring says: four words in two rows and two columns, wrong by opposite amounts. The hash of a CPU sees it."""
+    data = torch.zeros(2 * ROW_BYTES, dtype=torch.uint8)
+    wrong = data.clone()
+    words = wrong.view(torch.int64).view(2, -1)
+    words[0, 3], words[0, 9], words[1, 3], words[1, 9] = 5, -5, -5, 5
+    assert torch.equal(word_sums(wrong), word_sums(data)) and not torch.equal(checksum(wrong), checksum(data))
+
+
+def test_changed_spans():
+    size = 5 * ROW_BYTES + 100
+    data = random_bytes(size)
+
+    def spans(change):
+        wrong = data.clone()
+        change(wrong)
+        return changed_spans(word_sums(data), word_sums(wrong), size)
+
+    assert spans(lambda x: x[ROW_BYTES + 3].add_(1)) == [(ROW_BYTES, 2 * ROW_BYTES)]
+    assert spans(lambda x: x[-1:].add_(1)) == [(5 * ROW_BYTES, size)]
+    assert spans(lambda x: exchanged(x, 8, 80)) == [(0, 5 * ROW_BYTES)], "a row whose sum is right: only the columns tell"
+    assert changed_spans(checksum(data), checksum(data[:-1]), size) == [(0, size)]

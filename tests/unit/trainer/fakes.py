@@ -30,6 +30,7 @@ VOCAB, LENGTH = 4, 3
 
 class BanditPolicy:
     data_parallel_rank, data_parallel_size, microbatch_multiple, shares_prompts, one_format = 0, 1, 1, True, True
+    gathered_bytes_sent = 0
 
     def __init__(self, learning_rate: float = 0.5) -> None:
         self.passes: list[str] = []
@@ -45,7 +46,13 @@ class BanditPolicy:
         return index, tokens
 
     def logprobs(
-        self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], *, reference: bool = False, entropy: bool = False
+        self,
+        batch: SequenceBatch,
+        microbatches: Sequence[Sequence[int]],
+        *,
+        reference: bool = False,
+        entropy: bool = False,
+        temperature: float | None = None,
     ) -> TokenScores:
         self.passes.append("reference" if reference else "logprobs")
         result = torch.zeros(int(batch.response_lengths.sum()))
@@ -134,7 +141,11 @@ class BanditEngine:
         logprobs = torch.log_softmax(self.logits, -1)[ids].tolist()
         return Completion(tuple(ids), tuple(logprobs), False, self.weight_version)
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> Mapping[str, str]:
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        assert not self.asleep
+        return [torch.log_softmax(self.logits, -1)[list(tokens[1:])].tolist() for tokens in sequences]
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int, confirm=None) -> Mapping[str, str]:
         assert "weights" not in self.asleep
         self.logits = dict(weights)["logits"].clone()
         self.weight_version = version

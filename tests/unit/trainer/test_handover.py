@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from megatron_rl.runtime.memory import Ledger
 from megatron_rl.trainer.handover import HandOver
+from megatron_rl.types import SyncReport
 
 EVERYTHING = ("optimizer", "gradients", "weights")
 GIVEN = [
@@ -39,14 +38,14 @@ class Recorder:
     def wake(self, parts) -> None:
         self._note(" ".join(["wake", *parts]))
 
-    def sync(self, version: int) -> SimpleNamespace:
+    def sync(self, version: int) -> SyncReport:
         self._note(f"sync {version}")
         self.weight_version = version
-        return SimpleNamespace(version=version)
+        return SyncReport(version, 1, 0, 8, 0.0)
 
 
-def hand_over(recorder: Recorder, offload=EVERYTHING) -> HandOver:
-    return HandOver(recorder, recorder, recorder, offload, Ledger(lambda: {"host": 1.0}, None))
+def hand_over(recorder: Recorder, offload=EVERYTHING, canary=None) -> HandOver:
+    return HandOver(recorder, recorder, recorder, offload, Ledger(lambda: {"host": 1.0}, None), canary)
 
 
 def test_a_whole_step_in_order():
@@ -60,6 +59,47 @@ def test_a_whole_step_in_order():
     assert recorder.calls == [*GIVEN, "generate", "sleep", "reload"] and steps.owner == "policy"
     phases = ["update", "offload", "wake_weights", "sync", "wake_kv_cache", "generate", "sleep", "reload"]
     assert list(steps.ledger.end_step()) == [f"memory/{phase}_host_gib" for phase in phases]
+
+
+class Watcher:
+    """A canary that notes when it is asked; ``fails``: it finds a difference."""
+
+    def __init__(self, recorder: Recorder, fails: bool = False) -> None:
+        self.recorder, self.fails = recorder, fails
+
+    def expected(self, version: int) -> str:
+        self.recorder.calls.append(f"policy scores {version}")
+        return f"of {version}"
+
+    def check(self, version: int, expected: str) -> float:
+        self.recorder.calls.append(f"engine is compared {expected}")
+        if self.fails:
+            raise OSError("they differ")
+        return 0.25
+
+
+CANARY_CALLS = [*GIVEN[:3], "policy scores 3", *GIVEN[3:], "engine is compared of 3"]
+
+
+def test_the_policy_scores_before_its_weights_leave_and_the_engine_when_it_can():
+    recorder = Recorder()
+    steps = hand_over(recorder, canary=Watcher(recorder))
+    report = steps.to_engine(3)
+    assert recorder.calls == CANARY_CALLS and report.canary_logprob_diff == 0.25
+    steps.to_policy()
+    with steps.generation():
+        pass
+    assert recorder.calls[len(CANARY_CALLS) :] == ["sleep", "reload", *[call for call in GIVEN if not call.startswith("sync")]]
+
+
+def test_an_engine_that_differs_generates_nothing():
+    recorder = Recorder()
+    steps = hand_over(recorder, canary=Watcher(recorder, fails=True))
+    with pytest.raises(OSError, match="they differ"):
+        steps.to_engine(3)
+    assert recorder.calls == [*CANARY_CALLS, "sleep", "reload"]
+    with pytest.raises(AssertionError, match="call to_engine first"), steps.generation():
+        pass
 
 
 def test_the_policy_gets_its_memory_once():

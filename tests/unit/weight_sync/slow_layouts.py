@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rl.weight_sync.layout import ModelShape, RolloutLayout, TrainLayout
 from megatron_rl.weight_sync.plan import Plan, Side
 from megatron_rl.weight_sync.program import compile_program
-from megatron_rl.weight_sync.transport import pack, strided, tensors, unpack
+from megatron_rl.weight_sync.transport import RunningChecksum, pack, strided, tensors, unpack
 
 UNWRITTEN = -77.0  # what a destination holds before the sync, and its vocabulary padding after it
 CPU = torch.device("cpu")
@@ -200,12 +200,17 @@ def simulate(
         now = {rank: step for rank, program in programs.items() for step in program.rounds if step.number == number}
         for rank, step in now.items():
             for message in step.sends:
-                wire[message.stream].append(pack(message, tensors(train[rank]), CPU))
+                buffer = torch.empty(message.size, dtype=torch.uint8)
+                sums = RunningChecksum(buffer, piece=48)
+                pack(message, tensors(train[rank]), buffer, sums)
+                wire[message.stream].append((buffer, sums.result()))
         for rank, step in now.items():
             for message in step.receives:
-                buffer = wire[message.stream].pop(0)
+                buffer, sent = wire[message.stream].pop(0)
+                sums = RunningChecksum(buffer, piece=48)
                 moved["sent"] += buffer.numel()
-                unpack(message, buffer, tensors(rollout[rank]), lambda key, rank=rank: done(rank, key))
+                unpack(message, buffer, tensors(rollout[rank]), lambda key, rank=rank: done(rank, key), sums)
+                assert torch.equal(sums.result(), sent), "taken in pieces, before the bytes are read as after they are written"
         assert not any(wire.values()), "a message was sent and not received in its round"
     for rank, program in programs.items():
         for copy in program.copies:

@@ -12,8 +12,12 @@ WEIGHTS = {"a": torch.ones(2, 3), "b": torch.zeros(5, dtype=torch.bfloat16)}
 
 
 class Source:
+    gathered_bytes_sent = 0
+
     def gathered_weights(self):
-        yield from WEIGHTS.items()
+        for item in WEIGHTS.items():
+            self.gathered_bytes_sent += 3
+            yield item
 
 
 class Target:
@@ -22,16 +26,18 @@ class Target:
     def __init__(self, change=lambda name, tensor: (name, tensor)):
         self.change, self.weight_version, self.received = change, 0, {}
 
-    def load_weights(self, weights, version):
+    def load_weights(self, weights, version, confirm):
         self.received = dict(self.change(name, tensor) for name, tensor in weights)
+        digests = {name: tensor_digest(tensor) for name, tensor in self.received.items()}
+        confirm(digests)
         self.weight_version = version
-        return {name: tensor_digest(tensor) for name, tensor in self.received.items()}
+        return digests
 
 
 def test_report_and_content():
     target = Target()
     report = GatherSync(Source(), target, verify=True).sync(7)
-    assert (report.version, report.num_tensors, report.bytes_sent, report.bytes_total) == (7, 2, 0, 24 + 10)
+    assert (report.version, report.num_tensors, report.bytes_sent, report.bytes_total) == (7, 2, 6, 24 + 10)
     assert target.weight_version == 7 and target.received.keys() == WEIGHTS.keys() and report.seconds > 0
 
 
@@ -39,7 +45,21 @@ def test_changed_bytes_are_named():
     target = Target(lambda name, tensor: (name, tensor + (name == "b")))
     with pytest.raises(WeightSyncError, match=r"1 of 2 tensors differ: b \(received with other bytes on rank 0\)"):
         GatherSync(Source(), target, verify=True).sync(1)
+    assert target.weight_version == 0, "wrong weights never count as a version"
     GatherSync(Source(), target, verify=False).sync(1)
+    assert target.weight_version == 1
+
+
+def test_an_engine_that_refuses_keeps_its_rank_gathering_to_the_end():
+    """Its peers gather too, and would wait for it."""
+
+    def refuse(name, tensor):
+        raise OSError("no room")
+
+    source = Source()
+    with pytest.raises(OSError, match="no room"):
+        GatherSync(source, Target(refuse), verify=True).sync(1)
+    assert source.gathered_bytes_sent == 6
 
 
 def test_a_renamed_tensor_is_named_twice():

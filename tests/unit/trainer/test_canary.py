@@ -1,0 +1,72 @@
+"""The canary with a bandit on both sides; what it finds in real engines is in tests/numerics/both_engines_worker.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_rl.runtime.digest import WeightSyncError
+from megatron_rl.runtime.launch import World
+from megatron_rl.trainer.canary import MAX_TOKENS, NUM_SEQUENCES, Canary, canary_sequences
+from megatron_rl.types import Prompt
+from tests.unit.trainer.fakes import BanditEngine, BanditPolicy
+
+WORLD = World(rank=0, size=1, local_rank=0, launch_id="test")
+SEQUENCES = [(0, 1, 2), (3, 3)]
+
+
+@pytest.fixture
+def sides():
+    policy, engine = BanditPolicy(), BanditEngine()
+    policy.logits = torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=torch.float64)
+    engine.logits = policy.logits.clone()
+    return policy, engine
+
+
+def canary(sides, every=1, tolerance=0.5) -> Canary:
+    return Canary(*sides, WORLD, SEQUENCES, every=every, tolerance=tolerance)
+
+
+def test_equal_weights_differ_by_nothing(sides):
+    one = canary(sides)
+    assert one.check(0, one.expected(0)) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_largest_difference_is_raised_with_its_step_and_both_values(sides):
+    _, engine = sides
+    engine.logits[1] = -4.0  # the second of the three tokens scored: from 1 - logsumexp(0..3) to -4 - logsumexp(0, -4, 2, 3)
+    one = canary(sides)
+    with pytest.raises(WeightSyncError, match=r"step 7: .*differ by 4\.91 nats .*\(-7\.35 and -2\.44\), .*canary_tolerance is 0\.5"):
+        one.check(7, one.expected(7))
+
+
+def test_without_tolerance_it_is_only_reported(sides):
+    sides[1].logits[1] = -4.0
+    one = canary(sides, tolerance=None)
+    scores = [torch.log_softmax(side.logits, -1) for side in sides]
+    want = max(abs(float(scores[0][token] - scores[1][token])) for token in (1, 2, 3))
+    assert one.check(7, one.expected(7)) == pytest.approx(want, rel=1e-6) and want > 4
+
+
+def test_no_number_is_no_agreement(sides):
+    sides[1].logits[:] = float("nan")
+    one = canary(sides)
+    with pytest.raises(WeightSyncError, match="inf nats"):
+        one.check(1, one.expected(1))
+
+
+def test_due_at_the_first_sync_and_at_every_nth_version(sides):
+    one = canary(sides, every=3)
+    assert [version for version in range(4, 14) if one.expected(version) is not None] == [4, 6, 9, 12]
+
+
+def prompt(*tokens: int, multimodal=None) -> Prompt:
+    return Prompt(uid="p", token_ids=tokens, answer="", data_source="", multimodal=multimodal)
+
+
+def test_sequences_are_the_ends_of_the_first_prompts_of_text():
+    long = tuple(range(MAX_TOKENS + 9))
+    prompts = [prompt(5), prompt(*long), prompt(1, 2, multimodal="image"), *[prompt(7, n) for n in range(9)]]
+    assert canary_sequences(prompts) == [long[9:], *[(7, n) for n in range(NUM_SEQUENCES - 1)]]
+    with pytest.raises(ValueError, match=r"weight_sync\.canary_every: none of the 2 training prompts"):
+        canary_sequences(prompts[:1] * 2)
