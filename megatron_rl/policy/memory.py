@@ -1,7 +1,7 @@
 """Device memory of a configuration before anything is built: what each pipeline stage of the policy and its engine will hold.
 
 Weights, gradients and optimizer are exact sums over the parameters of a stage. Activations are what a layer saves for its backward
-with fused attention; the engine's share is its weights (in ``rollout.dtype``) and its key-value cache.
+with fused attention; the engine's share is its weights (in ``rollout.dtype``) and its key-value cache. FP8 counts as bfloat16.
 """
 
 from __future__ import annotations

@@ -82,6 +82,11 @@ def states(policy: MegatronPolicy) -> list[tuple[str, torch.Tensor]]:
     return found
 
 
+def same(before: list[tuple[str, torch.Tensor]], after: list[tuple[str, torch.Tensor]]) -> None:
+    assert [name for name, _ in before] == [name for name, _ in after]
+    assert all(torch.equal(old, new) for (_, old), (_, new) in zip(before, after, strict=True))
+
+
 def trained(policy: MegatronPolicy) -> None:
     """Leaves what training leaves: moments that are not zero, float32 weights that are not the rounded ones, a count of steps."""
     create_state(policy.optimizer)
@@ -101,7 +106,8 @@ def trained(policy: MegatronPolicy) -> None:
 
 
 def layers_and_checkpoint(name: str, model: str, *overrides: str) -> None:
-    """Layers are Transformer Engine's; weights come in and go out bit for bit; a checkpoint brings back weights, moments and count."""
+    """Layers are Transformer Engine's; weights come in and go out bit for bit; what is offloaded comes back; a checkpoint brings back
+    weights, moments and count."""
     policy = build(model, *overrides)
     kinds = {type(module).__name__ for chunk in policy.modules for module in chunk.modules()}
     assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"} <= kinds, kinds
@@ -116,13 +122,14 @@ def layers_and_checkpoint(name: str, model: str, *overrides: str) -> None:
     for part in parts(policy.optimizer):
         assert all(state["exp_avg"].dtype == state["exp_avg_sq"].dtype == moments for state in part.optimizer.state.values())
     written = states(policy)
+    policy.offload(("optimizer", "gradients", "weights"))
+    policy.reload()
+    same(written, states(policy))
     policy.save(FOLDER / f"{name}_checkpoint", {})
     policy.close()
     other = build(model, *overrides)
     other.load(FOLDER / f"{name}_checkpoint")
-    read = states(other)
-    assert [kind for kind, _ in written] == [kind for kind, _ in read]
-    assert all(torch.equal(before, after) for (_, before), (_, after) in zip(written, read, strict=True))
+    same(written, states(other))
     assert {group["step"] for part in parts(other.optimizer) for group in part.optimizer.param_groups} == {3}
     recipe(other)
     other.close()
