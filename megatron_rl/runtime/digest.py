@@ -81,7 +81,7 @@ def changed_spans(one: Tensor, other: Tensor, size: int) -> list[tuple[int, int]
 
 def piece_bytes(data: Tensor) -> int:
     """How much to read at a time: on a CPU what fits its cache, elsewhere everything, in few kernels."""
-    return PIECE_BYTES if data.device.type == "cpu" else max(1, data.numel())
+    return PIECE_BYTES if data.device.type == "cpu" else max(1, data.numel() * data.element_size())
 
 
 def quick_digest(tensor: Tensor) -> str:

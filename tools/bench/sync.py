@@ -138,6 +138,9 @@ def main() -> None:
         assert all(torch.equal(one[key], other[key]) for key in one), "the two ways left different bytes"
     if rank == 0:
         figures = {f"{way}_seconds": round(statistics.median(times[1:]), 4) for way, times in seconds.items()}  # the first warms up
+        figures |= {f"{way}_quartiles": [round(q, 4) for q in statistics.quantiles(times[1:], n=4)[::2]] for way, times in seconds.items()}
+        pairs = zip(seconds["plan_verified"][1:], seconds["plan"][1:])
+        figures["digest_share"] = round(statistics.median((checked - plain) / checked for checked, plain in pairs), 4)
         figures |= {"bytes_sent": plan.bytes_sent, "lower_bound": plan.lower_bound, "gather_bytes": plan.gather_bytes}
         print(json.dumps({**figures, "bytes_local": plan.bytes_local, "peak_staging_bytes": reports[-1].peak_staging_bytes}))
     dist.destroy_process_group()
