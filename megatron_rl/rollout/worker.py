@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from megatron_rl.rollout.recorder import partly_filled, record_boxes
 from megatron_rl.types import Box
 
+RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
 Transfer = Callable[[Callable[[str], Tensor], Callable[[str], None]], None]
 
 
@@ -103,7 +105,20 @@ def reloading(vllm_config: Any, model: nn.Module, *, complete: bool) -> Iterator
             finished = True
         finally:
             if finished or not complete:
-                finalize_layerwise_reload(model, vllm_config.model_config)
+                with no_warnings(RELOAD):
+                    finalize_layerwise_reload(model, vllm_config.model_config)
+
+
+@contextmanager
+def no_warnings(name: str) -> Iterator[None]:
+    """The reload warns of each layer whose loader has seen nothing: of all that are written as boxes, and of a tied head."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def loadable(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

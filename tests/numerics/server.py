@@ -24,8 +24,6 @@ STARTS_WITHIN_S = 200
 @contextlib.contextmanager
 def serving(model: Path, tensor: int, folder: Path) -> Iterator[str]:
     """The address of a server that answers. Every process of it is dead afterwards."""
-    # The entry point as setup.py declares it, whatever the environment knew when the package was installed.
-    subprocess.run([sys.executable, "setup.py", "-q", "egg_info", "--egg-base", folder], cwd=REPO, check=True, capture_output=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -35,8 +33,7 @@ def serving(model: Path, tensor: int, folder: Path) -> Iterator[str]:
         "--enforce-eager", "--skip-tokenizer-init", "--max-model-len", 512, "--kv-cache-memory-bytes", 2**25, "--enable-scale-out",
         "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
     ]  # fmt: skip
-    path = os.pathsep.join([str(folder), str(REPO), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    env = {**os.environ, **with_entry_point(folder), "VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # two workers may share a socket
     log = folder / "server.log"
     with log.open("w") as output:
@@ -55,6 +52,12 @@ def serving(model: Path, tensor: int, folder: Path) -> Iterator[str]:
                 os.killpg(process.pid, signal.SIGKILL)  # engines outlive a server that died
             for segment in mapped:
                 segment.unlink(missing_ok=True)  # workers that are killed leave theirs
+
+
+def with_entry_point(folder: Path) -> dict[str, str]:
+    """Environment in which vLLM finds the plug-in as setup.py declares it, whatever was declared when the package was installed."""
+    subprocess.run([sys.executable, "setup.py", "-q", "egg_info", "--egg-base", folder], cwd=REPO, check=True, capture_output=True)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), str(REPO), os.environ.get("PYTHONPATH", "")])}
 
 
 def shared_memory(pid: int) -> set[Path]:

@@ -217,7 +217,7 @@ def changed_byte() -> None:
         if WORLD.rank == 1:
             transport._Run.packed = lambda run, message: packed(run, message).bitwise_xor_(1)
 
-    half_updated_server_never_answers(harm, "arrived with other bytes", "from rank 1")
+    half_updated_server_never_answers(harm, "other bytes arrived than were sent", "from rank 1")
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import launch
+from megatron_rl.weight_sync.server import HttpServer
+from tests.launch import REPO, launch
 from tests.numerics import rollout_models as small
-from tests.numerics.server import serving
+from tests.numerics.server import ask, serving, with_entry_point
 
 pytestmark = pytest.mark.full
 WORKER = Path(__file__).parent / "server_worker.py"
+IN_PROCESS = Path(__file__).parent / "async_engine_worker.py"
 
 
 CASES = ("pushed_equals_transformers", "misfits_are_refused_and_the_server_serves_on", "request_under_way_goes_on_with_new_weights")
@@ -22,3 +24,19 @@ def test_pushed_weights_are_served(tmp_path, arch, tensor, fault):
         output = launch(WORKER, 2, [url, arch, tmp_path, *CASES, fault], timeout=200).stdout
     failed = [small.verdict(output, name, 2) for name in (*CASES, fault)]
     assert not any(failed), "\n".join(failed)
+
+
+def test_example_pushes_a_checkpoint(tmp_path):
+    before, after = (small.write("llama", seed, tmp_path) for seed in (1, 2))
+    with serving(before, 1, tmp_path) as url:
+        arguments = ["--server", url, "--model", after, "--tensor", 2, "--version", 7, "--params", "float32"]
+        output = launch(REPO / "examples/vllm_server/push.py", 2, arguments, timeout=100).stdout
+        assert HttpServer(url).call("weight_info", method="GET") == {"weight_version": "7"}
+        groups, _ = ask(url, small.make_prompts(3))
+    gap = small.logprob_gap(small.build("llama", 2), small.make_prompts(3), groups, lambda logits: logits)
+    assert gap <= 1e-4 and "bytes (least possible: " in output, (gap, output)
+
+
+def test_async_engine_of_the_same_process(tmp_path):
+    output = launch(IN_PROCESS, 1, [tmp_path], timeout=200, env=with_entry_point(tmp_path)).stdout
+    assert not small.verdict(output, "async_engine"), output
