@@ -188,8 +188,9 @@ def make(options: argparse.Namespace) -> None:
 
 def main() -> None:
     disable_progress_bar()
+    options = arguments()
     try:
-        make(arguments())
+        make(options)
     except BaseException as error:  # noqa: BLE001 (reported, then the process ends with code 1)
         report(error, 0)
         leave(1)

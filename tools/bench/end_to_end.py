@@ -2,6 +2,8 @@
 
     python -m venv trl_env && trl_env/bin/pip install torch==2.13.0 trl==1.16.0
     python tools/bench/end_to_end.py --model TOY --trl-python trl_env/bin/python --steps 25
+    python tools/make_toy_model.py --out UNTRAINED --steps 1    # it seldom ends a response by itself
+    python tools/bench/end_to_end.py --model UNTRAINED --max-response-tokens 64 --trl-python trl_env/bin/python --steps 15
 
 Same model, prompts, responses per prompt, optimizer steps per rollout, sampling and number of processes on both sides; the KL
 coefficient is 0 (TRL's default), no evaluation, no checkpoint. The two take turns, so that a change of the machine's load meets
@@ -20,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-PROMPTS_PER_STEP, RESPONSES_PER_PROMPT, MAX_RESPONSE_TOKENS = 32, 8, 16
+PROMPTS_PER_STEP, RESPONSES_PER_PROMPT = 32, 8
 LAYOUTS = {"tensor parallel 2": ["parallel=tp2", "rollout.tensor=2"], "data parallel 2": ["parallel=single", "rollout.tensor=1"]}
 
 
@@ -35,11 +37,11 @@ def run(command: list[str]) -> None:
         sys.exit(f"{' '.join(command)}\n{done.stdout[-3000:]}")
 
 
-def ours(model: Path, layout: list[str], steps: int, folder: Path) -> list[dict[str, float]]:
+def ours(model: Path, layout: list[str], steps: int, response_tokens: int, folder: Path) -> list[dict[str, float]]:
     settings = [
         "experiment=quickstart_cpu", f"model.path={model}", f"run_dir={folder}", f"trainer.num_steps={steps}", *layout, "method.kl.coef=0",
         f"batch.prompts_per_step={PROMPTS_PER_STEP}", f"batch.prompts_per_minibatch={PROMPTS_PER_STEP}",
-        f"batch.responses_per_prompt={RESPONSES_PER_PROMPT}", f"rollout.max_response_tokens={MAX_RESPONSE_TOKENS}",
+        f"batch.responses_per_prompt={RESPONSES_PER_PROMPT}", f"rollout.max_response_tokens={response_tokens}",
         "evaluation.every_steps=0", "evaluation.at_start=false", "evaluation.at_end=false", "checkpoint.export_at_end=false",
         "logging.tensorboard=false", "logging.console=false",
     ]  # fmt: skip
@@ -53,9 +55,10 @@ def ours(model: Path, layout: list[str], steps: int, folder: Path) -> list[dict[
     ]
 
 
-def trl(python: str, model: Path, steps: int, folder: Path) -> list[dict[str, float]]:
+def trl(python: str, model: Path, steps: int, response_tokens: int, folder: Path) -> list[dict[str, float]]:
     folder.mkdir()
-    run(torchrun(python, __file__, "--model", str(model), "--inside-trl", str(folder), "--steps", str(steps)))
+    sizes = ["--steps", str(steps), "--max-response-tokens", str(response_tokens)]
+    run(torchrun(python, __file__, "--model", str(model), "--inside-trl", str(folder), *sizes))
     return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
 
 
@@ -73,7 +76,7 @@ def write_prompts(model: Path, file: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def inside_trl(model: Path, folder: Path, steps: int) -> None:
+def inside_trl(model: Path, folder: Path, steps: int, response_tokens: int) -> None:
     """Runs in TRL's environment, on each of its two processes."""
     os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="disabled")
     from datasets import Dataset
@@ -95,7 +98,7 @@ def inside_trl(model: Path, folder: Path, steps: int) -> None:
     arguments = GRPOConfig(
         output_dir=str(folder / "trl"), use_cpu=True, bf16=False, max_steps=steps, learning_rate=2e-4, beta=0.0, temperature=1.0,
         per_device_train_batch_size=PROMPTS_PER_STEP * RESPONSES_PER_PROMPT // 2, num_generations=RESPONSES_PER_PROMPT,
-        max_completion_length=MAX_RESPONSE_TOKENS, report_to=[], save_strategy="no", logging_steps=steps, disable_tqdm=True, seed=1,
+        max_completion_length=response_tokens, report_to=[], save_strategy="no", logging_steps=steps, disable_tqdm=True, seed=1,
     )  # fmt: skip
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(model, dtype="float32"), reward_funcs=reward, args=arguments,
@@ -106,6 +109,9 @@ def inside_trl(model: Path, folder: Path, steps: int) -> None:
     if os.environ["RANK"] == "0":
         steps_taken = [{"seconds": b - a, "tokens": 2 * count} for a, b, count in zip(times, times[1:], tokens, strict=False)]
         (folder / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps_taken))
+    trainer.accelerator.wait_for_everyone()
+    sys.stdout.flush()
+    os._exit(0)  # the teardown of its threads aborts now and then
 
 
 def summary(name: str, steps: list[dict[str, float]]) -> str:
@@ -124,22 +130,23 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="what tools/make_toy_model.py wrote")
     parser.add_argument("--trl-python", help="interpreter with trl; left out: only this trainer is measured")
     parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--max-response-tokens", type=int, default=16)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--inside-trl", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside_trl:
-        inside_trl(options.model, options.inside_trl, options.steps)
+        inside_trl(options.model, options.inside_trl, options.steps, options.max_response_tokens)
         return
     measured: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         write_prompts(options.model, Path(scratch) / "prompts.jsonl")
         for turn in range(options.turns):
             for name, layout in LAYOUTS.items():
-                steps = ours(options.model, layout, options.steps, Path(scratch) / f"{turn}-{name[:4]}")
+                steps = ours(options.model, layout, options.steps, options.max_response_tokens, Path(scratch) / f"{turn}-{name[:4]}")
                 measured.setdefault(f"megatron_rl, {name}", []).extend(steps[options.warmup :])
             if options.trl_python:
-                steps = trl(options.trl_python, options.model, options.steps, Path(scratch) / f"{turn}-trl")
+                steps = trl(options.trl_python, options.model, options.steps, options.max_response_tokens, Path(scratch) / f"{turn}-trl")
                 measured.setdefault("TRL GRPOTrainer, DDP 2", []).extend(steps[options.warmup :])
     print("| trainer | median s/step | quartiles | response tokens/s | tokens/step | generation+forward+update+sync | steps |")
     print("|---|---|---|---|---|---|---|")
