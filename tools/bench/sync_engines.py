@@ -4,7 +4,8 @@
 
 Everything that a step of training waits for is timed: the movement, vLLM's own work on the weights that came, the digests. The ways take
 turns, in another order each time. The least they must agree on, the greedy answers of the engine, is compared. Memory: most of a
-process during a sync above what it held before, the process that needed most.
+process during a sync above what it held before, the process that needed most. Digests: share of the time spent in them and in comparing
+them, on rank 0.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ import argparse
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from gpu_model import EOS, add_options, build_policy, read_config, show, write_model
 
 from megatron_rl.config.schema import Config
+from megatron_rl.rollout import stream
 from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.runtime import launch
 from megatron_rl.trainer.sync import build_sync
 from megatron_rl.types import Prompt, Sampling
+from megatron_rl.weight_sync import gather, transport
 
 SHAPE = dict(layers=8, hidden=1024, ffn=4096, heads=16, kv_heads=4, vocab=32000)
 WAYS = {"gather": ("gather", False), "gather, digests": ("gather", True), "plan": ("plan", False), "plan, digests": ("plan", True)}
@@ -44,6 +49,26 @@ def peak_bytes(reset: bool = False) -> int:
     return int(line.split()[1]) * 1024
 
 
+def counted(places: dict[ModuleType, tuple[str, ...]]) -> list[float]:
+    """Seconds spent in these functions, in the one element of the list, from now on."""
+    spent = [0.0]
+
+    def clocked(function: Callable) -> Callable:
+        def call(*arguments, **options):
+            start = time.perf_counter()
+            try:
+                return function(*arguments, **options)
+            finally:
+                spent[0] += time.perf_counter() - start
+
+        return call
+
+    for module, names in places.items():
+        for name in names:
+            setattr(module, name, clocked(getattr(module, name)))
+    return spent
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser, SHAPE)
@@ -58,24 +83,25 @@ def main() -> None:
     syncs = {name: build_sync(with_way(config, *way), policy, engine, world) for name, way in WAYS.items()}
     prompts, greedy = [Prompt("p", tuple(range(3, 19)), "", "random")], Sampling(1, 8, temperature=0.0, stop_token_ids=(EOS,))
     taken, reports, memory = defaultdict(list), {}, defaultdict(list)
-    answers, version = [], 0
+    spent = counted({transport: ("checksum", "compare"), gather: ("quick_digest", "verify_transfer"), stream: ("quick_digest",)})
+    answers, version, digests = [], 0, defaultdict(list)
     for repetition in range(options.repetitions + 1):  # the first warms up
         for name in (*syncs,) if repetition % 2 else reversed(syncs):
             version += 1
             before = peak_bytes(reset=True)
             world.barrier()
-            start = time.perf_counter()
+            start, spent[0] = time.perf_counter(), 0.0
             reports[name] = syncs[name].sync(version)
             world.barrier()
             taken[name].append(time.perf_counter() - start)
+            digests[name].append(spent[0] / taken[name][-1])
             memory[name].append(max(world.all_gather(peak_bytes() - before)))
             answers.append([one.token_ids for one in engine.generate(prompts, greedy)[0]])
     assert all(answer == answers[0] for answer in answers), "the ways leave different weights"
     rows = []
     for name, seconds in taken.items():
         low, median, high = statistics.quantiles(seconds[1:], n=4)
-        plain = name.removesuffix(", digests")
-        share = statistics.median((a - b) / a for a, b in zip(taken[name][1:], taken[plain][1:]))
+        plain, share = name.removesuffix(", digests"), statistics.median(digests[name][1:])
         sent = sum(world.all_gather(reports[name].bytes_sent))
         rows.append({"sync": name, "median s": median, "quartiles": f"{low:.3f}-{high:.3f}", "sent, MB": sent / 1e6})
         rows[-1] |= {"peak, MB": statistics.median(memory[name][1:]) / 1e6} | ({"digests": f"{share:.1%}"} if name != plain else {})
