@@ -30,7 +30,7 @@ NIGHTLY = {
     (4, 4): ("qwen3:tensor=2,pipeline=2", "qwen2_tied:pipeline=2", "llama:"),
 }  # fmt: skip
 
-# Of a launch, by its processes: some thirty times what it takes where each process has a core. More than that is a hang.
+# Of a launch, by its processes. On two cores four of them took 30 to 117 s; more than this is a hang.
 LIMIT_S = {1: 240, 2: 240, 4: 600}
 
 
