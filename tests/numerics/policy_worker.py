@@ -21,6 +21,7 @@ from megatron_rl.config.schema import ModelConfig
 from megatron_rl.policy.forward import Passes
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.runtime.cpu import platform
+from megatron_rl.types import TokenScores
 from tests.numerics import models
 from tests.numerics.policy_cases import CASES, Case, optim, parallel, precision
 from tests.numerics.policy_reference import (
@@ -122,7 +123,7 @@ def compare(case: Case, folder: Path) -> dict[str, Any]:
             figures[f"gradients_{name}"] = relative_error(found, wanted["gradients"])
             first = found if first is None else first
             figures[f"split_{name}"] = relative_error(found, first)
-    figures.update(after_update(policy, wanted, ways["uneven"], got.logprobs, stored))
+    figures.update(after_update(policy, wanted, ways["uneven"], got, stored))
     policy.close()
     del policy
     gc.collect()
@@ -130,11 +131,12 @@ def compare(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def after_update(
-    policy: MegatronPolicy, wanted: dict[str, Any], split: Any, before: torch.Tensor, stored: dict[str, Any]
+    policy: MegatronPolicy, wanted: dict[str, Any], split: Any, before: TokenScores, stored: dict[str, Any]
 ) -> dict[str, Any]:
-    """One optimizer step against torch's AdamW on the same gradients; the reference weights must not move."""
+    """One optimizer step against torch's AdamW on the same gradients; the reference weights must not move. ``before``: the scores of
+    a pass of their own over ``split``."""
     batch = wanted["batch"]
-    result = policy.update(batch, split, wanted["loss"], entropy="grad")
+    result = policy.update(batch, split, wanted["loss"], entropy="grad", scores=True)
     weights = {key: torch.nn.Parameter(value.clone()) for key, value in stored.items() if key in wanted["gradients"]}
     for key, weight in weights.items():
         weight.grad = wanted["gradients"][key].clone()
@@ -153,8 +155,9 @@ def after_update(
         update=relative_error(moved, expected),
         grad_norm=abs(result.grad_norm - norm) / norm,
         skipped=result.skipped,
-        reference_kept=torch.equal(kept, before),
-        policy_moved=float((now - before).abs().max()),
+        own_scores=torch.equal(result.scores.logprobs, before.logprobs) and torch.equal(result.scores.entropy, before.entropy),
+        reference_kept=torch.equal(kept, before.logprobs),
+        policy_moved=float((now - before.logprobs).abs().max()),
     )
 
 

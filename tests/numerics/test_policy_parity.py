@@ -56,5 +56,6 @@ def test_policy_equals_transformers(case: Case, figures: Any) -> None:
     assert worst(ranks, "grad_norm") <= 2e-6
     assert worst(ranks, "update") <= 1e-5, "one optimizer step differs from torch.optim.AdamW"
     assert not any(rank["skipped"] for rank in ranks)
+    assert all(rank["own_scores"] for rank in ranks), "the scores of an update differ from those of a pass before it"
     assert all(rank["reference_kept"] for rank in ranks), "the reference weights moved with the policy"
     assert worst(ranks, "policy_moved") > 0.1
