@@ -5,12 +5,13 @@
 Everything that a step of training waits for is timed: the movement, vLLM's own work on the weights that came, the digests. The ways take
 turns, in another order each time. The least they must agree on, the greedy answers of the engine, is compared. Memory: most of a
 process during a sync above what it held before, the process that needed most. Digests: share of the time spent in them and in comparing
-them, on rank 0.
+them, on rank 0. ``--mbridge`` adds mbridge's export, loaded as gather's weights are, and checks that it gives the same bits.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import statistics
 import time
 from collections import defaultdict
@@ -20,6 +21,7 @@ from types import ModuleType
 
 import torch
 from gpu_model import EOS, add_options, build_policy, read_config, show, write_model
+from mbridge_export import MbridgeExport
 
 from megatron_rl.config.schema import Config
 from megatron_rl.rollout import stream
@@ -74,13 +76,19 @@ def main() -> None:
     add_options(parser, SHAPE)
     parser.add_argument("--repetitions", type=int, default=12)
     parser.add_argument("--override", action="append", default=[], help="key=value of the configuration, may be given several times")
+    parser.add_argument("--mbridge", action="store_true", help="also with the weights that mbridge exports (where it is installed)")
     options = parser.parse_args()
+    if options.mbridge and importlib.util.find_spec("mbridge") is None:
+        parser.error("--mbridge: no such package here; pip install --no-deps mbridge==0.15.1")
     world = launch.start()
     model = world.from_main(lambda: write_model(options))
     config = read_config(model, *options.override)
     policy = build_policy(config, 1024)
     engine = VllmEngine(str(model), config.rollout, seed=0, launch_id=world.launch_id)
     syncs = {name: build_sync(with_way(config, *way), policy, engine, world) for name, way in WAYS.items()}
+    export = MbridgeExport(model, policy) if options.mbridge else None
+    if export is not None:
+        syncs["mbridge"] = gather.GatherSync(export, engine, verify=False)
     prompts, greedy = [Prompt("p", tuple(range(3, 19)), "", "random")], Sampling(1, 8, temperature=0.0, stop_token_ids=(EOS,))
     taken, reports, memory = defaultdict(list), {}, defaultdict(list)
     spent = counted({transport: ("checksum", "compare"), gather: ("quick_digest", "verify_transfer"), stream: ("quick_digest",)})
@@ -98,6 +106,8 @@ def main() -> None:
             memory[name].append(max(world.all_gather(peak_bytes() - before)))
             answers.append([one.token_ids for one in engine.generate(prompts, greedy)[0]])
     assert all(answer == answers[0] for answer in answers), "the ways leave different weights"
+    if export is not None:
+        export.check()
     rows = []
     for name, seconds in taken.items():
         low, median, high = statistics.quantiles(seconds[1:], n=4)
