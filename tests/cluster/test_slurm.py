@@ -48,6 +48,8 @@ def test_a_stopped_job_is_requeued_and_goes_on(slurm_env, tmp_path):
     # The folder of submission comes first on the path of `python -m`: its megatron_rl.train is the stand-in.
     package = tmp_path / "megatron_rl"
     (package / "runtime").mkdir(parents=True)
+    for folder in (package, package / "runtime"):
+        (folder / "__init__.py").touch()  # else one on PYTHONPATH that is a package would go first
     shutil.copy(REPO / "tests/cluster/stand_in_train.py", package / "train.py")
     shutil.copy(REPO / "megatron_rl/runtime/signals.py", package / "runtime/signals.py")
     run_dir, log = tmp_path / "run", tmp_path / "job.out"
