@@ -184,7 +184,9 @@ class MemoryConfig(Section):
 
 class MismatchAlarmConfig(Section):
     warn_above: PositiveFloat | None  # mean |logprob(sampler) - logprob(trainer)| that gets a warning; null = only logged
-    abort_above: PositiveFloat | None  # largest |logprob(sampler) - logprob(trainer)| tolerated; null = only logged
+    # Largest |logprob(sampler) - logprob(trainer)| tolerated; null = only logged. Looked at before the weights go to the sampler or into a
+    # checkpoint; the step's update may have been taken by then.
+    abort_above: PositiveFloat | None
 
 
 class Config(Section):

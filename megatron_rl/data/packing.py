@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+Item = tuple[int, int]  # tokens, row
 Bin = tuple[int, list[int]]  # tokens, rows
 
 
@@ -15,6 +16,7 @@ def plan_microbatches(
     data_parallel_size: int,
     tokens_per_microbatch: int,
     multiple: int,
+    budgeted: Sequence[int] | None = None,
 ) -> list[list[list[int]]]:
     """data-parallel rank -> micro-batch -> rows, a partition of ``rows``; the same on every process.
 
@@ -28,6 +30,7 @@ def plan_microbatches(
         rows: rows to place, each once.
         tokens_per_microbatch: most tokens of one micro-batch.
         multiple: number of micro-batches per rank must be a multiple of this.
+        budgeted: what each row takes of the budget where that is not its length; balance goes by ``lengths`` all the same.
 
     A micro-batch is empty only where there are fewer rows than bins.
 
@@ -37,32 +40,44 @@ def plan_microbatches(
     Source: Karmarkar and Karp 1982 (differencing), for several bins as in Michiels et al. 2003.
     """
     assert data_parallel_size > 0 and multiple > 0 and len(set(rows)) == len(rows)
+    budgeted = lengths if budgeted is None else budgeted
+    require_fit(budgeted, rows, tokens_per_microbatch)
+    items, takes = _longest_first(lengths, rows), _longest_first(budgeted, rows)
+    bins = _fitting_bins(items, takes, data_parallel_size * multiple, tokens_per_microbatch)
+    return _to_ranks(bins, data_parallel_size)
+
+
+def require_fit(lengths: Sequence[int], rows: Iterable[int], tokens_per_microbatch: int) -> None:
+    """Raises ValueError for the first row that alone exceeds the budget."""
     for row in rows:
         if lengths[row] > tokens_per_microbatch:
             raise ValueError(
                 f"batch.tokens_per_microbatch = {tokens_per_microbatch}: sequence {row} alone has {lengths[row]} tokens; "
                 "raise it to at least rollout.max_prompt_tokens + rollout.max_response_tokens"
             )
-    items = sorted(((lengths[row], row) for row in rows), key=lambda item: (-item[0], item[1]))
-    bins = _fitting_bins(items, data_parallel_size * multiple, tokens_per_microbatch)
-    return _to_ranks(bins, data_parallel_size)
 
 
-def _fitting_bins(items: list[tuple[int, int]], step: int, budget: int) -> list[Bin]:
+def _longest_first(lengths: Sequence[int], rows: Iterable[int]) -> list[Item]:
+    return sorted(((lengths[row], row) for row in rows), key=lambda item: (-item[0], item[1]))
+
+
+def _fitting_bins(items: list[Item], budgeted: list[Item], step: int, budget: int) -> list[Bin]:
     """The smallest number of bins found to fit, a multiple of ``step``."""
-    greedy = _best_fit_decreasing(items, budget)
-    lower = -(-sum(length for length, _ in items) // budget)
+    greedy, takes = _best_fit_decreasing(budgeted, budget), {row: tokens for tokens, row in budgeted}
+    lower = -(-sum(takes.values()) // budget)
     num_bins = max(step, -(-lower // step) * step)
     while True:
         balanced = largest_differencing(items, num_bins)
-        if balanced[0][0] <= budget:
+        if all(sum(takes[row] for row in members) <= budget for _, members in balanced):
             return balanced
         if len(greedy) <= num_bins:
-            return _without_empty(greedy, num_bins, {row: length for length, row in items})
+            lengths = {row: length for length, row in items}
+            full = _without_empty(greedy, num_bins, takes)
+            return [(sum(lengths[row] for row in members), members) for _, members in full]
         num_bins += step
 
 
-def largest_differencing(items: Sequence[tuple[int, int]], num_bins: int) -> list[Bin]:
+def largest_differencing(items: Sequence[Item], num_bins: int) -> list[Bin]:
     """(length, row) items in ``num_bins`` bins of nearly equal length, largest bin first.
 
     Start with one partition per item, that item alone in a bin. Repeatedly merge the two partitions with the largest difference
@@ -88,7 +103,7 @@ def largest_differencing(items: Sequence[tuple[int, int]], num_bins: int) -> lis
     return filled + [(0, []) for _ in range(num_bins - len(filled))]
 
 
-def _best_fit_decreasing(items: list[tuple[int, int]], budget: int) -> list[Bin]:
+def _best_fit_decreasing(items: list[Item], budget: int) -> list[Bin]:
     """Items, longest first, each into the fullest bin that still has room for it."""
     bins: list[Bin] = []
     room: list[tuple[int, int]] = []  # (free tokens, bin), ascending

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron_rl.data.packing import plan_microbatches
+from megatron_rl.data.packing import plan_microbatches, require_fit
 from megatron_rl.types import SequenceBatch
 
 
@@ -13,26 +13,29 @@ def plan_shared_prompts(
 ) -> list[list[list[int]]]:
     """data-parallel rank -> micro-batch -> rows, as ``plan_microbatches``, of the parts into which prompts' responses are cut.
 
-    A part is some responses to one prompt and costs that prompt's tokens once. Large parts compute the fewest tokens, small ones
+    A part is some responses to one prompt and computes that prompt's tokens once. Large parts compute the fewest tokens, small ones
     can be balanced better over ranks: at most 1, 2, 4, ... responses a part are tried, and the plan whose slowest rank has the
-    fewest tokens is taken (of equal ones, the one with larger parts).
+    fewest tokens is taken (of equal ones, the one with larger parts). The budget counts the prompt for every response: attention
+    has the whole sequences in memory.
 
     Raises:
-        ValueError: a prompt with one response alone exceeds the budget.
+        ValueError: a row alone exceeds the budget.
     """
     assert batch.prompt_ids is not None
     prompts, responses = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
+    whole = batch.lengths.tolist()
+    require_fit(whole, rows, tokens_per_microbatch)
     members: dict[int, list[int]] = {}
     for row, prompt in zip(rows, batch.prompt_ids[list(rows)].tolist(), strict=True):
         members.setdefault(prompt, []).append(row)
     best: tuple[int, list[list[list[int]]]] | None = None
     sizes = dict(data_parallel_size=data_parallel_size, tokens_per_microbatch=tokens_per_microbatch, multiple=multiple)
     for most in _halvings(max(map(len, members.values()), default=1)):
-        parts = [part for group in members.values() for part in _parts(group, prompts, responses, most, tokens_per_microbatch)]
+        parts = [part for group in members.values() for part in _parts(group, whole, most, tokens_per_microbatch)]
         lengths = [prompts[part[0]] + sum(responses[row] for row in part) for part in parts]
         if best is not None and sum(lengths) >= best[0] * data_parallel_size:
             break  # smaller parts have more tokens still: no balance makes up for them
-        plan = plan_microbatches(lengths, range(len(parts)), **sizes)
+        plan = plan_microbatches(lengths, range(len(parts)), budgeted=[sum(whole[row] for row in part) for part in parts], **sizes)
         slowest = max(sum(lengths[part] for microbatch in rank for part in microbatch) for rank in plan)
         if best is None or slowest < best[0]:
             best = slowest, [[[row for part in sorted(microbatch) for row in parts[part]] for microbatch in rank] for rank in plan]
@@ -47,14 +50,12 @@ def _halvings(number: int) -> Iterator[int]:
     yield 1
 
 
-def _parts(group: Sequence[int], prompts: Sequence[int], responses: Sequence[int], most: int, budget: int) -> Iterator[list[int]]:
+def _parts(group: Sequence[int], lengths: Sequence[int], most: int, budget: int) -> Iterator[list[int]]:
     """``group`` cut into runs of at most ``most`` rows that keep within the budget where they have two rows or more."""
     part: list[int] = []
-    tokens = 0
     for row in group:
-        if part and (len(part) == most or tokens + responses[row] > budget):
+        if part and (len(part) == most or sum(lengths[other] for other in part) + lengths[row] > budget):
             yield part
             part = []
-        tokens = tokens + responses[row] if part else prompts[row] + responses[row]
         part.append(row)
     yield part

@@ -8,7 +8,8 @@ are gathered over the ranks.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,14 +44,22 @@ class Group:
 
 @dataclass
 class Packing(PackedSeqParams):
-    """The packed sequences as attention wants them: ``lengths`` (padding included, over all context ranks), and, on one context
-    rank only, the groups with ``restore``, the place of each packed token among the groups' rows. ``positions`` of the packed
-    tokens in their sequences, where these cannot be told from boundaries because sequences share a prompt; else None."""
+    """The packed sequences as attention wants them: ``lengths`` (padding included, over all context ranks), and, where sequences
+    share a prompt, ``shared`` and ``owner`` as ``group`` takes them, and the ``positions`` of the packed tokens in their sequences,
+    which boundaries cannot tell then."""
 
-    lengths: list[int] = field(default_factory=list)
-    groups: list[Group] = field(default_factory=list)
-    restore: Tensor | None = None
+    lengths: Tensor | None = None
+    shared: Tensor | None = None
+    owner: Tensor | None = None
     positions: Tensor | None = None
+
+    @cached_property
+    def groups(self) -> tuple[list[Group], Tensor]:
+        """``group`` of this packing, on the device of its boundaries; made when the first layer asks (attention of Transformer
+        Engine does not)."""
+        shared = torch.zeros_like(self.lengths) if self.shared is None else self.shared
+        owner = torch.arange(len(self.lengths)) if self.owner is None else self.owner
+        return group(self.lengths, shared, owner, self.cu_seqlens_q.device)
 
 
 def group(own: Tensor, shared: Tensor, owner: Tensor, device: torch.device) -> tuple[list[Group], Tensor]:
@@ -120,7 +129,7 @@ class PackedAttention(MegatronModule):
         if ranks == 1:
             out = self._sequences(query, key, value, packed_seq_params)
         else:
-            out = self._context_parallel(query, key, value, packed_seq_params.lengths, ranks)
+            out = self._context_parallel(query, key, value, packed_seq_params.lengths.tolist(), ranks)
         return out.reshape(out.shape[0], -1)
 
     def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -133,11 +142,12 @@ class PackedAttention(MegatronModule):
         return out.transpose(1, 2)
 
     def _sequences(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
+        groups, restore = packing.groups
         outputs = []
-        for part in packing.groups:
+        for part in groups:
             rows = (x.index_select(0, part.tokens).unflatten(0, (part.count, part.length)) for x in (query, key, value))
             outputs.append(self._sdpa(*rows, None).flatten(0, 1))
-        return torch.cat(outputs).index_select(0, packing.restore)
+        return torch.cat(outputs).index_select(0, restore)
 
     def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], ranks: int) -> Tensor:
         local = [length // ranks for length in lengths]

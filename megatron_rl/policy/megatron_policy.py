@@ -87,7 +87,8 @@ class MegatronPolicy:
         self._offload = Offload(parts, ("gradients",), self.device)
         self._dispatchers = dispatcher_tensors(self.modules)
         if dist.get_rank() == 0:
-            log.info("policy: %s", describe(precision, this_machine()))
+            sharing = "once for all its responses" if self.shares_prompts else "for every response (context parallel or Transformer Engine)"
+            log.info("policy: %s; a prompt is computed %s", describe(precision, this_machine()), sharing)
         self._reference = [item.tensor.detach().to("cpu", copy=True) for item in self.held] if keep_reference else None
         self._by_key = {key(item): item.tensor for item in self.held}
         self._gather = Gather(self.held, self.arch, self.ranks, self.vocab_rows)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from megatron_rl.policy.attention import Packing, group
+from megatron_rl.policy.attention import Packing
 from megatron_rl.types import SequenceBatch
 
 
@@ -124,13 +124,14 @@ def pack(
     last = batch.token_ids.numel() - 1
     token_ids = torch.where(position < lengths[sequence], batch.token_ids[source.clamp(max=last)], 0)
     places, targets, index = _predictions(batch, chosen, sequence, position, starts[:-1][owners], shared) if rows else [_NOTHING] * 3
-    boundaries = torch.tensor([0, len(sequence)]) if share else starts
-    boundaries = boundaries.to(torch.int32).to(device)
-    longest = int((padded + shared).max())
-    groups, restore = group(padded, shared, owners, device) if context == 1 else ([], None)
+    boundaries, sharing = starts, {}
+    if shared.any():
+        # One run of rotary angles, chosen by position.
+        boundaries, sharing = torch.tensor([0, len(sequence)]), dict(shared=shared, owner=owners, positions=position.to(device))
+    boundaries, longest = boundaries.to(torch.int32).to(device), int((padded + shared).max())
     packing = Packing(
         qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=longest, max_seqlen_kv=longest,
-        lengths=padded.tolist(), groups=groups, restore=restore, positions=position.to(device) if share else None,
+        lengths=padded, **sharing,
     )  # fmt: skip
     return Microbatch(
         token_ids=token_ids[None].to(device),

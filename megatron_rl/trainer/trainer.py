@@ -127,7 +127,10 @@ class Trainer:
             loss, split = MinibatchLoss(parts.method, scored, credit, rows), self._pack(experience, rows)
             updates.append(parts.policy.update(experience.sequences, split, loss, entropy=entropy, scores=scored.old is None))
         metrics = {key: float(value) for key, value in credit.metrics.items()}
-        old = on_cpu(updates[0].scores) if scored.old is None else scored.old
+        old = scored.old
+        if old is None:
+            assert updates[0].scores is not None, "protocols.Policy.update returns the scores it is asked for"
+            old = on_cpu(updates[0].scores)
         return old, metrics | update_metrics(updates) | {"optim/empty_minibatches": empty}
 
     def _minibatches(self, step: int, experience: Experience, keep: torch.Tensor) -> Iterator[list[int]]:

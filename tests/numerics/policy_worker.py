@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megatron_rl.config.schema import ModelConfig
-from megatron_rl.policy.forward import Passes
+from megatron_rl.policy.forward import Passes, ScoreBoard
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.runtime.cpu import platform
 from megatron_rl.types import TokenScores
@@ -130,6 +130,10 @@ def compare(case: Case, folder: Path) -> dict[str, Any]:
     return figures
 
 
+def same(mine: TokenScores, other: TokenScores) -> bool:
+    return torch.equal(mine.logprobs, other.logprobs) and torch.equal(mine.entropy, other.entropy)
+
+
 def after_update(
     policy: MegatronPolicy, wanted: dict[str, Any], split: Any, before: TokenScores, stored: dict[str, Any]
 ) -> dict[str, Any]:
@@ -150,14 +154,17 @@ def after_update(
     expected = {key: weight.detach() - stored[key] for key, weight in weights.items()}
     norm = sum(float(g.square().sum()) for g in wanted["gradients"].values()) ** 0.5
     kept = policy.logprobs(batch, split, reference=True).logprobs
-    now = policy.logprobs(batch, split).logprobs
+    now = policy.logprobs(batch, split, entropy=True)
+    board = ScoreBoard(len(now.logprobs), True, policy.ranks, policy.device)
+    policy.backward(batch, split, wanted["loss"], entropy="value", board=board)
+    again = board.everywhere()
     return dict(
         update=relative_error(moved, expected),
         grad_norm=abs(result.grad_norm - norm) / norm,
         skipped=result.skipped,
-        own_scores=torch.equal(result.scores.logprobs, before.logprobs) and torch.equal(result.scores.entropy, before.entropy),
+        own_scores=same(result.scores, before) and same(again, now),
         reference_kept=torch.equal(kept, before.logprobs),
-        policy_moved=float((now - before.logprobs).abs().max()),
+        policy_moved=float((now.logprobs - before.logprobs).abs().max()),
     )
 
 

@@ -89,6 +89,7 @@ def test_neighbours_with_the_same_prompt_pack_it_once_and_its_end_predicts_every
 def test_only_neighbours_share_and_only_when_told() -> None:
     apart = pack(SHARED, [0, 3, 2], NO_RULE, 0, 1, CPU, share=True)
     assert apart.token_ids.tolist() == [[5, 6, 7, 5, 11, 5, 6, 10]]
+    assert apart.packing.cu_seqlens_q.tolist() == [0, 3, 5, 8] and apart.packing.positions is None, "nothing shared: as ever"
     plain = pack(SHARED, [0, 1], NO_RULE, 0, 1, CPU)
     assert plain.token_ids.tolist() == [[5, 6, 7, 5, 6, 8, 9]]
     assert plain.packing.positions is None
@@ -96,11 +97,10 @@ def test_only_neighbours_share_and_only_when_told() -> None:
 
 def test_attention_sees_a_shared_prompt_before_every_response_and_restores_it_from_its_owner() -> None:
     packing = pack(SHARED, [0, 1, 2], Multiples(1, 4), 0, 1, CPU, share=True).packing
-    (part,) = packing.groups
+    (part,), restore = packing.groups
     # Places 0 and 1 hold the prompt, 2 "7", 3 and 4 "8 9", 5 "10", and 6 and 7 stretch the last sequence to a multiple of 4.
     assert part.tokens.view(part.count, part.length).tolist() == [[0, 1, 5, 6, 7], [0, 1, 3, 4, 4], [0, 1, 2, 2, 2]]
-    owner_rows = packing.restore.tolist()
-    assert owner_rows == [10, 11, 12, 7, 8, 2, 3, 4]
+    assert restore.tolist() == [10, 11, 12, 7, 8, 2, 3, 4]
 
 
 def test_a_row_without_prompt_is_named() -> None:
