@@ -35,7 +35,9 @@ def to_megatron(source: Path, target: Path) -> str:
     files = _files(source, arch)
     partial = checkpoint_dir.begin(target)
     digest = _write(arch, files, partial, "")
-    return _finish(source, target, digest)
+    _copy_config(source, partial / CONFIG)
+    checkpoint_dir.publish(target)
+    return digest
 
 
 def to_nemo(source: Path, target: Path) -> str:
@@ -48,7 +50,9 @@ def to_nemo(source: Path, target: Path) -> str:
     nemo_files.write_context(source, partial / nemo_files.CONTEXT, model)
     (partial / nemo_files.WEIGHTS).mkdir()
     digest = _write(arch, files, partial / nemo_files.WEIGHTS, nemo_files.PREFIX)
-    return _finish(source, target, digest)
+    _copy_config(source, partial / CONFIG)
+    checkpoint_dir.publish(target)
+    return digest
 
 
 def _files(source: Path, arch: Architecture) -> HfFiles:
@@ -69,13 +73,10 @@ def _write(arch: Architecture, files: HfFiles, weights: Path, prefix: str) -> st
     return combined_digest(digests)
 
 
-def _finish(source: Path, target: Path, digest: str) -> str:
-    partial = target.with_name(target.name + checkpoint_dir.PARTIAL)
-    (partial / CONFIG).mkdir()
-    write_config(source, partial / CONFIG, None)
-    copy_companions(source, partial / CONFIG)
-    checkpoint_dir.publish(target)
-    return digest
+def _copy_config(source: Path, folder: Path) -> None:
+    folder.mkdir()
+    write_config(source, folder, None)
+    copy_companions(source, folder)
 
 
 def to_hf(source: Path, target: Path, config: Path | None, max_file_bytes: int) -> str:

@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import fields
-from pathlib import Path
 
+from megatron_rl.config.checks import check
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
-from megatron_rl.loss import Method
 from megatron_rl.policy import memory
-from megatron_rl.policy.families import read_architecture
+from megatron_rl.trainer.memory_plan import plan
 
 
 def main() -> int:
@@ -29,16 +28,14 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of a run")
     arguments = parser.parse_args()
     try:
-        values = compose("config", ["data.train=-", "data.eval=-", *arguments.overrides])
+        values = compose("config", [*arguments.overrides, "data.train=reasoning_gym:any", "data.eval=reasoning_gym:any"])
         config = validate(Config, values, "the configuration")
-        arch, _ = read_architecture(Path(config.model.path))
+        check(config, arguments.world_size)
+        room = memory.Room("cuda", arguments.gpu_gib, arguments.host_gib)
+        stages = plan(config, arguments.world_size, room, fused=not arguments.unfused)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    method = Method(config.method, response_limit=config.rollout.max_response_tokens)
-    sizes = memory.sizes(config, arguments.world_size, fused=not arguments.unfused, keep_reference=method.needs.ref_logprobs)
-    room = memory.Room("cuda", arguments.gpu_gib, arguments.host_gib)
-    stages = memory.plan(arch, config.parallel, config.precision, config.rollout, sizes, room.device_gib)
     print(f"{'stage':20} " + "  ".join(f"{stage.stage:6d}" for stage in stages))
     for name in (field.name for field in fields(memory.StageMemory) if field.name != "stage"):
         print(f"{name + ' GiB':20} " + "  ".join(f"{getattr(stage, name) / memory.GIB:6.2f}" for stage in stages))

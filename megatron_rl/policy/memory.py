@@ -1,13 +1,14 @@
 """Device memory of a configuration before anything is built: what each pipeline stage of the policy and its engine will hold.
 
 Weights, gradients and optimizer are exact sums over the parameters of a stage. Activations are what a layer saves for its backward
-with fused attention; the engine's share is its weights (in ``rollout.dtype``) and its key-value cache. FP8 counts as bfloat16.
+with fused attention; the engine's share is its weights (in ``rollout.dtype``, with ``rollout.quantization`` the matrices of its
+layers in one byte) and its key-value cache. FP8 layers of the policy count as bfloat16.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -17,6 +18,7 @@ from megatron_rl.policy.layout import Parameter, expert_parameters, layer_parame
 from megatron_rl.policy.logprobs import LOGPROB_CHUNK_TOKENS
 
 BYTES = {"float32": 4, "bfloat16": 2}
+QUANTIZED_BYTES = 1
 GIB = 2**30
 # What comes beside the tensors: the CUDA context, communication buffers and fragmentation, or the libraries of a process.
 OVERHEAD_GIB = {"cuda": 4.0, "cpu": 1.0}
@@ -40,10 +42,12 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What decides activations and cache: the longest micro-batch of a data-parallel rank, the logprob chunk, the world."""
+    """What decides activations and cache: the largest micro-batch of a data-parallel rank, the minibatch (all its sequences at their
+    longest), the logprob chunk, the world."""
 
     world_size: int
     tokens_per_microbatch: int
+    tokens_per_minibatch: int
     logprob_chunk_tokens: int
     make_vocab_divisible_by: int
     fused: bool  # layers of Transformer Engine
@@ -72,12 +76,19 @@ def stage_layers(arch: Architecture, parallel: ParallelConfig) -> list[int]:
     return layers
 
 
-def parameter_counts(arch: Architecture, parallel: ParallelConfig, divisible_by: int) -> list[tuple[int, int]]:
-    """(parameters outside experts, parameters of experts) on one rank of each stage."""
+def is_layer_matrix(parameter: Parameter) -> bool:
+    """Whether an engine with ``rollout.quantization`` quantizes it: not embedding, head, norms, biases and routers."""
+    return parameter.slot.kind in ("qkv", "gate_up", "columns") and not parameter.slot.megatron.endswith("bias")
+
+
+def parameter_counts(
+    arch: Architecture, parallel: ParallelConfig, divisible_by: int, which: Callable[[Parameter], bool] = lambda _: True
+) -> list[tuple[int, int]]:
+    """(parameters outside experts, parameters of experts) on one rank of each stage, of those ``which`` takes."""
     rows = padded_vocab(arch.vocab_size, divisible_by, parallel.tensor)
 
     def count(parameters: Iterable[Parameter], size: int) -> int:
-        return sum(math.prod(local_shape(parameter, arch, rows, size)) for parameter in parameters)
+        return sum(math.prod(local_shape(parameter, arch, rows, size)) for parameter in parameters if which(parameter))
 
     before, after = (count(parameters, parallel.tensor) for parameters in outer_parameters(arch))
     layer = count(layer_parameters(arch, 0), parallel.tensor)
@@ -126,9 +137,33 @@ def live_layers(parallel: ParallelConfig, stage: int, layers: int) -> int:
 
 
 def sizes(config: Config, world_size: int, *, fused: bool, keep_reference: bool) -> Sizes:
-    """The sizes of a run of ``config``."""
-    tokens, divisible_by = config.batch.tokens_per_microbatch, config.model.make_vocab_divisible_by
-    return Sizes(world_size, tokens, LOGPROB_CHUNK_TOKENS, divisible_by, fused, keep_reference)
+    """The sizes of a run of ``config``. A micro-batch has at most one sequence more than a data-parallel rank's even share of a
+    minibatch, for sequences are spread over the ranks by their tokens."""
+    batch, parallel = config.batch, config.parallel
+    data = world_size // (parallel.tensor * parallel.pipeline * parallel.context)
+    sequences, longest = batch.prompts_per_minibatch * batch.responses_per_prompt, longest_sequence(config)
+    return Sizes(
+        world_size=world_size, tokens_per_minibatch=sequences * longest,
+        tokens_per_microbatch=min(batch.tokens_per_microbatch, min(sequences, math.ceil(sequences / data) + 1) * longest),
+        logprob_chunk_tokens=LOGPROB_CHUNK_TOKENS, make_vocab_divisible_by=config.model.make_vocab_divisible_by, fused=fused,
+        keep_reference=keep_reference,
+    )  # fmt: skip
+
+
+def longest_sequence(config: Config) -> int:
+    """Tokens of the longest prompt with the longest response."""
+    return config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+
+
+def engine_weight_bytes(arch: Architecture, parallel: ParallelConfig, rollout: RolloutConfig) -> int:
+    """Bytes of the engine's weights on one of its ranks."""
+    engine = {"tensor": rollout.tensor, "expert_tensor": rollout.tensor, "pipeline": 1, "expert": 1}
+    whole = ParallelConfig(**{**parallel.model_dump(), **engine, "first_stage_layers": None, "last_stage_layers": None})
+    element = BYTES[rollout.dtype]
+    weights = sum(parameter_counts(arch, whole, 1)[0]) * element
+    if rollout.quantization is not None:
+        weights -= sum(parameter_counts(arch, whole, 1, is_layer_matrix)[0]) * (element - QUANTIZED_BYTES)
+    return weights
 
 
 def plan(
@@ -140,12 +175,10 @@ def plan(
     moments = 2 * BYTES[precision.adam_moments] + (4 if element == 2 else 0)  # and the float32 master weights
     data = sizes.world_size // (parallel.tensor * parallel.pipeline)  # with context: both share the optimizer's work
     expert_data = sizes.world_size // ((parallel.expert_tensor or 1) * parallel.expert * parallel.pipeline)
-    tokens = sizes.tokens_per_microbatch // parallel.context
+    tokens, minibatch_tokens = (math.ceil(n / parallel.context) for n in (sizes.tokens_per_microbatch, sizes.tokens_per_minibatch))
     rows = padded_vocab(arch.vocab_size, sizes.make_vocab_divisible_by, parallel.tensor) // parallel.tensor
     counts = parameter_counts(arch, parallel, sizes.make_vocab_divisible_by)
-    engine = {"tensor": rollout.tensor, "expert_tensor": rollout.tensor, "pipeline": 1, "expert": 1}
-    whole = ParallelConfig(**{**parallel.model_dump(), **engine, "first_stage_layers": None, "last_stage_layers": None})
-    engine_weights = sum(parameter_counts(arch, whole, 1)[0]) * BYTES[rollout.dtype]
+    engine_weights = engine_weight_bytes(arch, parallel, rollout)
     cache = rollout.gpu_memory_utilization * gpu_gib * GIB - engine_weights if rollout.kv_cache_gib is None else rollout.kv_cache_gib * GIB
     found = []
     for stage, ((dense, experts), layers) in enumerate(zip(counts, stage_layers(arch, parallel), strict=True)):
@@ -153,7 +186,8 @@ def plan(
             states = moments * (math.ceil(dense / data) + math.ceil(experts / expert_data))
         else:
             states = moments * (dense + experts)
-        activations = live_layers(parallel, stage, layers) * layer_activations(arch, parallel, tokens, element, sizes.fused)
+        live = live_layers(parallel, stage, layers) * layer_activations(arch, parallel, tokens, element, sizes.fused)
+        activations = min(live, layers * layer_activations(arch, parallel, minibatch_tokens, element, sizes.fused))
         if parallel.recompute == "full":
             once = ParallelConfig(**{**parallel.model_dump(), "recompute": "none"})
             activations += layer_activations(arch, once, tokens, element, sizes.fused)
@@ -171,25 +205,11 @@ def plan(
 
 STATES = ("weights", "gradients", "optimizer")
 ENGINE = ("engine_weights", "kv_cache")
-# What to change where a part is too large; the names in braces are replaced by the values of the configuration.
-SPLIT = "raise parallel.tensor (now {parallel.tensor}) or parallel.pipeline (now {parallel.pipeline})"
-KNOBS = {
-    "weights": SPLIT,
-    "gradients": SPLIT,
-    "optimizer": "use parallel.distributed_optimizer=true (now {parallel.distributed_optimizer}) and more data-parallel ranks, or raise "
-    "parallel.tensor (now {parallel.tensor})",
-    "activations": "lower batch.tokens_per_microbatch (now {batch.tokens_per_microbatch}), set parallel.sequence=true (now "
-    "{parallel.sequence}) or parallel.recompute=full (now {parallel.recompute}), or raise parallel.context (now {parallel.context})",
-    "logits": "raise parallel.tensor (now {parallel.tensor})",
-    "engine_weights": "raise rollout.tensor (now {rollout.tensor})",
-    "kv_cache": "lower rollout.kv_cache_gib (now {rollout.kv_cache_gib}) or, where that is null, rollout.gpu_memory_utilization (now "
-    "{rollout.gpu_memory_utilization})",
-    "reference": "choose a method without KL to the start, or raise parallel.tensor (now {parallel.tensor})",
-}
-MAY_LEAVE = {"weight sync": ("gradients", "optimizer"), "generation": STATES}  # what memory.offload can take away
-HAND_OVER = "add {name} to memory.offload (now {memory.offload})"
-ON_HOST = "take {name} out of memory.offload (now {memory.offload})"
-SLEEP = "set rollout.sleep_level=2 (now {rollout.sleep_level}), which drops them"
+
+
+def host_copies(config: Config) -> tuple[str, ...]:
+    """Parts that have a copy on the host while they are offloaded."""
+    return tuple(part for part in STATES if part in config.memory.offload and part != "gradients")  # those come back as zeros
 
 
 def phases(config: Config, kind: str) -> dict[str, tuple[str, ...]]:
@@ -198,7 +218,7 @@ def phases(config: Config, kind: str) -> dict[str, tuple[str, ...]]:
     ``memory.offload`` names is held twice.
     """
     offload, level = config.memory.offload, config.rollout.sleep_level
-    copies = tuple(part for part in STATES if part in offload and part != "gradients")  # gradients come back as zeros
+    copies = host_copies(config)
     passes = ("activations", "logits")
     if kind == "cpu":
         return {"the run": (*STATES, *passes, *ENGINE, "reference", *copies)}
@@ -263,13 +283,54 @@ def problems(stages: Sequence[StageMemory], config: Config, room: Room) -> list[
         if one.has_gib is None or one.need_gib <= one.has_gib:
             continue
         largest = max(one.parts, key=lambda name: getattr(one.stage, name))
-        remedy = KNOBS[largest]
-        if one.phase in MAY_LEAVE and largest in MAY_LEAVE[one.phase]:
-            remedy = HAND_OVER
-        elif one.phase == "host copies" and largest != "reference":
-            remedy = SLEEP if largest == "engine_weights" else ON_HOST
+        remedies = list(leaving(one, config))
+        if one.phase != "host copies" or largest == "reference":
+            remedies += knobs(largest, config)
         found.append(
             f"{one.phase} needs {one.need_gib:.1f} GiB on a rank of pipeline stage {one.stage.stage}, there are {one.has_gib:.1f} GiB; "
-            f"most of it is {largest} ({getattr(one.stage, largest) / GIB:.1f} GiB): {remedy.format(name=largest, **dict(config))}"
+            f"most of it is {largest} ({getattr(one.stage, largest) / GIB:.1f} GiB): {', or '.join(remedies)}"
         )
     return found
+
+
+def leaving(one: Demand, config: Config) -> Iterator[str]:
+    """What would take parts out of the phase ``one``."""
+    offload, level, fp8 = config.memory.offload, config.rollout.sleep_level, config.precision.fp8
+    if one.phase in ("weight sync", "generation"):
+        stays = "weights" if one.phase == "weight sync" or (fp8 is not None and fp8.param_gather) else None
+        if parts := [part for part in STATES if part in one.parts and part != stays]:
+            yield f"add {', '.join(parts)} to memory.offload (now {offload})"
+    elif one.phase in ("host copies", "the run") and (copies := host_copies(config)):
+        yield f"take {', '.join(copies)} out of memory.offload (now {offload})"
+    if level == 0 and one.phase in ("training", "weight sync"):
+        yield "set rollout.sleep_level=1 (now 0), so that the engine leaves while the policy trains"
+    if level == 1 and one.phase == "host copies":
+        yield "set rollout.sleep_level=2 (now 1), which drops the engine's weights"
+
+
+def knobs(part: str, config: Config) -> Iterator[str]:
+    """What would make ``part`` smaller: keys that are not at their best value yet."""
+    parallel, rollout, tokens = config.parallel, config.rollout, config.batch.tokens_per_microbatch
+    if part == "activations":
+        if tokens > longest_sequence(config):
+            yield f"lower batch.tokens_per_microbatch (now {tokens})"
+        else:
+            yield f"lower rollout.max_response_tokens (now {rollout.max_response_tokens}) and batch.tokens_per_microbatch (now {tokens})"
+        if parallel.tensor > 1 and not parallel.sequence:
+            yield "set parallel.sequence=true"
+        if parallel.recompute != "full":
+            yield f"set parallel.recompute=full (now {parallel.recompute})"
+        yield f"raise parallel.context (now {parallel.context})"
+    elif part == "engine_weights":
+        yield f"raise rollout.tensor (now {rollout.tensor})"
+    elif part == "kv_cache":
+        key = "gpu_memory_utilization" if rollout.kv_cache_gib is None else "kv_cache_gib"
+        yield f"lower rollout.{key} (now {getattr(rollout, key)})"
+    else:
+        if part == "optimizer":
+            yield "use more data-parallel ranks" if parallel.distributed_optimizer else "set parallel.distributed_optimizer=true"
+        if part == "reference":
+            yield "choose a method without KL to the start"
+        yield f"raise parallel.tensor (now {parallel.tensor})"
+        if part != "logits":
+            yield f"raise parallel.pipeline (now {parallel.pipeline})"

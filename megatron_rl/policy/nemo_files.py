@@ -123,7 +123,7 @@ def write_context(source: Path, context: Path, model: Call) -> None:
         copy_companions(source, context / TOKENIZER)
         file = context / TOKENIZER / "tokenizer_config.json"
         settings = json.loads(file.read_text(encoding="utf-8"))
-        if settings["tokenizer_class"] == "TokenizersBackend":  # the name since transformers 5; NeMo 2 has transformers 4
+        if settings.get("tokenizer_class") == "TokenizersBackend":  # the name since transformers 5; NeMo 2 has transformers 4
             settings["tokenizer_class"] = "PreTrainedTokenizerFast"
             file.write_text(json.dumps(settings, indent=2) + "\n", encoding="ascii")
 

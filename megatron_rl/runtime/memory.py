@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import resource
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -32,14 +32,34 @@ def memory_in_use(engine_bytes: Callable[[], int]) -> dict[str, float]:
     return values
 
 
-def available_gib() -> float:
-    """Host memory that can still be taken without swapping, or the limit of this process's container where that is less."""
-    table = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-    limits = [int(table["MemAvailable"].split()[0]) * 1024]
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (text := limit.read_text(encoding="ascii").strip()) != "max":
-        limits.append(int(text))
-    return min(limits) / GIB
+def available_gib(root: Path = Path("/")) -> float:
+    """Host memory that can still be taken without swapping, or what the control groups of this process leave where that is less.
+    ``root``: where proc and sys are."""
+    table = dict(line.split(":") for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines())
+    return min([int(table["MemAvailable"].split()[0]) * 1024, *_left_in_cgroups(root)]) / GIB
+
+
+def _left_in_cgroups(root: Path) -> Iterator[int]:
+    """Bytes left in each control group above this process that limits memory (Slurm's --mem, a systemd slice, a container).
+
+    Pages of files do not count as used: they are dropped when memory is wanted. In a container /proc may name a folder that is not
+    mounted there; the container's own limit is then at the top of what is.
+    """
+    for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            top, limit_name, used_name, prefix = "sys/fs/cgroup", "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):
+            top, limit_name, used_name, prefix = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+        else:
+            continue
+        names = path.strip("/").split("/")
+        for group in (root.joinpath(top, *names[:depth]) for depth in range(len(names) + 1)):
+            if not (group / limit_name).is_file() or (limit := (group / limit_name).read_text(encoding="ascii").strip()) == "max":
+                continue
+            table = dict(row.split() for row in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+            files = int(table[f"{prefix}active_file"]) + int(table[f"{prefix}inactive_file"])
+            yield int(limit) - int((group / used_name).read_text(encoding="ascii")) + files
 
 
 class Ledger:

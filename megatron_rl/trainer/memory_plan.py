@@ -26,20 +26,28 @@ def check_memory(config: Config, world: World) -> None:
     Raises:
         ConfigError: the layout is impossible, or (with ``memory.refuse``) a phase needs more than there is; the same on every rank.
     """
-    arch, _ = read_architecture(Path(config.model.path))
-    if wrong := layout_problems(arch, config.parallel, world.size):
-        raise ConfigError(wrong, "the layout")
-    method = Method(config.method, response_limit=config.rollout.max_response_tokens)
-    fused = this_machine().transformer_engine is not None
-    sizes = memory.sizes(config, world.size, fused=fused, keep_reference=method.needs.ref_logprobs)
     room = smallest_room(world)
-    stages = memory.plan(arch, config.parallel, config.precision, config.rollout, sizes, room.device_gib)
+    stages = plan(config, world.size, room, fused=this_machine().transformer_engine is not None)
     log.info("%s", memory.describe(stages, config, room))
     problems = memory.problems(stages, config, room)
     if problems and config.memory.refuse:
         raise ConfigError(problems, "the memory plan (memory.refuse=false starts all the same)")
     for problem in problems:
         log.warning("memory.refuse = False, though %s", problem)
+
+
+def plan(config: Config, world_size: int, room: memory.Room, *, fused: bool) -> list[memory.StageMemory]:
+    """Memory of a rank of each pipeline stage; ``fused``: layers of Transformer Engine.
+
+    Raises:
+        ConfigError: the model cannot be laid out so over ``world_size`` processes.
+    """
+    arch, _ = read_architecture(Path(config.model.path))
+    if wrong := layout_problems(arch, config.parallel, world_size):
+        raise ConfigError(wrong, "the layout")
+    method = Method(config.method, response_limit=config.rollout.max_response_tokens)
+    sizes = memory.sizes(config, world_size, fused=fused, keep_reference=method.needs.ref_logprobs)
+    return memory.plan(arch, config.parallel, config.precision, config.rollout, sizes, room.device_gib)
 
 
 def smallest_room(world: World) -> memory.Room:

@@ -177,9 +177,12 @@ def test_preemption_leaves_a_checkpoint_and_a_marker(folder, start):
         (
             ["model.path={folder}/large"],  # neither weights nor tokenizer: it is refused before either is looked for
             r"memory plan of a rank in GiB .*: weights 270.84, .*\nerror: 1 problem in the memory plan \(memory.refuse=false starts all "
-            r"the same\):\n  - the run needs \d{4}\.\d GiB on a rank of pipeline stage 0, .* most of it is optimizer \(541.7 GiB\): use",
+            r"the same\):\n  - the run needs \d{4}\.\d GiB on a rank of pipeline stage 0, .* most of it is optimizer \(541.7 GiB\): ",
         ),
-        (["batch.tokens_per_microbatch=1000000000"], r"most of it is activations .*: lower batch.tokens_per_microbatch \(now 10{9}\)"),
+        (
+            ["batch.tokens_per_microbatch=1000000000", "batch.responses_per_prompt=50000000"],
+            r"most of it is activations .*: lower batch.tokens_per_microbatch \(now 10{9}\)",
+        ),
     ],
 )
 def test_wrong_input_is_one_message_and_a_failed_job(folder, change, message):

@@ -1,3 +1,4 @@
+import random
 from dataclasses import replace
 
 import pytest
@@ -5,6 +6,7 @@ from transformers import Qwen2Config, Qwen3MoeConfig
 
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config, ParallelConfig, PrecisionConfig, RolloutConfig
+from megatron_rl.data.packing import plan_microbatches
 from megatron_rl.policy import memory
 from megatron_rl.policy.families import architecture_from
 
@@ -18,7 +20,9 @@ QWEN2_5_7B = architecture_from(
 # Embedding and head 2 x 152064 x 3584; a layer: (3584 + 2 x 512) x 3584 + 4608 + 3584^2 + 3 x 3584 x 18944 + 2 x 3584; last norm 3584.
 LAYER, EMBEDDING = 233_057_792, 544_997_376
 PARAMETERS = 28 * LAYER + 2 * EMBEDDING + 3584
-SIZES = memory.Sizes(world_size=8, tokens_per_microbatch=1000, logprob_chunk_tokens=256, make_vocab_divisible_by=1, fused=True)
+SIZES = memory.Sizes(
+    world_size=8, tokens_per_microbatch=1000, tokens_per_minibatch=10**6, logprob_chunk_tokens=256, make_vocab_divisible_by=1, fused=True
+)  # fmt: skip
 
 
 def parallel(**layout):
@@ -92,6 +96,59 @@ def test_layers_alive_at_the_fullest_moment(layout, stage, live):
     assert memory.live_layers(parallel(**layout), stage, layers) == live
 
 
+def test_no_more_is_alive_than_a_minibatch_has():
+    layer = memory.layer_activations(QWEN2_5_7B, parallel(), 1000, 2, fused=True)
+    few = replace(SIZES, tokens_per_minibatch=2500)
+    assert [stage.activations for stage in plan({"pipeline": 4}, few)] == [7 * n * layer // 2 for n in (5, 5, 4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tokens"),
+    [
+        (["batch.prompts_per_minibatch=1", "batch.responses_per_prompt=2"], 2 * 4096),  # at most the whole minibatch
+        (["batch.prompts_per_minibatch=5", "batch.responses_per_prompt=2"], (3 + 1) * 4096),  # 10 sequences on 4 ranks
+        (["batch.prompts_per_minibatch=16", "batch.responses_per_prompt=8"], 65536),
+    ],
+)
+def test_a_microbatch_has_at_most_a_rank_s_share_of_the_minibatch(overrides, tokens):
+    of_8 = config("batch.tokens_per_microbatch=65536", "parallel.tensor=2", *overrides)
+    assert memory.sizes(of_8, 8, fused=True, keep_reference=False).tokens_per_microbatch == tokens
+
+
+@pytest.mark.parametrize(("prompts", "responses", "ranks", "multiple"), [(1, 7, 4, 1), (3, 5, 2, 1), (4, 8, 8, 2), (5, 2, 4, 1)])
+def test_what_is_planned_bounds_what_is_packed(prompts, responses, ranks, multiple):
+    planned = config(
+        f"batch.prompts_per_minibatch={prompts}", f"batch.responses_per_prompt={responses}", "batch.tokens_per_microbatch=20000"
+    )
+    most = memory.sizes(planned, ranks, fused=True, keep_reference=False).tokens_per_microbatch
+    draw = random.Random(0)
+    for _ in range(50):
+        lengths = [draw.choice((20, 500, 4000, 4096)) for _ in range(prompts * responses)]
+        sizes = dict(data_parallel_size=ranks, tokens_per_microbatch=20000, multiple=multiple)
+        packed = plan_microbatches(lengths, range(len(lengths)), **sizes)
+        assert max(sum(lengths[row] for row in microbatch) for rank in packed for microbatch in rank) <= most
+
+
+def test_an_fp8_engine_has_one_byte_for_the_matrices_of_its_layers():
+    (stage,) = plan({}, rollout={"tensor": 1, "quantization": "fp8"})
+    vectors = 28 * (4608 + 2 * 3584)  # biases and norms
+    matrices = 28 * LAYER - vectors
+    assert stage.engine_weights == matrices + 2 * (vectors + 2 * EMBEDDING + 3584)
+
+
+def test_a_32b_fp8_engine_on_one_gpu_is_not_refused():
+    large = replace(QWEN2_5_7B, hidden_size=5120, num_heads=40, num_kv_heads=8, num_layers=64, ffn_hidden_size=27648, head_dim=128)
+    run = config("memory.offload=[optimizer,gradients,weights]")
+
+    def found(quantization):
+        rollout = {"tensor": 1, "kv_cache_gib": None, "quantization": quantization}
+        stages = plan({"tensor": 8, "distributed_optimizer": True}, replace(SIZES, world_size=16), large, rollout=rollout)
+        return memory.problems(stages, run, GPU)
+
+    assert found("fp8") == []
+    assert "leaves nothing for keys and values" in found(None)[0]
+
+
 def config(*overrides):
     return validate(Config, compose("config", ["model.path=m", "data.train=t", "data.eval=e", *overrides]), "test")
 
@@ -100,15 +157,74 @@ GPU = memory.Room("cuda", 80.0)
 
 
 def test_what_does_not_fit_is_named_with_its_key_and_value():
-    messages = memory.problems(plan({}), config(), GPU)
+    messages = memory.problems(plan({}), config("parallel.distributed_optimizer=false"), GPU)
     assert [message.split(" needs ")[0] for message in messages] == ["training", "weight sync", "generation"]
     assert all("pipeline stage 0, there are 80.0 GiB" in message for message in messages)
-    assert "most of it is optimizer (85.1 GiB): use parallel.distributed_optimizer=true (now True)" in messages[0]
-    assert all("add optimizer to memory.offload (now ())" in message for message in messages[1:])
+    assert "most of it is optimizer (85.1 GiB): set parallel.distributed_optimizer=true, or raise parallel.tensor (now 1)" in messages[0]
+    assert "add gradients, optimizer to memory.offload (now ())" in messages[1]
+    assert "add weights, gradients, optimizer to memory.offload (now ())" in messages[2]
     away = config("memory.offload=[optimizer,gradients]")
     assert [message.split()[0] for message in memory.problems(plan({}), away, GPU)] == ["training"]
     fits = plan({"tensor": 4, "distributed_optimizer": True})
     assert memory.problems(fits, config(), GPU) == []
+
+
+def remedies(phase, largest, *overrides):
+    """What is advised to a run of ``overrides`` whose ``phase`` lacks room, most of it for ``largest``."""
+    run = config(*overrides)
+    stage = replace(plan({})[0], **{largest: 10**12})
+    (message,) = [text for text in memory.problems([stage], run, replace(GPU, host_gib=10.0)) if text.startswith(phase)]
+    assert f"most of it is {largest} (" in message
+    return message.partition("GiB): ")[2].split(", or ")
+
+
+TP2 = ("parallel.tensor=2", "parallel.sequence=true")
+SHORT = "lower rollout.max_response_tokens (now 3072) and batch.tokens_per_microbatch (now 4096)"
+FP8_PARAMS = ("precision=fp8_tensorwise", "precision.fp8.param_gather=true")
+
+
+@pytest.mark.parametrize(
+    ("phase", "largest", "overrides", "advised"),
+    [
+        (
+            "training", "activations", ["parallel.tensor=2", "batch.tokens_per_microbatch=9000"],
+            ["lower batch.tokens_per_microbatch (now 9000)", "set parallel.sequence=true",
+             "set parallel.recompute=full (now none)", "raise parallel.context (now 1)"],
+        ),
+        (  # sequence and full recomputation are in use already; a micro-batch has to hold one sequence
+            "training", "activations", [*TP2, "parallel.recompute=full", "batch.tokens_per_microbatch=4096"],
+            [SHORT, "raise parallel.context (now 1)"],
+        ),
+        (  # sequence parallelism needs tensor parallelism
+            "training", "activations", ["parallel.recompute=full", "batch.tokens_per_microbatch=4096"],
+            [SHORT, "raise parallel.context (now 1)"],
+        ),
+        (
+            "training", "optimizer", ["rollout.sleep_level=0"],
+            ["set rollout.sleep_level=1 (now 0), so that the engine leaves while the policy trains", "use more data-parallel ranks",
+             "raise parallel.tensor (now 1)", "raise parallel.pipeline (now 1)"],
+        ),
+        (
+            "generation", "kv_cache", [],
+            ["add weights, gradients, optimizer to memory.offload (now ())", "lower rollout.gpu_memory_utilization (now 0.6)"],
+        ),
+        (
+            "generation", "kv_cache", ["memory.offload=[optimizer,gradients,weights]", "rollout.kv_cache_gib=9.0"],
+            ["lower rollout.kv_cache_gib (now 9.0)"],
+        ),
+        (  # checks.py refuses to offload FP8 weights
+            "generation", "kv_cache", [*FP8_PARAMS, "memory.offload=[optimizer]"],
+            ["add gradients to memory.offload (now ('optimizer',))", "lower rollout.gpu_memory_utilization (now 0.6)"],
+        ),
+        (
+            "host copies", "optimizer", ["memory.offload=[optimizer,gradients]"],
+            ["take optimizer out of memory.offload (now ('optimizer', 'gradients'))",
+             "set rollout.sleep_level=2 (now 1), which drops the engine's weights"],
+        ),
+    ],
+)  # fmt: skip
+def test_advised_is_what_is_allowed_and_not_done_yet(phase, largest, overrides, advised):
+    assert remedies(phase, largest, *overrides) == advised
 
 
 def test_an_engine_that_never_sleeps_stays_beside_training():

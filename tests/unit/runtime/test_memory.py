@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_rl.runtime.memory import Ledger, memory_in_use, resident_gib
+from megatron_rl.runtime.memory import GIB, Ledger, available_gib, memory_in_use, resident_gib
 
 
 def run(values: list[float], alarm: float | None, phase: str = "sleep") -> Iterator[dict[str, float]]:
@@ -61,3 +62,44 @@ def test_resident_memory_follows_an_allocation():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA")
 def test_without_a_device_only_the_host_is_measured():
     assert list(memory_in_use(lambda: 7)) == ["host"]
+
+
+def write_machine(root: Path, cgroup: str, **groups: tuple[object, int]) -> Path:
+    """A made-up machine with 64 GiB available. ``groups``: folder below /sys/fs/cgroup, / written as __: its limit and use in GiB."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {64 * 2**20} kB\n")
+    (root / "proc/self/cgroup").write_text(cgroup)
+    for name, (limit, used) in groups.items():
+        first = name.startswith("memory")
+        folder = root / "sys/fs/cgroup" / name.replace("top", "").replace("__", "/")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ("memory.limit_in_bytes" if first else "memory.max")).write_text(f"{limit if limit == 'max' else limit * GIB}\n")
+        (folder / ("memory.usage_in_bytes" if first else "memory.current")).write_text(f"{used * GIB}\n")
+        total = "total_" if first else ""
+        (folder / "memory.stat").write_text(f"anon 5\n{total}inactive_file {GIB}\n{total}active_file {2 * GIB}\n")
+    return root
+
+
+SLURM = "0::/slurm/job_7/step_0\n"
+FIRST = "9:name=systemd:/\n4:cpu,memory:/slurm/job_7\n0::/\n"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "groups", "left"),
+    [
+        ("0::/\n", {}, 64),
+        (SLURM, {"slurm": ("max", 50), "slurm__job_7": (20, 13), "slurm__job_7__step_0": ("max", 13)}, 20 - 13 + 3),
+        (SLURM, {"slurm__job_7": (20, 13), "slurm__job_7__step_0": (12, 4)}, 10),
+        (SLURM, {"slurm__job_7": (20, 3), "slurm__job_7__step_0": (12, 4), "slurm__job_8": (5, 4)}, 11),
+        (SLURM, {"slurm__job_7": (90, 5)}, 64),
+        ("0::/docker/3f\n", {"top": (30, 10)}, 23),  # a container sees its own group at the top
+        (FIRST, {"memory": (2**30, 60), "memory__slurm__job_7": (20, 13)}, 10),
+        (FIRST, {"memory": (25, 13)}, 15),
+    ],
+)
+def test_what_control_groups_leave_is_available(tmp_path, cgroup, groups, left):
+    assert available_gib(write_machine(tmp_path, cgroup, **groups)) == left
+
+
+def test_this_machine_has_memory_left():
+    assert 0 < available_gib() < 1e5

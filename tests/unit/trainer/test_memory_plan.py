@@ -39,6 +39,14 @@ def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("toy"))
 
 
+@pytest.fixture(scope="module")
+def planner():
+    spec = importlib.util.spec_from_file_location("plan_memory", REPO / "tools/plan_memory.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    return tool
+
+
 def world(kind=Ranks) -> World:
     return kind(rank=0, size=2, local_rank=0, launch_id="x", local_size=2)
 
@@ -70,15 +78,29 @@ def test_an_impossible_layout_is_named_instead_of_planned(tmp_path):
         check_memory(config(large, "parallel.tensor=3", "rollout.tensor=1"), world())
 
 
-def test_the_planner_on_the_command_line_says_the_same(tmp_path, monkeypatch, capsys):
-    spec = importlib.util.spec_from_file_location("plan_memory", REPO / "tools/plan_memory.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("--world-size=8 parallel=tp8_pp4", "tensor 8 x pipeline 4 x context 1 = 32 does not divide"),
+        ("--world-size=6 parallel=tp4 rollout.tensor=2", "tensor 4 x pipeline 1 x context 1 = 4 does not divide"),
+        ("--world-size=9 rollout.tensor=3", "rollout.tensor = 3: does not divide the model's 64 attention heads"),
+        ("--world-size=8 parallel.tensor=8 parallel.expert=2", "parallel.expert is 2, but qwen3 has no experts"),
+    ],
+)
+def test_the_planner_names_an_impossible_layout(tmp_path, monkeypatch, capsys, planner, layout, message):
+    large = f"model.path={write_large_config(tmp_path / 'large')}"
+    monkeypatch.setattr("sys.argv", ["plan_memory.py", "--gpu-gib=80", *layout.split(), large, "data.train=no_such_file.jsonl"])
+    assert planner.main() == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: 1 problem in ") and message in error
+
+
+def test_the_planner_on_the_command_line_says_the_same(tmp_path, monkeypatch, capsys, planner):
     run = "plan_memory.py --gpu-gib=140 --world-size={} parallel=tp8 rollout.tensor=8 parallel.sequence=true parallel.recompute=full"
     large = f"model.path={write_large_config(tmp_path / 'large')}"
     monkeypatch.setattr("sys.argv", [*run.format(8).split(), large])
-    assert tool.main() == 1
+    assert planner.main() == 1
     assert "training needs 160.3 GiB on a rank of pipeline stage 0, there are 140.0 GiB; most of it is" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", [*run.format(16).split(), large, "rollout.kv_cache_gib=20", "memory.offload=[optimizer]"])
-    assert tool.main() == 0
+    assert planner.main() == 0
     assert "does not fit" not in capsys.readouterr().out
