@@ -184,7 +184,8 @@ class SyncReport:
     bytes_sent: int
     bytes_total: int
     seconds: float
-    canary_logprob_diff: float | None = None  # largest |engine - policy| in nats; None where they were not compared
+    canary_logprob_diff: float | None = None  # mean |engine - policy| in nats; None where they were not compared
+    canary_logprob_diff_max: float | None = None  # of the token where it is largest
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class WeightSyncConfig(Section):
     bucket_mib: PositiveInt  # plan only: largest message
     in_flight: PositiveInt  # plan only: rounds of messages that may hold buffers at once
     canary_every: NonNegativeInt  # steps between two comparisons of engine and policy on fixed sequences, after the sync; 0 = never
-    canary_tolerance: PositiveFloat | None  # largest |logprob(engine) - logprob(policy)| tolerated there; null = only logged
+    canary_tolerance: PositiveFloat | None  # largest mean |logprob(engine) - logprob(policy)| tolerated there; null = only logged
 
 
 class DataColumns(Section):

@@ -74,6 +74,7 @@ class HandOver:
             self.engine.wake(("weights",))
             self.ledger.record("wake_weights")
             if sync or self.engine.weight_version != version:
+                self._version = None  # whatever fails from here on, the engine generates nothing
                 report = self.weight_sync.sync(version)
                 expected = None if self.canary is None else self.canary.expected(version)
                 self.ledger.record("sync")
@@ -81,7 +82,8 @@ class HandOver:
             self.engine.wake(("kv_cache",))
             self.ledger.record("wake_kv_cache")
             if self.canary is not None and report is not None and expected is not None:
-                report = replace(report, canary_logprob_diff=self.canary.check(version, expected))
+                mean, largest = self.canary.check(version, expected)
+                report = replace(report, canary_logprob_diff=mean, canary_logprob_diff_max=largest)
             self._version = version
         return report
 

@@ -44,7 +44,8 @@ TABLE: Mapping[str, str] = {
     "mismatch/kl_k3": "mean exp(d) - d - 1 with d = old - sampler: KL(sampler || trainer), in nats",
     "sync/bytes_sent": "bytes rank 0 sent to other ranks in the weight sync",
     "sync/bytes_total": "bytes of weights that rank 0 took over in the weight sync",
-    "sync/canary_logprob_diff": "largest |engine - policy| logprob of the fixed sequences after the weight sync, where compared, in nats",
+    "sync/canary_logprob_diff": "mean |engine - policy| logprob of the fixed sequences after the weight sync, where compared, in nats",
+    "sync/canary_logprob_diff_max": "the same, of the token where it is largest",
     "eval/": "held-out evaluation, at the steps that have one",
     "time/": "seconds of one phase on rank 0",
     "throughput/response_tokens_per_s": "response tokens of the step / whole step seconds",
@@ -108,7 +109,8 @@ def entropy_metrics(old: TokenScores) -> dict[str, float]:
 
 def sync_metrics(report: SyncReport) -> dict[str, float]:
     metrics: dict[str, float] = {"sync/bytes_sent": report.bytes_sent, "sync/bytes_total": report.bytes_total}
-    return metrics if report.canary_logprob_diff is None else metrics | {"sync/canary_logprob_diff": report.canary_logprob_diff}
+    canary = {"sync/canary_logprob_diff": report.canary_logprob_diff, "sync/canary_logprob_diff_max": report.canary_logprob_diff_max}
+    return metrics | {key: value for key, value in canary.items() if value is not None}
 
 
 def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:

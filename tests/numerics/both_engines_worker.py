@@ -67,7 +67,7 @@ def agree(arch: str, layout: dict) -> None:
     engine, model = ENGINES[arch], small.build(arch, 1)
     sync = GatherSync(policy, engine, verify=True)
     # One sequence for two data-parallel ranks: one of them has nothing to score.
-    canary = Canary(policy, engine, WORLD, canary_sequences(PROMPTS[:1]), every=1, tolerance=1e-3)
+    canary = Canary(policy, engine, WORLD, canary_sequences(PROMPTS[:1]), every=1, tolerance=1e-4)
     before = scores = None
     for version in range(3):
         report = sync.sync(version)
@@ -75,7 +75,7 @@ def agree(arch: str, layout: dict) -> None:
         held = 4 * sum(item.tensor.numel() for item in policy.held)  # the other rank wants all of it, or has it already
         assert report.bytes_sent == (held if layout.keys() & {"tensor", "pipeline"} else 0)
         expected = canary.expected(version)
-        assert canary.check(version, expected) <= 1e-4
+        assert max(canary.check(version, expected)) <= 1e-4
         if before is not None:
             assert (expected - scores).abs().max() > 0.05, "the update changed them"
         scores = expected
@@ -112,7 +112,7 @@ def stale_head_is_noticed(sync: GatherSync, canary: Canary) -> None:
     else:
         raise AssertionError("a stale head passed")
     sync.sync(10)
-    assert canary.check(10, canary.expected(10)) <= 1e-4
+    assert max(canary.check(10, canary.expected(10))) <= 1e-4
 
 
 def random_state_after_both() -> None:

@@ -71,11 +71,11 @@ class Watcher:
         self.recorder.calls.append(f"policy scores {version}")
         return f"of {version}"
 
-    def check(self, version: int, expected: str) -> float:
+    def check(self, version: int, expected: str) -> tuple[float, float]:
         self.recorder.calls.append(f"engine is compared {expected}")
         if self.fails:
             raise OSError("they differ")
-        return 0.25
+        return 0.25, 2.0
 
 
 CANARY_CALLS = [*GIVEN[:3], "policy scores 3", *GIVEN[3:], "engine is compared of 3"]
@@ -85,7 +85,7 @@ def test_the_policy_scores_before_its_weights_leave_and_the_engine_when_it_can()
     recorder = Recorder()
     steps = hand_over(recorder, canary=Watcher(recorder))
     report = steps.to_engine(3)
-    assert recorder.calls == CANARY_CALLS and report.canary_logprob_diff == 0.25
+    assert recorder.calls == CANARY_CALLS and (report.canary_logprob_diff, report.canary_logprob_diff_max) == (0.25, 2.0)
     steps.to_policy()
     with steps.generation():
         pass
@@ -93,8 +93,13 @@ def test_the_policy_scores_before_its_weights_leave_and_the_engine_when_it_can()
 
 
 def test_an_engine_that_differs_generates_nothing():
+    """Nor does it go on with the version before."""
     recorder = Recorder()
-    steps = hand_over(recorder, canary=Watcher(recorder, fails=True))
+    steps = hand_over(recorder, canary=Watcher(recorder))
+    steps.to_engine(2)
+    steps.to_policy()
+    recorder.calls.clear()
+    steps.canary = Watcher(recorder, fails=True)
     with pytest.raises(OSError, match="they differ"):
         steps.to_engine(3)
     assert recorder.calls == [*CANARY_CALLS, "sleep", "reload"]
