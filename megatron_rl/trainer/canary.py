@@ -80,9 +80,9 @@ class Canary:
         mean, replica, largest, engine_says, policy_says = max(everyone)
         if self._tolerance is not None and mean > self._tolerance:
             raise WeightSyncError(
-                f"step {version}: after the weight sync rollout engine (replica {replica}) and policy differ by {mean:.3g} nats in the logprob "
-                f"of a token on average, by {largest:.3g} at most ({engine_says:.4g} and {policy_says:.4g}), weight_sync.canary_tolerance is "
-                f"{self._tolerance:g}. "
+                f"step {version}: after the weight sync rollout engine (replica {replica}) and policy differ by {mean:.3g} nats in the "
+                f"logprob of a token on average, by {largest:.3g} at most ({engine_says:.4g} and {policy_says:.4g}), "
+                f"weight_sync.canary_tolerance is {self._tolerance:g}. "
                 "The engine does not hold the policy's weights, or computes another model; where both are right and only rounding "
                 "differs, raise it"
             )
