@@ -12,7 +12,6 @@ from megatron_rl.config.load import compose
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.runtime import launch
-from megatron_rl.runtime.cpu import device
 from megatron_rl.weight_sync.server import HttpServer, ServerSync
 
 
@@ -38,7 +37,7 @@ def main() -> None:
             max_sequence_tokens=1024,
         )
         # What a trainer does once ...
-        sync = ServerSync(policy, HttpServer(options.server), world, device=device())
+        sync = ServerSync(policy, HttpServer(options.server), world)
         # ... and after each of its updates
         report = sync.sync(options.version)
         if world.is_main:

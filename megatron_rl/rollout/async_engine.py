@@ -57,7 +57,7 @@ class AsyncEngine:
         self._wait(self.engine.finish_weight_update())
 
     def finish(self, version: int) -> None:
-        """Stamps the version, drops keys and values of the old weights."""
+        """Stamps the version, drops keys and values of the old weights, those of a KV connector too."""
         self._wait(self.engine.finish_weight_update(str(version)))
-        if not self._wait(self.engine.reset_prefix_cache(reset_running_requests=True)):
+        if not self._wait(self.engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)):
             raise ConnectionError("the engine did not drop its prefix cache")

@@ -9,8 +9,9 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -39,6 +40,7 @@ class InitInfo(WeightTransferInitInfo):
     in_flight: int
     verify: bool
     timeout_s: float
+    device: str  # kind of the trainer's: cpu, cuda
 
 
 @dataclass
@@ -57,10 +59,11 @@ class Sync(Protocol):
 
 
 class Taker:
-    """What a worker wants, for a planned sync. After a failed update its model refuses to run."""
+    """What a worker wants, for a planned sync. ``failure``: why its model must not run any more."""
 
-    def __init__(self, receiver: BoxReceiver, boxes: list[Box], replica: int) -> None:
-        self.receiver, self.boxes, self.replica = receiver, boxes, replica
+    def __init__(self, receiver: BoxReceiver, boxes: list[Box], replica: int, refuse: Callable[[str], None]) -> None:
+        """``refuse(failure)``: the worker executes no request from now on."""
+        self.receiver, self.boxes, self.replica, self.refuse = receiver, boxes, replica, refuse
         self.failure = ""
 
     def weight_boxes(self) -> list[Box]:
@@ -73,11 +76,8 @@ class Taker:
             self.receiver.receive(transfer)
         except BaseException as error:
             self.failure = f"its weights are half replaced: the update to weight version {version} failed: {error}"
-            self.receiver.model.register_forward_pre_hook(self._refuse)
+            self.refuse(self.failure)
             raise
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise RuntimeError(f"this engine must be started anew, {self.failure}")
 
 
 Connect = Callable[[Taker, dist.ProcessGroup, InitInfo], Sync]
@@ -105,7 +105,7 @@ class BoxTransferEngine(WeightTransferEngine):
         store = visit_store(init_info.address, init_info.port, init_info.timeout_s)
         self.meeting = Meeting(store)
         with self._reported("init"):
-            self.meeting.arrive("init", self.rank, self._discover())
+            self.meeting.arrive("init", self.rank, self._discover(init_info))
             self.group = join_group(store, self.rank, init_info.size, init_info.timeout_s)
             self.sync = type(self).connect(self.taker, self.group, init_info)
 
@@ -123,18 +123,20 @@ class BoxTransferEngine(WeightTransferEngine):
                 self._leave(error)  # nobody shall wait for this worker
         self.meeting.report(step, self.rank, problem)
 
-    def _discover(self) -> str:
+    def _discover(self, init_info: InitInfo) -> str:
         """Finds out once what this worker wants; returns why it cannot take it."""
         path = Path(self.model_config.model)
         if not path.is_dir():
             return f"the server was started with model {path}; start it with the directory of a Hugging Face checkpoint"
+        if init_info.device != self.device.type:
+            return f"the trainer's weights are on {init_info.device}, this worker's on {self.device.type}; both must be of one kind"
         if self.taker is None:
             receiver = BoxReceiver(self.model, self.vllm_config)
             try:
                 boxes = receiver.discover(expected_tensors(path))
             except (UndiscoveredError, ValueError) as error:
                 return str(error)
-            self.taker = Taker(receiver, boxes, self.parallel_config.data_parallel_index)
+            self.taker = Taker(receiver, boxes, self.parallel_config.data_parallel_index, partial(refuse_to_run, self))
         return self.taker.failure
 
     def start_weight_update(self) -> None:
@@ -142,10 +144,12 @@ class BoxTransferEngine(WeightTransferEngine):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Takes part in one sync."""
-        assert self.taker is not None, "no trainer has connected"
+        if self.taker is None:
+            raise ValueError("weight update: no trainer has connected to this engine; construct ServerSync of megatron_rl in the trainer")
         with self._reported(update_info.step):
             self.meeting.arrive(update_info.step, self.rank, self.taker.failure)
-            assert self.sync is not None, "the trainer is gone"
+            if self.sync is None:
+                raise ValueError("the trainer has left, or its connection was refused; construct ServerSync of megatron_rl in it anew")
             self.sync.sync(update_info.version)
 
     def finish_weight_update(self) -> None:
@@ -160,6 +164,21 @@ class BoxTransferEngine(WeightTransferEngine):
         if self.group is not None:
             leave_group(self.group, error)
             self.group = None
+
+
+def refuse_to_run(engine: WeightTransferEngine, failure: str) -> None:
+    """Of the worker that owns ``engine``: whatever it is asked to execute raises. Not as a hook of the model: a CUDA graph of the whole
+    model is replayed without calling the model."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    execute = Worker.execute_model
+
+    def execute_model(worker: Worker, *arguments: Any, **options: Any) -> Any:
+        if worker.weight_transfer_engine is engine:
+            raise RuntimeError(f"this engine must be started anew, {failure}")
+        return execute(worker, *arguments, **options)
+
+    Worker.execute_model = execute_model
 
 
 def register(connect: Connect) -> None:

@@ -194,6 +194,7 @@ def half_updated_server_never_answers(harm: Callable[[Tampered], None], *words: 
     if WORLD.rank == 0:
         server.resume()
         refused(lambda: ask(URL, PROMPTS), ConnectionError)
+        assert "must be started anew, its weights are half replaced" in (FOLDER / "server.log").read_text(errors="replace")
 
 
 def rank_that_fails() -> None:

@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from megatron_rl.runtime.digest import WeightSyncError
 from megatron_rl.runtime.joint_group import Meeting, join_group, visit_store
@@ -148,12 +149,14 @@ def test_a_worker_with_a_problem_stops_the_update_before_it_begins(world):
     sync.sync(1)
     before, server.problem = served(server), "its weights are half replaced"
     policy.values["a"] += 1
-    with pytest.raises(WeightSyncError, match=r"version 2 failed: rank 2: its weights are half replaced.*stays paused"):
+    with pytest.raises(WeightSyncError, match=r"version 2 did not begin: rank 2: its weights are half replaced.*stays paused"):
         sync.sync(2)
     assert server.commands[4:] == ["pause wait", "update 2"]
     assert all(torch.equal(value, before[name]) for name, value in served(server).items())
-    with pytest.raises(WeightSyncError, match="version 2 failed"):
+    with pytest.raises(WeightSyncError, match="version 2 did not begin"):
         sync.sync(3)
+    sync.close()
+    sync.close()
 
 
 def test_a_worker_that_fails_in_the_middle_leaves_the_server_paused(world):
@@ -170,6 +173,73 @@ def test_a_worker_that_fails_in_the_middle_leaves_the_server_paused(world):
     assert server.commands == ["pause wait", "update 1"]
 
 
+def test_a_rank_that_is_not_ready_leaves_the_server_serving(world):
+    policy, server, settled = Policy(), TwoWorkers(), []
+    sync = ServerSync(policy, server, world, timeout_s=20)
+
+    def settle():
+        settled.append("once")
+        if len(settled) == 1:
+            raise OSError("the disk is gone")
+
+    policy.settle = settle
+    with pytest.raises(WeightSyncError, match=r"rank 0: OSError: the disk is gone$"):
+        sync.sync(1)
+    assert server.commands == ["pause wait", "update 1", "cancel", "resume"] and not served(server)["a"].any()
+    sync.sync(2)
+    assert torch.equal(served(server)["a"], policy.values["a"]) and len(settled) == 2
+    sync.close()
+    with pytest.raises(ValueError, match="closed; construct a new one"):
+        sync.sync(3)
+
+
+def test_a_refused_update_that_cannot_be_called_off_says_so(world):
+    policy, server = Policy(), TwoWorkers()
+    sync = ServerSync(policy, server, world, timeout_s=20)
+    policy.values["b"] = policy.values["b"].double()
+    server.cancel = failing("the engine is dead")
+    words = r"version 1 did not begin: .*float64.*; calling it off: the engine is dead. The server stays paused"
+    with pytest.raises(WeightSyncError, match=words):
+        sync.sync(1)
+    sync.close()
+
+
+def failing(text):
+    def fail(*_):
+        raise ConnectionError(text)
+
+    return fail
+
+
+def test_a_server_that_does_not_pause_or_resume(world):
+    policy, server = Policy(), TwoWorkers()
+    sync = ServerSync(policy, server, world, timeout_s=20)
+    server.pause = failing("pause: timed out")
+    with pytest.raises(WeightSyncError, match=r"version 1 did not begin, nothing has moved: pause: timed out$"):
+        sync.sync(1)
+    assert server.commands == ["resume"]
+    server.resume = failing("resume: timed out")
+    with pytest.raises(WeightSyncError, match="pause: timed out; the server may be paused: resume: timed out"):
+        sync.sync(1)
+    del server.pause
+    with pytest.raises(WeightSyncError, match=r"version 2 is complete, but the server did not go on: resume: timed out.*stays paused"):
+        sync.sync(2)
+    assert torch.equal(served(server)["a"], policy.values["a"]) and server.commands[-1] == "finish 2"
+    sync.close()
+
+
+def test_the_server_learns_the_kind_of_device(world):
+    for device in (None, "cpu"):
+        server = TwoWorkers()
+        ServerSync(Policy(), server, world, device=device, timeout_s=20).close()
+        assert server.info["device"] == "cpu"
+    server = TwoWorkers()
+    server.problem = "devices differ"
+    with pytest.raises(ValueError, match="devices differ"):
+        ServerSync(Policy(), server, world, device="cuda:0", timeout_s=20)
+    assert server.info["device"] == "cuda"
+
+
 def test_misfits_and_absences_are_one_error(world):
     policy, server = Policy(), TwoWorkers()
     policy.values["c"] = torch.zeros(4, 2)
@@ -183,8 +253,25 @@ def test_misfits_and_absences_are_one_error(world):
     server.init_transfer = lambda info: None
     with pytest.raises(ValueError, match="answered before its workers came"):
         ServerSync(Policy(), server, world, timeout_s=20)
-    with pytest.raises(ValueError, match=r"http://127.0.0.1:1: no server is reached.*is it up"):
-        ServerSync(Policy(), HttpServer("http://127.0.0.1:1"), world)
+    for url, words in {"http://127.0.0.1:1": "no server is reached.*is it up", "127.0.0.1:1": "begins with http:// or https://"}.items():
+        with pytest.raises(ValueError, match=f"{url}: .*{words}"):
+            ServerSync(Policy(), HttpServer(url), world)
+    server = TwoWorkers()
+    server.address = lambda: "203.0.113.1"  # of no machine: the store cannot be served there
+    with pytest.raises(ValueError, match="weight sync to a server: "):
+        ServerSync(Policy(), server, world, timeout_s=0.2)
+
+
+def test_a_refused_construction_leaves_nothing_behind(world):
+    before, server = set(distributed_c10d._world.pg_map), TwoWorkers()
+    policy = Policy()
+    policy.values["c"] = torch.zeros(4, 2)
+    with pytest.raises(ValueError, match="wanted by none"):
+        ServerSync(policy, server, world, timeout_s=20)
+    ours = set(distributed_c10d._world.pg_map) - before
+    assert len(ours) == 2, "the two workers' alone"
+    with pytest.raises(dist.DistError):
+        visit_store("127.0.0.1", server.info["port"], 1)
 
 
 @pytest.fixture
@@ -192,9 +279,16 @@ def answering():
     """The address of a server that answers every request alike."""
 
     class Handler(BaseHTTPRequestHandler):
-        status, body = 200, b"{}"
+        status, body, path_asked = 200, b"{}", ""
+
+        def do_GET(self):
+            self.do_POST()
 
         def do_POST(self):
+            Handler.path_asked = self.path
+            if self.status is None:
+                self.wfile.write(b"SSH-2.0\r\n")
+                return
             self.send_response(self.status)
             self.end_headers()
             self.wfile.write(self.body)
@@ -214,6 +308,7 @@ def answering():
         (404, b"", "pause.*404.*VLLM_SERVER_DEV_MODE=1"),
         (500, b"the engine is dead", "pause.*500.*the engine is dead"),
         (200, b"<html>", "no answer from a vLLM server"),
+        (None, b"", "no answer from a vLLM server"),
     ],
 )
 def test_a_command_that_is_not_carried_out_says_why(answering, status, body, words):
@@ -224,10 +319,20 @@ def test_a_command_that_is_not_carried_out_says_why(answering, status, body, wor
         server.pause("wait")
 
 
+def test_another_server_and_a_proxy_are_no_vllm_server(answering, monkeypatch):
+    handler, server = answering
+    with pytest.raises(ConnectionError, match="get_world_size: no answer of a vLLM server"):
+        server.num_workers()
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    handler.body = b'{"world_size": 3}'
+    assert HttpServer(server.url, timeout_s=5).num_workers() == 3
+
+
 def test_a_kept_prefix_cache_is_an_error(answering):
     handler, server = answering
     handler.body = b'{"success": true}'
     server.finish(1)
+    assert handler.path_asked == "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
     handler.body = b'{"success": false}'
     with pytest.raises(ConnectionError, match="prefix cache"):
         server.finish(1)
