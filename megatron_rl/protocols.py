@@ -99,12 +99,9 @@ class RolloutEngine(Protocol):
         """Logprob at temperature 1, not truncated, of every token but the first of each sequence, on every rank of the replica. Leaves
         no trace in what is generated later."""
 
-    def load_weights(
-        self, weights: Iterator[tuple[str, Tensor]], version: int, confirm: Callable[[Mapping[str, str]], None] | None = None
-    ) -> Mapping[str, str]:
-        """Replace all weights by HF-named whole tensors; drop caches computed with the old ones. Returns the digest of every
-        tensor as it reached the engine's loader; ``confirm`` gets them before the weights count as ``version``. An exception in the
-        middle, also of ``confirm``, leaves the engine unusable and it says so."""
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int, confirm: Callable[[], None] | None = None) -> None:
+        """Replace all weights by HF-named whole tensors; drop caches computed with the old ones. ``confirm`` is called before the
+        weights count as ``version``. An exception in the middle, also of ``confirm``, leaves the engine unusable and it says so."""
 
     def sleep(self) -> None:
         """Free what training needs (a no-op where the build cannot)."""

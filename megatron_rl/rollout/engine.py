@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
@@ -116,27 +116,23 @@ class VllmEngine:
             for tokens, output in zip(sequences, outputs, strict=True)
         ]
 
-    def load_weights(
-        self, weights: Iterator[tuple[str, Tensor]], version: int, confirm: Callable[[Mapping[str, str]], None] | None = None
-    ) -> Mapping[str, str]:
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int, confirm: Callable[[], None] | None = None) -> None:
         """Replace all weights by HF-named whole tensors; every name of the checkpoint must come once, with its shape.
 
-        A tensor must stay as it is until all tensors of its layer have come. Returns the digest of each as it reached the loader;
-        ``confirm`` is called with them while the engine still refuses to generate.
+        A tensor must stay as it is until all tensors of its layer have come. ``confirm`` is called when all have, while the engine still
+        refuses to generate.
 
         Raises:
             WeightSyncError: what comes is not what the checkpoint holds. Found at the first tensor, the engine keeps its old
                 weights; found later, or on any other exception, it refuses to generate from then on.
         """
         self._require_usable(("weights",))
-        stream = CheckedStream(weights, self._expected, getattr(torch, self._config.dtype))
-        checked = iter(stream)
+        checked = iter(CheckedStream(weights, self._expected, getattr(torch, self._config.dtype)))
         first = next(checked)
         with self._updating(version):
             self._llm.collective_rpc("receive_weights", args=(chain([first], checked),))
             if confirm is not None:
-                confirm(stream.digests)
-        return stream.digests
+                confirm()
 
     def weight_boxes(self) -> list[Box]:
         """The parts of the checkpoint's tensors that this rank wants, and where it keeps them: recorded from vLLM's own loaders.

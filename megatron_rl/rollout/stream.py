@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megatron_rl.runtime.digest import WeightSyncError, quick_digest
+from megatron_rl.runtime.digest import WeightSyncError
 
 MAX_NAMES_SHOWN = 8
 
@@ -36,7 +36,7 @@ def expected_tensors(model_path: Path) -> dict[str, tuple[int, ...]]:
 
 
 class CheckedStream:
-    """Passes (name, tensor) on after comparing it with what is expected, and keeps the digest of each.
+    """Passes (name, tensor) on after comparing it with what is expected.
 
     A tensor has the engine's dtype, or float32, which the loader rounds once.
 
@@ -46,21 +46,21 @@ class CheckedStream:
 
     def __init__(self, weights: Iterator[tuple[str, Tensor]], expected: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
         self._weights, self._expected, self._dtypes = weights, expected, {dtype, torch.float32}
-        self.digests: dict[str, str] = {}
+        self._seen: set[str] = set()
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._weights:
             self._check(name, tensor)
-            self.digests[name] = quick_digest(tensor)
+            self._seen.add(name)
             yield name, tensor
-        missing = sorted(self._expected.keys() - self.digests.keys())
+        missing = self._left()
         if missing:
             raise WeightSyncError(f"weight sync: {len(missing)} of {len(self._expected)} tensors were not sent: {shown(missing)}")
 
     def _check(self, name: str, tensor: Tensor) -> None:
         if name not in self._expected:
             raise WeightSyncError(f"weight sync: {name} was sent but the model has no such tensor; still missing: {shown(self._left())}")
-        if name in self.digests:
+        if name in self._seen:
             raise WeightSyncError(f"weight sync: {name} was sent twice")
         if tuple(tensor.shape) != self._expected[name]:
             raise WeightSyncError(
@@ -71,7 +71,7 @@ class CheckedStream:
             raise WeightSyncError(f"weight sync: {name} was sent as {tensor.dtype}, the engine takes {allowed}")
 
     def _left(self) -> list[str]:
-        return sorted(self._expected.keys() - self.digests.keys())
+        return sorted(self._expected.keys() - self._seen)
 
 
 def shown(names: list[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 import xxhash
@@ -12,6 +13,8 @@ ROW_WORDS = 512
 ROW_BYTES = 8 * ROW_WORDS
 PIECE_BYTES = 1 << 19  # on a CPU: what a core's cache keeps between two uses
 HASH_BYTES = 16
+
+Kind = Literal["hash", "sums"]
 
 
 class WeightSyncError(RuntimeError):
@@ -36,11 +39,16 @@ def combined_digest(digests: Mapping[str, str]) -> str:
     return xxhash.xxh3_128("".join(f"{name}={value};" for name, value in sorted(digests.items())).encode()).hexdigest()
 
 
-def checksum(data: Tensor) -> Tensor:
-    """Some bytes that tell ``data`` (uint8, contiguous, at an offset that is a multiple of 8) from other data, on the same device: XXH3
-    with 128 bits on a CPU, else ``word_sums``. The bytes never leave their device; both read them once or twice and write next to nothing.
+def kind_on(device: torch.device | str) -> Kind:
+    """How data is told apart where it lies: on a CPU by a hash, elsewhere by sums, which need not leave the device."""
+    return "hash" if torch.device(device).type == "cpu" else "sums"
+
+
+def checksum(data: Tensor, kind: Kind) -> Tensor:
+    """Some bytes that tell ``data`` (uint8, contiguous, at an offset that is a multiple of 8) from other data, on the same device: hash is
+    XXH3 with 128 bits, on a CPU only; sums are ``word_sums``. Both read the data once or twice and write next to nothing.
     """
-    if data.device.type != "cpu":
+    if kind == "sums":
         return word_sums(data)
     return torch.frombuffer(bytearray(xxhash.xxh3_128(memoryview(data.numpy())).digest()), dtype=torch.uint8)
 
@@ -62,9 +70,9 @@ def word_sums(data: Tensor) -> Tensor:
     return torch.cat([words.sum(1).view(torch.uint8), words.sum(0).view(torch.uint8), data[whole:]])
 
 
-def checksum_bytes(size: int, device_type: str) -> int:
+def checksum_bytes(size: int, kind: Kind) -> int:
     """Length of the checksum of ``size`` bytes."""
-    return HASH_BYTES if device_type == "cpu" else size // ROW_BYTES * 8 + ROW_BYTES + size % ROW_BYTES
+    return HASH_BYTES if kind == "hash" else size // ROW_BYTES * 8 + ROW_BYTES + size % ROW_BYTES
 
 
 def changed_spans(one: Tensor, other: Tensor, size: int) -> list[tuple[int, int]]:
@@ -79,14 +87,14 @@ def changed_spans(one: Tensor, other: Tensor, size: int) -> list[tuple[int, int]
     return spans or [(0, rows * ROW_BYTES)]
 
 
-def piece_bytes(data: Tensor) -> int:
-    """How much to read at a time: on a CPU what fits its cache, elsewhere everything, in few kernels."""
-    return PIECE_BYTES if data.device.type == "cpu" else max(1, data.numel() * data.element_size())
+def piece_bytes(size: int, kind: Kind) -> int:
+    """How much of ``size`` bytes to read at a time: for a hash what fits the cache of a CPU; for sums everything, in few kernels."""
+    return PIECE_BYTES if kind == "hash" else max(1, size)
 
 
-def quick_digest(tensor: Tensor) -> str:
-    """Like ``tensor_digest``, another value: of a tensor on an accelerator only its ``word_sums`` come to the host."""
-    if tensor.device.type == "cpu":
+def quick_digest(tensor: Tensor, kind: Kind) -> str:
+    """hash: ``tensor_digest``. sums: another value that tells the same apart; only the ``word_sums`` come to the host."""
+    if kind == "hash":
         return tensor_digest(tensor)
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     sums = word_sums(data.clone() if data.storage_offset() % 8 else data)

@@ -6,21 +6,21 @@ Simple, and the reference for any faster one.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from torch import Tensor
 
 from megatron_rl.protocols import Policy, RolloutEngine
-from megatron_rl.runtime.digest import quick_digest
+from megatron_rl.runtime.digest import kind_on, quick_digest
 from megatron_rl.types import SyncReport
-from megatron_rl.weight_sync.verify import agree, verify_transfer
+from megatron_rl.weight_sync.verify import agree, verify_tensors
 
 
 class GatherSync:
     """Streams the policy's gathered weights into the engine, one tensor at a time."""
 
     def __init__(self, policy: Policy, engine: RolloutEngine, verify: bool) -> None:
-        """``verify``: compare a digest of every tensor as sent with the one received, over all ranks, at every sync."""
+        """``verify``: compare digests of every tensor, as it is handed to the engine, over all ranks, at every sync."""
         self._policy, self._engine, self._verify = policy, engine, verify
 
     def sync(self, version: int) -> SyncReport:
@@ -30,37 +30,38 @@ class GatherSync:
         middle of a gather, only a rank that ends can free the others.
 
         Raises:
-            WeightSyncError: on every rank: what arrived on one of them differs from what was sent, or is not what the model wants; names
-                the tensors. The engine then refuses to generate, unless it had taken nothing yet.
+            WeightSyncError: on every rank: the tensors of two of them differ, or are not what the model wants; names the tensors. The
+                engine then refuses to generate, unless it had taken nothing yet.
         """
         start, sent_before = time.perf_counter(), self._policy.gathered_bytes_sent
         weights = self._policy.gathered_weights()
-        sent: dict[str, str] = {}
-        num_bytes = 0
+        digests: dict[str, str] = {}
+        num_tensors = num_bytes = 0
         reached = "gathering"
 
         def stream() -> Iterator[tuple[str, Tensor]]:
-            nonlocal num_bytes, reached
+            nonlocal num_tensors, num_bytes, reached
             reached = "policy failed"
             for name, tensor in weights:
                 reached = "gathering"
+                num_tensors += 1
                 num_bytes += tensor.numel() * tensor.element_size()
                 if self._verify:
-                    sent[name] = quick_digest(tensor)
+                    digests[name] = quick_digest(tensor, kind_on(tensor.device))
                 yield name, tensor
                 reached = "policy failed"
             reached = "gathering"
 
-        def confirm(received: Mapping[str, str]) -> None:
+        def confirm() -> None:
             nonlocal reached
             reached = "comparison"
             agree(None)
             if self._verify:
-                verify_transfer(sent, received)
+                verify_tensors(digests)
             reached = "end"
 
         try:
-            received = self._engine.load_weights(stream(), version, confirm)
+            self._engine.load_weights(stream(), version, confirm)
         except Exception as error:
             if reached == "gathering":
                 for _ in weights:
@@ -70,4 +71,4 @@ class GatherSync:
             raise
         agree(None)
         sent_bytes = self._policy.gathered_bytes_sent - sent_before
-        return SyncReport(version, len(received), sent_bytes, num_bytes, time.perf_counter() - start)
+        return SyncReport(version, num_tensors, sent_bytes, num_bytes, time.perf_counter() - start)

@@ -24,7 +24,8 @@ class Bucket:
 class Schedule:
     """Buckets in the order (round, source, destination, dtype, begin), which every process follows.
 
-    ``peak_staging_bytes``: rank -> most bytes of send and receive buffers alive at once when ``in_flight`` rounds of the rank overlap.
+    ``peak_staging_bytes``: rank -> most bytes under way at once when ``in_flight`` rounds of the rank overlap. The buffers of the transport
+    are that large where rounds are full, else somewhat larger: each is used again by later rounds and has the size of the largest.
     """
 
     buckets: tuple[Bucket, ...]

@@ -7,23 +7,26 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.runtime.digest import WeightSyncError, checksum, piece_bytes
+from megatron_rl.runtime.digest import Kind, WeightSyncError, checksum, kind_on, piece_bytes
 from megatron_rl.weight_sync.boxes import Boxes, View
 from megatron_rl.weight_sync.program import Message, Program
 from megatron_rl.weight_sync.verify import HALF_UPDATED, Place, agree, compare
 
 Parameters = Callable[[str], Tensor]
+ALIGNMENT = 16  # bytes: of messages in a staging buffer
 
 
 @dataclass(frozen=True)
 class TransportReport:
-    """What one run moved on this rank, in bytes; ``peak_staging_bytes``: most bytes of send and receive buffers alive at once.
-    ``checksums``: of the pieces of every bucket, one after the other, as it left or arrived here, when asked for."""
+    """What one run moved on this rank, in bytes; ``peak_staging_bytes``: size of the send and receive buffers.
+    ``checksums``: of the pieces of every bucket, one after the other, as it left or arrived here, when asked for; on the host, or on
+    their way there."""
 
     bytes_sent: int
     bytes_received: int
@@ -35,15 +38,15 @@ class TransportReport:
 class RunningChecksum:
     """Checksums of the pieces of a buffer, each taken while its bytes are in the cache: just written, or about to be read."""
 
-    def __init__(self, buffer: Tensor, piece: int | None = None) -> None:
-        self.buffer, self.piece = buffer, piece or piece_bytes(buffer)
+    def __init__(self, buffer: Tensor, kind: Kind, piece: int | None = None) -> None:
+        self.buffer, self.kind, self.piece = buffer, kind, piece or piece_bytes(buffer.numel(), kind)
         self.end, self.sums = 0, list[Tensor]()
 
     def written(self, end: int) -> None:
         """The bytes before ``end`` are there."""
         while self.end < self.buffer.numel() and min(self.end + self.piece, self.buffer.numel()) <= end:
             piece = self.buffer[self.end : self.end + self.piece]
-            self.sums.append(checksum(piece))
+            self.sums.append(checksum(piece, self.kind))
             self.end += piece.numel()
 
     def wanted(self, end: int) -> None:
@@ -51,8 +54,9 @@ class RunningChecksum:
         self.written(min(self.buffer.numel(), -(-end // self.piece) * self.piece))
 
     def result(self) -> Tensor:
+        """On the host; from an accelerator without waiting for it."""
         assert self.end == self.buffer.numel()
-        return torch.cat(self.sums)
+        return torch.cat(self.sums).to("cpu", non_blocking=True)
 
 
 def pack(message: Message, source: Parameters, buffer: Tensor, sums: RunningChecksum | None = None) -> None:
@@ -62,7 +66,7 @@ def pack(message: Message, source: Parameters, buffer: Tensor, sums: RunningChec
         ((_, view),) = chunk.views
         end = chunk.begin
         block = typed[end : end + math.prod(chunk.rect[1])].view(chunk.rect[1])
-        for target, values in _in_parts(block, strided(source(view[0]), view)):
+        for target, values in _in_parts(block, strided(source(view[0]), view), sums):
             target.copy_(values)
             end += values.numel()
             if sums is not None:
@@ -78,7 +82,7 @@ def unpack(
         block = typed[chunk.begin : chunk.begin + math.prod(chunk.rect[1])].view(chunk.rect[1])
         for part, view in chunk.views:
             row = part[0].start
-            for target, values in _in_parts(strided(destination(view[0]), view), block[part]):
+            for target, values in _in_parts(strided(destination(view[0]), view), block[part], sums):
                 row += values.shape[0]
                 if sums is not None:
                     sums.wanted((chunk.begin + row * block.stride(0)) * typed.element_size())
@@ -86,9 +90,11 @@ def unpack(
             done(view[0])
 
 
-def _in_parts(target: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Two tensors of one shape, some rows of each at a time: as many as ``piece_bytes`` has room for."""
-    rows = max(1, piece_bytes(target) * target.shape[0] // (target.numel() * target.element_size()))
+def _in_parts(target: Tensor, values: Tensor, sums: RunningChecksum | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Two tensors of one shape, some rows of each at a time: as many as a piece of the checksum has room for."""
+    size = target.numel() * target.element_size()
+    piece = piece_bytes(size, kind_on(target.device)) if sums is None else sums.piece
+    rows = max(1, piece * target.shape[0] // size)
     yield from zip(target.split(rows), values.split(rows))
 
 
@@ -101,15 +107,24 @@ def strided(parameter: Tensor, view: View) -> Tensor:
 class Transport:
     """Runs one program again and again, on the process group whose ranks the plan speaks of.
 
-    ``device``: where staging buffers live; that of the parameters. Collective: every rank of the group constructs it.
+    ``device``: where staging buffers live; that of the parameters. ``kind``: of the checksums; None: what suits the device.
+    Collective: every rank of the group constructs it.
     """
 
-    def __init__(self, program: Program, device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None) -> None:
-        self.program, self.device, self.group = program, torch.device(device), group
+    def __init__(
+        self,
+        program: Program,
+        device: torch.device | str = "cpu",
+        group: dist.ProcessGroup | None = None,
+        kind: Kind | None = None,
+    ) -> None:
+        self.program, self.device, self.group, self.kind = program, torch.device(device), group, kind or kind_on(device)
+        self.staging: list[Tensor] = []
         self.seen: dict[tuple[str, str], tuple] = {}
         self.messages = {(one.stream, one.begin): one for step in program.rounds for one in (*step.sends, *step.receives)}
         if dist.is_initialized():
-            dist.barrier(group)  # NCCL wants all ranks in the first operation of a group; a round may have only two
+            # NCCL wants all ranks in the first operation of a group on a device; a round may have only two.
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
     def run(
         self,
@@ -141,13 +156,26 @@ class Transport:
 
     def check_sources(self, source: Parameters, failed: Exception | None = None) -> None:
         """Collective. Raises ValueError on every rank, naming rank and parameter, when a source on any rank lacks, or has another
-        dtype, shape or stride than the plan or the first run saw. ``failed``: what went wrong on this rank before."""
+        dtype, shape or stride than the plan or the first run saw; WeightSyncError when one has no room for the staging buffers, which
+        the next run uses. ``failed``: what went wrong on this rank before."""
+        staging: list[Tensor] = []
         try:
-            for key, expected in self.program.sources.items() if failed is None else ():
-                self._check("training", key, expected, source(key))
+            if failed is None:
+                for key, expected in self.program.sources.items():
+                    self._check("training", key, expected, source(key))
+                staging = self.buffers()
         except Exception as error:  # noqa: BLE001 (raised on every rank)
             failed = error
         self.agree(failed, half=False)
+        self.staging = staging
+
+    def buffers(self) -> list[Tensor]:
+        """Memory for the rounds in flight: round n uses number n modulo their count, so each has the size of its largest round."""
+        sizes = [sum(_aligned(message.size) for message in (*step.sends, *step.receives)) for step in self.program.rounds]
+        return [
+            torch.empty(max(sizes[slot :: self.program.in_flight]), dtype=torch.uint8, device=self.device)
+            for slot in range(min(self.program.in_flight, len(sizes)))
+        ]
 
     def check_destination(self, key: str, parameter: Tensor) -> None:
         """Raises ValueError when the parameter is not what the plan or the first run saw."""
@@ -172,11 +200,17 @@ class Transport:
 
     def compare(self, report: TransportReport) -> None:
         """Collective: raises WeightSyncError on every rank when a bucket of a checked run arrived with other bytes than were sent."""
-        compare(self.messages, report.checksums, self.group)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)  # the checksums have arrived
+        compare(self.messages, report.checksums, self.kind, self.group)
 
     def agree(self, error: Exception | None, *, half: bool = True) -> None:
         """Collective: see ``verify.agree``. ``half``: weights may have moved."""
         agree(error, HALF_UPDATED if half else "", self.group, self.device)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class _Run:
@@ -196,8 +230,10 @@ class _Run:
         self.error: Exception | None = None
         self.open: dict[str, Tensor] = {}
         self.left = dict(self.program.writes)
-        self.flying: deque[tuple[int, list[dist.Work], list[Tensor], list[tuple[Message, Tensor]]]] = deque()
-        self.staged = self.peak = self.sent = self.received = self.copied = 0
+        self.flying: deque[tuple[int, list[dist.Work], list[tuple[Message, Tensor]]]] = deque()
+        # From check_sources, where every rank learns of one that has no room; kept no longer than the run.
+        self.staging, transport.staging = transport.staging or transport.buffers(), []
+        self.sent = self.received = self.copied = 0
 
     def all(self) -> TransportReport:
         program, next_copy = self.program, 0
@@ -213,7 +249,8 @@ class _Run:
             self.finish()
         left = [key for key, count in self.left.items() if count]
         assert self.error is not None or not left, f"never completed: {left[:5]}"
-        return TransportReport(self.sent, self.received, self.copied, self.peak, self.checksums)
+        staging = sum(buffer.numel() for buffer in self.staging)
+        return TransportReport(self.sent, self.received, self.copied, staging, self.checksums)
 
     @contextmanager
     def local(self) -> Iterator[None]:
@@ -247,21 +284,23 @@ class _Run:
 
     def issue(self, index: int) -> None:
         step = self.program.rounds[index]
-        size = sum(message.size for message in (*step.sends, *step.receives))
-        self.staged += size
-        self.peak = max(self.peak, self.staged)
-        incoming = [(message, torch.empty(message.size, dtype=torch.uint8, device=self.device)) for message in step.receives]
-        outgoing = [self.packed(message) for message in step.sends]
+        ends = list(accumulate((_aligned(message.size) for message in (*step.receives, *step.sends)), initial=0))
+        staging = self.staging[index % len(self.staging)]
+        placed = [(message, staging[at : at + message.size]) for message, at in zip((*step.receives, *step.sends), ends)]
+        incoming, outgoing = placed[: len(step.receives)], placed[len(step.receives) :]
+        for message, buffer in outgoing:
+            self.packed(message, buffer)
+            self.sent += message.size
         operations = [dist.P2POp(dist.irecv, buffer, self.peer(message), self.group) for message, buffer in incoming]
-        operations += [dist.P2POp(dist.isend, buffer, self.peer(message), self.group) for message, buffer in zip(step.sends, outgoing)]
+        operations += [dist.P2POp(dist.isend, buffer, self.peer(message), self.group) for message, buffer in outgoing]
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
             raise self.failure(index, error) from error
-        self.flying.append((index, works, outgoing, incoming))
+        self.flying.append((index, works, incoming))
 
     def finish(self) -> None:
-        index, works, outgoing, incoming = self.flying.popleft()
+        index, works, incoming = self.flying.popleft()
         try:
             for work in works:
                 work.wait()
@@ -270,22 +309,18 @@ class _Run:
         for message, buffer in incoming:
             self.unpacked(message, buffer)
             self.received += message.size
-        self.sent += sum(buffer.numel() for buffer in outgoing)
-        self.staged -= sum(buffer.numel() for buffer in (*outgoing, *(buffer for _, buffer in incoming)))
 
-    def packed(self, message: Message) -> Tensor:
-        buffer = torch.empty(message.size, dtype=torch.uint8, device=self.device)
+    def packed(self, message: Message, buffer: Tensor) -> None:
         if self.error is None:
             with self.local():
-                sums = RunningChecksum(buffer) if self.checked else None
+                sums = RunningChecksum(buffer, self.transport.kind) if self.checked else None
                 pack(message, self.source, buffer, sums)
                 self.keep(message, sums)
-        return buffer
 
     def unpacked(self, message: Message, buffer: Tensor) -> None:
         if self.error is None:
             with self.local():
-                sums = RunningChecksum(buffer) if self.checked else None
+                sums = RunningChecksum(buffer, self.transport.kind) if self.checked else None
                 unpack(message, buffer, self.destination, self.done, sums)
                 self.keep(message, sums)
 

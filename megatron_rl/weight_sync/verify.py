@@ -10,7 +10,16 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from megatron_rl.runtime.digest import PIECE_BYTES, ROW_BYTES, WeightSyncError, changed_spans, checksum_bytes, combined_digest
+from megatron_rl.runtime.digest import (
+    PIECE_BYTES,
+    ROW_BYTES,
+    Kind,
+    WeightSyncError,
+    changed_spans,
+    checksum_bytes,
+    combined_digest,
+    piece_bytes,
+)
 from megatron_rl.weight_sync.boxes import ITEMSIZE, slices
 from megatron_rl.weight_sync.program import Message
 from megatron_rl.weight_sync.schedule import Stream
@@ -57,18 +66,16 @@ def _text(error: Exception, rank: int) -> str:
     return f"rank {rank}: {kind}{error}"
 
 
-def compare(messages: Mapping[Place, Message], checksums: Mapping[Place, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Collective: every bucket arrived as it was sent. ``messages``, ``checksums``: the buckets that this rank sent or was sent, and the
-    checksums of their pieces.
+def compare(
+    messages: Mapping[Place, Message], sums: Mapping[Place, Tensor], kind: Kind, group: dist.ProcessGroup | None = None
+) -> None:
+    """Collective: every bucket arrived as it was sent. ``messages``, ``sums``: the buckets that this rank sent or was sent, and the
+    checksums of their pieces, on the host.
 
     One digest a stream is exchanged when all is well; the checksums of a stream only when its digests differ, to find the slices.
     Raises WeightSyncError on every rank, naming ranks, tensors and slices.
     """
-    places = sorted(checksums)
-    sizes = [checksums[place].numel() for place in places]
-    device = checksums[places[0]].device.type if places else "cpu"
-    # One copy to the host for all of them.
-    sums = dict(zip(places, torch.cat([checksums[place] for place in places]).cpu().split(sizes))) if places else {}
+    places = sorted(sums)
     digests: dict[Stream, xxhash.xxh3_128] = {}
     for place in places:
         digests.setdefault(place[0], xxhash.xxh3_128()).update(memoryview(sums[place].numpy()))
@@ -82,22 +89,22 @@ def compare(messages: Mapping[Place, Message], checksums: Mapping[Place, Tensor]
     for place in places:
         stream = place[0]
         if stream in wrong and stream[1] == rank:
-            found += _wrong_boxes(messages[place], torch.from_numpy(sent[stream[0]][place]), sums[place], device)
+            found += _wrong_boxes(messages[place], torch.from_numpy(sent[stream[0]][place]), sums[place], kind)
     boxes = [box for part in _all_gather(list(dict.fromkeys(found)), group) for box in part]
     shown = "; ".join(boxes[:MAX_NAMES_SHOWN]) + (f"; and {len(boxes) - MAX_NAMES_SHOWN} more" if len(boxes) > MAX_NAMES_SHOWN else "")
-    span = PIECE_BYTES if device == "cpu" else ROW_BYTES
+    span = PIECE_BYTES if kind == "hash" else ROW_BYTES
     where = f"in {len(boxes)} slices (changes are found to {span} bytes) other bytes arrived than were sent"
     raise WeightSyncError(f"weight sync: {where}: {shown}. {HALF_UPDATED}")
 
 
-def _wrong_boxes(message: Message, sent: Tensor, received: Tensor, device: str) -> Iterator[str]:
+def _wrong_boxes(message: Message, sent: Tensor, received: Tensor, kind: Kind) -> Iterator[str]:
     """The slices of a bucket that differ, with sender and receiver."""
     source, destination, dtype = message.stream
-    at, piece = 0, PIECE_BYTES if device == "cpu" else message.size
+    at, piece = 0, piece_bytes(message.size, kind)
     for begin in range(0, message.size, piece):
         size = min(piece, message.size - begin)
-        one, other = (sums[at : at + checksum_bytes(size, device)] for sums in (sent, received))
-        at += checksum_bytes(size, device)
+        one, other = (sums[at : at + checksum_bytes(size, kind)] for sums in (sent, received))
+        at += checksum_bytes(size, kind)
         for low, high in changed_spans(one, other, size) if not torch.equal(one, other) else ():
             for chunk in message.chunks:
                 first, last = (ITEMSIZE[dtype] * element for element in (chunk.begin, chunk.begin + math.prod(chunk.rect[1])))
@@ -105,37 +112,34 @@ def _wrong_boxes(message: Message, sent: Tensor, received: Tensor, device: str) 
                     yield f"from rank {source} to rank {destination}: {chunk.tensor}{slices(chunk.rect)}"
 
 
-def verify_transfer(sent: Mapping[str, str], received: Mapping[str, str]) -> None:
-    """Collective: every rank sent and received the same tensors. ``sent`` and ``received``: digest of each HF-named tensor.
+def verify_tensors(digests: Mapping[str, str]) -> None:
+    """Collective: every rank has the same tensors. ``digests``: of each HF-named tensor.
 
-    Two digests a rank are exchanged when all is well; the tables only when it is not, to name the tensors.
+    One digest a rank is exchanged when all is well; the tables only when it is not, to name the tensors.
 
     Raises:
         WeightSyncError: on every rank, naming the tensors and the ranks.
     """
-    summary = (combined_digest(sent), combined_digest(received))
-    summaries = _all_gather(summary)
-    if all(digest == summaries[0][0] for pair in summaries for digest in pair):
+    if len(set(_all_gather(combined_digest(digests)))) == 1:
         return
-    tables = _all_gather((dict(sent), dict(received)))
-    names = sorted({name for pair in tables for table in pair for name in table})
+    tables = _all_gather(dict(digests))
+    names = sorted({name for table in tables for name in table})
     lines = [line for name in names if (line := _difference(name, tables))]
     more = len(lines) - MAX_NAMES_SHOWN
     text = "; ".join(lines[:MAX_NAMES_SHOWN]) + (f"; and {more} more" if more > 0 else "")
     raise WeightSyncError(f"weight sync: {len(lines)} of {len(names)} tensors differ: {text}")
 
 
-def _difference(name: str, tables: list[tuple[dict[str, str], dict[str, str]]]) -> str:
+def _difference(name: str, tables: list[dict[str, str]]) -> str:
     """What is wrong with one tensor, or an empty string."""
-    reference = next(table[name] for pair in tables for table in pair if name in table)
+    reference = next(table[name] for table in tables if name in table)
     faults = []
-    for side, verb in ((0, "sent"), (1, "received")):
-        absent = [rank for rank, pair in enumerate(tables) if name not in pair[side]]
-        other = [rank for rank, pair in enumerate(tables) if name in pair[side] and pair[side][name] != reference]
-        if absent:
-            faults.append(f"not {verb} on rank {_ranks(absent)}")
-        if other:
-            faults.append(f"{verb} with other bytes on rank {_ranks(other)}")
+    absent = [rank for rank, table in enumerate(tables) if name not in table]
+    other = [rank for rank, table in enumerate(tables) if name in table and table[name] != reference]
+    if absent:
+        faults.append(f"not sent on rank {_ranks(absent)}")
+    if other:
+        faults.append(f"other bytes on rank {_ranks(other)} than on rank {next(r for r, table in enumerate(tables) if name in table)}")
     return f"{name} ({', '.join(faults)})" if faults else ""
 
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_rl.runtime.digest import WeightSyncError
+from megatron_rl.runtime.digest import Kind, WeightSyncError
 from megatron_rl.types import Box
 from megatron_rl.weight_sync import transport as transport_module
 from megatron_rl.weight_sync.boxes import Boxes, expand, slices
@@ -79,7 +79,8 @@ def run_case(number: int, case: tuple[ModelShape, TrainLayout, RolloutLayout]) -
     dist.all_reduce(totals)
     assert totals.tolist() == [plan.lower_bound, plan.lower_bound, plan.bytes_local]
     planned = plan.schedule.peak_staging_bytes
-    assert report.peak_staging_bytes == (planned[dist.get_rank()] if dist.get_rank() in planned else 0) <= 2 * in_flight * bucket_bytes
+    buffers, rounding = report.peak_staging_bytes, 15 * len(transport.messages)
+    assert (planned[dist.get_rank()] if dist.get_rank() in planned else 0) <= buffers <= 2 * in_flight * bucket_bytes + rounding
     for value in source.values():  # a second run with new values uses the same program
         value.add_(1)
     transport.run(tensors(source), tensors(target))
@@ -148,7 +149,7 @@ class Taker(Holder):
         self.written += 1
 
 
-def whole_sync(case: tuple[ModelShape, TrainLayout, RolloutLayout]) -> None:
+def whole_sync(case: tuple[ModelShape, TrainLayout, RolloutLayout], kind: Kind) -> None:
     """From boxes to a report; a changed source leaves the engine as it was; a byte changed on the wire is named and leaves it unusable."""
     model, train, rollout = case
     rank, full = dist.get_rank(), hf_tensors(model)
@@ -158,6 +159,7 @@ def whole_sync(case: tuple[ModelShape, TrainLayout, RolloutLayout]) -> None:
         blank = {key: torch.full_like(value, UNWRITTEN) for key, value in vllm_shards(full, model, rollout, rank).items()}
         engine = Taker(blank, rollout_boxes(model, rollout, rank), (rank - rollout.first_rank) // rollout.tp)
     sync = ReshardSync(policy, engine, gpus_per_node=2, bucket_mib=1, verify=True)
+    sync._transport.kind = kind  # both run on a CPU
     report = sync.sync(version=3)
     assert report.version == 3 and sync.plan.ratio == 1.0
     if engine is not None:
@@ -173,6 +175,8 @@ def whole_sync(case: tuple[ModelShape, TrainLayout, RolloutLayout]) -> None:
     assert engine is None or (engine.usable and engine.version == 3), "nothing moved, so the old weights serve on"
     if rank == 0:
         policy.parameters["0:embedding.word_embeddings.weight"] = kept
+    no_room(sync)
+    assert engine is None or (engine.usable and engine.version == 3)
     changed_on_the_wire(sync)
     assert engine is None or (not engine.usable and engine.version == 3)
     raised_in_the_middle(sync, policy, engine)
@@ -183,18 +187,31 @@ def whole_sync(case: tuple[ModelShape, TrainLayout, RolloutLayout]) -> None:
     say("whole sync passed")
 
 
+def no_room(sync: ReshardSync) -> None:
+    """One rank has no memory for its buffers: every rank learns of it before anything moves."""
+    transport, last = sync._transport, dist.get_world_size() - 1
+
+    def full() -> list[torch.Tensor]:
+        raise torch.OutOfMemoryError("no room")
+
+    if dist.get_rank() == last:
+        transport.buffers = full
+    expect_error(WeightSyncError, lambda: sync.sync(4), f"rank {last}: OutOfMemoryError: no room")
+    transport.__dict__.pop("buffers", None)
+    assert transport.staging == []
+
+
 def changed_on_the_wire(sync: ReshardSync) -> None:
     """The first byte of the first bucket of one rank: the slice it belongs to is named with both ranks."""
     packed, hit = transport_module._Run.packed, []
     sender = min(sync.plan.streams)[0]
 
-    def tampered(run, message):
-        buffer = packed(run, message)
+    def tampered(run, message, buffer):
+        packed(run, message, buffer)
         if message.stream[0] == sender and not hit:
             buffer[0] ^= 1
             chunk = message.chunks[0]
             hit.append(f"from rank {message.stream[0]} to rank {message.stream[1]}: {chunk.tensor}{slices(chunk.rect)}")
-        return buffer
 
     transport_module._Run.packed = tampered
     everyone = [None] * dist.get_world_size()
@@ -277,8 +294,8 @@ if __name__ == "__main__":
     for number, case in enumerate(cases):
         run_case(number, case)
     refused_everywhere(cases[0])
-    for case in (cases[0], *cases[4:6]):
-        whole_sync(case)
+    for case, kind in zip((cases[0], *cases[4:6]), ("hash", "sums", "sums"), strict=True):
+        whole_sync(case, kind)
     if "die" in sys.argv:
         peer_dies(cases[0])
     dist.destroy_process_group()

@@ -250,7 +250,8 @@ def unusable(engine: VllmEngine, *words: str) -> None:
 def changed_byte_is_named_and_the_engine_refuses() -> None:
     engine, policy = engine_of("llama", 1), policy_of("llama", {"pipeline": 2})
     sync, packed = planned(policy, engine), transport._Run.packed
-    transport._Run.packed = lambda run, message: packed(run, message).bitwise_xor_(1) if WORLD.rank == 1 else packed(run, message)
+    if WORLD.rank == 1:
+        transport._Run.packed = lambda run, message, buffer: (packed(run, message, buffer), buffer.bitwise_xor_(1))
     try:
         refused(lambda: sync.sync(5), WeightSyncError, "other bytes arrived than were sent", "from rank 1 to rank 0: model.")
     finally:

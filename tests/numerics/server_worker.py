@@ -216,7 +216,7 @@ def changed_byte() -> None:
     def harm(_: Tampered) -> None:
         packed = transport._Run.packed
         if WORLD.rank == 1:
-            transport._Run.packed = lambda run, message: packed(run, message).bitwise_xor_(1)
+            transport._Run.packed = lambda run, message, buffer: (packed(run, message, buffer), buffer.bitwise_xor_(1))
 
     half_updated_server_never_answers(harm, "other bytes arrived than were sent", "from rank 1")
 

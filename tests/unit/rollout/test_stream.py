@@ -8,21 +8,19 @@ from safetensors.torch import save_file
 
 from megatron_rl.rollout.engine import eos_token_ids
 from megatron_rl.rollout.stream import CheckedStream, expected_tensors
-from megatron_rl.runtime.digest import WeightSyncError, tensor_digest
+from megatron_rl.runtime.digest import WeightSyncError
 
 EXPECTED = {"a": (2, 3), "b": (4,)}
 A, B = torch.ones(2, 3), torch.arange(4.0)
 
 
 def read(*items, dtype=torch.float32):
-    stream = CheckedStream(iter(items), EXPECTED, dtype)
-    return list(stream), stream.digests
+    return list(CheckedStream(iter(items), EXPECTED, dtype))
 
 
 def test_passes_on_what_is_expected_in_any_order():
-    items, digests = read(("b", B), ("a", A))
+    items = read(("b", B), ("a", A))
     assert [(name, tensor is wanted) for (name, tensor), wanted in zip(items, (B, A), strict=True)] == [("b", True), ("a", True)]
-    assert digests == {"b": tensor_digest(B), "a": tensor_digest(A)}
 
 
 @pytest.mark.parametrize(
@@ -43,7 +41,7 @@ def test_refuses(items, message):
 
 
 def test_an_engine_of_low_precision_takes_float32_and_its_own():
-    assert read(("a", A), ("b", B.bfloat16()), dtype=torch.bfloat16)[1].keys() == {"a", "b"}
+    assert read(("a", A), ("b", B.bfloat16()), dtype=torch.bfloat16)[1][0] == "b"
     with pytest.raises(WeightSyncError, match=r"torch.float16, the engine takes torch.bfloat16 or torch.float32"):
         read(("a", A.half()), dtype=torch.bfloat16)
 

@@ -1,5 +1,7 @@
 """Digests tell tensors apart by bytes, shape and dtype, and by nothing else."""
 
+from functools import partial
+
 import pytest
 import torch
 import xxhash
@@ -11,30 +13,38 @@ from megatron_rl.runtime.digest import (
     checksum,
     checksum_bytes,
     combined_digest,
+    quick_digest,
     tensor_digest,
     word_sums,
 )
 
+DIGESTS = [tensor_digest, partial(quick_digest, kind="hash"), partial(quick_digest, kind="sums")]
+CHECKSUMS = [word_sums, partial(checksum, kind="hash"), partial(checksum, kind="sums")]
 BASE = torch.arange(24, dtype=torch.float32).reshape(4, 6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
-def test_one_byte_makes_the_difference(dtype):
+@pytest.mark.parametrize("digest", DIGESTS)
+def test_one_byte_makes_the_difference(digest, dtype):
     tensor = (BASE % 2).to(dtype)
     other = tensor.clone()
     other.view(torch.uint8).view(-1)[-1] ^= 1
-    assert tensor_digest(tensor) == tensor_digest(tensor.clone()) != tensor_digest(other)
+    assert digest(tensor) == digest(tensor.clone()) != digest(other)
 
 
-def test_strides_do_not_matter():
+@pytest.mark.parametrize("digest", DIGESTS)
+def test_strides_and_offsets_do_not_matter(digest):
     turned = BASE.t().contiguous().t()
-    assert not turned.is_contiguous() and tensor_digest(turned) == tensor_digest(BASE)
-    assert tensor_digest(BASE[:, 1:4]) == tensor_digest(BASE[:, 1:4].clone()) != tensor_digest(BASE[:, 0:3])
+    assert not turned.is_contiguous() and digest(turned) == digest(BASE)
+    assert digest(BASE[:, 1:4]) == digest(BASE[:, 1:4].clone()) != digest(BASE[:, 0:3])
+    long = torch.arange(ROW_BYTES, dtype=torch.bfloat16)[3:]
+    assert digest(long) == digest(long.clone()) != digest(long.roll(1))
 
 
-def test_shape_and_dtype_matter():
+@pytest.mark.parametrize("digest", DIGESTS)
+def test_shape_and_dtype_matter(digest):
     views = [BASE, BASE.reshape(6, 4), BASE.reshape(-1), BASE.view(torch.int32), BASE.double(), torch.zeros(0), torch.zeros(0, 3)]
-    assert len({tensor_digest(view) for view in views}) == len(views)
+    assert len({digest(view) for view in views}) == len(views)
 
 
 def test_pinned_value():
@@ -71,7 +81,8 @@ def random_bytes(size: int) -> torch.Tensor:
 def test_word_sums_are_those_of_plain_integers(size):
     data = random_bytes(size)
     assert bytes(word_sums(data).tolist()) == plain_sums(bytes(data.tolist()))
-    assert word_sums(data).numel() == checksum_bytes(size, "cuda") and checksum(data).numel() == checksum_bytes(size, "cpu") == HASH_BYTES
+    assert word_sums(data).numel() == checksum_bytes(size, "sums")
+    assert checksum(data, "hash").numel() == checksum_bytes(size, "hash") == HASH_BYTES
 
 
 def exchanged(data, one, other):
@@ -95,7 +106,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("digest", [word_sums, checksum])
+@pytest.mark.parametrize("digest", CHECKSUMS)
 def test_faults_are_noticed(digest, fault):
     data = random_bytes(5 * ROW_BYTES + 100)
     wrong = data.clone()
@@ -110,7 +121,7 @@ def test_the_one_class_of_faults_that_sums_miss():
     wrong = data.clone()
     words = wrong.view(torch.int64).view(2, -1)
     words[0, 3], words[0, 9], words[1, 3], words[1, 9] = 5, -5, -5, 5
-    assert torch.equal(word_sums(wrong), word_sums(data)) and not torch.equal(checksum(wrong), checksum(data))
+    assert torch.equal(word_sums(wrong), word_sums(data)) and not torch.equal(checksum(wrong, "hash"), checksum(data, "hash"))
 
 
 def test_changed_spans():
@@ -125,4 +136,4 @@ def test_changed_spans():
     assert spans(lambda x: x[ROW_BYTES + 3].add_(1)) == [(ROW_BYTES, 2 * ROW_BYTES)]
     assert spans(lambda x: x[-1:].add_(1)) == [(5 * ROW_BYTES, size)]
     assert spans(lambda x: exchanged(x, 8, 80)) == [(0, 5 * ROW_BYTES)], "a row whose sum is right: only the columns tell"
-    assert changed_spans(checksum(data), checksum(data[:-1]), size) == [(0, size)]
+    assert changed_spans(checksum(data, "hash"), checksum(data[:-1], "hash"), size) == [(0, size)]

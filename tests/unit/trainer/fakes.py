@@ -145,11 +145,10 @@ class BanditEngine:
         assert not self.asleep
         return [torch.log_softmax(self.logits, -1)[list(tokens[1:])].tolist() for tokens in sequences]
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int, confirm=None) -> Mapping[str, str]:
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int, confirm=None) -> None:
         assert "weights" not in self.asleep
         self.logits = dict(weights)["logits"].clone()
         self.weight_version = version
-        return {}
 
     def sleep(self) -> None:
         self.asleep = set(ENGINE_PARTS)

@@ -201,13 +201,13 @@ def simulate(
         for rank, step in now.items():
             for message in step.sends:
                 buffer = torch.empty(message.size, dtype=torch.uint8)
-                sums = RunningChecksum(buffer, piece=48)
+                sums = RunningChecksum(buffer, "hash", piece=48)
                 pack(message, tensors(train[rank]), buffer, sums)
                 wire[message.stream].append((buffer, sums.result()))
         for rank, step in now.items():
             for message in step.receives:
                 buffer, sent = wire[message.stream].pop(0)
-                sums = RunningChecksum(buffer, piece=48)
+                sums = RunningChecksum(buffer, "hash", piece=48)
                 moved["sent"] += buffer.numel()
                 unpack(message, buffer, tensors(rollout[rank]), lambda key, rank=rank: done(rank, key), sums)
                 assert torch.equal(sums.result(), sent), "taken in pieces, before the bytes are read as after they are written"

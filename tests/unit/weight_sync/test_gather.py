@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from megatron_rl.runtime import digest
 from megatron_rl.runtime.digest import WeightSyncError, tensor_digest
 from megatron_rl.weight_sync import verify
 from megatron_rl.weight_sync.gather import GatherSync
-from megatron_rl.weight_sync.verify import verify_transfer
+from megatron_rl.weight_sync.verify import verify_tensors
 
 WEIGHTS = {"a": torch.ones(2, 3), "b": torch.zeros(5, dtype=torch.bfloat16)}
 
@@ -21,17 +22,21 @@ class Source:
 
 
 class Target:
-    """Keeps what it gets, after ``change``."""
+    """Keeps what it gets."""
 
-    def __init__(self, change=lambda name, tensor: (name, tensor)):
-        self.change, self.weight_version, self.received = change, 0, {}
+    def __init__(self):
+        self.weight_version, self.received = 0, {}
 
     def load_weights(self, weights, version, confirm):
-        self.received = dict(self.change(name, tensor) for name, tensor in weights)
-        digests = {name: tensor_digest(tensor) for name, tensor in self.received.items()}
-        confirm(digests)
+        self.received = dict(weights)
+        confirm()
         self.weight_version = version
-        return digests
+
+
+class Refusing(Target):
+    def load_weights(self, weights, version, confirm):
+        next(iter(weights))
+        raise OSError("no room")
 
 
 def test_report_and_content():
@@ -41,43 +46,42 @@ def test_report_and_content():
     assert target.weight_version == 7 and target.received.keys() == WEIGHTS.keys() and report.seconds > 0
 
 
-def test_changed_bytes_are_named():
-    target = Target(lambda name, tensor: (name, tensor + (name == "b")))
-    with pytest.raises(WeightSyncError, match=r"1 of 2 tensors differ: b \(received with other bytes on rank 0\)"):
+def test_changed_bytes_are_named(monkeypatch):
+    """Another rank has the same but for one tensor."""
+    other = {name: tensor_digest(tensor + (name == "b")) for name, tensor in WEIGHTS.items()}
+    monkeypatch.setattr(verify, "_all_gather", lambda value: [value, _same_kind(value, other)])
+    target = Target()
+    with pytest.raises(WeightSyncError, match=r"1 of 2 tensors differ: b \(other bytes on rank 1 than on rank 0\)"):
         GatherSync(Source(), target, verify=True).sync(1)
     assert target.weight_version == 0, "wrong weights never count as a version"
     GatherSync(Source(), target, verify=False).sync(1)
     assert target.weight_version == 1
 
 
+@pytest.mark.parametrize(("checked", "times"), [(True, 1), (False, 0)])
+def test_a_digest_is_taken_once_and_only_to_be_compared(monkeypatch, checked, times):
+    taken = []
+    monkeypatch.setattr(digest, "tensor_digest", lambda tensor: taken.append(tensor) or "")
+    GatherSync(Source(), Target(), verify=checked).sync(1)
+    assert len(taken) == times * len(WEIGHTS)
+
+
 def test_an_engine_that_refuses_keeps_its_rank_gathering_to_the_end():
     """Its peers gather too, and would wait for it."""
-
-    def refuse(name, tensor):
-        raise OSError("no room")
-
     source = Source()
     with pytest.raises(OSError, match="no room"):
-        GatherSync(source, Target(refuse), verify=True).sync(1)
+        GatherSync(source, Refusing(), verify=True).sync(1)
     assert source.gathered_bytes_sent == 6
 
 
-def test_a_renamed_tensor_is_named_twice():
-    target = Target(lambda name, tensor: ("c" if name == "b" else name, tensor))
-    with pytest.raises(WeightSyncError, match=r"2 of 3 tensors differ: b \(not received on rank 0\); c \(not sent on rank 0\)"):
-        GatherSync(Source(), target, verify=True).sync(1)
-
-
 def test_ranks_are_named(monkeypatch):
-    """Three ranks: the second sends other bytes of one tensor, the third never receives another."""
+    """Three ranks: the second has other bytes of one tensor, the third lacks another."""
     good = {"a": "1", "b": "2"}
-    tables = [(good, good), ({**good, "a": "9"}, {**good, "a": "9"}), (good, {"a": "1"})]
-    monkeypatch.setattr(verify, "_all_gather", lambda value: [_same_kind(value, pair) for pair in tables])
-    with pytest.raises(WeightSyncError) as caught:
-        verify_transfer(good, good)
-    text = str(caught.value)
-    assert "2 of 2 tensors differ" in text and "b (not received on rank 2)" in text
-    assert "a (sent with other bytes on rank 1, received with other bytes on rank 1)" in text
+    tables = [good, {**good, "a": "9"}, {"a": "1"}]
+    monkeypatch.setattr(verify, "_all_gather", lambda value: [_same_kind(value, table) for table in tables])
+    words = r"2 of 2 tensors differ: a \(other bytes on rank 1 than on rank 0\); b \(not sent on rank 2\)"
+    with pytest.raises(WeightSyncError, match=words):
+        verify_tensors(good)
 
 
 def test_equal_on_all_ranks(monkeypatch):
@@ -86,19 +90,20 @@ def test_equal_on_all_ranks(monkeypatch):
 
     def all_gather(value):
         calls.append(value)
-        return [_same_kind(value, (good, good))] * 3
+        return [value] * 3
 
     monkeypatch.setattr(verify, "_all_gather", all_gather)
-    verify_transfer(good, good)
-    assert len(calls) == 1 and all(isinstance(part, str) for part in calls[0]), "two digests a rank, no tables"
+    verify_tensors(good)
+    assert len(calls) == 1 and isinstance(calls[0], str), "one digest a rank, no tables"
 
 
-def test_many_differences_are_cut_short():
-    sent, received = ({f"t{i:02}": str(i + shift) for i in range(20)} for shift in (0, 1))
+def test_many_differences_are_cut_short(monkeypatch):
+    tables = [{f"t{i:02}": str(i + shift) for i in range(20)} for shift in (0, 1)]
+    monkeypatch.setattr(verify, "_all_gather", lambda value: [_same_kind(value, table) for table in tables])
     with pytest.raises(WeightSyncError, match=r"20 of 20 .*t07 \(.*\); and 12 more$"):
-        verify_transfer(sent, received)
+        verify_tensors(tables[0])
 
 
-def _same_kind(value, pair):
+def _same_kind(value, table):
     """Digests when digests are exchanged, tables when tables are."""
-    return pair if isinstance(value[0], dict) else tuple(verify.combined_digest(table) for table in pair)
+    return table if isinstance(value, dict) else verify.combined_digest(table)
