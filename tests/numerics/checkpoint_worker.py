@@ -267,7 +267,7 @@ def measured(case: Case) -> None:
     """The planned memory is within a tenth of what is really allocated."""
     policy = build(case)
     rollout = RolloutConfig(**{**compose("rollout/vllm"), "kv_cache_gib": 1.0, "stop": ()})
-    sizes = memory.Sizes(2, 1024, 256, 8, fused=False)
+    sizes = memory.Sizes(2, 1024, 1024, logprob_chunk_tokens=256, make_vocab_divisible_by=8, fused=False)
     planned = memory.plan(policy.arch, policy.parallel, precision(case), rollout, sizes, 1.0)[policy.ranks.pipeline_rank]
     create_state(policy.optimizer)
     states = 0
