@@ -19,7 +19,8 @@ LAYERS = (
     {"runtime"},
     {"config"},
     {"protocols"},
-    {"types"},
+    {"types", "plugins"},
+    {"errors"},
 )
 HEIGHT = {room: len(LAYERS) - index for index, layer in enumerate(LAYERS) for room in layer}
 VENDOR_ROOM = {"megatron": "policy", "transformer_engine": "policy", "apex": "policy", "vllm": "rollout"}

@@ -55,18 +55,20 @@ DUMMY = SequenceBatch(torch.zeros(2, dtype=torch.long), torch.tensor([1]), torch
 _NOTHING = torch.zeros(0, dtype=torch.long)
 
 
-def prompt_owners(batch: SequenceBatch, chosen: Int[Tensor, " sequences"], share: bool) -> Int[Tensor, " sequences"]:
-    """Place among ``chosen`` of the sequence that packs the prompt of each: the first of neighbours with the same prompt, or, when
-    prompts are not shared, the sequence itself."""
+def borrowed_prompts(
+    batch: SequenceBatch, chosen: Int[Tensor, " sequences"], share: bool
+) -> tuple[Int[Tensor, " sequences"], Int[Tensor, " sequences"]]:
+    """``(owners, shared)``: the place among ``chosen`` of the sequence that packs the prompt of each (the first of neighbours with the
+    same prompt, or, when prompts are not shared, the sequence itself), and how many tokens it borrows there (0 of itself)."""
     here = torch.arange(len(chosen))
     if not share or batch.prompt_ids is None:
-        return here
+        return here, torch.zeros_like(here)
     ids = batch.prompt_ids[chosen]
     follows = torch.nn.functional.pad(ids[1:] == ids[:-1], (1, 0))
     owners = torch.where(follows, 0, here).cummax(0).values
     prompts = batch.prompt_lengths[chosen]
     assert torch.equal(prompts, prompts[owners]), "prompts of different lengths have the same prompt id"
-    return owners
+    return owners, torch.where(follows, prompts, 0)
 
 
 def padded_lengths(
@@ -76,8 +78,7 @@ def padded_lengths(
     last one is stretched to a total that fits ``rule`` and is no less than ``at_least``."""
     chosen = torch.tensor(list(rows) or [0])
     batch = batch if rows else DUMMY
-    borrows = prompt_owners(batch, chosen, share) != torch.arange(len(chosen))
-    lengths = batch.lengths[chosen] - torch.where(borrows, batch.prompt_lengths[chosen], 0)
+    lengths = batch.lengths[chosen] - borrowed_prompts(batch, chosen, share)[1]
     padded = (lengths + rule.sequence - 1) // rule.sequence * rule.sequence
     total = max(int(padded.sum()), at_least)
     padded[-1] += -(-total // rule.total) * rule.total - int(padded.sum())
@@ -110,8 +111,7 @@ def pack(
     if len(short):
         raise ValueError(f"packing: row {int(short[0])} has an empty prompt or response; every sequence needs at least one token of each")
     lengths = prompts + responses
-    owners = prompt_owners(batch, chosen, share)
-    shared = torch.where(owners == torch.arange(len(chosen)), 0, prompts)
+    owners, shared = borrowed_prompts(batch, chosen, share)
     # Everything below is over the padded tokens of all context ranks, then cut to this rank.
     sequence = torch.repeat_interleave(torch.arange(len(chosen)), padded)
     starts = torch.nn.functional.pad(padded.cumsum(0), (1, 0))

@@ -98,13 +98,14 @@ class Trainer:
 
     def _score(self, experience: Experience) -> Scored:
         """Reference and old logprobs; the old ones are left to the update where that is the only one."""
-        reference = self._logprobs(experience, reference=True) if self.parts.method.needs.ref_logprobs else None
-        return Scored(experience, None if self._only_update(experience) else self._logprobs(experience), reference)
+        wants_reference, wants_old = self.parts.method.needs.ref_logprobs, not self._only_update(experience)
+        split = self._pack_all(experience) if wants_reference or wants_old else []
+        reference = self._logprobs(experience, split, reference=True) if wants_reference else None
+        return Scored(experience, self._logprobs(experience, split) if wants_old else None, reference)
 
-    def _logprobs(self, experience: Experience, *, reference: bool = False) -> TokenScores:
-        rows = range(len(experience.responses))
+    def _logprobs(self, experience: Experience, split: list[list[int]], *, reference: bool = False) -> TokenScores:
         entropy = self.parts.method.needs.entropy != "none" and not reference
-        return on_cpu(self.parts.policy.logprobs(experience.sequences, self._pack(experience, rows), reference=reference, entropy=entropy))
+        return on_cpu(self.parts.policy.logprobs(experience.sequences, split, reference=reference, entropy=entropy))
 
     def _only_update(self, experience: Experience) -> bool:
         """Whether this rollout phase has one optimizer step, and nothing before it needs the old logprobs."""
@@ -117,7 +118,8 @@ class Trainer:
         parts, experience, needed = self.parts, scored.experience, self.parts.method.needs.entropy
         credit = parts.method.credit(response_batch(scored, parts.method))
         if scored.old is None and not credit.keep.all():
-            scored = replace(scored, old=self._logprobs(experience))  # an update over some rows has the scores of these only
+            # An update over some rows has the scores of these only.
+            scored = replace(scored, old=self._logprobs(experience, self._pack_all(experience)))
         entropy: Entropy = needed if needed != "metric" else "value" if scored.old is None else "none"
         updates, empty = [], 0
         for rows in self._minibatches(step, experience, credit.keep):
@@ -143,6 +145,9 @@ class Trainer:
                 order = torch.randperm(num_groups, generator=torch.Generator().manual_seed(seed))
             for groups in order.split(self.schedule.prompts_per_minibatch):
                 yield (torch.isin(experience.group_ids, groups) & keep).nonzero().flatten().tolist()
+
+    def _pack_all(self, experience: Experience) -> list[list[int]]:
+        return self._pack(experience, range(len(experience.responses)))
 
     def _pack(self, experience: Experience, rows: Sequence[int]) -> list[list[int]]:
         policy, sequences = self.parts.policy, experience.sequences

@@ -1,0 +1,103 @@
+"""A user's own code, imported by name: ``--plugin my.module`` or ``--plugin path/to/file.py``.
+
+Importing a plug-in registers what it defines (a verifier, an estimator, a model family, ...) by the
+decorators of those rooms. Installed packages name theirs under the entry point ``megatron_rl.plugins``
+and need no option. Processes that are started later (workers of verifiers, runs of a sweep) are
+handed ``loaded()`` and import the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megatron_rl.errors import first_line
+
+ENTRY_POINTS = "megatron_rl.plugins"
+_loaded: list[str] = []
+
+
+def load_plugins(names: Sequence[str]) -> None:
+    """Imports installed plug-ins and those named, each once.
+
+    Raises:
+        ValueError: a name that cannot be imported: names it, with the reason.
+    """
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        import_source(entry.value, "entry point megatron_rl.plugins")
+    for name in names:
+        import_source(name, "--plugin")
+        absolute = str(Path(name).resolve()) if name.endswith(".py") else name
+        if absolute not in _loaded:
+            _loaded.append(absolute)
+
+
+def loaded() -> tuple[str, ...]:
+    """What ``load_plugins`` was given, files by absolute path, in order."""
+    return tuple(_loaded)
+
+
+def import_source(name: str, origin: str) -> ModuleType:
+    """The module ``name`` (dotted, or a path that ends in ``.py``), imported once for a process.
+
+    Args:
+        origin: the option or key that named it, for the message.
+
+    Raises:
+        ValueError: no such file or module, or its import fails.
+    """
+    try:
+        if not name.endswith(".py"):
+            return importlib.import_module(name)
+        return _import_file(Path(name).resolve())
+    except Exception as error:
+        kind = type(error).__name__
+        raise ValueError(
+            f"{origin} = {name}: cannot be imported ({kind}: {first_line(error)}); give a module "
+            "that Python can import, or the path of a .py file"
+        ) from error
+
+
+def import_function(spec: str, key: str) -> Any:
+    """The object ``path.py:name`` or ``package.module:name``.
+
+    Args:
+        key: the configuration key that holds ``spec``, for the message.
+
+    Raises:
+        ValueError: ``spec`` has no colon, its module cannot be imported, it has no such name, or
+            the object cannot be called.
+    """
+    source, colon, name = spec.rpartition(":")
+    if not colon or not source or not name:
+        raise ValueError(f"{key} = {spec}: write path.py:name or package.module:name")
+    found = getattr(import_source(source, key), name, None)
+    if found is None:
+        raise ValueError(f"{key} = {spec}: {source} has no {name!r}; correct the name behind the colon")
+    if not callable(found):
+        raise ValueError(f"{key} = {spec}: is no function; name one that can be called")
+    return found
+
+
+def _import_file(path: Path) -> ModuleType:
+    """A file is imported under a name made of its path, so that two files called ``reward.py`` do not meet."""
+    name = "megatron_rl_plugin_" + "_".join(path.with_suffix("").parts[1:])
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(f"no such file {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
