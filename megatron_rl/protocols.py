@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_rl.types import (
     Completion,
+    Progress,
     Prompt,
     Sampling,
     Score,
@@ -92,8 +93,14 @@ class RolloutEngine(Protocol):
     num_replicas: int
     weight_version: int
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
-        """``num_responses`` completions for each prompt of this replica, on every rank of the replica."""
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        progress: Progress | None = None,
+    ) -> list[list[Completion]]:
+        """``num_responses`` completions for each prompt of this replica, on every rank of the
+        replica. ``progress`` is called as they get done, where the engine can tell."""
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Logprob at temperature 1, not truncated, of every token but the first of each sequence, on every rank of the replica. Leaves

@@ -46,11 +46,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         from megatron_rl.policy.machine import this_machine
 
         check(config, world.size, this_machine())
+        from megatron_rl.runtime.display import Display
         from megatron_rl.trainer.build import build_trainer
         from megatron_rl.trainer.memory_plan import check_memory
 
         check_memory(config, world)
-        build_trainer(config, world).run()
+        build_trainer(config, world, Display(shown=world.is_main)).run()
     except BaseException as error:  # noqa: BLE001 (reported, then the process ends with code 1)
         report(error, world.rank)
         leave(1)

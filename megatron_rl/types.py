@@ -28,6 +28,7 @@ class Prompt:
     answer: str
     data_source: str
     extra: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""  # as rendered by the chat template; for people, nothing is computed from it
     multimodal: Any = None  # opaque to everything between the loader and the engine
 
 
@@ -143,6 +144,9 @@ class LossOutput:
 
 
 TokenLoss = Callable[[TokenView], LossOutput]
+
+# Told how far a generation has come: (responses that are done, their tokens).
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def load_prompts(spec: str, config: DataConfig, tokenizer: PreTrainedTokenizerBa
         elif not token_ids:
             problems.add(row, "empty prompt", text, "drop the row")
         else:
-            prompts.append(Prompt(f"{_stem(spec)}:{row}", tuple(token_ids), answer, data_source, extra))
+            prompts.append(Prompt(f"{_stem(spec)}:{row}", tuple(token_ids), answer, data_source, extra, text))
     if config.on_long_prompt == "error" or not prompts:
         problems.raise_if_any()
     return prompts

@@ -20,9 +20,10 @@ from megatron_rl.protocols import ENGINE_PARTS
 from megatron_rl.rollout.sampling import request_seed, scoring, vllm_sampling
 from megatron_rl.rollout.shared_memory import private_segments
 from megatron_rl.rollout.stream import CheckedStream, expected_tensors
+from megatron_rl.rollout.watch import watched
 from megatron_rl.rollout.worker import Transfer
 from megatron_rl.runtime.random_state import preserved_random_state
-from megatron_rl.types import Box, Completion, Prompt, Sampling
+from megatron_rl.types import Box, Completion, Progress, Prompt, Sampling
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -76,10 +77,16 @@ class VllmEngine:
         _ALIVE.append(self._llm)
         unlink_broadcast_buffer()
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        progress: Progress | None = None,
+    ) -> list[list[Completion]]:
         """``num_responses`` completions for each prompt, on every rank of the replica.
 
         With a seed, response j to a prompt depends on (seed, prompt uid, j) and the weights alone; without one, on the calls before.
+        ``progress`` is called as responses get done.
 
         Raises:
             ValueError: a prompt or the wanted response is longer than the engine was built for; stop strings without tokenizer.
@@ -95,7 +102,7 @@ class VllmEngine:
             seed = -(self._seed * 1_000_003 + self._num_unseeded)
         requests = [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts]
         params = [vllm_sampling(sampling, request_seed(seed, prompt.uid), self._eos_token_ids) for prompt in prompts]
-        with preserved_random_state():
+        with preserved_random_state(), watched(self._llm.llm_engine, progress):
             outputs = self._llm.generate(requests, params, use_tqdm=False)
         return [[self._completion(output) for output in request.outputs] for request in outputs]
 

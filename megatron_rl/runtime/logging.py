@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 
+from megatron_rl.runtime.display import duration
 from megatron_rl.runtime.metrics_file import read_metrics
 
 Metrics = Mapping[str, float]
+TIME_LEFT_STEPS = 30
 
 
 class MetricsFile:
@@ -30,7 +35,8 @@ class MetricsFile:
 
 
 class ConsoleLine:
-    """One line a step: what a person watches."""
+    """One line a step: what a person watches. It ends with the time that is left, by the mean of
+    the last steps as they really took, evaluations and checkpoints included."""
 
     COLUMNS: Sequence[tuple[str, str, str]] = (
         ("reward", "reward/mean", "{:.3f}"),
@@ -44,9 +50,14 @@ class ConsoleLine:
     )
     PHASES: Sequence[str] = ("rollout", "reward", "logprob", "update", "sync")
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(
+        self, num_steps: int, console: Console, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._num_steps = num_steps
-        self._console = Console(soft_wrap=True, highlight=False)
+        self._console = console
+        self._clock = clock
+        self._last: float | None = None
+        self._seconds: deque[float] = deque(maxlen=TIME_LEFT_STEPS)
 
     def __call__(self, metrics: Metrics) -> None:
         parts = [f"[bold]step {int(metrics['step'])}/{self._num_steps}[/bold]"]
@@ -56,7 +67,22 @@ class ConsoleLine:
             parts.append(f"{metrics['time/step_s']:.2f}s [dim]({phases})[/dim]")
         if "eval/accuracy" in metrics:
             parts.append(f"[bold green]held-out accuracy {metrics['eval/accuracy']:.3f}[/bold green]")
+        left = self._time_left(int(metrics["step"]))
+        if left is not None:
+            parts.append(f"[dim]left {duration(left)}[/dim]")
         self._console.print("  ".join(parts))
+
+    def _time_left(self, step: int) -> float | None:
+        """Seconds to the last step; None before two lines and after the last."""
+        now = self._clock()
+        if self._last is not None:
+            self._seconds.append(now - self._last)
+        self._last = now
+        steps_left = self._num_steps - step
+        if not self._seconds or steps_left <= 0:
+            return None
+        # The mean counts an evaluation every so many steps; a median would not.
+        return steps_left * fmean(self._seconds)
 
 
 def tensorboard_writer(run_dir: Path) -> Callable[[Metrics], None]:

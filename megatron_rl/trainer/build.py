@@ -11,6 +11,7 @@ from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.protocols import WeightSync
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rollout.engine import VllmEngine
+from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import Ledger, memory_in_use
 from megatron_rl.runtime.signals import StopRequest
@@ -23,36 +24,32 @@ from megatron_rl.trainer.sync import build_canary, build_sync
 from megatron_rl.trainer.trainer import Parts, Trainer
 
 
-def build_trainer(config: Config, world: World) -> Trainer:
+def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     """Everything that can be wrong with the input is read before the engines are built, which takes long."""
     stop_requested = StopRequest()  # first of all: a signal during the build must not be lost
     tokenizer = load_tokenizer(config.model.path)
-    train, held_out = (
-        load_prompts(spec, config.data, tokenizer, config.rollout.max_prompt_tokens) for spec in (config.data.train, config.data.eval)
-    )
-    if config.data.drop_eval_overlap:
-        train = without_overlap(train, held_out)
-    reward = build_reward(config.reward)
-    reward.check([*train, *held_out])
+    with display.phase("reading the prompts"):
+        train, held_out = (
+            load_prompts(spec, config.data, tokenizer, config.rollout.max_prompt_tokens) for spec in (config.data.train, config.data.eval)
+        )
+        if config.data.drop_eval_overlap:
+            train = without_overlap(train, held_out)
+        reward = build_reward(config.reward)
+        reward.check([*train, *held_out])
     method = Method(config.method, response_limit=config.rollout.max_response_tokens)
     if config.batch.responses_per_prompt < method.needs.min_group:
         raise ValueError(
             f"batch.responses_per_prompt = {config.batch.responses_per_prompt}: method {method.name} compares the responses of a prompt "
             f"and needs at least {method.needs.min_group}"
         )
-    folder = RunFolder(config, world)
-    policy = MegatronPolicy(
-        config.model,
-        config.parallel,
-        config.precision,
-        config.optim,
-        temperature=config.rollout.temperature,
-        keep_reference=method.needs.ref_logprobs,
-        total_optimizer_steps=num_optimizer_steps(config),
-        max_sequence_tokens=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
+    folder = RunFolder(config, world, display)
+    with display.phase("building the policy"):
+        policy = build_policy(config, keep_reference=method.needs.ref_logprobs)
+    with display.phase("building the rollout engine"):
+        engine, weight_sync = build_engine(config, world, policy)
+    generator = Generator(
+        engine, reward, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), world, display
     )
-    engine, weight_sync = build_engine(config, world, policy)
-    generator = Generator(engine, reward, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), world)
     stop_ids = stop_token_ids(tokenizer.eos_token_id)
     rollouts = Rollouts(
         generator,
@@ -78,8 +75,23 @@ def build_trainer(config: Config, world: World) -> Trainer:
         folder=folder,
         world=world,
         stop_requested=stop_requested.__bool__,
+        display=display,
     )
     return Trainer(parts, schedule(config))
+
+
+def build_policy(config: Config, *, keep_reference: bool) -> MegatronPolicy:
+    """Collective. The policy with the weights of ``model.path``."""
+    return MegatronPolicy(
+        config.model,
+        config.parallel,
+        config.precision,
+        config.optim,
+        temperature=config.rollout.temperature,
+        keep_reference=keep_reference,
+        total_optimizer_steps=num_optimizer_steps(config),
+        max_sequence_tokens=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
+    )
 
 
 def build_engine(config: Config, world: World, policy: MegatronPolicy) -> tuple[VllmEngine, WeightSync]:

@@ -20,7 +20,7 @@ class Evaluator:
     def run(self, clock: Callable) -> dict[str, float]:
         """Accuracy (mean over responses), pass@k (unbiased, mean over prompts), response length in tokens, truncated share,
         and the accuracy of each data source."""
-        groups = self._generator.run(self._prompts, self._sampling, clock)
+        groups = self._generator.run(self._prompts, self._sampling, clock, "held-out evaluation")
         return evaluation_metrics(groups, self._pass_at)
 
 

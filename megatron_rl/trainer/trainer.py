@@ -12,13 +12,14 @@ from megatron_rl.data.packing import plan_microbatches
 from megatron_rl.data.shared_prompts import plan_shared_prompts
 from megatron_rl.loss import Method
 from megatron_rl.protocols import Entropy, Policy
+from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import resident_gib
 from megatron_rl.trainer.evaluate import Evaluator
 from megatron_rl.trainer.handover import HandOver
 from megatron_rl.trainer.metrics import Clock, entropy_metrics, mismatch_metrics, rollout_metrics, sync_metrics, update_metrics
 from megatron_rl.trainer.objective import MinibatchLoss, Scored, on_cpu, response_batch
-from megatron_rl.trainer.rollouts import Experience, Rollouts
+from megatron_rl.trainer.rollouts import Experience, NothingToLearn, Rollouts
 from megatron_rl.trainer.run_folder import RunFolder
 from megatron_rl.trainer.settings import Schedule
 from megatron_rl.types import TokenScores
@@ -38,6 +39,7 @@ class Parts:
     folder: RunFolder
     world: World
     stop_requested: Callable[[], bool]
+    display: Display
 
 
 class Trainer:
@@ -48,8 +50,10 @@ class Trainer:
         """Trains to ``num_steps``, or to the next step boundary after a stop request (then leaves a checkpoint and a
         ``requeue`` marker)."""
         parts, plan = self.parts, self.schedule
+        parts.display.line(f"results go to {parts.folder.path}")
         finished = parts.folder.resume(parts.policy, parts.rollouts)
-        parts.hand_over.to_engine(finished)
+        with parts.display.phase("first weight sync"):
+            parts.hand_over.to_engine(finished)
         if finished == 0 and plan.evaluate_at_start:
             parts.folder.log({"step": 0} | self._evaluate())
         for step in range(finished + 1, plan.num_steps + 1):
@@ -71,7 +75,7 @@ class Trainer:
         parts, clock = self.parts, Clock()
         with clock("step"):
             with parts.hand_over.generation():
-                experience = parts.rollouts.collect(step, clock)
+                experience = self._collect(step, clock)
             with clock("reload"):
                 parts.hand_over.to_policy()
             with clock("logprob"):
@@ -82,7 +86,6 @@ class Trainer:
             self._check_mismatch(step, mismatch)
             with clock("sync"):
                 synced = parts.hand_over.to_engine(step)
-        parts.folder.log_samples(step, experience.responses)
         return {
             "step": step,
             **rollout_metrics(experience),
@@ -95,6 +98,18 @@ class Trainer:
             "memory/rss_gib": resident_gib(),
             **parts.hand_over.ledger.end_step(),
         }
+
+    def _collect(self, step: int, clock: Clock) -> Experience:
+        """The responses of the step. Some are written down first: whatever stops the run in this
+        step, they show what the policy answered."""
+        parts = self.parts
+        try:
+            experience = parts.rollouts.collect(step, clock)
+        except NothingToLearn as error:
+            parts.folder.log_samples(step, error.responses)
+            raise
+        parts.folder.log_samples(step, experience.responses)
+        return experience
 
     def _score(self, experience: Experience) -> Scored:
         """Reference and old logprobs; the old ones are left to the update where that is the only one."""

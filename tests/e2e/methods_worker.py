@@ -15,6 +15,7 @@ from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.loss import load_method
 from megatron_rl.runtime.digest import combined_digest, tensor_digest
+from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import leave, report, start
 from megatron_rl.trainer.build import build_trainer
 from megatron_rl.trainer.rollouts import Rollouts
@@ -42,7 +43,7 @@ def main(out: Path, names: Sequence[str], overrides: Sequence[str]) -> None:
     world = start()
     try:
         config = validate(Config, compose("config", overrides), "the configuration")
-        trainer = build_trainer(config, world)
+        trainer = build_trainer(config, world, Display(shown=world.is_main))
         trainer.parts.folder.resume(trainer.parts.policy, trainer.parts.rollouts)
         trainer.parts.hand_over.to_engine(0)
         rows = [two_steps(trainer, config, name, 1 + 2 * index) for index, name in enumerate(names)]

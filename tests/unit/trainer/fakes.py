@@ -127,7 +127,7 @@ class BanditEngine:
         self.asleep: set[str] = set()
         self.requests = 0
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, progress=None) -> list[list[Completion]]:
         assert not self.asleep
         self.requests += len(prompts)
         return [[self._sample(prompt, sampling, j) for j in range(sampling.num_responses)] for prompt in prompts]
@@ -178,4 +178,7 @@ class FirstTokenIsAnswer:
 
 
 def prompts(count: int, answer: str = "2") -> list[Prompt]:
-    return [Prompt(f"p{i}", (1, 2), answer, "even" if i % 2 == 0 else "odd") for i in range(count)]
+    return [
+        Prompt(f"p{i}", (1, 2), answer, "even" if i % 2 == 0 else "odd", text=f"text of p{i}")
+        for i in range(count)
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ from megatron_rl.config.load import ConfigError, compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.loss import load_method
+from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import Ledger, memory_in_use
 from megatron_rl.trainer.evaluate import Evaluator
 from megatron_rl.trainer.handover import HandOver
 from megatron_rl.trainer.metrics import defined
 from megatron_rl.trainer.rollouts import Generator, Rollouts
-from megatron_rl.trainer.run_folder import RunFolder
+from megatron_rl.trainer.run_folder import RunFolder, of_different_prompts
 from megatron_rl.trainer.settings import rollout_sampling
 from megatron_rl.trainer.settings import schedule as schedule_of
 from megatron_rl.trainer.trainer import Parts, Trainer
@@ -27,6 +29,7 @@ from megatron_rl.types import Sampling
 from tests.unit.trainer.fakes import BanditEngine, BanditPolicy, BanditSync, FirstTokenIsAnswer, prompts
 
 WORLD = World(rank=0, size=1, local_rank=0, launch_id="test")
+DISPLAY = Display(shown=False)
 
 
 @pytest.fixture
@@ -45,15 +48,15 @@ def build(tmp_path: Path):
         config = validate(Config, compose("config", [*common, *sizes, *overrides]), "test")
         policy, engine = BanditPolicy(), BanditEngine()
         method_object = load_method(method, method_overrides)
-        generator = Generator(engine, FirstTokenIsAnswer(), lambda ids: " ".join(map(str, ids)), WORLD)
+        generator = Generator(engine, FirstTokenIsAnswer(), lambda ids: " ".join(map(str, ids)), WORLD, DISPLAY)
         loader = PromptLoader(prompts(16, answers), seed=config.seed, shuffle=True)
         sizes_of_step = dict(prompts_per_step=4, share_prompts=config.batch.share_prompts, seed=config.seed)
         rollouts = Rollouts(generator, loader, method_object, rollout_sampling(config, ()), **sizes_of_step)
         evaluator = Evaluator(generator, prompts(4), Sampling(1, 3, temperature=0.0), (1,))
-        folder = RunFolder(config, WORLD)
+        folder = RunFolder(config, WORLD, DISPLAY)
         ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), None)
         hand_over = HandOver(policy, engine, BanditSync(policy, engine), config.memory.offload, ledger)
-        parts = Parts(policy, hand_over, method_object, rollouts, evaluator, folder, WORLD, stop)
+        parts = Parts(policy, hand_over, method_object, rollouts, evaluator, folder, WORLD, stop, DISPLAY)
         return Trainer(parts, schedule_of(config))
 
     return build
@@ -256,3 +259,32 @@ class _no_clock:
     def __init__(self, phase: str) -> None: ...
     def __enter__(self) -> None: ...
     def __exit__(self, *error: object) -> None: ...
+
+
+def samples(trainer) -> list[dict]:
+    lines = (trainer.parts.folder.path / "samples.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_samples_are_of_different_prompts_and_hold_the_question(build):
+    trainer = build("logging.log_samples=3", "trainer.num_steps=1")
+    trainer.run()
+    written = samples(trainer)
+    assert len({row["prompt"] for row in written}) == 3
+    assert [row["prompt_text"] for row in written] == [f"text of {row['prompt']}" for row in written]
+    assert {row["answer"] for row in written} == {"2"}
+
+
+def test_more_samples_than_prompts_take_the_second_response_of_each():
+    responses = [SimpleNamespace(prompt=SimpleNamespace(uid=uid), number=n) for uid in "ab" for n in (1, 2, 3)]
+    chosen = of_different_prompts(responses, 3)
+    assert [(response.prompt.uid, response.number) for response in chosen] == [("a", 1), ("b", 1), ("a", 2)]
+    assert of_different_prompts(responses, 0) == []
+    assert len(of_different_prompts(responses, 99)) == 6
+
+
+def test_a_run_that_gives_up_leaves_what_was_answered(build):
+    trainer = build(method="dapo", method_overrides=["reward_shaping.overlong=null"], answers="never")
+    with pytest.raises(ValueError, match="dynamic sampling"):
+        trainer.run()
+    assert [(row["step"], row["correct"]) for row in samples(trainer)] == [(1, False), (1, False)]

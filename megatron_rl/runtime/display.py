@@ -1,0 +1,116 @@
+"""What a person sees while a run works: the phase it is in, and how far generation has come.
+
+On a terminal one live line below the log; elsewhere (a file, a pipe, Slurm's output) plain lines: one
+when a phase begins, and one every ``LOG_EVERY_S`` seconds of a long generation. Only rank 0 shows
+anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.status import Status
+
+from megatron_rl.types import Progress
+
+LOG_EVERY_S = 30.0
+WORTH_SAYING_S = 10.0
+
+
+class Display:
+    """The phases of a run, as they begin and end.
+
+    Example: ``with display.phase("building the policy"): ...`` prints ``building the policy ...`` to
+    a log, or shows it with a spinner on a terminal until the block ends.
+    """
+
+    def __init__(
+        self,
+        *,
+        shown: bool = True,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``shown``: False on every rank but the first."""
+        self.console = console or Console(soft_wrap=True, highlight=False)
+        self._shown = shown
+        self._clock = clock
+        self._live = shown and self.console.is_terminal
+        self._status: Status | None = None
+
+    def line(self, text: str) -> None:
+        """A line that stays."""
+        if self._shown:
+            self.console.print(text, markup=False)
+
+    @contextmanager
+    def phase(self, text: str, *, announced: bool = True) -> Iterator[None]:
+        """Shows ``text`` while the block runs, and how long it took when that is long.
+
+        ``announced``: a log gets a line when the phase begins. False for phases of every step, which
+        on a terminal are shown all the same.
+        """
+        if not self._shown:
+            yield
+            return
+        begin = self._clock()
+        if announced and not self._live:
+            self.line(f"{text} ...")
+        self._show(text)
+        try:
+            yield
+        finally:
+            self._hide()
+        seconds = self._clock() - begin
+        if announced and seconds >= WORTH_SAYING_S:
+            self.line(f"{text}: {duration(seconds)}")
+
+    def generating(self, what: str, num_responses: int) -> Progress:
+        """A function that an engine calls as responses get done.
+
+        ``what``: which generation this is ("step 12"); ``num_responses``: how many are wanted. A log
+        gets a line every ``LOG_EVERY_S`` seconds, so a short generation says nothing there.
+        """
+        begin = self._clock()
+        last_line = begin
+
+        def report(num_done: int, num_tokens: int) -> None:
+            nonlocal last_line
+            now = self._clock()
+            elapsed = max(now - begin, 1e-9)
+            text = (
+                f"{what}: {num_done} of {num_responses} responses, "
+                f"{num_tokens / elapsed:.0f} tokens/s, {duration(elapsed)}"
+            )
+            if self._status is not None:
+                self._status.update(text)
+            elif self._shown and not self._live and now - last_line >= LOG_EVERY_S:
+                last_line = now
+                self.line(text)
+
+        return report
+
+    def _show(self, text: str) -> None:
+        if self._live and self._status is None:
+            self._status = self.console.status(text)
+            self._status.start()
+        elif self._status is not None:
+            self._status.update(text)
+
+    def _hide(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+
+def duration(seconds: float) -> str:
+    """A time span as people say it: ``8 s``, ``3 min 20 s``, ``2 h 05 min``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
