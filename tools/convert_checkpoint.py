@@ -16,12 +16,12 @@ import argparse
 import sys
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from megatron_rl.policy import dist_format, nemo_files
+from megatron_rl.policy.checkpoint_to_hf import checkpoint_to_hf
 from megatron_rl.policy.families import Architecture, read_architecture
-from megatron_rl.policy.hf_files import HfFiles, ShardWriter, copy_companions, write_config
+from megatron_rl.policy.hf_files import HfFiles, copy_companions, write_config
 from megatron_rl.policy.layout import hf_names
 from megatron_rl.runtime import checkpoint_dir
 from megatron_rl.runtime.digest import combined_digest, tensor_digest
@@ -80,22 +80,8 @@ def _copy_config(source: Path, folder: Path) -> None:
 
 
 def to_hf(source: Path, target: Path, config: Path | None, max_file_bytes: int) -> str:
-    """Writes the HF directory; returns the digest of the weights."""
-    config = source / CONFIG if config is None else config
-    arch, _ = read_architecture(config)
-    partial = checkpoint_dir.begin(target)
-    writer = ShardWriter(partial, max_file_bytes)
-    digests: dict[str, str] = {}
-    formats: set[torch.dtype] = set()
-    for name, tensor in dist_format.read_hf(source, arch, writer.make_room):
-        digests[name] = tensor_digest(tensor)
-        formats.add(tensor.dtype)
-        writer.add(name, tensor)
-    writer.close()
-    write_config(config, partial, str(formats.pop()).removeprefix("torch.") if len(formats) == 1 else None)
-    copy_companions(config, partial)
-    checkpoint_dir.publish(target)
-    return combined_digest(digests)
+    """Writes the HF directory; returns the digest of the weights. ``config`` None: what ``to_megatron`` left in ``source``."""
+    return checkpoint_to_hf(source, target, config or source / CONFIG, max_file_bytes)
 
 
 def main() -> int:
