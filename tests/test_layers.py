@@ -13,7 +13,7 @@ PACKAGE = REPO / "megatron_rl"
 
 # From the top. A room may import rooms of lower layers and itself; rooms of one layer do not import each other.
 LAYERS = (
-    {"train", "sweep"},
+    {"train", "sweep", "sample"},
     {"trainer"},
     {"weight_sync", "policy", "rollout", "loss", "data", "rewards", "evaluation"},
     {"runtime"},

@@ -83,6 +83,28 @@ def validate(schema: type[Schema], values: dict[str, Any], where: str) -> Schema
         raise ConfigError([_describe(detail, known) for detail in error.errors()], where) from None
 
 
+def override(values: dict[str, Any], text: str) -> None:
+    """Changes one value of a composed configuration, in place.
+
+    Example: ``override(values, "rollout.dtype=float32")``.
+
+    Raises:
+        ConfigError: ``text`` is no ``key=value``, or names a section.
+    """
+    try:
+        parsed = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError([f"{text!r}: not an override ({why}); write key=value"], "the overrides") from None
+    *sections, leaf = parsed.key_or_group.split(".")
+    node = values
+    for section in sections:
+        node = node.setdefault(section, {})
+    if isinstance(node.get(leaf), dict):
+        raise ConfigError([f"{text}: {leaf} is a section here; name its keys"], "the overrides")
+    node[leaf] = parsed.value()
+
+
 def known_keys(schema: Any, prefix: str = "") -> Iterator[str]:
     """Dotted names of all leaves of a schema, through optional and union fields."""
     for name, info in schema.model_fields.items():

@@ -60,6 +60,27 @@ def load_prompts(spec: str, config: DataConfig, tokenizer: PreTrainedTokenizerBa
     return prompts
 
 
+def text_prompts(
+    texts: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
+) -> list[Prompt]:
+    """Prompts that somebody typed, rendered as those of a file; without an answer.
+
+    Raises:
+        ValueError: an empty text, or one that is longer than ``max_prompt_tokens``.
+    """
+    problems = Problems("--prompt")
+    rendered = [_render(number, text, config, tokenizer, problems) for number, text in enumerate(texts, start=1)]
+    problems.raise_if_any()
+    prompts = []
+    for number, text in enumerate(rendered, start=1):
+        token_ids = tokenizer(text, add_special_tokens=not config.apply_chat_template)["input_ids"]
+        if len(token_ids) > max_prompt_tokens:
+            problems.add(number, f"longer than rollout.max_prompt_tokens = {max_prompt_tokens}", (len(token_ids), text), "raise the limit")
+        prompts.append(Prompt(f"prompt:{number}", tuple(token_ids), "", "prompt", text=text))
+    problems.raise_if_any()
+    return prompts
+
+
 _LONG_REMEDY = "raise the limit, shorten the row, or set data.on_long_prompt=drop"
 
 

@@ -125,6 +125,15 @@ def test_two_steps_a_checkpoint_new_processes_and_two_steps_are_four_steps_bit_f
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+def test_a_sample_of_a_run_answers_as_its_last_evaluation_did(folder, four_steps):
+    """The newest checkpoint is converted, and one engine over both processes answers greedily."""
+    done = launch("megatron_rl.sample", 2, [four_steps, "--num-prompts", "8"], 200)
+    accuracy = rows(four_steps)[-1]["eval/accuracy"]
+    assert f"{round(accuracy * 8)} of 8 answers are correct" in done.stdout, done.stdout
+    asked = [line for line in done.stdout.splitlines() if line.startswith("prompt:")]
+    assert asked == [f"prompt:    {letter}?" for letter in "abcdefgh"]
+
+
 def test_offloading_at_every_hand_over_and_around_checkpoints_changes_no_number(folder, four_steps):
     run_dir = folder / "lean"
     lean = ["trainer.num_steps=4", "checkpoint.every_steps=2", "memory.offload=[optimizer,gradients,weights]"]

@@ -1,0 +1,68 @@
+"""A look at what a model answers, without training.
+
+    python -m megatron_rl.sample runs/quickstart_cpu
+    python -m megatron_rl.sample MODEL --prompt "State the final answer: 3 + 4 ="
+    python -m megatron_rl.sample runs/mine/checkpoints/step_000100 --num-prompts 8 --responses 2
+
+SOURCE is a HF directory, the folder of a run (its newest checkpoint, else its export) or one
+checkpoint of a run. Without --prompt a run's held-out prompts are asked, and the answers are scored
+by the run's reward. Under ``torchrun --nproc-per-node N`` the N processes form one engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_rl.sample",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", type=Path, metavar="SOURCE")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings, e.g. rollout.dtype=float32"
+    )
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
+    parser.add_argument("--num-prompts", type=int, default=4, help="of data.eval (default 4)")
+    parser.add_argument("--responses", type=int, default=1, help="per prompt (default 1)")
+    parser.add_argument("--temperature", type=float, help="default: that of the evaluation")
+    parser.add_argument("--max-tokens", type=int, help="default: rollout.max_response_tokens")
+    return parser.parse_intermixed_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Ends the process: 0 when the answers are on the screen, 1 on any error."""
+    options = arguments(argv)
+    from megatron_rl.runtime.launch import leave, report, set_up_messages, start
+
+    world = start()
+    set_up_messages(world.rank)
+    try:
+        from megatron_rl.trainer.sample import Question, answers, find_source
+
+        found = find_source(options.source, options.overrides, world.size)
+        question = Question(
+            texts=tuple(options.prompt),
+            num_prompts=options.num_prompts,
+            num_responses=options.responses,
+            temperature=options.temperature,
+            max_tokens=options.max_tokens,
+        )
+        with tempfile.TemporaryDirectory(prefix="megatron_rl_sample_") as scratch:
+            shown = answers(found, question, world, Path(scratch))
+        if world.is_main:
+            print(shown, flush=True)
+    except BaseException as error:  # noqa: BLE001 (reported, then the process ends with code 1)
+        report(error, world.rank)
+        leave(1)
+    leave(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

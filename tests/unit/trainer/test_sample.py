@@ -1,0 +1,111 @@
+"""Which weights and settings a sample takes, and how answers are shown."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from safetensors.torch import save_file
+
+from megatron_rl.config.load import ConfigError, compose
+from megatron_rl.trainer.rollouts import Response
+from megatron_rl.trainer.sample import find_source, shown
+from megatron_rl.types import Completion, Prompt, Score
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run with an export and no checkpoint yet."""
+    model = tmp_path / "model"
+    folder = tmp_path / "run"
+    for directory in (model, folder / "export"):
+        directory.mkdir(parents=True)
+        (directory / "config.json").write_text(json.dumps({"architectures": ["X"], "max_position_embeddings": 512}))
+        save_file({}, directory / "model.safetensors")
+    overrides = [f"model.path='{model}'", "data.train=t.jsonl", "data.eval=e.jsonl", f"run_dir='{folder}'"]
+    values = compose("config", [*overrides, "rollout.max_prompt_tokens=7", "data.prompt_suffix=' think'"])
+    (folder / "config.json").write_text(json.dumps(values | {"versions": {}, "git_commit": None, "world_size": 8}))
+    return folder
+
+
+def checkpoint(folder, step):
+    path = folder / "checkpoints" / f"step_{step:06d}"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text(json.dumps({"info": {}, "files": {}}))
+    return path
+
+
+def test_a_run_gives_its_newest_checkpoint_else_its_export_and_its_settings(run):
+    source = find_source(run, [], 2)
+    assert (source.weights, source.is_checkpoint, source.of_run) == (run / "export", False, True)
+    assert source.config.rollout.max_prompt_tokens == 7
+    assert source.config.data.prompt_suffix == " think"
+    assert source.config.rollout.tensor == 2
+    checkpoint(run, 10)
+    newest = checkpoint(run, 20)
+    source = find_source(run, ["rollout.max_prompt_tokens=9"], 1)
+    assert (source.weights, source.is_checkpoint) == (newest, True)
+    assert source.config.rollout.max_prompt_tokens == 9
+
+
+def test_one_checkpoint_and_an_export_are_taken_with_the_settings_of_their_run(run):
+    older = checkpoint(run, 10)
+    checkpoint(run, 20)
+    assert find_source(older, [], 1).weights == older
+    exported = find_source(run / "export", [], 1)
+    assert (exported.weights, exported.is_checkpoint, exported.of_run) == (run / "export", False, True)
+
+
+def test_a_model_of_its_own_gets_the_defaults_within_its_positions(run):
+    source = find_source(run.parent / "model", ["rollout.dtype=float32"], 1)
+    assert not source.of_run
+    rollout = source.config.rollout
+    assert rollout.max_prompt_tokens + rollout.max_response_tokens == 512
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "no such folder; give a HF directory"),
+        ("empty", "neither a checkpoint nor a HF directory"),
+        ("stray/step_000001", "outside of its run's folder, so its model is not known"),
+    ],
+)
+def test_what_is_no_source_says_so(run, name, message):
+    (run.parent / "empty").mkdir()
+    checkpoint(run.parent / "stray", 1)
+    (run.parent / "stray" / "checkpoints" / "step_000001").rename(run.parent / "stray" / "step_000001")
+    with pytest.raises(ValueError, match=message):
+        find_source(run.parent / name, [], 1)
+
+
+def test_wrong_overrides_name_the_key(run):
+    with pytest.raises(ConfigError, match=r"rollout\.dtyp: unknown key; did you mean rollout\.dtype"):
+        find_source(run, ["rollout.dtyp=float32"], 1)
+    with pytest.raises(ConfigError, match="rollout is a section here"):
+        find_source(run, ["rollout=vllm_cpu"], 1)
+    with pytest.raises(ConfigError, match="not an override"):
+        find_source(run, ["rollout.dtype"], 1)
+
+
+def response(text: str, *, correct: bool, truncated: bool = False) -> Response:
+    prompt = Prompt("p:1", (1, 2), "7", "s", text="What is\n3 + 4?\n")
+    return Response(prompt, Completion((1, 2, 3), (0.0, 0.0, 0.0), truncated, 0), text, Score(float(correct), correct))
+
+
+def test_prompt_answers_and_verdicts_stand_below_each_other():
+    group = [response("7", correct=True), response("8\nno, 9", correct=False, truncated=True)]
+    assert shown([group], scored=True).splitlines() == [
+        "[1/1] p:1",
+        "prompt:    What is",
+        "           3 + 4?",
+        "answer:    7",
+        "           (3 tokens) correct, reward 1",
+        "answer:    8",
+        "           no, 9",
+        "           (3 tokens, cut at the limit) wrong, reward 0",
+        "expected:  7",
+        "",
+        "1 of 2 answers are correct",
+    ]
+    assert shown([group[:1]], scored=False).splitlines()[3:] == ["answer:    7", "           (3 tokens)"]
