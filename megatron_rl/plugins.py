@@ -55,9 +55,10 @@ def loaded() -> tuple[str, ...]:
 
 
 def sources() -> dict[str, str]:
-    """Every plug-in of this process, installed ones too, with the SHA-256 of the file that was imported.
+    """Every plug-in of this process, installed ones too, with the SHA-256 of its file.
 
-    Example: ``{"/plugins/drop_easy.py": "9f2c..."}``. A run records it: a name alone does not say which code ran.
+    Example: ``{"/plugins/drop_easy.py": "9f2c..."}``. A run records it: a name alone does not say
+    which code ran.
     """
     return dict(_sources)
 
@@ -87,8 +88,8 @@ def import_source(name: str, origin: str) -> ModuleType:
     except Exception as error:
         kind = type(error).__name__
         raise ValueError(
-            f"{origin} = {name}: cannot be imported ({kind}: {first_line(error)}){place(error)}; give "
-            "a module that Python can import, or the path of a .py file"
+            f"{origin} = {name}: cannot be imported ({kind}: {first_line(error)}){place(error)}; "
+            "give a module that Python can import, or the path of a .py file"
         ) from error
 
 

@@ -68,7 +68,13 @@ def check(runs: Sequence[Sequence[str]], names: Sequence[str]) -> None:
         raise ConfigError(problems, "the sweep")
 
 
-def command(run: Sequence[str], folder: Path, nproc: int, sbatch: Sequence[str] | None, plugins: Sequence[str] = ()) -> list[str]:
+def command(
+    run: Sequence[str],
+    folder: Path,
+    nproc: int,
+    sbatch: Sequence[str] | None,
+    plugins: Sequence[str] = (),
+) -> list[str]:
     """How one run is started: torchrun here, or the batch script of examples/slurm with ``sbatch`` as options."""
     options = [word for plugin in plugins for word in ("--plugin", plugin)]
     overrides = [*options, *run, f"run_dir={folder}"]
@@ -98,7 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--nproc", type=int, required=True, help="processes per run (per node under Slurm)")
     parser.add_argument("--sbatch", nargs="?", const="", help="submit each run to Slurm, with these options in one string")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and leave")
-    parser.add_argument("--plugin", action="append", default=[], metavar="MODULE_OR_FILE", help="your own code; handed on to every run")
+    plugin_text = "your own code, handed on to every run; see examples/plugins"
+    parser.add_argument("--plugin", action="append", default=[], metavar="MODULE_OR_FILE", help=plugin_text)
     options = parser.parse_args(argv)
     try:
         load_plugins(options.plugin)
@@ -109,7 +116,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     sbatch = None if options.sbatch is None else options.sbatch.split()
-    commands = [command(run, options.out / name, options.nproc, sbatch, loaded()) for run, name in zip(runs, names, strict=True)]
+    commands = [
+        command(run, options.out / name, options.nproc, sbatch, loaded())
+        for run, name in zip(runs, names, strict=True)
+    ]
     if options.dry_run:
         print("\n".join(" ".join(words) for words in commands))
         return 0

@@ -29,9 +29,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--cfg", choices=["job"], help="print the composed configuration and leave")
     parser.add_argument("--config-dir", type=Path, help="a second folder of groups, searched after the package's own")
-    parser.add_argument(
-        "--plugin", action="append", default=[], metavar="MODULE_OR_FILE", help="your own code, imported first; see examples/plugins"
-    )
+    plugin = "your own code, imported first; see examples/plugins"
+    parser.add_argument("--plugin", action="append", default=[], metavar="MODULE_OR_FILE", help=plugin)
     return parser.parse_args(argv)
 
 

@@ -64,7 +64,8 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
         if room == "loss" and any(name == banned or name.startswith(banned + ".") for banned in NOT_IN_LOSS):
             found.append(f"{module} imports {name}: the loss is pure torch")
         if room == "loss" and name.startswith("megatron_rl.config") and module not in KNOW_CONFIG:
-            found.append(f"{module} imports {name}: only {' and '.join(KNOW_CONFIG)} know the configuration")
+            knowing = " and ".join(KNOW_CONFIG)
+            found.append(f"{module} imports {name}: only {knowing} know the configuration")
         if room == "loss" and name.startswith("megatron_rl.runtime"):
             found.append(f"{module} imports {name}: the loss is pure torch")
     return found

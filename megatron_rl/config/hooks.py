@@ -1,4 +1,4 @@
-"""The schema of rollout hooks. There are no built-in ones: plug-ins register them (``trainer/hooks.py``)."""
+"""The schema of rollout hooks. None is built in: plug-ins register them (``trainer/hooks.py``)."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ _plugin_dirs: list[Path] = []
 
 
 class _PluginFolders(SearchPathPlugin):
-    """Hydra asks this where else options lie, so that a plug-in's method composes like a built-in one."""
+    """Hydra asks this where else options lie: a plug-in's method composes like a built-in one."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for folder in _plugin_dirs:
@@ -58,8 +58,9 @@ class _PluginFolders(SearchPathPlugin):
 
 
 def add_config_dir(path: str | Path) -> None:
-    """A plug-in's own folder of groups, searched after the package's: with ``FOLDER/method/mine.yaml``
-    in it, ``method=mine`` finds that file. Called while the plug-in is imported.
+    """A plug-in's own folder of groups, searched after the package's. Called while it is imported.
+
+    With ``FOLDER/method/mine.yaml`` in it, ``method=mine`` finds that file.
 
     Example: ``add_config_dir(Path(__file__).parent / "conf")``.
 
@@ -71,11 +72,15 @@ def add_config_dir(path: str | Path) -> None:
         return
     options = {file.relative_to(folder) for file in folder.glob("*/*.yaml")}
     if not options:
-        raise RegistrationError(f"add_config_dir({folder}): holds no GROUP/OPTION.yaml, such as method/mine.yaml")
+        raise RegistrationError(
+            f"add_config_dir({folder}): holds no GROUP/OPTION.yaml, such as method/mine.yaml"
+        )
     for other in (conf_dir(), *_plugin_dirs):
         taken = sorted(str(option) for option in options if (other / option).is_file())
         if taken:
-            raise RegistrationError(f"add_config_dir({folder}): {taken[0]} is in {other} as well; rename yours")
+            raise RegistrationError(
+                f"add_config_dir({folder}): {taken[0]} is in {other} as well; rename yours"
+            )
     if not _plugin_dirs:
         Plugins.instance().register(_PluginFolders)
     _plugin_dirs.append(folder)

@@ -209,5 +209,5 @@ class Config(Section):
     logging: LoggingConfig
     memory: MemoryConfig
     mismatch_alarm: MismatchAlarmConfig
-    rollout_hooks: RolloutHooks  # of plug-ins, between scoring and credit, in this order: {name: {knobs}}
+    rollout_hooks: RolloutHooks  # between scoring and credit, in this order: {name: {knobs}}
     method: MethodConfig

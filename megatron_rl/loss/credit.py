@@ -105,7 +105,8 @@ SHAPERS: dict[str, Callable[..., Tensor]] = {
     "focal": lambda a, e, gamma: shaping.focal(a, e.share, gamma=gamma),
 }
 
-# Estimators that ask for more than groups of two. What durian reads depends on its knobs: ``_check_fields``.
+# Estimators that ask for other than groups of two. What durian reads depends on its knobs:
+# ``_check_fields``.
 NEEDS: dict[str, EstimatorNeeds] = {
     "tree": EstimatorNeeds(unit_rewards=True),
     "mixed": EstimatorNeeds(unit_rewards=True),
@@ -124,7 +125,7 @@ def needs_of(estimator: str) -> EstimatorNeeds:
 
 def reads_of(plan: CreditPlan) -> dict[str, str]:
     """Optional fields of ResponseBatch that the pieces of a plan declare, with who reads them."""
-    fields = {field: f"estimator {plan.estimator}" for field in needs_of(plan.estimator).reads}
+    fields = dict.fromkeys(needs_of(plan.estimator).reads, f"estimator {plan.estimator}")
     for name, _ in plan.shaping:
         for field in SHAPER_READS[name] if name in SHAPER_READS else ():
             fields[field] = f"shaper {name}"
@@ -186,18 +187,18 @@ def metrics(evidence: Evidence, advantages: Tensor, kl_weights: Tensor, keep: Te
 
 
 def check_advantages(who: str, advantages: Any, rewards: Tensor) -> None:
-    """Raises ValueError unless there is one finite number of the rewards' dtype for each response."""
-    if not isinstance(advantages, Tensor) or advantages.shape != rewards.shape or advantages.dtype != rewards.dtype:
-        what = type(advantages).__name__
-        if isinstance(advantages, Tensor):
-            what = f"{tuple(advantages.shape)} {advantages.dtype}"
-        raise ValueError(f"{who}: returned {what}; return a tensor {tuple(rewards.shape)} {rewards.dtype}, one advantage per response")
+    """Raises ValueError unless each response has one finite number of the rewards' dtype."""
+    what, wanted = type(advantages).__name__, f"{tuple(rewards.shape)} {rewards.dtype}"
+    if isinstance(advantages, Tensor):
+        what = f"{tuple(advantages.shape)} {advantages.dtype}"
+    if not isinstance(advantages, Tensor) or what != wanted:
+        raise ValueError(f"{who}: returned {what}; return a tensor {wanted}, one per response")
     finite = advantages.isfinite()
     if not bool(finite.all()):
         row = int(torch.nonzero(~finite)[0])
         raise ValueError(
-            f"{who}: the advantage of response {row} is {float(advantages[row])} at a reward of {float(rewards[row]):g}; "
-            "guard its divisors"
+            f"{who}: the advantage of response {row} is {float(advantages[row])} at a reward of "
+            f"{float(rewards[row]):g}; guard its divisors"
         )
 
 
@@ -217,10 +218,14 @@ def check(batch: ResponseBatch, rewards: Tensor, groups: Segments, plan: CreditP
         )
     knob = needs.min_group
     if isinstance(knob, str) and knobs[knob] > smallest:
-        raise ValueError(f"estimator {name}: {knob} = {knobs[knob]} exceeds a group of {smallest} responses; lower estimator.{knob}")
+        raise ValueError(
+            f"estimator {name}: {knob} = {knobs[knob]} exceeds a group of {smallest} responses; "
+            f"lower estimator.{knob}"
+        )
     if isinstance(knob, int) and knob > smallest:
         raise ValueError(
-            f"estimator {name} needs groups of at least {knob} responses, but one has {smallest}; raise batch.responses_per_prompt"
+            f"estimator {name} needs groups of at least {knob} responses, but one has {smallest}; "
+            "raise batch.responses_per_prompt"
         )
     if needs.unit_rewards and (float(rewards.min()) < 0 or float(rewards.max()) > 1 + ONE):
         low, high = float(rewards.min()), float(rewards.max())

@@ -183,9 +183,10 @@ def _loss_plan(config: MethodConfig, response_limit: int | None) -> LossPlan:
 
 def _needs(config: MethodConfig) -> Needs:
     coefficients = _kl_coef(config)
-    wanted, reads = needs_of(config.estimator.name), reads_of(_credit_plan(config))
+    reads = reads_of(_credit_plan(config))
     dynamic = config.filters.dynamic_sampling
-    statistics = _reads_logprobs(config) or bool({"mean_logprobs", "sum_logprobs", "kl"} & reads.keys())
+    from_logprobs = {"mean_logprobs", "sum_logprobs", "kl"} & reads.keys()
+    statistics = _reads_logprobs(config) or bool(from_logprobs)
     visual = config.estimator.name == "durian" and _knobs(config.estimator)["perceptual"] != 0
     return Needs(
         ref_logprobs=any(coefficients) or "kl" in reads,
@@ -196,5 +197,10 @@ def _needs(config: MethodConfig) -> Needs:
         dynamic_sampling=dynamic is not None,
         max_sampling_tries=1 if dynamic is None else dynamic.max_tries,
         token_ids=config.reward_shaping.repetition is not None,
-        min_group=_knobs(config.estimator)[wanted.min_group] if isinstance(wanted.min_group, str) else wanted.min_group,
+        min_group=_min_group(config),
     )
+
+
+def _min_group(config: MethodConfig) -> int:
+    wanted = needs_of(config.estimator.name).min_group
+    return getattr(config.estimator, wanted) if isinstance(wanted, str) else wanted

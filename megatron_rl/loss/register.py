@@ -1,8 +1,9 @@
-"""Estimators, shapers and policy losses of plug-ins: one function each, its keyword-only arguments are its knobs.
+"""Estimators, shapers and policy losses of plug-ins: one function each.
 
-A function has the form of the built-in ones in the tables of ``credit.py`` and ``token_loss.py``. Called while a
-plug-in is imported (``--plugin``); the name is then chosen in a method's yaml like a built-in one, and its knobs are
-validated as strictly. Pages with tested examples: ``examples/plugins``.
+A function has the form of the built-in ones in the tables of ``credit.py`` and ``token_loss.py``. It
+is registered while a plug-in is imported (``--plugin``); a method's yaml then chooses the name like a
+built-in one, and the knobs, its keyword-only arguments, are validated as strictly. Pages with tested
+examples: ``examples/plugins``.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from megatron_rl.loss.batch import EstimatorNeeds
 from megatron_rl.plugins import RegistrationError
 
 Function = Callable[..., Tensor]
+PLAIN = EstimatorNeeds()
 READABLE = ("mean_logprobs", "sum_logprobs", "visual_entropy", "kl")
 
 
 def register_estimator(
-    name: str, *, needs: EstimatorNeeds = EstimatorNeeds()
+    name: str, *, needs: EstimatorNeeds = PLAIN
 ) -> Callable[[Function], Function]:
     """``f(evidence, *, knobs)`` gives one advantage per response.
 
@@ -35,7 +37,7 @@ def register_estimator(
         needs: what the estimator asks of batch and rewards; refused by message where it is not met.
 
     Raises:
-        RegistrationError: the name is taken, a knob has no type, or ``needs`` names what there is not.
+        RegistrationError: the name is taken, a knob has no type, or ``needs`` is not understood.
     """
 
     def register(function: Function) -> Function:
@@ -69,7 +71,7 @@ def register_shaper(name: str, *, reads: Sequence[str] = ()) -> Callable[[Functi
         reads: optional fields of ResponseBatch that the function reads (``READABLE``).
 
     Raises:
-        RegistrationError: the name is taken, a knob has no type, or ``reads`` names what there is not.
+        RegistrationError: the name is taken, a knob has no type, or ``reads`` is not understood.
     """
 
     def register(function: Function) -> Function:
@@ -95,22 +97,24 @@ def register_policy_loss(
             return -scale * terms.log_ratio.exp() * terms.advantages
 
     Args:
-        sequence_ratio: ``terms.log_ratio`` is the response's mean, as in GSPO, in place of the token's.
+        sequence_ratio: ``terms.log_ratio`` is the response's mean, as in GSPO, not the token's.
         clips: the loss clips the ratio to [1 - low, 1 + high] of its knobs ``low`` and ``high``, so
             that the shares of clipped tokens are logged.
 
     Raises:
-        RegistrationError: the name is taken, a knob has no type, or ``clips`` without its two knobs.
+        RegistrationError: the name is taken, a knob has no type, or ``clips`` lacks its two knobs.
     """
 
     def register(function: Function) -> Function:
         piece = registry.register_piece(
             "policy loss", method.POLICY_LOSSES, name, function, ("terms",)
         )
-        fields = piece.model_fields
-        if clips and not all(knob in fields and fields[knob].annotation is float for knob in ("low", "high")):
+        floats = [knob for knob, info in piece.model_fields.items() if info.annotation is float]
+        if clips and not {"low", "high"} <= set(floats):
             del method.POLICY_LOSSES[name]
-            raise RegistrationError(f"policy loss {name}: clips=True needs the knobs low: float and high: float")
+            raise RegistrationError(
+                f"policy loss {name}: clips=True needs the knobs low: float and high: float"
+            )
         token_loss.POLICY_LOSSES[name] = function
         if sequence_ratio:
             token_loss.SEQUENCE_RATIO.add(name)

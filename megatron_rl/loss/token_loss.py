@@ -136,14 +136,19 @@ def policy_term(terms: Terms, plan: LossPlan) -> tuple[Float[Tensor, " tokens"],
     if plan.policy_loss in SEQUENCE_RATIO:
         batch = terms.batch
         log_ratio = losses.sequence_log_ratio(
-            terms.log_ratio, batch.loss_mask, batch.response_ids, terms.response_loss_tokens, terms.sequence_sum
+            terms.log_ratio,
+            batch.loss_mask,
+            batch.response_ids,
+            terms.response_loss_tokens,
+            terms.sequence_sum,
         )
         terms = replace(terms, log_ratio=log_ratio)
     per_token = POLICY_LOSSES[plan.policy_loss](terms, **plan.policy_knobs)
     if not isinstance(per_token, Tensor) or per_token.shape != terms.log_ratio.shape:
         what = tuple(per_token.shape) if isinstance(per_token, Tensor) else type(per_token).__name__
         raise ValueError(
-            f"policy loss {plan.policy_loss}: returned {what}; return a tensor {tuple(terms.log_ratio.shape)}, one value per token"
+            f"policy loss {plan.policy_loss}: returned {what}; return a tensor "
+            f"{tuple(terms.log_ratio.shape)}, one value per token"
         )
     return terms.log_ratio, per_token
 
