@@ -13,6 +13,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
+import sysconfig
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,22 +87,28 @@ def import_source(name: str, origin: str) -> ModuleType:
     except RegistrationError as error:
         raise ValueError(f"{origin} = {name}: {error}") from error
     except Exception as error:
-        kind = type(error).__name__
         raise ValueError(
-            f"{origin} = {name}: cannot be imported ({kind}: {first_line(error)}){place(error)}; "
+            f"{origin} = {name}: cannot be imported ({named(error)}){place(error)}; "
             "give a module that Python can import, or the path of a .py file"
         ) from error
+
+
+def named(error: BaseException) -> str:
+    """First line of an error of a user's code, with its class: ``"KeyError: 'x'"``."""
+    kind, text = type(error).__name__, first_line(error)
+    return text if text.startswith(kind) else f"{kind}: {text}"
 
 
 def place(error: BaseException) -> str:
     """Where a user's code failed, for a message without traceback: ``", line 3 of mine.py"``.
 
-    Empty when the failure lies in no file of their own: in this package, or in Python's import.
+    The innermost line outside this package, Python and installed libraries; empty if there is none.
     """
-    own = str(Path(__file__).resolve().parent)
+    folders = sysconfig.get_paths()
+    libraries = tuple(folders[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
+    others = ("<frozen", str(Path(__file__).resolve().parent), *libraries)
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith(("<frozen", own))]
-    theirs = [frame for frame in theirs if Path(frame.filename).parent.name != "importlib"]
+    theirs = [frame for frame in frames if not frame.filename.startswith(others)]
     if not theirs:
         return ""
     return f", line {theirs[-1].lineno} of {Path(theirs[-1].filename).name}"

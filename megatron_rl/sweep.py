@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the commands and leave")
     plugin_text = "your own code, handed on to every run; see examples/plugins"
     parser.add_argument("--plugin", action="append", default=[], metavar="MODULE_OR_FILE", help=plugin_text)
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)  # options may stand between overrides
     try:
         load_plugins(options.plugin)
         runs = combinations(options.overrides)

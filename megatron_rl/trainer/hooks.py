@@ -26,8 +26,7 @@ from typing import Any
 from megatron_rl.config.hooks import ROLLOUT_HOOKS
 from megatron_rl.config.pieces import Named
 from megatron_rl.config.registry import register_piece
-from megatron_rl.errors import first_line
-from megatron_rl.plugins import place
+from megatron_rl.plugins import named, place
 from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.rollouts import Groups, Response
 
@@ -113,10 +112,7 @@ def called(name: str, step: int, groups: Groups, knobs: Mapping[str, Any]) -> Ro
     try:
         edit = _hooks[name](step, read_only(groups), **knobs)
     except Exception as error:
-        kind = type(error).__name__
-        raise ValueError(
-            f"{subject}: {kind}: {first_line(error)}{place(error)}; correct the hook"
-        ) from error
+        raise ValueError(f"{subject}: {named(error)}{place(error)}; correct the hook") from error
     if not isinstance(edit, RolloutEdit):
         raise ValueError(
             f"{subject}: returned {type(edit).__name__}; return a RolloutEdit, RolloutEdit() to "
