@@ -8,10 +8,13 @@ handed ``loaded()`` and import the same.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
 import sys
+import sysconfig
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -21,26 +24,51 @@ from megatron_rl.errors import first_line
 
 ENTRY_POINTS = "megatron_rl.plugins"
 _loaded: list[str] = []
+_sources: dict[str, str] = {}
+
+
+class RegistrationError(ValueError):
+    """What a plug-in registers cannot be taken; the message says which name, and why."""
 
 
 def load_plugins(names: Sequence[str]) -> None:
     """Imports installed plug-ins and those named, each once.
 
+    Example: ``load_plugins(["my_package.estimators", "examples/plugins/clipped_advantage.py"])``.
+
     Raises:
         ValueError: a name that cannot be imported: names it, with the reason.
     """
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        import_source(entry.value, "entry point megatron_rl.plugins")
+        module = import_source(entry.module, f"entry point {ENTRY_POINTS}: {entry.name}")
+        _sources[entry.module] = _digest(module)
     for name in names:
-        import_source(name, "--plugin")
+        module = import_source(name, "--plugin")
         absolute = str(Path(name).resolve()) if name.endswith(".py") else name
         if absolute not in _loaded:
             _loaded.append(absolute)
+        _sources[absolute] = _digest(module)
 
 
 def loaded() -> tuple[str, ...]:
     """What ``load_plugins`` was given, files by absolute path, in order."""
     return tuple(_loaded)
+
+
+def sources() -> dict[str, str]:
+    """Every plug-in of this process, installed ones too, with the SHA-256 of its file.
+
+    Example: ``{"/plugins/drop_easy.py": "9f2c..."}``. A run records it: a name alone does not say
+    which code ran.
+    """
+    return dict(_sources)
+
+
+def _digest(module: ModuleType) -> str:
+    """Of the module's file; empty for one that has none (a namespace package)."""
+    if module.__file__ is None:
+        return ""
+    return hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()
 
 
 def import_source(name: str, origin: str) -> ModuleType:
@@ -56,12 +84,34 @@ def import_source(name: str, origin: str) -> ModuleType:
         if not name.endswith(".py"):
             return importlib.import_module(name)
         return _import_file(Path(name).resolve())
+    except RegistrationError as error:
+        raise ValueError(f"{origin} = {name}: {error}") from error
     except Exception as error:
-        kind = type(error).__name__
         raise ValueError(
-            f"{origin} = {name}: cannot be imported ({kind}: {first_line(error)}); give a module "
-            "that Python can import, or the path of a .py file"
+            f"{origin} = {name}: cannot be imported ({named(error)}){place(error)}; "
+            "give a module that Python can import, or the path of a .py file"
         ) from error
+
+
+def named(error: BaseException) -> str:
+    """First line of an error of a user's code, with its class: ``"KeyError: 'x'"``."""
+    kind, text = type(error).__name__, first_line(error)
+    return text if text.startswith(kind) else f"{kind}: {text}"
+
+
+def place(error: BaseException) -> str:
+    """Where a user's code failed, for a message without traceback: ``", line 3 of mine.py"``.
+
+    The innermost line outside this package, Python and installed libraries; empty if there is none.
+    """
+    folders = sysconfig.get_paths()
+    libraries = tuple(folders[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
+    others = ("<frozen", str(Path(__file__).resolve().parent), *libraries)
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(others)]
+    if not theirs:
+        return ""
+    return f", line {theirs[-1].lineno} of {Path(theirs[-1].filename).name}"
 
 
 def import_function(spec: str, key: str) -> Any:

@@ -22,6 +22,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from megatron_rl.config.load import ConfigError, compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.evaluation.report import table
+from megatron_rl.plugins import load_plugins, loaded
 from megatron_rl.runtime.metrics_file import read_metrics, series
 
 SCORE = "eval/accuracy"
@@ -67,9 +68,16 @@ def check(runs: Sequence[Sequence[str]], names: Sequence[str]) -> None:
         raise ConfigError(problems, "the sweep")
 
 
-def command(run: Sequence[str], folder: Path, nproc: int, sbatch: Sequence[str] | None) -> list[str]:
+def command(
+    run: Sequence[str],
+    folder: Path,
+    nproc: int,
+    sbatch: Sequence[str] | None,
+    plugins: Sequence[str] = (),
+) -> list[str]:
     """How one run is started: torchrun here, or the batch script of examples/slurm with ``sbatch`` as options."""
-    overrides = [*run, f"run_dir={folder}"]
+    options = [word for plugin in plugins for word in ("--plugin", plugin)]
+    overrides = [*options, *run, f"run_dir={folder}"]
     if sbatch is not None:
         script = Path(__file__).resolve().parents[1] / "examples" / "slurm" / "train.sbatch"
         return ["sbatch", *sbatch, str(script), "--nproc", str(nproc), *overrides]
@@ -96,8 +104,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--nproc", type=int, required=True, help="processes per run (per node under Slurm)")
     parser.add_argument("--sbatch", nargs="?", const="", help="submit each run to Slurm, with these options in one string")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and leave")
-    options = parser.parse_args(argv)
+    plugin_text = "your own code, handed on to every run; see examples/plugins"
+    parser.add_argument("--plugin", action="append", default=[], metavar="MODULE_OR_FILE", help=plugin_text)
+    options = parser.parse_intermixed_args(argv)  # options may stand between overrides
     try:
+        load_plugins(options.plugin)
         runs = combinations(options.overrides)
         names = run_names(runs)
         check(runs, names)
@@ -105,7 +116,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     sbatch = None if options.sbatch is None else options.sbatch.split()
-    commands = [command(run, options.out / name, options.nproc, sbatch) for run, name in zip(runs, names, strict=True)]
+    commands = [
+        command(run, options.out / name, options.nproc, sbatch, loaded())
+        for run, name in zip(runs, names, strict=True)
+    ]
     if options.dry_run:
         print("\n".join(" ".join(words) for words in commands))
         return 0

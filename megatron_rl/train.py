@@ -12,6 +12,7 @@ import yaml
 from megatron_rl.config.checks import check
 from megatron_rl.config.load import compose, conf_dir, validate
 from megatron_rl.config.schema import Config
+from megatron_rl.plugins import load_plugins
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -28,13 +29,19 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--cfg", choices=["job"], help="print the composed configuration and leave")
     parser.add_argument("--config-dir", type=Path, help="a second folder of groups, searched after the package's own")
-    return parser.parse_args(argv)
+    plugin = "your own code, imported first; see examples/plugins"
+    parser.add_argument("--plugin", action="append", default=[], metavar="MODULE_OR_FILE", help=plugin)
+    return parser.parse_intermixed_args(argv)  # options may stand between overrides
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Ends the process: 0 when the run finished or was saved on request, 1 on any error."""
     options = arguments(argv)
     if options.cfg:
+        try:
+            load_plugins(options.plugin)
+        except ValueError as error:
+            sys.exit(f"error: {error}")
         print(yaml.safe_dump(compose("config", options.overrides, options.config_dir), sort_keys=False), end="")
         return
     from megatron_rl.runtime.launch import leave, report, set_up_messages, start  # torch only once there is something to run
@@ -42,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     world = start()
     set_up_messages(world.rank)
     try:
+        load_plugins(options.plugin)
         config = validate(Config, compose("config", options.overrides, options.config_dir), "the configuration")
         from megatron_rl.policy.machine import this_machine
 

@@ -12,13 +12,18 @@ from typing import Any, TypeVar
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+
+from megatron_rl.plugins import RegistrationError
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -41,6 +46,46 @@ def conf_dir() -> Path:
     raise ConfigError([f"no conf/config.yaml in {package} or beside it; reinstall megatron_rl"], "the installation")
 
 
+_plugin_dirs: list[Path] = []
+
+
+class _PluginFolders(SearchPathPlugin):
+    """Hydra asks this where else options lie: a plug-in's method composes like a built-in one."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in _plugin_dirs:
+            search_path.append("megatron_rl plug-in", f"file://{folder}")
+
+
+def add_config_dir(path: str | Path) -> None:
+    """A plug-in's own folder of groups, searched after the package's. Called while it is imported.
+
+    With ``FOLDER/method/mine.yaml`` in it, ``method=mine`` finds that file.
+
+    Example: ``add_config_dir(Path(__file__).parent / "conf")``.
+
+    Raises:
+        RegistrationError: no such folder, no group in it, or an option that another folder has.
+    """
+    folder = Path(path).resolve()
+    if folder in _plugin_dirs:
+        return
+    options = {file.relative_to(folder) for file in folder.glob("*/*.yaml")}
+    if not options:
+        raise RegistrationError(
+            f"add_config_dir({folder}): holds no GROUP/OPTION.yaml, such as method/mine.yaml"
+        )
+    for other in (conf_dir(), *_plugin_dirs):
+        taken = sorted(str(option) for option in options if (other / option).is_file())
+        if taken:
+            raise RegistrationError(
+                f"add_config_dir({folder}): {taken[0]} is in {other} as well; rename yours"
+            )
+    if not _plugin_dirs:
+        Plugins.instance().register(_PluginFolders)
+    _plugin_dirs.append(folder)
+
+
 def compose(config_name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> dict[str, Any]:
     """The composed and resolved configuration as a plain dict.
 
@@ -52,7 +97,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: Path | 
     Raises:
         ConfigError: an override cannot be parsed, or a group has no such option.
     """
-    groups = [conf_dir(), *([config_dir.resolve()] if config_dir else [])]
+    groups = [conf_dir(), *_plugin_dirs, *([config_dir.resolve()] if config_dir else [])]
     final = [_permissive(text, groups) for text in overrides]
     if config_dir:
         final.append(f"hydra.searchpath=['file://{groups[-1]}']")

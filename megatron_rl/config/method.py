@@ -6,7 +6,7 @@ another choice is refused with the name of the choice it belongs to.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, SerializeAsAny, model_validator
 
@@ -43,6 +43,7 @@ class Gpg(Named):
 
 
 class Tree(Named):
+    unit_rewards: ClassVar[bool] = True
     name: Literal["tree"] = "tree"
 
 
@@ -71,11 +72,13 @@ class Lead(Named):
 
 
 class Mixed(Named):
+    unit_rewards: ClassVar[bool] = True
     name: Literal["mixed"] = "mixed"
     success: Literal["reward_is_one", "correct"] = "reward_is_one"
 
 
 class Apd(Named):
+    unit_rewards: ClassVar[bool] = True
     name: Literal["apd"] = "apd"
 
 
@@ -286,7 +289,7 @@ class MethodConfig(Piece):
 
     @model_validator(mode="after")
     def _domains(self) -> MethodConfig:
-        if isinstance(self.estimator, Tree | Mixed | Apd):
+        if self.estimator.unit_rewards:
             name = self.estimator.name
             if self.kl.placement == "reward":
                 raise ValueError(f"estimator {name} needs rewards in [0, 1], which kl.placement=reward leaves; set kl.placement=loss")
@@ -303,7 +306,7 @@ def reward_scheme_errors(method: MethodConfig, accuracy_weight: float, format_we
     Example: ``mapo`` with weights 1 + 0.5 needs rewards in [0, 1], so the weights must sum to 1 (0.9 and 0.1 in the paper).
     """
     estimator, top = method.estimator, accuracy_weight + format_weight
-    if not isinstance(estimator, Tree | Mixed | Apd):
+    if not estimator.unit_rewards:
         return []
     rescale = "divide both weights by their sum, e.g. reward.accuracy_weight=0.9 reward.format_weight=0.1"
     if min(accuracy_weight, format_weight) < 0 or top > 1 + 1e-6:

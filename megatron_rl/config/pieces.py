@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -15,6 +17,8 @@ class Piece(BaseModel):
 
 class Named(Piece):
     """One choice among several; ``name`` says which."""
+
+    unit_rewards: ClassVar[bool] = False  # an estimator that needs rewards in [0, 1]
 
     name: str
 
@@ -35,7 +39,7 @@ def _built(kind: str, table: Mapping[str, type[Named]], name: Any, knobs: Mappin
         ValidationError: no such name, a knob of another piece, or a value the piece refuses.
     """
     if name not in table:
-        problems = [_refusal(("name",), name, f"is not one of the {kind}s {', '.join(table)}")]
+        problems = [_refusal(("name",), name, _unknown(kind, table, name))]
         raise ValidationError.from_exception_data(kind, problems)
     own = [field for field in table[name].model_fields if field != "name"]
     listing = f"its knobs are {', '.join(own)}" if own else "it has no knobs"
@@ -47,7 +51,17 @@ def _built(kind: str, table: Mapping[str, type[Named]], name: Any, knobs: Mappin
             problems.append(_refusal((knob,), knobs[knob], f"{wrong} ({listing}); remove it"))
     if problems:
         raise ValidationError.from_exception_data(kind, problems)
-    return table[name].model_validate({"name": name, **knobs})
+    # As from a file: there a list may become the tuple that a knob declares.
+    return table[name].model_validate_json(json.dumps({"name": name, **knobs}))
+
+
+def _unknown(kind: str, table: Mapping[str, type[Named]], name: Any) -> str:
+    """Why ``name`` is refused, with the nearest name where there is one."""
+    if not table:
+        return f"is no {kind}: there is none; load the plug-in that registers it (--plugin)"
+    close = difflib.get_close_matches(str(name), table, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return f"is not one of the {kind}s {', '.join(table)}{hint}"
 
 
 def by_name(kind: str, table: Mapping[str, type[Named]]) -> BeforeValidator:
@@ -76,7 +90,7 @@ def by_key(kind: str, table: Mapping[str, type[Named]]) -> BeforeValidator:
             if isinstance(knobs, Named):
                 pieces[name] = knobs
             elif name not in table:
-                problems.append(_refusal((name,), knobs, f"is not one of the {kind}s {', '.join(table)}"))
+                problems.append(_refusal((name,), knobs, _unknown(kind, table, name)))
             elif isinstance(knobs, Mapping):
                 try:
                     pieces[name] = _built(kind, table, name, knobs)

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from megatron_rl.config.hooks import RolloutHooks
 from megatron_rl.config.method import MethodConfig
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -208,4 +209,5 @@ class Config(Section):
     logging: LoggingConfig
     memory: MemoryConfig
     mismatch_alarm: MismatchAlarmConfig
+    rollout_hooks: RolloutHooks  # between scoring and credit, in this order: {name: {knobs}}
     method: MethodConfig

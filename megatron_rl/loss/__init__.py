@@ -1,6 +1,30 @@
 """Credit assignment and losses, in pure torch: ``load_method(name)``, then ``credit`` per response and ``loss`` per token."""
 
-from megatron_rl.loss.batch import Credit, LossResult, Needs, ResponseBatch, TokenBatch
+from megatron_rl.loss.batch import (
+    Credit,
+    EstimatorNeeds,
+    LossResult,
+    Needs,
+    ResponseBatch,
+    TokenBatch,
+)
+from megatron_rl.loss.credit import Evidence
 from megatron_rl.loss.method import Method, load_method
+from megatron_rl.loss.register import register_estimator, register_policy_loss, register_shaper
+from megatron_rl.loss.token_loss import Terms
 
-__all__ = ["Credit", "LossResult", "Method", "Needs", "ResponseBatch", "TokenBatch", "load_method"]
+__all__ = [
+    "Credit",
+    "EstimatorNeeds",
+    "Evidence",
+    "LossResult",
+    "Method",
+    "Needs",
+    "ResponseBatch",
+    "Terms",
+    "TokenBatch",
+    "load_method",
+    "register_estimator",
+    "register_policy_loss",
+    "register_shaper",
+]

@@ -85,6 +85,18 @@ class LossResult:
 
 
 @dataclass(frozen=True)
+class EstimatorNeeds:
+    """What an estimator asks of the batch, beyond rewards, correctness, lengths and groups.
+
+    Example: ``EstimatorNeeds(min_group=4, reads=("mean_logprobs",))``.
+    """
+
+    min_group: int | str = 2  # responses per prompt; a text names the knob that says it
+    unit_rewards: bool = False  # rewards in [0, 1]: neither shift nor scale invariant
+    reads: tuple[str, ...] = ()  # optional fields of ResponseBatch, e.g. mean_logprobs
+
+
+@dataclass(frozen=True)
 class Needs:
     """What a method asks of the trainer, so that the trainer has no case distinction of its own."""
 

@@ -12,12 +12,10 @@ from torch import Tensor
 
 from megatron_rl.loss import advantages as adv
 from megatron_rl.loss import filters, kl, shaping
-from megatron_rl.loss.batch import Credit, ResponseBatch
+from megatron_rl.loss.batch import Credit, EstimatorNeeds, ResponseBatch
 from megatron_rl.loss.segments import Segments, lifted, segments_of, where_correct
 
 Knobs = Mapping[str, Any]
-UNIT_REWARDS = ("tree", "mixed", "apd")  # neither shift nor scale invariant: rewards must lie in [0, 1]
-SINGLE_RESPONSE = ("signed", "krpo")  # the estimators that give a group of one response a meaning
 ONE = 1e-6  # a total reward this close to 1 is 1: it is a sum of weighted parts
 
 
@@ -107,6 +105,32 @@ SHAPERS: dict[str, Callable[..., Tensor]] = {
     "focal": lambda a, e, gamma: shaping.focal(a, e.share, gamma=gamma),
 }
 
+# Estimators that ask for other than groups of two. What durian reads depends on its knobs:
+# ``_check_fields``.
+NEEDS: dict[str, EstimatorNeeds] = {
+    "tree": EstimatorNeeds(unit_rewards=True),
+    "mixed": EstimatorNeeds(unit_rewards=True),
+    "apd": EstimatorNeeds(unit_rewards=True),
+    "signed": EstimatorNeeds(min_group=1),  # gives a group of one response a meaning, as krpo does
+    "krpo": EstimatorNeeds(min_group=1),
+    "pass_at_k": EstimatorNeeds(min_group="k"),
+}
+SHAPER_READS: dict[str, tuple[str, ...]] = {}  # optional fields of ResponseBatch, by shaper
+
+
+def needs_of(estimator: str) -> EstimatorNeeds:
+    """What an estimator asks of the batch."""
+    return NEEDS[estimator] if estimator in NEEDS else EstimatorNeeds()
+
+
+def reads_of(plan: CreditPlan) -> dict[str, str]:
+    """Optional fields of ResponseBatch that the pieces of a plan declare, with who reads them."""
+    fields = dict.fromkeys(needs_of(plan.estimator).reads, f"estimator {plan.estimator}")
+    for name, _ in plan.shaping:
+        for field in SHAPER_READS[name] if name in SHAPER_READS else ():
+            fields[field] = f"shaper {name}"
+    return fields
+
 
 def credit(batch: ResponseBatch, plan: CreditPlan) -> Credit:
     """Advantages, KL weights and the rows that take part.
@@ -124,8 +148,10 @@ def credit(batch: ResponseBatch, plan: CreditPlan) -> Credit:
         shaped = rewards - where_correct(batch.correct, *plan.kl_coef, rewards.dtype) * kl_weights * batch.kl.to(rewards.dtype)
     evidence = Evidence(batch, shaped, rewards, groups, accuracy, rewards.mean().clamp(0, 1), plan.eps, plan.ddof)
     advantages = ESTIMATORS[plan.estimator](evidence, **plan.estimator_knobs)
+    check_advantages(f"estimator {plan.estimator}", advantages, rewards)
     for name, knobs in plan.shaping:
         advantages = SHAPERS[name](advantages, evidence, **knobs)
+        check_advantages(f"shaper {name}", advantages, rewards)
     keep = filters.not_all_correct(batch.correct, groups) if plan.drop_all_correct else torch.ones_like(batch.correct)
     return Credit(advantages, kl_weights, keep, metrics(evidence, advantages, kl_weights, keep))
 
@@ -160,23 +186,48 @@ def metrics(evidence: Evidence, advantages: Tensor, kl_weights: Tensor, keep: Te
     }
 
 
+def check_advantages(who: str, advantages: Any, rewards: Tensor) -> None:
+    """Raises ValueError unless each response has one finite number of the rewards' dtype."""
+    what, wanted = type(advantages).__name__, f"{tuple(rewards.shape)} {rewards.dtype}"
+    if isinstance(advantages, Tensor):
+        what = f"{tuple(advantages.shape)} {advantages.dtype}"
+    if not isinstance(advantages, Tensor) or what != wanted:
+        raise ValueError(f"{who}: returned {what}; return a tensor {wanted}, one per response")
+    finite = advantages.isfinite()
+    if not bool(finite.all()):
+        row = int(torch.nonzero(~finite)[0])
+        raise ValueError(
+            f"{who}: the advantage of response {row} is {float(advantages[row])} at a reward of "
+            f"{float(rewards[row]):g}; guard its divisors"
+        )
+
+
 def check(batch: ResponseBatch, rewards: Tensor, groups: Segments, plan: CreditPlan) -> None:
     """Raises ValueError where the batch lacks what the method reads or lies outside its domain."""
-    name, knobs = plan.estimator, plan.estimator_knobs
+    name, knobs, needs = plan.estimator, plan.estimator_knobs, needs_of(plan.estimator)
     if not rewards.numel():
         raise ValueError("ResponseBatch has no responses; a rollout step must hold at least one group")
     if not bool(rewards.isfinite().all()):
         row = int(torch.nonzero(~rewards.isfinite())[0])
         raise ValueError(f"ResponseBatch.rewards[{row}] = {float(rewards[row])}: rewards must be finite; mend the reward function")
     smallest = int(groups.count.min())
-    if smallest < 2 and name not in SINGLE_RESPONSE:
+    if smallest < 2 and needs.min_group != 1:
         raise ValueError(
             f"estimator {name} compares the responses of a prompt, but a group has {smallest} response; "
             "sample at least 2 per prompt (batch.responses_per_prompt), or use the estimator signed"
         )
-    if name == "pass_at_k" and knobs["k"] > smallest:
-        raise ValueError(f"estimator pass_at_k: k = {knobs['k']} exceeds a group of {smallest} responses; lower estimator.k")
-    if name in UNIT_REWARDS and (float(rewards.min()) < 0 or float(rewards.max()) > 1 + ONE):
+    knob = needs.min_group
+    if isinstance(knob, str) and knobs[knob] > smallest:
+        raise ValueError(
+            f"estimator {name}: {knob} = {knobs[knob]} exceeds a group of {smallest} responses; "
+            f"lower estimator.{knob}"
+        )
+    if isinstance(knob, int) and knob > smallest:
+        raise ValueError(
+            f"estimator {name} needs groups of at least {knob} responses, but one has {smallest}; "
+            "raise batch.responses_per_prompt"
+        )
+    if needs.unit_rewards and (float(rewards.min()) < 0 or float(rewards.max()) > 1 + ONE):
         low, high = float(rewards.min()), float(rewards.max())
         raise ValueError(
             f"estimator {name} needs rewards in [0, 1] and got [{low:g}, {high:g}]; rescale them by "
@@ -196,6 +247,9 @@ def _check_fields(batch: ResponseBatch, plan: CreditPlan) -> None:
         missing = field, "estimator durian with reasoning > 0", "give it, or set estimator.reasoning=0"
     elif plan.kl_in_reward and any(plan.kl_coef) and batch.kl is None:
         missing = "kl", "kl.placement = reward", "give it, or set kl.placement=loss"
+    for field, reader in reads_of(plan).items():
+        if missing is None and getattr(batch, field) is None:
+            missing = field, reader, "give it"
     if missing:
         field, reader, remedy = missing
         raise ValueError(f"ResponseBatch.{field} is missing, but {reader} reads it; {remedy}")

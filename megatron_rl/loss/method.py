@@ -13,7 +13,7 @@ from megatron_rl.config.method import MethodConfig
 from megatron_rl.config.pieces import Named
 from megatron_rl.loss import filters, kl
 from megatron_rl.loss.batch import Credit, LossResult, Needs, ResponseBatch, TokenBatch
-from megatron_rl.loss.credit import SINGLE_RESPONSE, CreditPlan, credit
+from megatron_rl.loss.credit import CreditPlan, credit, needs_of, reads_of
 from megatron_rl.loss.segments import lifted, segments_of
 from megatron_rl.loss.token_loss import LossPlan, SequenceSum, token_loss
 
@@ -121,10 +121,11 @@ class Method:
 
         old = lifted(old_logprobs.detach())
         result: dict[str, Tensor] = {}
-        if _reads_logprobs(self.config):
+        reads = reads_of(self._credit_plan)
+        if _reads_logprobs(self.config) or {"mean_logprobs", "sum_logprobs"} & reads.keys():
             sums = total(old)
             result = {"sum_logprobs": sums, "mean_logprobs": sums / total(torch.ones_like(old)).clamp(min=1)}
-        if self._credit_plan.kl_in_reward and ref_logprobs is not None:
+        if (self._credit_plan.kl_in_reward or "kl" in reads) and ref_logprobs is not None:
             result["kl"] = total(kl.ESTIMATORS[self.config.kl.estimator](old, lifted(ref_logprobs.detach()).to(old.dtype)))
         return result
 
@@ -182,16 +183,24 @@ def _loss_plan(config: MethodConfig, response_limit: int | None) -> LossPlan:
 
 def _needs(config: MethodConfig) -> Needs:
     coefficients = _kl_coef(config)
-    smallest = 1 if config.estimator.name in SINGLE_RESPONSE else 2
+    reads = reads_of(_credit_plan(config))
     dynamic = config.filters.dynamic_sampling
+    from_logprobs = {"mean_logprobs", "sum_logprobs", "kl"} & reads.keys()
+    statistics = _reads_logprobs(config) or bool(from_logprobs)
+    visual = config.estimator.name == "durian" and _knobs(config.estimator)["perceptual"] != 0
     return Needs(
-        ref_logprobs=any(coefficients),
+        ref_logprobs=any(coefficients) or "kl" in reads,
         entropy="grad" if config.entropy.coef else "metric" if config.entropy.metric else "none",
-        visual_entropy=config.estimator.name == "durian" and _knobs(config.estimator)["perceptual"] != 0,
-        response_statistics=_reads_logprobs(config) or (config.kl.placement == "reward" and any(coefficients)),
+        visual_entropy=visual or "visual_entropy" in reads,
+        response_statistics=statistics or (config.kl.placement == "reward" and any(coefficients)),
         correct=coefficients[0] != coefficients[1],
         dynamic_sampling=dynamic is not None,
         max_sampling_tries=1 if dynamic is None else dynamic.max_tries,
         token_ids=config.reward_shaping.repetition is not None,
-        min_group=_knobs(config.estimator)["k"] if config.estimator.name == "pass_at_k" else smallest,
+        min_group=_min_group(config),
     )
+
+
+def _min_group(config: MethodConfig) -> int:
+    wanted = needs_of(config.estimator.name).min_group
+    return getattr(config.estimator, wanted) if isinstance(wanted, str) else wanted

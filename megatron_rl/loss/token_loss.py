@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -116,21 +116,41 @@ def prepare(batch: TokenBatch, sequence_sum: SequenceSum) -> Terms:
     )
 
 
+def _clipped(terms: Terms, **knobs: Any) -> Tensor:
+    return losses.ppo_clip(terms.log_ratio, terms.advantages, **knobs)
+
+
+POLICY_LOSSES: dict[str, Callable[..., Tensor]] = {
+    "ppo_clip": _clipped,
+    "gspo": _clipped,
+    "cispo": lambda t, **knobs: losses.cispo(t.logprobs, t.log_ratio, t.advantages, **knobs),
+    "reinforce": lambda t: losses.reinforce(t.logprobs, t.advantages),
+    "ratio": lambda t: losses.ratio(t.log_ratio, t.advantages),
+}
+SEQUENCE_RATIO = {"gspo"}  # read the response's mean log ratio in place of the token's
+CLIPS = {"ppo_clip", "gspo", "cispo"}  # clip the ratio to [1 - low, 1 + high] of their knobs
+
+
 def policy_term(terms: Terms, plan: LossPlan) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
     """The log ratio the loss clips (the sequence's under gspo), and the per-token loss."""
-    name, knobs, log_ratio, a = plan.policy_loss, plan.policy_knobs, terms.log_ratio, terms.advantages
-    if name == "gspo":
+    if plan.policy_loss in SEQUENCE_RATIO:
+        batch = terms.batch
         log_ratio = losses.sequence_log_ratio(
-            log_ratio, terms.batch.loss_mask, terms.batch.response_ids, terms.response_loss_tokens, terms.sequence_sum
+            terms.log_ratio,
+            batch.loss_mask,
+            batch.response_ids,
+            terms.response_loss_tokens,
+            terms.sequence_sum,
         )
-    if name in ("ppo_clip", "gspo"):
-        return log_ratio, losses.ppo_clip(log_ratio, a, **knobs)
-    if name == "cispo":
-        return log_ratio, losses.cispo(terms.logprobs, log_ratio, a, **knobs)
-    if name == "reinforce":
-        return log_ratio, losses.reinforce(terms.logprobs, a)
-    assert name == "ratio", name
-    return log_ratio, losses.ratio(log_ratio, a)
+        terms = replace(terms, log_ratio=log_ratio)
+    per_token = POLICY_LOSSES[plan.policy_loss](terms, **plan.policy_knobs)
+    if not isinstance(per_token, Tensor) or per_token.shape != terms.log_ratio.shape:
+        what = tuple(per_token.shape) if isinstance(per_token, Tensor) else type(per_token).__name__
+        raise ValueError(
+            f"policy loss {plan.policy_loss}: returned {what}; return a tensor "
+            f"{tuple(terms.log_ratio.shape)}, one value per token"
+        )
+    return terms.log_ratio, per_token
 
 
 def kl_term(terms: Terms, plan: LossPlan, policy_weights: Tensor) -> tuple[Float[Tensor, ""], Float[Tensor, " tokens"] | None]:
@@ -197,7 +217,7 @@ def ratio_metrics(terms: Terms, log_ratio: Tensor, plan: LossPlan) -> dict[str, 
         "policy/ratio_max": masked.max() if masked.numel() else masked.new_zeros(()),
         "policy/kl_old_mean": terms.mean(kl.k3(terms.log_ratio.detach(), torch.zeros_like(ratio))),
     }
-    if "high" in plan.policy_knobs:
+    if plan.policy_loss in CLIPS:
         above, below = ratio > 1 + plan.policy_knobs["high"], ratio < 1 - plan.policy_knobs["low"]
         for sign, rows in (("positive", terms.advantages > 0), ("negative", terms.advantages < 0)):
             result[f"policy/clip_up_{sign}_share"] = terms.mean(above & rows)

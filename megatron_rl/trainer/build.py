@@ -17,6 +17,7 @@ from megatron_rl.runtime.memory import Ledger, memory_in_use
 from megatron_rl.runtime.signals import StopRequest
 from megatron_rl.trainer.evaluate import Evaluator
 from megatron_rl.trainer.handover import HandOver
+from megatron_rl.trainer.hooks import RolloutHooks
 from megatron_rl.trainer.rollouts import Generator, Rollouts
 from megatron_rl.trainer.run_folder import RunFolder
 from megatron_rl.trainer.settings import evaluation_sampling, num_optimizer_steps, rollout_sampling, schedule, stop_token_ids
@@ -59,6 +60,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         prompts_per_step=config.batch.prompts_per_step,
         share_prompts=config.batch.share_prompts,
         seed=config.seed,
+        after_scoring=RolloutHooks(config.rollout_hooks, world),
     )
     evaluator = Evaluator(
         generator, held_out[: config.evaluation.num_prompts], evaluation_sampling(config, stop_ids), config.evaluation.pass_at

@@ -17,7 +17,7 @@ from megatron_rl.types import SyncReport, TokenScores, UpdateResult
 # Every key of metrics.jsonl: an exact name, or a prefix that ends in "/" with the rule for what stands behind it.
 TABLE: Mapping[str, str] = {
     "step": "number of the finished step; 0 is the state before training",
-    "reward/mean": "mean total reward of the responses of the step, before shaping",
+    "reward/mean": "mean total reward of the responses of the step, after rollout hooks and before shaping",
     "reward/std": "population standard deviation of the same",
     "reward/accuracy": "share of responses whose accuracy reward is 1",
     "reward/part/": "mean of one part of the reward, before its weight",
@@ -28,6 +28,7 @@ TABLE: Mapping[str, str] = {
     "rollout/tries": "rounds of generation of dynamic sampling",
     "rollout/num_responses": "responses of the step",
     "rollout/entropy": "mean entropy of the policy at step start, in nats",
+    "hook/": "hook/<name of a rollout hook>/<key>: what the hook reports of the step",
     "credit/": "statistics of the advantage estimation, see the method's card",
     "loss/": "minibatch losses, mean over the optimizer steps",
     "loss/total": "policy loss + KL loss - entropy bonus",
@@ -87,6 +88,7 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
     for response in experience.responses:
         for name, value in response.score.parts.items():
             parts[name].append(value)
+    metrics |= experience.hook_metrics
     return metrics | {f"reward/part/{name}": sum(values) / len(values) for name, values in sorted(parts.items())}
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -44,6 +44,17 @@ class Experience:
     sampler_logprobs: Float[Tensor, " tokens"]
     discarded_groups: int
     tries: int
+    hook_metrics: Mapping[str, float] = field(default_factory=dict)  # of rollout hooks
+
+
+Groups = Sequence[Sequence[Response]]
+# Between scoring and credit: the groups that go on, and metrics (``trainer/hooks.py``).
+AfterScoring = Callable[[int, Groups], tuple[Groups, dict[str, float]]]
+
+
+def unchanged(step: int, groups: Groups) -> tuple[Groups, dict[str, float]]:
+    """The form of a run without rollout hooks."""
+    return groups, {}
 
 
 class NothingToLearn(ValueError):
@@ -121,7 +132,9 @@ class Rollouts:
         prompts_per_step: int,
         share_prompts: bool,
         seed: int,
+        after_scoring: AfterScoring = unchanged,
     ) -> None:
+        self._after_scoring = after_scoring
         self._generator, self._loader, self._method, self._sampling = generator, loader, method, sampling
         self._prompts_per_step, self._share_prompts, self._seed = prompts_per_step, share_prompts, seed
 
@@ -131,6 +144,7 @@ class Rollouts:
 
         Raises:
             NothingToLearn: no group was wanted.
+            ValueError: a rollout hook failed.
         """
         kept: list[list[Response]] = []
         last: list[Response] = []
@@ -152,7 +166,10 @@ class Rollouts:
                 "or switch it off (null)",
                 last,
             )
-        return experience(kept, discarded, tries, self._share_prompts)
+        with clock("reward"):
+            groups, metrics = self._after_scoring(step, kept)
+        result = experience(groups, discarded, tries, self._share_prompts)
+        return replace(result, hook_metrics=metrics)
 
     def _wanted(self, groups: Sequence[Sequence[Response]]) -> list[bool]:
         sizes = torch.tensor([len(group) for group in groups])

@@ -18,6 +18,7 @@ from megatron_rl.config.load import ConfigError
 from megatron_rl.config.schema import Config
 from megatron_rl.evaluation.figures import draw_curves
 from megatron_rl.evaluation.report import report
+from megatron_rl.plugins import sources
 from megatron_rl.protocols import Policy
 from megatron_rl.runtime import random_state
 from megatron_rl.runtime.checkpoint_dir import newest_valid, prune, step_path
@@ -153,6 +154,7 @@ def describe(config: Config, world_size: int) -> Mapping[str, Any]:
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return config.model_dump(mode="json") | {
         "versions": versions,
+        "plugins": sources(),
         "git_commit": git.stdout.strip() or None,
         "world_size": world_size,
     }

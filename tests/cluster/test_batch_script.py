@@ -54,6 +54,12 @@ def test_the_command_of_a_job_on_four_nodes(tmp_path):
     ]  # fmt: skip
 
 
+def test_plug_ins_are_handed_on_before_the_overrides():
+    words = dry_run("--nproc", "8", "--plugin", "a.py", "--plugin", "b.c", "run_dir=/a/r")
+    start = words.index("megatron_rl.train")
+    assert words[start:] == ["megatron_rl.train", "--plugin", "a.py", "--plugin", "b.c", "run_dir=/a/r", "resume=auto"]
+
+
 def test_the_container_gets_its_flags_and_its_own_python():
     words = dry_run("--nproc", "8", "--container", "nvcr.io#nvidia/pytorch:25.11-py3", "--mounts", "/a:/a,/b:/b", "run_dir=/a/r")
     assert "--container-image=nvcr.io#nvidia/pytorch:25.11-py3" in words

@@ -13,6 +13,7 @@ from megatron_rl.errors import concerning, first_line
 @pytest.fixture(autouse=True)
 def nothing_loaded(monkeypatch):
     monkeypatch.setattr(plugins, "_loaded", [])
+    monkeypatch.setattr(plugins, "_sources", {})
 
 
 def test_a_file_is_imported_once_and_named_by_its_absolute_path(tmp_path, monkeypatch):
@@ -66,3 +67,23 @@ def test_first_lines_say_something():
     assert first_line(KeyError("num_heads")) == "KeyError: 'num_heads'"
     assert first_line(ValueError("\n  two\nlines")) == "two"
     assert len(first_line(ValueError("x" * 1000))) == 300
+
+
+def test_installed_packages_are_imported_by_entry_point(tmp_path, monkeypatch):
+    """A distribution as pip leaves it: a module, and its entry point in the metadata."""
+    (tmp_path / "my_installed_plugin.py").write_text("import sys\nsys.counted = sys.counted + 1\n")
+    info = tmp_path / "my_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[megatron_rl.plugins]\nmine = my_installed_plugin\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "counted", 0, raising=False)
+    plugins.load_plugins([])
+    plugins.load_plugins([])
+    assert sys.counted == 1
+    assert plugins.loaded() == ()
+    assert set(plugins.sources()) == {"my_installed_plugin"}
+    (tmp_path / "my_installed_plugin.py").write_text("1 / 0\n")
+    monkeypatch.delitem(sys.modules, "my_installed_plugin")
+    with pytest.raises(ValueError, match=r"^entry point megatron_rl.plugins: mine = my_installed_plugin: cannot"):
+        plugins.load_plugins([])

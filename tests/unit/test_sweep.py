@@ -1,6 +1,7 @@
 """Ablations: which runs a sweep makes, under which names, and its table."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -54,3 +55,19 @@ def test_the_table_averages_over_seeds(tmp_path):
 def test_a_wrong_sweep_is_one_message(capsys, tmp_path):
     assert main(["--out", str(tmp_path), "--nproc", "2", "method=gpro,dapo"]) == 1
     assert capsys.readouterr().err.count("error: ") == 1
+
+
+@pytest.mark.usefixtures("fresh_registries")
+def test_plug_ins_are_loaded_for_the_check_and_handed_to_every_run(capsys, tmp_path):
+    plugin = "examples/plugins/clipped_advantage.py"
+    overrides = ["method=clipped_grpo", "seed=1,2", "model.path=m", "data.train=t", "data.eval=e"]
+    options = ["--out", str(tmp_path), "--nproc", "2", "--plugin", plugin, "--dry-run"]
+    assert main([*options, *overrides]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    absolute = Path(plugin).resolve()
+    assert len(lines) == 2
+    assert all(f"-m megatron_rl.train --plugin {absolute} method=clipped_grpo" in line for line in lines)
+    words = command(["seed=2"], tmp_path / "r", 8, [], ["mine.py"])
+    assert words[2:] == ["--nproc", "8", "--plugin", "mine.py", "seed=2", f"run_dir={tmp_path}/r"]
+    assert main([*options[:-2], "no_such_module", *overrides]) == 1
+    assert "--plugin = no_such_module: cannot be imported" in capsys.readouterr().err

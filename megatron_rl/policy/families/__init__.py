@@ -9,12 +9,39 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from megatron_rl.plugins import RegistrationError
 from megatron_rl.policy.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
-from megatron_rl.policy.families.base import Architecture, Slot
+from megatron_rl.policy.families.base import Architecture, Family, Slot
 
 FAMILIES = {module.FAMILY.architecture: module.FAMILY for module in (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)}
 
-__all__ = ["FAMILIES", "Architecture", "Slot", "architecture_from", "read_architecture"]
+__all__ = [
+    "FAMILIES",
+    "Architecture",
+    "Family",
+    "Slot",
+    "architecture_from",
+    "read_architecture",
+    "register_family",
+]
+
+
+def register_family(family: Family) -> None:
+    """Makes the policy read directories whose config.json names ``family.architecture``.
+
+    Called while a plug-in is imported. The engine knows nothing of it: vLLM has its own registry.
+
+    Example: ``register_family(Family("MyQwen2ForCausalLM", qwen2.read))``.
+
+    Raises:
+        RegistrationError: the architecture is known already.
+    """
+    if family.architecture in FAMILIES:
+        raise RegistrationError(
+            f"model family {family.architecture!r} is known already; a checkpoint with another "
+            "layout needs an entry of its own in the architectures of its config.json"
+        )
+    FAMILIES[family.architecture] = family
 
 
 def read_architecture(path: Path) -> tuple[Architecture, Any]:

@@ -1,0 +1,190 @@
+"""Rollout hooks: a user's code between scoring and credit. It may change rewards, drop whole groups and add metrics.
+
+What holds whatever a hook does:
+
+- It is called once a step, on rank 0, with all groups of the step in canonical order, after dynamic sampling. Its
+  answer is sent to every rank, so that ranks agree even where a hook asks a service or draws random numbers.
+- Prompts, tokens, logprobs, texts and verdicts (``score.correct``) stay as they are: responses
+  are frozen, and only what ``RolloutEdit`` can say is applied. Evaluation is not hooked.
+- A dropped group leaves the step as if it had not been sampled; it is not replaced.
+- Hooks run in the order of the configuration, each on what the one before left.
+- A hook's own state is in no checkpoint: what it decides must follow from its arguments for a
+  resumed run to be equal.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from numbers import Real
+from types import MappingProxyType
+from typing import Any
+
+from megatron_rl.config.hooks import ROLLOUT_HOOKS
+from megatron_rl.config.pieces import Named
+from megatron_rl.config.registry import register_piece
+from megatron_rl.plugins import named, place
+from megatron_rl.runtime.launch import World
+from megatron_rl.trainer.rollouts import Groups, Response
+
+METRIC = re.compile(r"[a-z0-9_]+")
+
+
+@dataclass(frozen=True)
+class RolloutEdit:
+    """What a hook wants changed; None leaves it.
+
+    Example, for two groups of two responses: the second group is dropped, the first one's rewards are halved::
+
+        RolloutEdit(rewards=[[0.5, 0.0], [0.0, 0.0]], keep=[True, False], metrics={"dropped": 1})
+    """
+
+    rewards: Sequence[Sequence[float]] | None = (
+        None  # the new total reward of every response, by group
+    )
+    keep: Sequence[bool] | None = None  # one flag per group
+    metrics: Mapping[str, float] = field(
+        default_factory=dict
+    )  # logged as hook/<name of the hook>/<key>
+
+
+Hook = Callable[..., RolloutEdit]
+_hooks: dict[str, Hook] = {}
+
+
+def register_rollout_hook(name: str) -> Callable[[Hook], Hook]:
+    """``f(step, groups, *, knobs)`` returns a ``RolloutEdit``; see the head of this file for what holds.
+
+    Registering calls nothing: a run names its hooks, ``rollout_hooks.<name>={}``.
+    Example::
+
+        @register_rollout_hook("halve")
+        def halve(step: int, groups: Sequence[Sequence[Response]], *, factor: float = 0.5) -> RolloutEdit:
+            return RolloutEdit(rewards=[[factor * r.score.reward for r in group] for group in groups])
+
+    Raises:
+        RegistrationError: the name is taken, or a knob has no type.
+    """
+
+    def register(function: Hook) -> Hook:
+        register_piece("rollout hook", ROLLOUT_HOOKS, name, function, ("step", "groups"))
+        _hooks[name] = function
+        return function
+
+    return register
+
+
+class RolloutHooks:
+    """The hooks of a run, called by ``Rollouts.collect``."""
+
+    def __init__(self, chosen: Mapping[str, Named], world: World) -> None:
+        self._chosen = {name: piece.model_dump(exclude={"name"}) for name, piece in chosen.items()}
+        self._world = world
+
+    def __call__(self, step: int, groups: Groups) -> tuple[Groups, dict[str, float]]:
+        """The groups that go on to credit, and the metrics of the hooks; collective.
+
+        Raises:
+            ValueError: a hook failed, returned something else than a fitting edit, or dropped every group.
+        """
+        metrics: dict[str, float] = {}
+        for name, knobs in self._chosen.items():
+            edit = self._world.from_main(partial(called, name, step, groups, knobs))
+            groups = edited(groups, edit)
+            metrics |= {f"hook/{name}/{key}": float(value) for key, value in edit.metrics.items()}
+            if not groups:
+                raise ValueError(
+                    f"rollout hook {name}: dropped every group of step {step}; keep at least one"
+                )
+        return groups, metrics
+
+
+def called(name: str, step: int, groups: Groups, knobs: Mapping[str, Any]) -> RolloutEdit:
+    """What the hook returns, checked.
+
+    Raises:
+        ValueError: the hook raised, with file and line; or its answer does not fit ``groups``.
+    """
+    subject = f"rollout hook {name} at step {step}"
+    try:
+        edit = _hooks[name](step, read_only(groups), **knobs)
+    except Exception as error:
+        raise ValueError(f"{subject}: {named(error)}{place(error)}; correct the hook") from error
+    if not isinstance(edit, RolloutEdit):
+        raise ValueError(
+            f"{subject}: returned {type(edit).__name__}; return a RolloutEdit, RolloutEdit() to "
+            "change nothing"
+        )
+    _check(subject, edit, [len(group) for group in groups])
+    return edit
+
+
+def read_only(groups: Groups) -> Groups:
+    """The same responses, whose mappings cannot be written to: rank 0 alone shows them to a hook."""
+    return [[_read_only(response) for response in group] for group in groups]
+
+
+def _read_only(response: Response) -> Response:
+    prompt = replace(response.prompt, extra=MappingProxyType(dict(response.prompt.extra)))
+    score = replace(response.score, parts=MappingProxyType(dict(response.score.parts)))
+    return replace(response, prompt=prompt, score=score)
+
+
+def edited(groups: Groups, edit: RolloutEdit) -> Groups:
+    """``groups`` with the rewards of ``edit``, without the groups it drops."""
+    result = []
+    for index, group in enumerate(groups):
+        if edit.keep is not None and not edit.keep[index]:
+            continue
+        if edit.rewards is not None:
+            pairs = zip(group, edit.rewards[index], strict=True)
+            group = [_rewarded(response, reward) for response, reward in pairs]
+        result.append(group)
+    return result
+
+
+def _rewarded(response: Response, reward: float) -> Response:
+    return replace(response, score=replace(response.score, reward=float(reward)))
+
+
+def _check(subject: str, edit: RolloutEdit, sizes: Sequence[int]) -> None:
+    if edit.keep is not None:
+        flags = list(edit.keep)
+        if len(flags) != len(sizes) or not all(isinstance(flag, bool) for flag in flags):
+            raise ValueError(
+                f"{subject}: keep = {str(flags)[:80]}; give {len(sizes)} of True and False, one per group"
+            )
+    if edit.rewards is not None:
+        _check_rewards(subject, edit.rewards, sizes)
+    for key, value in edit.metrics.items():
+        if not METRIC.fullmatch(str(key)) or not _is_finite(value):
+            raise ValueError(
+                f"{subject}: metric {key!r} = {value!r}; a key is a-z, 0-9 and _, a value a finite number"
+            )
+
+
+def _check_rewards(subject: str, rewards: Sequence[Sequence[float]], sizes: Sequence[int]) -> None:
+    found = [len(group) for group in rewards]
+    if found != list(sizes):
+        raise ValueError(
+            f"{subject}: rewards has {_sizes(found)}; give {_sizes(sizes)}, as in groups"
+        )
+    for number, group in enumerate(rewards):
+        for reward in group:
+            if not _is_finite(reward):
+                raise ValueError(
+                    f"{subject}: a reward of group {number} is {reward!r}; rewards are finite numbers"
+                )
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    shown = " ".join(str(size) for size in sizes[:8])
+    more = " ..." if len(sizes) > 8 else ""
+    return f"{len(sizes)} groups of {shown}{more}"

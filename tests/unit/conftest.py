@@ -1,0 +1,32 @@
+"""Plug-ins change tables of the whole process: a test that loads some gets the tables back as they were."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture
+def fresh_registries() -> Iterator[None]:
+    from megatron_rl import plugins
+    from megatron_rl.config import hooks, load, method
+    from megatron_rl.loss import credit, token_loss
+    from megatron_rl.policy import families
+    from megatron_rl.trainer import hooks as trainer_hooks
+
+    tables = [method.ESTIMATORS, method.SHAPERS, method.POLICY_LOSSES, hooks.ROLLOUT_HOOKS]
+    tables += [credit.ESTIMATORS, credit.SHAPERS, credit.NEEDS, credit.SHAPER_READS]
+    tables += [token_loss.POLICY_LOSSES, token_loss.SEQUENCE_RATIO, token_loss.CLIPS]
+    tables += [trainer_hooks._hooks, families.FAMILIES, plugins._sources]
+    before = [table.copy() for table in tables]
+    loaded, folders = list(plugins._loaded), list(load._plugin_dirs)
+    yield
+    for table, old in zip(tables, before, strict=True):
+        table.clear()
+        table.update(old)
+    plugins._loaded[:] = loaded
+    load._plugin_dirs[:] = folders
+    for name in [name for name in sys.modules if name.startswith("megatron_rl_plugin_")]:
+        del sys.modules[name]
