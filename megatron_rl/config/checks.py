@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.data_names import data_problems, entries, weight_problems
 from megatron_rl.config.load import ConfigError
 from megatron_rl.config.machine import Machine, machine_problems
 from megatron_rl.config.method import reward_scheme_errors
@@ -152,9 +153,9 @@ def _paths(config: Config) -> Iterator[str]:
         yield f"model.path = {model}: no such folder; give a HF directory (config.json, safetensors, tokenizer)"
     elif not (model / "config.json").is_file():
         yield f"model.path = {model}: no config.json in it; give a HF directory"
-    for key, spec in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        if not spec.startswith("reasoning_gym:") and not Path(spec).is_file():
-            yield f"{key} = {spec}: no such file; give a .jsonl or .parquet file, or reasoning_gym:<task>"
+    yield from data_problems("data.train", config.data.train)
+    yield from weight_problems(entries(config.data.train), config.data.train_weights)
+    yield from data_problems("data.eval", config.data.eval)
     if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
         yield f"resume = {config.resume}: no such folder; give auto, never or the path of a checkpoint"
 

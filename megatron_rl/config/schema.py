@@ -5,9 +5,10 @@ Every default lives in ``conf/``; a field here has none, so that a value has one
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_rl.config.method import MethodConfig
 
@@ -103,19 +104,38 @@ class WeightSyncConfig(Section):
 
 
 class DataColumns(Section):
-    """Column (dotted path for nested fields) of each role in a data file."""
+    """Column (dotted path for nested fields) of each role in a data file. A column that is named must be there."""
 
     prompt: str
     answer: str
-    data_source: str | None
-    extra: str | None
+    data_source: str | None  # auto: the column data_source where there is one, else the name of the file; null: always that name
+    extra: str | None  # auto: the column extra where there is one; null: none
+
+
+def _names(value: Any) -> Any:
+    """A mapping is what users of other systems write for weights: the answer says how it is written here."""
+    if isinstance(value, Mapping):
+        names = ",".join(map(str, value))
+        weights = ",".join(map(str, value.values()))
+        raise ValueError(f"weights have a key of their own: data.train=[{names}] data.train_weights=[{weights}]")
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        raise ValueError("give a name, or a list of names")
+    return tuple(value)
+
+
+# A .jsonl or .parquet file, a pattern such as data/*.jsonl, hf:NAME[:CONFIG]:SPLIT, or reasoning_gym:<task>[+<task>...]?size=N&seed=S;
+# or a list of these.
+DataNames = Annotated[tuple[str, ...] | str, BeforeValidator(_names)]
 
 
 class DataConfig(Section):
-    """``train`` and ``eval``: a .jsonl or .parquet file, or ``reasoning_gym:<task>[+<task>...]?size=N&seed=S``."""
+    """``train`` and ``eval``: where prompts come from, see ``DataNames``."""
 
-    train: str
-    eval: str
+    train: DataNames
+    train_weights: tuple[PositiveFloat, ...] | None  # share of each entry of train among the prompts of a step; null: by their sizes
+    eval: DataNames
     columns: DataColumns
     system_prompt: str | None
     prompt_suffix: str  # added to the last message

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.config.schema import Config
-from megatron_rl.data.loader import PromptLoader
-from megatron_rl.data.prompts import load_prompts, without_overlap
+from megatron_rl.data.reading import read_data, training_stream
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.loss import Method
 from megatron_rl.policy.megatron_policy import MegatronPolicy
@@ -27,11 +26,8 @@ def build_trainer(config: Config, world: World) -> Trainer:
     """Everything that can be wrong with the input is read before the engines are built, which takes long."""
     stop_requested = StopRequest()  # first of all: a signal during the build must not be lost
     tokenizer = load_tokenizer(config.model.path)
-    train, held_out = (
-        load_prompts(spec, config.data, tokenizer, config.rollout.max_prompt_tokens) for spec in (config.data.train, config.data.eval)
-    )
-    if config.data.drop_eval_overlap:
-        train = without_overlap(train, held_out)
+    data = read_data(config, tokenizer)
+    train, held_out = data.train_prompts, data.held_out_prompts
     reward = build_reward(config.reward)
     reward.check([*train, *held_out])
     method = Method(config.method, response_limit=config.rollout.max_response_tokens)
@@ -56,7 +52,7 @@ def build_trainer(config: Config, world: World) -> Trainer:
     stop_ids = stop_token_ids(tokenizer.eos_token_id)
     rollouts = Rollouts(
         generator,
-        PromptLoader(train, seed=config.seed, shuffle=config.data.shuffle),
+        training_stream(data, config),
         method,
         rollout_sampling(config, stop_ids),
         prompts_per_step=config.batch.prompts_per_step,
