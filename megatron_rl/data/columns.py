@@ -11,7 +11,16 @@ AUTO = "auto"
 # What other data sets call them, for the hint.
 OTHER_NAMES = {
     "prompt": ("question", "problem", "query", "instruction", "input", "messages", "conversation"),
-    "answer": ("ground_truth", "final_answer", "solution", "target", "label", "response", "output", "reward_model.ground_truth"),
+    "answer": (
+        "ground_truth",
+        "final_answer",
+        "solution",
+        "target",
+        "label",
+        "response",
+        "output",
+        "reward_model.ground_truth",
+    ),
 }
 
 
@@ -37,8 +46,14 @@ def column_roles(rows: Rows, columns: DataColumns, problems: Problems) -> DataCo
 def _hint(role: str, column: str, rows: Rows) -> str:
     present = sorted({name for _, row in rows for name in row})
     close = difflib.get_close_matches(column, present, n=1)
-    others = [name for name in OTHER_NAMES.get(role, ()) if any(lookup(row, name)[0] for _, row in rows[:100])]
+    others = [
+        name
+        for name in OTHER_NAMES.get(role, ())
+        if any(lookup(row, name)[0] for _, row in rows[:100])
+    ]
     likely = [*close, *others][:1]
     hint = f"did you mean {likely[0]}? data.columns.{role}={likely[0]}; " if likely else ""
-    optional = f"data.columns.{role}=auto where it may be missing; " if role not in OTHER_NAMES else ""
+    optional = (
+        f"data.columns.{role}=auto where it may be missing; " if role not in OTHER_NAMES else ""
+    )
     return f"{hint}{optional}there are {', '.join(present)}"

@@ -13,7 +13,10 @@ from megatron_rl.errors import first_line
 
 # A part of a split is written as that library writes it: train[:100], train[10%:20%].
 SPEC = re.compile(r"(?P<name>[^:]+)(:(?P<config>[^:\[\]]+))?:(?P<split>[^:\[\]]+(\[[^\]]*\])?)")
-SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk leaves in the folder of a set of splits, or of one split
+SAVED = (
+    "dataset_dict.json",
+    "state.json",
+)  # what save_to_disk leaves in the folder of a set of splits, or of one split
 LIBRARY = "pip install 'megatron_rl[datasets]', or pip install datasets"
 
 
@@ -40,7 +43,9 @@ def parse(entry: str) -> HfSet:
     """Raises ValueError where ``entry`` is not ``hf:NAME:SPLIT`` or ``hf:NAME:CONFIG:SPLIT``."""
     match = SPEC.fullmatch(entry.removeprefix(HF))
     if match is None:
-        raise ValueError(f"{entry}: write hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT, e.g. hf:openai/gsm8k:main:train")
+        raise ValueError(
+            f"{entry}: write hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT, e.g. hf:openai/gsm8k:main:train"
+        )
     return HfSet(match["name"], match["config"], match["split"])
 
 
@@ -55,7 +60,9 @@ def read_rows(entry: str) -> Rows:
     library = _library()
     local = wanted.name.startswith(("/", ".", "~"))
     if local and not Path(wanted.name).is_dir():
-        raise ValueError(f"{entry}: no such folder {wanted.name}; give a folder of data files, or a name on the hub")
+        raise ValueError(
+            f"{entry}: no such folder {wanted.name}; give a folder of data files, or a name on the hub"
+        )
     try:
         dataset = _load(library, wanted)
     except Exception as error:  # the library raises its own, the hub's and Python's

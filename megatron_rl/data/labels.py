@@ -35,12 +35,17 @@ def labels(parts: Sequence[str]) -> dict[str, str]:
     real = Counter(str(Path(part).resolve()) if is_file_name(part) else part for part in parts)
     twice = [part for part, count in real.items() if count > 1]
     if twice:
-        raise ValueError(f"{twice[0]}: comes twice among the sources; name each file once (data.train_weights gives it more weight)")
+        raise ValueError(
+            f"{twice[0]}: comes twice among the sources; name each file once (data.train_weights gives it more weight)"
+        )
     chosen = {part: _label(part, 1) for part in parts}
     deepest = max((len(Path(part).parts) for part in parts), default=1)
     for depth in range(2, deepest + 2):  # 2: the name with its suffix
         counts = Counter(chosen.values())
-        chosen = {part: label if counts[label] == 1 else _label(part, depth) for part, label in chosen.items()}
+        chosen = {
+            part: label if counts[label] == 1 else _label(part, depth)
+            for part, label in chosen.items()
+        }
     # Still alike: two lists of generated tasks, two data sets of one name.
     counts = Counter(chosen.values())
     seen: Counter[str] = Counter()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.data_names import entries
+from megatron_rl.config.overrides import typed
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader, WeightedLoader
 from megatron_rl.data.prompts import Source, load_sources, without_overlap
@@ -45,7 +46,8 @@ def read_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> Data:
     """
     data, longest = config.data, config.rollout.max_prompt_tokens
     train, held_out = (
-        tuple(load_sources(entries(names), data, tokenizer, longest)) for names in (data.train, data.eval)
+        tuple(load_sources(entries(names), data, tokenizer, longest))
+        for names in (data.train, data.eval)
     )
     if data.drop_eval_overlap:
         train = tuple(_without(source, _prompts(held_out)) for source in train)
@@ -73,7 +75,9 @@ def training_stream(data: Data, config: Config) -> PromptLoader | WeightedLoader
     weights, seed, shuffle = config.data.train_weights, config.seed, config.data.shuffle
     if weights is None:
         return PromptLoader(data.train_prompts, seed=seed, shuffle=shuffle)
-    return WeightedLoader([source.prompts for source in data.train], weights, seed=seed, shuffle=shuffle)
+    return WeightedLoader(
+        [source.prompts for source in data.train], weights, seed=seed, shuffle=shuffle
+    )
 
 
 def _without(source: Source, held_out: Sequence[Prompt]) -> Source:
@@ -90,7 +94,7 @@ def doubts(prompts: Sequence[Prompt], config: Config) -> Iterator[str]:
         yield (
             f"{len(marked)} of {len(prompts)} answers hold {MARKER!r} ({_uids(marked)}) and "
             "data.answer_after is null, so the whole text is the expected answer; if it is what "
-            f"follows the marker, set data.answer_after='{MARKER}'"
+            f"follows the marker, type {typed('data.answer_after', MARKER)}"
         )
     boxed = [prompt for prompt in prompts if r"\boxed" in prompt.answer]
     if config.reward.verifier in ("number", "exact") and 2 * len(boxed) > len(prompts):

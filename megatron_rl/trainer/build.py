@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_rl.config.checks import num_optimizer_steps
 from megatron_rl.config.schema import Config
 from megatron_rl.data.reading import read_data, training_stream
 from megatron_rl.data.tokenizer import load_tokenizer
@@ -17,7 +18,7 @@ from megatron_rl.trainer.evaluate import Evaluator
 from megatron_rl.trainer.handover import HandOver
 from megatron_rl.trainer.rollouts import Generator, Rollouts
 from megatron_rl.trainer.run_folder import RunFolder
-from megatron_rl.trainer.settings import evaluation_sampling, num_optimizer_steps, rollout_sampling, schedule, stop_token_ids
+from megatron_rl.trainer.settings import evaluation_sampling, rollout_sampling, schedule, stop_token_ids
 from megatron_rl.trainer.sync import build_canary, build_sync
 from megatron_rl.trainer.trainer import Parts, Trainer
 

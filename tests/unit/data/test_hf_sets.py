@@ -42,15 +42,20 @@ def test_a_folder_of_data_files(tmp_path, kind):
     assert [prompt.uid for prompt in read] == [f"gsm8k/train:{row}" for row in range(1, 5)]
     assert [prompt.answer for prompt in read] == ["1", "2", "3", "4"]
     assert {prompt.data_source for prompt in read} == {"gsm8k"}, "which reward.verifier=auto knows"
-    assert [prompt.uid for prompt in prompts(f"hf:{folder}:train[1:3]")] == ["gsm8k/train[1:3]:1", "gsm8k/train[1:3]:2"]
+    assert [prompt.uid for prompt in prompts(f"hf:{folder}:train[1:3]")] == [
+        "gsm8k/train[1:3]:1",
+        "gsm8k/train[1:3]:2",
+    ]
     assert len(prompts(f"hf:{folder}:default:test")) == 1
 
 
 def test_what_save_to_disk_wrote(tmp_path):
-    splits = datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS), test=datasets.Dataset.from_list(ROWS[:2]))
+    splits = datasets.DatasetDict(
+        train=datasets.Dataset.from_list(ROWS), test=datasets.Dataset.from_list(ROWS[:2])
+    )
     splits.save_to_disk(tmp_path / "both")
     assert len(prompts(f"hf:{tmp_path}/both:test")) == 2
-    with pytest.raises(ValueError, match="cannot load it .*there are the splits train, test"):
+    with pytest.raises(ValueError, match=r"cannot load it .*there are the splits train, test"):
         prompts(f"hf:{tmp_path}/both:validation")
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
     assert len(prompts(f"hf:{tmp_path}/one:train")) == 4
@@ -72,12 +77,14 @@ def test_names_that_lead_nowhere(tmp_path, entry, message):
 
 def test_a_split_that_is_not_there(tmp_path):
     datasets.Dataset.from_list(ROWS).to_json(tmp_path / "train.jsonl")
-    with pytest.raises(ValueError, match="cannot load it .*Unknown split"):
+    with pytest.raises(ValueError, match=r"cannot load it .*Unknown split"):
         prompts(f"hf:{tmp_path}:validation")
 
 
 def test_a_name_on_the_hub_is_its_data_source():
-    assert hf_sets.parse("hf:openai/gsm8k:main:train") == hf_sets.HfSet("openai/gsm8k", "main", "train")
+    assert hf_sets.parse("hf:openai/gsm8k:main:train") == hf_sets.HfSet(
+        "openai/gsm8k", "main", "train"
+    )
     assert hf_sets.parse("hf:openai/gsm8k:main:train").data_source == "openai/gsm8k"
 
 
