@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -36,7 +38,7 @@ class PromptLoader:
             rows = self._order[self._position : self._position + n - len(taken)]
             taken += [self._prompts[row] for row in rows]
             self._position += len(rows)
-        return taken
+        return _told_apart(taken)
 
     def state(self) -> dict[str, Any]:
         """Where the stream stands, with what identifies its data: plain picklable values."""
@@ -100,7 +102,7 @@ class WeightedLoader:
             source = self._next_source()
             self._taken[source] += 1
             prompts += self._streams[source].take(1)
-        return prompts
+        return _told_apart(prompts)
 
     def _next_source(self) -> int:
         number = sum(self._taken) + 1
@@ -125,6 +127,21 @@ class WeightedLoader:
         for stream, mine in zip(self._streams, state["sources"], strict=True):
             stream.restore(mine)
         self._taken = list(state["taken"])
+
+
+def _told_apart(prompts: list[Prompt]) -> list[Prompt]:
+    """A prompt that comes again in one portion is called ``<uid>#2``, ``#3``, ...
+
+    The engine draws by (seed of the step, uid): under one uid the second group would be a copy of the
+    first, response by response, and a step would count the same evidence twice.
+    """
+    seen: Counter[str] = Counter()
+    named = []
+    for prompt in prompts:
+        seen[prompt.uid] += 1
+        times = seen[prompt.uid]
+        named.append(prompt if times == 1 else replace(prompt, uid=f"{prompt.uid}#{times}"))
+    return named
 
 
 def _fingerprint(prompts: Sequence[Prompt]) -> str:

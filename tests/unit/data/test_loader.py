@@ -17,13 +17,24 @@ def prompts(count: int, answer: str = "1") -> list[Prompt]:
 
 
 def uids(taken: list[Prompt]) -> list[str]:
-    return [prompt.uid for prompt in taken]
+    """Without the mark of a prompt that came before in the same portion."""
+    return [prompt.uid.partition("#")[0] for prompt in taken]
 
 
 def test_without_shuffling_the_stream_wraps_around():
     loader = PromptLoader(prompts(3), seed=1, shuffle=False)
     assert uids(loader.take(2)) == ["p:0", "p:1"]
     assert uids(loader.take(5)) == ["p:2", "p:0", "p:1", "p:2", "p:0"]
+
+
+def test_a_prompt_that_comes_again_in_one_portion_has_a_name_of_its_own():
+    """The engine draws by the uid: two groups under one name would be the same responses."""
+    loader = PromptLoader(prompts(2), seed=1, shuffle=False)
+    assert [prompt.uid for prompt in loader.take(5)] == ["p:0", "p:1", "p:0#2", "p:1#2", "p:0#3"]
+    assert [prompt.uid for prompt in loader.take(2)] == ["p:1", "p:0"]
+    mixed = WeightedLoader([named("a", 1), named("b", 1)], [2.0, 1.0], seed=1, shuffle=True)
+    assert [prompt.uid for prompt in mixed.take(6)] == ["a:0", "b:0", "a:0#2", "a:0#3", "b:0#2", "a:0#4"]
+    assert len({prompt.token_ids for prompt in loader.take(4)}) == 2
 
 
 def test_each_epoch_holds_every_prompt_once_in_an_order_of_its_own():
@@ -86,7 +97,7 @@ def mixture(weights=(3.0, 1.0), sizes=(5, 7), seed=1) -> WeightedLoader:
 def test_shares_are_exact_and_a_small_source_is_passed_over_again():
     taken = mixture().take(80)
     assert "".join(prompt.data_source for prompt in taken[:8]) == "aabaaaba"
-    mine = [prompt.uid for prompt in taken if prompt.data_source == "a"]
+    mine = [prompt.uid.partition("#")[0] for prompt in taken if prompt.data_source == "a"]
     assert len(mine) == 60
     assert all(sorted(mine[start : start + 5]) == sorted(mine[:5]) for start in range(0, 60, 5)), "whole epochs of its own"
 
