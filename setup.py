@@ -64,7 +64,10 @@ EXTRAS = {
         "packaging<25",
         "protobuf~=5.29.5",
     ],
+    # Data sets of the hub and of local folders: data.train=hf:NAME:SPLIT. Since version 4 no code of a data set is run.
+    "datasets": ["datasets>=4"],
     "test": [
+        "datasets>=4",
         "pytest>=8.2",
         "pytest-timeout",
         "hypothesis",

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from megatron_rl.config.checks import check
-from megatron_rl.config.load import compose, conf_dir, validate
+from megatron_rl.config.load import check_given, compose, conf_dir, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.plugins import load_plugins
 
@@ -34,16 +34,24 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)  # options may stand between overrides
 
 
+def show(options: argparse.Namespace) -> int:
+    """Prints the composed configuration; 1 and what is wrong with it on stderr where a key or a value cannot be."""
+    try:
+        load_plugins(options.plugin)
+        composed = compose("config", options.overrides, options.config_dir)
+        print(yaml.safe_dump(composed, sort_keys=False), end="", flush=True)
+        check_given(Config, composed, "the configuration")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Ends the process: 0 when the run finished or was saved on request, 1 on any error."""
     options = arguments(argv)
     if options.cfg:
-        try:
-            load_plugins(options.plugin)
-        except ValueError as error:
-            sys.exit(f"error: {error}")
-        print(yaml.safe_dump(compose("config", options.overrides, options.config_dir), sort_keys=False), end="")
-        return
+        sys.exit(show(options))
     from megatron_rl.runtime.launch import leave, report, set_up_messages, start  # torch only once there is something to run
 
     world = start()

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.cache import cache_problems
+from megatron_rl.config.data_names import data_problems, entries, weight_problems
 from megatron_rl.config.load import ConfigError
 from megatron_rl.config.machine import Machine, machine_problems
 from megatron_rl.config.method import reward_scheme_errors
 from megatron_rl.config.schema import Config
+
+LOGGER = logging.getLogger(__name__)
 
 
 def check(config: Config, world_size: int, machine: Machine | None = None) -> None:
@@ -20,14 +25,23 @@ def check(config: Config, world_size: int, machine: Machine | None = None) -> No
         ConfigError: one line for each problem: key, value, remedy.
     """
     problems = [*_parallel(config, world_size), *_batch(config, world_size), *_lengths(config), *_method(config), *_paths(config)]
-    problems += [*_precision(config), *_memory(config)]
+    problems += [*_precision(config), *_memory(config), *_optim(config)]
     hf_config = read_hf_config(config.model.path)
     if hf_config is not None:
         problems += _model(config, hf_config)
+        problems += cache_problems(config, hf_config, on_cpu=machine is not None and machine.compute_capability is None)
     if machine is not None:
         problems += machine_problems(config, machine, hf_config)
     if problems:
         raise ConfigError(problems, "the configuration")
+    for warning in _unusual(config):
+        LOGGER.warning("%s", warning)
+
+
+def num_optimizer_steps(config: Config) -> int:
+    """Optimizer steps of a whole run, the length of the learning-rate schedule."""
+    per_rollout = config.batch.prompts_per_step // config.batch.prompts_per_minibatch
+    return config.trainer.num_steps * config.trainer.updates_per_rollout * per_rollout
 
 
 def read_hf_config(path: str) -> dict[str, Any] | None:
@@ -138,6 +152,26 @@ def _precision(config: Config) -> Iterator[str]:
         yield "precision.fp8.param_gather = True: the weights cannot be exchanged with the reference's without loss; set it to false"
 
 
+def _optim(config: Config) -> Iterator[str]:
+    optim = config.optim
+    if optim.min_learning_rate > optim.learning_rate:
+        yield (
+            f"optim.min_learning_rate = {optim.min_learning_rate}: is above optim.learning_rate = {optim.learning_rate}, and the "
+            "schedule would rise towards it; lower it"
+        )
+
+
+def _unusual(config: Config) -> Iterator[str]:
+    """What may be meant, in a short trial of a long run's settings, and is more often a mistake."""
+    optim, steps = config.optim, num_optimizer_steps(config)
+    if optim.warmup_steps > steps:
+        reached = optim.learning_rate * steps / optim.warmup_steps
+        yield (
+            f"optim.warmup_steps = {optim.warmup_steps}: the run has {steps} optimizer steps, so the learning rate ends at "
+            f"{reached:.3g} and never reaches optim.learning_rate = {optim.learning_rate:g}; lower it, or raise trainer.num_steps"
+        )
+
+
 def _memory(config: Config) -> Iterator[str]:
     offload, fp8 = config.memory.offload, config.precision.fp8
     if len(set(offload)) < len(offload):
@@ -152,9 +186,9 @@ def _paths(config: Config) -> Iterator[str]:
         yield f"model.path = {model}: no such folder; give a HF directory (config.json, safetensors, tokenizer)"
     elif not (model / "config.json").is_file():
         yield f"model.path = {model}: no config.json in it; give a HF directory"
-    for key, spec in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        if not spec.startswith("reasoning_gym:") and not Path(spec).is_file():
-            yield f"{key} = {spec}: no such file; give a .jsonl or .parquet file, or reasoning_gym:<task>"
+    yield from data_problems("data.train", config.data.train)
+    yield from weight_problems(entries(config.data.train), config.data.train_weights)
+    yield from data_problems("data.eval", config.data.eval)
     if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
         yield f"resume = {config.resume}: no such folder; give auto, never or the path of a checkpoint"
 

@@ -14,7 +14,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -23,9 +23,14 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from megatron_rl.config.foreign_keys import name_here, not_supported
+from megatron_rl.config.overrides import group_problem, is_group, parse
 from megatron_rl.plugins import RegistrationError
 
 Schema = TypeVar("Schema", bound=BaseModel)
+
+
+SHOWN_PROBLEMS = 12  # a message fits on a screen; the next start shows the rest
 
 
 class ConfigError(ValueError):
@@ -33,7 +38,10 @@ class ConfigError(ValueError):
 
     def __init__(self, problems: Sequence[str], where: str) -> None:
         self.problems = list(problems)
-        lines = "\n".join(f"  - {problem}" for problem in problems)
+        shown = self.problems[:SHOWN_PROBLEMS]
+        if len(problems) > SHOWN_PROBLEMS:
+            shown.append(f"... and {len(problems) - SHOWN_PROBLEMS} more")
+        lines = "\n".join(f"  - {problem}" for problem in shown)
         super().__init__(f"{len(problems)} problem{'s' * (len(problems) != 1)} in {where}:\n{lines}")
 
 
@@ -97,8 +105,10 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: Path | 
     Raises:
         ConfigError: an override cannot be parsed, or a group has no such option.
     """
+    if config_dir and not config_dir.is_dir():
+        raise ConfigError([f"--config-dir {config_dir}: no such folder; give a folder of groups"], "the options")
     groups = [conf_dir(), *_plugin_dirs, *([config_dir.resolve()] if config_dir else [])]
-    final = [_permissive(text, groups) for text in overrides]
+    final = _all_permissive(overrides, groups)
     if config_dir:
         final.append(f"hydra.searchpath=['file://{groups[-1]}']")
     GlobalHydra.instance().clear()
@@ -109,7 +119,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: Path | 
         group, _, option = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
         raise ConfigError([_unknown_option(group, option, groups)], "the overrides") from None
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError([str(error).splitlines()[0]], "the overrides") from error
+        raise ConfigError([_composition_problem(error, overrides)], "the overrides") from error
     for group in config_name.split("/")[:-1]:
         composed = composed[group]
     return _without_missing(composed)
@@ -128,19 +138,18 @@ def validate(schema: type[Schema], values: dict[str, Any], where: str) -> Schema
         raise ConfigError([_describe(detail, known) for detail in error.errors()], where) from None
 
 
-def override(values: dict[str, Any], text: str) -> None:
+def change_value(values: dict[str, Any], text: str) -> None:
     """Changes one value of a composed configuration, in place.
 
-    Example: ``override(values, "rollout.dtype=float32")``.
+    Example: ``change_value(values, "rollout.dtype=float32")``.
 
     Raises:
         ConfigError: ``text`` is no ``key=value``, or names a section.
     """
     try:
-        parsed = OverridesParser.create().parse_override(text)
-    except HydraException as error:
-        why = str(error).splitlines()[0]
-        raise ConfigError([f"{text!r}: not an override ({why}); write key=value"], "the overrides") from None
+        parsed = parse(text, [])
+    except ValueError as error:
+        raise ConfigError([str(error)], "the overrides") from None
     *sections, leaf = parsed.key_or_group.split(".")
     node = values
     for section in sections:
@@ -148,6 +157,17 @@ def override(values: dict[str, Any], text: str) -> None:
     if isinstance(node.get(leaf), dict):
         raise ConfigError([f"{text}: {leaf} is a section here; name its keys"], "the overrides")
     node[leaf] = parsed.value()
+
+
+def check_given(schema: type[BaseModel], values: dict[str, Any], where: str) -> None:
+    """As ``validate``, but what has no value yet is no problem: for looking at a configuration before it is complete."""
+    try:
+        schema.model_validate_json(json.dumps(values))
+    except ValidationError as error:
+        known = sorted(set(known_keys(schema)))
+        problems = [_describe(detail, known) for detail in error.errors() if detail["type"] != "missing"]
+        if problems:
+            raise ConfigError(problems, where) from None
 
 
 def known_keys(schema: Any, prefix: str = "") -> Iterator[str]:
@@ -171,7 +191,8 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 def _describe(detail: ErrorDetails, known: list[str]) -> str:
     key = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
-        return f"{key}: unknown key{_did_you_mean(key, known)}"
+        sentence = not_supported(key, detail["input"])
+        return f"{key}: unknown key; {sentence}" if sentence else f"{key}: unknown key{_did_you_mean(key, known)}"
     if detail["type"] == "missing":
         return f"{key}: no value; give {key}=..."
     message = detail["msg"].removeprefix("Value error, ")
@@ -179,6 +200,9 @@ def _describe(detail: ErrorDetails, known: list[str]) -> str:
 
 
 def _did_you_mean(key: str, known: Sequence[str]) -> str:
+    elsewhere = name_here(key)
+    if elsewhere is not None and elsewhere != key:
+        return f"; here it is {elsewhere}"
     leaf = key.rsplit(".", 1)[-1]
     same_leaf = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == leaf]
     close = same_leaf or difflib.get_close_matches(key, known, n=2, cutoff=0.7)
@@ -193,24 +217,51 @@ def _without_missing(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in kept.items() if value != "???"}
 
 
-def _permissive(text: str, groups: Sequence[Path]) -> str:
+def _all_permissive(overrides: Sequence[str], groups: Sequence[Path]) -> list[str]:
+    """The overrides as Hydra is given them; raises ConfigError with what is wrong in any of them."""
+    final, problems = [], []
+    for text in overrides:
+        try:
+            final.append(_permissive(text, parse(text, groups), groups))
+        except ConfigError as error:
+            problems += error.problems
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError(problems, "the overrides")
+    return final
+
+
+def _permissive(text: str, override: Override, groups: Sequence[Path]) -> str:
     """A value override may name any key (validate refuses the wrong ones, all at once); a group override stays as it is."""
-    try:
-        override = OverridesParser.create().parse_override(text)
-    except HydraException as error:
-        raise ConfigError([f"{text!r}: not an override ({str(error).splitlines()[0]}); write key=value"], "the overrides") from None
-    key = override.key_or_group
-    is_group = any((folder / key).is_dir() for folder in groups)
-    option = override.value()
-    if is_group and isinstance(option, str) and not any((folder / key / f"{option}.yaml").is_file() for folder in groups):
+    problem = group_problem(text, override, groups)
+    if problem is not None:
+        raise ConfigError([problem], "the overrides")
+    key, option = override.key_or_group, override.value()
+    chooses = is_group(override, groups)
+    if chooses and isinstance(option, str) and not any((folder / key / f"{option}.yaml").is_file() for folder in groups):
         raise ConfigError([_unknown_option(key, option, groups)], "the overrides")  # Hydra would pass over an optional group
-    if is_group or override.is_delete() or override.is_force_add() or key.startswith("hydra"):
+    if chooses or override.is_delete() or override.is_force_add() or key.startswith("hydra"):
         return text
     return f"++{text.removeprefix('+')}"
+
+
+def _composition_problem(error: Exception, overrides: Sequence[str]) -> str:
+    """An error of Hydra or OmegaConf with the key it is about, in the words of the user, who wrote no ``++``."""
+    reason = str(error).splitlines()[0].replace("++", "")
+    if "more than once in the final defaults list" in reason:
+        return f"{reason}; write GROUP=OPTION without +"
+    key = getattr(error, "full_key", None)
+    if not key:
+        return f"{reason}; correct the override"
+    mine = next((text for text in overrides if text.lstrip("+").partition("=")[0] == key), key)
+    return f"{mine}: {reason}; ${{name}} stands for the value of the key of that name, which must exist"
 
 
 def _unknown_option(group: str, option: str, groups: Sequence[Path]) -> str:
     options = sorted({path.stem for folder in groups for path in (folder / group).glob("*.yaml")})
     close = difflib.get_close_matches(option, options, n=2)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
+    sentence = not_supported(option)
+    hint = f"{sentence}; " if sentence else hint
     return f"{group}={option}: no such option; {hint}there are {', '.join(options)}"

@@ -5,18 +5,51 @@ Every default lives in ``conf/``; a field here has none, so that a value has one
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from megatron_rl.config.hooks import RolloutHooks
 from megatron_rl.config.method import MethodConfig
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]  # at 1 a running mean never takes up a gradient
+PositiveFraction = Annotated[float, Field(gt=0, le=1)]
+SMALLEST_FLOAT32 = 1.2e-38
+
+
+def _temperature(value: float) -> float:
+    """vLLM raises a lower temperature to 0.01, without the trainer knowing: the two would score by different distributions."""
+    if 0 < value < 0.01:
+        raise ValueError("the engine has none between 0 and 0.01; raise it to 0.01 or more")
+    return value
+
+
+def _top_k(value: int) -> int:
+    if value != -1 and value < 1:
+        raise ValueError("give -1 (off) or at least 1")
+    return value
+
+
+def _eps(value: float) -> float:
+    if value < SMALLEST_FLOAT32:
+        raise ValueError(f"is 0 in float32, which gives 0 / 0 where there is no gradient; raise it to {SMALLEST_FLOAT32} or more")
+    return value
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    # Numbers are finite: JSON has no others, and a rate of inf is written into every weight.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class TrainerConfig(Section):
@@ -80,15 +113,15 @@ class RolloutConfig(Section):
     tensor: PositiveInt  # vLLM tensor parallelism; replicas = world size / tensor
     dtype: Literal["float32", "bfloat16"]
     quantization: Literal["fp8"] | None  # weights are quantised as they arrive; needs method.mismatch and mismatch_alarm.warn_above
-    temperature: PositiveFloat
-    top_p: Annotated[float, Field(gt=0, le=1)]
-    top_k: int  # -1 = off
+    temperature: Annotated[PositiveFloat, AfterValidator(_temperature)]
+    top_p: PositiveFraction
+    top_k: Annotated[int, AfterValidator(_top_k)]  # -1 = off
     max_prompt_tokens: PositiveInt
     max_response_tokens: PositiveInt
     stop: tuple[str, ...]
     max_num_seqs: PositiveInt
     kv_cache_gib: PositiveFloat | None  # null = from gpu_memory_utilization
-    gpu_memory_utilization: Fraction
+    gpu_memory_utilization: PositiveFraction
     enforce_eager: bool
     enable_prefix_caching: bool
     sleep_level: Literal[0, 1, 2]  # 0 = never sleep
@@ -104,19 +137,38 @@ class WeightSyncConfig(Section):
 
 
 class DataColumns(Section):
-    """Column (dotted path for nested fields) of each role in a data file."""
+    """Column (dotted path for nested fields) of each role in a data file. A column that is named must be there."""
 
     prompt: str
     answer: str
-    data_source: str | None
-    extra: str | None
+    data_source: str | None  # auto: the column data_source where there is one, else the name of the file; null: always that name
+    extra: str | None  # auto: the column extra where there is one; null: none
+
+
+def _names(value: Any) -> Any:
+    """A mapping is what users of other systems write for weights: the answer says how it is written here."""
+    if isinstance(value, Mapping):
+        names = ",".join(map(str, value))
+        weights = ",".join(map(str, value.values()))
+        raise ValueError(f"weights have a key of their own: data.train=[{names}] data.train_weights=[{weights}]")
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        raise ValueError("give a name, or a list of names")
+    return tuple(value)
+
+
+# A .jsonl or .parquet file, a pattern such as data/*.jsonl, hf:NAME[:CONFIG]:SPLIT, or reasoning_gym:<task>[+<task>...]?size=N&seed=S;
+# or a list of these.
+DataNames = Annotated[tuple[str, ...] | str, BeforeValidator(_names)]
 
 
 class DataConfig(Section):
-    """``train`` and ``eval``: a .jsonl or .parquet file, or ``reasoning_gym:<task>[+<task>...]?size=N&seed=S``."""
+    """``train`` and ``eval``: where prompts come from, see ``DataNames``."""
 
-    train: str
-    eval: str
+    train: DataNames
+    train_weights: tuple[PositiveFloat, ...] | None  # share of each entry of train among the prompts of a step; null: by their sizes
+    eval: DataNames
     columns: DataColumns
     system_prompt: str | None
     prompt_suffix: str  # added to the last message
@@ -144,9 +196,9 @@ class OptimConfig(Section):
     schedule: Literal["constant", "linear", "cosine"]
     warmup_steps: NonNegativeInt  # optimizer steps
     weight_decay: NonNegativeFloat
-    beta1: Fraction
-    beta2: Fraction
-    eps: PositiveFloat
+    beta1: Decay
+    beta2: Decay
+    eps: Annotated[PositiveFloat, AfterValidator(_eps)]
     clip_grad: NonNegativeFloat  # 0 = off
 
 
@@ -162,8 +214,8 @@ class EvaluationConfig(Section):
     at_end: bool
     num_prompts: PositiveInt | None  # null = the whole file
     responses_per_prompt: PositiveInt
-    temperature: NonNegativeFloat  # 0 = greedy
-    top_p: Annotated[float, Field(gt=0, le=1)]
+    temperature: Annotated[NonNegativeFloat, AfterValidator(_temperature)]  # 0 = greedy
+    top_p: PositiveFraction
     pass_at: tuple[PositiveInt, ...]
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 from megatron_rl.types import Prompt
@@ -35,7 +38,7 @@ class PromptLoader:
             rows = self._order[self._position : self._position + n - len(taken)]
             taken += [self._prompts[row] for row in rows]
             self._position += len(rows)
-        return taken
+        return _told_apart(taken)
 
     def state(self) -> dict[str, Any]:
         """Where the stream stands, with what identifies its data: plain picklable values."""
@@ -54,10 +57,10 @@ class PromptLoader:
             ValueError: the state belongs to other prompts, another seed or another order.
         """
         for key, mine in (("prompts", self._fingerprint), ("seed", self._seed), ("shuffle", self._shuffle)):
-            if state[key] != mine:
+            if state.get(key) != mine:
                 raise ValueError(
-                    f"resume: the checkpoint's data position was taken with {key} = {state[key]}, this run has {mine}; "
-                    "resume with the same data.train, data.shuffle and seed, or start with resume=never in a new run_dir"
+                    f"resume: the checkpoint's data position was taken with {key} = {state.get(key)}, this run has {mine}; resume with "
+                    "the same data.train, data.train_weights, data.shuffle and seed, or start with resume=never in a new run_dir"
                 )
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._order_of(self._epoch)
@@ -67,6 +70,78 @@ class PromptLoader:
         if self._shuffle:
             random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
+
+
+class WeightedLoader:
+    """Several sources in fixed shares: a stream of its own passes over each, and they take turns by weight.
+
+    The next prompt comes from the source that is furthest behind its share (of equal ones the first), so that after any number n of
+    prompts no source is one or more ahead of its share of n. Which source it is depends on the weights alone, which of its prompts on
+    (seed, source, epoch of that source).
+
+    Example: weights 3 and 1 take a a b a, a a b a, ... A source that is small beside its weight is passed over more often.
+    """
+
+    def __init__(self, sources: Sequence[Sequence[Prompt]], weights: Sequence[float], *, seed: int, shuffle: bool) -> None:
+        """Raises ValueError for a source without prompts; the weights need not sum to 1."""
+        assert len(sources) == len(weights) and all(weight > 0 for weight in weights)
+        for number, source in enumerate(sources, start=1):
+            if not source:
+                raise ValueError(f"data.train: no prompt of entry {number} is left, and it has a weight; give other data, or leave it out")
+        self._streams = [PromptLoader(source, seed=seed, shuffle=shuffle) for source in sources]
+        # Exact fractions: sums of floating-point numbers would decide ties by their rounding.
+        exact = [Fraction(str(weight)) for weight in weights]
+        self._shares = [weight / sum(exact) for weight in exact]
+        self._weights = list(weights)
+        self._taken = [0] * len(sources)
+
+    def take(self, n: int) -> list[Prompt]:
+        """The next ``n`` prompts of the mixture."""
+        prompts: list[Prompt] = []
+        for _ in range(n):
+            source = self._next_source()
+            self._taken[source] += 1
+            prompts += self._streams[source].take(1)
+        return _told_apart(prompts)
+
+    def _next_source(self) -> int:
+        number = sum(self._taken) + 1
+        behind = [share * number - taken for share, taken in zip(self._shares, self._taken, strict=True)]
+        return behind.index(max(behind))
+
+    def state(self) -> dict[str, Any]:
+        """Where each source stands, with the weights: plain picklable values."""
+        return {"weights": self._weights, "taken": list(self._taken), "sources": [stream.state() for stream in self._streams]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where ``state`` was taken.
+
+        Raises:
+            ValueError: the state belongs to other prompts, weights, another seed or another order.
+        """
+        if state.get("weights") != self._weights:
+            raise ValueError(
+                f"resume: the checkpoint's data position was taken with data.train_weights = {state.get('weights')}, this run has "
+                f"{self._weights}; resume with the same, or start with resume=never in a new run_dir"
+            )
+        for stream, mine in zip(self._streams, state["sources"], strict=True):
+            stream.restore(mine)
+        self._taken = list(state["taken"])
+
+
+def _told_apart(prompts: list[Prompt]) -> list[Prompt]:
+    """A prompt that comes again in one portion is called ``<uid>#2``, ``#3``, ...
+
+    The engine draws by (seed of the step, uid): under one uid the second group would be a copy of the
+    first, response by response, and a step would count the same evidence twice.
+    """
+    seen: Counter[str] = Counter()
+    named = []
+    for prompt in prompts:
+        seen[prompt.uid] += 1
+        times = seen[prompt.uid]
+        named.append(prompt if times == 1 else replace(prompt, uid=f"{prompt.uid}#{times}"))
+    return named
 
 
 def _fingerprint(prompts: Sequence[Prompt]) -> str:

@@ -8,10 +8,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_rl.config.data_names import GENERATED
 from megatron_rl.data.rows import Problems
 from megatron_rl.runtime.random_state import preserved_random_state
 
-PREFIX = "reasoning_gym:"
+PREFIX = GENERATED
 Draft = tuple[int, Any, str, str, Mapping[str, Any]]  # row, prompt, answer, data source, extra
 
 

@@ -11,8 +11,15 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from megatron_rl.config.data_names import KINDS
+from megatron_rl.errors import first_line
+
 SHOWN_ROWS = 5
 SHOWN_CHARACTERS = 60
+SHOWN_KINDS = 10
+TO_UTF8 = "save the file as UTF-8, e.g. iconv -f {kind} -t UTF-8 FILE > NEW"
+
+Rows = list[tuple[int, Mapping[str, Any]]]
 
 
 class Problems:
@@ -33,6 +40,8 @@ class Problems:
         """Raises ValueError naming source, rows, first value and remedy of every kind of problem."""
         if self._found:
             lines = [_line(what, remedy, places) for (what, remedy), places in self._found.items()]
+            if len(lines) > SHOWN_KINDS:
+                lines = [*lines[:SHOWN_KINDS], f"... and {len(lines) - SHOWN_KINDS} more kinds of problems"]
             separator = "\n  - " if len(lines) > 1 else " "
             raise ValueError(f"{self._source}:{separator}{separator.join(lines)}")
 
@@ -46,33 +55,41 @@ def _line(what: str, remedy: str, places: list[tuple[int | str, Any]]) -> str:
     return f"{label}{numbers}{count}: {what}: {value}; {remedy}"
 
 
-def read_rows(path: Path) -> list[tuple[int, Mapping[str, Any]]]:
+def read_rows(path: Path) -> Rows:
     """(row number from 1, columns) of a .jsonl or .parquet file. In .jsonl the row number is the line number; blank lines are skipped.
 
     Raises:
-        ValueError: no such file, another suffix, a line that is not a JSON object, an unreadable parquet file, no row at all.
+        ValueError: no such file, another suffix, a line that is not a JSON object, not UTF-8, an unreadable parquet file, no row at all.
     """
-    readers: Mapping[str, Callable[[Path], list[tuple[int, Mapping[str, Any]]]]] = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    readers: Mapping[str, Callable[[Path], Rows]] = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if path.suffix not in readers:
-        raise ValueError(f"{path}: not a known kind of data file; give a .jsonl or .parquet file, or reasoning_gym:<task>")
+        raise ValueError(f"{path}: not a known kind of data file; {KINDS}")
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; give an existing .jsonl or .parquet file, or reasoning_gym:<task>")
+        raise ValueError(f"{path}: no such file; {KINDS}")
     rows = readers[path.suffix](path)
     if not rows:
         raise ValueError(f"{path}: the file has no row; give a file with at least one")
     return rows
 
 
-def _read_jsonl(path: Path) -> list[tuple[int, Mapping[str, Any]]]:
-    rows, problems = [], Problems(str(path))
-    with path.open(encoding="utf-8") as lines:
+def _read_jsonl(path: Path) -> Rows:
+    _refuse_wide_characters(path)
+    rows: Rows = []
+    problems = Problems(str(path))
+    # A byte order mark is no part of the first row. Bytes that are no UTF-8 are kept as lone surrogates, so that their line is known.
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
+            at = _not_utf8(line)
+            if at is not None:
+                what = f"not UTF-8 (byte 0x{ord(line[at]) & 0xFF:02x} at character {at + 1})"
+                problems.add(number, what, line[max(0, at - 20) : at], TO_UTF8.format(kind="LATIN1"))
+                continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
-                problems.add(number, f"not JSON ({error.msg})", line.strip(), "write one JSON object a line")
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits is no JSONDecodeError
+                problems.add(number, f"not JSON ({_reason(error)})", line.strip(), "write one JSON object a line")
                 continue
             if isinstance(row, dict):
                 rows.append((number, row))
@@ -82,7 +99,30 @@ def _read_jsonl(path: Path) -> list[tuple[int, Mapping[str, Any]]]:
     return rows
 
 
-def _read_parquet(path: Path) -> list[tuple[int, Mapping[str, Any]]]:
+def _reason(error: ValueError | RecursionError) -> str:
+    return error.msg if isinstance(error, json.JSONDecodeError) else first_line(error)
+
+
+def _not_utf8(line: str) -> int | None:
+    """Where the first byte stands that is no UTF-8, None where all are."""
+    if line.isascii():
+        return None
+    try:
+        line.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
+
+
+def _refuse_wide_characters(path: Path) -> None:
+    """UTF-16 and UTF-32 are told by their byte order mark, or by zero bytes, which JSON text has none of."""
+    with path.open("rb") as file:
+        head = file.read(64)
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in head:
+        raise ValueError(f"{path}: row 1: not UTF-8 (it looks like UTF-16, or like no text at all); {TO_UTF8.format(kind='UTF-16')}")
+
+
+def _read_parquet(path: Path) -> Rows:
     try:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowInvalid, OSError) as error:

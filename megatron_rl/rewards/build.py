@@ -24,6 +24,11 @@ BY_DATA_SOURCE = (
     (re.compile(r"(.*/)?(math|math_dapo|math-?500|MATH.*|competition_math|aime.*|AIME.*|amc.*|AMC.*|numina.*)"), "math"),
 )
 
+CHOICES = (
+    "set reward.verifier=number (the answer is a number), math (LaTeX, \\boxed), exact (the same text), "
+    "or give rows a data_source that is known (gsm8k, math, aime, ..., reasoning_gym:<task>)"
+)
+
 
 class WeightedReward:
     """reward = accuracy_weight * accuracy + format_weight * format.
@@ -45,7 +50,7 @@ class WeightedReward:
             ValueError: these prompts cannot be verified: a data source no verifier is known for, a refused task, a bad answer.
         """
         unknown = sorted({prompt.data_source for prompt in prompts if self._name(prompt) is None})
-        found = [f"no verifier is known for data source {source!r}; set reward.verifier" for source in unknown]
+        found = [f"no verifier is known for data source {source!r}; {CHOICES}" for source in unknown]
         for name, verifier in self._verifiers.items():
             found += verifier.check([prompt for prompt in prompts if self._name(prompt) == name])
         if found:

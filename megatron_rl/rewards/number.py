@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal
 
+from megatron_rl.config.overrides import typed
 from megatron_rl.rewards.verdict import Verdict
 from megatron_rl.types import Prompt
 
@@ -22,12 +23,25 @@ def last_number(text: str) -> Decimal | None:
     return Decimal(found[-1].replace(",", "")) if found else None
 
 
+def _short(answer: str) -> str:
+    return repr(answer if len(answer) <= 60 else "..." + answer[-57:])
+
+
+def _remedy(answer: str) -> str:
+    """GSM8K writes the number behind a marker; other texts are for other verifiers."""
+    if "####" in answer:
+        return "the number is behind a marker: type " + typed("data.answer_after", "####")
+    if "\\boxed" in answer:
+        return "set reward.verifier=math, which reads what is in the box"
+    return "correct it, or set reward.verifier=math or exact"
+
+
 class NumberVerifier:
     """Equality of decimal numbers: 7, 7.0 and 7.00 are one number, 0.1 + 0.2 is no issue."""
 
     def check(self, prompts: Sequence[Prompt]) -> list[str]:
         wrong = [prompt for prompt in prompts if not NUMBER.fullmatch(prompt.answer.strip().lstrip("$").rstrip("%"))]
-        return [f"the answer of {prompt.uid} is not a number: {prompt.answer!r}; correct it or set reward.verifier" for prompt in wrong]
+        return [f"the answer of {prompt.uid} is not a number: {_short(prompt.answer)}; {_remedy(prompt.answer)}" for prompt in wrong]
 
     def verify(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[Verdict]:
         return [self._one(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]

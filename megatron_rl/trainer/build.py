@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from megatron_rl.config.checks import num_optimizer_steps
 from megatron_rl.config.schema import Config
-from megatron_rl.data.loader import PromptLoader
-from megatron_rl.data.prompts import load_prompts, without_overlap
+from megatron_rl.data.reading import read_data, training_stream
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.loss import Method
 from megatron_rl.policy.megatron_policy import MegatronPolicy
@@ -20,7 +20,7 @@ from megatron_rl.trainer.handover import HandOver
 from megatron_rl.trainer.hooks import RolloutHooks
 from megatron_rl.trainer.rollouts import Generator, Rollouts
 from megatron_rl.trainer.run_folder import RunFolder
-from megatron_rl.trainer.settings import evaluation_sampling, num_optimizer_steps, rollout_sampling, schedule, stop_token_ids
+from megatron_rl.trainer.settings import evaluation_sampling, rollout_sampling, schedule, stop_token_ids
 from megatron_rl.trainer.sync import build_canary, build_sync
 from megatron_rl.trainer.trainer import Parts, Trainer
 
@@ -30,11 +30,8 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     stop_requested = StopRequest()  # first of all: a signal during the build must not be lost
     tokenizer = load_tokenizer(config.model.path)
     with display.phase("reading the prompts"):
-        train, held_out = (
-            load_prompts(spec, config.data, tokenizer, config.rollout.max_prompt_tokens) for spec in (config.data.train, config.data.eval)
-        )
-        if config.data.drop_eval_overlap:
-            train = without_overlap(train, held_out)
+        data = read_data(config, tokenizer)
+        train, held_out = data.train_prompts, data.held_out_prompts
         reward = build_reward(config.reward)
         reward.check([*train, *held_out])
     method = Method(config.method, response_limit=config.rollout.max_response_tokens)
@@ -54,7 +51,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     stop_ids = stop_token_ids(tokenizer.eos_token_id)
     rollouts = Rollouts(
         generator,
-        PromptLoader(train, seed=config.seed, shuffle=config.data.shuffle),
+        training_stream(data, config),
         method,
         rollout_sampling(config, stop_ids),
         prompts_per_step=config.batch.prompts_per_step,

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from megatron_rl.data.loader import PromptLoader
+from megatron_rl.data.loader import PromptLoader, WeightedLoader
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.loss import Method
 from megatron_rl.protocols import Reward, RolloutEngine
@@ -125,7 +125,7 @@ class Rollouts:
     def __init__(
         self,
         generator: Generator,
-        loader: PromptLoader,
+        loader: PromptLoader | WeightedLoader,
         method: Method,
         sampling: Sampling,
         *,

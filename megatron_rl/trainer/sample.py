@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.checks import read_hf_config
-from megatron_rl.config.load import compose, override, validate
+from megatron_rl.config.load import change_value, compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.prompts import load_prompts, text_prompts
 from megatron_rl.data.tokenizer import load_tokenizer
@@ -77,7 +77,7 @@ def find_source(path: Path, overrides: Sequence[str], world_size: int) -> Source
     run = next((folder for folder in (path, path.parent, path.parent.parent) if _is_run(folder)), None)
     values = _values_of_model(path) if run is None else _values_of_run(run)
     for text in overrides:
-        override(values, text)
+        change_value(values, text)
     values["rollout"]["tensor"] = world_size
     config = validate(Config, values, "the settings of the sample")
     if run == path:

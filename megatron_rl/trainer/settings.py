@@ -27,12 +27,6 @@ class Schedule:
     seed: int
 
 
-def num_optimizer_steps(config: Config) -> int:
-    """Optimizer steps of a whole run, the length of the learning-rate schedule."""
-    per_rollout = config.batch.prompts_per_step // config.batch.prompts_per_minibatch
-    return config.trainer.num_steps * config.trainer.updates_per_rollout * per_rollout
-
-
 def schedule(config: Config) -> Schedule:
     return Schedule(
         num_steps=config.trainer.num_steps,

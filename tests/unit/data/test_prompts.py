@@ -71,7 +71,7 @@ BAD_FILES = [
     ("{}\n[1]\nnope\n", r"(?s)row 2: not a JSON object: \[1\].*row 3: not JSON"),
     (json.dumps(row(answer=None)) + "\n\n" + json.dumps(row(answer=" ")), r"rows 1, 3: no answer .*: None; give the row an answer"),
     (json.dumps(row(answer=True)), r"row 1: no answer"),
-    (json.dumps({"prompt": "a", "anwser": "b", "data_source": "c"}), r"data\.columns\.answer: .*'answer'; did you mean anwser\? there are"),
+    (json.dumps({"prompt": "a", "anwser": "b", "data_source": "c"}), r"did you mean anwser\? data\.columns\.answer=anwser; there"),
     (json.dumps(row(prompt="a" * 50)), r"row 1: prompt longer than rollout\.max_prompt_tokens = 40: \(67, .*; raise the limit"),
     (json.dumps(row(prompt=3)), r"row 1: the prompt is neither a text nor a list"),
     (json.dumps(row(prompt=[{"role": "user", "text": "a"}])), r"row 1: the prompt is neither"),
@@ -157,8 +157,7 @@ def test_a_bad_generator_spec_gives_one_error(query, message):
 def test_held_out_prompts_leave_the_training_set(tmp_path):
     train = load_prompts(jsonl(tmp_path, row(), row("1+1", 2), row("3", 3)), data_config(), TOKENIZER, 40)
     assert [prompt.uid for prompt in without_overlap(train, train[1:2])] == ["train:1", "train:3"]
-    with pytest.raises(ValueError, match=r"every one of its 3 prompts is also in data\.eval"):
-        without_overlap(train, train)
+    assert without_overlap(train, train) == []
 
 
 def test_tokenizer_directories(tmp_path):

@@ -25,8 +25,9 @@ def character_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerF
 def data_config(**changes) -> DataConfig:
     columns = {"prompt": "prompt", "answer": "answer", "data_source": "data_source", "extra": None, **changes.pop("columns", {})}
     values = {
-        "train": "-", "eval": "-", "columns": columns, "system_prompt": None, "prompt_suffix": "", "answer_after": None,
-        "apply_chat_template": True, "on_long_prompt": "error", "drop_eval_overlap": True, "shuffle": True, **changes,
+        "train": "-", "train_weights": None, "eval": "-", "columns": columns, "system_prompt": None,
+        "prompt_suffix": "", "answer_after": None, "apply_chat_template": True,
+        "on_long_prompt": "error", "drop_eval_overlap": True, "shuffle": True, **changes,
     }  # fmt: skip
     return DataConfig(**values)
 

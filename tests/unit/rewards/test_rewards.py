@@ -11,7 +11,7 @@ from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rewards.generated import REFUSED
 from megatron_rl.rewards.math_answers import MathVerifier, last_boxed
-from megatron_rl.rewards.number import last_number
+from megatron_rl.rewards.number import NumberVerifier, last_number
 from megatron_rl.types import Prompt
 
 
@@ -54,6 +54,20 @@ def test_number_compares_values_not_texts():
     reward.check([prompt("-1,234.5")])
     with pytest.raises(ValueError, match=r"the answer of toy:1 is not a number: 'four'"):
         reward.check([prompt("four")])
+
+
+@pytest.mark.parametrize(
+    ("answer", "remedy"),
+    [
+        ("so it is\n#### 4", r"""type 'data\.answer_after="####"'"""),
+        (r"so \boxed{4}", r"set reward\.verifier=math"),
+        ("four", r"correct it, or set reward\.verifier=math or exact"),
+    ],
+)
+def test_an_answer_that_is_no_number_names_what_reads_it(answer, remedy):
+    (message,) = NumberVerifier().check([Prompt("toy:1", (1,), answer, "toy")])
+    assert re.search(remedy, message)
+
 
 
 def test_answer_pattern_takes_its_last_match_and_format_the_whole_response():

@@ -8,6 +8,7 @@ import torch
 from megatron_rl.config.hooks import ROLLOUT_HOOKS
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.loss import load_method
+from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.hooks import RolloutEdit, RolloutHooks, register_rollout_hook
 from megatron_rl.trainer.metrics import Clock, defined, rollout_metrics
@@ -16,6 +17,7 @@ from megatron_rl.types import Sampling
 from tests.unit.trainer.fakes import BanditEngine, FirstTokenIsAnswer, prompts
 
 WORLD = World(rank=0, size=1, local_rank=0, launch_id="test")
+DISPLAY = Display(shown=False)
 pytestmark = pytest.mark.usefixtures("fresh_registries")
 
 
@@ -25,7 +27,7 @@ def rollouts(**hooks) -> Rollouts:
         register_rollout_hook(name)(function)
     chosen = {name: ROLLOUT_HOOKS[name]() for name in hooks}
     generator = Generator(
-        BanditEngine(), FirstTokenIsAnswer(), lambda ids: " ".join(map(str, ids)), WORLD
+        BanditEngine(), FirstTokenIsAnswer(), lambda ids: " ".join(map(str, ids)), WORLD, DISPLAY
     )
     sizes = dict(prompts_per_step=4, share_prompts=True, seed=1)
     return Rollouts(
@@ -40,7 +42,13 @@ def rollouts(**hooks) -> Rollouts:
 
 def test_a_run_without_hooks_is_unchanged():
     plain = Rollouts(
-        Generator(BanditEngine(), FirstTokenIsAnswer(), lambda ids: " ".join(map(str, ids)), WORLD),
+        Generator(
+            BanditEngine(),
+            FirstTokenIsAnswer(),
+            lambda ids: " ".join(map(str, ids)),
+            WORLD,
+            DISPLAY,
+        ),
         PromptLoader(prompts(16), seed=1, shuffle=False),
         load_method("grpo"),
         Sampling(3, 3),

@@ -1,0 +1,59 @@
+"""How data is named in ``data.train`` and ``data.eval``: files, patterns, generated tasks, data sets."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator
+from pathlib import Path
+
+GENERATED = "reasoning_gym:"
+HF = "hf:"
+SUFFIXES = (".jsonl", ".parquet")
+KINDS = "give a .jsonl or .parquet file, a pattern such as 'data/*.jsonl', hf:NAME:SPLIT, or reasoning_gym:<task>"
+
+
+def entries(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    """One name, or a list of them, as a list. Example: ``"a.jsonl"`` gives ``("a.jsonl",)``."""
+    return (value,) if isinstance(value, str) else value
+
+
+def is_file_name(entry: str) -> bool:
+    """Whether ``entry`` names files, rather than a data set or generated tasks."""
+    return not entry.startswith((GENERATED, HF))
+
+
+def matching_files(entry: str) -> list[Path]:
+    """The files a name stands for, sorted: itself, or those a pattern (``*``, ``?``, ``[...]``, ``**``) matches. A file of just that
+    name comes before a pattern, so that a name with brackets can be given. Empty: there is none."""
+    if Path(entry).is_file():
+        return [Path(entry)]
+    if not glob.has_magic(entry):
+        return []
+    return [path for path in map(Path, sorted(glob.glob(entry, recursive=True))) if path.is_file()]
+
+
+def data_problems(key: str, value: str | tuple[str, ...]) -> Iterator[str]:
+    """One message (key, value, remedy) for each name without a file, and for names that come twice."""
+    names = entries(value)
+    if not names:
+        yield f"{key} = []: names nothing; {KINDS}"
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"{key}: names {name} twice; name each source once, and give it a larger weight by data.train_weights"
+    for name in filter(is_file_name, dict.fromkeys(names)):
+        if matching_files(name):
+            continue
+        if Path(name).is_dir():
+            yield f"{key} = {name}: is a folder; give its files as a pattern, {key}='{name.rstrip('/')}/*.jsonl', or hf:{name}:SPLIT"
+        elif glob.has_magic(name):
+            yield f"{key} = {name}: no file matches the pattern; correct it"
+        else:
+            yield f"{key} = {name}: no such file; {KINDS}"
+
+
+def weight_problems(names: tuple[str, ...], weights: tuple[float, ...] | None) -> Iterator[str]:
+    """One message where ``data.train_weights`` does not fit the sources."""
+    if weights is not None and len(weights) != len(names):
+        yield (
+            f"data.train_weights = {list(weights)}: {len(weights)} weights for {len(names)} entries of data.train; "
+            "give one weight for each entry, or null"
+        )

@@ -1,0 +1,169 @@
+"""Values that a run cannot have: refused with key, value and remedy before anything is built."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.cache import least_cache_bytes
+from megatron_rl.config.checks import check, num_optimizer_steps
+from megatron_rl.config.load import ConfigError, compose, validate
+from megatron_rl.config.machine import Machine
+from megatron_rl.config.schema import Config
+
+MODEL = {
+    "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 28, "hidden_size": 1024, "head_dim": 128,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def config(*overrides: str) -> Config:
+    required = ["model.path=/m", "data.train=t.jsonl", "data.eval=e.jsonl"]
+    return validate(Config, compose("config", [*required, *overrides]), "the configuration")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.learning_rate=inf", "optim.learning_rate = inf: Input should be a finite number"),
+        ("optim.learning_rate=nan", "finite number"),
+        ("reward.accuracy_weight=-inf", "finite number"),
+        ("method.kl.coef=inf", "method.kl.coef = inf: Input should be a finite number"),
+        ("method.shaping={ass: {alpha: .inf}}", "method.shaping"),
+        ("optim.beta1=1.0", "optim.beta1 = 1.0: Input should be less than 1"),
+        ("optim.beta2=1.0", "optim.beta2 = 1.0: Input should be less than 1"),
+        ("optim.eps=1e-50", "optim.eps = 1e-50: is 0 in float32"),
+        (
+            "rollout.temperature=0.001",
+            "rollout.temperature = 0.001: the engine has none between 0 and 0.01; raise it to 0.01",
+        ),
+        ("evaluation.temperature=0.001", "evaluation.temperature = 0.001: the engine has none"),
+        ("rollout.top_k=0", r"rollout.top_k = 0: give -1 \(off\) or at least 1"),
+        (
+            "rollout.gpu_memory_utilization=0",
+            "rollout.gpu_memory_utilization = 0: Input should be greater than 0",
+        ),
+    ],
+)
+def test_a_value_out_of_its_range_is_named(override, message):
+    with pytest.raises(ConfigError, match=message):
+        config(override)
+
+
+def test_the_ends_of_the_ranges_are_allowed():
+    config(
+        "optim.beta1=0", "evaluation.temperature=0", "rollout.top_k=-1", "rollout.temperature=0.01"
+    )
+
+
+@pytest.fixture
+def checked(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "data.jsonl").write_text("{}")
+    paths = (
+        f"model.path={tmp_path}",
+        f"data.train={tmp_path}/data.jsonl",
+        f"data.eval={tmp_path}/data.jsonl",
+    )
+
+    def checked(*overrides: str, machine: Machine | None = None) -> list[str]:
+        sizes = (
+            "rollout.max_prompt_tokens=512",
+            "rollout.max_response_tokens=512",
+            "rollout.tensor=2",
+        )
+        try:
+            check(config(*paths, *sizes, *overrides), 2, machine)
+        except ConfigError as error:
+            return error.problems
+        return []
+
+    return checked
+
+
+def test_a_lowest_rate_above_the_rate_is_refused(checked):
+    (problem,) = checked("optim.min_learning_rate=1")
+    assert "optim.min_learning_rate = 1.0: is above optim.learning_rate = 1e-06" in problem
+    assert checked("optim.min_learning_rate=1e-6") == []
+
+
+def test_a_warm_up_that_never_ends_is_said(checked, caplog):
+    overrides = ("optim.warmup_steps=1000", "trainer.num_steps=10", "optim.learning_rate=1e-3")
+    assert num_optimizer_steps(config(*overrides)) == 10
+    with caplog.at_level(logging.WARNING, "megatron_rl"):
+        assert checked(*overrides) == []
+    assert (
+        "optim.warmup_steps = 1000: the run has 10 optimizer steps, so the learning rate ends at 1e-05"
+        in caplog.text
+    )
+    caplog.clear()
+    assert checked("optim.warmup_steps=10", "trainer.num_steps=10") == [] and not caplog.text
+
+
+def test_a_cache_too_small_for_one_sequence_is_refused_with_the_least_value(checked):
+    # 65 blocks of 16 tokens, keys and values, 28 layers, 2 heads of 128 on this rank, 2 bytes each
+    least = 65 * 16 * 2 * 28 * 2 * 128 * 2
+    assert least_cache_bytes(config("rollout.max_prompt_tokens=512", "rollout.max_response_tokens=512", "rollout.tensor=2").rollout,
+                             MODEL, 16) == least  # fmt: skip
+    (problem,) = checked("rollout.kv_cache_gib=1e-5")
+    assert (
+        "rollout.kv_cache_gib = 1e-05: one sequence of" in problem
+        and "takes 28.4 MiB; set at least 0.027771" in problem
+    )
+    assert checked("rollout.kv_cache_gib=0.027771") == []
+    assert len(checked("rollout.kv_cache_gib=0.02777")) == 1
+    assert checked("rollout.kv_cache_gib=null") == []
+
+
+def test_blocks_are_larger_on_processors(checked):
+    cpu = Machine(None, None, "torch")
+    found = checked("rollout.kv_cache_gib=0.027771", machine=cpu)
+    assert ["rollout.kv_cache_gib" in problem for problem in found] == [True]
+    assert checked("rollout.kv_cache_gib=0.0308", machine=cpu) == []
+
+
+def test_sizes_that_are_not_told_are_not_judged(checked, tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"num_attention_heads": 8, "num_hidden_layers": 28})
+    )
+    assert checked("rollout.kv_cache_gib=1e-5") == []
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train=[]", "data.train = []: names nothing"),
+        (
+            "data.train=/nowhere.jsonl",
+            "data.train = /nowhere.jsonl: no such file; give a .jsonl or .parquet file, a pattern",
+        ),
+        (
+            "data.train='/nowhere/*.jsonl'",
+            "data.train = /nowhere/*.jsonl: no file matches the pattern",
+        ),
+        (
+            "data.eval=/tmp",
+            "data.eval = /tmp: is a folder; give its files as a pattern, data.eval='/tmp/*.jsonl'",
+        ),
+        ("data.train=[/etc/hosts,/etc/hosts]", "names /etc/hosts twice"),
+        (
+            "data.train_weights=[0.5,0.5]",
+            "data.train_weights = [0.5, 0.5]: 2 weights for 1 entries of data.train",
+        ),
+    ],
+)
+def test_data_that_is_not_there_is_named(checked, override, message):
+    (problem,) = checked(override)
+    assert message in problem
+
+
+def test_names_that_are_no_files_are_left_to_their_libraries(checked):
+    assert (
+        checked(
+            "data.train=hf:openai/gsm8k:main:train", "data.eval='reasoning_gym:gcd?size=1&seed=1'"
+        )
+        == []
+    )
