@@ -1,4 +1,6 @@
-"""How many computed tokens are real, how evenly work is spread, and what a plan costs: python tools/bench/packing.py
+"""How many computed tokens are real, how evenly work is spread, and what a plan costs.
+
+    python tools/bench/packing.py [--seeds 5]
 
 Lengths are log-normal (median 400 tokens, sigma 1), cut at the longest sequence. Three tables:
 
