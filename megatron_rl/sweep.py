@@ -1,31 +1,44 @@
 """Method ablations: every combination of comma-separated overrides, run here one after another or given to Slurm.
 
-    python -m megatron_rl.sweep --out runs/ablation --nproc 2 experiment=quickstart_cpu model.path=M method=grpo,dapo,a_grae seed=1,2
+    python -m megatron_rl.sweep --out runs/ablation --nproc 2 experiment=quickstart_cpu model.path=TOY method=grpo,dapo,a_grae seed=1,2
 
-Each run is an ordinary one in a folder of its own below ``--out``; a sweep that is started again goes on where runs are missing or
-unfinished (``resume=auto``). At the end a table: one row a combination, mean and spread over the seeds.
+Each run is an ordinary one in a folder of its own below ``--out``, named after what differs: ``method-grpo_seed-1``. A sweep that is
+started again leaves out the runs that are finished and goes on with the others (``resume=auto``). A run that fails does not stop the
+rest. At the end a table: one row a combination, mean and spread over the seeds. Exit code 1 when a run failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
+import json
+import re
+import shlex
+import signal
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
+from types import FrameType
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
 from megatron_rl.config.load import ConfigError, compose, validate
+from megatron_rl.config.quoting import override
 from megatron_rl.config.schema import Config
 from megatron_rl.evaluation.report import table
 from megatron_rl.plugins import load_plugins, loaded
 from megatron_rl.runtime.metrics_file import read_metrics, series
 
 SCORE = "eval/accuracy"
+MAX_NAME = 120  # characters of a folder's name; file systems allow 255 bytes
+# A run of the same settings may lie elsewhere and be started in another way.
+NOT_SETTINGS = ("run_dir", "resume", "logging")
+STOP_S = 60
 
 
 def combinations(overrides: Sequence[str]) -> list[list[str]]:
@@ -34,38 +47,86 @@ def combinations(overrides: Sequence[str]) -> list[list[str]]:
     Example: ``["seed=1,2", "x=3"]`` gives ``[["seed=1", "x=3"], ["seed=2", "x=3"]]``.
     """
     choices = []
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
-        if override.is_sweep_override():
-            choices.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
+    for text in overrides:
+        try:
+            parsed = OverridesParser.create().parse_override(text)
+        except HydraException:
+            choices.append([text])  # the check of the whole combination says what is wrong with it
+            continue
+        if parsed.is_sweep_override():
+            key = parsed.get_key_element()
+            choices.append([f"{key}={value}" for value in parsed.sweep_string_iterator()])
         else:
-            choices.append([override.input_line or ""])
+            choices.append([text])
     return [list(combination) for combination in itertools.product(*choices)]
 
 
+def varying(runs: Sequence[Sequence[str]]) -> list[int]:
+    """Which overrides differ between the runs, by position."""
+    return [index for index, values in enumerate(zip(*runs)) if len(set(values)) > 1]
+
+
 def run_names(runs: Sequence[Sequence[str]]) -> list[str]:
-    """A folder name for each run: the overrides that differ between runs.
+    """A folder name for each run: the overrides that differ, without characters that a shell, Hydra or a file system could
+    take for something else. Where characters are replaced, six of a digest keep names apart.
+
+    Example: the runs ``method=grpo seed=1`` and ``method=dapo seed=1`` are ``method-grpo`` and ``method-dapo``.
 
     Raises:
         ValueError: two runs are the same.
     """
-    varying = [index for index, values in enumerate(zip(*runs)) if len(set(values)) > 1]
-    names = [",".join(run[index].replace("/", "_") for index in varying) or "run" for run in runs]
+    differing = varying(runs)
+    names = ["_".join(_part_of_name(run[index]) for index in differing) or "run" for run in runs]
+    names = [name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}-{_digest(name)}" for name in names]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"sweep: the combination {twice} comes twice; name each value once")
     return names
 
 
-def check(runs: Sequence[Sequence[str]], names: Sequence[str]) -> None:
-    """Every combination must compose and validate before the first one starts."""
-    problems = []
-    for run, name in zip(runs, names, strict=True):
+def _part_of_name(text: str) -> str:
+    key, _, value = text.partition("=")
+    plain = f"{key}-{re.sub('[^A-Za-z0-9._+-]+', '_', value).strip('_')}"
+    plain = re.sub("[^A-Za-z0-9._+-]+", "_", plain)
+    return plain if plain == f"{key}-{value}" else f"{plain}-{_digest(text)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:6]
+
+
+def check(runs: Sequence[Sequence[str]], folders: Sequence[Path]) -> list[Config]:
+    """The configuration of every run: each must compose and validate before the first one starts."""
+    problems, configs = [], []
+    for run, folder in zip(runs, folders, strict=True):
         try:
-            validate(Config, compose("config", run), name)
+            values = compose("config", [*run, override("run_dir", str(folder))])
+            configs.append(validate(Config, values, folder.name))
         except ConfigError as error:
-            problems += [f"{name}: {problem}" for problem in error.problems]
+            problems += [f"{folder.name}: {problem}" for problem in error.problems]
     if problems:
-        raise ConfigError(problems, "the sweep")
+        raise ConfigError(list(dict.fromkeys(problems)), "the sweep")
+    return configs
+
+
+def is_finished(folder: Path, config: Config) -> bool:
+    """Whether the folder holds this run and nothing is left to do: same settings, all steps, export and figure written.
+
+    The figure is the last thing that a run writes. Where in doubt, no: a run that is started again finds out for itself.
+    """
+    saved, metrics, figure = (folder / name for name in ("config.json", "metrics.jsonl", "curves.png"))
+    if not (saved.is_file() and metrics.is_file() and figure.is_file()) or (folder / "requeue").exists():
+        return False
+    try:
+        there = json.loads(saved.read_text(encoding="utf-8"))
+        steps = [row["step"] for row in read_metrics(metrics)]
+    except ValueError:
+        return False
+    wanted = config.model_dump(mode="json", exclude=set(NOT_SETTINGS))
+    same = all(key in there and there[key] == value for key, value in wanted.items())
+    exported = any((folder / "export").glob("*.safetensors")) or not config.checkpoint.export_at_end
+    newest = figure.stat().st_mtime >= metrics.stat().st_mtime
+    return same and exported and newest and bool(steps) and steps[-1] == config.trainer.num_steps
 
 
 def command(
@@ -75,63 +136,133 @@ def command(
     sbatch: Sequence[str] | None,
     plugins: Sequence[str] = (),
 ) -> list[str]:
-    """How one run is started: torchrun here, or the batch script of examples/slurm with ``sbatch`` as options."""
+    """How one run is started: torchrun here, or the batch script of examples/slurm with ``sbatch`` as options.
+
+    Raises:
+        ValueError: no batch script beside an installed package.
+    """
     options = [word for plugin in plugins for word in ("--plugin", plugin)]
-    overrides = [*options, *run, f"run_dir={folder}"]
+    overrides = [*options, *run, override("run_dir", str(folder))]
     if sbatch is not None:
         script = Path(__file__).resolve().parents[1] / "examples" / "slurm" / "train.sbatch"
+        if not script.is_file():
+            raise ValueError(f"--sbatch: {script} does not exist; start the sweep from a copy of the repository")
         return ["sbatch", *sbatch, str(script), "--nproc", str(nproc), *overrides]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", "-m", "megatron_rl.train"]
     return [*launcher, *overrides]
 
 
-def summary(out: Path, runs: Sequence[Sequence[str]], names: Sequence[str]) -> str:
-    """One row a combination without its seed: number of finished seeds, last held-out accuracy as mean and population spread."""
+class Stopped(Exception):
+    """A signal asks the sweep to end."""
+
+
+def run_one(words: Sequence[str]) -> int:
+    """The exit code of the command. A signal to the sweep is handed on, and the command's end is waited for.
+
+    The command has a session of its own: a Ctrl-C of the terminal would reach torchrun, but not its ranks, and would reach it twice.
+
+    Raises:
+        ValueError: there is no such program.
+        Stopped: SIGINT, SIGTERM or SIGHUP came.
+    """
+
+    def stop(number: int, _: FrameType | None) -> None:
+        raise Stopped(signal.Signals(number).name)
+
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, stop) for number in signals}
+    try:
+        process = subprocess.Popen(words, start_new_session=True)
+        try:
+            return process.wait()
+        except Stopped:
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            raise
+    except FileNotFoundError:
+        raise ValueError(f"{words[0]}: no such program on this machine") from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def summary(runs: Sequence[Sequence[str]], folders: Sequence[Path]) -> str:
+    """One row a combination without its seed: number of runs with a score, last held-out accuracy as mean and population spread."""
     scores: dict[str, list[float]] = defaultdict(list)
-    for run, name in zip(runs, names, strict=True):
-        label = ",".join(part for part in name.split(",") if not part.startswith("seed=")) or run[0]
-        file = out / name / "metrics.jsonl"
+    differing = varying(runs)
+    for run, folder in zip(runs, folders, strict=True):
+        shown = [run[index] for index in differing if not run[index].startswith("seed=")]
+        file = folder / "metrics.jsonl"
         values = series(read_metrics(file), SCORE)[1] if file.is_file() else []
-        scores[label] += values[-1:]
-    rows = [(label, str(len(found)), f"{fmean(found):.3f} +- {pstdev(found):.3f}" if found else "-") for label, found in scores.items()]
+        scores[" ".join(shown) or run[0]] += values[-1:]
+    rows = []
+    for label, found in scores.items():
+        spread = f"{fmean(found):.3f} +- {pstdev(found):.3f}" if found else "-"
+        rows.append((label, str(len(found)), spread))
     return table([("combination", "runs", f"last {SCORE}"), *rows])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m megatron_rl.sweep", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_rl.sweep", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("overrides", nargs="+", metavar="key=value[,value...]")
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--nproc", type=int, required=True, help="processes per run (per node under Slurm)")
     parser.add_argument("--sbatch", nargs="?", const="", help="submit each run to Slurm, with these options in one string")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands and leave")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands, ready for a shell, and leave")
     plugin_text = "your own code, handed on to every run; see examples/plugins"
     parser.add_argument("--plugin", action="append", default=[], metavar="MODULE_OR_FILE", help=plugin_text)
-    options = parser.parse_intermixed_args(argv)  # options may stand between overrides
+    return parser.parse_intermixed_args(argv)  # options may stand between overrides
+
+
+def start_all(folders: Sequence[Path], configs: Sequence[Config], commands: Sequence[list[str]]) -> list[Path]:
+    """Runs what is not finished, one after another; returns the folders of the runs that failed."""
+    failed = []
+    for folder, config, words in zip(folders, configs, commands, strict=True):
+        if is_finished(folder, config):
+            print(f"--- {folder}: finished before", flush=True)
+            continue
+        print(f"--- {folder}", flush=True)
+        code = run_one(words)
+        if code:
+            print(f"--- {folder}: failed with exit code {code}", file=sys.stderr, flush=True)
+            failed.append(folder)
+    return failed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0 when every run ended well, 1 when one failed or the sweep is wrong, 130 when it was stopped."""
+    options = arguments(argv)
     try:
+        if options.nproc < 1:
+            raise ValueError(f"--nproc {options.nproc}: give the number of processes of a run, 1 or more")
+        if any(re.match(r"[+~]*run_dir\b", text) for text in options.overrides):
+            raise ValueError("run_dir: each run of a sweep has a folder of its own below --out; leave it out")
         load_plugins(options.plugin)
         runs = combinations(options.overrides)
-        names = run_names(runs)
-        check(runs, names)
+        folders = [options.out / name for name in run_names(runs)]
+        configs = check(runs, folders)
+        sbatch = None if options.sbatch is None else shlex.split(options.sbatch)
+        pairs = zip(runs, folders, strict=True)
+        commands = [command(run, folder, options.nproc, sbatch, loaded()) for run, folder in pairs]
+        if options.dry_run:
+            print("\n".join(map(shlex.join, commands)))
+            return 0
+        failed = start_all(folders, configs, commands)
+        if sbatch is None:
+            print(summary(runs, folders), flush=True)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    sbatch = None if options.sbatch is None else options.sbatch.split()
-    commands = [
-        command(run, options.out / name, options.nproc, sbatch, loaded())
-        for run, name in zip(runs, names, strict=True)
-    ]
-    if options.dry_run:
-        print("\n".join(" ".join(words) for words in commands))
-        return 0
-    failed = []
-    for name, words in zip(names, commands, strict=True):
-        print(f"--- {name}", flush=True)
-        if subprocess.run(words, check=False).returncode:
-            failed.append(name)
-    if sbatch is None:
-        print(summary(options.out, runs, names))
+    except Stopped as stopped:
+        print(f"stopped by {stopped}; the same command goes on where runs are missing or unfinished", file=sys.stderr)
+        return 130
     if failed:
-        print(f"error: {len(failed)} of {len(names)} runs failed: {'; '.join(failed)}", file=sys.stderr)
+        print(f"error: {len(failed)} of {len(folders)} runs failed: {', '.join(map(str, failed))}", file=sys.stderr)
     return int(bool(failed))
 
 

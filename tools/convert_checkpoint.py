@@ -5,19 +5,26 @@
     python tools/convert_checkpoint.py to-hf CHECKPOINT HF_DIRECTORY [--config HF_DIRECTORY] [--max-file-gb 5]
 
 A distributed checkpoint suits every parallel layout, so none is asked for. Number formats are kept. The printed digest is that of
-the HF tensors: equal digests, equal weights. ``to-hf`` also takes a training checkpoint (its optimizer is left out); it needs the
-model's config.json and tokenizer files, which ``to-megatron`` and ``to-nemo`` leave in CHECKPOINT/hf. A NeMo 2 checkpoint has weights/
+the HF tensors: equal digests, equal weights. ``to-hf`` needs the model's config.json and tokenizer files, which ``to-megatron`` and
+``to-nemo`` leave in CHECKPOINT/hf. It also takes a training checkpoint (run_dir/checkpoints/step_NNNNNN; its optimizer is left out),
+which has none: there ``--config`` names the model that the run started from. A NeMo 2 checkpoint has weights/
 and context/; NeMo itself is needed for neither direction.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import pickle
+import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from safetensors import SafetensorError
 from torch import Tensor
 
+from megatron_rl.errors import concerning
 from megatron_rl.policy import dist_format, nemo_files
 from megatron_rl.policy.checkpoint_to_hf import checkpoint_to_hf
 from megatron_rl.policy.families import Architecture, read_architecture
@@ -84,7 +91,67 @@ def to_hf(source: Path, target: Path, config: Path | None, max_file_bytes: int) 
     return checkpoint_to_hf(source, target, config or source / CONFIG, max_file_bytes)
 
 
-def main() -> int:
+def check_source(command: str, source: Path, config: Path | None) -> None:
+    """Raises ValueError, with the way out, when the source is not what the direction reads."""
+    is_hf = (source / "config.json").is_file()
+    is_checkpoint = any((folder / ".metadata").is_file() for folder in (source, source / nemo_files.WEIGHTS))
+    if not source.is_dir():
+        raise ValueError(f"{source} is not a directory; give {'a checkpoint' if command == 'to-hf' else 'a HF directory'}")
+    if command != "to-hf":
+        if is_checkpoint:
+            raise ValueError(f"{source} is a checkpoint, and {command} reads a HF directory; to-hf makes one of it")
+        return
+    steps = sorted(path.parent for folder in (source, source / "checkpoints") for path in folder.glob("step_*/manifest.json"))
+    if steps and not is_checkpoint:
+        raise ValueError(f"{source} holds checkpoints; give one of them: {', '.join(map(str, steps[-3:]))}")
+    if not is_checkpoint:
+        found = "but a HF directory already" if is_hf else f"(no file .metadata in it or in its {nemo_files.WEIGHTS}/)"
+        raise ValueError(f"{source} is not a distributed checkpoint {found}; to-hf reads what to-megatron, to-nemo or a run wrote")
+    if config is None and not (source / CONFIG / "config.json").is_file():
+        raise ValueError(
+            f"{source} has no {CONFIG}/config.json beside its weights (training checkpoints have none); give --config HF_DIRECTORY, "
+            "the model that the run started from, for its config.json and tokenizer files"
+        )
+    if config is not None and not (config / "config.json").is_file():
+        raise ValueError(f"--config {config}: no config.json there; give a HF directory of this model")
+
+
+def convert(options: argparse.Namespace) -> str:
+    """Does what the command line asks; returns the digest.
+
+    Raises:
+        ValueError: the user's mistake, a damaged source, or a target that cannot be written. Nothing is left at the target.
+    """
+    source, target = options.source, options.target
+    if target.exists():
+        raise ValueError(f"{target} exists; choose another directory, or remove it")
+    check_source(options.command, source, options.config)
+    with concerning(str(target), "choose a place where files can be written", (OSError,)):
+        partial = checkpoint_dir.begin(target)  # now, and not after reading for hours
+    try:
+        with (
+            concerning(str(source), "a file is damaged or cut off; compare its size with the original", (SafetensorError,)),
+            concerning(str(source), "config.json or the index of the weights is damaged", (json.JSONDecodeError,)),
+            concerning(
+                f"{source} to {target}",
+                f"a file of the source is damaged, or the disk of the target is full ({_free_mib(partial)} MiB were free at the start)",
+                (RuntimeError, EOFError, pickle.UnpicklingError),
+            ),
+        ):
+            if options.command == "to-hf":
+                return to_hf(source, target, options.config, int(options.max_file_gb * 10**9))
+            write = to_megatron if options.command == "to-megatron" else to_nemo
+            return write(source, target)
+    finally:
+        if partial.exists():
+            shutil.rmtree(partial)
+
+
+def _free_mib(folder: Path) -> int:
+    return shutil.disk_usage(folder).free >> 20
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     into = commands.add_parser("to-megatron", help="HF directory -> distributed checkpoint")
@@ -93,21 +160,21 @@ def main() -> int:
     for command in (into, nemo, out):
         command.add_argument("source", type=Path)
         command.add_argument("target", type=Path)
+        command.set_defaults(config=None)
     out.add_argument("--config", type=Path, help="HF directory with config.json and tokenizer files (default: SOURCE/hf)")
     out.add_argument("--max-file-gb", type=float, default=5.0, help="largest safetensors file, in 10^9 bytes")
-    arguments = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0, or 1 with one message."""
+    options = arguments(argv)
     try:
-        if arguments.target.exists():
-            raise ValueError(f"{arguments.target} exists; choose another directory, or remove it")
-        if arguments.command == "to-hf":
-            digest = to_hf(arguments.source, arguments.target, arguments.config, int(arguments.max_file_gb * 10**9))
-        else:
-            write = to_megatron if arguments.command == "to-megatron" else to_nemo
-            digest = write(arguments.source, arguments.target)
-    except ValueError as error:
+        digest = convert(options)
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{arguments.target}: digest {digest}")
+    print(f"{options.target}: digest {digest}")
     return 0
 
 

@@ -1,6 +1,6 @@
 """Loads a Hugging Face directory into a Megatron policy and pushes its weights into a vLLM server.
 
-torchrun --nproc-per-node 2 examples/vllm_server/push.py --server http://127.0.0.1:8000 --model MODEL --tensor 2 --version 1
+torchrun --nproc-per-node 2 examples/vllm_server/push.py --server http://127.0.0.1:8000 --model NEW_WEIGHTS --tensor 2 --version 1
 """
 
 from __future__ import annotations

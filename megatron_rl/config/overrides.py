@@ -10,6 +10,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 
+from megatron_rl.config.quoting import override as quoted_override
+
 SWEEP = "python -m megatron_rl.sweep"
 
 
@@ -21,12 +23,8 @@ def typed(key: str, value: str) -> str:
     plain = f"{key}={value}"
     if _reads_as(plain, value):
         return shlex.quote(plain)
-    doubled = value.replace('"', r"\"")
-    single = value.replace("'", r"\'")
-    for quoted in (f'"{value}"', f"'{value}'", f'"{doubled}"', f"'{single}'"):
-        if _reads_as(f"{key}={quoted}", value):
-            return shlex.quote(f"{key}={quoted}")
-    return f"{plain} in a file of --config-dir"
+    doubled = f'{key}="{value}"'  # in the single quotes of a shell these are easier to read
+    return shlex.quote(doubled if _reads_as(doubled, value) else quoted_override(key, value))
 
 
 def _reads_as(text: str, value: str) -> bool:

@@ -150,11 +150,14 @@ def write(
     path: Path, arch: Architecture, dtype: Callable[[Slab], torch.dtype], produce: Callable[[Slab], Tensor], prefix: str = ""
 ) -> None:
     """Writes a checkpoint of weights into the directory ``path``: ``produce(slab)``, of ``dtype(slab)``, is called when the slab is
-    written (twice if it is stored twice). Every key begins with ``prefix``."""
+    written (twice if it is stored twice). Every key begins with ``prefix``. What ``produce`` raises comes out as it was raised."""
     writer = FileSystemWriter(path, single_file_per_rank=True, thread_count=1)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
-        torch_checkpoint.save({}, storage_writer=writer, planner=_Writer(arch, dtype, produce, prefix), no_dist=True)
+        try:
+            torch_checkpoint.save({}, storage_writer=writer, planner=_Writer(arch, dtype, produce, prefix), no_dist=True)
+        except torch_checkpoint.api.CheckpointException as error:  # a BaseException around what really happened
+            raise error.failures[0][0] from error
     torch.save({}, path / "common.pt")
     (path / "metadata.json").write_text(json.dumps(BACKEND) + "\n", encoding="ascii")
 

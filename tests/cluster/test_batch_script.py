@@ -72,6 +72,23 @@ def test_an_explicit_resume_is_kept():
     assert [word for word in words if word.startswith("resume=")] == ["resume=never"]
 
 
+@pytest.mark.parametrize("spelling", ["{}", "'{}'", '"{}"', "+{}", "++'{}'"])
+def test_the_folder_is_found_behind_the_quotes_of_hydra(tmp_path, spelling):
+    """A marker of an earlier start is taken away before the step starts, which needs the folder itself."""
+    folder = tmp_path / "a b,seed=1"
+    folder.mkdir()
+    for program in ("srun", "scancel", "scontrol"):
+        (tmp_path / program).write_text("#!/bin/sh\n")
+        (tmp_path / program).chmod(0o755)
+    (folder / "requeue").write_text("7\n")
+    plus = spelling[: spelling.count("+")]
+    override = f"{plus}run_dir={spelling.lstrip('+').format(folder)}"
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    done = sbatch_script("--nproc", "2", override, slurm=slurm, path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not (folder / "requeue").exists()
+
+
 def test_torchrun_accepts_the_options(tmp_path):
     """The printed command, its program replaced by one that prints its rank, really starts."""
     words = dry_run("--python", sys.executable, "--nproc", "2", "run_dir=/r")
@@ -88,6 +105,8 @@ def test_torchrun_accepts_the_options(tmp_path):
     [
         (["--dry-run", "--nproc", "8", "seed=1"], "run_dir=DIR is missing"),
         (["--dry-run", "run_dir=/r"], "give --nproc N"),
+        (["--dry-run", "--nproc", "8", "run_dir=/r\\x"], "this script cannot follow backslashes"),
+        (["--dry-run", "--nproc", "8", "run_dir=/r/${x}"], "this script cannot follow backslashes"),
         (["--dry-run", "--frob", "run_dir=/r"], "unknown option --frob"),
         (["--nproc", "8", "run_dir=/r"], "not inside a Slurm job"),
     ],

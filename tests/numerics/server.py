@@ -24,9 +24,7 @@ STARTS_WITHIN_S = 200
 @contextlib.contextmanager
 def serving(model: Path, tensor: int, folder: Path) -> Iterator[str]:
     """The address of a server that answers. Every process of it is dead afterwards."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1", "--port", port,
         "--tensor-parallel-size", tensor, "--weight-transfer-config", '{"backend": "megatron_rl"}', "--dtype", "float32",
@@ -52,6 +50,12 @@ def serving(model: Path, tensor: int, folder: Path) -> Iterator[str]:
                 os.killpg(process.pid, signal.SIGKILL)  # engines outlive a server that died
             for segment in mapped:
                 segment.unlink(missing_ok=True)  # workers that are killed leave theirs
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def with_entry_point(folder: Path) -> dict[str, str]:

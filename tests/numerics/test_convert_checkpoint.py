@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.runtime.digest import combined_digest, tensor_digest
 from tests.launch import launch, run
 from tests.numerics import models
-from tools.convert_checkpoint import to_hf, to_megatron
+from tools.convert_checkpoint import main, to_hf, to_megatron
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
 NAMES = ("llama", "qwen2_tied", "qwen3_moe")
@@ -82,6 +83,50 @@ def test_what_does_not_fit_is_refused(folder, tmp_path):
     (narrow / "config.json").write_text(json.dumps({**config, "intermediate_size": 80}))
     with pytest.raises(ValueError, match=r"linear_fc1.weight has shape \(4, 192, 64\), but config.json means \(4, 160, 64\)"):
         to_hf(tmp_path / "llama", tmp_path / "z", narrow, 10**9)
+
+
+@pytest.fixture
+def refused(capsys):
+    """What the program says; it must end with 1, in one message, and leave nothing behind."""
+
+    def convert(*arguments: object) -> str:
+        words = list(map(str, arguments))
+        assert main(words) == 1
+        assert not list(Path(words[2]).parent.glob("*.tmp-partial"))
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    return convert
+
+
+def test_a_wrong_source_or_target_is_one_message_that_names_the_way_out(folder, tmp_path, refused):
+    to_megatron(folder / "llama", tmp_path / "good")
+    bare = tmp_path / "bare"
+    shutil.copytree(tmp_path / "good", bare, ignore=shutil.ignore_patterns("hf"))
+    assert "give --config HF_DIRECTORY" in refused("to-hf", bare, tmp_path / "x")
+    assert "--config" in refused("to-hf", bare, tmp_path / "x", "--config", tmp_path)
+    assert "but a HF directory already" in refused("to-hf", folder / "llama", tmp_path / "x")
+    assert "to-hf makes one of it" in refused("to-nemo", bare, tmp_path / "x")
+    assert "is not a distributed checkpoint" in refused("to-hf", tmp_path, tmp_path / "x")
+    assert "is not a directory" in refused("to-hf", tmp_path / "nowhere", tmp_path / "x")
+    (tmp_path / "file").touch()
+    assert f"{tmp_path}/file/x: " in refused("to-megatron", folder / "llama", tmp_path / "file" / "x")
+
+
+def test_a_damaged_source_is_named(folder, tmp_path, refused):
+    to_megatron(folder / "llama", tmp_path / "good")
+    shard = max((tmp_path / "good").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    shard.write_bytes(shard.read_bytes()[:-3000])
+    assert f"{tmp_path}/good to {tmp_path}/x: " in refused("to-hf", tmp_path / "good", tmp_path / "x")
+    cut = tmp_path / "cut"
+    shutil.copytree(folder / "llama", cut)
+    (cut / "model.safetensors").write_bytes((folder / "llama" / "model.safetensors").read_bytes()[:-100])
+    assert f"{cut}" in refused("to-megatron", cut, tmp_path / "x")
+    to_megatron(folder / "llama", tmp_path / "whole")
+    to_hf(tmp_path / "whole", tmp_path / "split", None, 50_000)
+    part = sorted((tmp_path / "split").glob("model-*.safetensors"))[-1]  # met only while the first ones are being written
+    part.write_bytes(part.read_bytes()[:-100])
+    assert "split" in refused("to-megatron", tmp_path / "split", tmp_path / "x")
 
 
 def test_megatron_reads_it(folder):

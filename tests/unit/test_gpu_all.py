@@ -15,6 +15,7 @@ import torch
 from tests.launch import REPO, run
 
 SCRIPT = REPO / "tools/bench/gpu_all.py"
+sys.path.append(str(SCRIPT.parent))  # a program finds what lies beside it
 SPEC = importlib.util.spec_from_file_location("gpu_all", SCRIPT)
 gpu_all = importlib.util.module_from_spec(SPEC)
 sys.modules["gpu_all"] = gpu_all  # dataclasses look their module up

@@ -1,12 +1,26 @@
-"""Ablations: which runs a sweep makes, under which names, and its table."""
+"""Ablations: which runs a sweep makes, under which names, what it leaves out, and its table."""
 
 import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.load import ConfigError
-from megatron_rl.sweep import check, combinations, command, main, run_names, summary
+from megatron_rl.config.load import ConfigError, compose, validate
+from megatron_rl.config.schema import Config
+from megatron_rl.sweep import check, combinations, command, is_finished, main, run_names, run_one, summary
+from tests.launch import REPO
+
+NEEDED = ["model.path=m", "data.train=t", "data.eval=e"]
+
+
+def folders(out, runs):
+    return [out / name for name in run_names(runs)]
 
 
 def test_the_product_of_all_choices_in_the_order_given():
@@ -18,43 +32,144 @@ def test_lists_are_values_and_not_choices():
     assert combinations(["evaluation.pass_at=[1,4]"]) == [["evaluation.pass_at=[1,4]"]]
 
 
-def test_names_hold_what_differs():
-    assert run_names([["a=1", "seed=1"], ["a=1", "seed=2"]]) == ["seed=1", "seed=2"]
-    with pytest.raises(ValueError, match="seed=1 comes twice"):
+def test_choices_keep_the_quotes_they_need():
+    runs = combinations(["data.prompt_suffix='a, b','c=d'"])
+    assert [compose("config", run)["data"]["prompt_suffix"] for run in runs] == ["a, b", "c=d"]
+
+
+def test_names_hold_what_differs_and_nothing_that_needs_quotes():
+    assert run_names([["a=1", "seed=1"], ["a=1", "seed=2"]]) == ["seed-1", "seed-2"]
+    assert run_names(combinations(["method=grpo,dapo", "seed=1"])) == ["method-grpo", "method-dapo"]
+    assert run_names([["x=1"]]) == ["run"]
+    hostile = run_names([["p=a b"], ["p=a,b"], ["p=/a/b"], ["p=" + 300 * "x"], ["p=\u00fc"]])
+    assert len(set(hostile)) == 5
+    assert all(len(name) < 140 and name == shlex.quote(name) and name.isascii() for name in hostile)
+    with pytest.raises(ValueError, match="seed-1 comes twice"):
         run_names([["seed=1", "a=0"], ["seed=1", "a=0"], ["seed=2", "a=0"]])
 
 
-def test_every_combination_is_checked_before_the_first_runs():
-    runs = combinations(["method=grpo,dapo", "method.kl.coeff=1", "model.path=m", "data.train=t", "data.eval=e"])
+def test_every_combination_is_checked_before_the_first_runs(tmp_path):
+    runs = combinations(["method=grpo,dapo", "method.kl.coeff=1", *NEEDED])
     with pytest.raises(ConfigError) as caught:
-        check(runs, run_names(runs))
-    assert [problem.split(":")[0] for problem in caught.value.problems] == ["method=grpo", "method=dapo"]
+        check(runs, folders(tmp_path, runs))
+    assert [problem.split(":")[0] for problem in caught.value.problems] == ["method-grpo", "method-dapo"]
+
+
+def test_the_folder_arrives_whatever_its_name(tmp_path):
+    out = tmp_path / "it's a=b, $x ${y} (z)"
+    runs = combinations(["seed=1,2", *NEEDED])
+    configs = check(runs, folders(out, runs))
+    assert [config.run_dir for config in configs] == [str(out / "seed-1"), str(out / "seed-2")]
 
 
 def test_the_command_of_a_local_and_of_a_slurm_run(tmp_path):
     assert command(["seed=2"], tmp_path / "r", 4, None)[1:] == [
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "-m", "megatron_rl.train", "seed=2", f"run_dir={tmp_path}/r",
     ]  # fmt: skip
-    words = command(["seed=2"], tmp_path / "r", 8, ["--nodes=2"])
+    words = command(["seed=2"], tmp_path / "a=b", 8, ["--nodes=2"])
     assert words[:2] == ["sbatch", "--nodes=2"]
     assert words[2].endswith("examples/slurm/train.sbatch")
-    assert words[3:] == ["--nproc", "8", "seed=2", f"run_dir={tmp_path}/r"]
+    assert words[3:] == ["--nproc", "8", "seed=2", f"run_dir='{tmp_path}/a=b'"]
+
+
+def test_a_dry_run_prints_what_a_shell_reads_as_the_same_words(tmp_path, capsys):
+    out = tmp_path / "it's a=b, $x"
+    arguments = ["--nproc", "2", "seed=1,2", "data.prompt_suffix=' think, then'", *NEEDED]
+    assert main(["--out", str(out), "--dry-run", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    runs = combinations(arguments[2:])
+    wanted = [command(run, folder, 2, None) for run, folder in zip(runs, folders(out, runs))]
+    assert [shlex.split(line) for line in lines] == wanted
+    shown = subprocess.run(["bash", "-c", f"printf '%s\\n' {lines[1]}"], capture_output=True, text=True, check=True)
+    assert shown.stdout.splitlines() == wanted[1]
 
 
 def test_the_table_averages_over_seeds(tmp_path):
     runs = combinations(["method=grpo,dapo", "seed=1,2"])
-    names = run_names(runs)
-    for name, score in zip(names, (0.2, 0.4, 0.9)):
-        (tmp_path / name).mkdir()
+    places = folders(tmp_path, runs)
+    for folder, score in zip(places, (0.2, 0.4, 0.9)):
+        folder.mkdir()
         lines = [{"step": 0, "eval/accuracy": 0.0}, {"step": 1, "eval/accuracy": score}]
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    rows = [line.split() for line in summary(tmp_path, runs, names).splitlines()[2:]]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = [line.split() for line in summary(runs, places).splitlines()[2:]]
     assert rows == [["method=grpo", "2", "0.300", "+-", "0.100"], ["method=dapo", "1", "0.900", "+-", "0.000"]]
 
 
-def test_a_wrong_sweep_is_one_message(capsys, tmp_path):
-    assert main(["--out", str(tmp_path), "--nproc", "2", "method=gpro,dapo"]) == 1
-    assert capsys.readouterr().err.count("error: ") == 1
+def finished_run(folder, config):
+    """The files that a run of two steps leaves, in the order in which they are written."""
+    (folder / "export").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config.model_dump(mode="json") | {"world_size": 2}))
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    (folder / "export" / "model.safetensors").touch()
+    (folder / "curves.png").touch()
+
+
+def test_only_what_is_finished_under_the_same_settings_is_left_out(tmp_path):
+    values = compose("config", [*NEEDED, "trainer.num_steps=2", "method=dapo"])
+    config = validate(Config, values, "the test")
+    other = validate(Config, {**values, "seed": 7}, "the test")
+    longer = validate(Config, {**values, "trainer": {**values["trainer"], "num_steps": 3}}, "the test")
+    assert not is_finished(tmp_path / "none", config)
+    finished_run(tmp_path / "a", config)
+    assert is_finished(tmp_path / "a", config)
+    assert not is_finished(tmp_path / "a", other)
+    assert not is_finished(tmp_path / "a", longer)
+    for name, damage in {
+        "stopped": lambda folder: (folder / "requeue").touch(),
+        "no figure": lambda folder: (folder / "curves.png").unlink(),
+        "no export": lambda folder: (folder / "export" / "model.safetensors").unlink(),
+        "killed": lambda folder: (folder / "metrics.jsonl").write_text('{"step": 1}\n'),
+        "damaged": lambda folder: (folder / "config.json").write_text("{"),
+    }.items():
+        finished_run(tmp_path / name, config)
+        damage(tmp_path / name)
+        assert not is_finished(tmp_path / name, config), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["method=gpro,dapo", *NEEDED], "method=gpro: no such option; did you mean"),
+        (["seed=1,2", "run_dir=x", *NEEDED], "run_dir: each run of a sweep has a folder of its own"),
+        (["seed=1,2,1", *NEEDED], "seed-1 comes twice"),
+        (["seed=1,x", *NEEDED], "seed = 'x'"),
+        (["run.name=a=b", *NEEDED], "run.name=a=b: the value has characters that need quotes"),
+    ],
+)
+def test_a_wrong_sweep_is_one_message(capsys, tmp_path, arguments, message):
+    assert main(["--out", str(tmp_path), "--nproc", "2", *arguments]) == 1
+    said = capsys.readouterr().err
+    assert said.count("error: ") == 1
+    assert message in said
+    assert main(["--out", str(tmp_path), "--nproc", "0", *arguments]) == 1
+
+
+def test_a_program_that_is_not_there_is_named():
+    assert run_one([sys.executable, "-c", "raise SystemExit(3)"]) == 3
+    with pytest.raises(ValueError, match="no-such-sbatch: no such program on this machine"):
+        run_one(["no-such-sbatch"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_sweep_ends_its_run(tmp_path, number):
+    """The run must be gone, by a SIGTERM that it could act on, when the sweep is."""
+    marks = [tmp_path / name for name in ("started", "ended")]
+    child = (
+        "import pathlib, signal, sys, time\n"
+        f"signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path({str(marks[1])!r}).touch(), sys.exit(1)))\n"
+        f"pathlib.Path({str(marks[0])!r}).touch()\ntime.sleep(60)"
+    )
+    source = f"import sys\nfrom megatron_rl.sweep import Stopped, run_one\ntry: run_one([sys.executable, '-c', {child!r}])\n"
+    source += "except Stopped as stopped: print(stopped)"
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    sweep = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, env=environment)
+    for _ in range(600):
+        if marks[0].exists():
+            break
+        time.sleep(0.05)
+    sweep.send_signal(number)
+    assert sweep.communicate(timeout=30)[0] == f"{signal.Signals(number).name}\n"
+    assert marks[1].exists()
 
 
 @pytest.mark.usefixtures("fresh_registries")

@@ -1,9 +1,9 @@
 """Peak memory of tools/convert_checkpoint.py on a made-up model of about 2 GB, in every direction.
 
-    python tools/bench/convert.py FOLDER [--layers 22] [--max-file-mb 500] [--repeats 3] [--record FILE]
+    python tools/bench/convert.py FOLDER [--layers 22] [--max-file-mb 500] [--repeats 5] [--record FILE]
 
-FOLDER is filled with the model and its conversions (five times the model's size) and must not exist. Peak memory is the high-water
-mark of the converting process less that of the same process when it only parses its arguments.
+FOLDER is filled with the model and its conversions (five times the model's size) and must not exist. The directions take turns. Peak
+memory is the high-water mark of the converting process less that of the same process when it only parses its arguments.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
+from machine import Watch, description, in_turns, spread
 
 from megatron_rl.policy.families import read_architecture
 from megatron_rl.policy.hf_files import ShardWriter
@@ -57,12 +58,18 @@ def run(*arguments: str) -> tuple[float, float, str]:
     return usage.ru_maxrss / 1024, time.perf_counter() - started, output.splitlines()[-1]
 
 
+def run_anew(direction: str, source: str, target: str, *options: str) -> tuple[float, float, str]:
+    """``run`` into a target that is not there."""
+    shutil.rmtree(target, ignore_errors=True)
+    return run(direction, source, target, *options)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=22)
     parser.add_argument("--max-file-mb", type=int, default=500)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--record", type=Path)
     parser.add_argument("--only-make", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -72,30 +79,30 @@ def main() -> None:
     source, megatron, nemo, *back = (str(arguments.folder / name) for name in ("hf", "megatron", "nemo", "back", "nemo_back"))
     # In a process of its own: the high-water mark of a child starts at the size of its parent.
     subprocess.run([sys.executable, __file__, *sys.argv[1:], "--only-make"], check=True)
+    watch = Watch()
     sizes = [file.stat().st_size / 2**20 for file in Path(source).glob("*.safetensors")]
     idle, _, _ = run("--help")
     lines = [
         f"Model of {sum(sizes):.0f} MiB in {len(sizes)} files, the largest {max(sizes):.0f} MiB; the idle process takes {idle:.0f} MiB.",
         "",
-        f"Medians of {arguments.repeats} runs, with the range of the peak.",
+        f"Medians (quartiles) of {arguments.repeats} runs.",
         "",
         "| direction | peak MiB above idle | / largest file | target | wall s | digest |",
         "|---|---|---|---|---|---|",
     ]
-    for name, command in {
+    parts = ("--max-file-gb", str(arguments.max_file_mb / 1000))
+    commands = {
         "to-megatron": ("to-megatron", source, megatron),
         "to-nemo": ("to-nemo", source, nemo),
-        "to-hf, from megatron": ("to-hf", megatron, back[0], "--max-file-gb", str(arguments.max_file_mb / 1000)),
-        "to-hf, from nemo": ("to-hf", nemo, back[1], "--max-file-gb", str(arguments.max_file_mb / 1000)),
-    }.items():
-        runs = []
-        for _ in range(arguments.repeats):
-            shutil.rmtree(command[2], ignore_errors=True)
-            runs.append(run(*command))
-        peaks = [peak - idle for peak, _, _ in runs]
-        peak, seconds = statistics.median(peaks), statistics.median(seconds for _, seconds, _ in runs)
-        shown = f"{peak:.0f} ({min(peaks):.0f} to {max(peaks):.0f})"
-        lines.append(f"| {name} | {shown} | {peak / max(sizes):.2f} | 1.5 | {seconds:.1f} | {runs[-1][2].split()[-1]} |")
+        "to-hf, from megatron": ("to-hf", megatron, back[0], *parts),
+        "to-hf, from nemo": ("to-hf", nemo, back[1], *parts),
+    }
+    variants = {name: partial(run_anew, *command) for name, command in commands.items()}
+    for name, runs in in_turns(variants, arguments.repeats, same_order=True).items():
+        peak, seconds = spread([one[0] - idle for one in runs]), spread([one[1] for one in runs])
+        share = f"{peak.median / max(sizes):.2f}"
+        lines.append(f"| {name} | {peak.text(0)} | {share} | 1.5 | {seconds.text(1)} | {runs[-1][2].split()[-1]} |")
+    lines.insert(0, f"{description()}, torch {torch.__version__}; {watch.load()}.\n")
     text = "\n".join(lines) + "\n"
     print(text)
     if arguments.record:

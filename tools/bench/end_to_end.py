@@ -15,14 +15,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from machine import Watch, description, spread
+
 PROMPTS_PER_STEP, RESPONSES_PER_PROMPT = 32, 8
+TRL = "TRL GRPOTrainer, DDP 2"
 LAYOUTS = {"tensor parallel 2": ["parallel=tp2", "rollout.tensor=2"], "data parallel 2": ["parallel=single", "rollout.tensor=1"]}
 
 
@@ -115,14 +117,25 @@ def inside_trl(model: Path, folder: Path, steps: int, response_tokens: int) -> N
 
 
 def summary(name: str, steps: list[dict[str, float]]) -> str:
-    seconds = sorted(step["seconds"] for step in steps)
-    quartiles = statistics.quantiles(seconds, n=4)
-    rate = statistics.median(step["tokens"] / step["seconds"] for step in steps)
+    seconds = spread([step["seconds"] for step in steps])
+    rate = spread([step["tokens"] / step["seconds"] for step in steps]).median
     engines = [sum(step[phase] for phase in ("rollout", "logprob", "update", "sync")) / step["seconds"] for step in steps if "sync" in step]
-    share = f"{statistics.median(engines):.0%}" if engines else "-"
-    tokens = statistics.mean(step["tokens"] for step in steps)
-    spread = f"{quartiles[0]:.3f}-{quartiles[2]:.3f}"
-    return f"| {name} | {statistics.median(seconds):.3f} | {spread} | {rate:.0f} | {tokens:.0f} | {share} | {len(steps)} |"
+    share = f"{spread(engines).median:.0%}" if engines else "-"
+    tokens = sum(step["tokens"] for step in steps) / len(steps)
+    quartiles = f"{seconds.low:.3f}-{seconds.high:.3f}"
+    return f"| {name} | {seconds.median:.3f} | {quartiles} | {rate:.0f} | {tokens:.0f} | {share} | {len(steps)} |"
+
+
+def factors(turns: dict[str, list[list[dict[str, float]]]]) -> list[str]:
+    """How many times as fast as TRL: the ratio of the medians of each turn, and over all turns."""
+    medians = {name: [spread([step["seconds"] for step in steps]).median for steps in found] for name, found in turns.items()}
+    lines = []
+    for name, ours in medians.items():
+        if name == TRL or TRL not in medians:
+            continue
+        each = [theirs / own for own, theirs in zip(ours, medians[TRL], strict=True)]
+        lines.append(f"{name}: {spread(each).text()} times as fast as TRL, median (quartiles) of {len(each)} turns")
+    return lines
 
 
 def main() -> None:
@@ -132,26 +145,33 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--max-response-tokens", type=int, default=16)
     parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--inside-trl", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside_trl:
         inside_trl(options.model, options.inside_trl, options.steps, options.max_response_tokens)
         return
-    measured: dict[str, list[dict[str, float]]] = {}
+    if options.steps <= options.warmup:
+        parser.error(f"--steps {options.steps}: more than the {options.warmup} of --warmup, which do not count")
+    if not (options.model / "config.json").is_file():
+        parser.error(f"--model {options.model}: no config.json there; give what tools/make_toy_model.py wrote")
+    watch = Watch()
+    turns: dict[str, list[list[dict[str, float]]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         write_prompts(options.model, Path(scratch) / "prompts.jsonl")
         for turn in range(options.turns):
             for name, layout in LAYOUTS.items():
                 steps = ours(options.model, layout, options.steps, options.max_response_tokens, Path(scratch) / f"{turn}-{name[:4]}")
-                measured.setdefault(f"megatron_rl, {name}", []).extend(steps[options.warmup :])
+                turns.setdefault(f"megatron_rl, {name}", []).append(steps[options.warmup :])
             if options.trl_python:
                 steps = trl(options.trl_python, options.model, options.steps, options.max_response_tokens, Path(scratch) / f"{turn}-trl")
-                measured.setdefault("TRL GRPOTrainer, DDP 2", []).extend(steps[options.warmup :])
+                turns.setdefault(TRL, []).append(steps[options.warmup :])
+    print(f"{description()}; {watch.load()}.\n")
     print("| trainer | median s/step | quartiles | response tokens/s | tokens/step | generation+forward+update+sync | steps |")
     print("|---|---|---|---|---|---|---|")
-    for name, steps in measured.items():
-        print(summary(name, steps))
+    for name, found in turns.items():
+        print(summary(name, [step for steps in found for step in steps]))
+    print("", *factors(turns), sep="\n")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from machine import Watch
 
 HERE = Path(__file__).resolve().parent
 VERSIONS = ("torch", "megatron-core", "vllm", "transformer-engine", "transformer-engine-torch", "transformers")
@@ -124,8 +125,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def heading(arguments: Sequence[str]) -> str:
-    """Hardware, versions, commit and command."""
+def heading(arguments: Sequence[str], watch: Watch) -> str:
+    """Hardware, versions, commit, command, and what else the machine did."""
     device = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     hardware = "no CUDA device" if device is None else f"{device.name}, {device.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
     found = []
@@ -139,7 +140,7 @@ def heading(arguments: Sequence[str]) -> str:
         [
             "# GPU benchmarks", "", f"`python tools/bench/gpu_all.py {shlex.join(arguments)}`", "",
             f"{hardware}; {os.cpu_count()} cores; Python {platform.python_version()}, {', '.join(found)}; commit {commit or 'unknown'}; "
-            f"{time.strftime('%Y-%m-%d')}.",
+            f"{time.strftime('%Y-%m-%d')}; {watch.load()}.",
         ]
     )  # fmt: skip
 
@@ -171,6 +172,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     options.folder.mkdir(parents=True, exist_ok=True)
+    watch = Watch()
     record, outcomes = options.record or options.folder / "record.md", []
     for one in benchmarks:
         results = options.folder / f"{one.name}.json"
@@ -178,7 +180,8 @@ def main() -> int:
         command = [sys.executable, HERE / one.program, "--folder", options.folder, "--json", results, *sizes]
         print(f"## {one.name}: {shlex.join(map(str, command))}", flush=True)
         outcomes.append(run(one.name, command, results, options.limit_s))
-        record.write_text(f"{heading(sys.argv[1:])}\n\n{table(outcomes)}\n", encoding="utf-8")  # after each: a lost machine keeps the rest
+        # after each: a lost machine keeps the rest
+        record.write_text(f"{heading(sys.argv[1:], watch)}\n\n{table(outcomes)}\n", encoding="utf-8")
     print(record.read_text(encoding="utf-8"))
     return int(any(one.failure is not None for one in outcomes))
 

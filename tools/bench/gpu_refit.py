@@ -1,7 +1,7 @@
 """Policy and engine on one GPU: seconds of a weight sync, its rate, and the memory of every phase over many hand-overs.
 
     python tools/bench/gpu_refit.py --folder DIR [--layers 32] [--steps 50] [--offload optimizer,weights] [--override key=value]
-    torchrun --standalone --nproc-per-node 8 tools/bench/gpu_refit.py --override parallel=tp4 --override rollout.tensor=2 ...
+    torchrun --standalone --nproc-per-node 8 tools/bench/gpu_refit.py --folder DIR --override parallel=tp4 --override rollout.tensor=2
 
 A step hands over, generates a little and takes the memory back; there is no update, so that the optimizer holds no moments. The first
 table: median seconds of the sync, GB/s of the weights, and the share of the rate at which this machine copies device memory. The second:

@@ -1,10 +1,10 @@
 """Time and peak memory of response log-probabilities: the chunked operation against two that hold all logits.
 
-    python tools/bench/logprob.py [--tokens 4096] [--vocab 152064] [--hidden 1024] [--chunk 256] [--record FILE]
+    python tools/bench/logprob.py [--tokens 4096] [--vocab 152064] [--hidden 1024] [--chunk 256] [--repeats 5] [--record FILE]
 
 Every measurement is a process of its own (peak memory is a high-water mark of a process). ``full``: float32 logits, log_softmax,
-gather. ``megatron``: output layer, then megatron's vocab_parallel_cross_entropy over the whole sequence. ``chunked``: ours. Seconds
-are processor seconds of the process, which other load on the machine changes little; wall seconds are given beside them.
+gather. ``megatron``: output layer, then megatron's vocab_parallel_cross_entropy over the whole sequence. ``chunked``: ours. The
+variants take turns; a factor is that of two measurements of one round. Medians and quartiles of all rounds.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from machine import Watch, description, in_turns, spread
 from torch import Tensor
 
 from megatron_rl.policy.logprobs import response_logprobs
@@ -29,6 +30,15 @@ from megatron_rl.policy.logprobs import response_logprobs
 VARIANTS = ("full", "megatron", "chunked")
 # Factor over ``full`` that the chunked operation is to stay below.
 TARGETS = {"memory_train": 0.35, "seconds_train": 1.4, "seconds_no_grad": 1.0}
+# Factor -> (pass, figure of a measurement).
+FACTORS = {
+    "memory_train": ("train", "peak_mib"),
+    "seconds_train": ("train", "wall_s"),
+    "seconds_no_grad": ("no_grad", "wall_s"),
+    "processor_seconds_train": ("train", "cpu_s"),
+    "processor_seconds_no_grad": ("no_grad", "cpu_s"),
+}
+Measurements = dict[str, list[dict[str, float]]]
 
 
 def full(hidden: Tensor, weight: Tensor, targets: Tensor, _: int) -> Tensor:
@@ -83,54 +93,55 @@ def measure(variant: str, mode: str, sizes: argparse.Namespace) -> dict[str, flo
     return result
 
 
-def table(results: dict[str, dict[str, float]], sizes: argparse.Namespace) -> str:
+def table(results: Measurements, sizes: argparse.Namespace, watch: Watch) -> str:
     """Markdown: a line for each measurement, then the factors over ``full`` against their targets."""
-    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     lines = [
-        f"Tokens {sizes.tokens}, vocabulary {sizes.vocab}, hidden {sizes.hidden}, float32, "
-        f"chunk {sizes.chunk} tokens, {torch.get_num_threads()} thread; {', '.join(names[:1])}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}, load average {os.getloadavg()[0]:.1f}.",
+        f"Tokens {sizes.tokens}, vocabulary {sizes.vocab}, hidden {sizes.hidden}, float32, chunk {sizes.chunk} tokens, "
+        f"{torch.get_num_threads()} thread; {sizes.repeats} rounds, median (quartiles).",
         "",
-        "| pass | variant | processor s | wall s | peak MiB above inputs | mean logprob | gradient norm |",
+        f"{description()}, torch {torch.__version__}; {watch.load()}.",
+        "",
+        "| pass | variant | wall s | processor s | peak MiB above inputs | mean logprob | gradient norm |",
         "|---|---|---|---|---|---|---|",
     ]
-    for key, r in results.items():
+    for key, runs in results.items():
         mode, variant = key.split("/")
-        numbers = f"{r['cpu_s']:.1f} | {r['wall_s']:.1f} | {r['peak_mib']:.0f} | {r['mean_logprob']:.6f} | {r['gradient_norm']:.6f}"
-        lines.append(f"| {mode} | {variant} | {numbers} |")
-    ratios = {
-        "memory_train": results["train/chunked"]["peak_mib"] / results["train/full"]["peak_mib"],
-        "seconds_train": results["train/chunked"]["cpu_s"] / results["train/full"]["cpu_s"],
-        "seconds_no_grad": results["no_grad/chunked"]["cpu_s"] / results["no_grad/full"]["cpu_s"],
-    }
-    lines += ["", "| chunked / full | measured | target |", "|---|---|---|"]
-    lines += [f"| {name} | {ratios[name]:.3f} | {target} |" for name, target in TARGETS.items()]
+        wall, cpu, peak = (spread([run[name] for run in runs]) for name in ("wall_s", "cpu_s", "peak_mib"))
+        same = f"{runs[0]['mean_logprob']:.6f} | {runs[0]['gradient_norm']:.6f}"
+        lines.append(f"| {mode} | {variant} | {wall.text()} | {cpu.text()} | {peak.text(0)} | {same} |")
+    lines += ["", "| chunked / full, of one round | median (quartiles) | target |", "|---|---|---|"]
+    for name, (mode, figure) in FACTORS.items():
+        pairs = zip(results[f"{mode}/chunked"], results[f"{mode}/full"], strict=True)
+        factor = spread([ours[figure] / other[figure] for ours, other in pairs])
+        lines.append(f"| {name} | {factor.text(3)} | {TARGETS[name] if name in TARGETS else '-'} |")
     return "\n".join(lines) + "\n"
+
+
+def measure_apart(variant: str, mode: str, sizes: argparse.Namespace) -> dict[str, float]:
+    """One measurement in a process of its own."""
+    own = [f"--{name}={getattr(sizes, name)}" for name in ("tokens", "vocab", "hidden", "chunk")]
+    command = [sys.executable, __file__, *own, "--one", variant, mode]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    result = json.loads(output.splitlines()[-1])
+    print(f"{mode}/{variant}: {result}", file=sys.stderr, flush=True)
+    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("tokens", 4096), ("vocab", 152064), ("hidden", 1024), ("chunk", 256)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--repeat", type=int, default=1, help="the fastest of so many runs counts")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds in which every variant is measured once")
     parser.add_argument("--record", type=Path, help="also write the table there")
     parser.add_argument("--one", nargs=2, metavar=("VARIANT", "PASS"), help=argparse.SUPPRESS)
     sizes = parser.parse_args()
     if sizes.one:
         print(json.dumps(measure(*sizes.one, sizes)))
         return
-    results = {}
-    for mode in ("no_grad", "train"):
-        for variant in VARIANTS:
-            own = [f"--{name}={getattr(sizes, name)}" for name in ("tokens", "vocab", "hidden", "chunk")]
-            command = [sys.executable, __file__, *own, "--one", variant, mode]
-            runs = []
-            for _ in range(sizes.repeat):
-                output = subprocess.run(command, check=True, capture_output=True, text=True)
-                runs.append(json.loads(output.stdout.splitlines()[-1]))
-            results[f"{mode}/{variant}"] = min(runs, key=lambda run: run["cpu_s"])
-            print(f"{mode}/{variant}: {results[f'{mode}/{variant}']}", file=sys.stderr, flush=True)
-    text = table(results, sizes)
+    watch = Watch()
+    keys = [(mode, variant) for mode in ("no_grad", "train") for variant in VARIANTS]
+    variants = {f"{mode}/{variant}": partial(measure_apart, variant, mode, sizes) for mode, variant in keys}
+    text = table(in_turns(variants, sizes.repeats), sizes, watch)
     print(text)
     if sizes.record:
         sizes.record.write_text(f"# Log-probabilities of response tokens\n\n`python tools/bench/logprob.py`\n\n{text}", encoding="ascii")

@@ -5,20 +5,24 @@
 Two sizes: ``credit`` over --responses rows in groups of 8, and ``loss`` with its backward over --tokens tokens in responses of
 uneven length. The padded formulation holds a [responses, longest] matrix with a mask, loops over groups in Python for the
 advantages and averages each row: the usual way elsewhere, written plainly here. Its size is --padded-responses, so that it ends.
-Memory is the highest resident set of a child process for each case, less that of a child which only imports torch.
+Memory is the highest resident set of a child process for each case, less that of a child which only imports torch. The cases take
+turns in rounds; medians and quartiles of all repeats.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
+from machine import Watch, description, in_turns, spread
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -82,40 +86,50 @@ def padded_loss(batch: TokenBatch, lengths: torch.Tensor, clip: float, coef: flo
     return run
 
 
-def best_of(repeats: int, function: Callable[[], object]) -> str:
-    """Least wall-clock and least processor seconds (all threads), which may come from different repeats."""
+def timed(repeats: int, function: Callable[[], object]) -> dict[str, list[float]]:
+    """Wall-clock and processor seconds (all threads) of every repeat after one that does not count."""
+    function()
     walls, processors = [], []
     for _ in range(repeats):
         wall, processor = time.perf_counter(), time.process_time()
         function()
         walls.append(time.perf_counter() - wall)
         processors.append(time.process_time() - processor)
-    return f"{min(walls):.2f}|{min(processors):.2f}"
+    return {"wall_s": walls, "processor_s": processors}
 
 
-def case(name: str, num: int, mean_tokens: int, method_name: str, repeats: int) -> str:
-    """One measurement: a line of the record."""
+def case(name: str, num: int, mean_tokens: int, method_name: str, repeats: int) -> dict[str, list[float]]:
+    """One measurement."""
     method = load_method(method_name, response_limit=8 * mean_tokens)
     batch = responses(num, mean_tokens)
     if name == "credit":
-        return best_of(repeats, lambda: method.credit(batch))
+        return timed(repeats, lambda: method.credit(batch))
     if name == "padded_credit":
         # In groups without spread the plain std is 1e-8, not 0, and its advantages are up to 0.01.
         torch.testing.assert_close(padded_credit(batch), method.credit(batch).advantages, rtol=1e-4, atol=2e-2)
-        return best_of(repeats, lambda: padded_credit(batch))
+        return timed(repeats, lambda: padded_credit(batch))
     data = tokens(batch, method.credit(batch))
     if name == "padded_loss":
         run = padded_loss(data, batch.response_tokens, 0.2, 1e-3)
         torch.testing.assert_close(run(), method.loss(data).loss.detach(), rtol=1e-3, atol=1e-5)
-        return best_of(repeats, run)
-    return best_of(repeats, lambda: method.loss(data).loss.backward())
+        return timed(repeats, run)
+    return timed(repeats, lambda: method.loss(data).loss.backward())
 
 
-def child(*arguments: object) -> tuple[str, float]:
-    """(what the case printed, highest resident set in GiB)."""
-    result = subprocess.run([sys.executable, __file__, *map(str, arguments)], capture_output=True, text=True, check=True)
-    value, peak = result.stdout.split()
-    return value, float(peak)
+def child(*arguments: object) -> dict[str, list[float]]:
+    """What the case measured, in a process of its own, with its highest resident set in GiB."""
+    result = subprocess.run([sys.executable, __file__, *map(str, arguments)], stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(result.stdout)
+
+
+def show(results: dict[tuple[str, int, str], list[dict[str, list[float]]]], mean_tokens: int, floor: float) -> None:
+    """A line for each case, all rounds together."""
+    print("| case | method | size | wall s | processor s | GiB |\n|---|---|---|---|---|---|")
+    for (name, rows, method), rounds in results.items():
+        wall, processor = (spread([value for one in rounds for value in one[key]]) for key in ("wall_s", "processor_s"))
+        peak = spread([one["peak_gib"][0] - floor for one in rounds])
+        size = f"{rows} responses" if "credit" in name else f"about {rows * mean_tokens} tokens"
+        print(f"| {name} | {method} | {size} | {wall.text()} | {processor.text()} | {peak.median:.2f} |", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -125,25 +139,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--mean-tokens", type=int, default=400)
     parser.add_argument("--padded-responses", type=int, default=20_000)
     parser.add_argument("--methods", default="grpo,apo,a_grae,mapo,durian,krpo,grpo_lead,reinforce_pp,pass_at_k,gspo,cispo,dapo")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2, help="turns of every case, each in a process of its own")
+    parser.add_argument("--repeats", type=int, default=3, help="in each of them")
     parser.add_argument("--case", nargs=4, metavar=("NAME", "ROWS", "MEAN_TOKENS", "METHOD"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.case:
         name, rows, mean_tokens, method = options.case
-        value = "-|-" if name == "nothing" else case(name, int(rows), int(mean_tokens), method, options.repeats)
-        print(value, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+        found = {} if name == "nothing" else case(name, int(rows), int(mean_tokens), method, options.repeats)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        print(json.dumps({**found, "peak_gib": [peak]}))
         return 0
-    _, floor = child("--case", "nothing", 1, 1, "grpo")
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; best of {options.repeats}; memory above import {floor:.2f} GiB")
-    print("| case | method | size | wall s | processor s | GiB |\n|---|---|---|---|---|---|")
+    watch = Watch()
+    floor = child("--case", "nothing", 1, 1, "grpo")["peak_gib"][0]
     rows_of_tokens = options.tokens // options.mean_tokens
     cases = [("credit", options.responses, method) for method in options.methods.split(",")]
     cases += [("loss", rows_of_tokens, method) for method in options.methods.split(",")]
-    cases += [(name, rows, "grpo") for name in ("padded_credit", "credit", "padded_loss", "loss") for rows in [options.padded_responses]]
-    for name, rows, method in cases:
-        seconds, peak = child("--repeats", options.repeats, "--case", name, rows, options.mean_tokens, method)
-        size = f"{rows} responses" if "credit" in name else f"about {rows * options.mean_tokens} tokens"
-        print(f"| {name} | {method} | {size} | {seconds.replace('|', ' | ')} | {peak - floor:.2f} |", flush=True)
+    cases += [(name, options.padded_responses, "grpo") for name in ("padded_credit", "credit", "padded_loss", "loss")]
+    variants = {
+        key: partial(child, "--repeats", options.repeats, "--case", key[0], key[1], options.mean_tokens, key[2]) for key in cases
+    }
+    results = in_turns(variants, options.rounds)
+    print(f"{description()}, torch {torch.__version__}, {torch.get_num_threads()} threads; {watch.load()}.")
+    print(f"Median (quartiles) of {options.rounds} rounds x {options.repeats} repeats; memory above import {floor:.2f} GiB.\n")
+    show(results, options.mean_tokens, floor)
     return 0
 
 

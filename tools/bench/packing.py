@@ -1,4 +1,6 @@
-"""How many computed tokens are real, how evenly work is spread, and what a plan costs: python tools/bench/packing.py
+"""How many computed tokens are real, how evenly work is spread, and what a plan costs.
+
+    python tools/bench/packing.py [--seeds 5]
 
 Lengths are log-normal (median 400 tokens, sigma 1), cut at the longest sequence. Three tables:
 
@@ -20,6 +22,7 @@ from collections.abc import Sequence
 
 import torch
 from gpu_model import table
+from machine import Watch, description
 
 from megatron_rl.config.machine import BLOCK
 from megatron_rl.data.packing import plan_microbatches
@@ -52,6 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="batches of each case; the tables show their mean")
     options = parser.parse_args()
+    watch = Watch()
     tables: list[list[dict[str, object]]] = [[], [], []]
     for rows, ranks, multiple, budget, longest in CASES:
         case = {"rows": rows, "ranks": ranks, "multiple": multiple, "budget": budget}
@@ -60,6 +64,7 @@ def main() -> None:
             keys = results[0][number]
             means = {key: sum(result[number][key] for result in results) / len(results) for key in keys}
             found.append(case | {key: f"{value:.4f}" for key, value in means.items()})
+    print(f"{description()}; {watch.load()}. Load matters to plan_s alone; the rest are counts, equal on every machine.\n")
     print("\n\n".join(map(table, tables)))
 
 

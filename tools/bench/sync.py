@@ -1,17 +1,16 @@
-"""Time of a planned weight sync against gather and broadcast, same run, same shards, median of the repetitions.
+"""Time of a planned weight sync against gather and broadcast, same run, same shards, median and quartiles of the repetitions.
 
     torchrun --standalone --nproc-per-node 4 tools/bench/sync.py --train tp=2,pp=2 --rollout tp=1,dp=4 --hidden 1024 --layers 8
 
 Shards of a Qwen2-shaped model (random, not trained) stand in for both engines; what is timed is the movement alone. The two ways take
 turns within each repetition, and both must leave the same bytes behind. Gather: every tensor whole on every process, from its first
-holders, then cut. Prints one JSON object on rank 0.
+holders, then cut. Prints one JSON object on rank 0; its `machine` says what else ran.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -19,6 +18,7 @@ from dataclasses import fields
 import torch
 import torch.distributed as dist
 import xxhash
+from machine import Watch, description, spread
 from torch import Tensor
 
 from megatron_rl.weight_sync.boxes import Boxes, Rect
@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--bucket-mib", type=int, default=16)
     parser.add_argument("--repetitions", type=int, default=10)
     options = parser.parse_args()
+    watch = Watch()
     dist.init_process_group("gloo")
     rank, train, rollout = dist.get_rank(), layout(TrainLayout, options.train), layout(RolloutLayout, options.rollout)
     heads = options.hidden // 128
@@ -136,13 +137,17 @@ def main() -> None:
         seconds["plan_verified"].append(timed(verified))
         seconds["gather"].append(timed(lambda: gather.run(source, other)))
         assert all(torch.equal(one[key], other[key]) for key in one), "the two ways left different bytes"
+    own = torch.tensor(watch.own_since(), dtype=torch.float64)
+    dist.all_reduce(own)
     if rank == 0:
-        figures = {f"{way}_seconds": round(statistics.median(times[1:]), 4) for way, times in seconds.items()}  # the first warms up
-        figures |= {f"{way}_quartiles": [round(q, 4) for q in statistics.quantiles(times[1:], n=4)[::2]] for way, times in seconds.items()}
-        pairs = zip(seconds["plan_verified"][1:], seconds["plan"][1:])
-        figures["digest_share"] = round(statistics.median((checked - plain) / checked for checked, plain in pairs), 4)
+        found = {way: spread(times[1:]) for way, times in seconds.items()}  # the first warms up
+        figures = {f"{way}_seconds": round(times.median, 4) for way, times in found.items()}
+        figures |= {f"{way}_quartiles": [round(times.low, 4), round(times.high, 4)] for way, times in found.items()}
+        pairs = list(zip(seconds["plan_verified"][1:], seconds["plan"][1:]))
+        figures["digest_share"] = round(spread([(checked - plain) / checked for checked, plain in pairs]).median, 4)
         figures |= {"bytes_sent": plan.bytes_sent, "lower_bound": plan.lower_bound, "gather_bytes": plan.gather_bytes}
-        print(json.dumps({**figures, "bytes_local": plan.bytes_local, "peak_staging_bytes": reports[-1].peak_staging_bytes}))
+        figures |= {"bytes_local": plan.bytes_local, "peak_staging_bytes": reports[-1].peak_staging_bytes}
+        print(json.dumps(figures | {"machine": f"{description()}; {watch.load(own.item())}"}))
     dist.destroy_process_group()
 
 

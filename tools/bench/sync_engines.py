@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from types import ModuleType
 
 import torch
 from gpu_model import EOS, add_options, build_policy, read_config, show, write_model
+from machine import Watch, description, spread
 from mbridge_export import MbridgeExport
 
 from megatron_rl.config.schema import Config
@@ -79,6 +79,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.mbridge and importlib.util.find_spec("mbridge") is None:
         parser.error("--mbridge: no such package here; pip install --no-deps mbridge==0.15.1")
+    watch = Watch()
     world = launch.start()
     model = world.from_main(lambda: write_model(options))
     config = read_config(model, *options.override)
@@ -109,12 +110,14 @@ def main() -> None:
         export.check()
     rows = []
     for name, seconds in taken.items():
-        low, median, high = statistics.quantiles(seconds[1:], n=4)
-        plain, share = name.removesuffix(", digests"), statistics.median(digests[name][1:])
+        found = spread(seconds[1:])
+        plain, share = name.removesuffix(", digests"), spread(digests[name][1:]).median
         sent = sum(world.all_gather(reports[name].bytes_sent))
-        rows.append({"sync": name, "median s": median, "quartiles": f"{low:.3f}-{high:.3f}", "sent, MB": sent / 1e6})
-        rows[-1] |= {"peak, MB": statistics.median(memory[name][1:]) / 1e6} | ({"digests": f"{share:.1%}"} if name != plain else {})
+        rows.append({"sync": name, "median s": found.median, "quartiles": f"{found.low:.3f}-{found.high:.3f}", "sent, MB": sent / 1e6})
+        rows[-1] |= {"peak, MB": spread(memory[name][1:]).median / 1e6} | ({"digests": f"{share:.1%}"} if name != plain else {})
+    own = sum(world.all_gather(watch.own_since()))
     if world.is_main:
+        print(f"{description()}; {watch.load(own)}.")
         print(f"{len(taken['plan']) - 1} syncs each of {reports['gather'].bytes_total / 1e6:.0f} MB of weights")
         show([rows], options)
     launch.leave(0)
