@@ -52,7 +52,8 @@ class Ballot:
             claim = self.folder / f"first_failure_{turn}"
             if create(claim, str(os.getpid())):
                 return True
-            if self.decided() or alive(int(claim.read_text())):
+            # In this order: a winner that is found dead has said what it had to say before.
+            if alive(int(claim.read_text())) or self.decided():
                 return False
         raise AssertionError("unreachable")
 

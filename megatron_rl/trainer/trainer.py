@@ -12,6 +12,7 @@ from megatron_rl.data.packing import plan_microbatches
 from megatron_rl.data.shared_prompts import plan_shared_prompts
 from megatron_rl.loss import Method
 from megatron_rl.protocols import Entropy, Policy
+from megatron_rl.runtime import failure
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import resident_gib
 from megatron_rl.trainer.evaluate import Evaluator
@@ -49,6 +50,7 @@ class Trainer:
         ``requeue`` marker)."""
         parts, plan = self.parts, self.schedule
         finished = parts.folder.resume(parts.policy, parts.rollouts)
+        failure.saved(finished)
         parts.hand_over.to_engine(finished)
         if finished == 0 and plan.evaluate_at_start:
             parts.folder.log({"step": 0} | self._evaluate())
@@ -61,6 +63,7 @@ class Trainer:
             if stop or (plan.save_every and step % plan.save_every == 0) or step == plan.num_steps:
                 parts.hand_over.to_policy()
                 parts.folder.save(step, parts.policy, parts.rollouts)
+                failure.saved(step)
             if stop:
                 parts.folder.request_requeue(step)
                 return
