@@ -110,9 +110,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(" ".join(words) for words in commands))
         return 0
     failed = []
-    for name, words in zip(names, commands, strict=True):
+    for done, (name, words) in enumerate(zip(names, commands, strict=True)):
         print(f"--- {name}", flush=True)
-        if subprocess.run(words, check=False).returncode:
+        try:
+            code = subprocess.run(words, check=False).returncode
+        except KeyboardInterrupt:  # the run had it, too, and has said what was saved
+            print(f"interrupted after {done} of {len(names)} runs; the same command goes on", file=sys.stderr)
+            return 1
+        if code:
             failed.append(name)
     if sbatch is None:
         print(summary(options.out, runs, names))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.protocols import ENGINE_PARTS
+from megatron_rl.rollout.refusals import building
 from megatron_rl.rollout.sampling import request_seed, scoring, vllm_sampling
 from megatron_rl.rollout.shared_memory import private_segments
 from megatron_rl.rollout.stream import CheckedStream, expected_tensors
@@ -72,6 +73,7 @@ class VllmEngine:
 
             if config.tensor > 1 and not torch.cuda.is_available():
                 stack.enter_context(private_segments(launch_id))
+            stack.enter_context(building(model_path, config))
             self._llm = LLM(**engine_arguments(model_path, config, seed + self.replica))
         _ALIVE.append(self._llm)
         unlink_broadcast_buffer()
