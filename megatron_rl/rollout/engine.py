@@ -73,10 +73,10 @@ class VllmEngine:
 
             if config.tensor > 1 and not torch.cuda.is_available():
                 stack.enter_context(private_segments(launch_id))
+            stack.callback(unlink_broadcast_buffer)  # also when the engine is refused
             stack.enter_context(building(model_path, config))
             self._llm = LLM(**engine_arguments(model_path, config, seed + self.replica))
         _ALIVE.append(self._llm)
-        unlink_broadcast_buffer()
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
         """``num_responses`` completions for each prompt, on every rank of the replica.
@@ -272,8 +272,10 @@ def engine_arguments(model_path: str, config: RolloutConfig, seed: int) -> dict[
 def unlink_broadcast_buffer() -> None:
     """Every rank has mapped the buffer of the tensor-parallel group when the engine is built; without its name it goes with its last
     process, however that ends, and nothing reports it as leaked."""
-    from vllm.distributed.parallel_state import get_tp_group
+    from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
 
+    if not model_parallel_is_initialized():
+        return
     queue = get_tp_group().mq_broadcaster
     buffer = None if queue is None else queue.buffer
     if buffer is not None and buffer.is_creator:

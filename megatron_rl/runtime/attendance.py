@@ -64,7 +64,7 @@ class Attendance:
         """By the first of those that wait."""
         present = [rank for rank in range(self._size) if rank not in absent]
         if absent and present[0] == self._rank:
-            text = f"waiting for {ranks(absent)} since {waited:.0f} s: busy, stopped or hung?\n"
+            text = f"waiting for {ranks(absent)} for {waited:.0f} s: busy, stopped or hung?\n"
             sys.stderr.write(text)
             sys.stderr.flush()
 

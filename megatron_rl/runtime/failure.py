@@ -37,7 +37,11 @@ BROKEN_CONNECTION = re.compile(
     r"gloo|GLHF|NCCL|nccl|Connection (closed|reset|refused)|Broken pipe|Timed out waiting|"
     r"Socket Timeout|failed to recv|failed to send|TCPStore|process group has been aborted"
 )
-OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|Cannot allocate memory|bad_alloc")
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|Cannot allocate memory|bad_alloc|failed to map segment"
+)
+# A thread needs room for its stack and a place among the user's processes; the text is the same.
+OUT_OF_THREADS = re.compile(r"Resource temporarily unavailable|can't start new thread")
 
 
 @dataclass(frozen=True)
@@ -226,25 +230,35 @@ def shortened(text: str) -> str:
 def out_of_memory(error: BaseException) -> str | None:
     """What to say of an error that means "no memory left", with the place in this package; else None."""
     text = str(error)
-    if not isinstance(error, MemoryError) and not (
-        isinstance(error, RuntimeError | OSError) and OUT_OF_MEMORY.search(text)
-    ):
+    threads = isinstance(error, RuntimeError) and OUT_OF_THREADS.search(text)
+    by_text = isinstance(error, RuntimeError | OSError | ImportError) and OUT_OF_MEMORY.search(text)
+    if not (isinstance(error, MemoryError) or by_text or threads):
         return None
     import resource
 
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames[1:] if "megatron_rl" in Path(frame.filename).parts]
-    place = f" in {Path(own[-1].filename).name}:{own[-1].lineno} ({own[-1].name})" if own else ""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     limited = ""
     if limit != resource.RLIM_INFINITY:
         limited = f" This process may use {limit / 2**30:.1f} GiB (ulimit -v): raise that."
+    said = f"{place_of(error)}: {first_line(error)}.{limited}"
+    if threads:
+        return (
+            f"rank {STATE.rank} is out of memory or of threads{said}\n"
+            "Raise the limit on processes (ulimit -u, pids of the container), or start fewer ranks."
+        )
     return (
-        f"rank {STATE.rank} is out of memory{place}: {first_line(error)}.{limited}\n"
+        f"rank {STATE.rank} is out of memory{said}\n"
         "Lower batch.tokens_per_microbatch, rollout.kv_cache_gib or rollout.max_num_seqs, spread the "
         "model over more ranks\n(parallel, precision), or use a smaller model; tools/plan_memory.py "
         "computes what a rank needs."
     )
+
+
+def place_of(error: BaseException) -> str:
+    """The innermost line of this package, e.g. `` in model.py:120 (forward)``; empty where unknown."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames[1:] if "megatron_rl" in Path(frame.filename).parts]
+    return f" in {Path(own[-1].filename).name}:{own[-1].lineno} ({own[-1].name})" if own else ""
 
 
 def is_consequence(error: BaseException) -> bool:
