@@ -30,7 +30,8 @@ MAX_LINES = 12
 CAUSE_S = 1.0  # an error that follows from another one waits so long for its message
 GONE_S = 5.0  # then so long until the rank that is gone can be named
 WINNER_S = 15.0  # the first rank may take so long to say its message
-FOLLOW_S = 5.0  # torchrun sends SIGTERM within 0.1 s of the first exit
+FOLLOW_ELSEWHERE_S = 3.0  # for the message on another machine to come out
+FOLLOW_S = 6.0  # torchrun sends SIGTERM within 0.1 s of the first exit
 
 # What gloo, NCCL and the store say when another rank has gone, or never came.
 BROKEN_CONNECTION = re.compile(
@@ -169,7 +170,8 @@ def say_or_follow(message: Message, *, by_others: bool = False) -> int:
     ballot = STATE.ballot
     while not ballot.win():
         if ballot.lost_elsewhere:
-            return follow()
+            write_error_file("another machine of the launch failed first, and says why")
+            return follow(FOLLOW_ELSEWHERE_S)
         heard = ballot.wait(lambda: ballot.decided() or not ballot.pending(), WINNER_S)
         if ballot.decided():
             return follow()
@@ -179,9 +181,10 @@ def say_or_follow(message: Message, *, by_others: bool = False) -> int:
     return follow() if by_others else 1
 
 
-def follow() -> int:
-    """Another rank has failed: wait for torchrun's SIGTERM."""
-    ended = STATE.ballot.wait(STATE.terminated.is_set, FOLLOW_S)
+def follow(seconds: float = FOLLOW_S) -> int:
+    """Another rank has failed: wait for torchrun's SIGTERM. The torchrun of another machine than that
+    of the failed rank sends none; there the first rank leaves before the others."""
+    ended = STATE.ballot.wait(STATE.terminated.is_set, seconds)
     return 0 if ended and not STATE.ballot.lost_elsewhere else 1
 
 
