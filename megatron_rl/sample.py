@@ -17,6 +17,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_rl.plugins import load_plugins
+from megatron_rl.runtime.failure import leave
+from megatron_rl.runtime.process import reported
+
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -33,35 +37,41 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--responses", type=int, default=1, help="per prompt (default 1)")
     parser.add_argument("--temperature", type=float, help="default: that of the evaluation")
     parser.add_argument("--max-tokens", type=int, help="default: rollout.max_response_tokens")
+    plugin = "your own code, imported first; see examples/plugins"
+    parser.add_argument(
+        "--plugin", action="append", default=[], metavar="MODULE_OR_FILE", help=plugin
+    )
     return parser.parse_intermixed_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Ends the process: 0 when the answers are on the screen, 1 on any error."""
-    options = arguments(argv)
-    from megatron_rl.runtime.launch import leave, report, set_up_messages, start
+    with reported():
+        run(arguments(argv))
+    leave(0)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Collective: builds the engine, asks, prints."""
+    from megatron_rl.runtime.launch import set_up_messages, start
 
     world = start()
     set_up_messages(world.rank)
-    try:
-        from megatron_rl.trainer.sample import Question, answers, find_source
+    load_plugins(options.plugin)
+    from megatron_rl.trainer.sample import Question, answers, find_source
 
-        found = find_source(options.source, options.overrides, world.size)
-        question = Question(
-            texts=tuple(options.prompt),
-            num_prompts=options.num_prompts,
-            num_responses=options.responses,
-            temperature=options.temperature,
-            max_tokens=options.max_tokens,
-        )
-        with tempfile.TemporaryDirectory(prefix="megatron_rl_sample_") as scratch:
-            shown = answers(found, question, world, Path(scratch))
-        if world.is_main:
-            print(shown, flush=True)
-    except BaseException as error:  # noqa: BLE001 (reported, then the process ends with code 1)
-        report(error, world.rank)
-        leave(1)
-    leave(0)
+    found = find_source(options.source, options.overrides, world.size)
+    question = Question(
+        texts=tuple(options.prompt),
+        num_prompts=options.num_prompts,
+        num_responses=options.responses,
+        temperature=options.temperature,
+        max_tokens=options.max_tokens,
+    )
+    with tempfile.TemporaryDirectory(prefix="megatron_rl_sample_") as scratch:
+        shown = answers(found, question, world, Path(scratch))
+    if world.is_main:
+        print(shown, flush=True)
 
 
 if __name__ == "__main__":

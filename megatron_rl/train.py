@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import yaml
 
@@ -13,12 +14,21 @@ from megatron_rl.config.checks import check
 from megatron_rl.config.load import check_given, compose, conf_dir, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.plugins import load_plugins
+from megatron_rl.runtime.failure import leave
+from megatron_rl.runtime.process import reported
+
+
+class Parser(argparse.ArgumentParser):
+    """One that leaves its errors to be said once, by the first rank."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; --help shows what there is")
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     groups = sorted(path.name for path in conf_dir().iterdir() if path.is_dir())
     options = "\n".join(f"  {group}: {', '.join(sorted(file.stem for file in (conf_dir() / group).glob('*.yaml')))}" for group in groups)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m megatron_rl.train",
         description="Reinforcement learning with verifiable rewards: Megatron-Core policy, vLLM rollouts.",
         epilog=f"Groups and their options (group=option):\n{options}\n\nAll keys with their values: --cfg job",
@@ -49,29 +59,31 @@ def show(options: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Ends the process: 0 when the run finished or was saved on request, 1 on any error."""
-    options = arguments(argv)
-    if options.cfg:
-        sys.exit(show(options))
-    from megatron_rl.runtime.launch import leave, report, set_up_messages, start  # torch only once there is something to run
+    with reported():
+        options = arguments(argv)
+        if options.cfg:
+            sys.exit(show(options))
+        run(options)
+    leave(0)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Collective: reads and checks what the user gave, builds the parts, trains."""
+    from megatron_rl.runtime.launch import set_up_messages, start  # torch only once there is something to run
 
     world = start()
     set_up_messages(world.rank)
-    try:
-        load_plugins(options.plugin)
-        config = validate(Config, compose("config", options.overrides, options.config_dir), "the configuration")
-        from megatron_rl.policy.machine import this_machine
+    load_plugins(options.plugin)
+    config = validate(Config, compose("config", options.overrides, options.config_dir), "the configuration")
+    from megatron_rl.policy.machine import this_machine
 
-        check(config, world.size, this_machine())
-        from megatron_rl.runtime.display import Display
-        from megatron_rl.trainer.build import build_trainer
-        from megatron_rl.trainer.memory_plan import check_memory
+    check(config, world.size, this_machine())
+    from megatron_rl.runtime.display import Display
+    from megatron_rl.trainer.build import build_trainer
+    from megatron_rl.trainer.memory_plan import check_memory
 
-        check_memory(config, world)
-        build_trainer(config, world, Display(shown=world.is_main)).run()
-    except BaseException as error:  # noqa: BLE001 (reported, then the process ends with code 1)
-        report(error, world.rank)
-        leave(1)
-    leave(0)
+    check_memory(config, world)
+    build_trainer(config, world, Display(shown=world.is_main)).run()
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from megatron_rl.data.rows import Problems
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.runtime.launch import leave, report, set_up_messages, start
+from megatron_rl.runtime.launch import leave, reported, set_up_messages, start
 from megatron_rl.types import LossOutput, Prompt, TokenView
 
 TASKS = "reasoning_gym:chain_sum?min_terms=2&max_terms=3&max_digits=1&size=2000&seed=3+spell_backward?max_word_len=5&size=2000&seed=3"
@@ -189,11 +189,8 @@ def make(options: argparse.Namespace) -> None:
 def main() -> None:
     disable_progress_bar()
     options = arguments()
-    try:
+    with reported():
         make(options)
-    except BaseException as error:  # noqa: BLE001 (reported, then the process ends with code 1)
-        report(error, 0)
-        leave(1)
     leave(0)
 
 

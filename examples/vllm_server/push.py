@@ -24,28 +24,29 @@ def main() -> None:
     parser.add_argument("--tensor", type=int, default=1, help="tensor parallelism of the policy")
     parser.add_argument("--params", default="bfloat16", help="dtype of the policy's weights, that of the server")
     options = parser.parse_args()
-    world = launch.start()
-    try:
-        policy = MegatronPolicy(
-            ModelConfig(path=str(options.model), make_vocab_divisible_by=128),
-            ParallelConfig(**compose("parallel/single") | {"tensor": options.tensor}),
-            PrecisionConfig(**compose("precision/bf16") | {"params": options.params}),
-            OptimConfig(**compose("optim/adam")),
-            temperature=1.0,
-            keep_reference=False,
-            total_optimizer_steps=1,
-            max_sequence_tokens=1024,
-        )
-        # What a trainer does once ...
-        sync = ServerSync(policy, HttpServer(options.server), world)
-        # ... and after each of its updates
-        report = sync.sync(options.version)
-        if world.is_main:
-            print(f"{report.bytes_total} bytes (least possible: {sync.plan.lower_bound}) in {report.seconds:.3f} s", flush=True)
-    except BaseException as error:  # noqa: BLE001 (reported, then the process ends with code 1)
-        launch.report(error, world.rank)
-        launch.leave(1)
+    with launch.reported():
+        push(options)
     launch.leave(0)
+
+
+def push(options: argparse.Namespace) -> None:
+    world = launch.start()
+    policy = MegatronPolicy(
+        ModelConfig(path=str(options.model), make_vocab_divisible_by=128),
+        ParallelConfig(**compose("parallel/single") | {"tensor": options.tensor}),
+        PrecisionConfig(**compose("precision/bf16") | {"params": options.params}),
+        OptimConfig(**compose("optim/adam")),
+        temperature=1.0,
+        keep_reference=False,
+        total_optimizer_steps=1,
+        max_sequence_tokens=1024,
+    )
+    # What a trainer does once ...
+    sync = ServerSync(policy, HttpServer(options.server), world)
+    # ... and after each of its updates
+    report = sync.sync(options.version)
+    if world.is_main:
+        print(f"{report.bytes_total} bytes (least possible: {sync.plan.lower_bound}) in {report.seconds:.3f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ BLOCK = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
 MIN_ENGINE = {"delayed": (1, 0), "tensorwise": (2, 2), "blockwise": (2, 3), "mxfp8": (2, 1)}
 # Compute capabilities [from, below): FP8 exists since Ada (8.9), scales of blocks since Hopper (9.0), MXFP8 on Blackwell (10.x, 11.x).
 CAPABILITY = {"delayed": ((8, 9), (99, 0)), "tensorwise": ((8, 9), (99, 0)), "blockwise": ((9, 0), (99, 0)), "mxfp8": ((10, 0), (12, 0))}
+# Widths of an attention head for which vLLM has CPU kernels; it finds out with the first request.
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 OTHER_RECIPE = "choose precision=fp8_tensorwise or precision=bf16"
 
 
@@ -38,6 +40,8 @@ def machine_problems(config: Config, machine: Machine, hf_config: Mapping[str, A
         yield from _recipe(fp8, machine)
         if hf_config is not None:
             yield from _sizes(fp8, config.parallel, hf_config)
+    if machine.compute_capability is None and hf_config is not None:
+        yield from _cpu_heads(hf_config)
     if precision.adam == "fused" and machine.adam == "torch":
         yield (
             "precision.adam = fused: neither Transformer Engine nor apex can be imported here; install one, or set precision.adam=auto "
@@ -52,6 +56,18 @@ def machine_problems(config: Config, machine: Machine, hf_config: Mapping[str, A
         yield (
             f"rollout.quantization = {config.rollout.quantization}: needs a GPU of compute capability 8.9 or more, this machine has "
             f"{_capability(machine)}; set rollout.quantization=null"
+        )
+
+
+def _cpu_heads(hf_config: Mapping[str, Any]) -> Iterator[str]:
+    head_dim, heads = hf_config.get("head_dim"), hf_config.get("num_attention_heads")
+    if head_dim is None and isinstance(heads, int) and heads > 0:
+        head_dim = hf_config.get("hidden_size", 0) // heads
+    if isinstance(head_dim, int) and head_dim not in CPU_HEAD_DIMS:
+        known = ", ".join(map(str, CPU_HEAD_DIMS))
+        yield (
+            f"model.path: head_dim = {head_dim}: without a GPU vLLM has attention for {known} only; "
+            "use a model with one of these, or a GPU"
         )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.protocols import ENGINE_PARTS
+from megatron_rl.rollout.refusals import building
 from megatron_rl.rollout.sampling import request_seed, scoring, vllm_sampling
 from megatron_rl.rollout.shared_memory import private_segments
 from megatron_rl.rollout.stream import CheckedStream, expected_tensors
@@ -73,9 +74,10 @@ class VllmEngine:
 
             if config.tensor > 1 and not torch.cuda.is_available():
                 stack.enter_context(private_segments(launch_id))
+            stack.callback(unlink_broadcast_buffer)  # also when the engine is refused
+            stack.enter_context(building(model_path, config))
             self._llm = LLM(**engine_arguments(model_path, config, seed + self.replica))
         _ALIVE.append(self._llm)
-        unlink_broadcast_buffer()
 
     def generate(
         self,
@@ -277,8 +279,10 @@ def engine_arguments(model_path: str, config: RolloutConfig, seed: int) -> dict[
 def unlink_broadcast_buffer() -> None:
     """Every rank has mapped the buffer of the tensor-parallel group when the engine is built; without its name it goes with its last
     process, however that ends, and nothing reports it as leaked."""
-    from vllm.distributed.parallel_state import get_tp_group
+    from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
 
+    if not model_parallel_is_initialized():
+        return
     queue = get_tp_group().mq_broadcaster
     buffer = None if queue is None else queue.buffer
     if buffer is not None and buffer.is_creator:

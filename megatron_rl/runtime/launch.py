@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import socket
 import sys
-import traceback
 import uuid
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from megatron_rl.runtime import failure
+from megatron_rl.runtime.attendance import Attendance
+from megatron_rl.runtime.failure import Peer
+from megatron_rl.runtime.failure import leave as leave
+from megatron_rl.runtime.failure import report as report
+from megatron_rl.runtime.process import prepare
+from megatron_rl.runtime.process import reported as reported
 
 Value = TypeVar("Value")
 
@@ -29,6 +39,7 @@ class World:
     launch_id: str  # unique to this launch, equal on its ranks
     control_group: Any = None
     local_size: int = 1  # ranks on this machine; neighbours in rank order
+    attendance: Attendance | None = None
 
     @property
     def is_main(self) -> bool:
@@ -39,7 +50,8 @@ class World:
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self.control_group)
+        with self.attendance.collective() if self.attendance else nullcontext():
+            dist.all_gather_object(gathered, value, group=self.control_group)
         return gathered
 
     def any(self, flag: bool) -> bool:
@@ -77,21 +89,50 @@ def start(timeout_s: float = 1800.0) -> World:
     if not present:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    prepare()
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(local_rank)
-    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    join("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout_s)
     control = dist.new_group(backend="gloo") if on_gpu else dist.group.WORLD
-    launch_id = [uuid.uuid4().hex[:12]]
-    dist.broadcast_object_list(launch_id, src=0, group=control)
-    return World(dist.get_rank(), dist.get_world_size(), local_rank, launch_id[0], control, local_size)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    cards: list[Any] = [None] * size
+    card = (uuid.uuid4().hex[:12], socket.gethostname(), os.getpid())
+    dist.all_gather_object(cards, card, group=control)
+    failure.joined(rank, [Peer(other, host, pid) for other, (_, host, pid) in enumerate(cards)])
+    attendance = Attendance(rank, size) if size > 1 else None
+    return World(rank, size, local_rank, cards[0][0], control, local_size, attendance)
+
+
+def join(backend: str, timeout_s: float) -> None:
+    """``init_process_group``, whose errors do not name what the user can change."""
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except dist.DistNetworkError as error:
+        if not re.search(r"EADDRINUSE|address already in use", str(error)):
+            raise
+        raise ValueError(
+            f"launch: port {os.environ['MASTER_PORT']} of this machine is taken by another program; "
+            "stop that, or choose another port (torchrun --standalone takes a free one)"
+        ) from None
+
+
+class StderrHandler(logging.StreamHandler):
+    """Writes to what ``sys.stderr`` is at that moment: a live line of the display stands in for it
+    while it is shown, and lines printed past it would break it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
 
 
 def set_up_messages(rank: int) -> None:
     """Notices of this package from rank 0 and errors from every rank, on stderr. Of Python warnings only this package's own are
     shown: those of libraries are for their developers (``python -W default`` brings them back)."""
-    handler = logging.StreamHandler()
+    handler = StderrHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger = logging.getLogger("megatron_rl")
     logger.addHandler(handler)
@@ -99,22 +140,3 @@ def set_up_messages(rank: int) -> None:
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", module=r"megatron_rl\.(?!runtime\.cpu)")  # runtime.cpu stands between torch and its callers
-
-
-def leave(code: int) -> None:
-    """Ends the process now. Engines hold threads and groups whose orderly teardown can wait for ranks that are already gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def report(error: BaseException, rank: int) -> None:
-    """One message: a user's error without traceback (every rank meets it, rank 0 says it), anything else with."""
-    if isinstance(error, ValueError | FileNotFoundError) and not isinstance(error, UnicodeError):
-        if rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-    elif isinstance(error, KeyboardInterrupt):
-        print(f"[rank {rank}] interrupted", file=sys.stderr, flush=True)
-    else:
-        traceback.print_exception(error)
-        print(f"[rank {rank}] error: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """Preemption: SIGUSR1 asks for a checkpoint and an orderly end at the next step boundary.
 
-SIGTERM keeps its default action on purpose: a Python handler does not run while a rank waits inside a collective, and would
-so turn the quick end of a broken launch into a wait for SIGKILL.
+SIGTERM saves nothing: it ends a rank at once (``runtime/termination.py``), also one that waits inside a
+collective for ranks that are gone.
 """
 
 from __future__ import annotations

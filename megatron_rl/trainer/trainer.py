@@ -12,6 +12,7 @@ from megatron_rl.data.packing import plan_microbatches
 from megatron_rl.data.shared_prompts import plan_shared_prompts
 from megatron_rl.loss import Method
 from megatron_rl.protocols import Entropy, Policy
+from megatron_rl.runtime import failure
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import resident_gib
@@ -52,6 +53,7 @@ class Trainer:
         parts, plan = self.parts, self.schedule
         parts.display.line(f"results go to {parts.folder.path}")
         finished = parts.folder.resume(parts.policy, parts.rollouts)
+        failure.saved(finished)
         with parts.display.phase("first weight sync"):
             parts.hand_over.to_engine(finished)
         if finished == 0 and plan.evaluate_at_start:
@@ -65,6 +67,7 @@ class Trainer:
             if stop or (plan.save_every and step % plan.save_every == 0) or step == plan.num_steps:
                 parts.hand_over.to_policy()
                 parts.folder.save(step, parts.policy, parts.rollouts)
+                failure.saved(step)
             if stop:
                 parts.folder.request_requeue(step)
                 return

@@ -16,7 +16,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.loss import load_method
 from megatron_rl.runtime.digest import combined_digest, tensor_digest
 from megatron_rl.runtime.display import Display
-from megatron_rl.runtime.launch import leave, report, start
+from megatron_rl.runtime.launch import leave, reported, start
 from megatron_rl.trainer.build import build_trainer
 from megatron_rl.trainer.rollouts import Rollouts
 from megatron_rl.trainer.settings import rollout_sampling
@@ -40,8 +40,8 @@ def two_steps(trainer: Trainer, config: Config, name: str, first_step: int) -> d
 
 
 def main(out: Path, names: Sequence[str], overrides: Sequence[str]) -> None:
-    world = start()
-    try:
+    with reported():
+        world = start()
         config = validate(Config, compose("config", overrides), "the configuration")
         trainer = build_trainer(config, world, Display(shown=world.is_main))
         trainer.parts.folder.resume(trainer.parts.policy, trainer.parts.rollouts)
@@ -49,9 +49,6 @@ def main(out: Path, names: Sequence[str], overrides: Sequence[str]) -> None:
         rows = [two_steps(trainer, config, name, 1 + 2 * index) for index, name in enumerate(names)]
         if world.is_main:
             out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    except BaseException as error:  # noqa: BLE001 (reported, then the process ends with code 1)
-        report(error, world.rank)
-        leave(1)
     leave(0)
 
 

@@ -81,3 +81,12 @@ def test_the_reach_of_a_scale(precision, size, fits):
     model = {**QWEN2_5_7B, "intermediate_size": size}
     found = [text for text in problems(BLACKWELL, f"precision={precision}", model=model) if "feed-forward width" in text]
     assert bool(found) != fits
+
+
+def test_heads_without_a_cpu_kernel_are_refused_before_the_engine_is_built():
+    narrow = QWEN2_5_7B | {"head_dim": 16}
+    (problem,) = problems(CPU, model=narrow)
+    assert problem.startswith("model.path: head_dim = 16: without a GPU vLLM has attention for 32, 64")
+    assert problems(CPU, model=QWEN2_5_7B) == []  # 3584 / 28 = 128
+    assert problems(HOPPER, model=narrow) == []
+    assert problems(CPU, model={"hidden_size": 64}) == []  # what is missing is said by the model's own checks

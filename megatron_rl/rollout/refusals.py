@@ -1,0 +1,75 @@
+"""What vLLM says when it cannot be built, in the words of this configuration."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pydantic import ValidationError
+
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.errors import first_line
+
+CACHE_TOO_SMALL = re.compile(r"memory for the cache blocks|KV cache is needed")
+NEEDED = re.compile(r"\(([\d.]+) GiB KV cache is needed")
+# A call of its own, not the sentence that follows in vLLM's message: that names options of vLLM.
+SHARED_MEMORY = re.compile(r"(Insufficient space in /dev/shm.*? free)")
+
+
+@contextmanager
+def building(model_path: str, config: RolloutConfig) -> Iterator[None]:
+    """Around the construction of the engine.
+
+    Raises:
+        ValueError: vLLM refused; names the key and what to do. Other errors pass as they are.
+    """
+    try:
+        yield
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        refusal = explained(error, model_path, config)
+        if refusal is None:
+            raise
+        raise ValueError(refusal) from error
+
+
+def explained(error: Exception, model_path: str, config: RolloutConfig) -> str | None:
+    """The message for the user; None for a fault.
+
+    Example: a cache that holds no block gives ``rollout.kv_cache_gib = 1e-05: too small for one
+    sequence of 1280 tokens; raise it, ...``
+    """
+    text = str(error)
+    if CACHE_TOO_SMALL.search(text):
+        return cache_too_small(text, config)
+    shared = SHARED_MEMORY.search(text)
+    if shared:
+        return (
+            f"rollout.tensor = {config.tensor}: the ranks of an engine talk through shared memory: "
+            f"{shared[1]}; enlarge it (containers: --shm-size or --ipc=host)"
+        )
+    if isinstance(error, ValidationError):
+        said = "; ".join(first_line(ValueError(problem["msg"])) for problem in error.errors())
+    elif isinstance(error, ValueError | NotImplementedError):
+        said = first_line(error)
+    else:
+        return None
+    said = said.removeprefix("Value error, ").rstrip(".")
+    return (
+        f"model.path = {model_path}: vLLM cannot serve this model with the settings of rollout.*: "
+        f"{said}; correct the setting, or use another model"
+    )
+
+
+def cache_too_small(text: str, config: RolloutConfig) -> str:
+    """On a CPU, or where it is set, the size of the cache is a key; else what the GPU has left."""
+    tokens = config.max_prompt_tokens + config.max_response_tokens
+    needed = NEEDED.search(text)
+    wanted = f" ({needed[1]} GiB are needed)" if needed else ""
+    key = f"rollout.kv_cache_gib = {config.kv_cache_gib}"
+    if config.kv_cache_gib is None:
+        key = f"rollout.gpu_memory_utilization = {config.gpu_memory_utilization}"
+    return (
+        f"{key}: leaves no room for the keys and values of one sequence of {tokens} tokens{wanted}; "
+        "raise it, or lower rollout.max_prompt_tokens or rollout.max_response_tokens"
+    )

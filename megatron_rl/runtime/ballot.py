@@ -1,0 +1,120 @@
+"""Which rank of a launch says why it ends: the first that asks, and nobody else.
+
+The ranks of a machine decide it by a file in the folder that torchrun made for this start: it is
+there before any rank joins the others, needs no memory, network or thread, and goes with the start.
+Machines decide it among themselves by the store of the launch, as far as that still answers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+POLL_S = 0.02
+STORE_S = 3.0  # a store whose machine is gone may never answer
+
+
+class Ballot:
+    """One per process.
+
+    Args:
+        folder: private to this start of the launch on this machine; None where the ranks have none
+            in common. Then, without ``elsewhere``, every rank wins: better twice than not at all.
+        elsewhere: asks the other machines; True when this process is the first there, too.
+    """
+
+    def __init__(self, folder: Path | None, elsewhere: Callable[[], bool] | None = None) -> None:
+        self.folder, self.elsewhere = folder, elsewhere
+        self.lost_elsewhere = False  # the first here, and not the first of all machines
+
+    def win(self) -> bool:
+        """True for one process of the launch: it has to say its error, and then to call ``said``.
+
+        When the winner dies before it has said anything, the next one that asks wins.
+        """
+        if not self.win_here():
+            return False
+        if self.elsewhere is None or bounded(self.elsewhere):
+            return True
+        self.lost_elsewhere = True
+        self.said()  # on another machine
+        return False
+
+    def win_here(self) -> bool:
+        """As ``win``, among the processes of this machine."""
+        if self.folder is None:
+            return True
+        for turn in itertools.count():
+            claim = self.folder / f"first_failure_{turn}"
+            if create(claim, str(os.getpid())):
+                return True
+            # In this order: a winner that is found dead has said what it had to say before.
+            if alive(int(claim.read_text())) or self.decided():
+                return False
+        raise AssertionError("unreachable")
+
+    def said(self) -> None:
+        """The winner's message is out."""
+        if self.folder is not None:
+            create(self.folder / "failure_said", str(os.getpid()))
+
+    def decided(self) -> bool:
+        """Whether a process of this machine has said its error."""
+        return self.folder is not None and (self.folder / "failure_said").exists()
+
+    def pending(self) -> bool:
+        """Whether a living process has won and not said anything yet."""
+        if self.folder is None or self.decided():
+            return False
+        claims = self.folder.glob("first_failure_[0-9]*")
+        return any(alive(int(claim.read_text())) for claim in claims)
+
+    def wait(self, until: Callable[[], bool], seconds: float) -> bool:
+        """Waits for a condition, at most so long; returns whether it came true."""
+        end = time.monotonic() + seconds
+        while not until():
+            if time.monotonic() > end:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+
+def create(path: Path, text: str) -> bool:
+    """Makes a file with this content in one step; False when it is there already. A disk that takes
+    no file decides nothing: True, so that the message comes out."""
+    draft = path.with_name(f"draft_{os.getpid()}_{threading.get_ident()}")
+    try:
+        draft.write_text(text)
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    finally:
+        draft.unlink(missing_ok=True)
+    return True
+
+
+def alive(pid: int) -> bool:
+    """Whether the process of this machine runs. One that has ended and was not collected does not."""
+    try:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except PermissionError:  # it exists and is somebody else's
+        return True
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def bounded(action: Callable[[], bool]) -> bool:
+    """What ``action`` returns; True when it fails or does not answer in time."""
+    answers: list[bool] = []
+    thread = threading.Thread(target=lambda: answers.append(action()), daemon=True)
+    thread.start()
+    thread.join(STORE_S)
+    return answers[0] if answers else True

@@ -1,0 +1,30 @@
+"""Ranks end with their torchrun. Linux only: elsewhere a rank whose torchrun is killed runs on until
+it misses a message of another rank."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+# The parent when this module is imported. Taken early: a torchrun that is killed before `end_with_it`
+# sends no signal, but it is no longer the parent then.
+PARENT = os.getppid()
+
+
+def end_with_it() -> None:
+    """From now on the kernel kills this process when its parent ends, however that ends.
+
+    SIGKILL and not SIGTERM: a rank that nobody supervises must not write another byte into a folder
+    that the next start of the run already uses. What is on the disk stays whole, as after any kill.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != PARENT:
+        os.kill(os.getpid(), signal.SIGKILL)

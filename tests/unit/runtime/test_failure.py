@@ -1,0 +1,105 @@
+"""What is said of an error, and which one is a consequence of another rank's end."""
+
+from __future__ import annotations
+
+import errno
+import json
+
+import pytest
+import torch.distributed as dist
+
+from megatron_rl.errors import concerning
+from megatron_rl.runtime import failure
+from megatron_rl.runtime.failure import Message, describe, is_consequence, write_error_file
+
+
+def raised(error: BaseException) -> BaseException:
+    with pytest.raises(type(error)) as caught:
+        raise error
+    return caught.value
+
+
+@pytest.mark.parametrize("error", [ValueError("a: b; c"), FileNotFoundError("a: b; c")])
+def test_a_user_error_is_its_text(error):
+    assert describe(error) == Message("error: a: b; c")
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("x"), RuntimeError("x"), UnicodeDecodeError("utf-8", b"x", 0, 1, "bad")]
+)
+def test_a_fault_has_its_traceback_above(error):
+    message = describe(raised(error))
+    assert message.text.startswith(f"[rank 0] error: {type(error).__name__}: ")
+    assert message.traceback.startswith("Traceback (most recent call last)")
+    assert message.traceback.count("raise error") == 1
+
+
+def test_a_message_has_at_most_twelve_lines():
+    exact = describe(ValueError("\n".join(map(str, range(12)))))
+    assert exact.text.splitlines()[-1] == "11"
+    cut = describe(ValueError("\n".join(map(str, range(13))))).text.splitlines()
+    assert len(cut) == 12
+    assert cut[-2:] == ["10", "  ... and 2 more lines"]
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (MemoryError(), "rank 0 is out of memory: MemoryError."),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"), "out of memory"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "out of memory: CUDA out of"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory"),
+        (RuntimeError("Resource temporarily unavailable"), "out of memory or of threads"),
+    ],
+)  # fmt: skip
+def test_memory_is_said_in_words(error, text):
+    message = describe(raised(error))
+    assert text in message.text
+    assert message.traceback == ""
+    assert len(message.text.splitlines()) <= 4
+
+
+def test_a_lock_that_is_taken_is_no_lack_of_memory():
+    assert "memory" not in describe(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")).text
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:554] Connection closed by peer [1]"), True),
+        (RuntimeError("Rank 1 successfully reached monitoredBarrier ... Connection reset by peer GLHF!"), True),
+        (dist.DistBackendError("NCCL communicator was aborted"), True),
+        (dist.DistStoreError("wait timeout after 1000ms"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), False),  # of a server
+        (ValueError("model.path: x"), False),
+    ],
+)  # fmt: skip
+def test_broken_connections_follow_from_another_error(error, expected):
+    assert is_consequence(error) is expected
+
+
+def test_a_wrapped_consequence_is_still_one():
+    with pytest.raises(ValueError, match="run_dir") as caught, concerning("run_dir", "free it"):
+        raise RuntimeError("gloo: Connection closed by peer")
+    assert is_consequence(caught.value)
+
+
+def test_the_error_file_has_the_form_that_torchrun_reads(tmp_path, monkeypatch):
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    write_error_file("error: a\nb")
+    read = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
+    assert read.message["extraInfo"]["py_callstack"] == "error: a\nb"
+    assert abs(read.timestamp - int(json.loads(file.read_text())["message"]["extraInfo"]["timestamp"])) == 0
+
+
+def test_what_was_saved(monkeypatch):
+    monkeypatch.setattr(failure.STATE, "saved_step", None)
+    assert failure.unsaved() == ""
+    failure.saved(0)
+    assert failure.unsaved() == "; nothing was saved"
+    failure.saved(7)
+    assert failure.unsaved() == "; nothing was saved since step 7"
