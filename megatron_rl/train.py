@@ -46,6 +46,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         from megatron_rl.policy.machine import this_machine
 
         check(config, world.size, this_machine())
+        from megatron_rl.trainer.start import finished_already
+
+        if finished_already(config, world):
+            leave(0)
         from megatron_rl.trainer.build import build_trainer
         from megatron_rl.trainer.memory_plan import check_memory
 

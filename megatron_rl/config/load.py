@@ -21,6 +21,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 Schema = TypeVar("Schema", bound=BaseModel)
+# ``resume=auto`` is short for ``resume.checkpoint=auto``: a section written as the key that it is mostly given for.
+SHORT = {"resume": "resume.checkpoint"}
 
 
 class ConfigError(ValueError):
@@ -137,6 +139,8 @@ def _permissive(text: str, groups: Sequence[Path]) -> str:
     option = override.value()
     if is_group and isinstance(option, str) and not any((folder / key / f"{option}.yaml").is_file() for folder in groups):
         raise ConfigError([_unknown_option(key, option, groups)], "the overrides")  # Hydra would pass over an optional group
+    if key in SHORT and not override.is_delete() and not isinstance(option, dict):
+        return f"++{SHORT[key]}={text.partition('=')[2]}"
     if is_group or override.is_delete() or override.is_force_add() or key.startswith("hydra"):
         return text
     return f"++{text.removeprefix('+')}"

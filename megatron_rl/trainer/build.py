@@ -16,6 +16,7 @@ from megatron_rl.runtime.memory import Ledger, memory_in_use
 from megatron_rl.runtime.signals import StopRequest
 from megatron_rl.trainer.evaluate import Evaluator
 from megatron_rl.trainer.handover import HandOver
+from megatron_rl.trainer.preflight import check_before_build
 from megatron_rl.trainer.rollouts import Generator, Rollouts
 from megatron_rl.trainer.run_folder import RunFolder
 from megatron_rl.trainer.settings import evaluation_sampling, num_optimizer_steps, rollout_sampling, schedule, stop_token_ids
@@ -40,7 +41,10 @@ def build_trainer(config: Config, world: World) -> Trainer:
             f"batch.responses_per_prompt = {config.batch.responses_per_prompt}: method {method.name} compares the responses of a prompt "
             f"and needs at least {method.needs.min_group}"
         )
+    loader = PromptLoader(train, seed=config.seed, shuffle=config.data.shuffle)
     folder = RunFolder(config, world)
+    start = folder.prepare(loader.state()["prompts"])
+    world.from_main(lambda: check_before_build(config, start, method.needs.ref_logprobs))
     policy = MegatronPolicy(
         config.model,
         config.parallel,
@@ -56,7 +60,7 @@ def build_trainer(config: Config, world: World) -> Trainer:
     stop_ids = stop_token_ids(tokenizer.eos_token_id)
     rollouts = Rollouts(
         generator,
-        PromptLoader(train, seed=config.seed, shuffle=config.data.shuffle),
+        loader,
         method,
         rollout_sampling(config, stop_ids),
         prompts_per_step=config.batch.prompts_per_step,
