@@ -76,8 +76,9 @@ class Policy(Protocol):
     def reload(self) -> None:
         """Bring every part back, bit for bit. Does nothing when all are there."""
 
-    def save(self, path: Path, extra: Mapping[str, Any]) -> None:
-        """Collective: weights, reference weights when kept, optimizer, schedule and ``extra`` (picklable, equal on all ranks)."""
+    def save(self, path: Path, extra: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> None:
+        """Collective: weights, reference weights when kept, optimizer, schedule and ``extra`` (picklable, equal on all ranks);
+        ``about`` (JSON) can be read without loading: it is part of the manifest's info."""
 
     def load(self, path: Path) -> Mapping[str, Any]:
         """Collective: the inverse of save; returns ``extra``."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
-import json
 import re
 import shlex
 import signal
@@ -33,11 +32,10 @@ from megatron_rl.config.schema import Config
 from megatron_rl.evaluation.report import table
 from megatron_rl.plugins import load_plugins, loaded
 from megatron_rl.runtime.metrics_file import read_metrics, series
+from megatron_rl.trainer.start import finished_text
 
 SCORE = "eval/accuracy"
 MAX_NAME = 120  # characters of a folder's name; file systems allow 255 bytes
-# A run of the same settings may lie elsewhere and be started in another way.
-NOT_SETTINGS = ("run_dir", "resume", "logging")
 STOP_S = 60
 
 
@@ -109,24 +107,13 @@ def check(runs: Sequence[Sequence[str]], folders: Sequence[Path]) -> list[Config
     return configs
 
 
-def is_finished(folder: Path, config: Config) -> bool:
-    """Whether the folder holds this run and nothing is left to do: same settings, all steps, export and figure written.
-
-    The figure is the last thing that a run writes. Where in doubt, no: a run that is started again finds out for itself.
-    """
-    saved, metrics, figure = (folder / name for name in ("config.json", "metrics.jsonl", "curves.png"))
-    if not (saved.is_file() and metrics.is_file() and figure.is_file()) or (folder / "requeue").exists():
-        return False
+def is_finished(config: Config) -> bool:
+    """Whether nothing is left to do in the folder of this run. Where in doubt, no: the run that is
+    then started finds out for itself, and says what is wrong."""
     try:
-        there = json.loads(saved.read_text(encoding="utf-8"))
-        steps = [row["step"] for row in read_metrics(metrics)]
+        return finished_text(config) is not None
     except ValueError:
         return False
-    wanted = config.model_dump(mode="json", exclude=set(NOT_SETTINGS))
-    same = all(key in there and there[key] == value for key, value in wanted.items())
-    exported = any((folder / "export").glob("*.safetensors")) or not config.checkpoint.export_at_end
-    newest = figure.stat().st_mtime >= metrics.stat().st_mtime
-    return same and exported and newest and bool(steps) and steps[-1] == config.trainer.num_steps
 
 
 def command(
@@ -223,7 +210,7 @@ def start_all(folders: Sequence[Path], configs: Sequence[Config], commands: Sequ
     """Runs what is not finished, one after another; returns the folders of the runs that failed."""
     failed = []
     for folder, config, words in zip(folders, configs, commands, strict=True):
-        if is_finished(folder, config):
+        if is_finished(config):
             print(f"--- {folder}: finished before", flush=True)
             continue
         print(f"--- {folder}", flush=True)

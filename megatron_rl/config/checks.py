@@ -25,7 +25,7 @@ def check(config: Config, world_size: int, machine: Machine | None = None) -> No
         ConfigError: one line for each problem: key, value, remedy.
     """
     problems = [*_parallel(config, world_size), *_batch(config, world_size), *_lengths(config), *_method(config), *_paths(config)]
-    problems += [*_precision(config), *_memory(config), *_optim(config)]
+    problems += [*_precision(config), *_memory(config), *_optim(config), *_seed(config, world_size), *_best(config)]
     hf_config = read_hf_config(config.model.path)
     if hf_config is not None:
         problems += _model(config, hf_config)
@@ -180,6 +180,24 @@ def _memory(config: Config) -> Iterator[str]:
         yield "memory.offload: weights that are kept in FP8 cannot be offloaded; leave weights out, or set precision.fp8.param_gather=false"
 
 
+def _seed(config: Config, world_size: int) -> Iterator[str]:
+    """Replica r of the engine is seeded with ``seed + r``, in 32 bits."""
+    replicas = max(1, world_size // config.rollout.tensor)
+    if config.seed + replicas > 2**32:
+        yield f"seed = {config.seed}: {replicas} engines take this and the next {replicas - 1}; give at most {2**32 - replicas}"
+
+
+def _best(config: Config) -> Iterator[str]:
+    evaluation = config.evaluation
+    if evaluation.every_steps:
+        return
+    remedy = "there is no evaluation during training (evaluation.every_steps = 0); set it"
+    if config.checkpoint.keep_best:
+        yield f"checkpoint.keep_best = True: {remedy}, or keep_best=false"
+    if evaluation.stop_after is not None:
+        yield f"evaluation.stop_after = {evaluation.stop_after}: {remedy}, or stop_after=null"
+
+
 def _paths(config: Config) -> Iterator[str]:
     model = Path(config.model.path)
     if not model.is_dir():
@@ -189,8 +207,9 @@ def _paths(config: Config) -> Iterator[str]:
     yield from data_problems("data.train", config.data.train)
     yield from weight_problems(entries(config.data.train), config.data.train_weights)
     yield from data_problems("data.eval", config.data.eval)
-    if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
-        yield f"resume = {config.resume}: no such folder; give auto, never or the path of a checkpoint"
+    resume = config.resume.checkpoint
+    if resume not in ("auto", "never") and not Path(resume).is_dir():
+        yield f"resume.checkpoint = {resume}: no such folder; give auto, never or the path of a checkpoint"
 
 
 def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[str]:

@@ -28,6 +28,8 @@ from megatron_rl.config.overrides import group_problem, is_group, parse
 from megatron_rl.plugins import RegistrationError
 
 Schema = TypeVar("Schema", bound=BaseModel)
+# ``resume=auto`` is short for ``resume.checkpoint=auto``: a section written as the key that it is mostly given for.
+SHORT = {"resume": "resume.checkpoint"}
 
 
 SHOWN_PROBLEMS = 12  # a message fits on a screen; the next start shows the rest
@@ -241,6 +243,8 @@ def _permissive(text: str, override: Override, groups: Sequence[Path]) -> str:
     chooses = is_group(override, groups)
     if chooses and isinstance(option, str) and not any((folder / key / f"{option}.yaml").is_file() for folder in groups):
         raise ConfigError([_unknown_option(key, option, groups)], "the overrides")  # Hydra would pass over an optional group
+    if key in SHORT and not override.is_delete() and not isinstance(option, dict):
+        return f"++{SHORT[key]}={text.partition('=')[2]}"
     if chooses or override.is_delete() or override.is_force_add() or key.startswith("hydra"):
         return text
     return f"++{text.removeprefix('+')}"

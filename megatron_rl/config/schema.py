@@ -202,10 +202,21 @@ class OptimConfig(Section):
     clip_grad: NonNegativeFloat  # 0 = off
 
 
+class ResumeConfig(Section):
+    """``resume=X`` on the command line is short for ``resume.checkpoint=X``."""
+
+    checkpoint: str  # auto (the newest whole one of run_dir) | never | path of a checkpoint
+    changed: Literal["refuse", "allow"]  # a start whose settings would change what is trained; allow = go on, in changes.jsonl
+
+
 class CheckpointConfig(Section):
-    every_steps: NonNegativeInt  # 0 = never
-    keep: PositiveInt
+    every_steps: NonNegativeInt  # 0 = at the end only
+    keep: PositiveInt  # newest ones
+    keep_best: bool  # also save at every evaluation that is the best so far, and keep that one besides the newest
+    best_metric: Annotated[str, Field(pattern="^eval/")]  # larger is better
+    export_every_steps: NonNegativeInt  # into exports/step_NNNNNN; 0 = never
     export_at_end: bool
+    verify: bool  # compare the digests of a checkpoint before it is loaded; false = sizes only (spares reading it twice)
 
 
 class EvaluationConfig(Section):
@@ -217,6 +228,7 @@ class EvaluationConfig(Section):
     temperature: Annotated[NonNegativeFloat, AfterValidator(_temperature)]  # 0 = greedy
     top_p: PositiveFraction
     pass_at: tuple[PositiveInt, ...]
+    stop_after: PositiveInt | None  # evaluations without a better checkpoint.best_metric that end the run; null = never
 
 
 class LoggingConfig(Section):
@@ -244,8 +256,8 @@ class MismatchAlarmConfig(Section):
 
 class Config(Section):
     run_dir: str
-    seed: NonNegativeInt
-    resume: str  # auto | never | path of a checkpoint
+    seed: Annotated[int, Field(ge=0, lt=2**32)]  # what the rollout engine takes
+    resume: ResumeConfig
     trainer: TrainerConfig
     batch: BatchConfig
     model: ModelConfig

@@ -24,7 +24,7 @@ class PromptLoader:
         if not prompts:
             raise ValueError("data.train: no prompt to train on; give a source with at least one")
         self._prompts, self._seed, self._shuffle = list(prompts), seed, shuffle
-        self._fingerprint = _fingerprint(self._prompts)
+        self.fingerprint = _fingerprint(self._prompts)
         self._epoch, self._position = 0, 0
         self._order = self._order_of(0)
 
@@ -47,8 +47,17 @@ class PromptLoader:
             "position": self._position,
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "prompts": self._fingerprint,
+            "prompts": self.fingerprint,
         }
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError as ``restore`` does; nothing is changed."""
+        for key, mine in (("prompts", self.fingerprint), ("seed", self._seed), ("shuffle", self._shuffle)):
+            if state.get(key) != mine:
+                raise ValueError(
+                    f"resume: the checkpoint's data position was taken with {key} = {state.get(key)}, this run has {mine}; resume with "
+                    "the same data.train, data.train_weights, data.shuffle and seed, or start with resume=never in a new run_dir"
+                )
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where ``state`` was taken.
@@ -56,12 +65,7 @@ class PromptLoader:
         Raises:
             ValueError: the state belongs to other prompts, another seed or another order.
         """
-        for key, mine in (("prompts", self._fingerprint), ("seed", self._seed), ("shuffle", self._shuffle)):
-            if state.get(key) != mine:
-                raise ValueError(
-                    f"resume: the checkpoint's data position was taken with {key} = {state.get(key)}, this run has {mine}; resume with "
-                    "the same data.train, data.train_weights, data.shuffle and seed, or start with resume=never in a new run_dir"
-                )
+        self.check(state)
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._order_of(self._epoch)
 
@@ -104,6 +108,12 @@ class WeightedLoader:
             prompts += self._streams[source].take(1)
         return _told_apart(prompts)
 
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the prompts of all sources and their weights."""
+        parts = [stream.fingerprint for stream in self._streams]
+        return f"{'+'.join(parts)} weights {self._weights}"
+
     def _next_source(self) -> int:
         number = sum(self._taken) + 1
         behind = [share * number - taken for share, taken in zip(self._shares, self._taken, strict=True)]
@@ -124,7 +134,10 @@ class WeightedLoader:
                 f"resume: the checkpoint's data position was taken with data.train_weights = {state.get('weights')}, this run has "
                 f"{self._weights}; resume with the same, or start with resume=never in a new run_dir"
             )
-        for stream, mine in zip(self._streams, state["sources"], strict=True):
+        parts = list(zip(self._streams, state["sources"], strict=True))
+        for stream, mine in parts:
+            stream.check(mine)  # all of them, before the first is moved
+        for stream, mine in parts:
             stream.restore(mine)
         self._taken = list(state["taken"])
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -20,11 +21,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import Tensor
 
+from megatron_rl.policy import checkpoint_info
 from megatron_rl.policy.main_rank import on_main
 from megatron_rl.policy.optimizer import create_state, parts, unshare_steps
-from megatron_rl.runtime import checkpoint_dir
+from megatron_rl.runtime import checkpoint_dir, disk
+from megatron_rl.runtime.digest import file_digest
 
-FORMAT = 1
 EXTRA = "extra.pt"
 
 
@@ -44,9 +46,13 @@ class InProcess(TorchDistSaveShardedStrategy):
         )
 
 
-def save(policy: Any, path: Path, extra: Mapping[str, Any]) -> None:
+def save(policy: Any, path: Path, extra: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> None:
     """Collective: writes ``path`` (a directory) as a whole or not at all; a checkpoint of that name is replaced. ``policy`` is a
-    MegatronPolicy; ``extra`` is picklable and equal on all ranks."""
+    MegatronPolicy; ``extra`` is picklable and equal on all ranks; ``about`` is JSON that goes into the manifest.
+
+    Raises:
+        ValueError: the disk is full.
+    """
     on_main(lambda: checkpoint_dir.begin(path))
     partial = path.with_name(path.name + checkpoint_dir.PARTIAL)
     create_state(policy.optimizer)
@@ -54,11 +60,15 @@ def save(policy: Any, path: Path, extra: Mapping[str, Any]) -> None:
     state["optimizer"] = policy.optimizer.sharded_state_dict(_model_state(policy), metadata=_metadata())
     if any(isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW) for part in parts(policy.optimizer)):
         _add_zero_counts(state["optimizer"])
-    dist_checkpointing.save(state, str(partial), sharded_strategy=InProcess())
+    needed = _bytes(policy)
+    with disk.room_for(partial, needed, f"the checkpoint {path.name}"):
+        dist_checkpointing.save(state, str(partial), sharded_strategy=InProcess())
+    digests = _own_digests(partial)
 
     def seal() -> None:
-        torch.save(dict(extra), partial / EXTRA)
-        checkpoint_dir.finish(path, _describe(policy))
+        with disk.room_for(partial, needed, f"the checkpoint {path.name}"):
+            torch.save(dict(extra), partial / EXTRA)
+            checkpoint_dir.finish(path, {**_describe(policy), **(about or {})}, digests)
 
     on_main(seal)
 
@@ -70,7 +80,7 @@ def load(policy: Any, path: Path) -> Mapping[str, Any]:
     Raises:
         ValueError: the checkpoint is damaged, or was written for another model, number format or kind of optimizer.
     """
-    _refuse_other(path, checkpoint_dir.check(path), _describe(policy))
+    checkpoint_info.refuse_other(path, checkpoint_dir.check(path), _describe(policy))
     create_state(policy.optimizer)
     state = {**_model_state(policy), **_reference_state(policy)}
     state["optimizer"] = policy.optimizer.sharded_state_dict(_model_state(policy), is_loading=True, metadata=_metadata())
@@ -130,34 +140,38 @@ def _reference_state(policy: Any) -> dict[str, Any]:
 
 
 def _describe(policy: Any) -> dict[str, Any]:
-    """What must agree between the run that writes and the run that reads, and how it was laid out (which need not)."""
-    arch, config, ranks = policy.arch, policy.config, policy.ranks
-    sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size", "vocab_size", "num_experts")
-    return {
-        "format": FORMAT,
-        "model": {"family": arch.family, "tied_embeddings": arch.tied_embeddings, **{name: getattr(arch, name) for name in sizes}},
-        "precision.params": str(config.params_dtype).removeprefix("torch."),
-        "parallel.distributed_optimizer": policy.parallel.distributed_optimizer,
-        "reference": policy.reference_state() is not None,
-        "layout": {name: getattr(ranks, name) for name in ("tensor", "pipeline", "context", "data", "expert", "expert_tensor")},
-    }
+    """``checkpoint_info.describe`` with how the policy was laid out, which need not agree."""
+    ranks = policy.ranks
+    layout = {name: getattr(ranks, name) for name in ("tensor", "pipeline", "context", "data", "expert", "expert_tensor")}
+    described = checkpoint_info.describe(
+        policy.arch,
+        _params(policy),
+        distributed_optimizer=policy.parallel.distributed_optimizer,
+        reference=policy.reference_state() is not None,
+    )
+    return {**described, "layout": layout}
 
 
-def _refuse_other(path: Path, written: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    problems = [
-        f"{key} is {written[key]!r} there and {wanted[key]!r} here"
-        for key in ("format", "precision.params", "parallel.distributed_optimizer")
-        if written[key] != wanted[key]
-    ]
-    problems += [
-        f"the model's {key} is {written['model'][key]!r} there and {value!r} here"
-        for key, value in wanted["model"].items()
-        if written["model"][key] != value
-    ]
-    if wanted["reference"] and not written["reference"]:
-        problems.append("it holds no reference weights, which the method needs")
-    if problems:
-        raise ValueError(f"checkpoint {path} does not fit this run: {'; '.join(problems)}. Set them alike, or start from an exported model")
+def _params(policy: Any) -> str:
+    return str(policy.config.params_dtype).removeprefix("torch.")
+
+
+def _bytes(policy: Any) -> int:
+    """What the checkpoint will take; Adam's moments count as float32."""
+    parameters = checkpoint_info.num_parameters(policy.arch, 1)
+    reference = policy.reference_state() is not None
+    sharded = policy.parallel.distributed_optimizer
+    return checkpoint_info.checkpoint_bytes(
+        parameters, _params(policy), "float32", distributed_optimizer=sharded, reference=reference
+    )
+
+
+def _own_digests(partial: Path) -> dict[str, str]:
+    """Collective: digests of the files of tensors, each taken by the rank that wrote it (``__<rank>_<number>.distcp``)."""
+    own = {file.name: file_digest(file) for file in sorted(partial.glob(f"__{dist.get_rank()}_*"))}
+    gathered: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, own)
+    return {name: digest for part in gathered for name, digest in part.items()}
 
 
 def _add_zero_counts(state: dict[Any, Any]) -> None:

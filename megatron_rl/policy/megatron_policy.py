@@ -290,11 +290,11 @@ class MegatronPolicy:
                     yield parameter.data
                     yield from (value for value in part.optimizer.state.get(parameter, {}).values() if torch.is_tensor(value))
 
-    def save(self, path: Path, extra: Mapping[str, Any]) -> None:
+    def save(self, path: Path, extra: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> None:
         self._offload.require("weights", "gradients", "optimizer")
         self.settle()
         with platform():
-            checkpoint.save(self, path, extra)
+            checkpoint.save(self, path, extra, about)
 
     def load(self, path: Path) -> Mapping[str, Any]:
         self._offload.require("weights", "gradients", "optimizer")

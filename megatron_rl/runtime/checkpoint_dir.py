@@ -1,7 +1,7 @@
 """Directories of checkpoints: names, completeness, choice of the newest, removal of old ones. Knows nothing of their content.
 
-A checkpoint is written into ``<path>.tmp-partial``, sealed by a manifest (all files and their sizes) that is written last, and
-renamed. So ``step_000012`` is either whole or was damaged afterwards; the manifest tells which.
+A checkpoint is written into ``<path>.tmp-partial``, sealed by a manifest (all files, their sizes and digests) that is written last,
+and renamed. So ``step_000012`` is either whole or was damaged afterwards; the manifest tells which.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from megatron_rl.runtime.digest import file_digest
 
 MANIFEST = "manifest.json"
 PARTIAL = ".tmp-partial"
@@ -42,14 +44,25 @@ def begin(path: Path) -> Path:
     return partial
 
 
-def finish(path: Path, info: Mapping[str, Any]) -> None:
-    """Seals what was written for ``path`` and gives it its name (one process, when all have written). ``info`` (JSON) is kept in
-    the manifest. An older checkpoint of that name is replaced."""
+def finish(path: Path, info: Mapping[str, Any], digests: Mapping[str, str] | None = None) -> None:
+    """Seals what was written for ``path`` and gives it its name (one process, when all have written).
+
+    An older checkpoint of that name is replaced.
+
+    Args:
+        info: JSON, kept in the manifest.
+        digests: ``file_digest`` of files (by their name below ``path``) that other processes took
+            already; the rest is read here.
+    """
     partial = path.with_name(path.name + PARTIAL)
-    files = {file.relative_to(partial).as_posix(): file.stat().st_size for file in sorted(partial.rglob("*")) if file.is_file()}
-    assert files, f"{partial} is empty"
-    for name in files:
+    names = sorted(file.relative_to(partial).as_posix() for file in partial.rglob("*") if file.is_file())
+    assert names, f"{partial} is empty"
+    known = digests or {}
+    files = {}
+    for name in names:
         _to_disk(partial / name)
+        digest = known[name] if name in known else file_digest(partial / name)
+        files[name] = {"bytes": (partial / name).stat().st_size, "xxh3": digest}
     manifest = partial / MANIFEST
     manifest.write_text(json.dumps({"info": dict(info), "files": files}, indent=1) + "\n", encoding="ascii")
     _to_disk(manifest)
@@ -79,21 +92,47 @@ def _to_disk(path: Path) -> None:
 
 
 def problem(path: Path) -> str | None:
-    """Why ``path`` is not a whole checkpoint, in a few words; None when it is."""
+    """Why ``path`` is not a whole checkpoint, in a few words; None when it is. Looks at sizes only: see ``damaged``."""
     manifest = path / MANIFEST
     if not manifest.is_file():
         return f"no {MANIFEST} (not a checkpoint, or its writer was stopped)"
     try:
-        files = json.loads(manifest.read_text(encoding="ascii"))["files"]
+        sizes = {name: _size(entry) for name, entry in _files(path).items()}
     except (ValueError, KeyError, TypeError):
         return f"{MANIFEST} cannot be read"
-    for name, size in files.items():
+    for name, size in sizes.items():
         file = path / name
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes, {size} were written"
     return None
+
+
+def damaged(path: Path, names: Sequence[str]) -> str | None:
+    """Which of the files ``names`` of a checkpoint no longer has the digest it was sealed with; None when all have. Reads them."""
+    files = _files(path)
+    for name in names:
+        entry = files[name]
+        if isinstance(entry, dict) and file_digest(path / name) != entry["xxh3"]:
+            return f"{name} is not what was written (its digest differs)"
+    return None
+
+
+def file_names(path: Path) -> list[str]:
+    """The files of a checkpoint, the largest first: dealt out in this order, processes get like shares."""
+    files = _files(path)
+    return sorted(files, key=lambda name: (-_size(files[name]), name))
+
+
+def _files(path: Path) -> dict[str, Any]:
+    files: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="ascii"))["files"]
+    return files
+
+
+def _size(entry: Any) -> int:
+    """Manifests written before there were digests hold the size alone."""
+    return int(entry["bytes"] if isinstance(entry, dict) else entry)
 
 
 def check(path: Path) -> dict[str, Any]:
@@ -109,12 +148,17 @@ def check(path: Path) -> dict[str, Any]:
     return info
 
 
-def newest_valid(root: Path) -> Path | None:
+def newest_valid(root: Path, below: int | None = None) -> Path | None:
     """The whole checkpoint with the highest step, or None. Every damaged one that is newer is named in a warning.
 
     One process calls this and tells the others: on a shared disk two processes may not see the same.
+
+    Args:
+        below: only steps under this one.
     """
     for path in reversed(_steps(root)):
+        if below is not None and (step_of(path) or 0) >= below:
+            continue
         wrong = problem(path)
         if wrong is None:
             return path
@@ -122,22 +166,62 @@ def newest_valid(root: Path) -> Path | None:
     return None
 
 
-def prune(root: Path, keep: int) -> list[Path]:
+def newest(root: Path) -> Path | None:
+    """The checkpoint with the highest step by name, whole or not; None without one."""
+    steps = _steps(root)
+    return steps[-1] if steps else None
+
+
+def later_steps(root: Path, step: int) -> list[Path]:
+    """The checkpoints of steps after ``step`` that have all their files."""
+    return [path for path in _steps(root) if (step_of(path) or 0) > step and problem(path) is None]
+
+
+def prune(root: Path, keep: int, protected: Collection[int] = ()) -> list[Path]:
     """Removes what is older than the newest ``keep`` whole checkpoints, and what dead writers left. Returns what was removed.
 
     A damaged checkpoint never counts as one of the ``keep``; one that is newer than them stays, for a person to look at.
+
+    Args:
+        protected: steps that stay, whatever their age.
     """
     assert keep >= 1, f"keep is {keep}"
     steps = _steps(root)
     whole = [path for path in steps if problem(path) is None][-keep:]
-    removed = [path for path in steps if len(whole) == keep and (step_of(path) or 0) < (step_of(whole[0]) or 0)]
-    removed += sorted(path for suffix in (PARTIAL, REPLACED) for path in root.glob(f"step_*{suffix}"))
-    for path in removed:
-        shutil.rmtree(path)
+    oldest = step_of(whole[0]) if len(whole) == keep else None
+    removed = []
+    for path in steps:
+        step = step_of(path) or 0
+        if oldest is not None and step < oldest and step not in protected:
+            shutil.rmtree(path)
+            removed.append(path)
+    return removed + clean(root)
+
+
+def clean(root: Path) -> list[Path]:
+    """Removes what writers that died left in ``root`` (of checkpoints and of exports); returns what was removed.
+
+    A directory that was being replaced when its writer died, after it had been put aside and before
+    the new one had its name, gets its name back.
+    """
+    removed = []
+    for replaced in sorted(root.glob(f"*{REPLACED}")):
+        path = replaced.with_name(replaced.name.removesuffix(REPLACED))
+        if path.exists():
+            shutil.rmtree(replaced)
+            removed.append(replaced)
+        else:
+            replaced.rename(path)
+            log.warning("%s was being replaced when its writer died; the older one is back", path)
+    for partial in sorted(root.glob(f"*{PARTIAL}")):
+        if partial.is_dir():
+            shutil.rmtree(partial)
+            removed.append(partial)
     return removed
 
 
 def _steps(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
-    return sorted((path for path in root.iterdir() if path.is_dir() and step_of(path) is not None), key=lambda path: step_of(path) or 0)
+    found = [path for path in root.iterdir() if path.is_dir() and step_of(path) is not None]
+    return sorted(found, key=lambda path: step_of(path) or 0)

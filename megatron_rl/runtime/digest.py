@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 ROW_WORDS = 512
 ROW_BYTES = 8 * ROW_WORDS
 PIECE_BYTES = 1 << 19  # on a CPU: what a core's cache keeps between two uses
+FILE_PIECE_BYTES = 1 << 20
 HASH_BYTES = 16
 
 Kind = Literal["hash", "sums"]
@@ -31,6 +33,16 @@ def tensor_digest(tensor: Tensor) -> str:
     state = xxhash.xxh3_128(f"{values.dtype}{tuple(values.shape)}".encode())
     if values.numel():
         state.update(memoryview(values.reshape(-1).view(torch.uint8).numpy()))
+    return state.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """128-bit XXH3 of the bytes of a file, in hexadecimal; reads ``FILE_PIECE_BYTES`` at a time."""
+    state = xxhash.xxh3_128()
+    piece = memoryview(bytearray(FILE_PIECE_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(piece):
+            state.update(piece[:size])
     return state.hexdigest()
 
 

@@ -14,18 +14,15 @@ from typing import Any
 from rich.console import Console
 
 from megatron_rl.runtime.display import duration
-from megatron_rl.runtime.metrics_file import read_metrics
 
 Metrics = Mapping[str, float]
 TIME_LEFT_STEPS = 30
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one object a step. A resumed run first drops the lines of steps it is going to repeat."""
+    """``metrics.jsonl``: one object a step, behind those that are there."""
 
-    def __init__(self, path: Path, last_step: int) -> None:
-        kept = [row for row in read_metrics(path) if row["step"] <= last_step] if path.exists() else []
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="ascii")
+    def __init__(self, path: Path) -> None:
         self._path = path
 
     def __call__(self, metrics: Metrics) -> None:

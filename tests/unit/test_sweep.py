@@ -14,6 +14,7 @@ import pytest
 from megatron_rl.config.load import ConfigError, compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.sweep import check, combinations, command, is_finished, main, run_names, run_one, summary
+from megatron_rl.trainer.run_record import describe
 from tests.launch import REPO
 
 NEEDED = ["model.path=m", "data.train=t", "data.eval=e"]
@@ -95,12 +96,15 @@ def test_the_table_averages_over_seeds(tmp_path):
     assert rows == [["method=grpo", "2", "0.300", "+-", "0.100"], ["method=dapo", "1", "0.900", "+-", "0.000"]]
 
 
-def finished_run(folder, config):
+def finished_run(config):
     """The files that a run of two steps leaves, in the order in which they are written."""
+    folder = Path(config.run_dir)
     (folder / "export").mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config.model_dump(mode="json") | {"world_size": 2}))
-    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
-    (folder / "export" / "model.safetensors").touch()
+    (folder / "checkpoints" / "step_000002").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(describe(config, 2, "data")))
+    (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.1}\n{"step": 2, "reward/mean": 0.2}\n')
+    (folder / "checkpoints" / "step_000002" / "manifest.json").write_text('{"info": {}, "files": {}}')
+    (folder / "export" / "config.json").touch()
     (folder / "curves.png").touch()
 
 
@@ -109,21 +113,25 @@ def test_only_what_is_finished_under_the_same_settings_is_left_out(tmp_path):
     config = validate(Config, values, "the test")
     other = validate(Config, {**values, "seed": 7}, "the test")
     longer = validate(Config, {**values, "trainer": {**values["trainer"], "num_steps": 3}}, "the test")
-    assert not is_finished(tmp_path / "none", config)
-    finished_run(tmp_path / "a", config)
-    assert is_finished(tmp_path / "a", config)
-    assert not is_finished(tmp_path / "a", other)
-    assert not is_finished(tmp_path / "a", longer)
+    at = {"run_dir": str(tmp_path / "a")}
+    config, other, longer = (each.model_copy(update=at) for each in (config, other, longer))
+    assert not is_finished(config)
+    finished_run(config)
+    assert is_finished(config)
+    assert not is_finished(other)
+    assert not is_finished(longer)
     for name, damage in {
         "stopped": lambda folder: (folder / "requeue").touch(),
         "no figure": lambda folder: (folder / "curves.png").unlink(),
-        "no export": lambda folder: (folder / "export" / "model.safetensors").unlink(),
-        "killed": lambda folder: (folder / "metrics.jsonl").write_text('{"step": 1}\n'),
+        "no export": lambda folder: (folder / "export" / "config.json").unlink(),
+        "killed": lambda folder: (folder / "checkpoints" / "step_000002").rename(folder / "checkpoints" / "step_000001"),
         "damaged": lambda folder: (folder / "config.json").write_text("{"),
     }.items():
-        finished_run(tmp_path / name, config)
+        here = config.model_copy(update={"run_dir": str(tmp_path / name)})
+        finished_run(here)
+        assert is_finished(here)
         damage(tmp_path / name)
-        assert not is_finished(tmp_path / name, config), name
+        assert not is_finished(here), name
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def ours(model: Path, layout: list[str], steps: int, response_tokens: int, folde
         f"batch.prompts_per_step={PROMPTS_PER_STEP}", f"batch.prompts_per_minibatch={PROMPTS_PER_STEP}",
         f"batch.responses_per_prompt={RESPONSES_PER_PROMPT}", f"rollout.max_response_tokens={response_tokens}",
         "evaluation.every_steps=0", "evaluation.at_start=false", "evaluation.at_end=false", "checkpoint.export_at_end=false",
-        "logging.tensorboard=false", "logging.console=false",
+        "checkpoint.every_steps=0", "logging.tensorboard=false", "logging.console=false",
     ]  # fmt: skip
     run(torchrun(sys.executable, "-m", "megatron_rl.train", *settings))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

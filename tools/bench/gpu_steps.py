@@ -61,7 +61,7 @@ def overrides(options: argparse.Namespace, model: Path) -> list[str]:
         f"batch.tokens_per_microbatch={max(options.tokens_per_microbatch, longest)}",
         f"rollout.max_prompt_tokens={options.prompt_tokens}", f"rollout.max_response_tokens={options.response_tokens}",
         "memory.offload=[optimizer,gradients,weights]", "evaluation.every_steps=0", "evaluation.at_start=false", "evaluation.at_end=false",
-        "checkpoint.export_at_end=false", "logging.tensorboard=false", "logging.log_samples=0", "resume=never",
+        "checkpoint.export_at_end=false", "checkpoint.every_steps=0", "logging.tensorboard=false", "logging.log_samples=0", "resume=never",
         f"run_dir={options.folder / 'steps'}", *options.override,
     ]  # fmt: skip
 

@@ -77,7 +77,10 @@ def test_a_sound_configuration_passes(run):
         (2, ["evaluation.pass_at=[1,4]"], "evaluation.pass_at = 4"),
         (2, ["data.eval=/nowhere.jsonl"], "data.eval = /nowhere.jsonl"),
         (2, ["model.path=/nowhere"], "model.path = /nowhere"),
-        (2, ["resume=/nowhere"], "resume = /nowhere"),
+        (2, ["seed=4294967295", "parallel=single", "rollout.tensor=1"], "give at most 4294967294"),
+        (2, ["checkpoint.keep_best=true", "evaluation.every_steps=0"], "no evaluation during training"),
+        (2, ["evaluation.stop_after=3", "evaluation.every_steps=0"], "evaluation.stop_after = 3: there is no evaluation"),
+        (2, ["resume=/nowhere"], "resume.checkpoint = /nowhere"),
     ],
 )
 def test_each_clash_is_named(run, world_size, overrides, key):

@@ -41,6 +41,24 @@ def test_lists_become_tuples():
     assert load("evaluation.pass_at=[1,4]").evaluation.pass_at == (1, 4)
 
 
+@pytest.mark.parametrize(
+    "text", ["resume=never", "+resume=never", "++resume=never", "resume.checkpoint=never", "resume={checkpoint: never}"]
+)
+def test_resume_alone_is_short_for_its_checkpoint(text):
+    assert load(text).resume.checkpoint == "never" and load(text).resume.changed == "refuse"
+    assert load(text, "resume.changed=allow").resume.changed == "allow"
+
+
+def test_a_path_with_an_equals_sign_survives_the_short_form():
+    assert load("resume='runs/seed=1,x/checkpoints/step_000002'").resume.checkpoint == "runs/seed=1,x/checkpoints/step_000002"
+
+
+@pytest.mark.parametrize("seed", ["-1", "4294967296", "9223372036854775807"])
+def test_a_seed_has_32_bits(seed):
+    assert f"seed = {seed}" in problems(f"seed={seed}")[0]
+    assert load("seed=4294967295").seed == 2**32 - 1
+
+
 def test_all_problems_come_at_once_each_with_key_value_and_remedy():
     found = problems("batch.prompt_per_step=3", "trainer.prompts_per_step=3", "seed=true", "batch.responses_per_prompt=0")
     assert len(found) == 4

@@ -1,3 +1,4 @@
+import json
 import logging
 
 import pytest
@@ -67,6 +68,57 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, caplog, da
     assert "step_000004" in caplog.text and said in caplog.text
     with pytest.raises(ValueError, match="step_000004"):
         checkpoint_dir.check(newer)
+
+
+def test_a_flipped_bit_is_noticed_by_its_digest_and_not_by_its_size(tmp_path):
+    path = write(tmp_path, 3)
+    names = checkpoint_dir.file_names(path)
+    assert names == ["model/shard.bin"] and checkpoint_dir.damaged(path, names) is None
+    (path / "model" / "shard.bin").write_bytes(b"weighty")
+    assert checkpoint_dir.problem(path) is None
+    assert checkpoint_dir.damaged(path, names) == "model/shard.bin is not what was written (its digest differs)"
+
+
+def test_digests_that_other_processes_took_are_not_taken_again(tmp_path):
+    path = checkpoint_dir.step_path(tmp_path, 1)
+    partial = checkpoint_dir.begin(path)
+    (partial / "a").write_bytes(b"mine")
+    (partial / "b").write_bytes(b"theirs, and larger")
+    checkpoint_dir.finish(path, {}, {"b": "given"})
+    manifest = json.loads((path / "manifest.json").read_text())["files"]
+    assert manifest["b"] == {"bytes": 18, "xxh3": "given"} and len(manifest["a"]["xxh3"]) == 32
+    assert checkpoint_dir.file_names(path) == ["b", "a"], "the largest first"
+
+
+def test_a_manifest_of_sizes_alone_is_still_read(tmp_path):
+    path = write(tmp_path, 3)
+    (path / "manifest.json").write_text(json.dumps({"info": {"step": 3}, "files": {"model/shard.bin": 7}}))
+    assert checkpoint_dir.newest_valid(tmp_path) == path and checkpoint_dir.check(path) == {"step": 3}
+    assert checkpoint_dir.damaged(path, checkpoint_dir.file_names(path)) is None
+    truncate(path)
+    assert checkpoint_dir.problem(path) == "model/shard.bin has 4 bytes, 7 were written"
+
+
+def test_what_dead_writers_left_goes_and_what_they_were_replacing_comes_back(tmp_path):
+    for step in (1, 2):
+        write(tmp_path, step)
+    (tmp_path / "step_000001").rename(tmp_path / "step_000001.tmp-replaced")
+    checkpoint_dir.begin(tmp_path / "export")
+    (tmp_path / "step_000002.tmp-replaced").mkdir()
+    (tmp_path / "notes.tmp-partial").write_text("a file is nobody's checkpoint")
+    removed = checkpoint_dir.clean(tmp_path)
+    assert sorted(path.name for path in removed) == ["export.tmp-partial", "step_000002.tmp-replaced"]
+    assert names(tmp_path) == ["notes.tmp-partial", "step_000001", "step_000002"]
+    assert checkpoint_dir.problem(tmp_path / "step_000001") is None
+
+
+def test_a_protected_step_stays_besides_the_newest(tmp_path):
+    for step in (1, 2, 3, 4, 5):
+        write(tmp_path, step)
+    checkpoint_dir.prune(tmp_path, keep=2, protected=[2])
+    assert names(tmp_path) == ["step_000002", "step_000004", "step_000005"]
+    assert [path.name for path in checkpoint_dir.later_steps(tmp_path, 3)] == ["step_000004", "step_000005"]
+    assert checkpoint_dir.newest_valid(tmp_path, below=4) == tmp_path / "step_000002"
 
 
 def test_a_writer_that_died_leaves_nothing_that_counts(tmp_path):

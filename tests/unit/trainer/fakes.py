@@ -103,11 +103,12 @@ class BanditPolicy:
     def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield "logits", self.logits
 
-    def save(self, path: Path, extra: Mapping[str, Any]) -> None:
+    def save(self, path: Path, extra: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> None:
         assert not self.away
         path.mkdir(parents=True)
         torch.save({"logits": self.logits, "extra": dict(extra)}, path / "state.pt")
-        (path / "manifest.json").write_text(json.dumps({"info": {}, "files": {"state.pt": (path / "state.pt").stat().st_size}}))
+        files = {"state.pt": (path / "state.pt").stat().st_size}
+        (path / "manifest.json").write_text(json.dumps({"info": dict(about or {}), "files": files}))
 
     def load(self, path: Path) -> Mapping[str, Any]:
         state = torch.load(path / "state.pt", weights_only=False)

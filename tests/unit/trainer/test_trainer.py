@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.config.load import ConfigError, compose, validate
+from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.loss import load_method
@@ -150,7 +150,7 @@ def test_a_stop_request_saves_marks_and_ends(build):
 
 def test_never_resuming_refuses_a_used_folder(build):
     build("trainer.num_steps=1").run()
-    with pytest.raises(ConfigError, match="already holds a run"):
+    with pytest.raises(ValueError, match="already holds a run"):
         build("resume=never").run()
 
 

@@ -1,0 +1,94 @@
+"""A folder belongs to one live process: a lock that the process holds until it ends.
+
+POSIX record locks (``fcntl.lockf``) on ``folder/.lock``. The kernel frees them with the process,
+however it ends, and child processes do not inherit them: neither a dead holder nor an orphan
+blocks.
+
+Network file systems: NFSv4 has these locks in its protocol, NFSv3 through lockd; both then hold
+between hosts. Not covered: mounts with ``nolock`` or ``local_lock`` (the lock is seen on its own
+host only), file systems without locks such as Lustre mounted without ``flock`` (said in a warning),
+a server that restarts and does not give the lock back, and a folder removed under a live run.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+
+NAME = ".lock"
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+log = logging.getLogger(__name__)
+# Open for the life of the process: a record lock is lost when ANY descriptor of its file is closed,
+# so a folder that is held already must not be opened a second time.
+_held: dict[Path, int] = {}
+
+
+def hold(folder: Path, launch_id: str) -> None:
+    """Makes this process the only holder of ``folder`` until it ends; again is a no-op.
+
+    Raises:
+        ValueError: another process holds it; the message says which, on which host, since when.
+        OSError: the lock file cannot be made.
+    """
+    path = folder.resolve() / NAME
+    if path in _held:
+        return
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            holder = _holder(descriptor)
+            os.close(descriptor)
+            raise _refusal(folder, holder, error) from None
+        log.warning(
+            "run_dir = %s: its file system has no locks (%s); a second run would not be noticed",
+            folder,
+            error.strerror,
+        )
+    _held[path] = descriptor
+    _sign(descriptor, launch_id)
+
+
+def release(folder: Path) -> None:
+    """Gives the folder back before the process ends; no-op where it is not held."""
+    descriptor = _held.pop(folder.resolve() / NAME, None)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def _sign(descriptor: int, launch_id: str) -> None:
+    started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    holder = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "launch": launch_id,
+        "since": started,
+    }
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, (json.dumps(holder) + "\n").encode(), 0)
+    os.fsync(descriptor)
+
+
+def _holder(descriptor: int) -> str:
+    """Who signed last, in words. The file may be read between the lock and the signature."""
+    try:
+        holder = json.loads(os.pread(descriptor, 4096, 0))
+        return "host {host}, process {pid}, launch {launch}, since {since}".format(**holder)
+    except (ValueError, KeyError, TypeError):
+        return "a process that has not signed yet"
+
+
+def _refusal(folder: Path, holder: str, error: OSError) -> Exception:
+    if error.errno not in (errno.EACCES, errno.EAGAIN):
+        return error
+    return ValueError(
+        f"run_dir = {folder}: another run is using it ({holder}); wait until it ends, stop it, "
+        "or give another run_dir"
+    )

