@@ -68,6 +68,9 @@ class Policy(Protocol):
     def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: (HF name, whole tensor) on every rank, in one fixed order, padding removed."""
 
+    def check_weights(self, step: int) -> None:
+        """Collective: raises NonFiniteError on every rank when weights, as they are after ``step``, hold NaN or infinity."""
+
     def offload(self, parts: Sequence[str]) -> None:
         """Move parts of this rank's state ("weights", "gradients", "optimizer") out of device memory. Gradients are dropped. Until
         ``reload``, what needs an absent part raises RuntimeError."""

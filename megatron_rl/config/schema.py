@@ -189,6 +189,13 @@ class MismatchAlarmConfig(Section):
     abort_above: PositiveFloat | None
 
 
+class NonFiniteConfig(Section):
+    """Optimizer steps whose loss or gradient norm is not finite are always skipped."""
+
+    stop_after: PositiveInt | None  # skipped optimizer steps in a row that stop the run; null = never
+    bundle_step: PositiveInt | None  # step whose first minibatch is written for tools/replay_step.py, finite or not; null = none
+
+
 class Config(Section):
     run_dir: str
     seed: NonNegativeInt
@@ -208,4 +215,5 @@ class Config(Section):
     logging: LoggingConfig
     memory: MemoryConfig
     mismatch_alarm: MismatchAlarmConfig
+    nonfinite: NonFiniteConfig
     method: MethodConfig

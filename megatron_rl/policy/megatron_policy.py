@@ -18,6 +18,7 @@ from megatron_rl.policy import checkpoint, convert, cpu, weights
 from megatron_rl.policy import optimizer as optim_room
 from megatron_rl.policy import parallel as groups
 from megatron_rl.policy.families import read_architecture
+from megatron_rl.policy.finite import check_weights
 from megatron_rl.policy.forward import Passes, ScoreBoard, Totals, loss_consumer, reduce_totals
 from megatron_rl.policy.gather import Gather
 from megatron_rl.policy.held_boxes import held_boxes, key
@@ -159,7 +160,7 @@ class MegatronPolicy:
         totals = self.backward(batch, microbatches, loss, entropy=entropy, board=board)
         rate = optim_room.learning_rate(self.optimizer_steps, self.optim, self.total_optimizer_steps)
         with platform():
-            norm, skipped = optim_room.step(self.optimizer, self.optim, rate)
+            norm, skipped = optim_room.step(self.optimizer, self.optim, rate, totals.loss)
         self.optimizer_steps += 1
         own = None if board is None else board.everywhere()
         return UpdateResult(totals.loss, norm, learning_rate=rate, skipped=skipped, metrics=totals.metrics, scores=own)
@@ -234,6 +235,13 @@ class MegatronPolicy:
             with platform():
                 for chunk in self.chunks:
                     chunk.start_param_sync(force_sync=True)
+
+    def check_weights(self, step: int) -> None:
+        """See protocols.Policy."""
+        self.settle()
+        done = self.optimizer_steps - 1
+        rate = None if done < 0 else optim_room.learning_rate(done, self.optim, self.total_optimizer_steps)
+        check_weights(self.held, self.device, step, rate)
 
     @contextlib.contextmanager
     def _weights(self, reference: bool) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.data.prompts import load_prompts, without_overlap
@@ -14,8 +16,10 @@ from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import Ledger, memory_in_use
 from megatron_rl.runtime.signals import StopRequest
+from megatron_rl.trainer.bundle import write_bundle
 from megatron_rl.trainer.evaluate import Evaluator
 from megatron_rl.trainer.handover import HandOver
+from megatron_rl.trainer.health import Health
 from megatron_rl.trainer.rollouts import Generator, Rollouts
 from megatron_rl.trainer.run_folder import RunFolder
 from megatron_rl.trainer.settings import evaluation_sampling, num_optimizer_steps, rollout_sampling, schedule, stop_token_ids
@@ -78,6 +82,7 @@ def build_trainer(config: Config, world: World) -> Trainer:
         folder=folder,
         world=world,
         stop_requested=stop_requested.__bool__,
+        health=Health(config.nonfinite, config.mismatch_alarm, partial(write_bundle, config, world, policy)),
     )
     return Trainer(parts, schedule(config))
 

@@ -36,7 +36,7 @@ TABLE: Mapping[str, str] = {
     "kl/": "divergence estimates during the update, in nats",
     "optim/grad_norm": "gradient norm before clipping, mean over the optimizer steps",
     "optim/learning_rate": "learning rate of the last optimizer step",
-    "optim/skipped": "optimizer steps left out because the gradient norm was not finite",
+    "optim/skipped": "optimizer steps left out because loss or gradient norm was not finite",
     "optim/empty_minibatches": "minibatches without a response to train on",
     "mismatch/logprob_abs_diff_mean": "mean |old logprob - sampler logprob| over response tokens, in nats",
     "mismatch/logprob_abs_diff_max": "largest of the same",

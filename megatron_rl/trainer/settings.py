@@ -22,8 +22,6 @@ class Schedule:
     evaluate_at_start: bool
     evaluate_at_end: bool
     save_every: int
-    warn_mismatch_above: float | None
-    abort_mismatch_above: float | None
     seed: int
 
 
@@ -43,8 +41,6 @@ def schedule(config: Config) -> Schedule:
         evaluate_at_start=config.evaluation.at_start,
         evaluate_at_end=config.evaluation.at_end,
         save_every=config.checkpoint.every_steps,
-        warn_mismatch_above=config.mismatch_alarm.warn_above,
-        abort_mismatch_above=config.mismatch_alarm.abort_above,
         seed=config.seed,
     )
 
