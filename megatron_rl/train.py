@@ -43,9 +43,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     set_up_messages(world.rank)
     try:
         config = validate(Config, compose("config", options.overrides, options.config_dir), "the configuration")
+        from megatron_rl.policy.families import FAMILIES
         from megatron_rl.policy.machine import this_machine
 
-        check(config, world.size, this_machine())
+        check(config, world.size, this_machine(), FAMILIES)
         from megatron_rl.trainer.build import build_trainer
         from megatron_rl.trainer.memory_plan import check_memory
 

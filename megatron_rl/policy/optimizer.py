@@ -73,6 +73,18 @@ def step(optimizer: MegatronOptimizer, optim: OptimConfig, rate: float, loss: fl
     return norm, False
 
 
+def whole_gradients(chunks: Sequence[Any]) -> None:
+    """Collective: gives every rank the whole gradient in ``main_grad``, of which a distributed optimizer leaves each its share."""
+    for chunk in chunks:
+        if not chunk.ddp_config.use_distributed_optimizer:
+            continue
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                torch.distributed.all_gather_into_tensor(bucket.grad_data, own, group=group)
+
+
 def _groups(optimizer: MegatronOptimizer) -> Iterator[dict[str, Any]]:
     for part in parts(optimizer):
         yield from part.param_groups

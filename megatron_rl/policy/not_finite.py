@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,35 +10,33 @@ from torch import Tensor
 
 from megatron_rl.errors import NonFiniteError
 from megatron_rl.policy.precision import plain
-from megatron_rl.policy.weights import Held
 
 SHOWN = 4
 
 
-def not_finite(tensors: Sequence[Tensor]) -> list[int]:
+def not_finite(tensors: Iterable[Tensor]) -> list[int]:
     """Which of ``tensors`` hold NaN or infinity. One pass over each, without a copy, and one wait for the device."""
-    indices = [index for index, tensor in enumerate(tensors) if tensor.numel()]
-    if not indices:
-        return []
     # The largest absolute value is NaN or infinite exactly where one of the values is.
-    largest = [torch.linalg.vector_norm(tensors[index].detach(), ord=float("inf")).float() for index in indices]
-    finite = torch.stack(largest).isfinite().tolist()
-    return [index for index, good in zip(indices, finite, strict=True) if not good]
+    largest = [torch.linalg.vector_norm(tensor.detach(), ord=float("inf")).float() for tensor in tensors]
+    finite = torch.stack(largest).isfinite().tolist() if largest else []
+    return [index for index, good in enumerate(finite) if not good]
 
 
-def check_weights(held: Sequence[Held], device: torch.device, step: int, learning_rate: float | None) -> None:
-    """Collective, one number moved a rank. ``learning_rate``: of the last optimizer step, None before the first.
+def check_weights(
+    named: Sequence[tuple[tuple[str, ...], Tensor]], device: torch.device, step: int, learning_rate: float | None
+) -> None:
+    """Collective, one number moved a rank. ``named``: this rank's parameters with the names of the HF tensors in them;
+    ``learning_rate``: of the last optimizer step, None before the first.
 
     Raises:
         NonFiniteError: on every rank, when a parameter of any rank is not finite; names step and tensors.
     """
-    tensors = [plain(item.tensor) for item in held]
-    bad = not_finite(tensors)
+    bad = not_finite(plain(tensor) for _, tensor in named)
     total = torch.tensor([len(bad)], device=device)
     dist.all_reduce(total)
     if total.item() == 0:
         return
-    mine = [name for index in bad for name in held[index].parameter.names]
+    mine = [name for index in bad for name in named[index][0]]
     everyone: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     names = sorted({name for found in everyone for name in found})
