@@ -79,7 +79,8 @@ class Policy(Protocol):
         """Bring every part back, bit for bit. Does nothing when all are there."""
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> None:
-        """Collective: weights, reference weights when kept, optimizer, schedule and ``extra`` (picklable, equal on all ranks)."""
+        """Collective: weights, reference weights when kept, optimizer, schedule and ``extra`` (tensors, plain values and containers of
+        them; equal on all ranks)."""
 
     def load(self, path: Path) -> Mapping[str, Any]:
         """Collective: the inverse of save; returns ``extra``."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, LoadPlan, LoadPlanner, Metadata, SavePlan, SavePlanner
+from torch.distributed.checkpoint import FileSystemWriter, LoadPlan, LoadPlanner, Metadata, SavePlan, SavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megatron_rl.policy import nemo_files
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.layout import HEAD, Parameter, boxes, hf_shapes, local_shape, model_parameters
+from megatron_rl.policy.safe_load import SafeReader
 
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 # Layer norms are stored under the names of Transformer Engine, which fuses them with the linear layer behind. In front of experts it
@@ -195,7 +196,7 @@ class Reader:
             path = path / nemo_files.WEIGHTS
         if not (path / ".metadata").is_file():
             raise ValueError(f"{path} is not a distributed checkpoint of megatron (no file .metadata in it)")
-        self.path, self.reader = path, FileSystemReader(path)
+        self.path, self.reader = path, SafeReader(path)
         self.metadata = self.reader.read_metadata()
         self.reader.set_up_storage_reader(self.metadata, True)
         prefixed = any(key.startswith(nemo_files.PREFIX) for key in self.metadata.state_dict_metadata)
