@@ -2,7 +2,7 @@
 
     python tools/convert_checkpoint.py to-megatron HF_DIRECTORY CHECKPOINT
     python tools/convert_checkpoint.py to-nemo HF_DIRECTORY CHECKPOINT
-    python tools/convert_checkpoint.py to-hf CHECKPOINT HF_DIRECTORY [--config HF_DIRECTORY] [--max-file-gb 5]
+    python tools/convert_checkpoint.py to-hf CHECKPOINT HF_DIRECTORY [--config HF_DIRECTORY] [--max-file-gb 5] [--allow-pickle]
 
 A distributed checkpoint suits every parallel layout, so none is asked for. Number formats are kept. The printed digest is that of
 the HF tensors: equal digests, equal weights. ``to-hf`` also takes a training checkpoint (its optimizer is left out); it needs the
@@ -79,7 +79,7 @@ def _copy_config(source: Path, folder: Path) -> None:
     copy_companions(source, folder)
 
 
-def to_hf(source: Path, target: Path, config: Path | None, max_file_bytes: int) -> str:
+def to_hf(source: Path, target: Path, config: Path | None, max_file_bytes: int, *, allow_pickle: bool = False) -> str:
     """Writes the HF directory; returns the digest of the weights."""
     config = source / CONFIG if config is None else config
     arch, _ = read_architecture(config)
@@ -87,7 +87,7 @@ def to_hf(source: Path, target: Path, config: Path | None, max_file_bytes: int) 
     writer = ShardWriter(partial, max_file_bytes)
     digests: dict[str, str] = {}
     formats: set[torch.dtype] = set()
-    for name, tensor in dist_format.read_hf(source, arch, writer.make_room):
+    for name, tensor in dist_format.read_hf(source, arch, writer.make_room, allow_pickle=allow_pickle):
         digests[name] = tensor_digest(tensor)
         formats.add(tensor.dtype)
         writer.add(name, tensor)
@@ -109,12 +109,18 @@ def main() -> int:
         command.add_argument("target", type=Path)
     out.add_argument("--config", type=Path, help="HF directory with config.json and tokenizer files (default: SOURCE/hf)")
     out.add_argument("--max-file-gb", type=float, default=5.0, help="largest safetensors file, in 10^9 bytes")
+    out.add_argument(
+        "--allow-pickle", action="store_true", help="read an index that names other classes: it may run any program, so trust its source"
+    )
     arguments = parser.parse_args()
     try:
         if arguments.target.exists():
             raise ValueError(f"{arguments.target} exists; choose another directory, or remove it")
         if arguments.command == "to-hf":
-            digest = to_hf(arguments.source, arguments.target, arguments.config, int(arguments.max_file_gb * 10**9))
+            max_file_bytes = int(arguments.max_file_gb * 10**9)
+            digest = to_hf(
+                arguments.source, arguments.target, arguments.config, max_file_bytes, allow_pickle=arguments.allow_pickle
+            )
         else:
             write = to_megatron if arguments.command == "to-megatron" else to_nemo
             digest = write(arguments.source, arguments.target)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-POINTER = b"version https://git-lfs.github.com/spec/"
+POINTER_START, POINTER_SECOND_LINE = b"version ", b"\noid sha256:"
 REQUIRED = ("num_hidden_layers", "num_attention_heads")
 # Sizes that may be left out, or null: transformers then has a default.
 OPTIONAL = (
@@ -21,7 +21,8 @@ WEIGHTS_DECIDE = ("hidden_size", "intermediate_size", "vocab_size")
 def refuse_pointer(file: Path) -> None:
     """Raises ValueError when ``file`` is what Git leaves in the place of a large file that was not fetched."""
     with file.open("rb") as opened:
-        if opened.read(len(POINTER)) == POINTER:
+        start = opened.read(200)
+        if start.startswith(POINTER_START) and POINTER_SECOND_LINE in start:
             raise ValueError(f"model.path: {file} is a Git LFS pointer, not the file itself; run git lfs pull in its folder")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter, LoadPlan, LoadPlanner, Metadata, SavePlan, SavePlanner
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, LoadPlan, LoadPlanner, Metadata, SavePlan, SavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -189,14 +189,14 @@ class _Reader(LoadPlanner):
 
 class Reader:
     """The arrays of a checkpoint directory, slab by slab. A NeMo 2 checkpoint (``weights/`` and ``context/``) is read, too: its keys
-    begin with ``module.``."""
+    begin with ``module.``. ``allow_pickle``: its index may name anything; what it names is run."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, allow_pickle: bool = False) -> None:
         if (path / nemo_files.WEIGHTS / ".metadata").is_file():
             path = path / nemo_files.WEIGHTS
         if not (path / ".metadata").is_file():
             raise ValueError(f"{path} is not a distributed checkpoint of megatron (no file .metadata in it)")
-        self.path, self.reader = path, SafeReader(path)
+        self.path, self.reader = path, FileSystemReader(path) if allow_pickle else SafeReader(path)
         self.metadata = self.reader.read_metadata()
         self.reader.set_up_storage_reader(self.metadata, True)
         prefixed = any(key.startswith(nemo_files.PREFIX) for key in self.metadata.state_dict_metadata)
@@ -241,10 +241,12 @@ def check_tied_head(reader: Reader, arch: Architecture, embedding: Slab) -> None
         )
 
 
-def read_hf(path: Path, arch: Architecture, announce: Callable[[int], None]) -> Iterable[tuple[str, Tensor]]:
+def read_hf(
+    path: Path, arch: Architecture, announce: Callable[[int], None], *, allow_pickle: bool = False
+) -> Iterable[tuple[str, Tensor]]:
     """(HF name, whole tensor) of every tensor, in the order of the model, one parameter in memory at a time. ``announce`` is told the
-    bytes of a parameter before it is read."""
-    reader = Reader(path)
+    bytes of a parameter before it is read. ``allow_pickle``: see Reader."""
+    reader = Reader(path, allow_pickle=allow_pickle)
     nemo_files.check_config(path, arch)
     parts = list(slabs(arch, reader.vocab_rows(arch)))
     for slab in parts:

@@ -52,7 +52,10 @@ def read_index(path: Path) -> Metadata:
     try:
         metadata = _Index(io.BytesIO(file.read_bytes())).load()
     except pickle.UnpicklingError as error:
-        raise ValueError(f"{file} is not the index of a checkpoint ({error}); {REMEDY}") from error
+        raise ValueError(
+            f"{file} is not the index of a checkpoint ({error}); {REMEDY} "
+            "(tools/convert_checkpoint.py to-hf --allow-pickle reads the weights all the same)"
+        ) from error
     except (EOFError, ValueError, TypeError, AttributeError, ImportError, IndexError, KeyError) as error:
         raise ValueError(f"{file}: the index of the checkpoint is damaged ({error}); take another checkpoint") from error
     if not isinstance(metadata, Metadata):

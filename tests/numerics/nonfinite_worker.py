@@ -6,10 +6,13 @@ Arguments: a folder, which gets the models, twice (the worker of the resume test
 
 from __future__ import annotations
 
+import pickle
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,8 +20,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_rl.errors import NonFiniteError
+from megatron_rl.policy import checkpoint
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.optimizer import create_state
+from megatron_rl.policy.safe_load import load_plain
+from megatron_rl.runtime import checkpoint_dir
 from megatron_rl.types import LossOutput, SequenceBatch, TokenView
 from tests.numerics import models
 from tests.numerics.checkpoint_worker import record
@@ -120,12 +126,15 @@ def run(name: str, clip_grad: float) -> None:
 
 def check_load() -> None:
     """A row that rank 1 alone reads is NaN: both ranks refuse, with one message."""
-    path = models.save("llama", FOLDER / f"poisoned{dist.get_rank()}")
-    tensors = load_file(path / "model.safetensors")
-    tensors["model.layers.2.self_attn.o_proj.weight"][:, -1] = float("nan")
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    path = FOLDER / "poisoned"
+    if dist.get_rank() == 0:
+        shutil.copytree(FOLDER / "llama", path)
+        tensors = load_file(path / "model.safetensors")
+        tensors["model.layers.2.self_attn.o_proj.weight"][:, -1] = float("nan")
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    dist.barrier()
     try:
-        build(path.with_name("poisoned0"), dict(tensor=2))
+        build(path, dict(tensor=2))
     except ValueError as error:
         said = str(error)
     assert "not finite: model.layers.2.self_attn.o_proj.weight (64 values)" in said, said
@@ -147,6 +156,52 @@ def check_whole_gradients() -> None:
         print("OK gradients", flush=True)
 
 
+class Program:
+    """Unpickled with any name allowed, it makes a file."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (FOLDER / "ran",)
+
+
+def poisoned(source: Path, name: str) -> Path:
+    """A copy of the checkpoint whose file ``name`` runs a program when it is unpickled, with a manifest that fits it."""
+    path = FOLDER / "poisoned_checkpoint"
+    if dist.get_rank() == 0:
+        shutil.rmtree(path, ignore_errors=True)
+        partial = checkpoint_dir.begin(path)
+        shutil.copytree(source, partial, dirs_exist_ok=True)
+        if name == ".metadata":
+            (partial / name).write_bytes(pickle.dumps(Program()))
+        else:
+            torch.save({"optimizer_steps": Program()}, partial / name)
+        info = checkpoint_dir.check(source)
+        (partial / checkpoint_dir.MANIFEST).unlink()
+        checkpoint_dir.finish(path, info)
+    dist.barrier()
+    return path
+
+
+def check_programs() -> None:
+    """A checkpoint with a program in it is refused by file and name; the objects among the shards pass a look, too."""
+    policy = build(FOLDER / "llama", dict(tensor=2))
+    source = FOLDER / "saved"
+    policy.save(source, {"step": 1})
+    for name in (".metadata", "common.pt", "extra.pt"):
+        path = poisoned(source, name)
+        try:
+            policy.load(path)
+        except ValueError as error:
+            said = str(error)
+        assert said.startswith(f"{path / name} ") and "it could run any program and was not read" in said, said
+        assert not (FOLDER / "ran").exists()
+    looked_at = []
+    with mock.patch.object(checkpoint.safe_load, "load_plain", lambda *args: looked_at.append(args[1]) or load_plain(*args)):
+        assert policy.load(source) == {"step": 1}
+    assert any("_extra_state" in name for name in looked_at), looked_at
+    if dist.get_rank() == 0:
+        print("OK programs", flush=True)
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
@@ -158,6 +213,7 @@ def main() -> None:
     run("tp2", 0.0)
     run("dp2_sharded", 0.0)
     check_whole_gradients()
+    check_programs()
     check_load()
 
 

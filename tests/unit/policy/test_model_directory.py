@@ -19,7 +19,7 @@ from megatron_rl.policy.hf_files import HfFiles
 from megatron_rl.policy.layout import boxes, local_shape, model_parameters
 from tests.e2e.toy import write_model
 
-POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4665a5ea423c2713d436b5ee50593a9640e0018c1550b5a0002f74190d6caea8\n"
+POINTER = "version 1\noid sha256:4665a5ea423c2713d436b5ee50593a9640e0018c1550b5a0002f74190d6caea8\n"
 
 
 @pytest.fixture(scope="module")

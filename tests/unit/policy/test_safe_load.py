@@ -57,6 +57,13 @@ def test_a_program_in_a_checkpoint_is_refused_and_does_not_run(checkpoint, tmp_p
     assert not evidence.exists()
 
 
+def test_a_pickle_is_read_where_the_user_allows_it(checkpoint, tmp_path):
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Program(tmp_path / "ran")))
+    with pytest.raises(AttributeError):  # what the program returns is no index
+        Reader(checkpoint, allow_pickle=True)
+    assert (tmp_path / "ran").exists()
+
+
 def test_an_object_of_any_other_class_is_refused(tmp_path):
     stored = io.BytesIO()
     torch.save([Program(tmp_path / "ran")], stored)

@@ -13,6 +13,8 @@ from megatron_rl.config.schema import MismatchAlarmConfig, NonFiniteConfig
 from megatron_rl.errors import NonFiniteError
 from megatron_rl.trainer.bundle import read_bundle
 from megatron_rl.trainer.health import Health
+from megatron_rl.trainer.metrics import update_metrics
+from megatron_rl.types import UpdateResult
 from tests.unit.trainer.test_trainer import build, rows
 
 __all__ = ["build"]  # the fixture
@@ -116,3 +118,9 @@ def test_a_bundle_that_is_asked_for_holds_the_inputs_of_the_first_minibatch(buil
     assert (bundle.step, bundle.number, bundle.loss) == (2, 1, None)
     assert torch.equal(bundle.credit.keep, torch.ones(32, dtype=torch.bool))
     assert json.loads((folder / "config.json").read_text())["nonfinite"]["bundle_step"] == 2
+
+
+def test_the_largest_of_several_steps_does_not_pass_over_a_nan():
+    results = [UpdateResult(1.0, 1.0, 0.1, False, {"policy/ratio_max": value}) for value in (1.0, math.nan, 2.0)]
+    assert math.isnan(update_metrics(results)["policy/ratio_max"])
+    assert update_metrics(results[::2])["policy/ratio_max"] == 2.0
