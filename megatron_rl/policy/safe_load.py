@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemReader, Metadata
 
+from megatron_rl.errors import first_line
+
 INDEX = ".metadata"
 COMMON = "common.pt"
 # What the index of a distributed checkpoint is made of: descriptions of tensors, and where they lie.
@@ -32,6 +34,10 @@ INDEX_NAMES = {
 REMEDY = "it could run any program and was not read; take a checkpoint from somebody you trust"
 
 
+class _UnknownNameError(Exception):
+    """The file names what it has no reason to."""
+
+
 class _Index(pickle.Unpickler):
     """Unpickles the index; any other name is an error."""
 
@@ -39,7 +45,7 @@ class _Index(pickle.Unpickler):
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if dtype or name in INDEX_NAMES.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
+        raise _UnknownNameError(f"it names {module}.{name}")
 
 
 def read_index(path: Path) -> Metadata:
@@ -51,12 +57,12 @@ def read_index(path: Path) -> Metadata:
     file = path / INDEX
     try:
         metadata = _Index(io.BytesIO(file.read_bytes())).load()
-    except pickle.UnpicklingError as error:
+    except _UnknownNameError as error:
         raise ValueError(
             f"{file} is not the index of a checkpoint ({error}); {REMEDY} "
             "(tools/convert_checkpoint.py to-hf --allow-pickle reads the weights all the same)"
         ) from error
-    except (EOFError, ValueError, TypeError, AttributeError, ImportError, IndexError, KeyError) as error:
+    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, ImportError, IndexError, KeyError) as error:
         raise ValueError(f"{file}: the index of the checkpoint is damaged ({error}); take another checkpoint") from error
     if not isinstance(metadata, Metadata):
         raise ValueError(f"{file} holds a {type(metadata).__name__}, not the index of a checkpoint; take another checkpoint")
@@ -71,17 +77,11 @@ def load_plain(file: Path | io.BytesIO, name: str) -> Any:
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(f"{name} holds more than tensors and plain values ({_named(error)}); {REMEDY}") from error
-    except (RuntimeError, EOFError) as error:
-        raise ValueError(f"{name} is damaged ({str(error).splitlines()[0]}); take another checkpoint") from error
-
-
-def _named(error: Exception) -> str:
-    """What the file names, out of torch's long advice on how to allow it."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    telling = [line for line in lines if "GLOBAL" in line or "Unsupported" in line or "WeightsUnpickler error" in line]
-    return (telling or lines)[0][:200]
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        named = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported class" in line]
+        if named:
+            raise ValueError(f"{name} holds more than tensors and plain values ({named[0][:200]}); {REMEDY}") from error
+        raise ValueError(f"{name} is damaged ({first_line(error)}); take another checkpoint") from error
 
 
 class SafeReader(FileSystemReader):

@@ -76,15 +76,16 @@ def test_an_object_of_any_other_class_is_refused(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"nothing of the kind", pickle.dumps([1, 2])])
 def test_a_damaged_index_is_named(checkpoint, content):
     (checkpoint / ".metadata").write_bytes(content)
-    with pytest.raises(ValueError, match=r"checkpoint/\.metadata.*checkpoint"):
+    with pytest.raises(ValueError, match=r"checkpoint/\.metadata.*(is damaged|holds a list)"):
         safe_load.read_index(checkpoint)
 
 
 def test_a_damaged_file_of_objects_is_named(checkpoint):
     file = checkpoint / "common.pt"
-    file.write_bytes(file.read_bytes()[:-50])
-    with pytest.raises(ValueError, match=r"common\.pt is damaged"):
-        safe_load.check_files(checkpoint)
+    for content in (file.read_bytes()[:-50], b"", b"nothing of the kind"):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"common\.pt is damaged"):
+            safe_load.check_files(checkpoint)
 
 
 def test_what_a_run_saves_beside_its_weights_is_plain(tmp_path):
