@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import ReadItem
 
 from megatron_rl.policy import safe_load
@@ -105,10 +106,16 @@ class _SafePlanner(MCoreLoadPlanner):
 
 @contextlib.contextmanager
 def _safe_objects() -> Iterator[None]:
-    """megatron makes its planner by name, and has no argument for another."""
+    """megatron makes its planner by name, and has no argument for another. torch collects the errors of all ranks into one that is no
+    ``Exception``; what is unsafe comes out of it."""
     torch_strategies.MCoreLoadPlanner = _SafePlanner
     try:
         yield
+    except CheckpointException as error:
+        for failure, _ in error.failures.values():
+            if isinstance(failure, safe_load.UnsafeError):
+                raise failure from error
+        raise
     finally:
         torch_strategies.MCoreLoadPlanner = MCoreLoadPlanner
 

@@ -34,6 +34,10 @@ INDEX_NAMES = {
 REMEDY = "it could run any program and was not read; take a checkpoint from somebody you trust"
 
 
+class UnsafeError(ValueError):
+    """A file could run a program when it is read as its writer wants; it was not read."""
+
+
 class _UnknownNameError(Exception):
     """The file names what it has no reason to."""
 
@@ -58,7 +62,7 @@ def read_index(path: Path) -> Metadata:
     try:
         metadata = _Index(io.BytesIO(file.read_bytes())).load()
     except _UnknownNameError as error:
-        raise ValueError(
+        raise UnsafeError(
             f"{file} is not the index of a checkpoint ({error}); {REMEDY} "
             "(tools/convert_checkpoint.py to-hf --allow-pickle reads the weights all the same)"
         ) from error
@@ -80,7 +84,7 @@ def load_plain(file: Path | io.BytesIO, name: str) -> Any:
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         named = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported class" in line]
         if named:
-            raise ValueError(f"{name} holds more than tensors and plain values ({named[0][:200]}); {REMEDY}") from error
+            raise UnsafeError(f"{name} holds more than tensors and plain values ({named[0][:200]}); {REMEDY}") from error
         raise ValueError(f"{name} is damaged ({first_line(error)}); take another checkpoint") from error
 
 
