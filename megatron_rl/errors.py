@@ -9,6 +9,10 @@ from contextlib import contextmanager
 MAX_CHARACTERS = 300
 
 
+class NonFiniteError(ValueError):
+    """Training has reached numbers that are not finite, and stops."""
+
+
 @contextmanager
 def concerning(
     subject: str, remedy: str, kinds: tuple[type[Exception], ...] = (Exception,)

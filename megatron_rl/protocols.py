@@ -69,6 +69,9 @@ class Policy(Protocol):
     def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: (HF name, whole tensor) on every rank, in one fixed order, padding removed."""
 
+    def check_weights(self, step: int) -> None:
+        """Collective: raises NonFiniteError on every rank when weights, as they are after ``step``, hold NaN or infinity."""
+
     def offload(self, parts: Sequence[str]) -> None:
         """Move parts of this rank's state ("weights", "gradients", "optimizer") out of device memory. Gradients are dropped. Until
         ``reload``, what needs an absent part raises RuntimeError."""
@@ -77,8 +80,8 @@ class Policy(Protocol):
         """Bring every part back, bit for bit. Does nothing when all are there."""
 
     def save(self, path: Path, extra: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> None:
-        """Collective: weights, reference weights when kept, optimizer, schedule and ``extra`` (picklable, equal on all ranks);
-        ``about`` (JSON) can be read without loading: it is part of the manifest's info."""
+        """Collective: weights, reference weights when kept, optimizer, schedule and ``extra`` (tensors, plain values and containers of
+        them; equal on all ranks); ``about`` (JSON) can be read without loading: it is part of the manifest's info."""
 
     def load(self, path: Path) -> Mapping[str, Any]:
         """Collective: the inverse of save; returns ``extra``."""

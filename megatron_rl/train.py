@@ -33,9 +33,10 @@ def run(options: argparse.Namespace) -> None:
     set_up_messages(world.rank)
     load_plugins(options.plugin)
     config = validate(Config, compose("config", options.overrides, options.config_dir), "the configuration")
+    from megatron_rl.policy.families import FAMILIES
     from megatron_rl.policy.machine import this_machine
 
-    check(config, world.size, this_machine())
+    check(config, world.size, this_machine(), FAMILIES)
     from megatron_rl.trainer.start import finished_already
 
     if finished_already(config, world):

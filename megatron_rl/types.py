@@ -7,7 +7,8 @@ logprobs, entropy, loss mask) has this layout, so a token is named by one intege
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,10 +161,15 @@ class TokenScores:
     entropy: Float[Tensor, " tokens"] | None
 
 
+def largest(values: Sequence[float]) -> float:
+    """The maximum; NaN where one of them is (``max`` alone may pass over it). Example: ``largest([1.0, nan, 2.0])`` is NaN."""
+    return math.nan if any(math.isnan(value) for value in values) else max(values)
+
+
 @dataclass(frozen=True)
 class UpdateResult:
-    """Outcome of one optimizer step, equal on every rank. ``skipped`` is True when a non-finite gradient norm made the
-    optimizer leave the weights alone. ``scores``, when asked for: of the step's own forward, with the weights before the step.
+    """Outcome of one optimizer step, equal on every rank. ``skipped`` is True when a loss or gradient norm that is not finite
+    made the optimizer leave the weights alone. ``scores``, when asked for: of the step's own forward, with the weights before the step.
 
     Example: ``UpdateResult(loss=0.03, grad_norm=0.71, learning_rate=1e-6, skipped=False, metrics={"clip/up": 0.01})``.
     """

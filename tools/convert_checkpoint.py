@@ -2,7 +2,7 @@
 
     python tools/convert_checkpoint.py to-megatron HF_DIRECTORY CHECKPOINT
     python tools/convert_checkpoint.py to-nemo HF_DIRECTORY CHECKPOINT
-    python tools/convert_checkpoint.py to-hf CHECKPOINT HF_DIRECTORY [--config HF_DIRECTORY] [--max-file-gb 5]
+    python tools/convert_checkpoint.py to-hf CHECKPOINT HF_DIRECTORY [--config HF_DIRECTORY] [--max-file-gb 5] [--allow-pickle]
 
 A distributed checkpoint suits every parallel layout, so none is asked for. Number formats are kept. The printed digest is that of
 the HF tensors: equal digests, equal weights. ``to-hf`` needs the model's config.json and tokenizer files, which ``to-megatron`` and
@@ -86,9 +86,9 @@ def _copy_config(source: Path, folder: Path) -> None:
     copy_companions(source, folder)
 
 
-def to_hf(source: Path, target: Path, config: Path | None, max_file_bytes: int) -> str:
+def to_hf(source: Path, target: Path, config: Path | None, max_file_bytes: int, *, allow_pickle: bool = False) -> str:
     """Writes the HF directory; returns the digest of the weights. ``config`` None: what ``to_megatron`` left in ``source``."""
-    return checkpoint_to_hf(source, target, config or source / CONFIG, max_file_bytes)
+    return checkpoint_to_hf(source, target, config or source / CONFIG, max_file_bytes, allow_pickle=allow_pickle)
 
 
 def check_source(command: str, source: Path, config: Path | None) -> None:
@@ -139,7 +139,8 @@ def convert(options: argparse.Namespace) -> str:
             ),
         ):
             if options.command == "to-hf":
-                return to_hf(source, target, options.config, int(options.max_file_gb * 10**9))
+                max_file_bytes = int(options.max_file_gb * 10**9)
+                return to_hf(source, target, options.config, max_file_bytes, allow_pickle=options.allow_pickle)
             write = to_megatron if options.command == "to-megatron" else to_nemo
             return write(source, target)
     finally:
@@ -163,6 +164,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         command.set_defaults(config=None)
     out.add_argument("--config", type=Path, help="HF directory with config.json and tokenizer files (default: SOURCE/hf)")
     out.add_argument("--max-file-gb", type=float, default=5.0, help="largest safetensors file, in 10^9 bytes")
+    out.add_argument(
+        "--allow-pickle", action="store_true", help="read an index that names other classes: it may run any program, so trust its source"
+    )
     return parser.parse_args(argv)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,28 @@ from megatron_rl.config.data_names import data_problems, entries, weight_problem
 from megatron_rl.config.load import ConfigError
 from megatron_rl.config.machine import Machine, machine_problems
 from megatron_rl.config.method import reward_scheme_errors
+from megatron_rl.config.model_config import read_model_config
 from megatron_rl.config.schema import Config
 
 LOGGER = logging.getLogger(__name__)
 
 
-def check(config: Config, world_size: int, machine: Machine | None = None) -> None:
-    """Refuses a configuration that cannot run on ``world_size`` processes of ``machine`` (None: any machine).
+def check(
+    config: Config, world_size: int, machine: Machine | None = None, architectures: Collection[str] | None = None
+) -> None:
+    """Refuses a configuration that cannot run on ``world_size`` processes of ``machine`` (None: any machine) with a model of one of
+    ``architectures`` (None: any).
 
     Raises:
         ConfigError: one line for each problem: key, value, remedy.
     """
     problems = [*_parallel(config, world_size), *_batch(config, world_size), *_lengths(config), *_method(config), *_paths(config)]
     problems += [*_precision(config), *_memory(config), *_optim(config), *_seed(config, world_size), *_best(config)]
-    hf_config = read_hf_config(config.model.path)
+    try:
+        hf_config = read_hf_config(config.model.path, architectures)
+    except ValueError as error:
+        hf_config = None
+        problems.append(str(error))
     if hf_config is not None:
         problems += _model(config, hf_config)
         problems += cache_problems(config, hf_config, on_cpu=machine is not None and machine.compute_capability is None)
@@ -44,10 +51,10 @@ def num_optimizer_steps(config: Config) -> int:
     return config.trainer.num_steps * config.trainer.updates_per_rollout * per_rollout
 
 
-def read_hf_config(path: str) -> dict[str, Any] | None:
-    """``config.json`` of a HF directory, None where there is none."""
+def read_hf_config(path: str, architectures: Collection[str] | None = None) -> dict[str, Any] | None:
+    """``config.json`` of a HF directory, None where there is none. Raises ValueError as ``read_model_config`` does."""
     file = Path(path) / "config.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return read_model_config(file, architectures) if file.is_file() else None
 
 
 def model_parallel_size(config: Config) -> int:
@@ -215,7 +222,7 @@ def _paths(config: Config) -> Iterator[str]:
 def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[str]:
     parallel = config.parallel
     heads, layers = hf_config["num_attention_heads"], hf_config["num_hidden_layers"]
-    kv_heads = hf_config.get("num_key_value_heads", heads)
+    kv_heads = hf_config.get("num_key_value_heads") or heads
     if heads % parallel.tensor:
         yield f"parallel.tensor = {parallel.tensor}: does not divide the model's {heads} attention heads"
     elif kv_heads % parallel.tensor:

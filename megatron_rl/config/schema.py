@@ -254,6 +254,13 @@ class MismatchAlarmConfig(Section):
     abort_above: PositiveFloat | None
 
 
+class NonFiniteConfig(Section):
+    """Optimizer steps whose loss or gradient norm is not finite are always skipped."""
+
+    stop_after: PositiveInt | None  # skipped optimizer steps in a row that stop the run; null = never
+    bundle_step: PositiveInt | None  # step whose first minibatch is written for tools/replay_step.py, finite or not; null = none
+
+
 class Config(Section):
     run_dir: str
     seed: Annotated[int, Field(ge=0, lt=2**32)]  # what the rollout engine takes
@@ -274,4 +281,5 @@ class Config(Section):
     memory: MemoryConfig
     mismatch_alarm: MismatchAlarmConfig
     rollout_hooks: RolloutHooks  # between scoring and credit, in this order: {name: {knobs}}
+    nonfinite: NonFiniteConfig
     method: MethodConfig

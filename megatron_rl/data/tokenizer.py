@@ -6,6 +6,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from megatron_rl.config.model_config import read_json
+
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -22,11 +24,27 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         wanted = ", ".join(VOCABULARY_FILES)
         raise ValueError(f"model.path = {folder}: no tokenizer in it (one of {wanted}); copy the files of the model's tokenizer there")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"model.path = {folder}: its tokenizer files cannot be read ({error}); copy them again from the model") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"model.path = {folder}: the tokenizer has no eos_token, so no response could end; set it in tokenizer_config.json"
         )
+    _check_ids(tokenizer, folder)
     return tokenizer
+
+
+def _check_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Raises ValueError when a token has a number for which the model, by its config.json, has no row in the embedding."""
+    file = folder / "config.json"
+    rows = read_json(file).get("vocab_size") if file.is_file() else None
+    if not isinstance(rows, int):
+        return
+    beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= rows)
+    if beyond:
+        shown = ", ".join(f"{token!r} = {number}" for number, token in beyond[:3])
+        raise ValueError(
+            f"model.path = {folder}: {len(beyond)} tokens of the tokenizer lie beyond vocab_size = {rows} of config.json ({shown}); "
+            "the tokenizer belongs to another model: copy the right one, or take the added tokens out"
+        )

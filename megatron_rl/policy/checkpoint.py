@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
@@ -20,8 +23,10 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import ReadItem
 
-from megatron_rl.policy import checkpoint_info
+from megatron_rl.policy import checkpoint_info, safe_load
 from megatron_rl.policy.main_rank import on_main
 from megatron_rl.policy.optimizer import create_state, parts, unshare_steps
 from megatron_rl.runtime import checkpoint_dir, disk
@@ -48,7 +53,8 @@ class InProcess(TorchDistSaveShardedStrategy):
 
 def save(policy: Any, path: Path, extra: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> None:
     """Collective: writes ``path`` (a directory) as a whole or not at all; a checkpoint of that name is replaced. ``policy`` is a
-    MegatronPolicy; ``extra`` is picklable and equal on all ranks; ``about`` is JSON that goes into the manifest.
+    MegatronPolicy; ``extra`` is equal on all ranks, and made of tensors, numbers, text and containers of them; ``about`` is JSON that
+    goes into the manifest.
 
     Raises:
         ValueError: the disk is full.
@@ -74,17 +80,19 @@ def save(policy: Any, path: Path, extra: Mapping[str, Any], about: Mapping[str, 
 
 
 def load(policy: Any, path: Path) -> Mapping[str, Any]:
-    """Collective: the inverse of ``save``, for any parallel layout; returns ``extra``. Reads pickled objects: only for
-    checkpoints that one trusts.
+    """Collective: the inverse of ``save``, for any parallel layout; returns ``extra``.
 
     Raises:
-        ValueError: the checkpoint is damaged, or was written for another model, number format or kind of optimizer.
+        ValueError: the checkpoint is damaged, was written for another model, number format or kind of optimizer, or holds what could
+            run a program.
     """
     checkpoint_info.refuse_other(path, checkpoint_dir.check(path), _describe(policy))
+    safe_load.check_files(path)
+    extra: Mapping[str, Any] = safe_load.load_plain(path / EXTRA, str(path / EXTRA))
     create_state(policy.optimizer)
     state = {**_model_state(policy), **_reference_state(policy)}
     state["optimizer"] = policy.optimizer.sharded_state_dict(_model_state(policy), is_loading=True, metadata=_metadata())
-    with torch.no_grad():
+    with torch.no_grad(), _safe_objects():
         loaded = dist_checkpointing.load(state, str(path))
         for name, module in _modules(policy):
             module.load_state_dict(loaded[name])
@@ -94,8 +102,32 @@ def load(policy: Any, path: Path) -> Mapping[str, Any]:
             tensor.copy_(loaded[f"reference{chunk}"][name])
     unshare_steps(policy.optimizer)
     policy.optimizer_steps = loaded["optimizer_steps"]
-    extra: Mapping[str, Any] = torch.load(path / EXTRA, weights_only=False)
     return extra
+
+
+class _SafePlanner(MCoreLoadPlanner):
+    """megatron's plan of what to read, which looks at objects before it unpickles them."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        safe_load.load_plain(value, f"object {read_item.dest_index.fqn} of the checkpoint")
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+@contextlib.contextmanager
+def _safe_objects() -> Iterator[None]:
+    """megatron makes its planner by name, and has no argument for another. torch collects the errors of all ranks into one that is no
+    ``Exception``; what is unsafe comes out of it."""
+    torch_strategies.MCoreLoadPlanner = _SafePlanner
+    try:
+        yield
+    except CheckpointException as error:
+        for failure, _ in error.failures.values():
+            if isinstance(failure, safe_load.UnsafeError):
+                raise failure from error
+        raise
+    finally:
+        torch_strategies.MCoreLoadPlanner = MCoreLoadPlanner
 
 
 def _modules(policy: Any) -> list[tuple[str, torch.nn.Module]]:

@@ -14,7 +14,12 @@ from megatron_rl.runtime.digest import combined_digest, tensor_digest
 
 
 def checkpoint_to_hf(
-    source: Path, target: Path, config: Path, max_file_bytes: int = MAX_FILE_BYTES
+    source: Path,
+    target: Path,
+    config: Path,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    *,
+    allow_pickle: bool = False,
 ) -> str:
     """Writes ``target`` (as a whole or not at all) and returns the digest of the weights.
 
@@ -23,6 +28,8 @@ def checkpoint_to_hf(
             left out).
         config: the HF directory that config.json and the tokenizer files are taken from.
         max_file_bytes: largest safetensors file.
+        allow_pickle: read an index that names other classes than those it needs; it may run any
+            program.
 
     Raises:
         ValueError: no checkpoint, or one that does not fit ``config``.
@@ -32,7 +39,9 @@ def checkpoint_to_hf(
     writer = ShardWriter(partial, max_file_bytes)
     digests: dict[str, str] = {}
     formats: set[torch.dtype] = set()
-    for name, tensor in dist_format.read_hf(source, arch, writer.make_room):
+    for name, tensor in dist_format.read_hf(
+        source, arch, writer.make_room, allow_pickle=allow_pickle
+    ):
         digests[name] = tensor_digest(tensor)
         formats.add(tensor.dtype)
         writer.add(name, tensor)

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megatron_rl.policy import nemo_files
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.layout import HEAD, Parameter, boxes, hf_shapes, local_shape, model_parameters
+from megatron_rl.policy.safe_load import SafeReader
 
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 # Layer norms are stored under the names of Transformer Engine, which fuses them with the linear layer behind. In front of experts it
@@ -191,14 +192,14 @@ class _Reader(LoadPlanner):
 
 class Reader:
     """The arrays of a checkpoint directory, slab by slab. A NeMo 2 checkpoint (``weights/`` and ``context/``) is read, too: its keys
-    begin with ``module.``."""
+    begin with ``module.``. ``allow_pickle``: its index may name anything; what it names is run."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, allow_pickle: bool = False) -> None:
         if (path / nemo_files.WEIGHTS / ".metadata").is_file():
             path = path / nemo_files.WEIGHTS
         if not (path / ".metadata").is_file():
             raise ValueError(f"{path} is not a distributed checkpoint of megatron (no file .metadata in it)")
-        self.path, self.reader = path, FileSystemReader(path)
+        self.path, self.reader = path, FileSystemReader(path) if allow_pickle else SafeReader(path)
         self.metadata = self.reader.read_metadata()
         self.reader.set_up_storage_reader(self.metadata, True)
         prefixed = any(key.startswith(nemo_files.PREFIX) for key in self.metadata.state_dict_metadata)
@@ -243,10 +244,12 @@ def check_tied_head(reader: Reader, arch: Architecture, embedding: Slab) -> None
         )
 
 
-def read_hf(path: Path, arch: Architecture, announce: Callable[[int], None]) -> Iterable[tuple[str, Tensor]]:
+def read_hf(
+    path: Path, arch: Architecture, announce: Callable[[int], None], *, allow_pickle: bool = False
+) -> Iterable[tuple[str, Tensor]]:
     """(HF name, whole tensor) of every tensor, in the order of the model, one parameter in memory at a time. ``announce`` is told the
-    bytes of a parameter before it is read."""
-    reader = Reader(path)
+    bytes of a parameter before it is read. ``allow_pickle``: see Reader."""
+    reader = Reader(path, allow_pickle=allow_pickle)
     nemo_files.check_config(path, arch)
     parts = list(slabs(arch, reader.vocab_rows(arch)))
     for slab in parts:

@@ -17,7 +17,7 @@ from megatron_rl.policy.logprobs import LOGPROB_CHUNK_TOKENS, response_logprobs
 from megatron_rl.policy.packing import Microbatch
 from megatron_rl.policy.parallel import Ranks
 from megatron_rl.protocols import Entropy
-from megatron_rl.types import TokenLoss, TokenScores, TokenView
+from megatron_rl.types import TokenLoss, TokenScores, TokenView, largest
 
 Consume = Callable[[Microbatch, Tensor, Tensor | None], tuple[Tensor, Any]]
 
@@ -79,7 +79,7 @@ class Totals:
             if key not in self.metrics:
                 self.metrics[key] = value
             else:
-                self.metrics[key] = max(self.metrics[key], value) if key.endswith("_max") else self.metrics[key] + value
+                self.metrics[key] = largest((self.metrics[key], value)) if key.endswith("_max") else self.metrics[key] + value
 
 
 class Passes:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from megatron_rl.config.model_config import read_json, refuse_pointer
+from megatron_rl.errors import concerning
 
 MAX_FILE_BYTES = 5 * 10**9
 # What a HF directory may hold beside weights and config.json.
@@ -20,22 +24,72 @@ COMPANIONS = (
 )  # fmt: skip
 
 
+FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names them; 8 bits mean something with their scales only
+
+
+def open_tensors(file: Path) -> Any:
+    """The safetensors file, opened (a context manager, too).
+
+    Raises:
+        ValueError: it is not there, a Git LFS pointer, or not whole; names the file.
+    """
+    if not file.is_file():
+        raise ValueError(f"model.path: {file} is not there, but the index of the folder names it; copy it from the model")
+    refuse_pointer(file)
+    with concerning(f"model.path: {file}", "it is damaged or cut off; copy it again", (SafetensorError, OSError)):
+        return safe_open(file, framework="pt")
+
+
+def tensor_files(path: Path) -> dict[str, Path]:
+    """The file of each tensor of a HF directory, by the index where there is one.
+
+    Raises:
+        ValueError: there are no safetensors, or the index or the only file cannot be read.
+    """
+    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+    if index.is_file():
+        files = read_json(index).get("weight_map")
+        good = isinstance(files, dict) and all(isinstance(file, str) and Path(file).name == file for file in files.values())
+        if not good:
+            raise ValueError(f"model.path: {index} has no weight_map of tensors to file names; copy it again from the model")
+        return {name: path / file for name, file in files.items()}
+    if single.is_file():
+        with open_tensors(single) as file:
+            return dict.fromkeys(file.keys(), single)
+    raise ValueError(
+        f"model.path: {path} holds neither model.safetensors nor model.safetensors.index.json; save the model as safetensors"
+    )
+
+
+def check_headers(files: Mapping[str, Path]) -> None:
+    """Looks into the header of every file, without reading weights.
+
+    Raises:
+        ValueError: a file is missing or damaged, lacks a tensor that the index says it has, or holds one that is not a float.
+    """
+    for path in sorted(set(files.values())):
+        with open_tensors(path) as file:
+            present = set(file.keys())
+            for name in sorted(name for name, where in files.items() if where == path):
+                if name not in present:
+                    raise ValueError(f"model.path: {path} holds no tensor {name}, but the index says so; copy both again from the model")
+                dtype = file.get_slice(name).get_dtype()
+                if dtype not in FLOATS:
+                    raise ValueError(
+                        f"model.path: {path}: tensor {name} is {dtype}, not a float of 16 bits or more ({', '.join(FLOATS)}); quantized "
+                        "weights are not supported, give the model before quantization"
+                    )
+
+
 class HfFiles:
     """The tensors of a HF directory. A file is mapped only while one of its tensors is read, so the process does not grow with it.
 
-    Raises ValueError when the directory holds no safetensors.
+    Raises ValueError when the directory holds no safetensors, or one that is damaged.
     """
 
     def __init__(self, path: Path) -> None:
-        index, single = path / "model.safetensors.index.json", path / "model.safetensors"
-        self.path = path
-        if index.is_file():
-            self.files = {name: path / file for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
-        elif single.is_file():
-            with safe_open(single, framework="pt") as file:
-                self.files = dict.fromkeys(file.keys(), single)
-        else:
-            raise ValueError(f"{path} holds neither model.safetensors nor model.safetensors.index.json; save the model as safetensors")
+        self.path, self.files = path, tensor_files(path)
+        check_headers(self.files)
 
     def check(self, names: Sequence[str], ignored: Collection[str]) -> None:
         """Raises ValueError unless exactly the tensors ``names`` are there (``ignored`` and rotary tables may be, too)."""
@@ -49,7 +103,7 @@ class HfFiles:
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, a copy."""
-        with safe_open(self.files[name], framework="pt") as file:
+        with open_tensors(self.files[name]) as file:
             tensor: Tensor = file.get_tensor(name)
             return tensor.clone()
 
@@ -57,7 +111,7 @@ class HfFiles:
         """Number format of tensors that become one parameter. Raises ValueError when they differ."""
         found = {}
         for name in names:
-            with safe_open(self.files[name], framework="pt") as file:
+            with open_tensors(self.files[name]) as file:
                 first = file.get_slice(name)
                 found[name] = (first[:0] if len(first.get_shape()) else file.get_tensor(name)).dtype
         if len(set(found.values())) > 1:

@@ -24,6 +24,7 @@ from megatron_rl.policy.held_boxes import held_boxes, key
 from megatron_rl.policy.layout import padded_vocab
 from megatron_rl.policy.machine import this_machine
 from megatron_rl.policy.model import build_chunks, transformer_config
+from megatron_rl.policy.not_finite import check_weights
 from megatron_rl.policy.offload import Offload, dispatcher_tensors, release_caches
 from megatron_rl.policy.packing import Microbatch, multiples, pack, padded_lengths
 from megatron_rl.policy.precision import ddp_config, describe, logprob_format, plain, token_multiple
@@ -44,7 +45,8 @@ class MegatronPolicy:
     """Implements ``protocols.Policy``. torch.distributed must be initialised; construction is collective.
 
     ``temperature`` divides the logits in every pass. ``keep_reference`` keeps the starting weights of this rank's shard for
-    reference passes. Raises ValueError when the model directory or the layout does not fit (every problem of the layout).
+    reference passes. ``require_finite``: refuse weights of NaN or infinity. Raises ValueError when the model directory or the layout
+    does not fit (every problem of the layout).
     """
 
     def __init__(
@@ -58,12 +60,14 @@ class MegatronPolicy:
         keep_reference: bool,
         total_optimizer_steps: int,
         max_sequence_tokens: int,
+        require_finite: bool = True,
     ) -> None:
         self.path = Path(model.path)
         self.arch, self.hf_config = read_architecture(self.path)
         problems = groups.layout_problems(self.arch, parallel, dist.get_world_size())
         if problems:
             raise ValueError("\n".join(problems))
+        weights.Checkpoint(self.path).check(self.arch)  # headers only: a damaged folder is named before anything is built
         cpu.apply()
         self.ranks = groups.initialize(parallel)
         self.parallel, self.optim, self.precision = parallel, optim, precision
@@ -76,7 +80,7 @@ class MegatronPolicy:
             self.config = transformer_config(self.arch, parallel, precision)
             self.modules = build_chunks(self.config, self.arch, self.hf_config, model.make_vocab_divisible_by, max_sequence_tokens)
             self.held = weights.held_parameters(self.modules, self.arch, self.ranks, self.vocab_rows)
-            weights.load(self.held, self.arch, self.path)
+            weights.load(self.held, self.arch, self.path, require_finite=require_finite)
             self.chunks = [
                 DistributedDataParallel(self.config, ddp_config(parallel, precision), module, disable_bucketing=index > 0)
                 for index, module in enumerate(self.modules)
@@ -159,7 +163,7 @@ class MegatronPolicy:
         totals = self.backward(batch, microbatches, loss, entropy=entropy, board=board)
         rate = optim_room.learning_rate(self.optimizer_steps, self.optim, self.total_optimizer_steps)
         with platform():
-            norm, skipped = optim_room.step(self.optimizer, self.optim, rate)
+            norm, skipped = optim_room.step(self.optimizer, self.optim, rate, totals.loss)
         self.optimizer_steps += 1
         own = None if board is None else board.everywhere()
         return UpdateResult(totals.loss, norm, learning_rate=rate, skipped=skipped, metrics=totals.metrics, scores=own)
@@ -215,9 +219,15 @@ class MegatronPolicy:
         yield from self._gather.run(plain)
 
     def gathered_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Collective: the gradients left by ``backward``, by HF name (not with a distributed optimizer over more than one
-        data-parallel rank: each then holds its share only)."""
+        """Collective: the gradients left by ``backward``, by HF name, whole on every rank."""
+        with platform():
+            optim_room.whole_gradients(self.chunks)
         yield from self._gather.run(lambda parameter: parameter.main_grad)
+
+    def gradient_norm(self) -> float:
+        """Collective: of the gradient left by ``backward``, over all parameters, as the optimizer step has it."""
+        with platform():
+            return optim_room.gradient_norm(self.optimizer)
 
     def weight_boxes(self) -> list[Box]:
         """The parts of HF tensors that this rank holds, for a planned weight sync; the keys are those of ``weight``."""
@@ -234,6 +244,14 @@ class MegatronPolicy:
             with platform():
                 for chunk in self.chunks:
                     chunk.start_param_sync(force_sync=True)
+
+    def check_weights(self, step: int) -> None:
+        """See protocols.Policy."""
+        self.settle()
+        done = self.optimizer_steps - 1
+        rate = None if done < 0 else optim_room.learning_rate(done, self.optim, self.total_optimizer_steps)
+        named = [(item.parameter.names, item.tensor) for item in self.held]
+        check_weights(named, self.device, step, rate)
 
     @contextlib.contextmanager
     def _weights(self, reference: bool) -> Iterator[None]:

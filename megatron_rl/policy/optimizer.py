@@ -44,18 +44,24 @@ def parts(optimizer: MegatronOptimizer) -> list[Any]:
     return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
 
 
-def step(optimizer: MegatronOptimizer, optim: OptimConfig, rate: float) -> tuple[float, bool]:
+def gradient_norm(optimizer: MegatronOptimizer) -> float:
+    """Collective: the norm of the gradient over all parameters, which is then ready for the step."""
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
+def step(optimizer: MegatronOptimizer, optim: OptimConfig, rate: float, loss: float) -> tuple[float, bool]:
     """Collective: (gradient norm over all parameters before clipping, whether the step was skipped).
 
-    A norm that is not finite leaves weights and moments alone on every rank (megatron checks only where it scales the loss).
+    A norm or a ``loss`` (equal on all ranks) that is not finite leaves weights and moments alone on every rank: megatron checks
+    only where it scales the loss, and a loss can be NaN while its gradient is not.
     """
     for group in _groups(optimizer):
         group["lr"] = rate
         # Megatron marks biases and norms by wd_mult 0 and leaves it to its own scheduler to honour the mark.
         group["weight_decay"] = optim.weight_decay * group["wd_mult"]
-    optimizer.prepare_grads()
-    norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(norm):
+    norm = gradient_norm(optimizer)
+    if not (math.isfinite(norm) and math.isfinite(loss)):
         return norm, True
     if optim.clip_grad > 0:
         for part in parts(optimizer):
@@ -65,6 +71,18 @@ def step(optimizer: MegatronOptimizer, optim: OptimConfig, rate: float) -> tuple
                 clip_grad_by_total_norm_fp32(parameters, max_norm=optim.clip_grad, total_norm=norm, use_decoupled_grad=decoupled)
     optimizer.step_with_ready_grads()
     return norm, False
+
+
+def whole_gradients(chunks: Sequence[Any]) -> None:
+    """Collective: gives every rank the whole gradient in ``main_grad``, of which a distributed optimizer leaves each its share."""
+    for chunk in chunks:
+        if not chunk.ddp_config.use_distributed_optimizer:
+            continue
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                torch.distributed.all_gather_into_tensor(bucket.grad_data, own, group=group)
 
 
 def _groups(optimizer: MegatronOptimizer) -> Iterator[dict[str, Any]]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.utils import get_attr_wrapped_model
-from safetensors import safe_open
 from torch import Tensor
 
 from megatron_rl.policy.families import Architecture
+from megatron_rl.policy.hf_files import check_headers, open_tensors, tensor_files
 from megatron_rl.policy.layout import (
     EMBEDDING,
     FINAL_NORM,
@@ -31,6 +31,7 @@ from megatron_rl.policy.layout import (
     layer_parameters,
     local_shape,
 )  # fmt: skip
+from megatron_rl.policy.not_finite import not_finite
 from megatron_rl.policy.parallel import Ranks
 from megatron_rl.policy.precision import assign
 
@@ -39,6 +40,7 @@ FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+BoxKey = tuple[str, tuple[int, ...], tuple[int, ...]]  # tensor, start and shape of a part of it
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
 IGNORED = re.compile(r".*rotary_emb\.inv_freq$")  # a table that old checkpoints store; it follows from the configuration
@@ -108,16 +110,8 @@ class Checkpoint:
     """The tensors of a HF directory, read slice by slice."""
 
     def __init__(self, path: Path) -> None:
-        index = path / "model.safetensors.index.json"
-        single = path / "model.safetensors"
-        if index.is_file():
-            self.files = {name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        elif single.is_file():
-            with safe_open(single, framework="pt") as file:
-                self.files = dict.fromkeys(file.keys(), single)
-        else:
-            raise ValueError(f"model.path: {path} holds neither model.safetensors nor model.safetensors.index.json; save it as safetensors")
-        self.path = path
+        self.path, self.files = path, tensor_files(path)
+        check_headers(self.files)
         self._open: dict[Path, Any] = {}
 
     def check(self, arch: Architecture) -> None:
@@ -136,7 +130,7 @@ class Checkpoint:
         """The box, and nothing more of its tensor. Raises ValueError unless the tensor has shape ``whole``."""
         file = self.files[box.name]
         if file not in self._open:
-            self._open[file] = safe_open(file, framework="pt")
+            self._open[file] = open_tensors(file)
         part = self._open[file].get_slice(box.name)
         if tuple(part.get_shape()) != whole:
             raise ValueError(
@@ -146,18 +140,73 @@ class Checkpoint:
         return part[box_slices(box.start, box.shape)]
 
 
-def load(held: Sequence[Held], arch: Architecture, path: Path) -> None:
-    """Fills this rank's parameters from the HF directory; rows of the padded vocabulary get 0.
+def load(held: Sequence[Held], arch: Architecture, path: Path, *, require_finite: bool = True) -> None:
+    """Collective: fills this rank's parameters from the HF directory; rows of the padded vocabulary get 0.
 
     Raises:
-        ValueError: tensors are missing, unknown or of the wrong shape.
+        ValueError: on every rank, when a rank finds tensors that are missing, unknown, of the wrong shape, not finite (unless
+            ``require_finite`` is False), or a stored head that differs from the embedding it is tied to.
     """
+    counts: dict[BoxKey, int] = {}
+    problem = None
+    try:
+        counts = _fill(held, arch, path)
+    except ValueError as error:
+        problem = str(error)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (problem, counts))
+    problems = [said for said, _ in everyone if said is not None]
+    if problems:
+        raise ValueError(problems[0])
+    if require_finite:
+        _refuse_not_finite(path, [found for _, found in everyone])
+
+
+def _fill(held: Sequence[Held], arch: Architecture, path: Path) -> dict[BoxKey, int]:
+    """Reads every box of this rank; returns how many values of each are not finite, where there are any."""
     checkpoint = Checkpoint(path)
     checkpoint.check(arch)
+    counts = {}
     with torch.no_grad():
         for item in held:
             values = torch.zeros(tuple(item.tensor.shape), dtype=item.tensor.dtype)
             shapes = hf_shapes(item.parameter, arch)
             for box in item.boxes:
-                values[box_slices(box.local, box.shape)] = checkpoint.read(box, shapes[box.name]).to(values.dtype)
+                part = checkpoint.read(box, shapes[box.name])
+                if arch.tied_embeddings and box.name == EMBEDDING.hf[0]:
+                    _check_tied(checkpoint, box, part, shapes[box.name])
+                # After the conversion: a large float32 is infinite in bfloat16.
+                converted = part.to(values.dtype)
+                if not_finite([converted]):
+                    counts[box.name, box.start, box.shape] = int((~converted.isfinite()).sum())
+                values[box_slices(box.local, box.shape)] = converted
             assign(item.tensor, values)
+    return counts
+
+
+def _check_tied(checkpoint: Checkpoint, box: Box, embedding: Tensor, whole: tuple[int, ...]) -> None:
+    """Raises ValueError when a head of its own, with other values, is stored beside the embedding that config.json ties it to."""
+    head = HEAD.hf[0]
+    if head not in checkpoint.files:
+        return
+    stored = checkpoint.read(replace(box, name=head), whole)
+    if not torch.equal(stored.to(embedding.dtype).nan_to_num(), embedding.nan_to_num()):
+        raise ValueError(
+            f"model.path: {checkpoint.path} stores an {head} that differs from {box.name}, but config.json has tie_word_embeddings true; "
+            "set it to false there, or take the tensor out"
+        )
+
+
+def _refuse_not_finite(path: Path, everyone: Sequence[Mapping[BoxKey, int]]) -> None:
+    """Raises ValueError where a rank has read values that are not finite. What several ranks hold counts once."""
+    boxes = {key: count for counts in everyone for key, count in counts.items()}
+    by_name: dict[str, int] = {}
+    for (name, _, _), count in sorted(boxes.items()):
+        by_name[name] = by_name.get(name, 0) + count
+    if by_name:
+        shown = ", ".join(f"{name} ({count} values)" for name, count in list(by_name.items())[:4])
+        more = f" and {len(by_name) - 4} more" if len(by_name) > 4 else ""
+        raise ValueError(
+            f"model.path: {path} holds weights that are not finite: {shown}{more}; the run that wrote them had failed, "
+            "or the file is damaged: copy it again, or give another model"
+        )

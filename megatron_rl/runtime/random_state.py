@@ -16,13 +16,16 @@ State = dict[str, Any]
 def capture() -> State:
     """The state of ``random``, ``numpy.random`` and torch (CPU and, where CUDA was used already, this rank's device)."""
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
+    # numpy's words as plain integers: a checkpoint with an array in it could not be read without unpickling its class.
+    kind, words, *rest = np.random.get_state()
+    return {"python": random.getstate(), "numpy": (kind, words.tolist(), *rest), "torch": torch.get_rng_state(), "cuda": cuda}
 
 
 def restore(state: State) -> None:
     """The inverse of ``capture``."""
     random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
+    kind, words, *rest = state["numpy"]
+    np.random.set_state((kind, np.asarray(words, dtype=np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from megatron_rl.config.checks import num_optimizer_steps
 from megatron_rl.config.schema import Config
 from megatron_rl.data.reading import read_data, training_stream
@@ -15,8 +17,10 @@ from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import Ledger, memory_in_use
 from megatron_rl.runtime.signals import StopRequest
+from megatron_rl.trainer.bundle import write_bundle
 from megatron_rl.trainer.evaluate import Evaluator
 from megatron_rl.trainer.handover import HandOver
+from megatron_rl.trainer.health import Health
 from megatron_rl.trainer.hooks import RolloutHooks
 from megatron_rl.trainer.preflight import check_before_build
 from megatron_rl.trainer.rollouts import Generator, Rollouts
@@ -79,6 +83,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         world=world,
         stop_requested=stop_requested.__bool__,
         display=display,
+        health=Health(config.nonfinite, config.mismatch_alarm, partial(write_bundle, config, world, policy)),
     )
     return Trainer(parts, schedule(config))
 

@@ -39,7 +39,13 @@ class HandOver:
         self._version: int | None = None
 
     def to_engine(self, version: int) -> SyncReport:
-        """Collective: after an update, gives the engine the memory and the policy's weights, as number ``version``."""
+        """Collective: after an update, gives the engine the memory and the policy's weights, as number ``version``. Weights change
+        in an update only: those that pass here are the ones that are saved and exported.
+
+        Raises:
+            NonFiniteError: the weights are not finite; the engine keeps what it has.
+        """
+        self.policy.check_weights(version)
         self.ledger.record("update")
         report = self._give(version, sync=True)
         assert report is not None

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from megatron_rl.trainer.rollouts import Experience
-from megatron_rl.types import SyncReport, TokenScores, UpdateResult
+from megatron_rl.types import SyncReport, TokenScores, UpdateResult, largest
 
 # Every key of metrics.jsonl: an exact name, or a prefix that ends in "/" with the rule for what stands behind it.
 TABLE: Mapping[str, str] = {
@@ -37,7 +37,7 @@ TABLE: Mapping[str, str] = {
     "kl/": "divergence estimates during the update, in nats",
     "optim/grad_norm": "gradient norm before clipping, mean over the optimizer steps",
     "optim/learning_rate": "learning rate of the last optimizer step",
-    "optim/skipped": "optimizer steps left out because the gradient norm was not finite",
+    "optim/skipped": "optimizer steps left out because loss or gradient norm was not finite",
     "optim/empty_minibatches": "minibatches without a response to train on",
     "mismatch/logprob_abs_diff_mean": "mean |old logprob - sampler logprob| over response tokens, in nats",
     "mismatch/logprob_abs_diff_max": "largest of the same",
@@ -122,7 +122,7 @@ def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
     rows = [{**update.metrics, "loss/total": update.loss, "optim/grad_norm": update.grad_norm} for update in updates]
     keys = dict.fromkeys(key for row in rows for key in row)
     values = {key: [row[key] for row in rows if key in row] for key in keys}
-    merged = {key: max(found) if key.endswith("_max") else fmean(found) for key, found in values.items()}
+    merged = {key: largest(found) if key.endswith("_max") else fmean(found) for key, found in values.items()}
     return merged | {"optim/learning_rate": updates[-1].learning_rate, "optim/skipped": sum(update.skipped for update in updates)}
 
 

@@ -59,6 +59,7 @@ FREE = (
     "logging",
     "memory",
     "mismatch_alarm",
+    "nonfinite",
 )
 BY_CONTENT = ("model.path", "data")
 MODEL, DATA = "model_fingerprint", "data_fingerprint"

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.config.checks import read_hf_config
 from megatron_rl.config.load import change_value, compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.prompts import load_prompts, text_prompts
 from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.errors import concerning
 from megatron_rl.policy.checkpoint_to_hf import checkpoint_to_hf
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rollout.engine import VllmEngine
@@ -86,7 +86,7 @@ def find_source(path: Path, overrides: Sequence[str], world_size: int) -> Source
     else:
         weights = path
     is_checkpoint = (weights / checkpoint_dir.MANIFEST).is_file()
-    if not is_checkpoint and read_hf_config(str(weights)) is None:
+    if not is_checkpoint and not (weights / "config.json").is_file():
         raise ValueError(
             f"{path}: neither a checkpoint nor a HF directory (config.json and safetensors) is there; "
             "give one of them, or the folder of a run that has saved one"
@@ -100,12 +100,21 @@ def find_source(path: Path, overrides: Sequence[str], world_size: int) -> Source
 
 
 def _is_run(folder: Path) -> bool:
-    values = read_hf_config(str(folder))
-    return isinstance(values, Mapping) and "run_dir" in values
+    return "run_dir" in _read_config(folder)
+
+
+def _read_config(folder: Path) -> Mapping[str, Any]:
+    """``config.json`` of a run or a model; empty where there is none."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return {}
+    with concerning(str(file), "write it again", (ValueError,)):
+        values = json.loads(file.read_text(encoding="utf-8"))
+    return values if isinstance(values, Mapping) else {}
 
 
 def _values_of_run(run: Path) -> dict[str, Any]:
-    saved = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    saved = _read_config(run)
     return {key: saved[key] for key in Config.model_fields if key in saved}
 
 
@@ -117,7 +126,7 @@ def _values_of_model(path: Path) -> dict[str, Any]:
         "config",
         [f"rollout={engine}", f"model.path='{path}'", f"data.train={nothing}", f"data.eval={nothing}"],
     )
-    limit = (read_hf_config(str(path)) or {}).get("max_position_embeddings")
+    limit = _read_config(path).get("max_position_embeddings")
     rollout = values["rollout"]
     if isinstance(limit, int) and limit < rollout["max_prompt_tokens"] + rollout["max_response_tokens"]:
         rollout["max_prompt_tokens"] = limit // 2

@@ -24,8 +24,6 @@ class Schedule:
     save_every: int
     save_best: bool
     export_every: int
-    warn_mismatch_above: float | None
-    abort_mismatch_above: float | None
     seed: int
 
 
@@ -41,8 +39,6 @@ def schedule(config: Config) -> Schedule:
         save_every=config.checkpoint.every_steps,
         save_best=config.checkpoint.keep_best,
         export_every=config.checkpoint.export_every_steps,
-        warn_mismatch_above=config.mismatch_alarm.warn_above,
-        abort_mismatch_above=config.mismatch_alarm.abort_above,
         seed=config.seed,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,14 +17,13 @@ from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import resident_gib
 from megatron_rl.trainer.evaluate import Evaluator
 from megatron_rl.trainer.handover import HandOver
+from megatron_rl.trainer.health import Health, Minibatch
 from megatron_rl.trainer.metrics import Clock, entropy_metrics, mismatch_metrics, rollout_metrics, sync_metrics, update_metrics
 from megatron_rl.trainer.objective import MinibatchLoss, Scored, on_cpu, response_batch
 from megatron_rl.trainer.rollouts import Experience, NothingToLearn, Rollouts
 from megatron_rl.trainer.run_folder import RunFolder
 from megatron_rl.trainer.settings import Schedule
 from megatron_rl.types import TokenScores
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,7 @@ class Parts:
     world: World
     stop_requested: Callable[[], bool]
     display: Display
+    health: Health
 
 
 class Trainer:
@@ -102,7 +101,7 @@ class Trainer:
             with clock("update"):
                 old, updated = self._update(step, scored)
             mismatch = mismatch_metrics(old.logprobs, experience.sampler_logprobs)
-            self._check_mismatch(step, mismatch)
+            parts.health.check_mismatch(step, mismatch, skipped=updated.get("optim/skipped", 0) > 0)
             with clock("sync"):
                 synced = parts.hand_over.to_engine(step)
         return {
@@ -156,12 +155,15 @@ class Trainer:
             scored = replace(scored, old=self._logprobs(experience, self._pack_all(experience)))
         entropy: Entropy = needed if needed != "metric" else "value" if scored.old is None else "none"
         updates, empty = [], 0
-        for rows in self._minibatches(step, experience, credit.keep):
+        for number, rows in enumerate(self._minibatches(step, experience, credit.keep), start=1):
             if not rows:
                 empty += 1
                 continue
             loss, split = MinibatchLoss(parts.method, scored, credit, rows), self._pack(experience, rows)
+            minibatch = Minibatch(step, number, scored, credit, rows, split, entropy)
+            parts.health.before(minibatch)
             updates.append(parts.policy.update(experience.sequences, split, loss, entropy=entropy, scores=scored.old is None))
+            parts.health.after(minibatch, updates[-1])
         metrics = {key: float(value) for key, value in credit.metrics.items()}
         old = scored.old
         if old is None:
@@ -193,17 +195,6 @@ class Trainer:
         if policy.shares_prompts and sequences.prompt_ids is not None:
             return plan_shared_prompts(sequences, rows, **sizes)[policy.data_parallel_rank]
         return plan_microbatches(sequences.lengths.tolist(), rows, **sizes)[policy.data_parallel_rank]
-
-    def _check_mismatch(self, step: int, mismatch: dict[str, float]) -> None:
-        warn, mean = self.schedule.warn_mismatch_above, "mismatch/logprob_abs_diff_mean"
-        if warn is not None and mismatch[mean] > warn:
-            log.warning("step %d: %s = %.3g is above mismatch_alarm.warn_above = %g", step, mean, mismatch[mean], warn)
-        limit, key = self.schedule.abort_mismatch_above, "mismatch/logprob_abs_diff_max"
-        if limit is not None and mismatch[key] > limit:
-            raise ValueError(
-                f"step {step}: {key} = {mismatch[key]:.3g} is above mismatch_alarm.abort_above = {limit:g}; the sampler and the trainer "
-                "hold different weights or compute a different model; compare precisions, or raise the limit"
-            )
 
     def _evaluation_due(self, step: int) -> bool:
         plan = self.schedule

@@ -70,6 +70,18 @@ def test_report_names_first_last_and_change(tmp_path):
         report(tmp_path / "empty.jsonl")
 
 
+def test_report_says_what_was_not_finite_and_how_many_steps_were_skipped(tmp_path):
+    path = write_metrics(tmp_path / "metrics.jsonl", **{"optim/skipped": 0})
+    assert "skipped optimizer steps 0" in [" ".join(line.split()) for line in report(path).splitlines()]
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows[4:]:
+        row.update({"optim/grad_norm": None, "optim/skipped": 2})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = {line.split("  ")[0]: line.split() for line in report(path).splitlines()}
+    assert lines["gradient norm"] == "gradient norm 1.000 @ 1 not finite @ 11".split()
+    assert lines["skipped optimizer steps"] == "skipped optimizer steps first @ 4 16, last @ 11".split()
+
+
 def test_table_is_aligned():
     assert table([("a", "bb"), ("ccc", "d")]) == "a    bb\n-------\nccc   d"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.errors import NonFiniteError
 from megatron_rl.protocols import ENGINE_PARTS, Entropy
 from megatron_rl.types import (
     Completion,
@@ -86,8 +88,15 @@ class BanditPolicy:
             total += output.loss.item()
             for key, value in output.metrics.items():
                 metrics[key] = max(metrics.get(key, 0.0), float(value)) if key.endswith("_max") else metrics.get(key, 0.0) + float(value)
-        self.logits -= self.learning_rate * logits.grad
-        return UpdateResult(total, logits.grad.norm().item(), self.learning_rate, False, metrics, own)
+        norm = logits.grad.norm().item()
+        skipped = not (math.isfinite(norm) and math.isfinite(total))
+        if not skipped:
+            self.logits -= self.learning_rate * logits.grad
+        return UpdateResult(total, norm, self.learning_rate, skipped, metrics, own)
+
+    def check_weights(self, step: int) -> None:
+        if not self.logits.isfinite().all():
+            raise NonFiniteError(f"step {step}: weights are not finite")
 
     def offload(self, parts: Sequence[str]) -> None:
         for part in parts:

@@ -29,6 +29,8 @@ class Recorder:
     def offload(self, parts) -> None:
         self._note(" ".join(["offload", *parts]))
 
+    def check_weights(self, step: int) -> None: ...
+
     def reload(self) -> None:
         self._note("reload")
 

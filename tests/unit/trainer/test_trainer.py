@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,8 +18,10 @@ from megatron_rl.loss import load_method
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import Ledger, memory_in_use
+from megatron_rl.trainer.bundle import write_bundle
 from megatron_rl.trainer.evaluate import Evaluator
 from megatron_rl.trainer.handover import HandOver
+from megatron_rl.trainer.health import Health
 from megatron_rl.trainer.metrics import defined
 from megatron_rl.trainer.rollouts import Generator, Rollouts
 from megatron_rl.trainer.run_folder import RunFolder, of_different_prompts
@@ -56,7 +59,8 @@ def build(tmp_path: Path):
         folder = RunFolder(config, WORLD, DISPLAY)
         ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), None)
         hand_over = HandOver(policy, engine, BanditSync(policy, engine), config.memory.offload, ledger)
-        parts = Parts(policy, hand_over, method_object, rollouts, evaluator, folder, WORLD, stop, DISPLAY)
+        health = Health(config.nonfinite, config.mismatch_alarm, partial(write_bundle, config, WORLD, policy))
+        parts = Parts(policy, hand_over, method_object, rollouts, evaluator, folder, WORLD, stop, DISPLAY, health)
         return Trainer(parts, schedule_of(config))
 
     return build

@@ -1,0 +1,78 @@
+"""Numbers that are not finite, through the command line a user types: what is said, what is kept, and the replay of a step."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.toy import overrides, write_data, write_model
+from tests.launch import launch, run
+
+REPLAY = "tools/replay_step.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("nonfinite")
+    write_model(path / "model")
+    write_data(path / "data.jsonl")
+    return path
+
+
+def replayed(folder: Path, bundle: Path, processes: int) -> tuple[str, dict[str, Any]]:
+    result = folder / f"{bundle.name}.{processes}.json"
+    if processes == 1:
+        done = run([sys.executable, REPLAY, str(bundle), "--json", str(result)], 120)
+    else:
+        done = launch(REPLAY, processes, [bundle, "--json", result], 120)
+    return done.stdout, json.loads(result.read_text())
+
+
+@pytest.mark.timeout(600)
+def test_a_rate_far_too_large_is_told_step_by_step_and_ends_with_a_bundle_that_replays(folder):
+    run_dir = folder / "large"
+    settings = ["optim.learning_rate=1e30", "trainer.num_steps=9", "batch.prompts_per_minibatch=8", "evaluation.at_start=false"]
+    settings += ["nonfinite.stop_after=2", "nonfinite.bundle_step=1", "checkpoint.export_at_end=true"]
+    done = launch("megatron_rl.train", 2, overrides(folder, run_dir, *settings), 240, check=False)
+    said = done.stdout
+    assert done.returncode != 0
+    for step in (2, 3):
+        assert said.count(f"step {step}, minibatch 1: loss nan, gradient norm nan; not finite, so the optimizer step is skipped") == 1
+    bundle = run_dir / "nonfinite" / "step_000003"
+    assert f"2 optimizer steps in a row were skipped (nonfinite.stop_after). To see where it comes from: python {REPLAY} {bundle}" in said
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["optim/skipped"] for row in rows] == [0, 1] and rows[1]["optim/grad_norm"] is None
+    assert not (run_dir / "export").exists()
+    _check_finite_bundle(folder, run_dir / "nonfinite" / "step_000001", rows[0])
+    text, numbers = replayed(folder, bundle, 2)
+    assert "in the run: loss nan, gradient norm nan (equal)" in text
+    assert any(facts["not_finite"] for facts in numbers["gradients"])
+
+
+def _check_finite_bundle(folder: Path, bundle: Path, row: dict[str, float]) -> None:
+    """The layout of the run gives its loss and gradient bit for bit; one process gives them but for rounding."""
+    _, same = replayed(folder, bundle, 2)
+    assert (same["whole"]["loss"], same["whole"]["grad_norm"]) == (row["loss/total"], row["optim/grad_norm"])
+    _, single = replayed(folder, bundle, 1)
+    for numbers in (same, single):
+        assert numbers["whole"]["grad_norm"] == pytest.approx(row["optim/grad_norm"], rel=1e-4)
+        assert math.hypot(*(facts["norm"] for facts in numbers["gradients"])) == pytest.approx(row["optim/grad_norm"], rel=1e-4)
+        assert sum(part["loss"] for part in numbers["parts"]) == pytest.approx(row["loss/total"], abs=1e-6)
+        assert sorted(row for part in numbers["parts"] for row in part["rows"]) == list(range(128))
+        assert not any(facts["not_finite"] for facts in [*numbers["weights"], *numbers["inputs"], *numbers["gradients"]])
+
+
+@pytest.mark.timeout(300)
+def test_weights_that_are_not_finite_stop_the_run_before_they_leave_the_policy(folder):
+    run_dir = folder / "infinite"
+    settings = ["optim.learning_rate=1e39", "trainer.num_steps=3", "checkpoint.every_steps=1", "evaluation.at_start=false"]
+    done = launch("megatron_rl.train", 2, overrides(folder, run_dir, *settings), 240, check=False)
+    assert done.returncode != 0
+    assert "step 1: weights of " in done.stdout and "are not finite (learning rate 1e+39): model." in done.stdout
+    assert "Traceback" not in done.stdout.split("torch/distributed")[0], done.stdout[-3000:]
+    assert not list(run_dir.glob("checkpoints/step_*")) and not (run_dir / "export").exists()
