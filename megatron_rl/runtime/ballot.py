@@ -25,11 +25,26 @@ class Ballot:
         folder: private to this start of the launch on this machine; None where the ranks have none
             in common. Then, without ``elsewhere``, every rank wins: better twice than not at all.
         elsewhere: asks the other machines; True when this process is the first there, too.
+        size: number of ranks on this machine.
     """
 
-    def __init__(self, folder: Path | None, elsewhere: Callable[[], bool] | None = None) -> None:
-        self.folder, self.elsewhere = folder, elsewhere
+    def __init__(
+        self,
+        folder: Path | None,
+        elsewhere: Callable[[], bool] | None = None,
+        size: int = 1,
+    ) -> None:
+        self.folder, self.elsewhere, self.size = folder, elsewhere, size
         self.lost_elsewhere = False  # the first here, and not the first of all machines
+
+    def arrive(self) -> None:
+        """This process runs and knows how to end."""
+        if self.folder is not None:
+            create(self.folder / f"arrived_{os.getpid()}", "")
+
+    def complete(self) -> bool:
+        """Whether all ranks of this machine have arrived."""
+        return self.folder is None or len(list(self.folder.glob("arrived_*"))) >= self.size
 
     def win(self) -> bool:
         """True for one process of the launch: it has to say its error, and then to call ``said``.

@@ -30,6 +30,7 @@ MAX_LINES = 12
 CAUSE_S = 1.0  # an error that follows from another one waits so long for its message
 GONE_S = 5.0  # then so long until the rank that is gone can be named
 WINNER_S = 15.0  # the first rank may take so long to say its message
+ARRIVE_S = 4.0  # the slowest rank of a loaded machine to import what it needs
 FOLLOW_ELSEWHERE_S = 3.0  # for the message on another machine to come out
 FOLLOW_S = 6.0  # torchrun sends SIGTERM within 0.1 s of the first exit
 
@@ -77,11 +78,13 @@ class State:
 def ballot_of_launch() -> Ballot:
     """torchrun gives each rank a file ``<folder of this start>/<local rank>/error.json``."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     folder = Path(file).parent.parent if file and size > 1 else None
-    several_machines = size > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    several_machines = size > local_size
     unknown = folder is None and size > 1
-    return Ballot(folder, first_of_all_machines if several_machines or unknown else None)
+    elsewhere = first_of_all_machines if several_machines or unknown else None
+    return Ballot(folder, elsewhere, local_size)
 
 
 def first_of_all_machines() -> bool:
@@ -178,7 +181,11 @@ def say_or_follow(message: Message, *, by_others: bool = False) -> int:
         if not heard:  # it lives and says nothing: better twice than not at all
             break
     say(message)
-    return follow() if by_others else 1
+    if by_others:
+        return follow()
+    # A rank that torchrun ends before it has arrived appears as one more failure in the summary.
+    ballot.wait(ballot.complete, ARRIVE_S)
+    return 1
 
 
 def follow(seconds: float = FOLLOW_S) -> int:

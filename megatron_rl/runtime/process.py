@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_rl.runtime import parent
-from megatron_rl.runtime.failure import leave, report
+from megatron_rl.runtime.failure import STATE, leave, report
 from megatron_rl.runtime.termination import answer_termination
 
 
@@ -19,6 +19,7 @@ def prepare() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:  # else the parent is a shell, which may end before
         parent.end_with_it()
     answer_termination()
+    STATE.ballot.arrive()
 
 
 @contextmanager

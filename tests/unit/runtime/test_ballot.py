@@ -67,3 +67,13 @@ def test_a_process_that_ended_and_was_not_collected_is_not_alive():
     assert not alive(child.pid)
     child.wait()
     assert alive(os.getpid())
+
+
+def test_all_ranks_have_arrived(tmp_path, monkeypatch):
+    ballot = Ballot(tmp_path, size=2)
+    for pid in (1001, 1001, 1002):
+        assert not ballot.complete()
+        monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
+        ballot.arrive()
+    assert ballot.complete()
+    assert Ballot(None, size=2).complete()  # nobody to wait for
