@@ -19,6 +19,7 @@ from megatron_rl.trainer.handover import HandOver
 from megatron_rl.trainer.preflight import check_before_build
 from megatron_rl.trainer.rollouts import Generator, Rollouts
 from megatron_rl.trainer.run_folder import RunFolder
+from megatron_rl.trainer.run_record import data_fingerprint
 from megatron_rl.trainer.settings import evaluation_sampling, num_optimizer_steps, rollout_sampling, schedule, stop_token_ids
 from megatron_rl.trainer.sync import build_canary, build_sync
 from megatron_rl.trainer.trainer import Parts, Trainer
@@ -43,7 +44,7 @@ def build_trainer(config: Config, world: World) -> Trainer:
         )
     loader = PromptLoader(train, seed=config.seed, shuffle=config.data.shuffle)
     folder = RunFolder(config, world)
-    start = folder.prepare(loader.state()["prompts"])
+    start = folder.prepare(data_fingerprint(loader.state()))
     world.from_main(lambda: check_before_build(config, start, method.needs.ref_logprobs))
     policy = MegatronPolicy(
         config.model,

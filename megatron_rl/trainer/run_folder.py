@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import Config
+from megatron_rl.errors import first_line
 from megatron_rl.evaluation.figures import draw_curves
 from megatron_rl.evaluation.report import report
 from megatron_rl.protocols import Policy
@@ -126,13 +127,13 @@ class RunFolder:
             print(f"finished: {results(self._config, self.scores)}", flush=True)
 
     def _restore_data(self, rollouts: Rollouts, state: dict[str, Any]) -> None:
-        """The position in the prompts; with other prompts or another order (only where that is allowed) it starts anew."""
-        here = rollouts.state()
-        other = [key for key in ("prompts", "seed", "shuffle") if state[key] != here[key]]
-        if other and self._config.resume.changed == "allow":
-            log.warning("resume.changed = allow: other %s than in the checkpoint; the prompts start anew", ", ".join(other))
-            return
-        rollouts.restore(state)
+        """The position in the prompts. Where other prompts are allowed, it starts anew with them."""
+        try:
+            rollouts.restore(state)
+        except ValueError as error:
+            if self._config.resume.changed != "allow":
+                raise
+            log.warning("resume.changed = allow: the prompts start anew (%s)", first_line(error))
 
     def _open(self, start: Start) -> None:
         config, wanted = self._config, self._config.logging
