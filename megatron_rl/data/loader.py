@@ -24,7 +24,7 @@ class PromptLoader:
         if not prompts:
             raise ValueError("data.train: no prompt to train on; give a source with at least one")
         self._prompts, self._seed, self._shuffle = list(prompts), seed, shuffle
-        self.fingerprint = _fingerprint(self._prompts)
+        self._fingerprint = _fingerprint(self._prompts)
         self._epoch, self._position = 0, 0
         self._order = self._order_of(0)
 
@@ -47,12 +47,12 @@ class PromptLoader:
             "position": self._position,
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "prompts": self.fingerprint,
+            "prompts": self._fingerprint,
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError as ``restore`` does; nothing is changed."""
-        for key, mine in (("prompts", self.fingerprint), ("seed", self._seed), ("shuffle", self._shuffle)):
+        for key, mine in (("prompts", self._fingerprint), ("seed", self._seed), ("shuffle", self._shuffle)):
             if state.get(key) != mine:
                 raise ValueError(
                     f"resume: the checkpoint's data position was taken with {key} = {state.get(key)}, this run has {mine}; resume with "
@@ -107,12 +107,6 @@ class WeightedLoader:
             self._taken[source] += 1
             prompts += self._streams[source].take(1)
         return _told_apart(prompts)
-
-    @property
-    def fingerprint(self) -> str:
-        """Identifies the prompts of all sources and their weights."""
-        parts = [stream.fingerprint for stream in self._streams]
-        return f"{'+'.join(parts)} weights {self._weights}"
 
     def _next_source(self) -> int:
         number = sum(self._taken) + 1

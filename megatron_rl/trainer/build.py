@@ -25,6 +25,7 @@ from megatron_rl.trainer.hooks import RolloutHooks
 from megatron_rl.trainer.preflight import check_before_build
 from megatron_rl.trainer.rollouts import Generator, Rollouts
 from megatron_rl.trainer.run_folder import RunFolder
+from megatron_rl.trainer.run_record import data_fingerprint
 from megatron_rl.trainer.settings import evaluation_sampling, rollout_sampling, schedule, stop_token_ids
 from megatron_rl.trainer.sync import build_canary, build_sync
 from megatron_rl.trainer.trainer import Parts, Trainer
@@ -47,7 +48,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         )
     loader = training_stream(data, config)
     folder = RunFolder(config, world, display)
-    start = folder.prepare(loader.fingerprint)
+    start = folder.prepare(data_fingerprint(loader.state()))
     world.from_main(lambda: check_before_build(config, start, method.needs.ref_logprobs))
     with display.phase("building the policy"):
         policy = build_policy(config, keep_reference=method.needs.ref_logprobs)

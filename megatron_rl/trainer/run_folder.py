@@ -140,7 +140,7 @@ class RunFolder:
             print(f"finished: {results(self._config, self.scores)}", flush=True)
 
     def _restore_data(self, rollouts: Rollouts, state: dict[str, Any]) -> None:
-        """The position in the prompts; with other prompts or another order (only where that is allowed) it starts anew."""
+        """The position in the prompts. Where other prompts are allowed, it starts anew with them."""
         try:
             rollouts.restore(state)
         except ValueError as error:

@@ -62,6 +62,8 @@ FREE = (
     "nonfinite",
 )
 BY_CONTENT = ("model.path", "data")
+# How the same prompts are mixed and ordered is no part of their content.
+ORDER = ("data.shuffle", "data.train_weights")
 MODEL, DATA = "model_fingerprint", "data_fingerprint"
 NOT_SETTINGS = ("versions", "git_commit", "world_size", MODEL, DATA)
 SECTION = "set"  # stands for a section where the other record has null
@@ -129,6 +131,12 @@ def model_fingerprint(path: Path) -> str | None:
     return state.hexdigest()[:16]
 
 
+def data_fingerprint(state: Mapping[str, Any]) -> str:
+    """The fingerprint of the prompts of a stream, from its ``state``: of one source or of several."""
+    sources = [state] if "prompts" in state else state["sources"]
+    return "+".join(source["prompts"] for source in sources)
+
+
 def _samples(file: Path, size: int) -> Iterator[bytes]:
     with file.open("rb") as stream:
         if size <= SAMPLES * SAMPLE_BYTES:
@@ -150,7 +158,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Differen
     found = []
     for key in _comparable(before, now):
         old_value, new_value = before.get(key, SECTION), now.get(key, SECTION)
-        if old_value != new_value and not _within(key, (*FREE, *BY_CONTENT, *NOT_SETTINGS)):
+        passed_over = _within(key, (*FREE, *BY_CONTENT, *NOT_SETTINGS)) and key not in ORDER
+        if old_value != new_value and not passed_over:
             found.append(Difference(key, old_value, new_value))
     found += _content(before, now, MODEL, "model.path")
     found += _content(before, now, DATA, "data")
@@ -184,11 +193,9 @@ def _content(
         return
     changed = False
     for key in sorted(before.keys() & now.keys()):
-        if (
-            _within(key, (section,))
-            and not _within(key, ("data.eval",))
-            and before[key] != now[key]
-        ):
+        if not _within(key, (section,)) or key in ("data.eval", *ORDER):
+            continue
+        if before[key] != now[key]:
             changed = True
             yield Difference(key, before[key], now[key])
     if known and not changed:

@@ -120,9 +120,20 @@ def test_other_prompts_are_refused_by_content_and_the_same_ones_may_move(build):
     other = build("trainer.num_steps=2")
     with pytest.raises(ValueError, match="content of data = 16:aaaa there, 16:bbbb here"):
         other.parts.folder.prepare("16:bbbb")
+    ordered = build("trainer.num_steps=2", "data.shuffle=false")
+    with pytest.raises(ValueError, match=r"data.shuffle = true there, false here") as caught:
+        ordered.parts.folder.prepare("16:bbbb")
+    assert str(caught.value).count("  - ") == 2, "each difference once"
     unread = build("trainer.num_steps=2", "data.train=elsewhere")
     with pytest.raises(ValueError, match=r"data.train = t there, elsewhere here"):
         unread.run()
+
+
+def test_the_prompts_of_several_sources_have_one_fingerprint():
+    one = {"epoch": 0, "position": 3, "seed": 1, "shuffle": True, "prompts": "16:aaaa"}
+    assert run_record.data_fingerprint(one) == "16:aaaa"
+    several = {"weights": [1, 2], "taken": [3, 4], "sources": [one, one | {"prompts": "8:bbbb"}]}
+    assert run_record.data_fingerprint(several) == "16:aaaa+8:bbbb"
 
 
 def test_a_model_is_known_by_content(tmp_path):
