@@ -32,7 +32,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def show(options: argparse.Namespace) -> int:
-    """Prints the composed configuration; 1 and what is wrong with it on stderr where a key or a value cannot be."""
+    """Prints the composed configuration; 1 where a key or a value of it cannot be, said on stderr."""
     try:
         composed = compose("config", options.overrides, options.config_dir)
         print(yaml.safe_dump(composed, sort_keys=False), end="", flush=True)

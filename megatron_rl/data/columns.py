@@ -25,7 +25,7 @@ OTHER_NAMES = {
 
 
 def column_roles(rows: Rows, columns: DataColumns, problems: Problems) -> DataColumns:
-    """``columns`` with ``auto`` decided: the column named as the role where there is one, else None.
+    """``columns`` with ``auto`` decided: the column of the role's name, None where there is none.
 
     Raises:
         ValueError: a column that was named and that no row has: key, name, the columns there are.

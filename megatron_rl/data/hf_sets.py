@@ -72,7 +72,8 @@ def read_rows(entry: str) -> Rows:
     except Exception as error:  # the library raises its own, the hub's and Python's
         raise ValueError(
             f"{entry}: the library datasets cannot load it ({type(error).__name__}: "
-            f"{first_line(error)}); correct name, configuration and split, or give a local folder"
+            f"{first_line(error)}); correct name, configuration and split, or give a local "
+            "folder (HF_HUB_OFFLINE=1 looks in the cache alone)"
         ) from error
     table = dataset.with_format("arrow")[:]
     if not len(table):

@@ -57,21 +57,24 @@ def read_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> Data:
     if data.drop_eval_overlap:
         train = tuple(_without(source, _prompts(held_out)) for source in train)
         if not _prompts(train):
+            read = sum(source.num_rows for source in train)
             raise ValueError(
-                f"data.train: every one of its {sum(source.num_rows for source in train)} prompts is "
-                "also in data.eval; give other data, or data.drop_eval_overlap=false"
+                f"data.train: every one of its {read} prompts is also in data.eval; "
+                "give other data, or data.drop_eval_overlap=false"
             )
     for key, sources in (("data.train", train), ("data.eval", held_out)):
         for source in sources:
             LOGGER.info("%s: %s", key, source.summary())
         for warning in doubts(_prompts(sources), config):
             LOGGER.warning("%s: %s", key, warning)
-    asked = config.batch.prompts_per_step
-    if len(_prompts(train)) < asked:
+    asked, there = config.batch.prompts_per_step, len(_prompts(train))
+    if there < asked:
         LOGGER.warning(
             "data.train: its %d prompts are fewer than batch.prompts_per_step = %d: every step asks "
-            "some of them more than once; give more data or lower batch.prompts_per_step", len(_prompts(train)), asked,
-        )  # fmt: skip
+            "some of them more than once; give more data or lower batch.prompts_per_step",
+            there,
+            asked,
+        )
     return Data(train, held_out)
 
 

@@ -25,8 +25,8 @@ BY_DATA_SOURCE = (
 )
 
 CHOICES = (
-    "set reward.verifier=number (the answer is a number), math (LaTeX, \\boxed), exact (the same text), "
-    "or give rows a data_source that is known (gsm8k, math, aime, ..., reasoning_gym:<task>)"
+    "set reward.verifier=number (the answer is a number), math (LaTeX, \\boxed), exact (the same "
+    "text), or give rows a data_source that is known (gsm8k, math, aime, ..., reasoning_gym:<task>)"
 )
 
 
