@@ -30,6 +30,12 @@ CHOICES = (
 )
 
 
+def _listed(sources: Sequence[str]) -> str:
+    """``data source 'a'``, ``data sources 'a', 'b', ...``."""
+    names = ", ".join(map(repr, sources[:5])) + (", ..." if len(sources) > 5 else "")
+    return f"data source{'s' * (len(sources) > 1)} {names}"
+
+
 class WeightedReward:
     """reward = accuracy_weight * accuracy + format_weight * format.
 
@@ -50,7 +56,7 @@ class WeightedReward:
             ValueError: these prompts cannot be verified: a data source no verifier is known for, a refused task, a bad answer.
         """
         unknown = sorted({prompt.data_source for prompt in prompts if self._name(prompt) is None})
-        found = [f"no verifier is known for data source {source!r}; {CHOICES}" for source in unknown]
+        found = [f"no verifier is known for {_listed(unknown)}; {CHOICES}"] if unknown else []
         for name, verifier in self._verifiers.items():
             found += verifier.check([prompt for prompt in prompts if self._name(prompt) == name])
         if found:
