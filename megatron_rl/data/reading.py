@@ -6,6 +6,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from transformers import PreTrainedTokenizerBase
 
@@ -38,7 +39,9 @@ class Data:
 
     @property
     def held_out_prompts(self) -> list[Prompt]:
-        return _prompts(self.held_out)
+        """Sources take turns, so that any first part (evaluation.num_prompts) holds all of them."""
+        turns = zip_longest(*(source.prompts for source in self.held_out))
+        return [prompt for turn in turns for prompt in turn if prompt is not None]
 
 
 def read_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> Data:
