@@ -15,7 +15,7 @@ SIZES = ("num_attention_heads", "num_hidden_layers")
 
 
 def cache_problems(config: Config, hf_config: Mapping[str, Any], *, on_cpu: bool) -> Iterator[str]:
-    """A message where ``rollout.kv_cache_gib`` has no room for one sequence of the longest prompt and response."""
+    """A message where ``rollout.kv_cache_gib`` has no room for one longest sequence."""
     rollout = config.rollout
     if rollout.kv_cache_gib is None:
         return
@@ -26,19 +26,22 @@ def cache_problems(config: Config, hf_config: Mapping[str, Any], *, on_cpu: bool
     # Rounded up, so that the number that is named is enough.
     enough = math.ceil(least / GIB * 1e6) / 1e6
     yield (
-        f"rollout.kv_cache_gib = {rollout.kv_cache_gib:g}: one sequence of rollout.max_prompt_tokens + rollout.max_response_tokens = "
-        f"{longest} tokens takes {least / 2**20:.3g} MiB; set at least {enough:g}, or several times that so that sequences run together"
+        f"rollout.kv_cache_gib = {rollout.kv_cache_gib:g}: one sequence of rollout.max_prompt_tokens + "
+        f"rollout.max_response_tokens = {longest} tokens takes {least / 2**20:.3g} MiB; set at least "
+        f"{enough:g}, or several times that so that sequences run together"
     )
 
 
 def least_cache_bytes(
     rollout: RolloutConfig, hf_config: Mapping[str, Any], block_tokens: int
 ) -> int | None:
-    """Bytes of keys and values of the longest sequence on one rank, in whole blocks, and of the block the engine keeps empty; None
-    where ``hf_config`` does not tell the sizes.
+    """Bytes of keys and values of the longest sequence on one rank, in whole blocks, and of the
+    block the engine keeps empty; None where ``hf_config`` does not tell the sizes.
 
-    Formula: (ceil(tokens / block) + 1) * block * 2 * layers * kv_heads per rank * head_dim * bytes of a number.
-    Example: 1024 tokens, 28 layers, 4 heads of 128 on two ranks, bfloat16, blocks of 16: 65 * 16 * 2 * 28 * 2 * 128 * 2 bytes, 28.4 MiB.
+    Formula: (ceil(tokens / block) + 1) * block * 2 * layers * kv_heads * head_dim * bytes, with the
+    heads of one rank and the bytes of a number.
+    Example: 1024 tokens, 28 layers, 4 heads of 128 on two ranks, bfloat16, blocks of 16:
+    65 * 16 * 2 * 28 * 2 * 128 * 2 bytes = 28.4 MiB.
     """
     if any(not isinstance(hf_config.get(name), int) for name in SIZES):
         return None

@@ -36,7 +36,8 @@ def check(
         problems.append(str(error))
     if hf_config is not None:
         problems += _model(config, hf_config)
-        problems += cache_problems(config, hf_config, on_cpu=machine is not None and machine.compute_capability is None)
+        on_cpu = machine is not None and machine.compute_capability is None
+        problems += cache_problems(config, hf_config, on_cpu=on_cpu)
     if machine is not None:
         problems += machine_problems(config, machine, hf_config)
     if problems:
@@ -163,8 +164,8 @@ def _optim(config: Config) -> Iterator[str]:
     optim = config.optim
     if optim.min_learning_rate > optim.learning_rate:
         yield (
-            f"optim.min_learning_rate = {optim.min_learning_rate}: is above optim.learning_rate = {optim.learning_rate}, and the "
-            "schedule would rise towards it; lower it"
+            f"optim.min_learning_rate = {optim.min_learning_rate}: is above optim.learning_rate = "
+            f"{optim.learning_rate}, and the schedule would rise towards it; lower it"
         )
 
 
@@ -174,8 +175,9 @@ def _unusual(config: Config) -> Iterator[str]:
     if optim.warmup_steps > steps:
         reached = optim.learning_rate * steps / optim.warmup_steps
         yield (
-            f"optim.warmup_steps = {optim.warmup_steps}: the run has {steps} optimizer steps, so the learning rate ends at "
-            f"{reached:.3g} and never reaches optim.learning_rate = {optim.learning_rate:g}; lower it, or raise trainer.num_steps"
+            f"optim.warmup_steps = {optim.warmup_steps}: the run has {steps} optimizer steps, so the "
+            f"learning rate ends at {reached:.3g} and never reaches optim.learning_rate = "
+            f"{optim.learning_rate:g}; lower it, or raise trainer.num_steps"
         )
 
 

@@ -1,4 +1,4 @@
-"""How data is named in ``data.train`` and ``data.eval``: files, patterns, generated tasks, data sets."""
+"""How data is named in ``data.train`` and ``data.eval``: files, patterns, data sets, tasks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pathlib import Path
 GENERATED = "reasoning_gym:"
 HF = "hf:"
 SUFFIXES = (".jsonl", ".parquet")
-KINDS = "give a .jsonl or .parquet file, a pattern such as 'data/*.jsonl', hf:NAME:SPLIT, or reasoning_gym:<task>"
+KINDS = (
+    "give a .jsonl or .parquet file, a pattern such as 'data/*.jsonl', hf:NAME:SPLIT, or "
+    "reasoning_gym:<task>"
+)
 
 
 def entries(value: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -23,8 +26,9 @@ def is_file_name(entry: str) -> bool:
 
 
 def matching_files(entry: str) -> list[Path]:
-    """The files a name stands for, sorted: itself, or those a pattern (``*``, ``?``, ``[...]``, ``**``) matches. A file of just that
-    name comes before a pattern, so that a name with brackets can be given. Empty: there is none."""
+    """The files a name stands for, sorted: itself, or those a pattern (``*``, ``?``, ``[...]``,
+    ``**``) matches. A file of just that name comes before a pattern, so that a name with brackets
+    can be given. Empty: there is none."""
     if Path(entry).is_file():
         return [Path(entry)]
     if not glob.has_magic(entry):
@@ -33,17 +37,24 @@ def matching_files(entry: str) -> list[Path]:
 
 
 def data_problems(key: str, value: str | tuple[str, ...]) -> Iterator[str]:
-    """One message (key, value, remedy) for each name without a file, and for names that come twice."""
+    """One message (key, value, remedy) for each name without a file, or that comes twice."""
     names = entries(value)
     if not names:
         yield f"{key} = []: names nothing; {KINDS}"
     for name in sorted({name for name in names if names.count(name) > 1}):
-        yield f"{key}: names {name} twice; name each source once, and give it a larger weight by data.train_weights"
+        yield (
+            f"{key}: names {name} twice; name each source once, and give it a larger weight by "
+            "data.train_weights"
+        )
     for name in filter(is_file_name, dict.fromkeys(names)):
         if matching_files(name):
             continue
         if Path(name).is_dir():
-            yield f"{key} = {name}: is a folder; give its files as a pattern, {key}='{name.rstrip('/')}/*.jsonl', or hf:{name}:SPLIT"
+            pattern = f"{name.rstrip('/')}/*.jsonl"
+            yield (
+                f"{key} = {name}: is a folder; give its files as a pattern, {key}='{pattern}', or "
+                f"hf:{name}:SPLIT"
+            )
         elif glob.has_magic(name):
             yield f"{key} = {name}: no file matches the pattern; correct it"
         else:
@@ -54,6 +65,6 @@ def weight_problems(names: tuple[str, ...], weights: tuple[float, ...] | None) -
     """One message where ``data.train_weights`` does not fit the sources."""
     if weights is not None and len(weights) != len(names):
         yield (
-            f"data.train_weights = {list(weights)}: {len(weights)} weights for {len(names)} entries of data.train; "
-            "give one weight for each entry, or null"
+            f"data.train_weights = {list(weights)}: {len(weights)} weights for {len(names)} "
+            "entries of data.train; give one weight for each entry, or null"
         )

@@ -1,4 +1,4 @@
-"""Keys that users know from other systems: what is called otherwise here, and what this project does not do."""
+"""Keys that users know from other systems: their names here, and what this project does not do."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NAMES_HERE: Mapping[str, str] = {
     "project_name": "logging.wandb_project",
 }
 
-# Words of a key (between dots and underscores) -> what to say. README has the same list, in "Not supported".
+# Words of a key (between dots and underscores) -> what to say. README has the same list.
 NOT_SUPPORTED = (
     (r"q?lora|peft|dora|adapters?", "adapters (LoRA) are not supported: all weights are trained"),
     (
@@ -60,7 +60,7 @@ NOT_SUPPORTED = (
     ),
     (
         r"critics?|value_(model|loss|head|function)|gae|vf_coef|ppo",
-        "a critic (PPO, GAE) is not supported: advantages come from groups of responses, see method",
+        "a critic (PPO, GAE) is not supported: advantages come from groups, see method",
     ),
     (
         r"reward_model|rm|judge|prm|process_reward",
@@ -87,12 +87,13 @@ NOT_SUPPORTED = (
 
 
 def name_here(key: str) -> str | None:
-    """The key of this project for one of another. Example: ``name_here("optim.lr")`` is ``optim.learning_rate``."""
+    """The key here, by the last part. Example: ``optim.lr`` is ``optim.learning_rate``."""
     return NAMES_HERE.get(key.rsplit(".", 1)[-1])
 
 
 def not_supported(key: str, value: Any = None) -> str | None:
-    """A sentence where a dotted ``key``, or one below it in ``value``, names what is not supported; else None.
+    """A sentence where a dotted ``key``, or one below it in ``value``, names what is not supported;
+    else None.
 
     Example: ``not_supported("model.lora_rank")`` begins with ``adapters (LoRA) are not supported``.
     """

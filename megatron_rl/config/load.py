@@ -108,7 +108,8 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: Path | 
         ConfigError: an override cannot be parsed, or a group has no such option.
     """
     if config_dir and not config_dir.is_dir():
-        raise ConfigError([f"--config-dir {config_dir}: no such folder; give a folder of groups"], "the options")
+        problem = f"--config-dir {config_dir}: no such folder; give a folder of groups"
+        raise ConfigError([problem], "the options")
     groups = [conf_dir(), *_plugin_dirs, *([config_dir.resolve()] if config_dir else [])]
     final = _all_permissive(overrides, groups)
     if config_dir:
@@ -162,12 +163,13 @@ def change_value(values: dict[str, Any], text: str) -> None:
 
 
 def check_given(schema: type[BaseModel], values: dict[str, Any], where: str) -> None:
-    """As ``validate``, but what has no value yet is no problem: for looking at a configuration before it is complete."""
+    """As ``validate``, but a key without a value is no problem: to look at what is not complete."""
     try:
         schema.model_validate_json(json.dumps(values))
     except ValidationError as error:
         known = sorted(set(known_keys(schema)))
-        problems = [_describe(detail, known) for detail in error.errors() if detail["type"] != "missing"]
+        wrong = [detail for detail in error.errors() if detail["type"] != "missing"]
+        problems = [_describe(detail, known) for detail in wrong]
         if problems:
             raise ConfigError(problems, where) from None
 
@@ -194,7 +196,9 @@ def _describe(detail: ErrorDetails, known: list[str]) -> str:
     key = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
         sentence = not_supported(key, detail["input"])
-        return f"{key}: unknown key; {sentence}" if sentence else f"{key}: unknown key{_did_you_mean(key, known)}"
+        if sentence is not None:
+            return f"{key}: unknown key; {sentence}"
+        return f"{key}: unknown key{_did_you_mean(key, known)}"
     if detail["type"] == "missing":
         return f"{key}: no value; give {key}=..."
     message = detail["msg"].removeprefix("Value error, ")
@@ -220,7 +224,7 @@ def _without_missing(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _all_permissive(overrides: Sequence[str], groups: Sequence[Path]) -> list[str]:
-    """The overrides as Hydra is given them; raises ConfigError with what is wrong in any of them."""
+    """The overrides as Hydra is given them; raises ConfigError with all that is wrong in them."""
     final, problems = [], []
     for text in overrides:
         try:
@@ -251,7 +255,7 @@ def _permissive(text: str, override: Override, groups: Sequence[Path]) -> str:
 
 
 def _composition_problem(error: Exception, overrides: Sequence[str]) -> str:
-    """An error of Hydra or OmegaConf with the key it is about, in the words of the user, who wrote no ``++``."""
+    """An error of Hydra or OmegaConf as the user's: with the key, without the ``++`` put before it."""
     reason = str(error).splitlines()[0].replace("++", "")
     if "more than once in the final defaults list" in reason:
         return f"{reason}; write GROUP=OPTION without +"
@@ -259,7 +263,7 @@ def _composition_problem(error: Exception, overrides: Sequence[str]) -> str:
     if not key:
         return f"{reason}; correct the override"
     mine = next((text for text in overrides if text.lstrip("+").partition("=")[0] == key), key)
-    return f"{mine}: {reason}; ${{name}} stands for the value of the key of that name, which must exist"
+    return f"{mine}: {reason}; ${{name}} stands for the value of the key name, which must exist"
 
 
 def _unknown_option(group: str, option: str, groups: Sequence[Path]) -> str:

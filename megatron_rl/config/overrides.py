@@ -36,7 +36,11 @@ def _reads_as(text: str, value: str) -> bool:
 
 
 def parse(text: str, groups: Sequence[Path]) -> Override:
-    """The parsed override. Raises ValueError saying what to type where it cannot be read or means several runs."""
+    """The parsed override.
+
+    Raises:
+        ValueError: it cannot be read, or means several runs: says what to type instead.
+    """
     if text.startswith("="):
         raise ValueError(f"{text}: not an override; write key=value")
     try:
@@ -72,7 +76,10 @@ def _several(text: str, override: Override, groups: Sequence[Path]) -> str:
     numbers = all(isinstance(choice, int | float) for choice in sweep.list)
     as_text = "" if numbers else f"as one text type {typed(key, value)}, "
     as_list = shlex.quote(f"{key}=[{value}]")
-    return f"{text}: a comma outside quotes means several runs; {as_text}as a list {as_list}, for a sweep use {SWEEP}"
+    return (
+        f"{text}: a comma outside quotes means several runs; {as_text}as a list {as_list}, for a "
+        f"sweep use {SWEEP}"
+    )
 
 
 def is_group(override: Override, groups: Sequence[Path]) -> bool:
@@ -81,12 +88,12 @@ def is_group(override: Override, groups: Sequence[Path]) -> bool:
 
 
 def group_problem(text: str, override: Override, groups: Sequence[Path]) -> str | None:
-    """A sentence where a group of settings is given something that is no option; None where that is not so."""
+    """A sentence where a group of settings is given what is no option, else None."""
     key, value = override.key_or_group, override.value()
     if not is_group(override, groups) or override.is_delete() or isinstance(value, str | list):
         return None
     options = sorted({path.stem for folder in groups for path in (folder / key).glob("*.yaml")})
     return (
-        f"{text}: {key} is a group of settings; choose one of its options ({', '.join(options)}), or "
-        f"set a key in it: {key}.NAME=value"
+        f"{text}: {key} is a group of settings; choose one of its options "
+        f"({', '.join(options)}), or set a key in it: {key}.NAME=value"
     )

@@ -29,7 +29,10 @@ SMALLEST_FLOAT32 = 1.2e-38
 
 
 def _temperature(value: float) -> float:
-    """vLLM raises a lower temperature to 0.01, without the trainer knowing: the two would score by different distributions."""
+    """vLLM raises a lower temperature to 0.01, without the trainer knowing.
+
+    The two would then score by different distributions.
+    """
     if 0 < value < 0.01:
         raise ValueError("the engine has none between 0 and 0.01; raise it to 0.01 or more")
     return value
@@ -43,7 +46,10 @@ def _top_k(value: int) -> int:
 
 def _eps(value: float) -> float:
     if value < SMALLEST_FLOAT32:
-        raise ValueError(f"is 0 in float32, which gives 0 / 0 where there is no gradient; raise it to {SMALLEST_FLOAT32} or more")
+        raise ValueError(
+            "is 0 in float32, which gives 0 / 0 where there is no gradient; raise it to "
+            f"{SMALLEST_FLOAT32} or more"
+        )
     return value
 
 
@@ -137,20 +143,25 @@ class WeightSyncConfig(Section):
 
 
 class DataColumns(Section):
-    """Column (dotted path for nested fields) of each role in a data file. A column that is named must be there."""
+    """Column (dotted path for nested fields) of each role in a data file.
+
+    A column that is named must be there. ``auto``: the column of the role's own name where there is
+    one; null: never a column.
+    """
 
     prompt: str
     answer: str
-    data_source: str | None  # auto: the column data_source where there is one, else the name of the file; null: always that name
-    extra: str | None  # auto: the column extra where there is one; null: none
+    data_source: str | None  # without a column: the name of the file or data set
+    extra: str | None  # without a column: empty
 
 
 def _names(value: Any) -> Any:
-    """A mapping is what users of other systems write for weights: the answer says how it is written here."""
+    """A mapping is what others write for weights: the answer says how it is written here."""
     if isinstance(value, Mapping):
         names = ",".join(map(str, value))
         weights = ",".join(map(str, value.values()))
-        raise ValueError(f"weights have a key of their own: data.train=[{names}] data.train_weights=[{weights}]")
+        here = f"data.train=[{names}] data.train_weights=[{weights}]"
+        raise ValueError(f"weights have a key of their own: {here}")
     if isinstance(value, str):
         return value
     if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
@@ -158,8 +169,8 @@ def _names(value: Any) -> Any:
     return tuple(value)
 
 
-# A .jsonl or .parquet file, a pattern such as data/*.jsonl, hf:NAME[:CONFIG]:SPLIT, or reasoning_gym:<task>[+<task>...]?size=N&seed=S;
-# or a list of these.
+# A .jsonl or .parquet file, a pattern such as data/*.jsonl, hf:NAME[:CONFIG]:SPLIT, or
+# reasoning_gym:<task>[+<task>...]?size=N&seed=S; or a list of these.
 DataNames = Annotated[tuple[str, ...] | str, BeforeValidator(_names)]
 
 
@@ -167,7 +178,7 @@ class DataConfig(Section):
     """``train`` and ``eval``: where prompts come from, see ``DataNames``."""
 
     train: DataNames
-    train_weights: tuple[PositiveFloat, ...] | None  # share of each entry of train among the prompts of a step; null: by their sizes
+    train_weights: tuple[PositiveFloat, ...] | None  # share of each entry of train; null: by size
     eval: DataNames
     columns: DataColumns
     system_prompt: str | None

@@ -25,7 +25,7 @@ OTHER_NAMES = {
 
 
 def column_roles(rows: Rows, columns: DataColumns, problems: Problems) -> DataColumns:
-    """``columns`` with ``auto`` decided: the column of the role's own name where some row has it, else None.
+    """``columns`` with ``auto`` decided: the column of the role's name, None where there is none.
 
     Raises:
         ValueError: a column that was named and that no row has: key, name, the columns there are.

@@ -50,25 +50,30 @@ def parse(entry: str) -> HfSet:
 
 
 def read_rows(entry: str) -> Rows:
-    """(row number from 1, columns) of a data set: on the hub or in the library's cache, or in a local folder, of data files or
-    written by ``save_to_disk``. Values come as plain Python, nothing is decoded (an image stays its bytes).
+    """(row number from 1, columns) of a data set.
+
+    It is on the hub, in the library's cache, or in a local folder: of data files, or written by
+    ``save_to_disk``. Values are plain Python, nothing is decoded (an image stays its bytes).
 
     Raises:
-        ValueError: the library is not installed, it finds no such data set, configuration or split, or cannot read it.
+        ValueError: the library is not installed, it finds no such data set, configuration or split,
+        or cannot read it.
     """
     wanted = parse(entry)
     library = _library()
     local = wanted.name.startswith(("/", ".", "~"))
     if local and not Path(wanted.name).is_dir():
         raise ValueError(
-            f"{entry}: no such folder {wanted.name}; give a folder of data files, or a name on the hub"
+            f"{entry}: no such folder {wanted.name}; give a folder of data files, or a name on "
+            "the hub"
         )
     try:
         dataset = _load(library, wanted)
     except Exception as error:  # the library raises its own, the hub's and Python's
         raise ValueError(
-            f"{entry}: the library datasets cannot load it ({type(error).__name__}: {first_line(error)}); correct name, "
-            "configuration and split, or give a local folder"
+            f"{entry}: the library datasets cannot load it ({type(error).__name__}: "
+            f"{first_line(error)}); correct name, configuration and split, or give a local "
+            "folder (HF_HUB_OFFLINE=1 looks in the cache alone)"
         ) from error
     table = dataset.with_format("arrow")[:]
     if not len(table):

@@ -1,4 +1,4 @@
-"""Which files an entry of the configuration stands for, and the names by which their rows are known."""
+"""Which files an entry of ``data.train`` stands for, and the names by which rows are known."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from megatron_rl.data import hf_sets
 
 
 def parts_of(name: str) -> list[str]:
-    """What one entry is read from: the files it matches, sorted; itself where it names a data set or generated tasks.
+    """The files an entry matches, sorted; itself where it names a data set or generated tasks.
 
     Raises:
-        ValueError: a pattern that matches nothing. A file that is missing is reported when it is read.
+        ValueError: a pattern that matches nothing. A file that is missing is reported when it is
+        read.
     """
     if not is_file_name(name):
         return [name]
@@ -25,9 +26,12 @@ def parts_of(name: str) -> list[str]:
 
 
 def labels(parts: Sequence[str]) -> dict[str, str]:
-    """A short name for each part, different from all others: the file's stem, else its name with as many folders as are needed.
+    """A short name for each part, different from all others.
 
-    Example: ``a/train.jsonl`` and ``b/train.jsonl`` are named so; ``a/train.jsonl`` alone is ``train``.
+    It is the file's stem, else its name with as many folders as are needed.
+
+    Example: ``a/train.jsonl`` and ``b/train.jsonl`` are named so; ``a/train.jsonl`` alone is
+    ``train``.
 
     Raises:
         ValueError: one file comes twice.
@@ -36,7 +40,8 @@ def labels(parts: Sequence[str]) -> dict[str, str]:
     twice = [part for part, count in real.items() if count > 1]
     if twice:
         raise ValueError(
-            f"{twice[0]}: comes twice among the sources; name each file once (data.train_weights gives it more weight)"
+            f"{twice[0]}: comes twice among the sources; name each file once (data.train_weights "
+            "gives it more weight)"
         )
     chosen = {part: _label(part, 1) for part in parts}
     deepest = max((len(Path(part).parts) for part in parts), default=1)

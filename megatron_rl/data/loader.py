@@ -14,10 +14,12 @@ from megatron_rl.types import Prompt
 
 
 class PromptLoader:
-    """Passes over ``prompts`` without end, each epoch in its own order. The order depends on (seed, epoch) only, never on the
-    global random state, so that every rank draws the same prompts and a resumed run draws those the interrupted one would have.
+    """Passes over ``prompts`` without end, each epoch in its own order.
 
-    Example: three prompts a b c with ``shuffle=False``: ``take(2)`` is [a, b], then ``take(2)`` is [c, a].
+    The order depends on (seed, epoch) only, never on the global random state, so that every rank
+    draws the same prompts and a resumed run draws those the interrupted one would have.
+
+    Example: prompts a b c with ``shuffle=False``: ``take(2)`` is [a, b], then ``take(2)`` is [c, a].
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
@@ -52,11 +54,16 @@ class PromptLoader:
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError as ``restore`` does; nothing is changed."""
-        for key, mine in (("prompts", self._fingerprint), ("seed", self._seed), ("shuffle", self._shuffle)):
+        for key, mine in (
+            ("prompts", self._fingerprint),
+            ("seed", self._seed),
+            ("shuffle", self._shuffle),
+        ):
             if state.get(key) != mine:
                 raise ValueError(
-                    f"resume: the checkpoint's data position was taken with {key} = {state.get(key)}, this run has {mine}; resume with "
-                    "the same data.train, data.train_weights, data.shuffle and seed, or start with resume=never in a new run_dir"
+                    f"resume: the checkpoint's data position was taken with {key} = {state.get(key)}, "
+                    f"this run has {mine}; resume with the same data.train, data.train_weights, "
+                    "data.shuffle and seed, or start with resume=never in a new run_dir"
                 )
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -77,21 +84,33 @@ class PromptLoader:
 
 
 class WeightedLoader:
-    """Several sources in fixed shares: a stream of its own passes over each, and they take turns by weight.
+    """Several sources in fixed shares: a stream of its own passes over each, and they take turns.
 
-    The next prompt comes from the source that is furthest behind its share (of equal ones the first), so that after any number n of
-    prompts no source is one or more ahead of its share of n. Which source it is depends on the weights alone, which of its prompts on
-    (seed, source, epoch of that source).
+    The next prompt comes from the source that is furthest behind its share (of equal ones the
+    first), so that after any number n of prompts no source is a whole prompt ahead of its share of
+    n. Which source it is depends on the weights alone, which of its prompts on (seed, epoch of that
+    source).
 
-    Example: weights 3 and 1 take a a b a, a a b a, ... A source that is small beside its weight is passed over more often.
+    Example: weights 3 and 1 take a a b a, a a b a, ... A source that is small beside its weight is
+    passed over more often.
     """
 
-    def __init__(self, sources: Sequence[Sequence[Prompt]], weights: Sequence[float], *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Sequence[Prompt]],
+        weights: Sequence[float],
+        *,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
         """Raises ValueError for a source without prompts; the weights need not sum to 1."""
         assert len(sources) == len(weights) and all(weight > 0 for weight in weights)
         for number, source in enumerate(sources, start=1):
             if not source:
-                raise ValueError(f"data.train: no prompt of entry {number} is left, and it has a weight; give other data, or leave it out")
+                raise ValueError(
+                    f"data.train: no prompt of entry {number} is left, and it has a weight; give "
+                    "other data, or leave it out"
+                )
         self._streams = [PromptLoader(source, seed=seed, shuffle=shuffle) for source in sources]
         # Exact fractions: sums of floating-point numbers would decide ties by their rounding.
         exact = [Fraction(str(weight)) for weight in weights]
@@ -110,12 +129,18 @@ class WeightedLoader:
 
     def _next_source(self) -> int:
         number = sum(self._taken) + 1
-        behind = [share * number - taken for share, taken in zip(self._shares, self._taken, strict=True)]
+        behind = [
+            share * number - taken for share, taken in zip(self._shares, self._taken, strict=True)
+        ]
         return behind.index(max(behind))
 
     def state(self) -> dict[str, Any]:
         """Where each source stands, with the weights: plain picklable values."""
-        return {"weights": self._weights, "taken": list(self._taken), "sources": [stream.state() for stream in self._streams]}
+        return {
+            "weights": self._weights,
+            "taken": list(self._taken),
+            "sources": [stream.state() for stream in self._streams],
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where ``state`` was taken.
@@ -125,8 +150,9 @@ class WeightedLoader:
         """
         if state.get("weights") != self._weights:
             raise ValueError(
-                f"resume: the checkpoint's data position was taken with data.train_weights = {state.get('weights')}, this run has "
-                f"{self._weights}; resume with the same, or start with resume=never in a new run_dir"
+                "resume: the checkpoint's data position was taken with data.train_weights = "
+                f"{state.get('weights')}, this run has {self._weights}; resume with the same, or start "
+                "with resume=never in a new run_dir"
             )
         parts = list(zip(self._streams, state["sources"], strict=True))
         for stream, mine in parts:
@@ -139,8 +165,8 @@ class WeightedLoader:
 def _told_apart(prompts: list[Prompt]) -> list[Prompt]:
     """A prompt that comes again in one portion is called ``<uid>#2``, ``#3``, ...
 
-    The engine draws by (seed of the step, uid): under one uid the second group would be a copy of the
-    first, response by response, and a step would count the same evidence twice.
+    The engine draws by (seed of the step, uid): under one uid the second group would be a copy of
+    the first, response by response, and a step would count the same evidence twice.
     """
     seen: Counter[str] = Counter()
     named = []

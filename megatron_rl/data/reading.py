@@ -1,4 +1,4 @@
-"""All data of a run: training and held-out prompts, and what a person should know about them before the run starts."""
+"""All data of a run, and what a person should know about it before the run starts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,7 +25,10 @@ SHOWN = 3
 
 @dataclass(frozen=True)
 class Data:
-    """The prompts of a run, by source. Example: ``data.train[0].summary()`` says what was read, dropped and kept."""
+    """The prompts of a run, by source.
+
+    Example: ``data.train[0].summary()`` says what was read, dropped and kept.
+    """
 
     train: tuple[Source, ...]
     held_out: tuple[Source, ...]
@@ -35,14 +39,18 @@ class Data:
 
     @property
     def held_out_prompts(self) -> list[Prompt]:
-        return _prompts(self.held_out)
+        """Sources take turns, so that any first part (evaluation.num_prompts) holds all of them."""
+        turns = zip_longest(*(source.prompts for source in self.held_out))
+        return [prompt for turn in turns for prompt in turn if prompt is not None]
 
 
 def read_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> Data:
-    """Reads ``data.train`` and ``data.eval``; one notice for each source, and a warning for what is likely a mistake.
+    """Reads ``data.train`` and ``data.eval``, with a notice for each source.
+
+    What is likely a mistake gets a warning.
 
     Raises:
-        ValueError: as ``load_sources``; a source of which nothing is left once the held-out prompts are taken out.
+        ValueError: as ``load_sources``; no prompt is left without the held-out ones.
     """
     data, longest = config.data, config.rollout.max_prompt_tokens
     train, held_out = (
@@ -52,8 +60,9 @@ def read_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> Data:
     if data.drop_eval_overlap:
         train = tuple(_without(source, _prompts(held_out)) for source in train)
         if not _prompts(train):
+            read = sum(source.num_rows for source in train)
             raise ValueError(
-                f"data.train: every one of its {sum(source.num_rows for source in train)} prompts is also in data.eval; "
+                f"data.train: every one of its {read} prompts is also in data.eval; "
                 "give other data, or data.drop_eval_overlap=false"
             )
     for key, sources in (("data.train", train), ("data.eval", held_out)):
@@ -61,12 +70,14 @@ def read_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> Data:
             LOGGER.info("%s: %s", key, source.summary())
         for warning in doubts(_prompts(sources), config):
             LOGGER.warning("%s: %s", key, warning)
-    asked = config.batch.prompts_per_step
-    if len(_prompts(train)) < asked:
+    asked, there = config.batch.prompts_per_step, len(_prompts(train))
+    if there < asked:
         LOGGER.warning(
-            "data.train: its %d prompts are fewer than batch.prompts_per_step = %d: every step asks some of them more than once; "
-            "give more data or lower batch.prompts_per_step", len(_prompts(train)), asked,
-        )  # fmt: skip
+            "data.train: its %d prompts are fewer than batch.prompts_per_step = %d: every step asks "
+            "some of them more than once; give more data or lower batch.prompts_per_step",
+            there,
+            asked,
+        )
     return Data(train, held_out)
 
 
@@ -87,7 +98,7 @@ def _without(source: Source, held_out: Sequence[Prompt]) -> Source:
 
 
 def doubts(prompts: Sequence[Prompt], config: Config) -> Iterator[str]:
-    """One sentence for each thing about ``prompts`` that is allowed and likely a mistake, with what to do."""
+    """One sentence (with a remedy) for each thing that is allowed and likely a mistake."""
     yield from _repeats(prompts)
     marked = [prompt for prompt in prompts if MARKER in prompt.answer]
     if config.data.answer_after is None and 2 * len(marked) > len(prompts):
@@ -100,8 +111,8 @@ def doubts(prompts: Sequence[Prompt], config: Config) -> Iterator[str]:
     if config.reward.verifier in ("number", "exact") and 2 * len(boxed) > len(prompts):
         yield (
             rf"{len(boxed)} of {len(prompts)} answers hold \boxed ({_uids(boxed)}), which "
-            f"reward.verifier={config.reward.verifier} does not read: the whole text is the expected "
-            "answer; reward.verifier=math reads what is in the box"
+            f"reward.verifier={config.reward.verifier} does not read: the whole text is the "
+            "expected answer; reward.verifier=math reads what is in the box"
         )
 
 
@@ -116,8 +127,8 @@ def _repeats(prompts: Sequence[Prompt]) -> Iterator[str]:
         answers = list(Counter(prompt.answer for prompt in clashing[0]))
         yield (
             f"{len(clashing)} prompts come with different answers ({_uids(clashing[0])}: "
-            f"{_short(answers[0])} and {_short(answers[1])}): what is right for one row is wrong for "
-            "another; correct the rows"
+            f"{_short(answers[0])} and {_short(answers[1])}): what is right for one row is wrong "
+            "for another; correct the rows"
         )
     if alike:
         more = sum(len(group) - 1 for group in alike)

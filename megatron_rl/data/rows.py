@@ -26,7 +26,8 @@ class Problems:
     """Collects what is wrong, row by row, and raises once.
 
     Calling ``add(3, "no answer", None, "drop the row")`` and the same for row 7 gives one line:
-    ``rows 3, 7: no answer: None; drop the row``. A place is a row number, or a name where the source has no rows.
+    ``rows 3, 7: no answer: None; drop the row``. A place is a row number, or a name where the source
+    has no rows.
     """
 
     def __init__(self, source: str) -> None:
@@ -37,11 +38,14 @@ class Problems:
         self._found[what, remedy].append((place, value))
 
     def raise_if_any(self) -> None:
-        """Raises ValueError naming source, rows, first value and remedy of every kind of problem."""
+        """Raises ValueError: source, rows, first value and remedy of every kind of problem."""
         if self._found:
             lines = [_line(what, remedy, places) for (what, remedy), places in self._found.items()]
             if len(lines) > SHOWN_KINDS:
-                lines = [*lines[:SHOWN_KINDS], f"... and {len(lines) - SHOWN_KINDS} more kinds of problems"]
+                lines = [
+                    *lines[:SHOWN_KINDS],
+                    f"... and {len(lines) - SHOWN_KINDS} more kinds of problems",
+                ]
             separator = "\n  - " if len(lines) > 1 else " "
             raise ValueError(f"{self._source}:{separator}{separator.join(lines)}")
 
@@ -56,12 +60,18 @@ def _line(what: str, remedy: str, places: list[tuple[int | str, Any]]) -> str:
 
 
 def read_rows(path: Path) -> Rows:
-    """(row number from 1, columns) of a .jsonl or .parquet file. In .jsonl the row number is the line number; blank lines are skipped.
+    """(row number from 1, columns) of a .jsonl or .parquet file.
+
+    In .jsonl the row number is the line number; blank lines are skipped.
 
     Raises:
-        ValueError: no such file, another suffix, a line that is not a JSON object, not UTF-8, an unreadable parquet file, no row at all.
+        ValueError: no such file, another suffix, a line that is not a JSON object or not UTF-8, an
+            unreadable parquet file, no row at all.
     """
-    readers: Mapping[str, Callable[[Path], Rows]] = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    readers: Mapping[str, Callable[[Path], Rows]] = {
+        ".jsonl": _read_jsonl,
+        ".parquet": _read_parquet,
+    }
     if path.suffix not in readers:
         raise ValueError(f"{path}: not a known kind of data file; {KINDS}")
     if not path.is_file():
@@ -76,7 +86,8 @@ def _read_jsonl(path: Path) -> Rows:
     _refuse_wide_characters(path)
     rows: Rows = []
     problems = Problems(str(path))
-    # A byte order mark is no part of the first row. Bytes that are no UTF-8 are kept as lone surrogates, so that their line is known.
+    # A byte order mark is no part of the first row. Bytes that are no UTF-8 are kept as lone
+    # surrogates, so that their line is known.
     with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -84,12 +95,22 @@ def _read_jsonl(path: Path) -> Rows:
             at = _not_utf8(line)
             if at is not None:
                 what = f"not UTF-8 (byte 0x{ord(line[at]) & 0xFF:02x} at character {at + 1})"
-                problems.add(number, what, line[max(0, at - 20) : at], TO_UTF8.format(kind="LATIN1"))
+                problems.add(
+                    number, what, line[max(0, at - 20) : at], TO_UTF8.format(kind="LATIN1")
+                )
                 continue
             try:
                 row = json.loads(line)
-            except (ValueError, RecursionError) as error:  # a number of thousands of digits is no JSONDecodeError
-                problems.add(number, f"not JSON ({_reason(error)})", line.strip(), "write one JSON object a line")
+            except (
+                ValueError,
+                RecursionError,
+            ) as error:  # a number of thousands of digits is no JSONDecodeError
+                problems.add(
+                    number,
+                    f"not JSON ({_reason(error)})",
+                    line.strip(),
+                    "write one JSON object a line",
+                )
                 continue
             if isinstance(row, dict):
                 rows.append((number, row))
@@ -115,23 +136,31 @@ def _not_utf8(line: str) -> int | None:
 
 
 def _refuse_wide_characters(path: Path) -> None:
-    """UTF-16 and UTF-32 are told by their byte order mark, or by zero bytes, which JSON text has none of."""
+    """UTF-16 and UTF-32 are told by their byte order mark, or by zero bytes: JSON has none."""
     with path.open("rb") as file:
         head = file.read(64)
     if head[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in head:
-        raise ValueError(f"{path}: row 1: not UTF-8 (it looks like UTF-16, or like no text at all); {TO_UTF8.format(kind='UTF-16')}")
+        raise ValueError(
+            f"{path}: row 1: not UTF-8 (it looks like UTF-16, or like no text at all); "
+            f"{TO_UTF8.format(kind='UTF-16')}"
+        )
 
 
 def _read_parquet(path: Path) -> Rows:
     try:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{path}: not a readable parquet file ({error}); write it again") from error
+        raise ValueError(
+            f"{path}: not a readable parquet file ({error}); write it again"
+        ) from error
     return list(enumerate(table.to_pylist(), start=1))
 
 
 def lookup(row: Mapping[str, Any], column: str) -> tuple[bool, Any]:
-    """(found, value) of a column. ``a.b`` is the column of that very name if there is one, else field ``b`` of column ``a``."""
+    """(found, value) of a column.
+
+    ``a.b`` is the column of that very name if there is one, else field ``b`` of column ``a``.
+    """
     if column in row:
         return True, row[column]
     value: Any = row

@@ -25,9 +25,15 @@ BY_DATA_SOURCE = (
 )
 
 CHOICES = (
-    "set reward.verifier=number (the answer is a number), math (LaTeX, \\boxed), exact (the same text), "
-    "or give rows a data_source that is known (gsm8k, math, aime, ..., reasoning_gym:<task>)"
+    "set reward.verifier=number (the answer is a number), math (LaTeX, \\boxed), exact (the same "
+    "text), or give rows a data_source that is known (gsm8k, math, aime, ..., reasoning_gym:<task>)"
 )
+
+
+def _listed(sources: Sequence[str]) -> str:
+    """``data source 'a'``, ``data sources 'a', 'b', ...``."""
+    names = ", ".join(map(repr, sources[:5])) + (", ..." if len(sources) > 5 else "")
+    return f"data source{'s' * (len(sources) > 1)} {names}"
 
 
 class WeightedReward:
@@ -50,7 +56,7 @@ class WeightedReward:
             ValueError: these prompts cannot be verified: a data source no verifier is known for, a refused task, a bad answer.
         """
         unknown = sorted({prompt.data_source for prompt in prompts if self._name(prompt) is None})
-        found = [f"no verifier is known for data source {source!r}; {CHOICES}" for source in unknown]
+        found = [f"no verifier is known for {_listed(unknown)}; {CHOICES}"] if unknown else []
         for name, verifier in self._verifiers.items():
             found += verifier.check([prompt for prompt in prompts if self._name(prompt) == name])
         if found:

@@ -27,6 +27,11 @@ def _short(answer: str) -> str:
     return repr(answer if len(answer) <= 60 else "..." + answer[-57:])
 
 
+def _not_a_number(prompt: Prompt) -> str:
+    answer = prompt.answer
+    return f"the answer of {prompt.uid} is not a number: {_short(answer)}; {_remedy(answer)}"
+
+
 def _remedy(answer: str) -> str:
     """GSM8K writes the number behind a marker; other texts are for other verifiers."""
     if "####" in answer:
@@ -41,7 +46,7 @@ class NumberVerifier:
 
     def check(self, prompts: Sequence[Prompt]) -> list[str]:
         wrong = [prompt for prompt in prompts if not NUMBER.fullmatch(prompt.answer.strip().lstrip("$").rstrip("%"))]
-        return [f"the answer of {prompt.uid} is not a number: {_short(prompt.answer)}; {_remedy(prompt.answer)}" for prompt in wrong]
+        return [_not_a_number(prompt) for prompt in wrong]
 
     def verify(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[Verdict]:
         return [self._one(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]

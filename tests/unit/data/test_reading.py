@@ -115,6 +115,13 @@ def test_weights_decide_the_share_of_each_file(folder):
     assert taken[:4] == ["a", "a", "b", "a"]
 
 
+def test_held_out_files_take_turns(folder):
+    write(folder / "more.jsonl", plain("7"))
+    write(folder / "train.jsonl", plain("1"))
+    data = read("data.train=train.jsonl", "data.eval=[eval.jsonl,more.jsonl]")
+    assert [prompt.uid for prompt in data.held_out_prompts] == ["eval:1", "more:1", "eval:2"]
+
+
 def test_what_was_read_dropped_and_kept_is_said(folder, caplog):
     write(folder / "train.jsonl", plain("1", "2" * 50, "9", "3"))
     with caplog.at_level(logging.INFO, "megatron_rl"):

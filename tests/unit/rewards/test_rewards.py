@@ -141,6 +141,8 @@ def test_prompts_that_cannot_be_verified_are_all_named():
     wrong = [prompt(source="mine"), prompt(source="reasoning_gym:none", extra={"metadata": {}}), prompt("x", source="openai/gsm8k")]
     with pytest.raises(ValueError, match=r"(?s)data source 'mine'; set reward\.verifier.*is not a number: 'x'.*task none: no such task"):
         reward.check(wrong)
+    with pytest.raises(ValueError, match=r"for data sources 'a', 'b'; set reward\.verifier=number .*math .*exact"):
+        reward.check([prompt(source="b"), prompt(source="a")])
     with pytest.raises(ValueError, match="has no metadata"):
         reward.check([prompt(source="reasoning_gym:chain_sum")])
     reward.check(
