@@ -105,7 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sbatch", nargs="?", const="", help="submit each run to Slurm, with these options in one string")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and leave")
     plugin_text = "your own code, handed on to every run; see examples/plugins"
-    parser.add_argument("--plugin", action="append", default=[], metavar="MODULE_OR_FILE", help=plugin_text)
+    parser.add_argument(
+        "--plugin", action="append", default=[], metavar="MODULE_OR_FILE", help=plugin_text
+    )
     options = parser.parse_intermixed_args(argv)  # options may stand between overrides
     try:
         load_plugins(options.plugin)

@@ -30,7 +30,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cfg", choices=["job"], help="print the composed configuration and leave")
     parser.add_argument("--config-dir", type=Path, help="a second folder of groups, searched after the package's own")
     plugin = "your own code, imported first; see examples/plugins"
-    parser.add_argument("--plugin", action="append", default=[], metavar="MODULE_OR_FILE", help=plugin)
+    parser.add_argument(
+        "--plugin", action="append", default=[], metavar="MODULE_OR_FILE", help=plugin
+    )
     return parser.parse_intermixed_args(argv)  # options may stand between overrides
 
 
