@@ -1,4 +1,4 @@
-"""A rollout hook: groups that are solved leave the step, and truncation costs reward. The page: rollout_hook.md."""
+"""A rollout hook: solved groups leave the step, truncation costs reward. The page: rollout_hook.md."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""A policy loss: the ratio is clipped from above alone, for either sign. The page: policy_loss.md."""
+"""A policy loss: the ratio is clipped from above alone. The page: policy_loss.md."""
 
 from torch import Tensor
 

@@ -1,8 +1,8 @@
 """A plug-in's function becomes a choice of the configuration; its keyword-only arguments are knobs.
 
-The tables of ``config/method.py`` and ``config/hooks.py`` are what a name in a yaml is looked up in.
-The rooms that own the functions (``loss/register.py``, ``trainer/hooks.py``) call ``register_piece``
-and keep the function.
+A name in a yaml is looked up in the tables of ``config/method.py`` and ``config/hooks.py``. The rooms
+that own the functions (``loss/register.py``, ``trainer/hooks.py``) call ``register_piece`` and keep
+the function.
 """
 
 from __future__ import annotations

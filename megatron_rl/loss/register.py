@@ -1,8 +1,8 @@
 """Estimators, shapers and policy losses of plug-ins: one function each.
 
 A function has the form of the built-in ones in the tables of ``credit.py`` and ``token_loss.py``. It
-is registered while a plug-in is imported (``--plugin``); a method's yaml then chooses the name like a
-built-in one, and the knobs, its keyword-only arguments, are validated as strictly. Pages with tested
+is registered while a plug-in is imported (``--plugin``). A method's yaml then chooses the name like
+a built-in one, and the knobs, its keyword-only arguments, are validated as strictly. Pages with tested
 examples: ``examples/plugins``.
 """
 

@@ -1,9 +1,10 @@
-"""Rollout hooks: a user's code between scoring and credit. It may change rewards, drop whole groups and add metrics.
+"""Rollout hooks: a user's code between scoring and credit, for rewards, whole groups and metrics.
 
 What holds whatever a hook does:
 
-- It is called once a step, on rank 0, with all groups of the step in canonical order, after dynamic sampling. Its
-  answer is sent to every rank, so that ranks agree even where a hook asks a service or draws random numbers.
+- It is called once a step, on rank 0, with all groups of the step in canonical order, after dynamic
+  sampling. Its answer is sent to every rank, so that ranks agree even where a hook asks a service
+  or draws random numbers.
 - Prompts, tokens, logprobs, texts and verdicts (``score.correct``) stay as they are: responses
   are frozen, and only what ``RolloutEdit`` can say is applied. Evaluation is not hooked.
 - A dropped group leaves the step as if it had not been sampled; it is not replaced.
@@ -37,7 +38,7 @@ METRIC = re.compile(r"[a-z0-9_]+")
 class RolloutEdit:
     """What a hook wants changed; None leaves it.
 
-    Example, for two groups of two responses: the second group is dropped, the first one's rewards are halved::
+    Example, for two groups of two responses: the second is dropped, the first one's reward halved::
 
         RolloutEdit(rewards=[[0.5, 0.0], [0.0, 0.0]], keep=[True, False], metrics={"dropped": 1})
     """
@@ -56,14 +57,15 @@ _hooks: dict[str, Hook] = {}
 
 
 def register_rollout_hook(name: str) -> Callable[[Hook], Hook]:
-    """``f(step, groups, *, knobs)`` returns a ``RolloutEdit``; see the head of this file for what holds.
+    """``f(step, groups, *, knobs)`` returns a ``RolloutEdit``; the head of this file says what holds.
 
     Registering calls nothing: a run names its hooks, ``rollout_hooks.<name>={}``.
     Example::
 
         @register_rollout_hook("halve")
-        def halve(step: int, groups: Sequence[Sequence[Response]], *, factor: float = 0.5) -> RolloutEdit:
-            return RolloutEdit(rewards=[[factor * r.score.reward for r in group] for group in groups])
+        def halve(step: int, groups: Groups, *, factor: float = 0.5) -> RolloutEdit:
+            rewards = [[factor * r.score.reward for r in group] for group in groups]
+            return RolloutEdit(rewards=rewards)
 
     Raises:
         RegistrationError: the name is taken, or a knob has no type.
@@ -88,7 +90,7 @@ class RolloutHooks:
         """The groups that go on to credit, and the metrics of the hooks; collective.
 
         Raises:
-            ValueError: a hook failed, returned something else than a fitting edit, or dropped every group.
+            ValueError: a hook failed, its answer does not fit, or it dropped every group.
         """
         metrics: dict[str, float] = {}
         for name, knobs in self._chosen.items():
@@ -123,7 +125,7 @@ def called(name: str, step: int, groups: Groups, knobs: Mapping[str, Any]) -> Ro
 
 
 def read_only(groups: Groups) -> Groups:
-    """The same responses, whose mappings cannot be written to: rank 0 alone shows them to a hook."""
+    """The same responses with mappings that cannot be written to: a hook runs on rank 0 alone."""
     return [[_read_only(response) for response in group] for group in groups]
 
 
@@ -155,14 +157,16 @@ def _check(subject: str, edit: RolloutEdit, sizes: Sequence[int]) -> None:
         flags = list(edit.keep)
         if len(flags) != len(sizes) or not all(isinstance(flag, bool) for flag in flags):
             raise ValueError(
-                f"{subject}: keep = {str(flags)[:80]}; give {len(sizes)} of True and False, one per group"
+                f"{subject}: keep = {str(flags)[:80]}; give {len(sizes)} of True and False, "
+                "one per group"
             )
     if edit.rewards is not None:
         _check_rewards(subject, edit.rewards, sizes)
     for key, value in edit.metrics.items():
         if not METRIC.fullmatch(str(key)) or not _is_finite(value):
             raise ValueError(
-                f"{subject}: metric {key!r} = {value!r}; a key is a-z, 0-9 and _, a value a finite number"
+                f"{subject}: metric {key!r} = {value!r}; a key is a-z, 0-9 and _, "
+                "a value a finite number"
             )
 
 
@@ -176,7 +180,8 @@ def _check_rewards(subject: str, rewards: Sequence[Sequence[float]], sizes: Sequ
         for reward in group:
             if not _is_finite(reward):
                 raise ValueError(
-                    f"{subject}: a reward of group {number} is {reward!r}; rewards are finite numbers"
+                    f"{subject}: a reward of group {number} is {reward!r}; "
+                    "rewards are finite numbers"
                 )
 
 

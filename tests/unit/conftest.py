@@ -1,4 +1,4 @@
-"""Plug-ins change tables of the whole process: a test that loads some gets the tables back as they were."""
+"""Plug-ins change tables of the process: a test that loads some gets the tables back as they were."""
 
 from __future__ import annotations
 
