@@ -180,7 +180,7 @@ NOT_RUN = {
 # Server and what is started beside it, in the order of the documents.
 SERVER = (
     "VLLM_SERVER_DEV_MODE=1 VLLM_CPU_OMP_THREADS_BIND=nobind python -m vllm.entrypoints.openai.api_server --model MODEL "
-    "--tensor-parallel-size 2 --kv-cache-memory-bytes 1G --weight-transfer-config '{\"backend\": \"megatron_rl\"}'"
+    "--tensor-parallel-size 2 --kv-cache-memory-bytes 1G --enforce-eager --weight-transfer-config '{\"backend\": \"megatron_rl\"}'"
 )
 PUSH = "torchrun --nproc-per-node 2 examples/vllm_server/push.py --server http://127.0.0.1:8000 --model NEW_WEIGHTS --tensor 2 --version 1"
 BESIDE_EACH_OTHER = {SERVER, PUSH}
