@@ -119,7 +119,7 @@ LONG = {
     f"{RUN_SH} run_dir=runs/mine seed=2 method=dapo": Run(SHORT, shows="finished: "),
     f"{RUN_SH} run_dir=runs/mine seed=2 trainer.num_steps=4 method=dapo": Run(SHORT, shows="finished: "),
     "torchrun --nproc-per-node N -m megatron_rl.train experiment=NAME key=value": Run(
-        f"model.path=TOY {SHORT}", {" N ": " 2 ", "NAME": "quickstart_cpu", "key=value": ""}, shows="finished: "
+        f"model.path=TOY run_dir=DIR {SHORT}", {" N ": " 2 ", "NAME": "quickstart_cpu", "key=value": ""}, shows="finished: "
     ),
     OWN_MODEL: Run(
         ON_CPU, {"--nproc-per-node 8": "--nproc-per-node 2", "parallel.tensor=4": "parallel.tensor=2"}, shows="finished: "
@@ -180,7 +180,7 @@ NOT_RUN = {
 # Server and what is started beside it, in the order of the documents.
 SERVER = (
     "VLLM_SERVER_DEV_MODE=1 VLLM_CPU_OMP_THREADS_BIND=nobind python -m vllm.entrypoints.openai.api_server --model MODEL "
-    "--tensor-parallel-size 2 --kv-cache-memory-bytes 1G --weight-transfer-config '{\"backend\": \"megatron_rl\"}'"
+    "--tensor-parallel-size 2 --kv-cache-memory-bytes 1G --enforce-eager --weight-transfer-config '{\"backend\": \"megatron_rl\"}'"
 )
 PUSH = "torchrun --nproc-per-node 2 examples/vllm_server/push.py --server http://127.0.0.1:8000 --model NEW_WEIGHTS --tensor 2 --version 1"
 BESIDE_EACH_OTHER = {SERVER, PUSH}
@@ -316,9 +316,11 @@ def test_quick_command(place, tmp_path, text):
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("text", [text for text in LONG if text != MAKER], ids=short)
-def test_long_command(full_place, tmp_path, text):
+def test_long_command(request, tmp_path, text):
     """``MAKER`` runs in the set-up: the others take the model that it makes."""
-    start(full_place, text, LONG[text], tmp_path)
+    wants_more = re.search(r"\b(TOY|ENCODER)\b|run\.sh", f"{text} {LONG[text].more}")
+    place = request.getfixturevalue("full_place" if wants_more else "place")
+    start(place, text, LONG[text], tmp_path)
 
 
 @pytest.mark.full

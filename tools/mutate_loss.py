@@ -77,6 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sample", type=int, help="how many, drawn at random; all of them without it")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    if options.sample is not None and not 1 <= options.sample <= len(MUTATIONS):
+        parser.error(f"--sample {options.sample}: give a number from 1 to {len(MUTATIONS)}, or leave it out")
     chosen = MUTATIONS if options.sample is None else random.Random(options.seed).sample(MUTATIONS, options.sample)
     for test_module in sorted(set(TESTS.values())):
         broken = failure(None, test_module)

@@ -27,13 +27,17 @@ def main() -> int:
     parser.add_argument("--unfused", action="store_true", help="layers without Transformer Engine")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of a run")
     arguments = parser.parse_args()
+    if arguments.world_size < 1:
+        parser.error(f"--world-size {arguments.world_size}: give the number of processes, 1 or more")
+    if not arguments.gpu_gib > 0:
+        parser.error(f"--gpu-gib {arguments.gpu_gib:g}: give the memory of a GPU, above 0")
     try:
         values = compose("config", [*arguments.overrides, "data.train=reasoning_gym:any", "data.eval=reasoning_gym:any"])
         config = validate(Config, values, "the configuration")
         check(config, arguments.world_size)
         room = memory.Room("cuda", arguments.gpu_gib, arguments.host_gib)
         stages = plan(config, arguments.world_size, room, fused=not arguments.unfused)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{'stage':20} " + "  ".join(f"{stage.stage:6d}" for stage in stages))

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+from megatron_rl.errors import concerning
 from megatron_rl.weight_sync.boxes import Boxes
 from megatron_rl.weight_sync.layout import ModelShape, RolloutLayout, TrainLayout, rollout_boxes, train_boxes
 from megatron_rl.weight_sync.plan import Plan, Side, make_plan
@@ -41,7 +42,8 @@ def model_shape(name: str) -> ModelShape:
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if not path.is_file():
         raise ValueError(f"--model {name}: neither a preset ({', '.join(PRESETS)}) nor a HF directory with config.json")
-    return ModelShape.from_hf(json.loads(path.read_text()))
+    with concerning(f"--model {path}", "give the config.json of a HF model", (json.JSONDecodeError, LookupError, TypeError)):
+        return ModelShape.from_hf(json.loads(path.read_text(encoding="utf-8")))
 
 
 def parse_layout(kind: type, flag: str, text: str) -> TrainLayout | RolloutLayout:
@@ -177,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         figures = report(arguments)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"plan_sync: {error}", file=sys.stderr)
         return 2
     if arguments.json:

@@ -28,6 +28,7 @@ from transformers import AutoImageProcessor, AutoModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_rl.errors import concerning
 from megatron_rl.loss.visual_entropy import visual_entropy
 
 SCHEMA = pa.schema([("image", pa.string()), ("encoder", pa.string()), ("entropy_nats", pa.float64())])
@@ -37,6 +38,9 @@ class Encoder:
     """A frozen vision encoder: image -> patch features [patches, width], without class or register tokens."""
 
     def __init__(self, path: Path) -> None:
+        for name in ("config.json", "preprocessor_config.json"):
+            if not (path / name).is_file():
+                raise ValueError(f"ENCODER {path}: no {name} there; give a Hugging Face directory of a vision encoder")
         self.model = AutoModel.from_pretrained(path, torch_dtype=torch.float32).eval()
         self.processor = AutoImageProcessor.from_pretrained(path, backend="pil")
         digest = xxhash.xxh3_128((path / "config.json").read_bytes() + (path / "preprocessor_config.json").read_bytes())
@@ -82,7 +86,11 @@ class Scores:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     if path.suffix == ".parquet":
         return pq.read_table(path).to_pylist()
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        with concerning(f"{path}: line {number}", "write one JSON object a line", (json.JSONDecodeError,)):
+            rows += [json.loads(line)] if line.strip() else []
+    return rows
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -119,6 +127,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     if (options.data is None) != (options.out is None):
         parser.error("--data and --out go together")
+    try:
+        score(options)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def score(options: argparse.Namespace) -> None:
+    """Does what the command line asks.
+
+    Raises:
+        ValueError: no encoder there, a damaged data file, a row without images.
+        OSError: a file that is missing, or no image.
+    """
     scores = Scores(options.cache, Encoder(options.encoder))
     for image in options.images:
         print(f"{scores.of(image):.6f} {image}")
@@ -126,7 +149,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_rows(options.out, scored(read_rows(options.data), options.data.parent, options.images_column, scores))
     scores.save()
     print(f"{scores.computed} computed, {len(scores.known) - scores.computed} in the cache", file=sys.stderr)
-    return 0
 
 
 if __name__ == "__main__":

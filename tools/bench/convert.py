@@ -76,6 +76,8 @@ def main() -> None:
     if arguments.only_make:
         make_model(arguments.folder / "hf", arguments.layers, arguments.max_file_mb * 10**6)
         return
+    if arguments.folder.exists():
+        parser.error(f"{arguments.folder} exists; give a folder that does not, with room for five times the model")
     source, megatron, nemo, *back = (str(arguments.folder / name) for name in ("hf", "megatron", "nemo", "back", "nemo_back"))
     # In a process of its own: the high-water mark of a child starts at the size of its parent.
     subprocess.run([sys.executable, __file__, *sys.argv[1:], "--only-make"], check=True)

@@ -149,6 +149,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         print(json.dumps({**found, "peak_gib": [peak]}))
         return 0
+    try:
+        for method in options.methods.split(","):
+            load_method(method, response_limit=8)
+    except ValueError as error:
+        parser.error(f"--methods: {error}")
     watch = Watch()
     floor = child("--case", "nothing", 1, 1, "grpo")["peak_gib"][0]
     rows_of_tokens = options.tokens // options.mean_tokens

@@ -118,7 +118,7 @@ def main() -> None:
             written = pack(options.source, options.target, options.part_mib * MIB)
         else:
             written = join(options.source, options.target)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     print("\n".join(f"{path.stat().st_size / MIB:8.1f} MiB  {path}" for path in written))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -110,9 +111,15 @@ def main() -> None:
     parser.add_argument("--bucket-mib", type=int, default=16)
     parser.add_argument("--repetitions", type=int, default=10)
     options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun: torchrun --standalone --nproc-per-node 4 tools/bench/sync.py ...")
+    try:
+        train, rollout = layout(TrainLayout, options.train), layout(RolloutLayout, options.rollout)
+    except ValueError as error:
+        parser.error(str(error))
     watch = Watch()
     dist.init_process_group("gloo")
-    rank, train, rollout = dist.get_rank(), layout(TrainLayout, options.train), layout(RolloutLayout, options.rollout)
+    rank = dist.get_rank()
     heads = options.hidden // 128
     model = ModelShape(options.layers, options.hidden, heads, max(1, heads // 4), 128, ffn=4 * options.hidden, vocab=32000, qkv_bias=True)
     mine = train_boxes(model, train, rank) if rank < train.ranks else []

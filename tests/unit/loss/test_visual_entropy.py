@@ -95,7 +95,7 @@ def test_tool_scores_images_and_caches(kind: str, tmp_path: Path, capsys: pytest
     assert pq.read_table(cache).num_rows == 2
 
 
-def test_tool_scores_a_data_file_that_feeds_durian(tmp_path: Path) -> None:
+def test_tool_scores_a_data_file_that_feeds_durian(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, paths = encoder_folder("clip", tmp_path / "encoder"), images(tmp_path)
     rows = [{"prompt": "a", "images": ["flat.png"], "extra": {"level": 1}}, {"prompt": "b", "images": [path.name for path in paths]}]
     data, out = tmp_path / "train.jsonl", tmp_path / "scored.jsonl"
@@ -104,7 +104,9 @@ def test_tool_scores_a_data_file_that_feeds_durian(tmp_path: Path) -> None:
     flat, both = (json.loads(line)["extra"] for line in out.read_text().splitlines())
     assert flat["level"] == 1 and 0 <= flat["visual_entropy"] < both["visual_entropy"]
     assert load_method("durian").needs.visual_entropy
-    with pytest.raises(ValueError, match="row 0: column 'picture' holds no image"):
-        tool.main(
-            [str(folder), "--cache", str(tmp_path / "c.parquet"), "--data", str(data), "--out", str(out), "--images-column", "picture"]
-        )
+    words = [str(folder), "--cache", str(tmp_path / "c.parquet"), "--data", str(data), "--out", str(out)]
+    assert tool.main([*words, "--images-column", "picture"]) == 1
+    assert "error: row 0: column 'picture' holds no image" in capsys.readouterr().err
+    data.write_text('{"prompt": "a"}\n{"prompt": \n')
+    assert tool.main(words) == 1
+    assert f"error: {data}: line 2: Expecting value" in capsys.readouterr().err
