@@ -32,7 +32,7 @@ def build_trainer(config: Config, world: World) -> Trainer:
     )
     if config.data.drop_eval_overlap:
         train = without_overlap(train, held_out)
-    reward = build_reward(config.reward)
+    reward = build_reward(config.reward, lambda prompt: tokenizer.decode(prompt.token_ids))
     reward.check([*train, *held_out])
     method = Method(config.method, response_limit=config.rollout.max_response_tokens)
     if config.batch.responses_per_prompt < method.needs.min_group:
