@@ -9,7 +9,8 @@ from decimal import Decimal
 from megatron_rl.rewards.registry import register_verifier
 from megatron_rl.rewards.verdict import Task, Verdict, Verifier
 
-# Linear in the text: no two parts of it can match the same character, so nothing is tried again but one group of three digits. A minus right after a word, a digit or a closing bracket is a subtraction. Commas separate groups of three digits only.
+# Linear in the text: no two parts of it can match the same character, so nothing is tried again but one group of three digits.
+# A minus right after a word, a digit or a closing bracket is a subtraction. Commas separate groups of three digits only.
 NUMBER = re.compile(r"(?:(?<![\w.)\]])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\d))?")
 
 

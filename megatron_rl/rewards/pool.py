@@ -89,10 +89,10 @@ class WorkerPool:
         return batch.replies
 
     def _hand_out(self, batch: Batch, now: float) -> None:
+        share = min(MAX_CHUNK, -(-len(batch.waiting) // self._num_workers))
         for lane, work in self._work.items():
             if lane.ready and not work.rows and batch.waiting:
-                share = -(-len(batch.waiting) // (2 * self._num_workers))
-                work.rows.extend(batch.waiting.popleft() for _ in range(min(share, MAX_CHUNK)))
+                work.rows.extend(batch.take(share))
                 work.since = now
                 lane.queue([batch.items[row] for row in work.rows])
 
@@ -130,7 +130,7 @@ class WorkerPool:
                 work.rows.clear()
 
     def _lost(self, lane: Lane, batch: Batch) -> None:
-        """The worker ended by itself, or was killed by somebody else: what it was at counts, the rest goes to others."""
+        """The worker ended by itself, or was killed by somebody else."""
         self._return(lane, batch, "the process that judged it died")
 
     def _stop_overdue(self, batch: Batch) -> None:
@@ -141,10 +141,14 @@ class WorkerPool:
                 self._return(lane, batch, f"no verdict within reward.timeout_s = {limit_s:g} s, and its worker had to be killed")
 
     def _return(self, lane: Lane, batch: Batch, problem: str) -> None:
+        """Another worker takes the place of this one. Which of several responses it was at is not known, because verdicts are sent
+        some at a time: they are all given out again, one by one."""
         rows = self._work[lane].rows
-        if rows:
-            batch.answer(rows.popleft(), not_judged(problem))
-        batch.waiting.extendleft(reversed(rows))
+        if len(rows) == 1:
+            batch.answer(rows[0], not_judged(problem))
+        else:
+            batch.alone.update(rows)
+            batch.waiting.extendleft(reversed(rows))
         self._replace(lane)
 
     def _give_up(self, batch: Batch) -> None:
@@ -153,7 +157,7 @@ class WorkerPool:
                 self._replace(lane)
         problem = f"reward.step_timeout_s = {self._step_timeout_s:g} s was used up before its turn"
         for row, reply in enumerate(batch.replies):
-            if reply is batch.NOTHING:
+            if not reply:
                 batch.answer(row, not_judged(problem))
 
     def _patience(self, batch: Batch, now: float) -> float:
@@ -182,13 +186,12 @@ class WorkerPool:
 class Batch:
     """Items and what is known of them."""
 
-    NOTHING: Reply = {}
-
     def __init__(self, items: Sequence[Item], step_timeout_s: float) -> None:
         self.items = items
-        self.replies: list[Reply] = [self.NOTHING] * len(items)
+        self.replies: list[Reply] = [{} for _ in items]
         self.unanswered = len(items)
         self.waiting: deque[int] = deque()
+        self.alone: set[int] = set()  # rows that a worker gets one at a time
         self.ends_at: float | None = None
         for row, (_, _, response) in enumerate(items):
             if len(response) > MAX_RESPONSE_CHARACTERS:
@@ -196,6 +199,13 @@ class Batch:
                 self.answer(row, not_judged(problem))
             else:
                 self.waiting.append(row)
+
+    def take(self, most: int) -> list[int]:
+        """Rows for one worker."""
+        rows = [self.waiting.popleft()]
+        while self.waiting and len(rows) < most and not self.alone.intersection((rows[0], self.waiting[0])):
+            rows.append(self.waiting.popleft())
+        return rows
 
     def answer(self, row: int, reply: Reply) -> None:
         self.replies[row] = reply

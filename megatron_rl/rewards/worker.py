@@ -20,6 +20,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from megatron_rl.rewards.verdict import Options
 HEADER = struct.Struct("<Q")  # bytes of the pickle that follows
 PR_SET_PDEATHSIG = 1
 MAX_REASON_CHARACTERS = 300
+GATHER_S = 0.002  # verdicts of so long go out together: each message wakes the trainer, which has other things to do
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,17 @@ def serve(lane: socket.socket, setup: Setup, judge: Any) -> int:
         return serve_function(lane, setup)
     send(lane, {"ready": True})
     while (frame := read_frame(lane)) is not None:
+        verdicts: list[dict[str, Any]] = []
+        sent_at = time.monotonic()
         for name, task, response in pickle.loads(frame):
-            verdict = judge.judge(name, task, response)
-            send(lane, verdict)
-            if verdict.get("exhausted"):
+            verdicts.append(judge.judge(name, task, response))
+            exhausted = bool(verdicts[-1].get("exhausted"))
+            if exhausted or time.monotonic() > sent_at + GATHER_S:
+                send(lane, *verdicts)
+                verdicts, sent_at = [], time.monotonic()
+            if exhausted:
                 return 0  # a heap that was full is not used again
+        send(lane, *verdicts)
     return 0
 
 
@@ -136,8 +144,8 @@ def limit_cpu_seconds(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (allowed if hard == resource.RLIM_INFINITY else min(allowed, hard), hard))
 
 
-def send(lane: socket.socket, reply: dict[str, Any]) -> None:
-    lane.sendall(json.dumps(reply).encode("ascii") + b"\n")
+def send(lane: socket.socket, *replies: dict[str, Any]) -> None:
+    lane.sendall("".join(json.dumps(reply) + "\n" for reply in replies).encode("ascii"))
 
 
 def reason(error: BaseException) -> str:
