@@ -39,7 +39,8 @@ class Judge:
 
     def judge(self, name: str | None, task: Task, response: str) -> dict[str, Any]:
         """What is known after at most ``timeout_s``: ``accuracy`` and ``format`` in [0, 1], ``problem`` where something could not
-        be judged (it counts 0), ``exhausted`` where memory ran out. ``name`` None: only the format is wanted."""
+        be judged (it counts 0), ``last`` where this process should judge no other: code was broken off in the middle, or the memory
+        was full. ``name`` None: only the format is wanted."""
         if not self._limited:
             self._limit()
         found: dict[str, Any] = {"accuracy": 0.0, "format": 0.0, "problem": None}
@@ -54,9 +55,10 @@ class Judge:
                 self._fill(found, name, task, response)
         except OutOfTime:
             found["problem"] = f"no verdict within reward.timeout_s = {self._setup.options.timeout_s:g} s"
+            found["last"] = True
         except MemoryError:
             found["problem"] = f"MemoryError: it wanted more than reward.memory_gib = {self._setup.options.memory_bytes / 2**30:g} GiB"
-            found["exhausted"] = True
+            found["last"] = True
         except Exception as error:  # noqa: BLE001 - verifiers raise anything on text they did not expect; the reason is kept
             found["problem"] = reason(error)
         return found

@@ -124,10 +124,9 @@ class WorkerPool:
             self._server.works()
         else:
             batch.answer(work.rows.popleft(), reply)
-            if reply.get("exhausted"):
-                lane.ready = False
-                batch.waiting.extendleft(reversed(work.rows))  # it ends by itself, and they were not begun
-                work.rows.clear()
+            if reply.get("last"):
+                batch.waiting.extendleft(reversed(work.rows))  # they were not begun
+                self._replace(lane)
 
     def _lost(self, lane: Lane, batch: Batch) -> None:
         """The worker ended by itself, or was killed by somebody else."""

@@ -30,6 +30,7 @@ class Lane:
         self.ready = False
         self._unsent = memoryview(b"")
         self._unread = b""
+        weakref.finalize(self, sock.close)
 
     @property
     def wants_to_write(self) -> bool:
@@ -63,7 +64,9 @@ class Lane:
         except OSError:
             gone = True
         *lines, self._unread = self._unread.split(b"\n")
-        return [json.loads(line) for line in lines] if lines or not gone else None
+        if gone and not lines:
+            return None
+        return [reply for line in lines for reply in json.loads(line)]
 
     def kill(self) -> None:
         """Ends the worker and all processes of its session."""

@@ -6,7 +6,8 @@ then asks for another one: that takes milliseconds, because what takes seconds i
 trainer is gone, and its workers with it. It is a plain child rather than a ``multiprocessing`` one: those import the trainer's main
 module again, and it has one thread, so that a fork is safe.
 
-Only a response is foreign text. Requests hold the run's own data and are pickled; what a worker answers is JSON, one line a response.
+Only a response is foreign text. Requests hold the run's own data and are pickled; what a worker answers is
+JSON, a list of replies a line.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ def main(control: socket.socket) -> None:
         if not lanes:
             return
         lane = socket.socket(fileno=lanes[0])
+        lane.set_inheritable(False)
         if os.fork() == 0:
             control.close()
             end_with(server)
@@ -91,12 +93,12 @@ def serve(lane: socket.socket, setup: Setup, judge: Any) -> int:
         sent_at = time.monotonic()
         for name, task, response in pickle.loads(frame):
             verdicts.append(judge.judge(name, task, response))
-            exhausted = bool(verdicts[-1].get("exhausted"))
-            if exhausted or time.monotonic() > sent_at + GATHER_S:
+            last = bool(verdicts[-1].get("last"))
+            if last or time.monotonic() > sent_at + GATHER_S:
                 send(lane, *verdicts)
                 verdicts, sent_at = [], time.monotonic()
-            if exhausted:
-                return 0  # a heap that was full is not used again
+            if last:
+                return 0
         send(lane, *verdicts)
     return 0
 
@@ -145,7 +147,7 @@ def limit_cpu_seconds(seconds: float) -> None:
 
 
 def send(lane: socket.socket, *replies: dict[str, Any]) -> None:
-    lane.sendall("".join(json.dumps(reply) + "\n" for reply in replies).encode("ascii"))
+    lane.sendall(json.dumps(replies).encode("ascii") + b"\n")
 
 
 def reason(error: BaseException) -> str:

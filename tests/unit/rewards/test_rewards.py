@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import re
+import random
 import threading
+import time
 
 import pytest
 
-from megatron_rl.config.schema import RewardConfig
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rewards.generated import REFUSED
-from megatron_rl.rewards.math_answers import MathVerifier, last_boxed
+from megatron_rl.rewards.math_answers import last_boxed
 from megatron_rl.rewards.number import last_number
 from megatron_rl.types import Prompt
+from tests.unit.rewards.cases import accuracies, config, prompt
 
 
-def config(**changes) -> RewardConfig:
-    values = {
-        "verifier": "exact", "accuracy_weight": 1.0, "format_weight": 0.0, "format_pattern": None, "answer_pattern": None,
-        "partial_credit": False, "timeout_s": 1.0, "num_workers": 1, **changes,
-    }  # fmt: skip
-    return RewardConfig(**values)
-
-
-def prompt(answer="4", source="toy", extra=None) -> Prompt:
-    return Prompt("toy:1", (1,), answer, source, extra or {})
-
-
-def accuracies(reward, prompts, responses) -> list[float]:
-    return [score.parts["accuracy"] for score in reward.score(prompts, responses, [False] * len(responses))]
+def test_exact_needs_no_worker():
+    reward = build_reward(config())
+    reward.check([prompt()])
+    assert accuracies(reward, [prompt()], ["4"]) == [1]
+    assert reward._pool is None
 
 
 def test_exact():
@@ -158,6 +150,35 @@ def test_last_boxed(text, content):
     assert last_boxed(text) == content
 
 
+def test_last_boxed_is_what_trying_every_start_finds():
+    """The obvious way, which takes the square of the length."""
+
+    def slow(text: str) -> str | None:
+        start = text.rfind(r"\boxed{")
+        while start >= 0:
+            depth = 0
+            for position in range(start + len(r"\boxed"), len(text)):
+                depth += {"{": 1, "}": -1}.get(text[position], 0)
+                if depth == 0:
+                    return text[start + len(r"\boxed{") : position]
+            start = text.rfind(r"\boxed{", 0, start)
+        return None
+
+    draw = random.Random(0)
+    texts = ["".join(draw.choices([r"\boxed{", "{", "}", "x", r"\boxed"], k=draw.randrange(12))) for _ in range(3000)]
+    assert len({slow(text) for text in texts}) > 20
+    for text in texts:
+        assert last_boxed(text) == slow(text), text
+
+
+def test_last_boxed_reads_a_collapsed_response_once():
+    """100 000 boxes took hours before."""
+    began = time.monotonic()
+    assert last_boxed(r"\boxed{" * 100_000) is None
+    assert last_boxed(r"\boxed{" * 100_000 + "7" + "}" * 100_000) == "7"
+    assert time.monotonic() - began < 2
+
+
 def test_math_answers_off_the_main_thread_with_time_outs():
     """One pool for all cases: its start takes a second. The power of powers blocks the worker, which is killed and replaced."""
     cases = [
@@ -179,15 +200,3 @@ def test_math_answers_off_the_main_thread_with_time_outs():
     reasons = " ".join(reward.problems)
     assert "within reward.timeout_s = 1 s" in reasons and "cannot be parsed" in reasons
     assert sum(reward.problems.values()) == 2
-
-
-def test_a_worker_that_was_killed_is_replaced():
-    verifier = MathVerifier(timeout_s=5.0, num_workers=1)
-    (first,) = verifier.verify([prompt("4")], [r"\boxed{4}"])
-    worker = verifier._idle.get()
-    worker._process.kill()
-    worker._process.wait()
-    verifier._idle.put(worker)
-    lost, again = verifier.verify([prompt("4")] * 2, [r"\boxed{4}"] * 2)
-    assert first.accuracy == 1 and again.accuracy == 1
-    assert lost.accuracy == 0 and re.search("its process died", lost.problem)
