@@ -22,7 +22,7 @@ MAX_ENTRY_LINES = 80
 # A setting comes from conf/ alone. What is read from the environment is what the launcher says about this process.
 ENVIRONMENT_READERS = {
     "megatron_rl/runtime/launch.py": "rank, world size and rendezvous address set by torchrun",
-    "megatron_rl/rewards/math_answers.py": "handed on to a child process, with the path to this package added",
+    "megatron_rl/rewards/server.py": "handed on to a child process, with the path to this package added",
     "megatron_rl/rollout/engine.py": "variables that building the vLLM engine changes, to put them back",
 }
 CONFIG_NAMES = {"config", "cfg", "conf", "settings"}

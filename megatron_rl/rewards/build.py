@@ -12,10 +12,10 @@ import megatron_rl.rewards.builtin  # noqa: F401 (registers the package's own ve
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.plugins import loaded
 from megatron_rl.rewards.function import FunctionCaller
+from megatron_rl.rewards.messages import Setup, reason
 from megatron_rl.rewards.pool import WorkerPool
 from megatron_rl.rewards.registry import verifier_class, verifier_of_source
 from megatron_rl.rewards.verdict import Options, Task, Verifier
-from megatron_rl.rewards.worker import Setup, reason
 from megatron_rl.types import Prompt, Score
 
 LOGGER = logging.getLogger(__name__)

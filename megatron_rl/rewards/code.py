@@ -79,7 +79,7 @@ def program(answer: str) -> str:
     return answer if found is None else found
 
 
-def tests_of(task: Task) -> list[Case] | list[Statement]:
+def read_tests(task: Task) -> list[Case] | list[Statement]:
     """The tests of a prompt.
 
     Raises:
@@ -118,13 +118,13 @@ class CodeVerifier(Verifier):
         found = [] if missing is None else [missing]
         for task in tasks:
             try:
-                tests_of(task)
+                read_tests(task)
             except ValueError as error:
                 found.append(f"{task.uid}: {error}; give extra.tests or the answer Python asserts, or a list of {{input, output}}")
         return found
 
     def verify(self, task: Task, answer: str) -> Verdict:
-        tests = tests_of(task)
+        tests = read_tests(task)
         ends_at = time.monotonic() + SHARE_OF_TIME * self.options.timeout_s
         source = program(answer)
         passed = []

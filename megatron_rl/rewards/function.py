@@ -29,9 +29,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_rl.rewards.messages import Setup
 from megatron_rl.rewards.server import Lane, Server
 from megatron_rl.rewards.verdict import Task
-from megatron_rl.rewards.worker import Setup
 
 START_TIMEOUT_S = 600.0  # its import may load a model
 MAX_FAILED_CALLS = 3

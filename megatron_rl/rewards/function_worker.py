@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_rl.plugins import import_function, load_plugins
+from megatron_rl.rewards.messages import Setup, read_frame, reason, refuse, send
 from megatron_rl.rewards.verdict import Task
-from megatron_rl.rewards.worker import Setup, read_frame, reason, refuse, send
 
 KEY = "reward.function"
 

@@ -11,10 +11,11 @@ from types import FrameType
 from typing import Any
 
 import megatron_rl.rewards.builtin  # noqa: F401 (registers the package's own verifiers)
+from megatron_rl.rewards.limits import limit_cpu_seconds, limit_processes_and_memory
+from megatron_rl.rewards.messages import Setup, reason
 from megatron_rl.rewards.patterns import compile_pattern
 from megatron_rl.rewards.registry import verifier_class
 from megatron_rl.rewards.verdict import Task, Verdict
-from megatron_rl.rewards.worker import Setup, limit_cpu_seconds, limit_processes_and_memory, reason
 
 AGAIN_S = 0.5  # the timer rings again for code that caught its first ring
 

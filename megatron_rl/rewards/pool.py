@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_rl.rewards.messages import Setup
 from megatron_rl.rewards.server import Lane, Server
 from megatron_rl.rewards.verdict import Task
-from megatron_rl.rewards.worker import Setup
 
 LOGGER = logging.getLogger(__name__)
 GRACE_S = 1.0  # the worker's own timer is the first to act

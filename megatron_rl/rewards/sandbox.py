@@ -44,7 +44,8 @@ class Sandbox:
             ends_at: on the clock of ``time.monotonic``.
         """
         self._ends_at, self._kind = ends_at, kind
-        self._order = {"program": program, "input": stdin, "memory_bytes": memory_bytes, "cpu_s": max(1, int(ends_at - time.monotonic()) + 1)}
+        cpu_s = max(1, int(ends_at - time.monotonic()) + 1)
+        self._order = {"program": program, "input": stdin, "memory_bytes": memory_bytes, "cpu_s": cpu_s}
         self._unread = b""
 
     def __enter__(self) -> Sandbox:

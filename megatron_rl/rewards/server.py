@@ -15,7 +15,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.rewards.worker import HEADER, Setup
+from megatron_rl.rewards.messages import HEADER, Setup
 
 LOGGER = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 5
@@ -26,6 +26,7 @@ class Lane:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
+        sock.setblocking(False)
         self.pid: int | None = None
         self.ready = False
         self._unsent = memoryview(b"")
@@ -96,6 +97,7 @@ class Server:
             RuntimeError: the server ended ``MAX_FAILED_STARTS`` times in a row before it had one worker ready.
         """
         ours, theirs = socket.socketpair()
+        lane = Lane(ours)
         with theirs:
             while True:
                 control = self._control or self._start()
@@ -104,8 +106,7 @@ class Server:
                     break
                 except OSError:
                     self._bury()
-        ours.setblocking(False)
-        return Lane(ours)
+        return lane
 
     def works(self) -> None:
         """To call when a worker has become ready."""

@@ -52,8 +52,8 @@ def test_a_format_that_takes_too_long_does_not_lose_the_answer():
 
 
 ATOMS = (
-    "a", "b", ".", r"\s", r"\d", r"\w", r"\S", r"\W", "[ab]", "[^a]", r"[\s\d]", r"[^\W1]", "(a)", "(a|b)", "(?:ab|a)", "(.*)", "(.*?)", "^",
-    "$", r"\Z", "(a+)", "(?:a|b)+", "a{2}", "a{1,2}?", r"\.", "\u00e9", "(b)?", "(a*)*", r"\b", "(?=a)", r"(?P<x>a)", "-",
+    "a", "b", ".", r"\s", r"\d", r"\w", r"\S", r"\W", "[ab]", "[^a]", r"[\s\d]", r"[^\W1]", "(a)", "(a|b)", "(?:ab|a)", "(.*)", "(.*?)",
+    "^", "$", r"\Z", "(a+)", "(?:a|b)+", "a{2}", "a{1,2}?", r"\.", "\u00e9", "(b)?", "(a*)*", r"\b", "(?=a)", r"(?P<x>a)", "-",
 )  # fmt: skip
 LETTERS = "aabb1 \n.-\u00e9\u0660\u00a0\x1c\u2028_\U0001f600"
 
@@ -81,7 +81,9 @@ def test_re2_finds_what_python_finds():
     assert searched > 100 and whole > 150 and found > 1000
 
 
-@pytest.mark.parametrize("pattern", [r"a\b", r"(a)\1", "(?=a)b", "(?i)a", "(?m)^a", "(?>a*)a", "a*+", "(?i:a)", "a$", "\ud800", "a{2000}"])
+@pytest.mark.parametrize(
+    "pattern", [r"a\b", r"(a)\1", "(?=a)b", "(?i)a", "(?m)^a", "(?>a*)a", "a*+", "(?i:a)", "a$", "\ud800", "a{2000}"]
+)
 def test_what_re2_has_otherwise_stays_with_python(pattern):
     assert linear(pattern, whole=False) is None
 

@@ -29,8 +29,8 @@ from megatron_rl.rewards import Task, register_verifier
 def mean(task: Task, answer: str) -> float:
     """Does to its worker what the answer says."""
     if answer == "hang":
-        3 ** 10**9  # one instruction: no timer of Python rings
-    if answer == "loop":
+        sum(range(10**15))  # one instruction: no timer of Python rings
+    if answer == "loop":  # for as long as it can
         while True:
             try:
                 time.sleep(0.001)
@@ -178,7 +178,7 @@ reward.score([prompt()], ["hang"], [False])
 
 def test_the_workers_import_no_torch(tmp_path):
     """It would cost seconds at each start and most of a memory limit."""
-    program = "import megatron_rl.rewards.worker, megatron_rl.rewards.judge, megatron_rl.rewards.function_worker, sys; assert 'torch' not in sys.modules"
+    program = "import sys\nfrom megatron_rl.rewards import function_worker, judge, worker\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=REPO, env={**os.environ, "PYTHONPATH": str(REPO)}, timeout=60)
 
 
