@@ -1,4 +1,5 @@
-"""The reward of a run: accuracy by a verifier or a function of the user's own, format by a regular expression, weighted."""
+"""The reward of a run: accuracy by a verifier or a function of the user's own, format by a regular
+expression, weighted."""
 
 from __future__ import annotations
 
@@ -25,15 +26,18 @@ Judged = dict[str, Any]  # what is known of a response: accuracy, reward, parts,
 class WeightedReward:
     """reward = accuracy_weight * accuracy + format_weight * format.
 
-    ``accuracy`` is the verifier's; ``format`` is 1 when the whole response matches ``format_pattern``. A response is judged by its
-    text alone, truncated or not: penalties for length belong to the method. With ``reward.function`` its reward takes the place of
-    accuracy in the sum. ``problems`` counts why responses could not be judged.
+    ``accuracy`` is the verifier's; ``format`` is 1 when the whole response matches
+    ``format_pattern``. A response is judged by its text alone, truncated or not: penalties for
+    length belong to the method. With ``reward.function`` its reward takes the place of accuracy in
+    the sum. ``problems`` counts why responses could not be judged.
 
-    Nothing of a response is parsed in this process but by verifiers that are marked ``in_process``; everything else happens in the
-    workers of ``rewards.pool``, within their limits.
+    Nothing of a response is parsed in this process but by verifiers that are marked ``in_process``;
+    everything else happens in the workers of ``rewards.pool``, within their limits.
     """
 
-    def __init__(self, config: RewardConfig, prompt_text: Callable[[Prompt], str] | None = None) -> None:
+    def __init__(
+        self, config: RewardConfig, prompt_text: Callable[[Prompt], str] | None = None
+    ) -> None:
         self.problems: Counter[str] = Counter()
         self._config, self._prompt_text = config, prompt_text
         self._options = Options(
@@ -46,7 +50,9 @@ class WeightedReward:
         self._pool: WorkerPool | None = None
         self._function: FunctionCaller | None = None
         if config.function is not None:
-            self._function = FunctionCaller(self._setup(function=config.function), timeout_s=config.function_timeout_s)
+            self._function = FunctionCaller(
+                self._setup(function=config.function), timeout_s=config.function_timeout_s
+            )
             self._function.start()
 
     @property
@@ -55,11 +61,13 @@ class WeightedReward:
         return sum(part.restarts for part in (self._pool, self._function) if part is not None)
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """To call before any work. Starts the workers these prompts need, and waits for the user's function alone.
+        """To call before any work. Starts the workers these prompts need, and waits for the user's
+        function alone.
 
         Raises:
-            ValueError: these prompts cannot be verified: a data source no verifier is known for, a refused task, a bad answer; or the
-                function of ``reward.function`` cannot be imported.
+            ValueError: these prompts cannot be verified: a data source no verifier is known for, a
+                refused task, a bad answer; or the function of ``reward.function`` cannot be
+                imported.
         """
         if self._function is not None:
             self._function.wait_until_ready()
@@ -72,10 +80,16 @@ class WeightedReward:
             if name is None
         ]
         for name in sorted({name for name in names.values() if name is not None}):
-            found += self._verifier(name).check([as_task(prompt) for prompt in prompts if names[prompt.data_source] == name])
+            found += self._verifier(name).check(
+                [as_task(prompt) for prompt in prompts if names[prompt.data_source] == name]
+            )
         if found:
             more = f"\n  ... {len(found) - 10} more" if len(found) > 10 else ""
-            raise ValueError(f"reward.verifier = {self._config.verifier}:\n  - " + "\n  - ".join(found[:10]) + more)
+            raise ValueError(
+                f"reward.verifier = {self._config.verifier}:\n  - "
+                + "\n  - ".join(found[:10])
+                + more
+            )
         self._start_pool(self._verifiers)
 
     def close(self) -> None:
@@ -84,9 +98,12 @@ class WeightedReward:
             if part is not None:
                 part.close()
 
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str], truncated: Sequence[bool]) -> list[Score]:
-        """One score a response; ``prompts[i]`` is the prompt of ``responses[i]``. ``parts``: accuracy, format (where there is a
-        pattern), verifier_problem (1 where it could not be judged) and those of the user's function.
+    def score(
+        self, prompts: Sequence[Prompt], responses: Sequence[str], truncated: Sequence[bool]
+    ) -> list[Score]:
+        """One score a response; ``prompts[i]`` is the prompt of ``responses[i]``. ``parts``:
+        accuracy, format (where there is a pattern), verifier_problem (1 where it could not be
+        judged) and those of the user's function.
 
         Raises:
             ValueError: the user's function failed in several calls in a row.
@@ -95,7 +112,8 @@ class WeightedReward:
         assert len(prompts) == len(responses) == len(truncated)
         if not responses:
             return []
-        distinct = {id(prompt): as_task(prompt, self._prompt_text) for prompt in prompts}  # requests hold each prompt once
+        # One object a prompt: a request then holds its fields once.
+        distinct = {id(prompt): self._task(prompt) for prompt in prompts}
         tasks = [distinct[id(prompt)] for prompt in prompts]
         if self._function is not None:
             judged = self._by_function(tasks, responses)
@@ -103,7 +121,9 @@ class WeightedReward:
             judged = self._by_verifiers(prompts, tasks, responses)
         return [self._score(task, one) for task, one in zip(tasks, judged, strict=True)]
 
-    def _by_verifiers(self, prompts: Sequence[Prompt], tasks: Sequence[Task], responses: Sequence[str]) -> list[Judged]:
+    def _by_verifiers(
+        self, prompts: Sequence[Prompt], tasks: Sequence[Task], responses: Sequence[str]
+    ) -> list[Judged]:
         names = [self._name(prompt) for prompt in prompts]
         assert None not in names, "prompts were not checked"
         judged: list[Judged] = [{} for _ in tasks]
@@ -137,7 +157,9 @@ class WeightedReward:
         if self._config.format_pattern is not None:
             pool = self._start_pool(())
             assert pool is not None
-            replies = pool.judge([(None, task, response) for task, response in zip(tasks, responses, strict=True)])
+            replies = pool.judge(
+                [(None, task, response) for task, response in zip(tasks, responses, strict=True)]
+            )
             for one, reply in zip(judged, replies, strict=True):
                 one["format"] = reply["format"]
                 one["problem"] = one["problem"] or reply["problem"]
@@ -145,7 +167,11 @@ class WeightedReward:
 
     def _score(self, task: Task, judged: Judged) -> Score:
         problem, accuracy = judged["problem"], judged["accuracy"]
-        parts = {"accuracy": accuracy, "verifier_problem": float(problem is not None), **judged.get("parts", {})}
+        parts = {
+            "accuracy": accuracy,
+            "verifier_problem": float(problem is not None),
+            **judged.get("parts", {}),
+        }
         reward = self._config.accuracy_weight * judged.get("reward", accuracy)
         if self._function is not None:
             parts["function"] = judged["reward"]
@@ -159,9 +185,20 @@ class WeightedReward:
     def _note(self, task: Task, problem: str) -> None:
         kind = f"{task.data_source}: {problem.partition(':')[0]}"
         if kind not in self.problems:
-            message = "a response to %s could not be judged and counts as wrong: %s (said once; see reward/part/verifier_problem)"
-            LOGGER.warning(message, task.uid, problem)
+            LOGGER.warning(
+                "a response to %s could not be judged and counts as wrong: %s "
+                "(said once; see reward/part/verifier_problem)",
+                task.uid,
+                problem,
+            )
         self.problems[kind] += 1
+
+    def _task(self, prompt: Prompt) -> Task:
+        name = self._name(prompt)
+        shown = self._function is not None or (
+            name is not None and self._verifier(name).reads_prompt
+        )
+        return as_task(prompt, self._prompt_text if shown else None)
 
     def _name(self, prompt: Prompt) -> str | None:
         if self._config.verifier != "auto":
@@ -174,11 +211,14 @@ class WeightedReward:
         return self._verifiers[name]
 
     def _is_local(self, name: str) -> bool:
-        patterns = self._config.answer_pattern is not None or self._config.format_pattern is not None
+        patterns = (
+            self._config.answer_pattern is not None or self._config.format_pattern is not None
+        )
         return self._verifier(name).in_process and not patterns
 
     def _start_pool(self, names: Iterable[str]) -> WorkerPool | None:
-        """The workers, where some of these verifiers or a pattern needs them; with all verifiers that are known to be needed."""
+        """The workers, where some of these verifiers or a pattern needs them; with all verifiers
+        that are known to be needed."""
         wanted = {name for name in names if not self._is_local(name)}
         format_only = self._function is not None and self._config.format_pattern is not None
         known = set() if self._pool is None else set(self._pool.verifiers)
@@ -187,44 +227,80 @@ class WeightedReward:
             self._pool = None
         if self._pool is None and (wanted or format_only):
             setup = self._setup(verifiers=tuple(sorted(wanted | known)))
-            self._pool = WorkerPool(setup, num_workers=self._config.num_workers, step_timeout_s=self._config.step_timeout_s)
+            self._pool = WorkerPool(
+                setup,
+                num_workers=self._config.num_workers,
+                step_timeout_s=self._config.step_timeout_s,
+            )
             self._pool.start()
         return self._pool
 
     def _setup(self, *, verifiers: tuple[str, ...] = (), function: str | None = None) -> Setup:
         config = self._config
-        return Setup(loaded(), verifiers, self._options, config.answer_pattern, config.format_pattern, function)
+        return Setup(
+            loaded(),
+            verifiers,
+            self._options,
+            config.answer_pattern,
+            config.format_pattern,
+            function,
+        )
 
 
 def as_task(prompt: Prompt, text: Callable[[Prompt], str] | None = None) -> Task:
-    return Task(prompt.uid, prompt.answer, prompt.data_source, prompt.extra, "" if text is None else text(prompt))
+    return Task(
+        prompt.uid,
+        prompt.answer,
+        prompt.data_source,
+        prompt.extra,
+        "" if text is None else text(prompt),
+    )
 
 
-def build_reward(config: RewardConfig, prompt_text: Callable[[Prompt], str] | None = None) -> WeightedReward:
+def build_reward(
+    config: RewardConfig, prompt_text: Callable[[Prompt], str] | None = None
+) -> WeightedReward:
     """The reward ``config`` describes.
 
     Args:
-        prompt_text: the text of a prompt, shown to verifiers and functions as ``Task.text``; None leaves it empty.
+        prompt_text: the text of a prompt, shown to verifiers and functions as ``Task.text``; None
+        leaves it empty.
 
     Raises:
-        ValueError: an unknown verifier, a pattern that is no regular expression or lacks its group, a format weight without a pattern,
-            keys that exclude each other.
+        ValueError: an unknown verifier, a pattern that is no regular expression or lacks its group,
+            a format weight without a pattern, keys that exclude each other.
     """
-    for key, pattern in (("format_pattern", config.format_pattern), ("answer_pattern", config.answer_pattern)):
+    for key, pattern in (
+        ("format_pattern", config.format_pattern),
+        ("answer_pattern", config.answer_pattern),
+    ):
         if pattern is None:
             continue
         try:
             groups = re.compile(pattern, re.DOTALL).groups
         except re.error as error:
-            raise ValueError(f"reward.{key} = {pattern!r}: not a regular expression ({error}); correct it") from error
+            raise ValueError(
+                f"reward.{key} = {pattern!r}: not a regular expression ({error}); correct it"
+            ) from error
         if key == "answer_pattern" and groups == 0:
-            raise ValueError(f"reward.{key} = {pattern!r}: has no group; put brackets around the answer")
+            raise ValueError(
+                f"reward.{key} = {pattern!r}: has no group; put brackets around the answer"
+            )
     if config.format_weight != 0 and config.format_pattern is None:
-        raise ValueError(f"reward.format_weight = {config.format_weight}: there is no reward.format_pattern; give one, or a weight of 0")
+        raise ValueError(
+            f"reward.format_weight = {config.format_weight}: there is no reward.format_pattern; "
+            "give one, or a weight of 0"
+        )
     if config.verifier != "auto":
         verifier_class(config.verifier)
     if config.function is not None and config.verifier != "auto":
-        raise ValueError(f"reward.function = {config.function}: takes the place of reward.verifier = {config.verifier}; remove one of them")
+        raise ValueError(
+            f"reward.function = {config.function}: takes the place of reward.verifier = "
+            f"{config.verifier}; remove one of them"
+        )
     if config.function is not None and config.answer_pattern is not None:
-        raise ValueError(f"reward.function = {config.function}: is given whole responses; remove reward.answer_pattern and cut them there")
+        raise ValueError(
+            f"reward.function = {config.function}: is given whole responses; remove "
+            "reward.answer_pattern and cut them there"
+        )
     return WeightedReward(config, prompt_text)

@@ -1,27 +1,33 @@
 """Programs, judged by running them against the tests of their prompt in a sandbox.
 
-The program is the last block of the answer that is fenced as Python (or not labelled); without a fence, the whole answer. It has Python's
-standard library. The tests of a prompt are ``extra.tests`` where there are any, else its answer, in one of two forms:
+The program is the last block of the answer that is fenced as Python (or not labelled); without a
+fence, the whole answer. It has Python's standard library. The tests of a prompt are ``extra.tests``
+where there are any, else its answer, in one of two forms:
 
-- Python source (or a list of such texts). Statements other than definitions, imports and assignments are its tests::
+- Python source (or a list of such texts). Statements other than definitions, imports and
+  assignments are its tests::
 
       assert add(2, 3) == 5
       assert add("a", "b") == "ab"
 
-- a list of cases ``{"input": "2 3\\n", "output": "5\\n"}``, as a list or as JSON text. The program is run as a script for each; what it
-  prints must be the output but for white space at the ends of lines and at the end.
+- a list of cases ``{"input": "2 3\\n", "output": "5\\n"}``, as a list or as JSON text. The program
+  is run as a script for each; what it prints must be the output but for white space at the ends of
+  lines and at the end.
 
-Accuracy is 1 when all tests pass; with ``reward.partial_credit`` it is the share that pass. A program that fails, loops, or takes more
-memory than ``reward.memory_gib`` is wrong; the tests of a program share ``reward.timeout_s``.
+Accuracy is 1 when all tests pass; with ``reward.partial_credit`` it is the share that pass. A
+program that fails, loops, or takes more memory than ``reward.memory_gib`` is wrong; the tests of a
+program share ``reward.timeout_s``.
 
-**What a program can not do to get a verdict.** Its exit code and what it prints say nothing. Output is compared outside of the sandbox.
-So is every test of the form ``assert <expression> == <literal>`` (either way round): the literal never enters the sandbox, and the value
-that comes out is taken apart into Python's own types first, so that an object that equals everything equals nothing. Any other
-statement has to be answered with a number drawn for it, which is sent when it is its turn: leaving early (``sys.exit``, ``os._exit``)
-passes nothing.
+**What a program can not do to get a verdict.** Its exit code and what it prints say nothing. Output
+is compared outside of the sandbox. So is every test of the form ``assert <expression> ==
+<literal>`` (either way round): the literal never enters the sandbox, and the value that comes out
+is taken apart into Python's own types first, so that an object that equals everything equals
+nothing. Any other statement has to be answered with a number drawn for it, which is sent when it is
+its turn: leaving early (``sys.exit``, ``os._exit``) passes nothing.
 
-**What remains.** In such other statements a program that replaces the functions they call, or searches the interpreter it shares with
-them for the channel of answers, can pass. Write tests as comparisons with literals, or as input and output, where that matters.
+**What remains.** In such other statements a program that replaces the functions they call, or
+searches the interpreter it shares with them for the channel of answers, can pass. Write tests as
+comparisons with literals, or as input and output, where that matters.
 """
 
 from __future__ import annotations
@@ -42,7 +48,15 @@ from megatron_rl.rewards.verdict import Options, Task, Verdict, Verifier
 FENCE = "```"
 LABELS = ("", "python", "py", "python3")
 SHARE_OF_TIME = 0.9  # of reward.timeout_s; the rest is for starting, comparing and cleaning up
-SETUP = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
+SETUP = (
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.ClassDef,
+    ast.Import,
+    ast.ImportFrom,
+    ast.Assign,
+    ast.AnnAssign,
+)
 
 
 @dataclass(frozen=True)
@@ -55,8 +69,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Statement:
-    """One test or set-up statement. ``expression``, ``literal``: set where it compares the two, so that only the first is evaluated
-    in the sandbox. Example: ``Statement("assert f(1) == 2", is_test=True, expression="f(1)", literal="2")``."""
+    """One test or set-up statement. ``expression``, ``literal``: set where it compares the two, so
+    that only the first is evaluated in the sandbox. Example: ``Statement("assert f(1) == 2",
+    is_test=True, expression="f(1)", literal="2")``."""
 
     text: str
     is_test: bool
@@ -107,6 +122,7 @@ def read_tests(task: Task) -> list[Case] | list[Statement]:
 
 @register_verifier("code")
 class CodeVerifier(Verifier):
+    reads_prompt = False
     starts_processes = True
 
     def __init__(self, options: Options) -> None:
@@ -120,7 +136,10 @@ class CodeVerifier(Verifier):
             try:
                 read_tests(task)
             except ValueError as error:
-                found.append(f"{task.uid}: {error}; give extra.tests or the answer Python asserts, or a list of {{input, output}}")
+                found.append(
+                    f"{task.uid}: {error}; give extra.tests or the answer Python asserts, or a "
+                    f"list of {{input, output}}"
+                )
         return found
 
     def verify(self, task: Task, answer: str) -> Verdict:
@@ -145,8 +164,9 @@ class CodeVerifier(Verifier):
         return output is not None and same_text(output, case.output)
 
     def _holds(self, source: str, statements: Sequence[Statement], ends_at: float) -> list[bool]:
-        """Whether each test passes. A program that has failed one is at its end: for the tests after it, where they count, the program
-        is started again, with the set-up but without the tests before."""
+        """Whether each test passes. A program that has failed one is at its end: for the tests
+        after it, where they count, the program is started again, with the set-up but without the
+        tests before."""
         passed: list[bool] = []
         done = 0
         while done < len(statements) and time.monotonic() < ends_at:
@@ -164,14 +184,24 @@ class CodeVerifier(Verifier):
         return passed
 
     def _sandbox(self, source: str, stdin: str | None, ends_at: float) -> Sandbox:
-        return Sandbox(self.options.sandbox, source, stdin=stdin, memory_bytes=self.options.memory_bytes, ends_at=ends_at)
+        return Sandbox(
+            self.options.sandbox,
+            source,
+            stdin=stdin,
+            memory_bytes=self.options.memory_bytes,
+            ends_at=ends_at,
+        )
 
 
 def holds(sandbox: Sandbox, statement: Statement) -> bool:
-    """Whether the sandbox has executed the statement without an exception, or, for a comparison, whether the values are equal."""
+    """Whether the sandbox has executed the statement without an exception, or, for a comparison,
+    whether the values are equal."""
     nonce = secrets.token_hex(16)
     if statement.expression is None or statement.literal is None:
-        return sandbox.ask({"nonce": nonce, "statement": statement.text}) == {"nonce": nonce, "done": True}
+        return sandbox.ask({"nonce": nonce, "statement": statement.text}) == {
+            "nonce": nonce,
+            "done": True,
+        }
     answer = sandbox.ask({"nonce": nonce, "expression": statement.expression})
     if answer is None or answer.get("nonce") != nonce or not isinstance(answer.get("value"), str):
         return False

@@ -14,6 +14,7 @@ def is_exact(answer: str, expected: str) -> bool:
 @register_verifier("exact")
 class ExactVerifier(Verifier):
     in_process = True
+    reads_prompt = False
 
     def verify(self, task: Task, answer: str) -> Verdict:
         return Verdict(float(is_exact(answer, task.answer)))

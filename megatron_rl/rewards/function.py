@@ -7,19 +7,26 @@
     def score(tasks: list[Task], responses: list[str]) -> list[float]:
         return [float(task.answer in response) for task, response in zip(tasks, responses)]
 
-It is called with all responses of a step that this rank scores (and again with those of an evaluation), ``tasks[i]`` being the prompt of
-``responses[i]``, and returns one value a response: a number, or a mapping with ``reward``, optionally ``accuracy`` in [0, 1], and any
-further numbers, which are logged as ``reward/part/NAME``. It may be ``async def``.
+It is called with all responses of a step that this rank scores (and again with those of an
+evaluation), ``tasks[i]`` being the prompt of ``responses[i]``, and returns one value a response: a
+number, or a mapping with ``reward``, optionally ``accuracy`` in [0, 1], and any further numbers,
+which are logged as ``reward/part/NAME``. It may be ``async def``.
 
-- The reward has the user's scale. It replaces the verifier: total = accuracy_weight x reward + format_weight x format.
-- A response is *correct* when its accuracy is 1. Without ``accuracy`` that is when the reward is exactly 1. Methods that ask for
-  correct responses (dynamic sampling, pass@k, APO, ...) need this; a scale that never gives 1 has to say ``accuracy``.
-- Methods that need rewards in [0, 1] (MAPO, and estimators ``tree``, ``apd``) stop at the first reward outside.
-- It runs in a process of its own, one for each rank, which lives as long as the run: module state, clients and caches are kept between
-  calls. What it prints goes where the run's output goes. It is the user's own code: nothing but its time is limited.
-- A call that raises, returns the wrong number of values or takes longer than ``reward.function_timeout_s`` gives all its responses
-  reward 0 and ``verifier_problem`` 1; a value that is no finite number does so for its response. The reason is said once. After
-  ``MAX_FAILED_CALLS`` calls in a row without one usable value the run stops: it would train on nothing.
+- The reward has the user's scale. It replaces the verifier: total = accuracy_weight x reward +
+  format_weight x format.
+- A response is *correct* when its accuracy is 1. Without ``accuracy`` that is when the reward is
+  exactly 1. Methods that ask for correct responses (dynamic sampling, pass@k, APO, ...) need this;
+  a scale that never gives 1 has to say ``accuracy``.
+- Methods that need rewards in [0, 1] (MAPO, and estimators ``tree``, ``apd``) stop at the first
+  reward outside.
+- It runs in a process of its own, one for each rank, which lives as long as the run: module state,
+  clients and caches are kept between calls. What it prints goes where the run's output goes. It is
+  the user's own code: nothing but its time is limited.
+- A call that raises, returns the wrong number of values or takes longer than
+  ``reward.function_timeout_s`` gives all its responses reward 0 and ``verifier_problem`` 1; a value
+  that is no finite number does so for its response. The reason is said once. After
+  ``MAX_FAILED_CALLS`` calls in a row without one usable value the run stops: it would train on
+  nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +45,8 @@ MAX_FAILED_CALLS = 3
 
 
 class FunctionCaller:
-    """The trainer's end of the process the function lives in. ``restarts`` counts the times that process was killed or died."""
+    """The trainer's end of the process the function lives in. ``restarts`` counts the times that
+    process was killed or died."""
 
     def __init__(self, setup: Setup, *, timeout_s: float) -> None:
         self._setup, self._timeout_s = setup, timeout_s
@@ -56,8 +64,8 @@ class FunctionCaller:
         """Returns when the function is imported.
 
         Raises:
-            ValueError: it cannot be, or does not take two arguments.
-            RuntimeError: its process dies while importing, or is not ready within ``START_TIMEOUT_S``.
+            ValueError: it cannot be, or does not take two arguments. RuntimeError: its process dies
+            while importing, or is not ready within ``START_TIMEOUT_S``.
         """
         ends_at = time.monotonic() + START_TIMEOUT_S
         while True:
@@ -67,17 +75,24 @@ class FunctionCaller:
                 return
             reply = self._reply(self._lane, ends_at)
             if reply is None and time.monotonic() >= ends_at:
-                raise RuntimeError(f"reward.function = {self._setup.function}: not imported within {START_TIMEOUT_S:g} s")
+                raise RuntimeError(
+                    f"reward.function = {self._setup.function}: not imported within "
+                    f"{START_TIMEOUT_S:g} s"
+                )
             if reply is None:
                 self._drop()
                 if self.restarts >= MAX_FAILED_CALLS:
-                    raise RuntimeError(f"reward.function = {self._setup.function}: its process dies while importing it")
+                    raise RuntimeError(
+                        f"reward.function = {self._setup.function}: its process dies while "
+                        "importing it"
+                    )
 
     def __call__(self, tasks: Sequence[Task], responses: Sequence[str]) -> list[dict[str, Any]]:
         """One ``{"reward", "accuracy", "parts"}`` or ``{"problem"}`` a response.
 
         Raises:
-            ValueError: ``MAX_FAILED_CALLS`` calls in a row gave nothing usable; the last reason is in it.
+            ValueError: ``MAX_FAILED_CALLS`` calls in a row gave nothing usable; the last reason is
+            in it.
         """
         outcome = self._call(tasks, responses)
         scores = outcome.get("scores") or [{"problem": outcome["problem"]}] * len(responses)
@@ -85,7 +100,8 @@ class FunctionCaller:
         self._failed_calls = self._failed_calls + 1 if len(problems) == len(scores) else 0
         if self._failed_calls >= MAX_FAILED_CALLS:
             raise ValueError(
-                f"reward.function = {self._setup.function}: {self._failed_calls} calls in a row gave no response a reward; "
+                f"reward.function = {self._setup.function}: {self._failed_calls} calls in a row "
+                "gave no response a reward; "
                 f"the last one: {problems[0]}; mend the function"
             )
         return scores
@@ -105,7 +121,9 @@ class FunctionCaller:
             return reply
         self._drop()
         if time.monotonic() - began >= self._timeout_s:
-            return {"problem": f"TimeoutError: no rewards within reward.function_timeout_s = {self._timeout_s:g} s"}
+            return {
+                "problem": f"no rewards within reward.function_timeout_s = {self._timeout_s:g} s"
+            }
         return {"problem": "its process died"}
 
     def _reply(self, lane: Lane, ends_at: float) -> dict[str, Any] | None:

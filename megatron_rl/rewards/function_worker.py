@@ -1,4 +1,5 @@
-"""Calls the user's reward function inside its worker: imports it once, keeps its state, checks what it returns."""
+"""Calls the user's reward function inside its worker: imports it once, keeps its state, checks what
+it returns."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def serve_function(lane: socket.socket, setup: Setup) -> int:
     except ValueError as error:
         return refuse(lane, str(error))
     send(lane, {"ready": True})
-    with asyncio.Runner() as runner:  # one event loop for all calls: a client of a service keeps its connections
+    # One event loop for all calls: a client of a service keeps its connections.
+    with asyncio.Runner() as runner:
         while (frame := read_frame(lane)) is not None:
             tasks, responses = pickle.loads(frame)
             send(lane, called(function, tasks, responses, runner))
@@ -44,30 +46,41 @@ def imported(spec: str) -> Callable[..., Any]:
     try:
         inspect.signature(function).bind([], [])
     except TypeError as error:
-        raise ValueError(f"{KEY} = {spec}: cannot be called as function(tasks, responses) ({error}); give it these two") from error
+        raise ValueError(
+            f"{KEY} = {spec}: cannot be called as function(tasks, responses) ({error}); give it "
+            "these two"
+        ) from error
     except ValueError:
         return function  # written in C: without a signature there is nothing to check
     return function
 
 
 def called(
-    function: Callable[..., Any], tasks: Sequence[Task], responses: Sequence[str], runner: asyncio.Runner
+    function: Callable[..., Any],
+    tasks: Sequence[Task],
+    responses: Sequence[str],
+    runner: asyncio.Runner,
 ) -> dict[str, Any]:
-    """``{"scores": [...]}``, one a response, or ``{"problem": ...}`` where the call as a whole failed."""
+    """``{"scores": [...]}``, one a response, or ``{"problem": ...}`` where the call as a whole
+    failed."""
     try:
         returned = function(list(tasks), list(responses))
         if inspect.isawaitable(returned):
             returned = runner.run(_awaited(returned))
         returned = list(returned)
-    except Exception as error:  # noqa: BLE001 - the user's code; the reason is kept, and said by the trainer
+    except Exception as error:  # noqa: BLE001 - the user's code; the reason is kept
         return {"problem": reason(error)}
     if len(returned) != len(responses):
-        return {"problem": f"ValueError: it returned {len(returned)} rewards for {len(responses)} responses"}
+        return {
+            "problem": f"ValueError: it returned {len(returned)} rewards for {len(responses)} "
+            "responses"
+        }
     return {"scores": [score(value) for value in returned]}
 
 
 def score(value: Any) -> dict[str, Any]:
-    """One returned value as ``{"reward", "accuracy", "parts"}``, or ``{"problem"}`` where it is none.
+    """One returned value as ``{"reward", "accuracy", "parts"}``, or ``{"problem"}`` where it is
+    none.
 
     Example: ``0.5`` gives ``{"reward": 0.5, "accuracy": 0.0, "parts": {}}``.
     """
@@ -75,14 +88,18 @@ def score(value: Any) -> dict[str, Any]:
         named = dict(value) if isinstance(value, Mapping) else {"reward": value}
         numbers = {str(name): _number(str(name), each) for name, each in named.items()}
         if "reward" not in numbers:
-            raise ValueError(f"a mapping without 'reward' (it has {', '.join(numbers) or 'nothing'})")
+            raise ValueError(
+                f"a mapping without 'reward' (it has {', '.join(numbers) or 'nothing'})"
+            )
         reward = numbers.pop("reward")
         accuracy = numbers.pop("accuracy", float(reward == 1))
         if not 0 <= accuracy <= 1:
             raise ValueError(f"accuracy {accuracy} is not within [0, 1]")
         taken = sorted({"format", "function", "verifier_problem"} & set(numbers))
         if taken:
-            raise ValueError(f"a part called {taken[0]}, which is a part of every reward; choose another name")
+            raise ValueError(
+                f"a part called {taken[0]}, which is a part of every reward; choose another name"
+            )
     except (TypeError, ValueError) as error:
         return {"problem": reason(error)}
     return {"reward": reward, "accuracy": accuracy, "parts": numbers}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,45 +14,68 @@ PREFIX = "reasoning_gym:"
 REFUSED: Mapping[str, str] = {
     "game_of_life_halting": "its scorer gives full marks to any text",
     "figlet_font": "its scorer gives marks for unrelated text",
-    "propositional_logic": "its scorer gives marks for unrelated text, and it has no answer to compare with",
-    **dict.fromkeys(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), "its scorer runs the response as Python code"),
+    "propositional_logic": "its scorer gives marks for unrelated text, and it has no answer to "
+    "compare with",
+    **dict.fromkeys(
+        ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"),
+        "its scorer runs the response as Python code",
+    ),
     **dict.fromkeys(
         ("intermediate_integration", "polynomial_multiplication", "simple_integration"),
         "its scorer evaluates the response with sympy, which runs Python code",
     ),
 }
-# Their scorers evaluate the answer. Digits, brackets and the four operations name nothing and, without a power, end at once.
+# Their scorers evaluate the answer. Digits, brackets and the four operations name nothing and,
+# without a power, end at once.
 ARITHMETIC_ONLY = ("countdown", "puzzle24")
 ARITHMETIC = re.compile(r"(?!.*\*\s*\*)[-+*/(). \d]{1,200}")
 
 
 @register_verifier("reasoning_gym", sources=rf"{PREFIX}.+")
 class GeneratedVerifier(Verifier):
-    """``task.data_source`` is ``reasoning_gym:<name>`` and ``task.extra`` the generated entry (question, answer, metadata)."""
+    """``task.data_source`` is ``reasoning_gym:<name>`` and ``task.extra`` the generated entry
+    (question, answer, metadata)."""
+
+    reads_prompt = False
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self._scorers: dict[str, Callable[[str, dict[str, Any]], float]] = {}
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
+        if importlib.util.find_spec("reasoning_gym") is None:
+            return [
+                f"{tasks[0].data_source} needs the package reasoning-gym; pip install reasoning-gym"
+            ]
         found = []
         for task in {task.data_source: task for task in tasks}.values():
             name = task.data_source.removeprefix(PREFIX)
             if not task.data_source.startswith(PREFIX):
-                found.append(f"data source {task.data_source!r} ({task.uid}) is no {PREFIX}<task>; choose another reward.verifier")
+                found.append(
+                    f"data source {task.data_source!r} ({task.uid}) is no {PREFIX}<task>; choose "
+                    "another reward.verifier"
+                )
             elif name in REFUSED:
                 found.append(f"reasoning_gym task {name}: {REFUSED[name]}; choose another task")
             elif self._scorer(name) is None:
-                found.append(f"reasoning_gym task {name}: no such task; correct the data source of {task.uid}")
-        bare = [task for task in tasks if task.data_source.startswith(PREFIX) and "metadata" not in task.extra]
+                found.append(
+                    f"reasoning_gym task {name}: no such task; correct the data source of "
+                    f"{task.uid}"
+                )
+        bare = [
+            task
+            for task in tasks
+            if task.data_source.startswith(PREFIX) and "metadata" not in task.extra
+        ]
         if bare:
             found.append(
-                f"{bare[0].uid}: its extra has no metadata, which {bare[0].data_source} needs; map data.columns.extra to the entry"
+                f"{bare[0].uid}: its extra has no metadata, which {bare[0].data_source} needs; "
+                "map data.columns.extra to the entry"
             )
         return found
 
     def prepare(self) -> None:
-        import reasoning_gym.factory  # noqa: F401 (takes seconds; afterwards it is there for every child)
+        import reasoning_gym.factory  # noqa: F401 (takes seconds; the workers then have it)
 
     def verify(self, task: Task, answer: str) -> Verdict:
         name, answer = task.data_source.removeprefix(PREFIX), answer.strip()

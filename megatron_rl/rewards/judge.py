@@ -1,4 +1,5 @@
-"""Judges one response inside a worker: the answer is cut out, verified, and the whole is matched against the format, under a timer."""
+"""Judges one response inside a worker: the answer is cut out, verified, and the whole is matched
+against the format, under a timer."""
 
 from __future__ import annotations
 
@@ -25,13 +26,18 @@ class OutOfTime(BaseException):
 
 
 class Judge:
-    """The verifiers of one pool. Made in the server; ``judge`` runs in the workers forked from it."""
+    """The verifiers of one pool. Made in the server; ``judge`` runs in the workers forked from
+    it."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._verifiers = {name: verifier_class(name)(setup.options) for name in setup.verifiers}
-        self._answer = None if setup.answer_pattern is None else compile_pattern(setup.answer_pattern)
-        self._format = None if setup.format_pattern is None else compile_pattern(setup.format_pattern)
+        self._answer = (
+            None if setup.answer_pattern is None else compile_pattern(setup.answer_pattern)
+        )
+        self._format = (
+            None if setup.format_pattern is None else compile_pattern(setup.format_pattern)
+        )
         self._alarm = Alarm(setup.options.timeout_s)
         self._limited = False
         self._cpu_limited_at = -math.inf
@@ -39,28 +45,36 @@ class Judge:
             verifier.prepare()
 
     def judge(self, name: str | None, task: Task, response: str) -> dict[str, Any]:
-        """What is known after at most ``timeout_s``: ``accuracy`` and ``format`` in [0, 1], ``problem`` where something could not
-        be judged (it counts 0), ``last`` where this process should judge no other: code was broken off in the middle, or the memory
-        was full. ``name`` None: only the format is wanted."""
+        """What is known after at most ``timeout_s``: ``accuracy`` and ``format`` in [0, 1],
+        ``problem`` where something could not be judged (it counts 0), ``last`` where this process
+        should judge no other: code was broken off in the middle, or the memory was full. ``name``
+        None: only the format is wanted."""
         if not self._limited:
             self._limit()
         found: dict[str, Any] = {"accuracy": 0.0, "format": 0.0, "problem": None}
-        if time.monotonic() > self._cpu_limited_at + 1.0:  # a call a second is enough, and calls cost more than many verdicts
+        # Once a second is enough, and costs less: the call takes longer than many verdicts.
+        if time.monotonic() > self._cpu_limited_at + 1.0:
             self._cpu_limited_at = time.monotonic()
             limit_cpu_seconds(self._setup.options.timeout_s + 1.0)
-        random.seed(0)  # a scorer that draws gives one response one verdict, whatever was judged before
+        # A scorer that draws gives one response one verdict, whatever was judged before.
+        random.seed(0)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(0)
         try:
             with self._alarm:
                 self._fill(found, name, task, response)
         except OutOfTime:
-            found["problem"] = f"no verdict within reward.timeout_s = {self._setup.options.timeout_s:g} s"
+            found["problem"] = (
+                f"no verdict within reward.timeout_s = {self._setup.options.timeout_s:g} s"
+            )
             found["last"] = True
         except MemoryError:
-            found["problem"] = f"MemoryError: it wanted more than reward.memory_gib = {self._setup.options.memory_bytes / 2**30:g} GiB"
+            found["problem"] = (
+                "MemoryError: it wanted more than reward.memory_gib = "
+                f"{self._setup.options.memory_bytes / 2**30:g} GiB"
+            )
             found["last"] = True
-        except Exception as error:  # noqa: BLE001 - verifiers raise anything on text they did not expect; the reason is kept
+        except Exception as error:  # noqa: BLE001 - verifiers raise anything; the reason is kept
             found["problem"] = reason(error)
         return found
 
@@ -77,7 +91,8 @@ class Judge:
         found["problem"] = verdict.problem
 
     def _verified(self, name: str, task: Task, answer: str) -> Verdict:
-        """The verdict; what the verifier raised is its problem, and the format is judged all the same."""
+        """The verdict; what the verifier raised is its problem, and the format is judged all the
+        same."""
         try:
             return self._verifiers[name].verify(task, answer)
         except MemoryError:
@@ -94,7 +109,8 @@ class Judge:
 
 
 class Alarm:
-    """``with alarm:`` raises OutOfTime inside after ``seconds``, and again every half second should it be caught."""
+    """``with alarm:`` raises OutOfTime inside after ``seconds``, and again every half second should
+    it be caught."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._armed = seconds, False

@@ -20,8 +20,11 @@ def end_with(parent: int) -> None:
 
 
 def limit_processes_and_memory(options: Options, *, processes: bool) -> None:
-    """From here on this process may take ``options.memory_bytes`` more memory, write no core file, and start no process unless
-    ``processes`` (which the kernel does not hold against root)."""
+    """From here on this process may take ``options.memory_bytes`` more memory, write no core file,
+    and start no process unless ``processes`` (which the kernel does not hold against root). Where
+    the machine runs out of memory it is the first to be killed."""
+    with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("1000")
     with open("/proc/self/statm", encoding="ascii") as file:
         taken = int(file.read().split()[0]) * resource.getpagesize()
     _lower(resource.RLIMIT_AS, taken + options.memory_bytes)
@@ -31,11 +34,15 @@ def limit_processes_and_memory(options: Options, *, processes: bool) -> None:
 
 
 def limit_cpu_seconds(seconds: float) -> None:
-    """The kernel kills this process when it computes for longer than ``seconds`` from now, also where nobody else is left to do so."""
+    """The kernel kills this process when it computes for longer than ``seconds`` from now, also
+    where nobody else is left to do so."""
     spent = resource.getrusage(resource.RUSAGE_SELF)
     allowed = int(spent.ru_utime + spent.ru_stime + seconds) + 2
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    resource.setrlimit(resource.RLIMIT_CPU, (allowed if hard == resource.RLIM_INFINITY else min(allowed, hard), hard))
+    resource.setrlimit(
+        resource.RLIMIT_CPU,
+        (allowed if hard == resource.RLIM_INFINITY else min(allowed, hard), hard),
+    )
 
 
 def _lower(limit: int, value: int) -> None:

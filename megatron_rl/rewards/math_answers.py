@@ -1,7 +1,8 @@
 """Mathematical equality of answers, judged by math-verify.
 
-The library stops endless simplifications with a signal of its own, and a huge power blocks even that; here its timers are off and the
-limits are those of the worker (``megatron_rl.rewards.worker``).
+The library stops endless simplifications with a signal of its own, and a huge power blocks even
+that; here its timers are off and the limits are those of the worker
+(``megatron_rl.rewards.worker``).
 """
 
 from __future__ import annotations
@@ -16,16 +17,20 @@ from megatron_rl.rewards.verdict import Task, Verdict, Verifier
 
 BOXED = r"\boxed{"
 BRACES = re.compile(r"\\boxed\{|[{}]")
-SOURCES = r"(.*/)?(math|math_dapo|math-?500|MATH.*|competition_math|aime.*|AIME.*|amc.*|AMC.*|numina.*)"
+SOURCES = (
+    r"(.*/)?(math|math_dapo|math-?500|MATH.*|competition_math|aime.*|AIME.*|amc.*|AMC.*|numina.*)"
+)
 
 
 def last_boxed(text: str) -> str | None:
     r"""Content of the complete ``\boxed{...}`` that begins last, braces matched; None without one.
 
-    ``\boxed{1} no, \boxed{\frac{1}{2}}`` gives ``\frac{1}{2}``: an answer that is corrected counts as corrected, and a list of
-    guesses counts as its last. One pass from left to right over the braces: a collapsed policy repeats ``\boxed{`` thousands of times.
+    ``\boxed{1} no, \boxed{\frac{1}{2}}`` gives ``\frac{1}{2}``: an answer that is corrected counts
+    as corrected, and a list of guesses counts as its last. One pass from left to right over the
+    braces: a collapsed policy repeats ``\boxed{`` thousands of times.
     """
-    opened: list[tuple[bool, int]] = []  # of each brace that is open: whether it is a box's, and where its content begins
+    # Of each brace that is open: whether it is a box's, and where its content begins.
+    opened: list[tuple[bool, int]] = []
     start, end = -1, -1
     for found in BRACES.finditer(text):
         if found.group() != "}":
@@ -39,22 +44,29 @@ def last_boxed(text: str) -> str | None:
 
 @register_verifier("math", sources=SOURCES)
 class MathVerifier(Verifier):
-    r"""Accuracy 1 when the answer equals the expected one as mathematics: ``\frac{1}{2}``, ``0.5`` and ``1/2`` are equal.
+    r"""Accuracy 1 when the answer equals the expected one as mathematics: ``\frac{1}{2}``, ``0.5``
+    and ``1/2`` are equal.
 
-    Decisions: where the answer has ``\boxed``, only the last complete one is read; without, what math-verify finds last. ``50\%`` is not
-    ``0.5``. What cannot be parsed is wrong. An expected answer that cannot be parsed, a time-out and an exhausted memory
-    are wrong with a reason.
+    Decisions: where the answer has ``\boxed``, only the last complete one is read; without, what
+    math-verify finds last. ``50\%`` is not ``0.5``. What cannot be parsed is wrong. An expected
+    answer that cannot be parsed, a time-out and an exhausted memory are wrong with a reason.
     """
+
+    reads_prompt = False
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         if importlib.util.find_spec("math_verify") is None:
-            return ["reward.verifier = math needs the package math-verify; pip install 'math-verify[antlr4-9-3]'"]
+            return [
+                "reward.verifier = math needs the package math-verify; "
+                "pip install 'math-verify[antlr4-9-3]'"
+            ]
         return []
 
     def prepare(self) -> None:
         import math_verify
 
-        logging.getLogger(math_verify.__name__).setLevel(logging.ERROR)  # it warns that its own time-outs are off
+        # It warns that its own time-outs are off.
+        logging.getLogger(math_verify.__name__).setLevel(logging.ERROR)
 
     def verify(self, task: Task, answer: str) -> Verdict:
         from math_verify import parse, verify

@@ -1,7 +1,7 @@
 """What goes over the sockets between the trainer and its workers.
 
-Only a response is foreign text. Requests hold the run's own data and are pickled; what a worker answers is JSON, a list of replies a
-line.
+Only a response is foreign text. Requests hold the run's own data and are pickled; what a worker
+answers is JSON, a list of replies a line.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ MAX_REASON_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class Setup:
-    """What the workers of one pool do: judge single responses (``verifiers``), or call a function on whole batches.
+    """What the workers of one pool do: judge single responses (``verifiers``), or call a function
+    on whole batches.
 
-    Example: ``Setup(plugins=(), verifiers=("math",), options=options, answer_pattern=None, format_pattern="<a>.*</a>", function=None)``.
+    Example: ``Setup(plugins=(), verifiers=("math",), options=options, answer_pattern=None,
+    format_pattern="<a>.*</a>", function=None)``.
     """
 
     plugins: tuple[str, ...]

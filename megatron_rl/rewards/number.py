@@ -9,15 +9,19 @@ from decimal import Decimal
 from megatron_rl.rewards.registry import register_verifier
 from megatron_rl.rewards.verdict import Task, Verdict, Verifier
 
-# Linear in the text: no two parts of it can match the same character, so nothing is tried again but one group of three digits.
-# A minus right after a word, a digit or a closing bracket is a subtraction. Commas separate groups of three digits only.
-NUMBER = re.compile(r"(?:(?<![\w.)\]])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\d))?")
+# Linear in the text: no two parts of it can match the same character, so nothing is tried again but
+# one group of three digits. A minus right after a word, a digit or a closing bracket is a
+# subtraction. Commas separate groups of three digits only.
+NUMBER = re.compile(
+    r"(?:(?<![\w.)\]])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\d))?"
+)
 
 
 def last_number(text: str) -> Decimal | None:
     """The last decimal number in ``text``; None where there is none.
 
-    ``"so 3 + 4 = 7."`` is 7, ``"$1,234.50"`` is 1234.5, ``"9-3"`` is 3, ``"x = -3"`` is -3, ``"1/2"`` is 2 (no fractions).
+    ``"so 3 + 4 = 7."`` is 7, ``"$1,234.50"`` is 1234.5, ``"9-3"`` is 3, ``"x = -3"`` is -3,
+    ``"1/2"`` is 2 (no fractions).
     """
     found = NUMBER.findall(text)
     return Decimal(found[-1].replace(",", "")) if found else None
@@ -28,10 +32,19 @@ class NumberVerifier(Verifier):
     """Equality of decimal numbers: 7, 7.0 and 7.00 are one number, 0.1 + 0.2 is no issue."""
 
     in_process = True
+    reads_prompt = False
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        wrong = [task for task in tasks if not NUMBER.fullmatch(task.answer.strip().lstrip("$").rstrip("%"))]
-        return [f"the answer of {task.uid} is not a number: {task.answer!r}; correct it or set reward.verifier" for task in wrong]
+        wrong = [
+            task
+            for task in tasks
+            if not NUMBER.fullmatch(task.answer.strip().lstrip("$").rstrip("%"))
+        ]
+        return [
+            f"the answer of {task.uid} is not a number: {task.answer!r}; correct it or set "
+            "reward.verifier"
+            for task in wrong
+        ]
 
     def verify(self, task: Task, answer: str) -> Verdict:
         found = last_number(answer)

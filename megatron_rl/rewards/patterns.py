@@ -1,9 +1,11 @@
-"""The regular expressions of ``reward.answer_pattern`` and ``reward.format_pattern``; a dot matches a line break as well.
+"""The regular expressions of ``reward.answer_pattern`` and ``reward.format_pattern``; a dot matches
+a line break as well.
 
-Python's ``re`` tries alternatives one after the other: on a response that almost matches, ``<think>.*</think>\\s*<answer>.*</answer>``
-takes the square of its length, and nested repetitions take forever. RE2 reads the text once. A pattern whose meaning RE2 shares is
-therefore given to RE2, written so that every class of characters is Python's; the others (look-around, back references, ``\\b``, flags)
-stay with ``re`` and are stopped by ``reward.timeout_s``.
+Python's ``re`` tries alternatives one after the other: on a response that almost matches,
+``<think>.*</think>\\s*<answer>.*</answer>`` takes the square of its length, and nested repetitions
+take forever. RE2 reads the text once. A pattern whose meaning RE2 shares is therefore given to RE2,
+written so that every class of characters is Python's; the others (look-around, back references,
+``\\b``, flags) stay with ``re`` and are stopped by ``reward.timeout_s``.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class Pattern:
         self._whole = linear(pattern, whole=True)
 
     def last_group(self, text: str) -> str | None:
-        """First group of the last match (None where it took no part in it); None without a match."""
+        """First group of the last match (None where it took no part in it); None without a
+        match."""
         last = None
         if self._search is None:
             for last in self._compiled.finditer(text):  # noqa: B007 - only the last one is wanted
@@ -68,7 +71,8 @@ def linear(pattern: str, *, whole: bool) -> Any:
     """``pattern`` for RE2, or None where RE2 would find something else (or has no room for it).
 
     Args:
-        whole: it is asked only whether a text is one match. What is tried first does not matter then, and ``$`` at the end is the end.
+        whole: it is asked only whether a text is one match. What is tried first does not matter
+        then, and ``$`` at the end is the end.
     """
     tree = parser.parse(pattern, re.DOTALL)
     if tree.state.flags & ~SAME_FLAGS:
@@ -123,14 +127,17 @@ def _item(operator: Any, argument: Any, whole: bool) -> str:
 
 def _repeat(least: int, most: Any, content: Any, *, lazy: bool, whole: bool) -> str:
     if not whole and content.getwidth()[0] == 0:
-        raise NotShared("how often nothing is repeated")  # the two differ in what a group then holds
+        # The two differ in what a group then holds.
+        raise NotShared("how often nothing is repeated")
     times = f"{{{least},}}" if most is code.MAXREPEAT else f"{{{least},{most}}}"
     return f"(?:{_sequence(content, whole)}){times}{'?' if lazy else ''}"
 
 
 def _class(members: Any) -> str:
     negated = members[0] == (code.NEGATE, None)
-    ranges = "".join(_member(operator, argument) for operator, argument in members if operator is not code.NEGATE)
+    ranges = "".join(
+        _member(operator, argument) for operator, argument in members if operator is not code.NEGATE
+    )
     return f"[{'^' if negated else ''}{ranges}]"
 
 
@@ -151,7 +158,9 @@ def _category(category: Any, wanted: bool) -> str:
     """The characters of a class as Python's ``re`` has it, whatever the Unicode version of RE2."""
     belongs = CATEGORIES[category]
     ranges = []
-    for member, points in itertools.groupby(range(sys.maxunicode + 1), lambda point: belongs(chr(point)) == wanted):
+    for member, points in itertools.groupby(
+        range(sys.maxunicode + 1), lambda point: belongs(chr(point)) == wanted
+    ):
         if member:
             first, *rest = points
             last = rest[-1] if rest else first

@@ -1,9 +1,11 @@
 """Judging responses in worker processes, within limits that hold whatever the responses are.
 
-A response that cannot be judged within ``reward.timeout_s`` is stopped by a timer inside its worker; where even that does not ring (one
-huge power is one instruction) the worker's process group is killed after a second more. So a batch of n hostile responses would take
-n x timeout / workers. ``reward.step_timeout_s`` bounds that sum: when it is used up, what has no verdict counts as not judged. Honest
-answers take milliseconds, and are not lost as long as not every worker is held up by a hostile one.
+A response that cannot be judged within ``reward.timeout_s`` is stopped by a timer inside its
+worker; where even that does not ring (one huge power is one instruction) the worker's process group
+is killed after a second more. So a batch of n hostile responses would take n x timeout / workers.
+``reward.step_timeout_s`` bounds that sum: when it is used up, what has no verdict counts as not
+judged. Honest answers take milliseconds, and are not lost as long as not every worker is held up by
+a hostile one.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from megatron_rl.rewards.verdict import Task
 LOGGER = logging.getLogger(__name__)
 GRACE_S = 1.0  # the worker's own timer is the first to act
 START_TIMEOUT_S = 120.0
-MAX_RESPONSE_CHARACTERS = 1_000_000  # a longer one is not judged: a part of it could have another answer
+# A longer response is not judged: a part of it could have another answer.
+MAX_RESPONSE_CHARACTERS = 1_000_000
 MAX_CHUNK = 32
 
 Item = tuple[str | None, Task, str]  # verifier (None: only the format is wanted), task, response
@@ -32,14 +35,16 @@ Reply = dict[str, Any]
 
 @dataclass
 class Work:
-    """What a worker is busy with: rows it has not answered, in order, and when it gave the last sign of life."""
+    """What a worker is busy with: rows it has not answered, in order, and when it gave the last
+    sign of life."""
 
     rows: deque[int] = field(default_factory=deque)
     since: float = 0.0
 
 
 class WorkerPool:
-    """``num_workers`` workers of one server. ``restarts`` counts the workers that were lost or killed."""
+    """``num_workers`` workers of one server. ``restarts`` counts the workers that were lost or
+    killed."""
 
     def __init__(self, setup: Setup, *, num_workers: int, step_timeout_s: float) -> None:
         self._setup, self._num_workers, self._step_timeout_s = setup, num_workers, step_timeout_s
@@ -54,7 +59,8 @@ class WorkerPool:
         return self._setup.verifiers
 
     def start(self) -> None:
-        """Begins to start the workers and does not wait for them: their imports run beside what the trainer builds."""
+        """Begins to start the workers and does not wait for them: their imports run beside what the
+        trainer builds."""
         while len(self._work) < self._num_workers:
             self._add_lane()
 
@@ -65,7 +71,8 @@ class WorkerPool:
         self._server.close()
 
     def judge(self, items: Sequence[Item]) -> list[Reply]:
-        """One reply an item (``accuracy``, ``format``, ``problem``), after at most ``step_timeout_s`` and a second.
+        """One reply an item (``accuracy``, ``format``, ``problem``), after at most
+        ``step_timeout_s`` and a second.
 
         Raises:
             ValueError: the workers cannot import a plug-in.
@@ -79,7 +86,9 @@ class WorkerPool:
             if batch.ends_at is None and any(lane.ready for lane in self._work):
                 batch.ends_at = now + self._step_timeout_s  # the time of a start is not the batch's
             if batch.ends_at is None and now > waiting_since + START_TIMEOUT_S:
-                raise RuntimeError(f"no worker of the verifiers was ready within {START_TIMEOUT_S:g} s")
+                raise RuntimeError(
+                    f"no worker of the verifiers was ready within {START_TIMEOUT_S:g} s"
+                )
             if batch.ends_at is not None and now > batch.ends_at:
                 self._give_up(batch)
                 break
@@ -97,7 +106,8 @@ class WorkerPool:
                 lane.queue([batch.items[row] for row in work.rows])
 
     def _exchange(self, batch: Batch, patience_s: float) -> None:
-        """Writes and reads what is possible now; waits for something to be possible, for ``patience_s`` at most."""
+        """Writes and reads what is possible now; waits for something to be possible, for
+        ``patience_s`` at most."""
         for lane in list(self._work):
             if lane.wants_to_write and not lane.write():
                 self._lost(lane, batch)
@@ -137,11 +147,17 @@ class WorkerPool:
         now = time.monotonic()
         for lane, work in list(self._work.items()):
             if work.rows and now > work.since + limit_s + GRACE_S:
-                self._return(lane, batch, f"no verdict within reward.timeout_s = {limit_s:g} s, and its worker had to be killed")
+                self._return(
+                    lane,
+                    batch,
+                    f"no verdict within reward.timeout_s = {limit_s:g} s, and its worker had to "
+                    "be killed",
+                )
 
     def _return(self, lane: Lane, batch: Batch, problem: str) -> None:
-        """Another worker takes the place of this one. Which of several responses it was at is not known, because verdicts are sent
-        some at a time: they are all given out again, one by one."""
+        """Another worker takes the place of this one. Which of several responses it was at is not
+        known, because verdicts are sent some at a time: they are all given out again, one by
+        one."""
         rows = self._work[lane].rows
         if len(rows) == 1:
             batch.answer(rows[0], not_judged(problem))
@@ -162,7 +178,11 @@ class WorkerPool:
     def _patience(self, batch: Batch, now: float) -> float:
         """Seconds until the next limit."""
         ends = [now + 1.0 if batch.ends_at is None else batch.ends_at]
-        ends += [work.since + self._setup.options.timeout_s + GRACE_S for work in self._work.values() if work.rows]
+        ends += [
+            work.since + self._setup.options.timeout_s + GRACE_S
+            for work in self._work.values()
+            if work.rows
+        ]
         return max(0.0, min(ends) - now + 0.001)
 
     def _replace(self, lane: Lane) -> None:
@@ -202,7 +222,11 @@ class Batch:
     def take(self, most: int) -> list[int]:
         """Rows for one worker."""
         rows = [self.waiting.popleft()]
-        while self.waiting and len(rows) < most and not self.alone.intersection((rows[0], self.waiting[0])):
+        while (
+            self.waiting
+            and len(rows) < most
+            and not self.alone.intersection((rows[0], self.waiting[0]))
+        ):
             rows.append(self.waiting.popleft())
         return rows
 

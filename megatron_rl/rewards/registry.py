@@ -1,7 +1,8 @@
 """Verifiers by name, and which data sources each of them is for.
 
-A plug-in (``--plugin my_verifiers.py``) adds one like this; it is then ``reward.verifier=palindrome``, and with ``sources`` also
-what ``reward.verifier=auto`` takes for prompts of these data sources::
+A plug-in (``--plugin my_verifiers.py``) adds one like this; it is then
+``reward.verifier=palindrome``, and with ``sources`` also what ``reward.verifier=auto`` takes for
+prompts of these data sources::
 
     from megatron_rl.rewards import Task, register_verifier
 
@@ -9,7 +10,8 @@ what ``reward.verifier=auto`` takes for prompts of these data sources::
     def palindrome(task: Task, answer: str) -> float:
         return float(answer == answer[::-1])
 
-Workers import the same plug-ins. A class with more to it (checks of the prompts, long imports) derives from ``Verifier``.
+Workers import the same plug-ins. A class with more to it (checks of the prompts, long imports)
+derives from ``Verifier``.
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ _sources: list[tuple[re.Pattern[str], str]] = []
 
 
 def register_verifier(name: str, *, sources: str | None = None) -> Callable[[Any], Any]:
-    """Decorator of a class derived from ``Verifier``, or of a function ``(task, answer) -> accuracy in [0, 1]`` (or a Verdict).
+    """Decorator of a class derived from ``Verifier``, or of a function ``(task, answer) -> accuracy
+    in [0, 1]`` (or a Verdict).
 
     Args:
-        name: value of ``reward.verifier``.
-        sources: regular expression of data sources (the whole name) that ``auto`` gives to this verifier. Later
-            registrations go before earlier ones, so that a plug-in can claim a source.
+        name: value of ``reward.verifier``. sources: regular expression of data sources (the whole
+        name) that ``auto`` gives to this verifier. Later registrations go before earlier ones, so
+        that a plug-in can claim a source.
 
     Raises:
         ValueError: the name is taken by another verifier, or is ``auto``.
@@ -42,7 +45,9 @@ def register_verifier(name: str, *, sources: str | None = None) -> Callable[[Any
         verifier = made if isinstance(made, type) else _class_of(name, made)
         taken = _classes.get(name)
         if name == "auto" or (taken is not None and _origin(taken) != _origin(verifier)):
-            owner = "a reserved name" if taken is None else f"the name of {'.'.join(_origin(taken))}"
+            owner = (
+                "a reserved name" if taken is None else f"the name of {'.'.join(_origin(taken))}"
+            )
             raise ValueError(f"register_verifier({name!r}): {owner}; choose another")
         _classes[name] = verifier
         if sources is not None:
@@ -63,13 +68,15 @@ def verifier_class(name: str) -> type[Verifier]:
     close = difflib.get_close_matches(name, [*_classes, "auto"], n=2)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     raise ValueError(
-        f"reward.verifier = {name}: no such verifier; {hint}there are auto, {', '.join(sorted(_classes))}, "
+        f"reward.verifier = {name}: no such verifier; {hint}there are auto, "
+        f"{', '.join(sorted(_classes))}, "
         "and those that a --plugin registers"
     )
 
 
 def verifier_of_source(data_source: str) -> str | None:
-    """The verifier for prompts of ``data_source`` under ``reward.verifier = auto``; None where no pattern matches."""
+    """The verifier for prompts of ``data_source`` under ``reward.verifier = auto``; None where no
+    pattern matches."""
     return next((name for pattern, name in _sources if pattern.fullmatch(data_source)), None)
 
 
@@ -91,7 +98,8 @@ def _class_of(name: str, function: Callable[[Task, str], Any]) -> type[Verifier]
 
 
 def limited(score: float, options: Options) -> Verdict:
-    """A score as a verdict: 0 with a reason when it is outside [0, 1]; without ``reward.partial_credit`` a fraction is 0."""
+    """A score as a verdict: 0 with a reason when it is outside [0, 1]; without
+    ``reward.partial_credit`` a fraction is 0."""
     if not (math.isfinite(score) and 0 <= score <= 1):
         return Verdict(0.0, f"score {score} is not within [0, 1]")
     return Verdict(score if options.partial_credit else float(score == 1))

@@ -1,4 +1,5 @@
-"""The trainer's end of a server of workers: starts it, asks it for workers, kills workers that overrun."""
+"""The trainer's end of a server of workers: starts it, asks it for workers, kills workers that
+overrun."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ MAX_FAILED_STARTS = 5
 
 
 class Lane:
-    """A socket to one worker. Reading and writing never wait: the pool watches many lanes at once."""
+    """A socket to one worker. Reading and writing never wait: the pool watches many lanes at
+    once."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -80,7 +82,8 @@ class Lane:
 
 
 class Server:
-    """One server process, started in the background and again when it is gone. ``restarts`` counts the latter."""
+    """One server process, started in the background and again when it is gone. ``restarts`` counts
+    the latter."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -94,7 +97,8 @@ class Server:
         """A worker is on its way; its first replies are its pid and that it is ready.
 
         Raises:
-            RuntimeError: the server ended ``MAX_FAILED_STARTS`` times in a row before it had one worker ready.
+            RuntimeError: the server ended ``MAX_FAILED_STARTS`` times in a row before it had one
+            worker ready.
         """
         ours, theirs = socket.socketpair()
         lane = Lane(ours)
@@ -123,7 +127,8 @@ class Server:
             self._process = None
 
     def is_gone(self) -> bool:
-        """Whether the server process has ended by itself; it is then forgotten, and started again by the next ``lane``."""
+        """Whether the server process has ended by itself; it is then forgotten, and started again
+        by the next ``lane``."""
         if self._process is None or self._process.poll() is None:
             return False
         self._bury()
@@ -163,10 +168,13 @@ class Server:
         self._failed_starts += 1
         if self._failed_starts >= MAX_FAILED_STARTS:
             raise RuntimeError(
-                f"the server of the verifiers ended {self._failed_starts} times while starting (exit code {code}; "
+                f"the server of the verifiers ended {self._failed_starts} times while starting "
+                f"(exit code {code}; "
                 "-9: killed, often for want of memory); what it wrote is above"
             )
-        LOGGER.warning("the server of the verifiers ended (exit code %d) and is started again", code)
+        LOGGER.warning(
+            "the server of the verifiers ended (exit code %d) and is started again", code
+        )
 
 
 def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 class Task:
     """What a verifier or a reward function is shown of a prompt.
 
-    Example: ``Task(uid="train:7", answer="12", data_source="chain_sum", extra={}, text="5 + 7 =")``.
+    Example: ``Task(uid="train:7", answer="12", data_source="chain_sum", extra={}, text="5 + 7
+    =")``.
     """
 
     uid: str
@@ -26,7 +27,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Accuracy of one answer, in [0, 1]. ``problem`` says why the verifier itself could not judge; accuracy is 0 then.
+    """Accuracy of one answer, in [0, 1]. ``problem`` says why the verifier itself could not judge;
+    accuracy is 0 then.
 
     Example: ``Verdict(1.0)``; ``Verdict(0.0, "ValueError: not a number")``.
     """
@@ -39,7 +41,8 @@ class Verdict:
 class Options:
     """The keys of ``reward`` that a verifier may read.
 
-    Example: ``Options(partial_credit=False, timeout_s=5.0, memory_bytes=4 << 30, sandbox="bubblewrap")``.
+    Example: ``Options(partial_credit=False, timeout_s=5.0, memory_bytes=4 << 30,
+    sandbox="bubblewrap")``.
     """
 
     partial_credit: bool
@@ -55,15 +58,18 @@ class Verifier:
     may do anything with a text but must not keep state from one answer to the next.
     """
 
-    in_process = False  # may run in the trainer: needs no import, and its time grows at most linearly with the answer
-    starts_processes = False  # may start processes of its own (others are refused them, where the kernel does so)
+    # May run in the trainer: needs no import, and its time grows at most linearly with the answer.
+    in_process = False
+    reads_prompt = True  # wants ``Task.text``, which costs decoding it
+    # May start processes of its own (others are refused them, where the kernel does so).
+    starts_processes = False
 
     def __init__(self, options: Options) -> None:
         self.options = options
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        """What makes these tasks impossible to verify, one sentence each; empty when nothing does. Runs once, in the
-        trainer, before the engines are built."""
+        """What makes these tasks impossible to verify, one sentence each; empty when nothing does.
+        Runs once, in the trainer, before the engines are built."""
         return []
 
     def prepare(self) -> None:

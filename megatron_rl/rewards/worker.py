@@ -1,10 +1,13 @@
-"""The process behind ``megatron_rl.rewards.pool``: a server that imports once and forks the workers.
+"""The process behind ``megatron_rl.rewards.pool``: a server that imports once and forks the
+workers.
 
-Started as ``python -m megatron_rl.rewards.worker FD``. The control socket FD brings the ``Setup`` first, then one socket a message: for
-each the server forks a worker that serves it to its end. A worker that hangs is killed by the trainer (its whole process group), which
-then asks for another one: that takes milliseconds, because what takes seconds is imported before the fork. The server ends when the
-trainer is gone, and its workers with it. It is a plain child rather than a ``multiprocessing`` one: those import the trainer's main
-module again, and it has one thread, so that a fork is safe.
+Started as ``python -m megatron_rl.rewards.worker FD``. The control socket FD brings the ``Setup``
+first, then one socket a message: for each the server forks a worker that serves it to its end. A
+worker that hangs is killed by the trainer (its whole process group), which then asks for another
+one: that takes milliseconds, because what takes seconds is imported before the fork. The server
+ends when the trainer is gone, and its workers with it. It is a plain child rather than a
+``multiprocessing`` one: those import the trainer's main module again, and it has one thread, so
+that a fork is safe.
 """
 
 from __future__ import annotations
@@ -19,23 +22,26 @@ from typing import Any
 
 from megatron_rl.plugins import load_plugins
 from megatron_rl.rewards.limits import end_with
-from megatron_rl.rewards.messages import Setup, read_frame, refuse, send
+from megatron_rl.rewards.messages import Setup, read_frame, reason, refuse, send
 
-GATHER_S = 0.002  # verdicts of so long go out together: each message wakes the trainer, which has other things to do
+# Verdicts of so long go out together: each message wakes the trainer, which has other things to do.
+GATHER_S = 0.002
 
 
 def main(control: socket.socket) -> None:
     """Serves until the trainer closes the control socket."""
     setup: Setup = pickle.loads(read_frame(control) or b"")
-    judge = None
+    judge, refusal = None, None
     try:
         if setup.function is None:
             judge = load_judge(setup)
     except ValueError as error:
         refusal = str(error)
-    else:
-        refusal = None
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries dead workers; the trainer sees their sockets close
+    except Exception as error:  # noqa: BLE001 - of a plug-in's verifier; said by the trainer
+        names = ", ".join(setup.verifiers)
+        refusal = f"reward.verifier = {names}: no worker can prepare it ({reason(error)}); mend it"
+    # The kernel buries dead workers; the trainer sees their sockets close.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     server = os.getpid()
     while True:
         _, lanes, _, _ = socket.recv_fds(control, 1, 1)

@@ -23,7 +23,10 @@ def prompt(answer="4", source="toy", extra=None) -> Prompt:
 
 
 def accuracies(reward, prompts, responses) -> list[float]:
-    return [score.parts["accuracy"] for score in reward.score(prompts, responses, [False] * len(responses))]
+    return [
+        score.parts["accuracy"]
+        for score in reward.score(prompts, responses, [False] * len(responses))
+    ]
 
 
 PIECES = (
@@ -42,8 +45,9 @@ WHOLE = (
 
 
 def hostile_texts(number: int, seed: int = 0) -> list[str]:
-    """What a collapsed policy, or one that hunts for rewards, might write: nested and unclosed brackets, repeats, huge powers, long
-    digits, NUL, halves of surrogate pairs, killers of regular expressions."""
+    """What a collapsed policy, or one that hunts for rewards, might write: nested and unclosed
+    brackets, repeats, huge powers, long digits, NUL, halves of surrogate pairs, killers of regular
+    expressions."""
     draw = random.Random(seed)
     texts = list(WHOLE)
     while len(texts) < number:

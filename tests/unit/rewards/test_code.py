@@ -20,11 +20,21 @@ from tests.unit.rewards.cases import config, prompt
 NO_BWRAP = "bwrap is not installed or user namespaces are off" if refusal("bubblewrap") else None
 needs_bwrap = pytest.mark.skipif(NO_BWRAP is not None, reason=str(NO_BWRAP))
 KINDS = [pytest.param("bubblewrap", marks=needs_bwrap), "rlimits_only"]
-ADD = Task("a", "assert add(2, 3) == 5\nassert add('a', 'b') == 'ab'\nassert 1 < add(1, 1) < 3", "x")
+ADD = Task(
+    "a", "assert add(2, 3) == 5\nassert add('a', 'b') == 'ab'\nassert 1 < add(1, 1) < 3", "x"
+)
 GOOD = "def add(a, b): return a + b\n"
 
 
-def accuracy(kind: str, source: str, task: Task = ADD, *, partial: bool = False, timeout_s: float = 5.0, memory: int = 256 << 20) -> float:
+def accuracy(
+    kind: str,
+    source: str,
+    task: Task = ADD,
+    *,
+    partial: bool = False,
+    timeout_s: float = 5.0,
+    memory: int = 256 << 20,
+) -> float:
     options = Options(partial, timeout_s, memory, kind)
     verdict = CodeVerifier(options).verify(task, f"Here it is:\n```python\n{source}\n```\n")
     assert verdict.problem is None
@@ -49,8 +59,15 @@ def test_asserts_pass_or_fail(kind):
     assert accuracy(kind, "def add(a, b): return 5", partial=True) == pytest.approx(1 / 3)
     assert accuracy(kind, "def add(a, b: return") == 0
     assert accuracy(kind, "import collections, math, json, dataclasses\n" + GOOD) == 1
-    human_eval = Task("a", "import math\ndef check(f):\n    assert math.isclose(f(0.1, 0.2), 0.3)\ncheck(add)", "x")
-    assert [accuracy(kind, GOOD, human_eval), accuracy(kind, "def add(a, b): return 5", human_eval)] == [1, 0]
+    human_eval = Task(
+        "a",
+        "import math\ndef check(f):\n    assert math.isclose(f(0.1, 0.2), 0.3)\ncheck(add)",
+        "x",
+    )
+    assert [
+        accuracy(kind, GOOD, human_eval),
+        accuracy(kind, "def add(a, b): return 5", human_eval),
+    ] == [1, 0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,11 +84,16 @@ def test_values_are_compared_by_their_own_types_only(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_scripts_are_judged_by_what_they_print(kind):
-    task = Task("a", '[{"input": "2 3\\n", "output": "5\\n"}, {"input": "1 1", "output": "2"}]', "x")
+    task = Task(
+        "a", '[{"input": "2 3\\n", "output": "5\\n"}, {"input": "1 1", "output": "2"}]', "x"
+    )
     assert accuracy(kind, "a, b = map(int, input().split())\nprint(a + b, ' ')", task) == 1
     assert accuracy(kind, "input()\nprint(5)", task, partial=True) == 0.5
     assert accuracy(kind, "print(5)\n1 / 0", task) == 0
-    assert accuracy(kind, "if __name__ == '__main__':\n  print(sum(map(int, input().split())))", task) == 1
+    assert (
+        accuracy(kind, "if __name__ == '__main__':\n  print(sum(map(int, input().split())))", task)
+        == 1
+    )
     large = Task("a", "", "x", {"tests": [{"input": "7 " * 100_000, "output": "700000"}]})
     assert accuracy(kind, "print(sum(map(int, input().split())))", large) == 1
 
@@ -81,7 +103,7 @@ CHEATS = {
     "os._exit": "import os\nos._exit(0)",
     "sys.exit": "import sys\nsys.exit(0)",
     "prints": "print('{\"done\": true}')\nprint('passed')\nimport os\nos._exit(0)",
-    "answers without the number": "import os\nfor fd in range(3, 64):\n  try: os.write(fd, b'{\"nonce\": \"\", \"done\": true}\\n' * 9)\n"
+    "answers without the number": 'import os\nfor fd in range(3, 64):\n  try: os.write(fd, b\'{"nonce": "", "done": true}\\n\' * 9)\n'
     "  except OSError: pass",
     "equals everything": "class E:\n  def __eq__(s, o): return True\n  def __bool__(s): return False\ndef add(a, b): return E()",
     "raises nothing": "import sys\nsys.excepthook = lambda *a: None\ndef add(a, b): raise SystemExit(0)",
@@ -96,7 +118,8 @@ CHEATS = {
     "leaves its group": "import os\nos.setsid()\n" + GOOD,
     "another program": "import os\nos.execv('/bin/true', ['true'])",
     "a process": "import subprocess\nsubprocess.run(['true'])\n" + GOOD,
-    "large file": "import os\nf = os.open('big', os.O_CREAT | os.O_WRONLY)\nfor _ in range(64): os.write(f, b'x' * (1 << 20))\n" + GOOD,
+    "large file": "import os\nf = os.open('big', os.O_CREAT | os.O_WRONLY)\nfor _ in range(64): os.write(f, b'x' * (1 << 20))\n"
+    + GOOD,
     "nothing": "",
     "NUL": "\x00",
     "a thousand brackets": "(" * 1000,
@@ -175,21 +198,33 @@ def add(a, b):
 
 @pytest.mark.parametrize(
     ("answer", "message"),
-    [("def f(:", "are not Python"), ("x = 1", "has no tests"), ('[{"input": "1"}]', "lacks the text of input or output")],
+    [
+        ("def f(:", "are not Python"),
+        ("x = 1", "has no tests"),
+        ('[{"input": "1"}]', "lacks the text of input or output"),
+    ],
 )
 def test_tests_that_cannot_be_run_are_refused_at_the_start(answer, message):
     reward = build_reward(config(verifier="code"))
     with pytest.raises(ValueError, match=rf"toy:1: .*{message}"):
         reward.check([prompt(answer)])
-    assert read_tests(Task("a", "", "x", {"tests": ["assert f(1) == 2", "assert f(2)"]}))[0].expression == "f(1)"
+    assert (
+        read_tests(Task("a", "", "x", {"tests": ["assert f(1) == 2", "assert f(2)"]}))[0].expression
+        == "f(1)"
+    )
 
 
 def test_without_bubblewrap_the_remedy_is_named(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     refusal.cache_clear()
     try:
-        with pytest.raises(ValueError, match=r"bwrap is not installed; install it \(apt-get install bubblewrap\).*rlimits_only"):
-            build_reward(config(verifier="code", sandbox="bubblewrap")).check([prompt("assert f() == 1")])
+        with pytest.raises(
+            ValueError,
+            match=r"bwrap is not installed; install it \(apt-get install bubblewrap\).*rlimits_only",
+        ):
+            build_reward(config(verifier="code", sandbox="bubblewrap")).check(
+                [prompt("assert f() == 1")]
+            )
     finally:
         refusal.cache_clear()
 
@@ -199,7 +234,11 @@ def test_programs_are_judged_in_workers_and_from_any_thread():
     tasks = [prompt("assert add(2, 3) == 5")] * 3
     reward.check(tasks)
     found = []
-    thread = threading.Thread(target=lambda: found.extend(reward.score(tasks, [GOOD, "while True: pass", CHEATS["forks"]], [False] * 3)))
+    thread = threading.Thread(
+        target=lambda: found.extend(
+            reward.score(tasks, [GOOD, "while True: pass", CHEATS["forks"]], [False] * 3)
+        )
+    )
     thread.start()
     thread.join()
     assert [score.reward for score in found] == [1, 0, 0]

@@ -1,4 +1,5 @@
-"""Reward functions of one's own: what they are given, what they may return, and what happens when they fail."""
+"""Reward functions of one's own: what they are given, what they may return, and what happens when
+they fail."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from megatron_rl.rewards.build import build_reward
 from megatron_rl.types import Prompt
 from tests.unit.rewards.cases import config, prompt
 
-FUNCTIONS = '''
+FUNCTIONS = """
 import asyncio
 import os
 import sys
@@ -23,7 +24,8 @@ def right(tasks, responses):
     return [float(task.answer in response) for task, response in zip(tasks, responses)]
 
 def seen(tasks, responses):
-    return [{"reward": 3.0, "accuracy": 1, "uid": len(task.uid), "text": len(task.text), "extra": task.extra["n"]} for task in tasks]
+    return [{"reward": 3.0, "accuracy": 1, "uid": len(task.uid), "text": len(task.text), "extra":
+    task.extra["n"]} for task in tasks]
 
 async def slow_service(tasks, responses):
     async def ask(task):
@@ -38,7 +40,8 @@ def counts(tasks, responses):
     return [{"reward": calls, "pid": os.getpid()}] * len(responses)
 
 def mixed(tasks, responses):
-    return [1, True, float("nan"), float("inf"), "1", None, {"accuracy": 1}, {"reward": 1, "accuracy": 2}, {"reward": 1, "format": 1},
+    return [1, True, float("nan"), float("inf"), "1", None, {"accuracy": 1}, {"reward": 1,
+    "accuracy": 2}, {"reward": 1, "format": 1},
             {"reward": -2, "accuracy": 1.0}]
 
 def does(tasks, responses):
@@ -59,7 +62,7 @@ def one_argument(responses):
     return responses
 
 value = 3
-'''
+"""
 
 
 @pytest.fixture
@@ -69,7 +72,9 @@ def function(tmp_path):
     made = []
 
     def make(name, prompt_text=None, **changes):
-        made.append(build_reward(config(verifier="auto", function=f"{path}:{name}", **changes), prompt_text))
+        made.append(
+            build_reward(config(verifier="auto", function=f"{path}:{name}", **changes), prompt_text)
+        )
         made[-1].check([prompt()])
         return made[-1]
 
@@ -79,7 +84,9 @@ def function(tmp_path):
 
 
 def score(reward, *responses, answer="4"):
-    return reward.score([prompt(answer)] * len(responses), list(responses), [False] * len(responses))
+    return reward.score(
+        [prompt(answer)] * len(responses), list(responses), [False] * len(responses)
+    )
 
 
 def test_a_number_is_the_reward_and_one_is_correct(function):
@@ -88,7 +95,12 @@ def test_a_number_is_the_reward_and_one_is_correct(function):
     assert (wrong.reward, wrong.correct) == (0, False)
     assert (right.reward, right.correct) == (2, True)
     assert (formed.reward, formed.correct) == (2.5, True)
-    assert formed.parts == {"accuracy": 1.0, "format": 1.0, "function": 1.0, "verifier_problem": 0.0}
+    assert formed.parts == {
+        "accuracy": 1.0,
+        "format": 1.0,
+        "function": 1.0,
+        "verifier_problem": 0.0,
+    }
 
 
 def test_a_mapping_names_reward_accuracy_and_parts(function):
@@ -96,7 +108,14 @@ def test_a_mapping_names_reward_accuracy_and_parts(function):
     task = Prompt("toy:77", (1,), "4", "toy", {"n": 5})
     (found,) = reward.score([task], ["x"], [False])
     assert found.reward == 3 and found.correct
-    assert found.parts == {"accuracy": 1.0, "function": 3.0, "verifier_problem": 0.0, "uid": 6.0, "text": 4.0, "extra": 5.0}
+    assert found.parts == {
+        "accuracy": 1.0,
+        "function": 3.0,
+        "verifier_problem": 0.0,
+        "uid": 6.0,
+        "text": 4.0,
+        "extra": 5.0,
+    }
 
 
 def test_an_asynchronous_function_waits_for_all_at_once(function):
@@ -138,7 +157,12 @@ def test_a_call_that_fails_costs_its_batch_and_the_next_one_works(function, capl
         assert [found.parts["verifier_problem"] for found in score(reward, what, "x")] == [1, 1]
         assert [found.reward for found in score(reward, "fine", "x")] == [1, 1]
     assert sum(reward.problems.values()) == 8
-    for words in ("function_timeout_s = 1 s", "its process died", "returned 1 rewards for 2 responses", "the service is down"):
+    for words in (
+        "function_timeout_s = 1 s",
+        "its process died",
+        "returned 1 rewards for 2 responses",
+        "the service is down",
+    ):
         assert words in caplog.text
     assert reward.restarts == 2
 
@@ -147,7 +171,10 @@ def test_a_function_that_always_fails_stops_the_run(function):
     reward = function("does")
     for _ in range(2):
         score(reward, "raise")
-    with pytest.raises(ValueError, match="3 calls in a row gave no response a reward; the last one: RuntimeError: the service is down"):
+    with pytest.raises(
+        ValueError,
+        match="3 calls in a row gave no response a reward; the last one: RuntimeError: the service is down",
+    ):
         score(reward, "raise")
 
 

@@ -1,4 +1,5 @@
-"""Hostile texts through every verifier: each gets a verdict, in time, and the workers go on judging."""
+"""Hostile texts through every verifier: each gets a verdict, in time, and the workers go on
+judging."""
 
 from __future__ import annotations
 
@@ -21,28 +22,55 @@ def prompts_of(name: str) -> list[Prompt]:
     if name == "reasoning_gym":
         import reasoning_gym
 
-        tasks = ("chain_sum", "spell_backward", "complex_arithmetic", "simple_equations", *ARITHMETIC_ONLY)
+        tasks = (
+            "chain_sum",
+            "spell_backward",
+            "complex_arithmetic",
+            "simple_equations",
+            *ARITHMETIC_ONLY,
+        )
         made = [(task, reasoning_gym.create_dataset(task, size=1, seed=1)[0]) for task in tasks]
-        return [Prompt(f"{task}:1", (1,), str(entry["answer"]), PREFIX + task, entry) for task, entry in made]
+        return [
+            Prompt(f"{task}:1", (1,), str(entry["answer"]), PREFIX + task, entry)
+            for task, entry in made
+        ]
     answers = {"math": [r"\frac{1}{2}", "7", "(1, 2)"], "number": ["-1,234.5"], "exact": ["x"]}
     answers["code"] = ["assert f() == 1", '[{"input": "1", "output": "1"}]']
-    return [Prompt(f"{name}:{row}", (1,), answer, name, {}) for row, answer in enumerate(answers[name])]
+    return [
+        Prompt(f"{name}:{row}", (1,), answer, name, {}) for row, answer in enumerate(answers[name])
+    ]
 
 
 def judged(name: str, texts: list[str], **changes) -> tuple[int, float]:
-    """(responses that could not be judged, seconds). Every text gets a score; the right answer is still right afterwards."""
-    reward = build_reward(config(verifier=name, timeout_s=TIMEOUT_S, step_timeout_s=600.0, num_workers=2, memory_gib=1.0, **changes))
+    """(responses that could not be judged, seconds). Every text gets a score; the right answer is
+    still right afterwards."""
+    reward = build_reward(
+        config(
+            verifier=name,
+            timeout_s=TIMEOUT_S,
+            step_timeout_s=600.0,
+            num_workers=2,
+            memory_gib=1.0,
+            **changes,
+        )
+    )
     prompts = prompts_of(name)
     reward.check(prompts)
     rows = [prompts[row % len(prompts)] for row in range(len(texts))]
-    reward.score(prompts, ["1"] * len(prompts), [False] * len(prompts))  # the time of a start is no part of it
+    reward.score(
+        prompts, ["1"] * len(prompts), [False] * len(prompts)
+    )  # the time of a start is no part of it
     began = time.monotonic()
     scores = reward.score(rows, texts, [False] * len(texts))
     seconds = time.monotonic() - began
     assert len(scores) == len(texts)
     assert all(0 <= score.reward <= 2 for score in scores)
     if name != "code":
-        (right,) = reward.score(prompts[:1], [f"<answer>{prompts[0].answer}</answer>" if changes else prompts[0].answer], [False])
+        (right,) = reward.score(
+            prompts[:1],
+            [f"<answer>{prompts[0].answer}</answer>" if changes else prompts[0].answer],
+            [False],
+        )
         assert right.correct
     reward.close()
     return round(sum(score.parts["verifier_problem"] for score in scores)), seconds
@@ -58,7 +86,12 @@ def test_hostile_texts(name):
 
 
 def test_hostile_texts_against_patterns():
-    problems, seconds = judged("exact", hostile_texts(120), format_pattern=FORMAT, answer_pattern=r"<answer>((?:\s*.*\s*)*)</answer>")
+    problems, seconds = judged(
+        "exact",
+        hostile_texts(120),
+        format_pattern=FORMAT,
+        answer_pattern=r"<answer>((?:\s*.*\s*)*)</answer>",
+    )
     assert seconds < 5 + problems * (TIMEOUT_S + 1.5)
 
 
@@ -76,5 +109,9 @@ def test_ten_thousand_hostile_texts(name):
 
 
 def test_every_verifier_is_tried_here():
-    own = {name for name, verifier in registry._classes.items() if verifier.__module__.startswith("megatron_rl.rewards")}
+    own = {
+        name
+        for name, verifier in registry._classes.items()
+        if verifier.__module__.startswith("megatron_rl.rewards")
+    }
     assert own == {"exact", "number", "math", "reasoning_gym", "code"}

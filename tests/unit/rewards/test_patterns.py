@@ -18,7 +18,11 @@ R1_4K = "<think>a</think><answer>b</answer> x" * 4000
 # Each did not end within 12 s on the response beside it.
 KILLERS = [
     ("answer_pattern", r"<answer>((?:\s*.*\s*)*)</answer>", "<answer>" + "\n" * 40),
-    ("format_pattern", r"(<think>.*</think>\s*)+(<answer>.*</answer>\s*)+", "<think>a</think><answer>b</answer>" * 80 + "x"),
+    (
+        "format_pattern",
+        r"(<think>.*</think>\s*)+(<answer>.*</answer>\s*)+",
+        "<think>a</think><answer>b</answer>" * 80 + "x",
+    ),
     ("answer_pattern", r"((a+)+)$", "a" * 40 + "!"),
     ("format_pattern", r"(\s*<step>.*</step>\s*)*", "<step>a</step>" * 200 + "x"),
     ("format_pattern", r"((a|aa)+\b)*", "a" * 60 + "!"),  # \b: not for RE2
@@ -44,10 +48,15 @@ def test_no_pattern_holds_up_a_step(key, pattern, response):
 
 
 def test_a_format_that_takes_too_long_does_not_lose_the_answer():
-    reward = build_reward(config(format_pattern=r"(?=(a+)+$).*|4", format_weight=1.0, timeout_s=0.3))
+    reward = build_reward(
+        config(format_pattern=r"(?=(a+)+$).*|4", format_weight=1.0, timeout_s=0.3)
+    )
     response = "a" * 40 + "!"
     (score,) = reward.score([prompt(response)], [response], [False])
-    assert score.parts == {"accuracy": 1.0, "format": 0.0, "verifier_problem": 1.0} and score.reward == 1
+    assert (
+        score.parts == {"accuracy": 1.0, "format": 0.0, "verifier_problem": 1.0}
+        and score.reward == 1
+    )
     reward.close()
 
 
@@ -82,7 +91,20 @@ def test_re2_finds_what_python_finds():
 
 
 @pytest.mark.parametrize(
-    "pattern", [r"a\b", r"(a)\1", "(?=a)b", "(?i)a", "(?m)^a", "(?>a*)a", "a*+", "(?i:a)", "a$", "\ud800", "a{2000}"]
+    "pattern",
+    [
+        r"a\b",
+        r"(a)\1",
+        "(?=a)b",
+        "(?i)a",
+        "(?m)^a",
+        "(?>a*)a",
+        "a*+",
+        "(?i:a)",
+        "a$",
+        "\ud800",
+        "a{2000}",
+    ],
 )
 def test_what_re2_has_otherwise_stays_with_python(pattern):
     assert linear(pattern, whole=False) is None

@@ -9,7 +9,7 @@ from megatron_rl.rewards import Task, Verdict, Verifier, register_verifier, regi
 from megatron_rl.rewards.build import build_reward
 from tests.unit.rewards.cases import accuracies, config, prompt
 
-PLUGIN = '''
+PLUGIN = """
 from megatron_rl.rewards import Task, Verdict, Verifier, register_verifier
 
 @register_verifier("half", sources="toys/.*|gsm8k")
@@ -26,7 +26,7 @@ class Careful(Verifier):
 
     def verify(self, task, answer):
         return Verdict(float(self.ready and answer == task.answer))
-'''
+"""
 
 
 @pytest.fixture
@@ -65,7 +65,10 @@ def test_a_class_checks_prompts_and_prepares_its_worker(plugin):
 
 
 def test_an_unknown_name_is_refused_with_its_neighbors(plugin):
-    with pytest.raises(ValueError, match=r"reward\.verifier = hlaf: no such verifier; did you mean half\?.* there are auto, careful, code"):
+    with pytest.raises(
+        ValueError,
+        match=r"reward\.verifier = hlaf: no such verifier; did you mean half\?.* there are auto, careful, code",
+    ):
         build_reward(config(verifier="hlaf"))
 
 
@@ -78,3 +81,19 @@ def test_a_name_that_is_taken_is_refused(plugin, name):
 def test_what_plug_ins_need_is_in_one_place():
     assert issubclass(registry.verifier_class("exact"), Verifier)
     assert Verdict(1.0).problem is None and Task("a", "b", "c").extra == {}
+
+
+def test_a_verifier_that_no_worker_can_prepare_is_an_error_of_its_author(plugin, tmp_path):
+    path = tmp_path / "unready.py"
+    path.write_text(
+        "from megatron_rl.rewards import Verifier, register_verifier\n"
+        "@register_verifier('unready')\n"
+        "class Unready(Verifier):\n"
+        "    def prepare(self):\n"
+        "        raise OSError('no such table')\n"
+    )
+    plugins.load_plugins([str(path)])
+    reward = build_reward(config(verifier="unready"))
+    with pytest.raises(ValueError, match=r"unready: no worker can prepare it \(OSError: no such table\)"):
+        reward.score([prompt()], ["4"], [False])
+    reward.close()

@@ -24,7 +24,9 @@ def test_exact_needs_no_worker():
 
 
 def test_exact():
-    assert accuracies(build_reward(config()), [prompt("Ab c")] * 4, ["Ab c", " Ab c\n", "ab c", "Ab  c"]) == [1, 1, 0, 0]
+    assert accuracies(
+        build_reward(config()), [prompt("Ab c")] * 4, ["Ab c", " Ab c\n", "ab c", "Ab  c"]
+    ) == [1, 1, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -59,8 +61,18 @@ def test_answer_pattern_takes_its_last_match_and_format_the_whole_response():
     )
     cases = {
         "<think>a\nb</think><answer>4</answer>": (1.0, 1.0, True, {"accuracy": 1.0, "format": 1.0}),
-        "<think></think><answer>3</answer><answer>4</answer>": (1.0, 1.0, True, {"accuracy": 1.0, "format": 1.0}),
-        "<think></think><answer>4</answer><answer>3</answer>": (0.1, 0.0, False, {"accuracy": 0.0, "format": 1.0}),
+        "<think></think><answer>3</answer><answer>4</answer>": (
+            1.0,
+            1.0,
+            True,
+            {"accuracy": 1.0, "format": 1.0},
+        ),
+        "<think></think><answer>4</answer><answer>3</answer>": (
+            0.1,
+            0.0,
+            False,
+            {"accuracy": 0.0, "format": 1.0},
+        ),
         "x<answer>4</answer>": (0.9, 1.0, True, {"accuracy": 1.0, "format": 0.0}),
         "4": (0.0, 0.0, False, {"accuracy": 0.0, "format": 0.0}),
     }
@@ -81,7 +93,11 @@ def test_generated_tasks_use_their_own_scorer():
     reward = build_reward(config(verifier="auto"))
     task = entry("chain_sum")
     reward.check([task])
-    assert accuracies(reward, [task] * 3, [task.answer, f" {task.answer} ", f"{task.answer}1"]) == [1, 1, 0]
+    assert accuracies(reward, [task] * 3, [task.answer, f" {task.answer} ", f"{task.answer}1"]) == [
+        1,
+        1,
+        0,
+    ]
 
 
 def test_a_scorer_that_raises_gives_zero_and_the_reason_is_kept(caplog):
@@ -90,14 +106,18 @@ def test_a_scorer_that_raises_gives_zero_and_the_reason_is_kept(caplog):
     good, bad, _ = reward.score([task] * 3, [task.answer, "no number", "no number"], [False] * 3)
     assert good.correct and bad.parts == {"accuracy": 0.0, "verifier_problem": 1.0}
     assert reward.problems == {"reasoning_gym:prime_factorization: ValueError": 2}
-    assert sum("could not be judged" in record.message for record in caplog.records) == 1, "said once"
+    assert sum("could not be judged" in record.message for record in caplog.records) == 1, (
+        "said once"
+    )
 
 
 def test_partial_credit_is_an_option():
     task = entry("spell_backward", min_word_len=5)
     almost = task.answer[:-1] + "#"
     assert accuracies(build_reward(config(verifier="reasoning_gym")), [task], [almost]) == [0]
-    (score,) = build_reward(config(verifier="reasoning_gym", partial_credit=True)).score([task], [almost], [False])
+    (score,) = build_reward(config(verifier="reasoning_gym", partial_credit=True)).score(
+        [task], [almost], [False]
+    )
     assert 0 < score.reward < 1 and not score.correct
 
 
@@ -106,7 +126,11 @@ def test_responses_are_never_run_as_code(tmp_path):
     mark = tmp_path / "ran"
     reward = build_reward(config(verifier="reasoning_gym"))
     for task in ("countdown", "puzzle24"):
-        assert accuracies(reward, [entry(task)] * 3, [f"open({str(mark)!r}, 'w')", "9**9**9**9**9", "9* *9* *9* *9"]) == [0, 0, 0]
+        assert accuracies(
+            reward,
+            [entry(task)] * 3,
+            [f"open({str(mark)!r}, 'w')", "9**9**9**9**9", "9* *9* *9* *9"],
+        ) == [0, 0, 0]
     assert accuracies(reward, [entry("countdown")], [entry("countdown").answer]) == [1]
     assert not mark.exists()
     for task in REFUSED:
@@ -116,13 +140,28 @@ def test_responses_are_never_run_as_code(tmp_path):
 
 def test_prompts_that_cannot_be_verified_are_all_named():
     reward = build_reward(config(verifier="auto"))
-    wrong = [prompt(source="mine"), prompt(source="reasoning_gym:none", extra={"metadata": {}}), prompt("x", source="openai/gsm8k")]
-    with pytest.raises(ValueError, match=r"(?s)data source 'mine'; set reward\.verifier.*is not a number: 'x'.*task none: no such task"):
+    wrong = [
+        prompt(source="mine"),
+        prompt(source="reasoning_gym:none", extra={"metadata": {}}),
+        prompt("x", source="openai/gsm8k"),
+    ]
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)data source 'mine'; set reward\.verifier.*is not a number: 'x'.*task none: no such task",
+    ):
         reward.check(wrong)
     with pytest.raises(ValueError, match="has no metadata"):
         reward.check([prompt(source="reasoning_gym:chain_sum")])
     reward.check(
-        [prompt(source=source) for source in ("gsm8k", "math_dapo", "HuggingFaceH4/aime_2024", "DigitalLearningGmbH/MATH-lighteval")]
+        [
+            prompt(source=source)
+            for source in (
+                "gsm8k",
+                "math_dapo",
+                "HuggingFaceH4/aime_2024",
+                "DigitalLearningGmbH/MATH-lighteval",
+            )
+        ]
     )
 
 
@@ -131,7 +170,10 @@ def test_prompts_that_cannot_be_verified_are_all_named():
     [
         ({"answer_pattern": "("}, r"reward\.answer_pattern = '\(': not a regular expression"),
         ({"answer_pattern": "a"}, r"reward\.answer_pattern = 'a': has no group"),
-        ({"format_weight": 0.5}, r"reward\.format_weight = 0\.5: there is no reward\.format_pattern"),
+        (
+            {"format_weight": 0.5},
+            r"reward\.format_weight = 0\.5: there is no reward\.format_pattern",
+        ),
     ],
 )
 def test_a_bad_reward_configuration_is_refused(changes, message):
@@ -165,7 +207,10 @@ def test_last_boxed_is_what_trying_every_start_finds():
         return None
 
     draw = random.Random(0)
-    texts = ["".join(draw.choices([r"\boxed{", "{", "}", "x", r"\boxed"], k=draw.randrange(12))) for _ in range(3000)]
+    texts = [
+        "".join(draw.choices([r"\boxed{", "{", "}", "x", r"\boxed"], k=draw.randrange(12)))
+        for _ in range(3000)
+    ]
     assert len({slow(text) for text in texts}) > 20
     for text in texts:
         assert last_boxed(text) == slow(text), text
@@ -180,7 +225,8 @@ def test_last_boxed_reads_a_collapsed_response_once():
 
 
 def test_math_answers_off_the_main_thread_with_time_outs():
-    """One pool for all cases: its start takes a second. The power of powers blocks the worker, which is killed and replaced."""
+    """One pool for all cases: its start takes a second. The power of powers blocks the worker,
+    which is killed and replaced."""
     cases = [
         ("1/2", r"\boxed{0.5}", 1), ("1/2", r"so it is $\frac{1}{2}$", 1), ("3", r"\boxed{4}, no, \boxed{3}", 1),
         ("3", r"\boxed{3}, no, \boxed{4}", 0), ("0.5", r"\boxed{50\%}", 0), ("x^2+1", r"\boxed{1+x^2}", 1), ("(1,2)", r"\boxed{(2, 1)}", 0),
@@ -191,7 +237,13 @@ def test_math_answers_off_the_main_thread_with_time_outs():
     found: list[float] = []
 
     def work() -> None:
-        found.extend(accuracies(reward, [prompt(gold, "math") for gold, _, _ in cases], [text for _, text, _ in cases]))
+        found.extend(
+            accuracies(
+                reward,
+                [prompt(gold, "math") for gold, _, _ in cases],
+                [text for _, text, _ in cases],
+            )
+        )
 
     thread = threading.Thread(target=work)
     thread.start()

@@ -1,4 +1,5 @@
-"""Limits hold whatever a response is: time, memory, the sum over a batch, lost processes, nothing left behind."""
+"""Limits hold whatever a response is: time, memory, the sum over a batch, lost processes, nothing
+left behind."""
 
 from __future__ import annotations
 
@@ -91,7 +92,13 @@ def test_what_a_verifier_does_to_its_worker_costs_its_own_response_alone(mean):
     assert found == [1, 0] * len(bad) + [1, 1, 1, 1]
     assert sum(reward.problems.values()) == len(bad)
     kinds = " ".join(reward.problems)
-    for words in ("its worker had to be killed", "process that judged it died", "MemoryError", "RuntimeError", "score 7.0 is not"):
+    for words in (
+        "its worker had to be killed",
+        "process that judged it died",
+        "MemoryError",
+        "RuntimeError",
+        "score 7.0 is not",
+    ):
         assert words in kinds
     assert reward.restarts >= 4
 
@@ -112,7 +119,9 @@ def test_a_process_that_a_verifier_started_dies_with_its_worker(mean):
     reward = mean(timeout_s=0.5)
     assert judge(reward, "child", "good") == [0, 1]
     assert judge(reward, "good") == [1]
-    assert not [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", "987"]]
+    assert not [
+        one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", "987"]
+    ]
 
 
 def test_texts_that_are_no_text_reach_the_verifier_as_they_are(mean, tmp_path):
@@ -148,7 +157,9 @@ def test_workers_that_can_never_start_end_the_run_with_the_reason(mean, monkeypa
 def test_a_plug_in_that_only_the_trainer_can_import_is_an_error_of_the_user(mean, tmp_path):
     reward = mean()
     (tmp_path / "mean_verifier.py").write_text("import nothing_of_this_name\n")
-    with pytest.raises(ValueError, match=r"mean_verifier.py: cannot be imported .*nothing_of_this_name"):
+    with pytest.raises(
+        ValueError, match=r"mean_verifier.py: cannot be imported .*nothing_of_this_name"
+    ):
         judge(reward, "good")
 
 
@@ -167,7 +178,9 @@ print("ready", flush=True)
 reward.score([prompt()], ["hang"], [False])
 """
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment, cwd=REPO) as trainer:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment, cwd=REPO
+    ) as trainer:
         assert trainer.stdout.readline() == b"ready\n"
         time.sleep(0.2)
         family = psutil.Process(trainer.pid).children(recursive=True)
@@ -179,7 +192,13 @@ reward.score([prompt()], ["hang"], [False])
 def test_the_workers_import_no_torch(tmp_path):
     """It would cost seconds at each start and most of a memory limit."""
     program = "import sys\nfrom megatron_rl.rewards import function_worker, judge, worker\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=REPO, env={**os.environ, "PYTHONPATH": str(REPO)}, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        cwd=REPO,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+        timeout=60,
+    )
 
 
 def test_the_folder_of_the_package_is_known_to_the_workers(mean, monkeypatch):
