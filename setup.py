@@ -23,6 +23,7 @@ REQUIRED = [
     "matplotlib",
     "tensorboard",
     "wandb",
+    "google-re2>=1.1",  # regular expressions in linear time, for responses that are made to defeat the other kind
     # Hydra pins antlr 4.9.3, so the extra of that name is the only one that installs beside it.
     "math-verify[antlr4-9-3]==0.9.0",
 ]

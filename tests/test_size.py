@@ -25,7 +25,7 @@ ENVIRONMENT_READERS = {
     "megatron_rl/runtime/failure.py": "rank, rendezvous address and error file set by torchrun",
     "megatron_rl/runtime/process.py": "whether torchrun started this process",
     "megatron_rl/runtime/attendance.py": "rendezvous address set by torchrun",
-    "megatron_rl/rewards/math_answers.py": "handed on to a child process, with the path to this package added",
+    "megatron_rl/rewards/server.py": "handed on to a child process, with the path to this package added",
     "megatron_rl/rollout/engine.py": "variables that building the vLLM engine changes, to put them back",
 }
 CONFIG_NAMES = {"config", "cfg", "conf", "settings"}

@@ -44,7 +44,12 @@ class ConfigError(ValueError):
         if len(problems) > SHOWN_PROBLEMS:
             shown.append(f"... and {len(problems) - SHOWN_PROBLEMS} more")
         lines = "\n".join(f"  - {problem}" for problem in shown)
+        self._where = where
         super().__init__(f"{len(problems)} problem{'s' * (len(problems) != 1)} in {where}:\n{lines}")
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str], str]]:
+        """Rank 0 sends its errors to the other ranks."""
+        return ConfigError, (self.problems, self._where)
 
 
 def conf_dir() -> Path:

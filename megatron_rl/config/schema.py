@@ -191,14 +191,21 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
-    verifier: Literal["auto", "reasoning_gym", "math", "exact", "number"]  # auto = by data_source
+    """How responses are judged. Whatever reads a response runs in worker processes, within these limits."""
+
+    verifier: str  # auto (by data_source), reasoning_gym, math, exact, number, code, or the name a plug-in registers
+    function: str | None  # path.py:name or package.module:name, in place of a verifier; see rewards/function.py
     accuracy_weight: float
     format_weight: float
     format_pattern: str | None  # regular expression the whole response must match; null = no format part
     answer_pattern: str | None  # regular expression whose first group is the answer; null = the whole response
-    partial_credit: bool  # keep fractions a reasoning_gym scorer gives; false = anything below 1 counts 0
-    timeout_s: PositiveFloat  # one math comparison
-    num_workers: PositiveInt
+    partial_credit: bool  # keep fractions: of a reasoning_gym scorer, of passed tests; false = anything below 1 counts 0
+    timeout_s: PositiveFloat  # one response: patterns and verifier together
+    step_timeout_s: PositiveFloat  # all responses that one rank scores at once; what is not judged by then counts as not judged
+    function_timeout_s: PositiveFloat  # one call of the function
+    num_workers: PositiveInt  # on each rank
+    memory_gib: PositiveFloat  # that one worker may take while it judges
+    sandbox: Literal["bubblewrap", "rlimits_only"]  # code only; rlimits_only is weaker, see rewards/sandbox.py
 
 
 class OptimConfig(Section):

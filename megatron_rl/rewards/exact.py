@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from megatron_rl.rewards.verdict import Verdict
-from megatron_rl.types import Prompt
+from megatron_rl.rewards.registry import register_verifier
+from megatron_rl.rewards.verdict import Task, Verdict, Verifier
 
 
 def is_exact(answer: str, expected: str) -> bool:
@@ -13,9 +11,10 @@ def is_exact(answer: str, expected: str) -> bool:
     return answer.strip() == expected.strip()
 
 
-class ExactVerifier:
-    def check(self, prompts: Sequence[Prompt]) -> list[str]:
-        return []
+@register_verifier("exact")
+class ExactVerifier(Verifier):
+    in_process = True
+    reads_prompt = False
 
-    def verify(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[Verdict]:
-        return [Verdict(float(is_exact(answer, prompt.answer))) for prompt, answer in zip(prompts, answers, strict=True)]
+    def verify(self, task: Task, answer: str) -> Verdict:
+        return Verdict(float(is_exact(answer, task.answer)))

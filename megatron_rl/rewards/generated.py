@@ -2,78 +2,94 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_rl.rewards.verdict import Verdict
-from megatron_rl.runtime.random_state import preserved_random_state
-from megatron_rl.types import Prompt
+from megatron_rl.rewards.registry import limited, register_verifier
+from megatron_rl.rewards.verdict import Options, Task, Verdict, Verifier
 
 PREFIX = "reasoning_gym:"
 REFUSED: Mapping[str, str] = {
     "game_of_life_halting": "its scorer gives full marks to any text",
     "figlet_font": "its scorer gives marks for unrelated text",
-    "propositional_logic": "its scorer gives marks for unrelated text, and it has no answer to compare with",
-    **dict.fromkeys(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), "its scorer runs the response as Python code"),
+    "propositional_logic": "its scorer gives marks for unrelated text, and it has no answer to "
+    "compare with",
+    **dict.fromkeys(
+        ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"),
+        "its scorer runs the response as Python code",
+    ),
     **dict.fromkeys(
         ("intermediate_integration", "polynomial_multiplication", "simple_integration"),
         "its scorer evaluates the response with sympy, which runs Python code",
     ),
 }
-# Their scorers evaluate the answer. Digits, brackets and the four operations name nothing and, without a power, end at once.
+# Their scorers evaluate the answer. Digits, brackets and the four operations name nothing and,
+# without a power, end at once.
 ARITHMETIC_ONLY = ("countdown", "puzzle24")
 ARITHMETIC = re.compile(r"(?!.*\*\s*\*)[-+*/(). \d]{1,200}")
 
 
-class GeneratedVerifier:
-    """``prompt.data_source`` is ``reasoning_gym:<task>`` and ``prompt.extra`` the generated entry (question, answer, metadata)."""
+@register_verifier("reasoning_gym", sources=rf"{PREFIX}.+")
+class GeneratedVerifier(Verifier):
+    """``task.data_source`` is ``reasoning_gym:<name>`` and ``task.extra`` the generated entry
+    (question, answer, metadata)."""
 
-    def __init__(self, *, partial_credit: bool) -> None:
-        """``partial_credit``: keep fractions; otherwise a score below 1 is 0."""
-        self._partial_credit = partial_credit
+    reads_prompt = False
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
         self._scorers: dict[str, Callable[[str, dict[str, Any]], float]] = {}
 
-    def check(self, prompts: Sequence[Prompt]) -> list[str]:
+    def check(self, tasks: Sequence[Task]) -> list[str]:
+        if importlib.util.find_spec("reasoning_gym") is None:
+            return [
+                f"{tasks[0].data_source} needs the package reasoning-gym; pip install reasoning-gym"
+            ]
         found = []
-        for prompt in {prompt.data_source: prompt for prompt in prompts}.values():
-            task = prompt.data_source.removeprefix(PREFIX)
-            if not prompt.data_source.startswith(PREFIX):
-                found.append(f"data source {prompt.data_source!r} ({prompt.uid}) is no {PREFIX}<task>; choose another reward.verifier")
-            elif task in REFUSED:
-                found.append(f"reasoning_gym task {task}: {REFUSED[task]}; choose another task")
-            elif self._scorer(task) is None:
-                found.append(f"reasoning_gym task {task}: no such task; correct the data source of {prompt.uid}")
-        bare = [prompt for prompt in prompts if prompt.data_source.startswith(PREFIX) and "metadata" not in prompt.extra]
+        for task in {task.data_source: task for task in tasks}.values():
+            name = task.data_source.removeprefix(PREFIX)
+            if not task.data_source.startswith(PREFIX):
+                found.append(
+                    f"data source {task.data_source!r} ({task.uid}) is no {PREFIX}<task>; choose "
+                    "another reward.verifier"
+                )
+            elif name in REFUSED:
+                found.append(f"reasoning_gym task {name}: {REFUSED[name]}; choose another task")
+            elif self._scorer(name) is None:
+                found.append(
+                    f"reasoning_gym task {name}: no such task; correct the data source of "
+                    f"{task.uid}"
+                )
+        bare = [
+            task
+            for task in tasks
+            if task.data_source.startswith(PREFIX) and "metadata" not in task.extra
+        ]
         if bare:
             found.append(
-                f"{bare[0].uid}: its extra has no metadata, which {bare[0].data_source} needs; map data.columns.extra to the entry"
+                f"{bare[0].uid}: its extra has no metadata, which {bare[0].data_source} needs; "
+                "map data.columns.extra to the entry"
             )
         return found
 
-    def verify(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[Verdict]:
-        with preserved_random_state():
-            return [self._one(prompt, answer.strip()) for prompt, answer in zip(prompts, answers, strict=True)]
+    def prepare(self) -> None:
+        import reasoning_gym.factory  # noqa: F401 (takes seconds; the workers then have it)
 
-    def _one(self, prompt: Prompt, answer: str) -> Verdict:
-        task = prompt.data_source.removeprefix(PREFIX)
-        if task in ARITHMETIC_ONLY and not ARITHMETIC.fullmatch(answer):
+    def verify(self, task: Task, answer: str) -> Verdict:
+        name, answer = task.data_source.removeprefix(PREFIX), answer.strip()
+        if name in ARITHMETIC_ONLY and not ARITHMETIC.fullmatch(answer):
             return Verdict(0.0)
-        scorer = None if task in REFUSED else self._scorer(task)
-        assert scorer is not None, f"{prompt.data_source} was not checked"
-        try:
-            score = float(scorer(answer, dict(prompt.extra)))
-        except Exception as error:  # noqa: BLE001 - scorers raise anything on text they did not expect; the reason is kept
-            return Verdict(0.0, f"{type(error).__name__}: {error}")
-        if not 0 <= score <= 1:
-            return Verdict(0.0, f"score {score} is not within [0, 1]")
-        return Verdict(score if self._partial_credit else float(score == 1))
+        scorer = None if name in REFUSED else self._scorer(name)
+        assert scorer is not None, f"{task.data_source} was not checked"
+        return limited(float(scorer(answer, dict(task.extra))), self.options)
 
-    def _scorer(self, task: str) -> Callable[[str, dict[str, Any]], float] | None:
-        if task not in self._scorers:
-            from reasoning_gym import factory  # takes seconds, and runs on files do without
+    def _scorer(self, name: str) -> Callable[[str, dict[str, Any]], float] | None:
+        if name not in self._scorers:
+            from reasoning_gym import factory  # runs on files do without
 
-            if task not in factory.DATASETS:
+            if name not in factory.DATASETS:
                 return None
-            self._scorers[task] = factory.get_score_answer_fn(task)
-        return self._scorers[task]
+            self._scorers[name] = factory.get_score_answer_fn(name)
+        return self._scorers[name]

@@ -7,17 +7,22 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 from megatron_rl.config.overrides import typed
-from megatron_rl.rewards.verdict import Verdict
-from megatron_rl.types import Prompt
+from megatron_rl.rewards.registry import register_verifier
+from megatron_rl.rewards.verdict import Task, Verdict, Verifier
 
-# A minus right after a word, a digit or a closing bracket is a subtraction. Commas separate groups of three digits only.
-NUMBER = re.compile(r"(?:(?<![\w.)\]])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\d))?")
+# Linear in the text: no two parts of it can match the same character, so nothing is tried again but
+# one group of three digits. A minus right after a word, a digit or a closing bracket is a
+# subtraction. Commas separate groups of three digits only.
+NUMBER = re.compile(
+    r"(?:(?<![\w.)\]])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\d))?"
+)
 
 
 def last_number(text: str) -> Decimal | None:
     """The last decimal number in ``text``; None where there is none.
 
-    ``"so 3 + 4 = 7."`` is 7, ``"$1,234.50"`` is 1234.5, ``"9-3"`` is 3, ``"x = -3"`` is -3, ``"1/2"`` is 2 (no fractions).
+    ``"so 3 + 4 = 7."`` is 7, ``"$1,234.50"`` is 1234.5, ``"9-3"`` is 3, ``"x = -3"`` is -3,
+    ``"1/2"`` is 2 (no fractions).
     """
     found = NUMBER.findall(text)
     return Decimal(found[-1].replace(",", "")) if found else None
@@ -27,9 +32,9 @@ def _short(answer: str) -> str:
     return repr(answer if len(answer) <= 60 else "..." + answer[-57:])
 
 
-def _not_a_number(prompt: Prompt) -> str:
-    answer = prompt.answer
-    return f"the answer of {prompt.uid} is not a number: {_short(answer)}; {_remedy(answer)}"
+def _not_a_number(task: Task) -> str:
+    answer = task.answer
+    return f"the answer of {task.uid} is not a number: {_short(answer)}; {_remedy(answer)}"
 
 
 def _remedy(answer: str) -> str:
@@ -41,16 +46,21 @@ def _remedy(answer: str) -> str:
     return "correct it, or set reward.verifier=math or exact"
 
 
-class NumberVerifier:
+@register_verifier("number", sources=r"(openai/)?gsm8k")
+class NumberVerifier(Verifier):
     """Equality of decimal numbers: 7, 7.0 and 7.00 are one number, 0.1 + 0.2 is no issue."""
 
-    def check(self, prompts: Sequence[Prompt]) -> list[str]:
-        wrong = [prompt for prompt in prompts if not NUMBER.fullmatch(prompt.answer.strip().lstrip("$").rstrip("%"))]
-        return [_not_a_number(prompt) for prompt in wrong]
+    in_process = True
+    reads_prompt = False
 
-    def verify(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[Verdict]:
-        return [self._one(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    def check(self, tasks: Sequence[Task]) -> list[str]:
+        wrong = [
+            task
+            for task in tasks
+            if not NUMBER.fullmatch(task.answer.strip().lstrip("$").rstrip("%"))
+        ]
+        return [_not_a_number(task) for task in wrong]
 
-    def _one(self, prompt: Prompt, answer: str) -> Verdict:
+    def verify(self, task: Task, answer: str) -> Verdict:
         found = last_number(answer)
-        return Verdict(float(found is not None and found == last_number(prompt.answer)))
+        return Verdict(float(found is not None and found == last_number(task.answer)))

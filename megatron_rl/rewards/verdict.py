@@ -1,17 +1,34 @@
-"""What a verifier says, and what a verifier is."""
+"""What a verifier sees, what it says, and what a verifier is.
+
+Nothing here imports torch: these classes are used in worker processes, which must start quickly.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from megatron_rl.types import Prompt
+
+@dataclass(frozen=True)
+class Task:
+    """What a verifier or a reward function is shown of a prompt.
+
+    Example: ``Task(uid="train:7", answer="12", data_source="chain_sum", extra={}, text="5 + 7
+    =")``.
+    """
+
+    uid: str
+    answer: str  # the expected one
+    data_source: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""  # the prompt as the model reads it, chat template included
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Accuracy of one answer, in [0, 1]. ``problem`` says why the verifier itself could not judge; accuracy is 0 then.
+    """Accuracy of one answer, in [0, 1]. ``problem`` says why the verifier itself could not judge;
+    accuracy is 0 then.
 
     Example: ``Verdict(1.0)``; ``Verdict(0.0, "ValueError: not a number")``.
     """
@@ -20,11 +37,44 @@ class Verdict:
     problem: str | None = None
 
 
-@runtime_checkable
-class Verifier(Protocol):
-    """Answers in, verdicts out; deterministic. ``answers`` are texts already cut out of the responses."""
+@dataclass(frozen=True)
+class Options:
+    """The keys of ``reward`` that a verifier may read.
 
-    def check(self, prompts: Sequence[Prompt]) -> list[str]:
-        """What makes these prompts impossible to verify, one sentence each; empty when nothing does."""
+    Example: ``Options(partial_credit=False, timeout_s=5.0, memory_bytes=4 << 30,
+    sandbox="bubblewrap")``.
+    """
 
-    def verify(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[Verdict]: ...
+    partial_credit: bool
+    timeout_s: float
+    memory_bytes: int
+    sandbox: str
+
+
+class Verifier:
+    """One way to judge answers. Subclasses define ``verify``; the rest may stay as it is.
+
+    ``verify`` runs in a worker process that is killed when it overruns ``reward.timeout_s``, so it
+    may do anything with a text but must not keep state from one answer to the next.
+    """
+
+    # May run in the trainer: needs no import, and its time grows at most linearly with the answer.
+    in_process = False
+    reads_prompt = True  # wants ``Task.text``, which costs decoding it
+    # May start processes of its own (others are refused them, where the kernel does so).
+    starts_processes = False
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def check(self, tasks: Sequence[Task]) -> list[str]:
+        """What makes these tasks impossible to verify, one sentence each; empty when nothing does.
+        Runs once, in the trainer, before the engines are built."""
+        return []
+
+    def prepare(self) -> None:
+        """Runs once in the worker before the first answer: the place of imports that take long."""
+
+    def verify(self, task: Task, answer: str) -> Verdict:
+        """Deterministic. ``answer`` is the text already cut out of the response."""
+        raise NotImplementedError

@@ -38,7 +38,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     with display.phase("reading the prompts"):
         data = read_data(config, tokenizer)
         train, held_out = data.train_prompts, data.held_out_prompts
-        reward = build_reward(config.reward)
+        reward = build_reward(config.reward, lambda prompt: prompt.text)
         reward.check([*train, *held_out])
     method = Method(config.method, response_limit=config.rollout.max_response_tokens)
     if config.batch.responses_per_prompt < method.needs.min_group:

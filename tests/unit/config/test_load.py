@@ -1,5 +1,6 @@
 """Composition and validation: what users type, and what they are told when it is wrong."""
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,10 @@ def test_the_schema_is_frozen():
 def test_known_keys_reach_nested_sections():
     keys = set(known_keys(Config))
     assert {"seed", "batch.prompts_per_step", "data.columns.prompt", "method.kl.coef"} <= keys
+
+
+def test_an_error_travels_between_ranks():
+    error = ConfigError(["a = 1: wrong; set it to 2"], "the test")
+    copy = pickle.loads(pickle.dumps(error))
+    assert str(copy) == str(error)
+    assert copy.problems == error.problems

@@ -1,0 +1,156 @@
+"""A reward function of the user's own: ``reward.function=path.py:name`` or ``package.module:name``.
+
+::
+
+    from megatron_rl.rewards import Task
+
+    def score(tasks: list[Task], responses: list[str]) -> list[float]:
+        return [float(task.answer in response) for task, response in zip(tasks, responses)]
+
+It is called with all responses of a step that this rank scores (and again with those of an
+evaluation), ``tasks[i]`` being the prompt of ``responses[i]``, and returns one value a response: a
+number, or a mapping with ``reward``, optionally ``accuracy`` in [0, 1], and any further numbers,
+which are logged as ``reward/part/NAME``. It may be ``async def``.
+
+- The reward has the user's scale. It replaces the verifier: total = accuracy_weight x reward +
+  format_weight x format.
+- A response is *correct* when its accuracy is 1. Without ``accuracy`` that is when the reward is
+  exactly 1. Methods that ask for correct responses (dynamic sampling, pass@k, APO, ...) need this;
+  a scale that never gives 1 has to say ``accuracy``.
+- Methods that need rewards in [0, 1] (MAPO, and estimators ``tree``, ``apd``) stop at the first
+  reward outside.
+- It runs in a process of its own, one for each rank, which lives as long as the run: module state,
+  clients and caches are kept between calls. What it prints goes where the run's output goes. It is
+  the user's own code: nothing but its time is limited.
+- A call that raises, returns the wrong number of values or takes longer than
+  ``reward.function_timeout_s`` gives all its responses reward 0 and ``verifier_problem`` 1; a value
+  that is no finite number does so for its response. The reason is said once. After
+  ``MAX_FAILED_CALLS`` calls in a row without one usable value the run stops: it would train on
+  nothing.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_rl.rewards.messages import Setup
+from megatron_rl.rewards.server import Lane, Server
+from megatron_rl.rewards.verdict import Task
+
+START_TIMEOUT_S = 600.0  # its import may load a model
+MAX_FAILED_CALLS = 3
+
+
+class FunctionCaller:
+    """The trainer's end of the process the function lives in. ``restarts`` counts the times that
+    process was killed or died."""
+
+    def __init__(self, setup: Setup, *, timeout_s: float) -> None:
+        self._setup, self._timeout_s = setup, timeout_s
+        self._server = Server(setup)
+        self._lane: Lane | None = None
+        self._failed_calls = 0
+        self.restarts = 0
+
+    def start(self) -> None:
+        """Begins to start the process, without waiting."""
+        if self._lane is None:
+            self._lane = self._server.lane()
+
+    def wait_until_ready(self) -> None:
+        """Returns when the function is imported.
+
+        Raises:
+            ValueError: it cannot be, or does not take two arguments. RuntimeError: its process dies
+            while importing, or is not ready within ``START_TIMEOUT_S``.
+        """
+        ends_at = time.monotonic() + START_TIMEOUT_S
+        while True:
+            self.start()
+            assert self._lane is not None
+            if self._lane.ready:
+                return
+            reply = self._reply(self._lane, ends_at)
+            if reply is None and time.monotonic() >= ends_at:
+                raise RuntimeError(
+                    f"reward.function = {self._setup.function}: not imported within "
+                    f"{START_TIMEOUT_S:g} s"
+                )
+            if reply is None:
+                self._drop()
+                if self.restarts >= MAX_FAILED_CALLS:
+                    raise RuntimeError(
+                        f"reward.function = {self._setup.function}: its process dies while "
+                        "importing it"
+                    )
+
+    def __call__(self, tasks: Sequence[Task], responses: Sequence[str]) -> list[dict[str, Any]]:
+        """One ``{"reward", "accuracy", "parts"}`` or ``{"problem"}`` a response.
+
+        Raises:
+            ValueError: ``MAX_FAILED_CALLS`` calls in a row gave nothing usable; the last reason is
+            in it.
+        """
+        outcome = self._call(tasks, responses)
+        scores = outcome.get("scores") or [{"problem": outcome["problem"]}] * len(responses)
+        problems = [score["problem"] for score in scores if "problem" in score]
+        self._failed_calls = self._failed_calls + 1 if len(problems) == len(scores) else 0
+        if self._failed_calls >= MAX_FAILED_CALLS:
+            raise ValueError(
+                f"reward.function = {self._setup.function}: {self._failed_calls} calls in a row "
+                "gave no response a reward; "
+                f"the last one: {problems[0]}; mend the function"
+            )
+        return scores
+
+    def close(self) -> None:
+        if self._lane is not None:
+            self._drop()
+        self._server.close()
+
+    def _call(self, tasks: Sequence[Task], responses: Sequence[str]) -> dict[str, Any]:
+        self.wait_until_ready()
+        assert self._lane is not None
+        self._lane.queue((list(tasks), list(responses)))
+        began = time.monotonic()
+        reply = self._reply(self._lane, began + self._timeout_s)
+        if reply is not None:
+            return reply
+        self._drop()
+        if time.monotonic() - began >= self._timeout_s:
+            return {
+                "problem": f"no rewards within reward.function_timeout_s = {self._timeout_s:g} s"
+            }
+        return {"problem": "its process died"}
+
+    def _reply(self, lane: Lane, ends_at: float) -> dict[str, Any] | None:
+        """The next reply other than the pid; None when the process is gone or the time is up."""
+        while (now := time.monotonic()) < ends_at:
+            if not lane.write():
+                return None
+            writers = [lane.sock] if lane.wants_to_write else []
+            select.select([lane.sock], writers, [], ends_at - now)
+            replies = lane.read()
+            if replies is None:
+                return None
+            for reply in replies:
+                if "refused" in reply:
+                    raise ValueError(reply["refused"])
+                if "pid" in reply:
+                    lane.pid = reply["pid"]
+                    continue
+                if "ready" in reply:
+                    lane.ready = True
+                    self._server.works()
+                return reply
+        return None
+
+    def _drop(self) -> None:
+        assert self._lane is not None
+        self._lane.kill()
+        self._lane = None
+        self.restarts += 1
+        self._server.is_gone()

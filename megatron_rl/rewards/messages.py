@@ -1,0 +1,67 @@
+"""What goes over the sockets between the trainer and its workers.
+
+Only a response is foreign text. Requests hold the run's own data and are pickled; what a worker
+answers is JSON, a list of replies a line.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.errors import first_line
+from megatron_rl.rewards.verdict import Options
+
+HEADER = struct.Struct("<Q")  # bytes of the pickle that follows
+MAX_REASON_CHARACTERS = 300
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the workers of one pool do: judge single responses (``verifiers``), or call a function
+    on whole batches.
+
+    Example: ``Setup(plugins=(), verifiers=("math",), options=options, answer_pattern=None,
+    format_pattern="<a>.*</a>", function=None)``.
+    """
+
+    plugins: tuple[str, ...]
+    verifiers: tuple[str, ...]
+    options: Options
+    answer_pattern: str | None
+    format_pattern: str | None
+    function: str | None
+
+
+def send(lane: socket.socket, *replies: dict[str, Any]) -> None:
+    lane.sendall(json.dumps(replies).encode("ascii") + b"\n")
+
+
+def refuse(lane: socket.socket, reason: str) -> int:
+    send(lane, {"refused": reason})
+    return 1
+
+
+def reason(error: BaseException) -> str:
+    """``<kind>: <what it says>``, short. Example: ``ValueError: not a number``."""
+    text = f"{type(error).__name__}: {first_line(error)}"
+    return text[:MAX_REASON_CHARACTERS]
+
+
+def read_frame(sock: socket.socket) -> bytes | None:
+    """One message, or None at the end of the stream."""
+    head = _read(sock, HEADER.size)
+    return None if head is None else _read(sock, HEADER.unpack(head)[0])
+
+
+def _read(sock: socket.socket, size: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < size:
+        chunk = sock.recv(min(size - len(parts), 1 << 20))
+        if not chunk:
+            return None
+        parts += chunk
+    return bytes(parts)

@@ -1,0 +1,106 @@
+"""Verifiers by name, and which data sources each of them is for.
+
+A plug-in (``--plugin my_verifiers.py``) adds one like this; it is then
+``reward.verifier=palindrome``, and with ``sources`` also what ``reward.verifier=auto`` takes for
+prompts of these data sources::
+
+    from megatron_rl.rewards import Task, register_verifier
+
+    @register_verifier("palindrome", sources=r"toys/palindromes.*")
+    def palindrome(task: Task, answer: str) -> float:
+        return float(answer == answer[::-1])
+
+Workers import the same plug-ins. A class with more to it (checks of the prompts, long imports)
+derives from ``Verifier``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from megatron_rl.plugins import RegistrationError
+from megatron_rl.rewards.verdict import Options, Task, Verdict, Verifier
+
+_classes: dict[str, type[Verifier]] = {}
+_sources: list[tuple[re.Pattern[str], str]] = []
+
+
+def register_verifier(name: str, *, sources: str | None = None) -> Callable[[Any], Any]:
+    """Decorator of a class derived from ``Verifier``, or of a function ``(task, answer) -> accuracy
+    in [0, 1]`` (or a Verdict).
+
+    Args:
+        name: value of ``reward.verifier``. sources: regular expression of data sources (the whole
+        name) that ``auto`` gives to this verifier. Later registrations go before earlier ones, so
+        that a plug-in can claim a source.
+
+    Raises:
+        RegistrationError: the name is taken by another verifier, or is ``auto``.
+    """
+
+    def register(made: Any) -> Any:
+        verifier = made if isinstance(made, type) else _class_of(name, made)
+        taken = _classes.get(name)
+        if name == "auto" or (taken is not None and _origin(taken) != _origin(verifier)):
+            owner = (
+                "a reserved name" if taken is None else f"the name of {'.'.join(_origin(taken))}"
+            )
+            raise RegistrationError(f"register_verifier({name!r}): {owner}; choose another")
+        _classes[name] = verifier
+        if sources is not None:
+            _sources.insert(0, (re.compile(sources), name))
+        return made
+
+    return register
+
+
+def verifier_class(name: str) -> type[Verifier]:
+    """The class registered under ``name``.
+
+    Raises:
+        ValueError: there is none; names those that are near.
+    """
+    if name in _classes:
+        return _classes[name]
+    close = difflib.get_close_matches(name, [*_classes, "auto"], n=2)
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    raise ValueError(
+        f"reward.verifier = {name}: no such verifier; {hint}there are auto, "
+        f"{', '.join(sorted(_classes))}, "
+        "and those that a --plugin registers"
+    )
+
+
+def verifier_of_source(data_source: str) -> str | None:
+    """The verifier for prompts of ``data_source`` under ``reward.verifier = auto``; None where no
+    pattern matches."""
+    return next((name for pattern, name in _sources if pattern.fullmatch(data_source)), None)
+
+
+def _origin(verifier: type[Verifier]) -> tuple[str, str]:
+    return verifier.__module__, verifier.__qualname__
+
+
+def _class_of(name: str, function: Callable[[Task, str], Any]) -> type[Verifier]:
+    """A verifier that calls ``function``."""
+
+    class FunctionVerifier(Verifier):
+        def verify(self, task: Task, answer: str) -> Verdict:
+            judged = function(task, answer)
+            return judged if isinstance(judged, Verdict) else limited(float(judged), self.options)
+
+    FunctionVerifier.__module__ = getattr(function, "__module__", __name__)
+    FunctionVerifier.__qualname__ = getattr(function, "__qualname__", name)
+    return FunctionVerifier
+
+
+def limited(score: float, options: Options) -> Verdict:
+    """A score as a verdict: 0 with a reason when it is outside [0, 1]; without
+    ``reward.partial_credit`` a fraction is 0."""
+    if not (math.isfinite(score) and 0 <= score <= 1):
+        return Verdict(0.0, f"score {score} is not within [0, 1]")
+    return Verdict(score if options.partial_credit else float(score == 1))

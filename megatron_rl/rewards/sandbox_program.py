@@ -1,0 +1,189 @@
+"""Runs inside the sandbox: takes a program and what to do with it from stdin, gives up its rights,
+and runs it.
+
+Its source is handed to ``python -I -S -c``, so it imports the standard library alone. One line of
+JSON comes first: ``{"program", "memory_bytes", "cpu_s", "input"}``. With ``input`` (a text) the
+program runs as a script that reads it, and its output goes out as it is. Without, it is imported,
+and then each further line ``{"nonce", "statement"}`` or ``{"nonce", "expression"}`` is executed in
+its names and answered by ``{"nonce", "done"}`` or ``{"nonce", "value"}``; no answer means that it
+failed.
+
+What keeps the program in: limits of the kernel, and a filter of system calls (x86-64 and ARM64). It
+may start threads, and neither start processes or other programs, nor signal, trace or limit another
+process, nor open a socket, nor leave its process group.
+"""
+
+import ctypes
+import json
+import os
+import platform
+import resource
+import signal
+import struct
+import sys
+
+FILE_BYTES = 16 << 20
+OPEN_FILES = 64
+MAX_VALUE_CHARACTERS = 200_000
+NO_NEW_PRIVS, SET_SECCOMP, FILTER, SET_PDEATHSIG = 38, 22, 2, 1
+EPERM, ENOSYS = 1, 38
+ALLOW, REFUSE = 0x7FFF0000, 0x00050000
+LOAD, JUMP_EQUAL, JUMP_SET, JUMP_ABOVE, RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
+CLONE_THREAD = 0x10000
+X32 = 0x40000000
+# Where they stand in the kernel's description of a call.
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
+# System calls by machine: those that are always refused, then those whose first argument decides.
+CALLS = {
+    "x86_64": {
+        "audit": 0xC000003E,
+        # fork vfork execve execveat kill tkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_send_signal
+        # pidfd_open ptrace process_vm_readv process_vm_writev socket setpgid setsid unshare setns
+        # mount umount2 pivot_root chroot bpf userfaultfd perf_event_open add_key request_key keyctl
+        # io_uring_setup
+        "refused": (57, 58, 59, 322, 62, 200, 129, 297, 424, 434, 101, 310, 311, 41,
+                    109, 112, 272, 308, 165, 166, 155, 161, 321, 323, 298, 248, 249, 250, 425),
+        "clone": 56, "clone3": 435, "tgkill": 234, "prlimit64": 302, "prctl": 157,
+    },
+    "aarch64": {
+        "audit": 0xC00000B7,
+        "refused": (221, 281, 129, 130, 138, 240, 424, 434, 117, 270, 271, 198,
+                    154, 157, 97, 268, 40, 39, 41, 51, 280, 282, 241, 217, 218, 219, 425),
+        "clone": 220, "clone3": 435, "tgkill": 131, "prlimit64": 261, "prctl": 167,
+    },
+}  # fmt: skip
+
+
+def system_call_filter(calls, own_pid):
+    """The filter as the kernel reads it: a list of (operation, jump if true, jump if false,
+    value)."""
+
+    def refuse(error):
+        return (RETURN, 0, 0, REFUSE | error)
+
+    steps = [(LOAD, 0, 0, ARCHITECTURE), (JUMP_EQUAL, 1, 0, calls["audit"]), refuse(EPERM)]
+    steps += [(LOAD, 0, 0, NUMBER), (JUMP_ABOVE, 0, 1, X32), refuse(EPERM)]
+    for number in calls["refused"]:
+        steps += [(JUMP_EQUAL, 0, 1, number), refuse(EPERM)]
+    # Threads are started by clone3; told that it does not exist, the C library takes clone, whose
+    # flags can be looked at.
+    steps += [(JUMP_EQUAL, 0, 1, calls["clone3"]), refuse(ENOSYS)]
+    argument = (LOAD, 0, 0, FIRST_ARGUMENT)
+    allow = (RETURN, 0, 0, ALLOW)
+    steps += [
+        (JUMP_EQUAL, 0, 4, calls["clone"]),
+        argument,
+        (JUMP_SET, 0, 1, CLONE_THREAD),
+        allow,
+        refuse(EPERM),
+    ]
+    steps += [
+        (JUMP_EQUAL, 0, 4, calls["tgkill"]),
+        argument,
+        (JUMP_EQUAL, 0, 1, own_pid),
+        allow,
+        refuse(EPERM),
+    ]
+    steps += [
+        (JUMP_EQUAL, 0, 4, calls["prlimit64"]),
+        argument,
+        (JUMP_EQUAL, 0, 1, 0),
+        allow,
+        refuse(EPERM),
+    ]
+    steps += [
+        (JUMP_EQUAL, 0, 4, calls["prctl"]),
+        argument,
+        (JUMP_EQUAL, 1, 0, SET_PDEATHSIG),
+        allow,
+        refuse(EPERM),
+    ]
+    return [*steps, allow]
+
+
+def give_up_rights(memory_bytes, cpu_s):
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    limits = {
+        resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_CPU: cpu_s,
+        resource.RLIMIT_FSIZE: FILE_BYTES,
+        resource.RLIMIT_NOFILE: OPEN_FILES, resource.RLIMIT_CORE: 0,
+    }  # fmt: skip
+    calls = CALLS.get(platform.machine())
+    if calls is None:
+        limits[resource.RLIMIT_NPROC] = 0
+    for limit, value in limits.items():
+        hard = resource.getrlimit(limit)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(limit, (value, value))
+    if calls is None:
+        return
+    steps = system_call_filter(calls, os.getpid())
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    program = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code))
+    )
+    if libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(SET_SECCOMP, FILTER, program, 0, 0):
+        os._exit(70)
+
+
+def plain(value, types):
+    """``value`` made of Python's own types alone, so that its equality is Python's and not the
+    program's."""
+    kind, dictionary, others = types
+    for base in others:
+        if isinstance(value, base):
+            return base(plain(item, types) for item in base.__iter__(value))
+    if isinstance(value, dictionary):
+        return {plain(key, types): plain(item, types) for key, item in dictionary.items(value)}
+    if value is None or kind(value) in (bool, int, float, complex, str, bytes):
+        return value
+    for base in (int, float, str, bytes):
+        if isinstance(value, base):
+            return base.__new__(base, value) if base is not int else int.__index__(value)
+    raise TypeError
+
+
+def serve(names, requests, answers):
+    """Executes one request after the other in ``names``. An exception ends it, which counts as
+    failed."""
+    types = (type, dict, (list, tuple, set, frozenset))
+    dumps, write, evaluate, execute, show = json.dumps, os.write, eval, exec, repr
+    for line in requests:
+        request = json.loads(line)
+        if "statement" in request:
+            execute(compile(request["statement"], "<test>", "exec"), names)
+            answer = {"nonce": request["nonce"], "done": True}
+        else:
+            value = show(
+                plain(evaluate(compile(request["expression"], "<test>", "eval"), names), types)
+            )
+            answer = {"nonce": request["nonce"], "value": value[:MAX_VALUE_CHARACTERS]}
+        write(answers, dumps(answer).encode() + b"\n")
+
+
+def main():
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    task = json.loads(requests.readline())
+    sys.set_int_max_str_digits(100_000)
+    if task["input"] is None:
+        answers, nothing = os.dup(1), os.open("/dev/null", os.O_RDWR)
+        for number in (0, 1, 2):
+            os.dup2(nothing, number)
+        give_up_rights(task["memory_bytes"], task["cpu_s"])
+        names = {"__name__": "solution"}
+        exec(compile(task["program"], "<program>", "exec"), names)
+        serve(names, requests, answers)
+        return
+    requests.close()
+    stdin = os.memfd_create("stdin")
+    with os.fdopen(os.dup(stdin), "wb") as file:
+        file.write(task["input"].encode())
+    os.lseek(stdin, 0, os.SEEK_SET)
+    os.dup2(stdin, 0)
+    give_up_rights(task["memory_bytes"], task["cpu_s"])
+    exec(compile(task["program"], "<program>", "exec"), {"__name__": "__main__"})
+
+
+if __name__ == "__main__":
+    main()

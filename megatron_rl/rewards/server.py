@@ -1,0 +1,183 @@
+"""The trainer's end of a server of workers: starts it, asks it for workers, kills workers that
+overrun."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.rewards.messages import HEADER, Setup
+
+LOGGER = logging.getLogger(__name__)
+MAX_FAILED_STARTS = 5
+
+
+class Lane:
+    """A socket to one worker. Reading and writing never wait: the pool watches many lanes at
+    once."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        sock.setblocking(False)
+        self.pid: int | None = None
+        self.ready = False
+        self._unsent = memoryview(b"")
+        self._unread = b""
+        weakref.finalize(self, sock.close)
+
+    @property
+    def wants_to_write(self) -> bool:
+        return bool(self._unsent)
+
+    def queue(self, message: Any) -> None:
+        """Gives a message to be sent by ``write``."""
+        frame = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        self._unsent = memoryview(HEADER.pack(len(frame)) + frame)
+
+    def write(self) -> bool:
+        """Sends what fits now; False when the worker is gone."""
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[self.sock.send(self._unsent) :]
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def read(self) -> list[dict[str, Any]] | None:
+        """The replies that are there; None when the worker is gone and has left none."""
+        gone = False
+        try:
+            while chunk := self.sock.recv(1 << 16):
+                self._unread += chunk
+            gone = True
+        except BlockingIOError:
+            gone = False
+        except OSError:
+            gone = True
+        *lines, self._unread = self._unread.split(b"\n")
+        if gone and not lines:
+            return None
+        return [reply for line in lines for reply in json.loads(line)]
+
+    def kill(self) -> None:
+        """Ends the worker and all processes of its session."""
+        if self.pid is not None:
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                self.pid = None
+        self.sock.close()
+
+
+class Server:
+    """One server process, started in the background and again when it is gone. ``restarts`` counts
+    the latter."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._failed_starts = 0
+        self.restarts = 0
+        self.started_at = 0.0
+
+    def lane(self) -> Lane:
+        """A worker is on its way; its first replies are its pid and that it is ready.
+
+        Raises:
+            RuntimeError: the server ended ``MAX_FAILED_STARTS`` times in a row before it had one
+            worker ready.
+        """
+        ours, theirs = socket.socketpair()
+        lane = Lane(ours)
+        with theirs:
+            while True:
+                control = self._control or self._start()
+                try:
+                    socket.send_fds(control, [b"+"], [theirs.fileno()])
+                    break
+                except OSError:
+                    self._bury()
+        return lane
+
+    def works(self) -> None:
+        """To call when a worker has become ready."""
+        self._failed_starts = 0
+
+    def close(self) -> None:
+        """Ends the server, and its workers with it."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def is_gone(self) -> bool:
+        """Whether the server process has ended by itself; it is then forgotten, and started again
+        by the next ``lane``."""
+        if self._process is None or self._process.poll() is None:
+            return False
+        self._bury()
+        return True
+
+    def _start(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        package_parent = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_rl.rewards.worker", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": path},
+                start_new_session=True,
+            )
+        frame = pickle.dumps(self._setup)
+        try:
+            ours.sendall(HEADER.pack(len(frame)) + frame)
+        except OSError:
+            self._bury()  # it died at once: counted, and tried again by the caller
+            return self._start()
+        weakref.finalize(self, _end, ours, self._process)
+        self._control = ours
+        self.started_at = time.monotonic()
+        return ours
+
+    def _bury(self) -> None:
+        assert self._process is not None
+        code = self._process.wait()
+        self._process = None
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        self.restarts += 1
+        self._failed_starts += 1
+        if self._failed_starts >= MAX_FAILED_STARTS:
+            raise RuntimeError(
+                f"the server of the verifiers ended {self._failed_starts} times while starting "
+                f"(exit code {code}; "
+                "-9: killed, often for want of memory); what it wrote is above"
+            )
+        LOGGER.warning(
+            "the server of the verifiers ended (exit code %d) and is started again", code
+        )
+
+
+def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    control.close()
+    process.kill()
+    process.wait()

@@ -1,0 +1,99 @@
+"""The process behind ``megatron_rl.rewards.pool``: a server that imports once and forks the
+workers.
+
+Started as ``python -m megatron_rl.rewards.worker FD``. The control socket FD brings the ``Setup``
+first, then one socket a message: for each the server forks a worker that serves it to its end. A
+worker that hangs is killed by the trainer (its whole process group), which then asks for another
+one: that takes milliseconds, because what takes seconds is imported before the fork. The server
+ends when the trainer is gone, and its workers with it. It is a plain child rather than a
+``multiprocessing`` one: those import the trainer's main module again, and it has one thread, so
+that a fork is safe.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from megatron_rl.plugins import load_plugins
+from megatron_rl.rewards.limits import end_with
+from megatron_rl.rewards.messages import Setup, read_frame, reason, refuse, send
+
+# Verdicts of so long go out together: each message wakes the trainer, which has other things to do.
+GATHER_S = 0.002
+
+
+def main(control: socket.socket) -> None:
+    """Serves until the trainer closes the control socket."""
+    setup: Setup = pickle.loads(read_frame(control) or b"")
+    judge, refusal = None, None
+    try:
+        if setup.function is None:
+            judge = load_judge(setup)
+    except ValueError as error:
+        refusal = str(error)
+    except Exception as error:  # noqa: BLE001 - of a plug-in's verifier; said by the trainer
+        names = ", ".join(setup.verifiers)
+        refusal = f"reward.verifier = {names}: no worker can prepare it ({reason(error)}); mend it"
+    # The kernel buries dead workers; the trainer sees their sockets close.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    server = os.getpid()
+    while True:
+        _, lanes, _, _ = socket.recv_fds(control, 1, 1)
+        if not lanes:
+            return
+        lane = socket.socket(fileno=lanes[0])
+        lane.set_inheritable(False)
+        if os.fork() == 0:
+            control.close()
+            end_with(server)
+            os.setsid()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            send(lane, {"pid": os.getpid()})
+            code = refuse(lane, refusal) if refusal else serve(lane, setup, judge)
+            sys.stdout.flush()
+            os._exit(code)
+        lane.close()
+
+
+def serve(lane: socket.socket, setup: Setup, judge: Any) -> int:
+    """Answers requests until the trainer closes the lane; the exit code."""
+    if setup.function is not None:
+        from megatron_rl.rewards.function_worker import serve_function
+
+        return serve_function(lane, setup)
+    send(lane, {"ready": True})
+    while (frame := read_frame(lane)) is not None:
+        verdicts: list[dict[str, Any]] = []
+        sent_at = time.monotonic()
+        for name, task, response in pickle.loads(frame):
+            verdicts.append(judge.judge(name, task, response))
+            last = bool(verdicts[-1].get("last"))
+            if last or time.monotonic() > sent_at + GATHER_S:
+                send(lane, *verdicts)
+                verdicts, sent_at = [], time.monotonic()
+            if last:
+                return 0
+        send(lane, *verdicts)
+    return 0
+
+
+def load_judge(setup: Setup) -> Any:
+    """The judge with all its imports done.
+
+    Raises:
+        ValueError: a plug-in cannot be imported here, or does not register what it should.
+    """
+    from megatron_rl.rewards.judge import Judge
+
+    load_plugins(setup.plugins)
+    return Judge(setup)
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])))
