@@ -110,3 +110,10 @@ def config(run_dir: Path) -> dict[str, Any]:
 def shown(values: Sequence[Any]) -> str:
     text = ", ".join(str(value) for value in values[:6])
     return text + (f", ... ({len(values)})" if len(values) > 6 else "")
+
+
+def trained_from(run_dir: Path, last: int) -> list[str]:
+    """A run that went on in a new folder wrote its last step and its export."""
+    rows = metrics(run_dir)
+    found = [] if rows and rows[-1]["step"] == last else [f"metrics.jsonl does not end with step {last}"]
+    return found + finite_export(run_dir / "export")

@@ -235,6 +235,11 @@ class Case:
         return replace(self, argued=text)
 
 
+def marked_processes(mark: str) -> list[int]:
+    """Process ids of everything that bears the mark."""
+    return [pid for pid in _processes() if _marked(pid, mark)]
+
+
 def _read_from(log: Path, offset: int) -> str:
     with log.open("rb") as file:
         file.seek(offset)

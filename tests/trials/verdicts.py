@@ -86,7 +86,25 @@ class Ends:
     within_s: float = float("inf")
 
 
-Expected = Refused | Ends
+@dataclass(frozen=True)
+class Dies:
+    """Something outside ends the command (a signal, a full disk): it says so and leaves nothing.
+
+    Args:
+        says: what must stand on the screen, torchrun's closing box included.
+        consequences: what must not: the errors of survivors are not causes.
+        fault: a traceback of ours may stand.
+    """
+
+    says: tuple[str, ...] = ()
+    consequences: tuple[str, ...] = ("GLHF", "Connection reset by peer", "Connection closed by peer")
+    codes: tuple[int, ...] = (1,)
+    within_s: float = 120.0
+    max_lines: int = MAX_LINES
+    fault: bool = False
+
+
+Expected = Refused | Ends | Dies
 WEIGHT = {"good": 0, "poor": 1, "bad": 2}
 
 
@@ -124,6 +142,8 @@ def _verdict(found: Sequence[tuple[str, str]]) -> Verdict:
 def _against(expected: Expected, outcome: Outcome) -> list[tuple[str, str]]:
     if isinstance(expected, Ends):
         return _not_ended(expected, outcome)
+    if isinstance(expected, Dies):
+        return _not_died(expected, outcome)
     return _not_refused(expected, outcome)
 
 
@@ -137,6 +157,24 @@ def _not_ended(expected: Ends, outcome: Outcome) -> list[tuple[str, str]]:
         found.append(("poor", f"slow: {outcome.seconds:.0f} s of {expected.within_s:.0f} s"))
     if "Traceback (most recent" in without_torchrun(outcome.text):
         found.append(("poor", "a traceback although it ended well"))
+    return found
+
+
+def _not_died(expected: Dies, outcome: Outcome) -> list[tuple[str, str]]:
+    if outcome.code == 0 and 0 not in expected.codes:
+        return [("bad", "exit code 0 although it was ended from outside")]
+    found = [] if outcome.code in expected.codes else [("poor", f"exit code {outcome.code}")]
+    missing = [pattern for pattern in expected.says if not _search(pattern, outcome.text)]
+    found += [("bad" if len(missing) == len(expected.says) else "poor", f"not said: {pattern}") for pattern in missing]
+    said = message(outcome.text)
+    found += [("poor", f"a consequence is shown: {word}") for word in expected.consequences if word in said]
+    if "Traceback (most recent" in said and not expected.fault:
+        found.append(("poor", "traceback"))
+    lines = [line for line in said.splitlines() if line.strip()]
+    if len(lines) > expected.max_lines:
+        found.append(("poor", f"{len(lines)} lines"))
+    if outcome.seconds > expected.within_s:
+        found.append(("poor", f"slow: {outcome.seconds:.0f} s"))
     return found
 
 
