@@ -112,13 +112,13 @@ def preempted(place: Place) -> Outcome:
 def stopped_for_a_while(place: Place) -> Outcome:
     """Rank 1 stands still for 45 s in the middle of a run of 12 steps."""
     run_dir = place.folder / "run"
-    running = begun(place, "trainer.num_steps=400")
+    running = begun(place, "trainer.num_steps=300")
     in_a_step(running, run_dir)
     rank = running.ranks()[1]
     os.kill(rank, signal.SIGSTOP)
     time.sleep(45)
     os.kill(rank, signal.SIGCONT)
-    return looked_at(running.finish(120), run_dir, 400)
+    return looked_at(running.finish(120), run_dir, 300)
 
 
 def workers_killed(place: Place) -> Outcome:
@@ -168,13 +168,13 @@ def port_taken(place: Place) -> Outcome:
 def two_runs(place: Place) -> Outcome:
     """The same command while the first one trains: the second is refused, the first is whole."""
     run_dir = place.folder / "run"
-    first = begun(place, "trainer.num_steps=400")
+    first = begun(place, "trainer.num_steps=300")
     in_a_step(first, run_dir)
     second = Place(place.folder, place.material, place.server, place.limit_s)
-    words = torchrun(2, toy(place.material, run_dir, *LONG, "trainer.num_steps=400"))
+    words = torchrun(2, toy(place.material, run_dir, *LONG, "trainer.num_steps=300"))
     outcome = second.start(words, log="second.txt").finish(60)
     ended = first.finish(120)
-    wrong = looks.trained(run_dir, 400) if ended.code == 0 else ["the first run did not end well"]
+    wrong = looks.trained(run_dir, 300) if ended.code == 0 else ["the first run did not end well"]
     return outcome.noting(wrong)
 
 
