@@ -150,7 +150,7 @@ def shell(before: str, *more: str) -> Callable[[Place], Outcome]:
 
 
 def small_shared_memory(place: Place) -> Outcome:
-    script = "mount -t tmpfs -o size=20m tmpfs /dev/shm && exec \"$@\""
+    script = 'mount -t tmpfs -o size=20m tmpfs /dev/shm && exec "$@"'
     words = torchrun(2, toy(place.material, place.folder / "run"))
     return place.command(["unshare", "-m", "bash", "-c", script, "bash", *words])
 
@@ -270,7 +270,9 @@ def model_removed(place: Place) -> Outcome:
     return running.finish(90)
 
 
-def fault(name: str, title: str, play: Callable[[Place], Outcome], *expected: Expected, limit_s: float = 120, needs: Sequence[str] = ()) -> Case:
+def fault(
+    name: str, title: str, play: Callable[[Place], Outcome], *expected: Expected, limit_s: float = 120, needs: Sequence[str] = ()
+) -> Case:
     return Case(name, "faults", title, play, expected, "torchrun 2", limit_s, needs=tuple(needs))
 
 
@@ -290,12 +292,14 @@ def signals() -> list[Case]:
         fault("b06", "Ctrl-C in a step", signalled("step", to_group(signal.SIGINT)), quiet),
         fault("b06b", "Ctrl-C in the build", signalled("build", to_group(signal.SIGINT)), quiet),
         fault("b07", "USR1 of the ranks", preempted, Ends(("saved step",))),
-        fault("b07b", "USR1 of torchrun's group", signalled("step", to_group(signal.SIGUSR1)), Dies(codes=(-10, 1), consequences=()), Ends()),
+        fault(
+            "b07b", "USR1 of torchrun's group", signalled("step", to_group(signal.SIGUSR1)), Dies(codes=(-10, 1), consequences=()), Ends()
+        ),
         fault("b08", "rank 1 stands still for 45 s", stopped_for_a_while, Ends((r"wait[^\n]*rank|rank[^\n]*wait",)), limit_s=240),
         fault("b09", "workers of the verifier are killed", workers_killed, Ends(("could not be judged|worker",)), limit_s=200),
         fault("b17", "SIGKILL of torchrun alone", signalled("step", to_torchrun(kill)), Dies(codes=(-9,), consequences=())),
         fault("b17b", "SIGKILL of torchrun in the build", signalled("build", to_torchrun(kill)), Dies(codes=(-9,), consequences=())),
-    ]  # fmt: skip
+    ]
 
 
 def machines() -> list[Case]:
@@ -306,11 +310,25 @@ def machines() -> list[Case]:
         fault("b10b", "ulimit -v of 5 GB", shell("ulimit -v 5000000;"), Ends(), Dies(("memory",))),
         fault("b10c", "ulimit -v of 2.6 GB", shell("ulimit -v 2600000;"), Dies(("memory",)), Refused(("memory",), before="", fault=True)),
         fault("b10d", "64 open files", shell("ulimit -n 64;"), Ends(), Dies(("open files",))),
-        fault("b11b", "/dev/shm of 20 MiB", small_shared_memory, Dies(("/dev/shm", "MiB|shared memory")), Refused(("/dev/shm",), before=""), needs=root),
+        fault(
+            "b11b",
+            "/dev/shm of 20 MiB",
+            small_shared_memory,
+            Dies(("/dev/shm", "MiB|shared memory")),
+            Refused(("/dev/shm",), before=""),
+            needs=root,
+        ),
         fault("b12", "the master's port is taken", port_taken, Dies(("address already in use|EADDRINUSE", "port"), fault=True)),
         fault("b12b", "no home folder", shell("export HOME=/nonexistent;"), Ends()),
-        fault("b13", "a second run in the folder of a live one", two_runs, Refused(("run_dir|/run", "pid|process|lives|running|held|another"))),
-        fault("b13b", "two runs started at once in one folder", two_at_once, Refused(("run_dir|/run", "pid|process|lives|running|held|another"), within_s=120)),
+        fault(
+            "b13", "a second run in the folder of a live one", two_runs, Refused(("run_dir|/run", "pid|process|lives|running|held|another"))
+        ),
+        fault(
+            "b13b",
+            "two runs started at once in one folder",
+            two_at_once,
+            Refused(("run_dir|/run", "pid|process|lives|running|held|another"), within_s=120),
+        ),
         fault("b14", "the disk fills while it trains", disk_full, Refused((space,), before="", within_s=120, fault=False), needs=root),
         fault("b14r", "the same, room is made, started again", disk_full_again, Ends(("resumed from",)), needs=root, limit_s=200),
         fault("b14b", "the disk is full at the start", disk_full_start, Refused((space, "run_dir|/disk")), needs=root),
@@ -319,7 +337,7 @@ def machines() -> list[Case]:
         fault("b15b", "run_dir cannot be written", read_only, Refused(("run_dir|/run", "read.only|write|permission")), needs=root),
         fault("b16", "the run folder is moved away", folder_removed, Refused(("/run",), before="", within_s=120), Ends()),
         fault("b19", "the model is moved away", model_removed, Refused(("/model",), before="", within_s=120), Ends()),
-    ]  # fmt: skip
+    ]
 
 
 def cases() -> list[Case]:

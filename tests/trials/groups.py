@@ -6,21 +6,34 @@ from collections import Counter
 
 from tests.trials import (
     config_cases,
+    damage_cases,
     data_cases,
+    data_set_cases,
     fault_cases,
     journey_cases,
     lost_cases,
     model_cases,
     resume_cases,
     reward_cases,
+    tensor_cases,
 )
 from tests.trials.place import Case
 
 NAMES = ("config", "data", "model", "rewards", "resume", "lost", "faults", "journeys")
 ALONE = ("lost", "faults")  # these load the machine, or look at moments of a run
 MODULES = (
-    config_cases, data_cases, model_cases, reward_cases, resume_cases, lost_cases, fault_cases, journey_cases,
-)  # fmt: skip
+    config_cases,
+    data_cases,
+    data_set_cases,
+    model_cases,
+    tensor_cases,
+    reward_cases,
+    resume_cases,
+    damage_cases,
+    lost_cases,
+    fault_cases,
+    journey_cases,
+)
 
 
 def all_cases() -> list[Case]:

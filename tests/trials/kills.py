@@ -79,11 +79,11 @@ def disturbed(number: int, moment: str, draw: random.Random, material: Material,
     running.finish(ORPHAN_S)
     left = place.left_behind()
     found += [f"left behind: {what}" for what in left]
-    for starts in range(2, MAX_STARTS + 1):
+    starts, code = 1, None
+    while code != 0 and starts < MAX_STARTS:
         outcome = place.command(words)
-        if outcome.code == 0:
-            break
-    else:
+        starts, code = starts + 1, outcome.code
+    if code != 0:
         return Kill(number, moment, victim, after, starts, (*found, f"did not finish: {outcome.text[-300:]}"))
     found += looks.same_metrics(reference, run_dir)
     found += looks.same_weights(reference / "export", run_dir / "export")
@@ -159,7 +159,9 @@ def campaign(count: int, seed: int, folder: Path, only: str | None = None) -> li
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.trials.kills", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.trials.kills", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=MOMENTS)

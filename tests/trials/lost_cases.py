@@ -39,8 +39,12 @@ def cases() -> list[Case]:
     }
     return [
         Case(
-            name, "lost", f"{mistake.name}, {ranks} ranks, {STARTS} starts" + (", loaded" if busy else ""),
-            several(mistake, ranks, busy), (Refused(mistake.says, before="", within_s=LIMIT_S),), f"torchrun {ranks}",
+            name,
+            "lost",
+            f"{mistake.name}, {ranks} ranks, {STARTS} starts" + (", loaded" if busy else ""),
+            several(mistake, ranks, busy),
+            (Refused(mistake.says, before="", within_s=LIMIT_S),),
+            f"torchrun {ranks}",
         )
         for name, (mistake, ranks, busy) in plan.items()
-    ]  # fmt: skip
+    ]

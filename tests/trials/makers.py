@@ -17,9 +17,7 @@ def settled(change: Change, place: Place) -> list[str]:
     return list(change(place) if callable(change) else change)
 
 
-def toy_case(
-    name: str, title: str, change: Change, *expected: Expected, group: str = "config", nproc: int = 2, steps: int = 1
-) -> Case:
+def toy_case(name: str, title: str, change: Change, *expected: Expected, group: str = "config", nproc: int = 2, steps: int = 1) -> Case:
     """``change`` on top of the toy's overrides, by torchrun."""
 
     def play(place: Place) -> Outcome:

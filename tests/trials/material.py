@@ -64,10 +64,7 @@ class Material:
 def plain_rows(count: int, first: int = 0) -> list[dict[str, Any]]:
     """Sums: {"prompt": "1 + 2 =", "answer": "3", "data_source": "sums", "extra": {}}."""
     numbers = range(first, first + count)
-    return [
-        {"prompt": f"{n} + {n + 1} =", "answer": str(2 * n + 1), "data_source": "sums", "extra": {}}
-        for n in numbers
-    ]
+    return [{"prompt": f"{n} + {n + 1} =", "answer": str(2 * n + 1), "data_source": "sums", "extra": {}} for n in numbers]
 
 
 def write_rows(path: Path, rows: Sequence[Any]) -> Path:
@@ -87,9 +84,7 @@ def write_tokenizer(path: Path, **more: Any) -> int:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<pad>", "<eos>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=special, initial_alphabet=sorted(alphabet), show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=sorted(alphabet), show_progress=False)
     tokenizer.train_from_iterator([TEXT] * 4, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", **more)
     fast.chat_template = TEMPLATE

@@ -175,9 +175,9 @@ class Running:
         found = {}
         for pid in _processes():
             variables = _variables(pid)
-            if variables.get(MARK) == self.place.mark and "LOCAL_RANK" in variables:
-                if "megatron_rl" in _command_line(pid) and _parent(pid) == self.process.pid:
-                    found[int(variables["LOCAL_RANK"])] = pid
+            ours = variables.get(MARK) == self.place.mark and "LOCAL_RANK" in variables
+            if ours and "megatron_rl" in _command_line(pid) and _parent(pid) == self.process.pid:
+                found[int(variables["LOCAL_RANK"])] = pid
         return [found[rank] for rank in sorted(found)]
 
     def wait_for(self, condition: Callable[[], bool], limit_s: float = 90.0) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from tests.trials import looks
 from tests.trials.material import edit_json, edit_weights, toy_alone
@@ -62,66 +60,8 @@ def resumed(
     return Case(name, "resume", title, play, expected, "warm", limit_s)
 
 
-def kept(run_dir: Path, outcome: Outcome) -> list[str]:
-    """Rows of steps 1 and 2 of the first run are still somewhere in the folder."""
-    old = {row["reward/mean"] for row in json.loads((run_dir / "first.json").read_text()) if row["step"]}
-    found = {row.get("reward/mean") for file in run_dir.rglob("metrics*") if file.is_file() for row in _rows(file)}
-    return [] if old <= found else ["rows of metrics of the first run are gone"]
-
-
-def _rows(file: Path) -> list[dict[str, Any]]:
-    rows = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue  # spoiled on purpose
-    return [row for row in rows if isinstance(row, dict)]
-
-
-def remember(then: Callable[[Path], object]) -> Callable[[Path], None]:
-    """Writes down the rows of the first run under another name, with unlike numbers, then spoils."""
-
-    def spoil(run_dir: Path) -> None:
-        rows = looks.metrics(run_dir)
-        for row in rows:
-            if row["step"]:
-                row["reward/mean"] = 1000.0 + row["step"]
-        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (run_dir / "first.json").write_text(json.dumps(rows))
-        then(run_dir)
-
-    return spoil
-
-
 def newest(run_dir: Path, step: int = STEPS) -> Path:
     return run_dir / "checkpoints" / f"step_{step:06d}"
-
-
-def shard(path: Path) -> Path:
-    return max(path.rglob("*.distcp"), key=lambda file: file.stat().st_size)
-
-
-def cut(path: Path) -> None:
-    file = shard(path)
-    file.write_bytes(file.read_bytes()[:-8])
-
-
-def flip(path: Path) -> None:
-    """4000 bytes in the middle inverted; the size stays."""
-    file = shard(path)
-    content = bytearray(file.read_bytes())
-    middle = len(content) // 2
-    content[middle : middle + 4000] = bytes(255 - byte for byte in content[middle : middle + 4000])
-    file.write_bytes(bytes(content))
-
-
-def both(spoil: Callable[[Path], object]) -> Callable[[Path], None]:
-    return lambda run_dir: [spoil(newest(run_dir, step)) for step in (1, 2)] and None
-
-
-def again_from_1(run_dir: Path, outcome: Outcome) -> list[str]:
-    return [] if "step_000001" in outcome.text else ["it did not go on from the older whole checkpoint"]
 
 
 def recorded(run_dir: Path, outcome: Outcome) -> list[str]:
@@ -160,90 +100,71 @@ def settings() -> list[Case]:
         resumed("res_method", "another method", ["method=dapo", three], Refused(("method", r"resume\.changed"))),
         resumed("res_method_done", "another method, the run is finished", ["method=dapo"], Refused(("method", r"resume\.changed"))),
         resumed("res_method_allow", "another method, allowed", ["method=dapo", three, ALLOWED], Ends(("method",)), steps=3, look=recorded),
-        resumed("res_knob", "another knob of the method", ["method.policy_loss.high=0.28", three], Refused((r"policy_loss\.high", r"resume\.changed"))),
+        resumed(
+            "res_knob",
+            "another knob of the method",
+            ["method.policy_loss.high=0.28", three],
+            Refused((r"policy_loss\.high", r"resume\.changed")),
+        ),
         resumed("res_seed", "another seed", ["seed=7", three], Refused(("seed", r"resume\.changed"))),
         resumed("res_data", "other data", other_data, Refused((r"data\.train", r"resume\.changed"))),
         resumed("res_model", "a model of another shape", other_shape, Refused((r"model",))),
         resumed("res_model_weights", "other weights of the same shape", other_weights, Refused((r"model\.path", r"resume\.changed"))),
         resumed("res_precision", "another number format", bf16, Refused(("precision",))),
-        resumed("res_lr", "another rate", ["optim.learning_rate=1e-4", three], Refused((r"optim\.learning_rate",), harm=False), Ends((r"optim\.learning_rate",)), steps=3),
-        resumed("res_kl", "another KL weight", ["method.kl.coef=0.5", three], Refused((r"method\.kl\.coef",), harm=False), Ends((r"method\.kl\.coef",)), steps=3),
-        resumed("res_batch", "another batch", ["batch.responses_per_prompt=8", three], Refused((r"batch\.responses_per_prompt",), harm=False), Ends((r"batch\.responses_per_prompt",)), steps=3),
-        resumed("res_reward", "another reward", ["reward.accuracy_weight=0.5", three], Refused((r"reward\.accuracy_weight",), harm=False), Ends((r"reward\.accuracy_weight",)), steps=3),
-        resumed("res_fewer", "fewer steps than are done", ["trainer.num_steps=1"], Refused((r"trainer\.num_steps",), harm=False), Ends((r"num_steps",))),
-        resumed("res_logging", "settings that change nothing", ["logging.log_samples=1", "logging.tensorboard=true", three], Ends(("resumed from",)), steps=3),
-    ]  # fmt: skip
+    ]
 
 
-def damaged() -> list[Case]:
-    """Checkpoints that are not what was written."""
-    three = ["trainer.num_steps=3"]
-    skipped = Ends(("skip|damaged", "step_000002"), harm=True)
-    afresh = (Ends(("kept|aside|moved|renamed",), harm=True), Refused(("checkpoint|metrics",)))
+def said() -> list[Case]:
+    """Other settings that do not change what is trained by name: said, or refused."""
+    three = "trainer.num_steps=3"
     return [
-        resumed("res_trunc", "a cut shard", three, skipped, spoil=lambda run: cut(newest(run)), steps=3, look=again_from_1),
-        resumed("res_nomanifest", "no manifest", three, skipped, spoil=lambda run: (newest(run) / "manifest.json").unlink(), steps=3, look=again_from_1),
-        resumed("res_badmanifest", "a manifest that is no JSON", three, skipped, spoil=lambda run: (newest(run) / "manifest.json").write_text("{"), steps=3, look=again_from_1),
-        resumed("res_flip", "4000 bytes inverted", three, skipped, spoil=lambda run: flip(newest(run)), steps=3, look=again_from_1),
-        resumed("res_noextra", "a file is missing", three, skipped, spoil=lambda run: (newest(run) / "extra.pt").unlink(), steps=3, look=again_from_1),
-        resumed("res_allbad", "both are cut", three, *afresh, spoil=remember(both(cut)), look=kept),
-        resumed("res_allflip", "both are inverted", three, *afresh, spoil=remember(both(flip)), look=kept),
-        resumed("res_nock", "metrics but no checkpoint", three, *afresh, spoil=remember(lambda run: shutil.rmtree(run / "checkpoints")), look=kept),
-        resumed("res_emptyck", "an empty folder of checkpoints", three, *afresh, spoil=remember(empty_checkpoints), look=kept),
-        resumed("res_pickle", "a pickle that runs code", three, Ends(("skip|damaged|trust",)), Refused(("checkpoint|pickle|trust|extra",), before="engine"), spoil=pickled, look=no_harm),
-        resumed("res_partial", "what a dead writer left", three, Ends(("resumed from",)), spoil=partial, steps=3, look=no_partial),
-        resumed("res_strangers", "files that are no checkpoints", three, Ends(("resumed from",)), spoil=strangers, steps=3),
-    ]  # fmt: skip
-
-
-def empty_checkpoints(run_dir: Path) -> None:
-    shutil.rmtree(run_dir / "checkpoints")
-    (run_dir / "checkpoints").mkdir()
-
-
-def partial(run_dir: Path) -> None:
-    left = run_dir / "checkpoints" / "step_000007.tmp-partial"
-    left.mkdir()
-    (left / "__0_0.distcp").write_bytes(bytes(1000))
-
-
-def no_partial(run_dir: Path, outcome: Outcome) -> list[str]:
-    left = [path.name for path in (run_dir / "checkpoints").glob("*.tmp-*")]
-    return [f"{name} of the dead run stays" for name in left]
-
-
-def strangers(run_dir: Path) -> None:
-    (run_dir / "checkpoints" / "notes.txt").write_text("x")
-    (run_dir / "checkpoints" / "step_best").mkdir()
-    (run_dir / "requeue").write_text("2\n")
-
-
-def pickled(run_dir: Path) -> None:
-    """Both checkpoints hold a pickle that makes a folder when it is loaded, sealed by a manifest that fits."""
-    from tests.trials.model_cases import harmful_pickle
-
-    for step in (1, 2):
-        path = newest(run_dir, step)
-        for file in (path / "extra.pt", path / "common.pt"):
-            file.write_bytes(harmful_pickle(run_dir / "ran"))
-            reseal(path, file)
-
-
-def reseal(path: Path, file: Path) -> None:
-    """The manifest says of ``file`` what it is now."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    entry = manifest["files"][file.name]
-    if isinstance(entry, dict):
-        from megatron_rl.runtime import digest
-
-        manifest["files"][file.name] = {"bytes": file.stat().st_size, "xxh3": digest.file_digest(file)}
-    else:
-        manifest["files"][file.name] = file.stat().st_size
-    (path / "manifest.json").write_text(json.dumps(manifest))
-
-
-def no_harm(run_dir: Path, outcome: Outcome) -> list[str]:
-    return ["the pickle ran code"] if (run_dir / "ran").exists() else []
+        resumed(
+            "res_lr",
+            "another rate",
+            ["optim.learning_rate=1e-4", three],
+            Refused((r"optim\.learning_rate",), harm=False),
+            Ends((r"optim\.learning_rate",)),
+            steps=3,
+        ),
+        resumed(
+            "res_kl",
+            "another KL weight",
+            ["method.kl.coef=0.5", three],
+            Refused((r"method\.kl\.coef",), harm=False),
+            Ends((r"method\.kl\.coef",)),
+            steps=3,
+        ),
+        resumed(
+            "res_batch",
+            "another batch",
+            ["batch.responses_per_prompt=8", three],
+            Refused((r"batch\.responses_per_prompt",), harm=False),
+            Ends((r"batch\.responses_per_prompt",)),
+            steps=3,
+        ),
+        resumed(
+            "res_reward",
+            "another reward",
+            ["reward.accuracy_weight=0.5", three],
+            Refused((r"reward\.accuracy_weight",), harm=False),
+            Ends((r"reward\.accuracy_weight",)),
+            steps=3,
+        ),
+        resumed(
+            "res_fewer",
+            "fewer steps than are done",
+            ["trainer.num_steps=1"],
+            Refused((r"trainer\.num_steps",), harm=False),
+            Ends((r"num_steps",)),
+        ),
+        resumed(
+            "res_logging",
+            "settings that change nothing",
+            ["logging.log_samples=1", "logging.tensorboard=true", three],
+            Ends(("resumed from",)),
+            steps=3,
+        ),
+    ]
 
 
 def metrics_files() -> list[Case]:
@@ -266,14 +187,32 @@ def metrics_files() -> list[Case]:
     return [
         resumed("res_metricsbad", "a broken line in the metrics", three, bad, Ends(("aside|kept|skipped",), harm=True), spoil=broken),
         resumed("res_metricshalf", "half a last line", three, Ends(("resumed from",)), spoil=half, steps=3),
-        resumed("res_metricsgone", "no metrics, but checkpoints", three, Ends(("resumed from",)), spoil=lambda run: (run / "metrics.jsonl").unlink()),
+        resumed(
+            "res_metricsgone",
+            "no metrics, but checkpoints",
+            three,
+            Ends(("resumed from",)),
+            spoil=lambda run: (run / "metrics.jsonl").unlink(),
+        ),
         resumed("res_configgone", "no config.json", three, config, Ends((r"config\.json",)), spoil=lost_config),
-        resumed("res_configbad", "config.json is no JSON", three, config, Ends((r"config\.json",)), spoil=lambda run: (run / "config.json").write_text("{")),
-    ]  # fmt: skip
+        resumed(
+            "res_configbad",
+            "config.json is no JSON",
+            three,
+            config,
+            Ends((r"config\.json",)),
+            spoil=lambda run: (run / "config.json").write_text("{"),
+        ),
+    ]
 
 
 def from_path(
-    name: str, title: str, target: Callable[[Path], Path], *expected: Expected, spoil: Callable[[Path], object] = lambda run: None, more: Sequence[str] = ()
+    name: str,
+    title: str,
+    target: Callable[[Path], Path],
+    *expected: Expected,
+    spoil: Callable[[Path], object] = lambda run: None,
+    more: Sequence[str] = (),
 ) -> Case:
     """``resume=PATH`` into a new folder."""
 
@@ -309,7 +248,13 @@ def never_new(place: Place) -> Outcome:
 def by_path() -> list[Case]:
     return [
         from_path("res_path_new", "a checkpoint into a new folder", newest, Ends(("resumed from",))),
-        from_path("res_path_flip", "a checkpoint with inverted bytes", newest, Refused(("step_000002", "digest|damaged|written")), spoil=lambda run: flip(newest(run))),
+        from_path(
+            "res_path_flip",
+            "a checkpoint with inverted bytes",
+            newest,
+            Refused(("step_000002", "digest|damaged|written")),
+            spoil=lambda run: flip(newest(run)),
+        ),
         from_path("res_path_cut", "a cut checkpoint", newest, Refused(("step_000002",)), spoil=lambda run: cut(newest(run))),
         from_path("res_path_run", "the folder of a run", lambda run: run, Refused(("resume", "checkpoint"))),
         from_path("res_path_export", "an export", lambda run: run / "export", Refused(("resume|checkpoint", "export"))),
@@ -317,8 +262,8 @@ def by_path() -> list[Case]:
         Case("res_moved", "resume", "the folder was moved", moved, (Ends(("resumed from",)),), "warm"),
         Case("res_never_used", "resume", "resume=never on a used folder", never, (Refused(("resume", "never", "run_dir")),), "warm"),
         Case("res_never_new", "resume", "resume=never on a new folder", never_new, (Ends(),), "warm"),
-    ]  # fmt: skip
+    ]
 
 
 def cases() -> list[Case]:
-    return [*settings(), *damaged(), *metrics_files(), *by_path()]
+    return [*settings(), *said(), *metrics_files(), *by_path()]

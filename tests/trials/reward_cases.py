@@ -44,9 +44,7 @@ def scored(
     return Case(name, "rewards", title, play, (Ends(),), "direct", limit_s=within_s + 30)
 
 
-def compared(
-    text: str, rewards: Sequence[float] | None, within_s: float, problems: int | None
-) -> tuple[list[str], list[str]]:
+def compared(text: str, rewards: Sequence[float] | None, within_s: float, problems: int | None) -> tuple[list[str], list[str]]:
     """What is wrong and what is poor about the scores on the screen."""
     match = SCORES.search(text)
     if match is None:
@@ -84,16 +82,40 @@ def patterns() -> list[Case]:
     r1 = "^<think>.*</think>\\s*<answer>.*</answer>$"
     repeats = [["<think></think><answer></answer>", 125], "x"]
     return [
-        scored("regex_answer", "nested blanks in the answer pattern", answer(r"<answer>((?:\s*.*\s*)*)</answer>"), [blanks], within_s=limit),
-        scored("regex_think", "nested groups in the format pattern", form(r"(<think>.*</think>\s*)+(<answer>.*</answer>\s*)+"), [think], within_s=limit),
+        scored(
+            "regex_answer", "nested blanks in the answer pattern", answer(r"<answer>((?:\s*.*\s*)*)</answer>"), [blanks], within_s=limit
+        ),
+        scored(
+            "regex_think",
+            "nested groups in the format pattern",
+            form(r"(<think>.*</think>\s*)+(<answer>.*</answer>\s*)+"),
+            [think],
+            within_s=limit,
+        ),
         scored("regex_letters", "((a+)+)$", answer(r"((a+)+)$"), [letters], within_s=limit),
         scored("regex_steps", "steps", form(r"(\s*<step>.*</step>\s*)*"), [steps], within_s=limit),
         scored("regex_r1_4k", "the plain R1 pattern, 4000 letters", form(r1), [repeats], within_s=limit),
         scored("regex_r1_100k", "the plain R1 pattern, 100000 letters", form(r1), [[["<think></think>", 7000]]], within_s=limit),
-        scored("regex_good", "the plain R1 pattern on what it is for", form(r1), ["<think>a</think>\n<answer>7</answer>"], rewards=[0.5], within_s=limit),
-        scored("regex_capture", "the last match counts", answer(r"<a>(.*?)</a>"), ["<a>5</a> no, <a>7</a>", "7"], rewards=[1.0, 0.0], within_s=limit),
-        scored("regex_many", "16 hostile responses", answer(r"((a+)+)$"), [letters] * 16, within_s=16 * (TIMEOUT_S + SLACK_S) / 2 + START_S),
-    ]  # fmt: skip
+        scored(
+            "regex_good",
+            "the plain R1 pattern on what it is for",
+            form(r1),
+            ["<think>a</think>\n<answer>7</answer>"],
+            rewards=[0.5],
+            within_s=limit,
+        ),
+        scored(
+            "regex_capture",
+            "the last match counts",
+            answer(r"<a>(.*?)</a>"),
+            ["<a>5</a> no, <a>7</a>", "7"],
+            rewards=[1.0, 0.0],
+            within_s=limit,
+        ),
+        scored(
+            "regex_many", "16 hostile responses", answer(r"((a+)+)$"), [letters] * 16, within_s=16 * (TIMEOUT_S + SLACK_S) / 2 + START_S
+        ),
+    ]
 
 
 def mathematics() -> list[Case]:
@@ -125,10 +147,17 @@ def mathematics() -> list[Case]:
     return [
         *found,
         scored("math_good", "right and wrong answers", MATH, right, rewards=[1.0, 1.0, 0.0, 0.0]),
-        scored("math_sixteen", "16 hostile answers at 1 s, 2 workers", ["reward.verifier=math", "reward.timeout_s=1"], sixteen, within_s=few, problems=16),
+        scored(
+            "math_sixteen",
+            "16 hostile answers at 1 s, 2 workers",
+            ["reward.verifier=math", "reward.timeout_s=1"],
+            sixteen,
+            within_s=few,
+            problems=16,
+        ),
         scored("math_counted", "a time-out is counted", MATH, [r"\boxed{9^{9^{9^9}}}"], problems=1),
         scored("math_nul", "NUL, surrogates and escapes", MATH, ["\x00\x1b[2J\\boxed{7}", "\ufffd\\boxed{7}"]),
-    ]  # fmt: skip
+    ]
 
 
 CODE = """def add(a, b):
@@ -162,7 +191,7 @@ def code() -> list[Case]:
         judged("print", "writes 100 MB", "print('x' * 10**8); return a + b", 1.0),
         judged("syntax", "no Python", "return a +* b", 0.0),
         Case("code_writes", "rewards", "writes into the user's files", code_writes, (Ends(),), "direct", needs=("bwrap",)),
-    ]  # fmt: skip
+    ]
 
 
 def code_writes(place: Place) -> Outcome:
@@ -173,7 +202,7 @@ def code_writes(place: Place) -> Outcome:
     return outcome.noting(["the program wrote outside of its sandbox"] if proof.exists() else [])
 
 
-OWN = '''
+OWN = """
 import asyncio
 import time
 
@@ -209,7 +238,7 @@ def texts(prompts, responses):
 async def later(prompts, responses):
     await asyncio.sleep(0.05)
     return [1.0] * len(responses)
-'''
+"""
 
 
 def own(name: str, title: str, function: str, expected: tuple[Any, ...], rewards: Sequence[float] | None = None) -> Case:
@@ -218,7 +247,7 @@ def own(name: str, title: str, function: str, expected: tuple[Any, ...], rewards
     def play(place: Place) -> Outcome:
         file = place.folder / "mine.py"
         file.write_text(OWN)
-        settings = [f"reward.function={file}:{function}", f"reward.timeout_s={TIMEOUT_S}"]
+        settings = [f"reward.function={file}:{function}", f"reward.function_timeout_s={TIMEOUT_S}"]
         outcome = place.score({"overrides": settings, "answer": "7", "responses": ["a", "bb", "ccc"]})
         if outcome.code:
             return outcome
@@ -240,9 +269,11 @@ def functions() -> list[Case]:
         own("own_nan", "a function that returns nan", "nan", odd),
         own("own_short", "one score for three responses", "short", odd),
         own("own_texts", "texts instead of numbers", "texts", odd),
-        scored_refused("own_nofile", "a file that does not exist", ["reward.function=/nowhere/mine.py:f"], r"reward\.function", "/nowhere/mine.py"),
+        scored_refused(
+            "own_nofile", "a file that does not exist", ["reward.function=/nowhere/mine.py:f"], r"reward\.function", "/nowhere/mine.py"
+        ),
         scored_refused("own_nocolon", "no name behind the file", ["reward.function=mine.py"], r"reward\.function", ":"),
-    ]  # fmt: skip
+    ]
 
 
 def scored_refused(name: str, title: str, overrides: Sequence[str], *says: str, answer: Any = "7") -> Case:
@@ -263,12 +294,14 @@ def numbers_and_tasks() -> list[Case]:
         scored("number_exponent", "1e999999999", NUMBER, ["1e999999999", "7e0"], within_s=5),
         scored("number_good", "seven in four forms", NUMBER, ["7", "so 7.0", "$7", "8"], rewards=[1.0, 1.0, 1.0, 0.0], within_s=5),
         scored("exact_10mb", "10 MB for verifier exact", ["reward.verifier=exact"], [[["x", 10_000_000]]], rewards=[0.0], within_s=5),
-        scored("gym_code", "code as an answer", gym, ["__import__('os').system('true')", "6 + 1"], rewards=[0.0, 1.0], within_s=20, **countdown),
+        scored(
+            "gym_code", "code as an answer", gym, ["__import__('os').system('true')", "6 + 1"], rewards=[0.0, 1.0], within_s=20, **countdown
+        ),
         scored("gym_power", "a power as an answer", gym, ["9**9**9", ["(" * 50, "7"]], within_s=20, **countdown),
         scored("gym_division", "a division by zero", gym, ["6/(1-1)"], rewards=[0.0], within_s=20, **countdown),
         scored_refused("number_word", "an expected answer that is no number", NUMBER, "seven", answer="seven"),
         scored_refused("gym_unknown", "a task without a verifier", ["reward.verifier=reasoning_gym"], "data source|reward.verifier"),
-    ]  # fmt: skip
+    ]
 
 
 def cases() -> list[Case]:

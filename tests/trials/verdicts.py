@@ -43,9 +43,7 @@ class Outcome:
 
     def noting(self, wrong: Sequence[str] = (), unclear: Sequence[str] = ()) -> Outcome:
         """The same with more findings."""
-        return replace(
-            self, wrong=(*self.wrong, *wrong), unclear=(*self.unclear, *unclear)
-        )
+        return replace(self, wrong=(*self.wrong, *wrong), unclear=(*self.unclear, *unclear))
 
 
 @dataclass(frozen=True)
