@@ -109,11 +109,10 @@ def test_the_program_fails_on_one_bad_or_many_poor():
     assert "[argued: why]" in table([Row(case.arguing("why"), Verdict("poor", ("late",)), 1.0, "")])
 
 
-def test_the_record_holds_no_path_of_a_machine():
-    row = Row(all_cases()[0], Verdict("bad", ("lost /tmp/x/run",)), 1.0, "error: /work/main/data.jsonl: no \u00e9")
+def test_the_record_holds_no_path_of_a_machine(tmp_path):
+    row = Row(all_cases()[0], Verdict("bad", (f"lost {tmp_path}/run",)), 1.0, f"error: {tmp_path}/data.jsonl: no \u00e9")
     text = record([row], 60.0)
-    assert "/tmp" not in text
-    assert "/work" not in text
+    assert str(tmp_path) not in text
     assert text.isascii()
 
 
