@@ -1,0 +1,186 @@
+"""Checkpoints that are cut, inverted, incomplete or hostile."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.trials import looks
+from tests.trials.place import Case
+from tests.trials.resume_cases import newest, resumed
+from tests.trials.verdicts import Ends, Outcome, Refused
+
+
+def shard(path: Path) -> Path:
+    return max(path.rglob("*.distcp"), key=lambda file: file.stat().st_size)
+
+
+def cut(path: Path) -> None:
+    file = shard(path)
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def flip(path: Path) -> None:
+    """4000 bytes in the middle inverted; the size stays."""
+    file = shard(path)
+    content = bytearray(file.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 4000] = bytes(255 - byte for byte in content[middle : middle + 4000])
+    file.write_bytes(bytes(content))
+
+
+def both(spoil: Callable[[Path], object]) -> Callable[[Path], None]:
+    return lambda run_dir: [spoil(newest(run_dir, step)) for step in (1, 2)] and None
+
+
+def again_from_1(run_dir: Path, outcome: Outcome) -> list[str]:
+    return [] if "step_000001" in outcome.text else ["it did not go on from the older whole checkpoint"]
+
+
+def kept(run_dir: Path, outcome: Outcome) -> list[str]:
+    """Rows of steps 1 and 2 of the first run are still somewhere in the folder."""
+    old = {row["reward/mean"] for row in json.loads((run_dir / "first.json").read_text()) if row["step"]}
+    found = {row.get("reward/mean") for file in run_dir.rglob("metrics*") if file.is_file() for row in _rows(file)}
+    return [] if old <= found else ["rows of metrics of the first run are gone"]
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    rows = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue  # spoiled on purpose
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def remember(then: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Writes down the rows of the first run under another name, with unlike numbers, then spoils."""
+
+    def spoil(run_dir: Path) -> None:
+        rows = looks.metrics(run_dir)
+        for row in rows:
+            if row["step"]:
+                row["reward/mean"] = 1000.0 + row["step"]
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (run_dir / "first.json").write_text(json.dumps(rows))
+        then(run_dir)
+
+    return spoil
+
+
+def damaged() -> list[Case]:
+    """Checkpoints that are not what was written."""
+    three = ["trainer.num_steps=3"]
+    skipped = Ends(("skip|damaged", "step_000002"), harm=True)
+    afresh = (Ends(("kept|aside|moved|renamed",), harm=True), Refused(("checkpoint|metrics",)))
+    return [
+        resumed("res_trunc", "a cut shard", three, skipped, spoil=lambda run: cut(newest(run)), steps=3, look=again_from_1),
+        resumed(
+            "res_nomanifest",
+            "no manifest",
+            three,
+            skipped,
+            spoil=lambda run: (newest(run) / "manifest.json").unlink(),
+            steps=3,
+            look=again_from_1,
+        ),
+        resumed(
+            "res_badmanifest",
+            "a manifest that is no JSON",
+            three,
+            skipped,
+            spoil=lambda run: (newest(run) / "manifest.json").write_text("{"),
+            steps=3,
+            look=again_from_1,
+        ),
+        resumed("res_flip", "4000 bytes inverted", three, skipped, spoil=lambda run: flip(newest(run)), steps=3, look=again_from_1),
+        resumed(
+            "res_noextra",
+            "a file is missing",
+            three,
+            skipped,
+            spoil=lambda run: (newest(run) / "extra.pt").unlink(),
+            steps=3,
+            look=again_from_1,
+        ),
+        resumed("res_allbad", "both are cut", three, *afresh, spoil=remember(both(cut)), look=kept),
+        resumed("res_allflip", "both are inverted", three, *afresh, spoil=remember(both(flip)), look=kept),
+        resumed(
+            "res_nock",
+            "metrics but no checkpoint",
+            three,
+            *afresh,
+            spoil=remember(lambda run: shutil.rmtree(run / "checkpoints")),
+            look=kept,
+        ),
+        resumed("res_emptyck", "an empty folder of checkpoints", three, *afresh, spoil=remember(empty_checkpoints), look=kept),
+        resumed(
+            "res_pickle",
+            "a pickle that runs code",
+            three,
+            Ends(("skip|damaged|trust",)),
+            Refused(("checkpoint|pickle|trust|extra",), before="engine"),
+            spoil=pickled,
+            look=no_harm,
+        ),
+        resumed("res_partial", "what a dead writer left", three, Ends(("resumed from",)), spoil=partial, steps=3, look=no_partial),
+        resumed("res_strangers", "files that are no checkpoints", three, Ends(("resumed from",)), spoil=strangers, steps=3),
+    ]
+
+
+def empty_checkpoints(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / "checkpoints")
+    (run_dir / "checkpoints").mkdir()
+
+
+def partial(run_dir: Path) -> None:
+    left = run_dir / "checkpoints" / "step_000007.tmp-partial"
+    left.mkdir()
+    (left / "__0_0.distcp").write_bytes(bytes(1000))
+
+
+def no_partial(run_dir: Path, outcome: Outcome) -> list[str]:
+    left = [path.name for path in (run_dir / "checkpoints").glob("*.tmp-*")]
+    return [f"{name} of the dead run stays" for name in left]
+
+
+def strangers(run_dir: Path) -> None:
+    (run_dir / "checkpoints" / "notes.txt").write_text("x")
+    (run_dir / "checkpoints" / "step_best").mkdir()
+    (run_dir / "requeue").write_text("2\n")
+
+
+def pickled(run_dir: Path) -> None:
+    """Both checkpoints hold a pickle that makes a folder when it is loaded, sealed by a manifest that fits."""
+    from tests.trials.tensor_cases import harmful_pickle
+
+    for step in (1, 2):
+        path = newest(run_dir, step)
+        for file in (path / "extra.pt", path / "common.pt"):
+            file.write_bytes(harmful_pickle(run_dir / "ran"))
+            reseal(path, file)
+
+
+def reseal(path: Path, file: Path) -> None:
+    """The manifest says of ``file`` what it is now."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    entry = manifest["files"][file.name]
+    if isinstance(entry, dict):
+        from megatron_rl.runtime import digest
+
+        manifest["files"][file.name] = {"bytes": file.stat().st_size, "xxh3": digest.file_digest(file)}
+    else:
+        manifest["files"][file.name] = file.stat().st_size
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def no_harm(run_dir: Path, outcome: Outcome) -> list[str]:
+    return ["the pickle ran code"] if (run_dir / "ran").exists() else []
+
+
+def cases() -> list[Case]:
+    return damaged()

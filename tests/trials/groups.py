@@ -1,0 +1,46 @@
+"""All cases, by group."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tests.trials import (
+    config_cases,
+    damage_cases,
+    data_cases,
+    data_set_cases,
+    fault_cases,
+    journey_cases,
+    lost_cases,
+    model_cases,
+    resume_cases,
+    reward_cases,
+    tensor_cases,
+)
+from tests.trials.place import Case
+
+NAMES = ("config", "data", "model", "rewards", "resume", "lost", "faults", "journeys")
+ALONE = ("lost", "faults")  # these load the machine, or look at moments of a run
+MODULES = (
+    config_cases,
+    data_cases,
+    data_set_cases,
+    model_cases,
+    tensor_cases,
+    reward_cases,
+    resume_cases,
+    damage_cases,
+    lost_cases,
+    fault_cases,
+    journey_cases,
+)
+
+
+def all_cases() -> list[Case]:
+    """Every case, in the order of the groups. Names are unique."""
+    found = [case for module in MODULES for case in module.cases()]
+    twice = [name for name, count in Counter(case.name for case in found).items() if count > 1]
+    assert not twice, f"names given twice: {twice}"
+    unknown = {case.group for case in found} - set(NAMES)
+    assert not unknown, f"unknown groups: {unknown}"
+    return found

@@ -1,0 +1,397 @@
+"""What people do with it: methods, models and layouts, sweeps, samples, plug-ins, keeping the best."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tests.launch import REPO
+from tests.trials import looks, tool_cases
+from tests.trials.makers import looked_at
+from tests.trials.material import plain_rows, small, toy, toy_alone, write_rows
+from tests.trials.place import Case, Place
+from tests.trials.verdicts import Ends, Expected, Outcome, Refused
+
+FILES = ("metrics.jsonl", "config.json", "curves.png", "samples.jsonl", "export/*.safetensors", "tensorboard/*")
+
+
+def gsm_rows(path: Path) -> Path:
+    """A file of the user's own in the form of GSM8K."""
+    rows = [{"question": f"{n} and one?", "answer": f"we add.\n#### {n + 1}"} for n in range(12)]
+    return write_rows(path, rows)
+
+
+GSM = (
+    "data.columns.prompt=question",
+    "data.answer_after='####'",
+    "reward.verifier=number",
+    "logging.tensorboard=true",
+)
+
+
+def method_case(name: str, title: str, family: str, *words: str, expert: int = 1) -> Case:
+    """Three steps of a method on two ranks; ``transformers`` loads what comes out."""
+
+    def play(place: Place) -> Outcome:
+        run_dir = place.folder / "run"
+        data = gsm_rows(place.folder / "gsm.jsonl")
+        common = small(place.material.model(family), data, run_dir, *GSM, "trainer.num_steps=3", f"parallel.expert={expert}")
+        outcome = looked_at(place.torchrun([*common, *words]), run_dir, 3)
+        if outcome.code == 0:
+            outcome = outcome.noting([*looks.files(run_dir, *FILES), *looks.generates(run_dir / "export")])
+        return outcome
+
+    return Case(name, "journeys", title, play, (Ends(),), "torchrun 2", limit_s=150)
+
+
+def methods() -> list[Case]:
+    text = "method.estimator.perceptual=0"
+    form = ("reward.format_pattern='.*'", "reward.format_weight=0.5")
+    return [
+        method_case("jrn_a_grae", "a_grae on Llama", "llama", "method=a_grae"),
+        method_case("jrn_durian", "durian on text", "qwen2", "method=durian", text),
+        method_case("jrn_durian_reasoning", "durian_reasoning", "llama", "method=durian_reasoning"),
+        method_case("jrn_apo", "apo with a format", "qwen2", "method=apo", *form),
+        method_case("jrn_mapo", "mapo", "llama", "method=mapo"),
+        method_case("jrn_pass_at_k", "pass_at_k", "llama", "method=pass_at_k", "method.estimator.k=2"),
+        method_case(
+            "jrn_dapo_plain",
+            "dapo without dynamic sampling, Mixtral with two expert ranks",
+            "mixtral",
+            "method=dapo",
+            "method.filters.dynamic_sampling=null",
+            expert=2,
+        ),
+    ]
+
+
+def gives_up(place: Place) -> Outcome:
+    """Dynamic sampling on a task that no answer solves: the samples are there when it gives up."""
+    run_dir = place.folder / "run"
+    rows = [{"prompt": letter, "answer": "never", "data_source": "repeat", "extra": {}} for letter in "abcdefgh"]
+    data = write_rows(place.folder / "never.jsonl", rows)
+    outcome = place.torchrun(toy(place.material, run_dir, f"data.train={data}", "method=dapo"))
+    return outcome.noting(looks.files(run_dir, "samples.jsonl"))
+
+
+def in_bfloat16(place: Place) -> Outcome:
+    run_dir = place.folder / "run"
+    words = toy(
+        place.material, run_dir, "precision=bf16", "rollout.dtype=bfloat16", "mismatch_alarm.abort_above=null", "trainer.num_steps=3"
+    )
+    return looked_at(place.torchrun(words), run_dir, 3)
+
+
+def samples(place: Place) -> Outcome:
+    """samples.jsonl: what was asked, of several prompts in a step."""
+    run_dir = place.folder / "run"
+    data = place.material.rows()
+    words = small(place.material.model("llama"), data, run_dir, "trainer.num_steps=2", "logging.log_samples=4")
+    outcome = place.warm(words)
+    rows = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    texts = [json.dumps(row) for row in rows if row.get("step") == 1]
+    asked = [prompt["prompt"] for prompt in plain_rows(12)]
+    found = {question for question in asked if any(question in text for text in texts)}
+    poor = [] if found else ["no text of a prompt in samples.jsonl"]
+    poor += [] if len(found) > 1 else ["the samples of a step are all of one prompt"]
+    return looked_at(outcome, run_dir, 2).noting(unclear=poor)
+
+
+def ended_in_time(place: Place) -> Outcome:
+    """Progress: where results go, how many prompts there are."""
+    run_dir = place.folder / "run"
+    return looked_at(place.warm(toy_alone(place.material, run_dir, "trainer.num_steps=3")), run_dir, 3)
+
+
+def sweep_words(place: Place, *more: str) -> list[str]:
+    """README's sweep, on the toy."""
+    common = [word for word in toy(place.material, Path("unused")) if not word.startswith("run_dir=")]
+    sweep = [sys.executable, "-m", "megatron_rl.sweep", "--out", str(place.folder / "runs"), "--nproc", "2"]
+    return [*sweep, *common, "checkpoint.every_steps=1", *more]
+
+
+def swept(place: Place) -> Outcome:
+    outcome = place.command(sweep_words(place, "method=grpo,dr_grpo", "seed=1,2"))
+    count = len(list((place.folder / "runs").glob("*/export")))
+    return outcome.noting([] if count == 4 else [f"{count} of 4 runs have an export"])
+
+
+def swept_again(place: Place) -> Outcome:
+    """One run is unfinished; the finished ones are left alone."""
+    words = sweep_words(place, "seed=1,2")
+    first = place.command(words)
+    if first.code != 0:
+        return first
+    done, unfinished = sorted((place.folder / "runs").iterdir())[:2]
+    before = (done / "export" / "model.safetensors").stat().st_mtime_ns
+    shutil.rmtree(unfinished)
+    outcome = place.command(words)
+    wrong = [] if (unfinished / "export").is_dir() else ["the unfinished run was not finished"]
+    poor = []
+    if (done / "export" / "model.safetensors").stat().st_mtime_ns != before:
+        poor.append("a finished run was started again")
+    return outcome.noting(wrong, poor)
+
+
+def layouts(place: Place) -> Outcome:
+    """TP2, then data parallel, then TP2 x PP2 on four processes, then the planned sync, in one folder."""
+    run_dir = place.folder / "run"
+    stages: list[tuple[int, Sequence[str]]] = [
+        (2, ()),
+        (2, ("parallel=single",)),
+        (4, ("parallel=tp2_pp2",)),
+        (2, ("weight_sync.path=plan",)),
+    ]
+    outcome = Outcome(1, "", 0.0)
+    for step, (ranks, words) in enumerate(stages, 1):
+        common = (f"trainer.num_steps={step}", "checkpoint.every_steps=1")
+        outcome = place.torchrun(toy(place.material, run_dir, *common, *words), ranks)
+        if outcome.code != 0:
+            return outcome.noting([f"stage {step} ({', '.join(words) or 'TP2'}) failed"])
+    return outcome.noting(looks.trained(run_dir, 4))
+
+
+def finished_run(place: Place, *more: str, name: str = "journey") -> Path:
+    """A finished run of two steps, made once, for commands that only read it."""
+
+    def train(path: Path) -> None:
+        words = toy_alone(place.material, path, "trainer.num_steps=2", "checkpoint.every_steps=1", *more)
+        outcome = place.warm(words)
+        assert outcome.code == 0, outcome.text[-1500:]
+
+    return place.material.made(f"runs/{name}", train)
+
+
+def sample(name: str, title: str, words: Callable[[Place], Sequence[object]], *expected: Expected) -> Case:
+    def play(place: Place) -> Outcome:
+        return place.command([sys.executable, "-m", "megatron_rl.sample", *words(place)])
+
+    return Case(name, "journeys", title, play, expected, "command")
+
+
+def looking() -> list[Case]:
+    """A command that shows what a model answers."""
+    engine = (
+        "rollout.dtype=float32",
+        "rollout=vllm_cpu",
+        "rollout.max_response_tokens=4",
+        "rollout.max_prompt_tokens=16",
+        "rollout.kv_cache_gib=0.03125",
+    )
+    return [
+        sample("jrn_sample_run", "sample from a run", lambda place: [finished_run(place)], Ends(("a",))),
+        sample("jrn_sample_ckpt", "sample from a checkpoint", lambda place: [finished_run(place) / "checkpoints" / "step_000001"], Ends()),
+        sample(
+            "jrn_sample_hf",
+            "sample from a HF directory",
+            lambda place: [place.material.model("llama"), "--prompt", "1 + 1 =", *engine],
+            Ends(("1 \\+ 1 =",)),
+        ),
+        sample(
+            "jrn_sample_export", "sample from an export", lambda place: [finished_run(place) / "export", "--prompt", "a", *engine], Ends()
+        ),
+        sample("jrn_sample_nothing", "sample from nothing", lambda place: ["/nowhere"], Refused(("/nowhere",), codes=(1, 2))),
+        sample(
+            "jrn_sample_empty",
+            "sample from an empty folder",
+            lambda place: [place.material.made("empty2", Path.mkdir)],
+            Refused(("empty2",), codes=(1, 2)),
+        ),
+        sample(
+            "jrn_sample_long",
+            "a prompt longer than the engine takes",
+            lambda place: [place.material.model("llama"), "--prompt", "1 + " * 500, *engine],
+            Refused(("max_prompt_tokens|longer",), before="", codes=(1, 2)),
+        ),
+    ]
+
+
+PLUGIN = '''
+from torch import Tensor
+
+from megatron_rl.loss import Evidence, register_estimator
+
+
+@register_estimator("my_rewards")
+def my_rewards(evidence: Evidence) -> Tensor:
+    """The reward itself."""
+    return evidence.rewards
+'''
+REWARD = """
+def letters(tasks, responses):
+    return [float(task.answer in response) for task, response in zip(tasks, responses)]
+"""
+
+
+def with_file(name: str, content: str, words: Callable[[Path], Sequence[str]], *, torch: bool = False) -> Callable[[Place], Outcome]:
+    """A file of the user's and a run that names it."""
+
+    def play(place: Place) -> Outcome:
+        file = place.folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+        run_dir = place.folder / "run"
+        if torch:
+            return looked_at(place.torchrun(toy(place.material, run_dir, *words(file))), run_dir)
+        return looked_at(place.warm(toy_alone(place.material, run_dir, *words(file))), run_dir)
+
+    return play
+
+
+METHOD = "name: mine\nestimator: {name: zscore}\npolicy_loss: {name: ppo_clip}\naggregate: {name: token_mean}\nkl: {coef: 0.0}\n"
+
+
+def own_code() -> list[Case]:
+    mine = ["method.estimator={name: my_rewards}"]
+    return [
+        case(
+            "jrn_config_dir",
+            "a method from --config-dir",
+            with_file("conf/method/mine.yaml", METHOD, lambda file: ["--config-dir", str(file.parents[1]), "method=mine"]),
+            Ends(),
+        ),
+        case(
+            "jrn_estimator",
+            "an estimator from a plug-in",
+            with_file("mine.py", PLUGIN, lambda file: ["--plugin", str(file), *mine], torch=True),
+            Ends(),
+            how="torchrun 2",
+        ),
+        case(
+            "jrn_estimator_no_plugin",
+            "the same without --plugin",
+            with_file("mine.py", PLUGIN, lambda file: mine),
+            Refused(("my_rewards", "plugin|zscore")),
+        ),
+        case(
+            "jrn_plugin_broken",
+            "a plug-in that raises at import",
+            with_file("mine.py", "1 / 0\n", lambda file: ["--plugin", str(file)]),
+            Refused(("mine.py", "ZeroDivisionError|division")),
+        ),
+        case(
+            "jrn_reward",
+            "a reward function of the user's",
+            with_file("mine.py", REWARD, lambda file: [f"reward.function={file}:letters"], torch=True),
+            Ends(),
+            how="torchrun 2",
+        ),
+        case(
+            "jrn_reward_raises",
+            "a reward function that always raises",
+            with_file(
+                "mine.py",
+                "def f(tasks, responses):\n    raise RuntimeError('no judge')\n",
+                lambda file: [f"reward.function={file}:f", "trainer.num_steps=5"],
+            ),
+            Refused((r"reward\.function", "no judge"), before="", within_s=90),
+            Ends(("no judge",)),
+        ),
+    ]
+
+
+def case(name: str, title: str, play: Callable[[Place], Outcome], *expected: Expected, how: str = "warm", limit_s: float = 150) -> Case:
+    return Case(name, "journeys", title, play, expected, how, limit_s)
+
+
+def best(place: Place) -> Outcome:
+    """The checkpoint with the best held-out score is kept although newer ones push it out."""
+    run_dir = place.folder / "run"
+    more = ("trainer.num_steps=6", "checkpoint.every_steps=1", "checkpoint.keep=1", "checkpoint.keep_best=true", "evaluation.every_steps=1")
+    outcome = looked_at(place.warm(toy_alone(place.material, run_dir, *more)), run_dir, 6)
+    if outcome.code != 0:
+        return outcome
+    scores = {row["step"]: row["eval/accuracy"] for row in looks.metrics(run_dir) if row["step"] and "eval/accuracy" in row}
+    kept = [int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_??????")]
+    top = max(scores.values())
+    wrong = [] if any(scores.get(step) == top for step in kept) else [f"kept {sorted(kept)}, scores {scores}"]
+    return outcome.noting(wrong)
+
+
+def early_stop(place: Place) -> Outcome:
+    """A rate that changes nothing: no evaluation is better, the run stops."""
+    run_dir = place.folder / "run"
+    more = ("trainer.num_steps=30", "optim.learning_rate=1e-12", "evaluation.every_steps=1", "evaluation.stop_after=3")
+    outcome = place.warm(toy_alone(place.material, run_dir, *more))
+    steps = len(looks.metrics(run_dir)) - 1
+    wrong = [] if 0 < steps < 10 else [f"stopped after {steps} steps"]
+    return outcome.noting(wrong + (looks.finite_export(run_dir / "export") if outcome.code == 0 else []))
+
+
+def periodic(place: Place) -> Outcome:
+    run_dir = place.folder / "run"
+    outcome = looked_at(
+        place.warm(toy_alone(place.material, run_dir, "trainer.num_steps=4", "checkpoint.export_every_steps=2")), run_dir, 4
+    )
+    return outcome.noting(looks.files(run_dir, "exports/step_000002/*.safetensors") if outcome.code == 0 else [])
+
+
+def go_on_from_export(place: Place) -> Outcome:
+    source = finished_run(place)
+    run_dir = place.folder / "run"
+    return looked_at(place.warm(toy_alone(place.material, run_dir, f"model.path={source / 'export'}")), run_dir)
+
+
+def replayed(place: Place) -> Outcome:
+    """A run that stops on numbers that are not finite leaves what computes the step again."""
+    run_dir = place.folder / "run"
+    more = (
+        "optim.learning_rate=1e30",
+        "trainer.num_steps=20",
+        "nonfinite.stop_after=3",
+        "mismatch_alarm.abort_above=null",
+        "weight_sync.canary_every=0",
+    )
+    stopped = place.warm(toy_alone(place.material, run_dir, *more))
+    bundles = sorted((run_dir / "nonfinite").glob("*")) if (run_dir / "nonfinite").is_dir() else []
+    if stopped.code == 0 or not bundles:
+        return stopped.noting(["it did not stop, or left no bundle in run_dir/nonfinite"])
+    return place.command([sys.executable, REPO / "tools" / "replay_step.py", bundles[0]])
+
+
+def quickstart(place: Place) -> Outcome:
+    """README's first command, three steps."""
+    run_dir = place.folder / "run"
+    script = REPO / "examples" / "quickstart_cpu" / "run.sh"
+    outcome = place.command(["bash", script, f"run_dir={run_dir}", "trainer.num_steps=3", "evaluation.num_prompts=8"])
+    return looked_at(outcome, run_dir, 3)
+
+
+def keeping() -> list[Case]:
+    needed = Case("jrn_quickstart", "journeys", "the quickstart, three steps", quickstart, (Ends(),), "command", limit_s=600)
+    if not (REPO / ".venv").is_dir():
+        needed = Case(needed.name, needed.group, needed.title, needed.play, needed.expected, needed.how, needed.limit_s, needs=(".venv",))
+    said = (r"finished|ends at|done",)
+    return [
+        needed,
+        case(
+            "jrn_dapo_gives_up",
+            "dynamic sampling on a task that nothing solves",
+            gives_up,
+            Refused(("dynamic_sampling|groups", "samples"), before="", within_s=120),
+            how="torchrun 2",
+        ),
+        case("jrn_bf16", "bfloat16 on processors", in_bfloat16, Ends(), how="torchrun 2"),
+        case("jrn_samples", "what samples.jsonl holds", samples, Ends()),
+        case(
+            "jrn_progress",
+            "what a run says of itself",
+            ended_in_time,
+            Ends((r"\b8 prompts|prompts[^\n]*\b8\b", "run_dir|/run\\b", "export")),
+        ),
+        case("jrn_sweep", "README's sweep: two methods, two seeds", swept, Ends(("combination",)), how="command", limit_s=300),
+        case("jrn_sweep_again", "a sweep that was stopped, again", swept_again, Ends(("combination",)), how="command", limit_s=240),
+        case("jrn_layouts", "four layouts in one folder", layouts, Ends(("resumed from",)), how="torchrun 2", limit_s=200),
+        case("jrn_keep_best", "the best checkpoint is kept", best, Ends()),
+        case("jrn_early_stop", "early stop", early_stop, Ends(("stop",))),
+        case("jrn_periodic", "an export every two steps", periodic, Ends()),
+        case("jrn_from_export", "go on from an export", go_on_from_export, Ends(said)),
+        case("jrn_replay", "a step that is not finite is computed again", replayed, Ends(("nan|not finite|inf",)), limit_s=200),
+    ]
+
+
+def cases() -> list[Case]:
+    return [*keeping(), *methods(), *looking(), *own_code(), *tool_cases.cases()]
