@@ -31,7 +31,8 @@ def commands() -> list[Command]:
     pages += [page for page in sorted((REPO / "examples").glob("plugins/*.md")) if page not in pages]
     for page in pages:
         found += [Command(name(page), text) for text in of_markdown(page.read_text(encoding="utf-8"))]
-    programs = [REPO / "megatron_rl/train.py", REPO / "megatron_rl/sweep.py", REPO / "examples/vllm_server/push.py"]
+    programs = [REPO / "megatron_rl" / f"{entry}.py" for entry in ("train", "sweep", "sample")]
+    programs += [REPO / "examples/vllm_server/push.py"]
     programs += [*sorted((REPO / "tools").glob("*.py")), *sorted((REPO / "tools/bench").glob("*.py"))]
     for program in programs:
         found += [Command(name(program), text) for text in of_docstring(program.read_text(encoding="utf-8"))]

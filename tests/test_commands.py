@@ -48,18 +48,26 @@ ON_CPU = (
     "data.drop_eval_overlap=false reward.verifier=exact trainer.num_steps=1 batch.prompts_per_step=8 batch.prompts_per_minibatch=8 "
     "batch.responses_per_prompt=4 batch.tokens_per_microbatch=256 rollout.max_prompt_tokens=8 rollout.max_response_tokens=2"
 )
+PLUGIN = f"{RUN_SH} --plugin examples/plugins"
+RENAMING = (
+    "mkdir -p runs/renamed",
+    "cp .work/toy_model-*/* runs/renamed",
+    """sed -i 's/"Qwen3ForCausalLM"/"RenamedQwen3ForCausalLM"/' runs/renamed/config.json""",
+)
 TINY_MODEL = "--layers 2 --hidden 128 --ffn 192 --heads 4 --kv-heads 2 --vocab 256"
 
 
 @dataclass(frozen=True)
 class Run:
-    """How a command is run: ``more`` is appended, ``instead`` replaces text before the common substitutions do."""
+    """How a command is run: ``more`` is appended, ``instead`` replaces text before the common substitutions do, ``before`` are commands
+    that it needs."""
 
     more: str = ""
     instead: dict[str, str] = field(default_factory=dict)
     shows: str = ""
     code: int = 0
     limit_s: int = 280
+    before: tuple[tuple[str, Run], ...] = ()
 
 
 # What a document calls by a name, and the small real thing that the test makes of it.
@@ -84,6 +92,8 @@ SUBSTITUTIONS = {
     "PARTS": "{new}/parts",
     "parts": "{new}/parts",
 }
+
+BUNDLE = ((RUN_SH, Run(f"{SHORT} nonfinite.bundle_step=1 run_dir=runs/bundle")),)
 
 # Seconds each, without the engines.
 QUICK = {
@@ -114,10 +124,40 @@ LONG = {
     MAKER: Run("--steps 150", {"DIR": "{new}/model"}, shows="held-out greedy accuracy"),
     "python tools/make_toy_model.py --out DIR": Run("--steps 2", shows="held-out greedy accuracy"),
     "python tools/make_toy_model.py --out UNTRAINED --steps 1": Run(shows="held-out greedy accuracy"),
-    RUN_SH: Run(SHORT, shows="finished: "),
-    f"{RUN_SH} run_dir=runs/mine method=dapo trainer.num_steps=20 seed=2": Run(SHORT, shows="finished: "),
-    f"{RUN_SH} run_dir=runs/mine seed=2 method=dapo": Run(SHORT, shows="finished: "),
-    f"{RUN_SH} run_dir=runs/mine seed=2 trainer.num_steps=4 method=dapo": Run(SHORT, shows="finished: "),
+    RUN_SH: Run(SHORT, shows="finished"),  # or "already finished": some of these commands differ in their sizes only
+    f"{RUN_SH} run_dir=runs/mine method=dapo trainer.num_steps=20 seed=2": Run(SHORT, shows="finished"),
+    f"{RUN_SH} run_dir=runs/mine seed=2 method=dapo": Run(SHORT, shows="finished"),
+    f"{RUN_SH} run_dir=runs/mine seed=2 trainer.num_steps=4 method=dapo": Run(SHORT, shows="finished"),
+    f"{PLUGIN}/clipped_advantage.py method=clipped_grpo trainer.num_steps=5 run_dir=runs/clipped": Run(SHORT, shows="finished: "),
+    f"{PLUGIN}/clipped_advantage.py method=dapo 'method.estimator={{name: clipped_zscore, limit: 1.0}}' trainer.num_steps=5 "
+    "run_dir=runs/clipped_dapo": Run(SHORT, shows="finished: "),
+    f"{PLUGIN}/one_sided.py 'method.policy_loss={{name: one_sided, most: 1.1}}' trainer.num_steps=5 run_dir=runs/one_sided": Run(
+        SHORT, shows="finished: "
+    ),
+    f"{PLUGIN}/drop_easy.py rollout_hooks.drop_easy.above=0.75 trainer.num_steps=5 run_dir=runs/drop_easy": Run(SHORT, shows="finished: "),
+    f"{PLUGIN}/brevity.py method.shaping.brevity.strength=1.0 trainer.num_steps=5 run_dir=runs/brevity": Run(SHORT, shows="finished: "),
+    f"{PLUGIN}/any_case.py reward.verifier=any_case trainer.num_steps=5 run_dir=runs/any_case": Run(SHORT, shows="finished: "),
+    f"{RUN_SH} reward.function=examples/plugins/letters_in_place.py:score trainer.num_steps=5 run_dir=runs/letters": Run(
+        SHORT, shows="finished: "
+    ),
+    f"{PLUGIN}/renamed_qwen3.py model.path=runs/renamed trainer.num_steps=5 run_dir=runs/renamed_run": Run(
+        SHORT, shows="finished: ", before=tuple((text, Run()) for text in RENAMING)
+    ),
+    "python -m megatron_rl.sample runs/quickstart_cpu": Run(shows="of 4 answers are correct", before=((RUN_SH, Run(SHORT)),)),
+    "python -m megatron_rl.sample runs/mine/checkpoints/step_000100 --num-prompts 8 --responses 2": Run(
+        instead={"mine/checkpoints/step_000100": "quickstart_cpu/checkpoints/step_000001"},
+        shows="of 16 answers are correct",
+        before=((RUN_SH, Run(SHORT)),),
+    ),
+    'python -m megatron_rl.sample MODEL --prompt "State the final answer: 3 + 4 ="': Run(
+        instead={"MODEL": "{place}/toy"}, shows="(?m)^answer: ", before=((RUN_SH, Run(SHORT)),)
+    ),
+    "torchrun --nproc-per-node N tools/replay_step.py BUNDLE": Run(
+        instead={" N ": " 2 ", "BUNDLE": "runs/bundle/nonfinite/step_000001"}, shows="gradient norm", before=BUNDLE
+    ),
+    "python tools/replay_step.py BUNDLE": Run(
+        instead={"BUNDLE": "runs/bundle/nonfinite/step_000001"}, shows="gradient norm", before=BUNDLE
+    ),
     "torchrun --nproc-per-node N -m megatron_rl.train experiment=NAME key=value": Run(
         f"model.path=TOY run_dir=DIR {SHORT}", {" N ": " 2 ", "NAME": "quickstart_cpu", "key=value": ""}, shows="finished: "
     ),
@@ -196,7 +236,7 @@ def unique() -> dict[str, Command]:
 
 
 def known() -> list[str]:
-    return [*QUICK, *LONG, *NOT_RUN, *BESIDE_EACH_OTHER]
+    return [*QUICK, *LONG, *NOT_RUN, *BESIDE_EACH_OTHER, *RENAMING]
 
 
 def test_every_command_is_run_or_listed():
@@ -318,8 +358,11 @@ def test_quick_command(place, tmp_path, text):
 @pytest.mark.parametrize("text", [text for text in LONG if text != MAKER], ids=short)
 def test_long_command(request, tmp_path, text):
     """``MAKER`` runs in the set-up: the others take the model that it makes."""
-    wants_more = re.search(r"\b(TOY|ENCODER)\b|run\.sh", f"{text} {LONG[text].more}")
+    first = [command for command, _ in LONG[text].before]
+    wants_more = re.search(r"\b(TOY|ENCODER)\b|run\.sh", " ".join([text, LONG[text].more, *first]))
     place = request.getfixturevalue("full_place" if wants_more else "place")
+    for command, settings in LONG[text].before:
+        start(place, command, settings, tmp_path)
     start(place, text, LONG[text], tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,6 +25,8 @@ from megatron_rl.trainer.rollouts import Experience, NothingToLearn, Rollouts
 from megatron_rl.trainer.run_folder import RunFolder
 from megatron_rl.trainer.settings import Schedule
 from megatron_rl.types import TokenScores
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
