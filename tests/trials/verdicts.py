@@ -19,7 +19,8 @@ REMEDY = re.compile(
     r"\b(give|set|choose|correct|lower|raise|write|remove|drop|install|save|copy|use|did you mean|"
     r"quote|start|stop|delete|free|check|add|name|pull|fetch|convert|merge|download|upgrade|update|"
     r"must|should|one of|there are|see|make|divisor|needs?|pass|wait|try|repair|load|leave|keep|"
-    r"increase|end|kill|put|login|log in|mount|spell|pick|split|restore|reinstall|allows?|type|here it is|shows|supported|divide|reads|is it up)\b",
+    r"increase|end|kill|put|login|log in|mount|spell|pick|split|restore|reinstall|allows?|"
+    r"type|here it is|shows|supported|divide|reads|is it up)\b",
     re.IGNORECASE,
 )
 BUILT = {
