@@ -12,14 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 MAX_LINES = 15
-ERROR = re.compile(r"^(?:\S+: )?(?:\[rank \d+\] )?error: ", re.MULTILINE)
+ERROR = re.compile(r"^(?:\S+: )?(?:\[rank \d+\] )?error: |^plan_sync: --?\w|^plan_sync: \w+=", re.MULTILINE)
 # What a message must say besides the key or the file: something to do. Deliberately generous in its
 # words, for the wording belongs to the package; a bare "invalid value" does not pass.
 REMEDY = re.compile(
     r"\b(give|set|choose|correct|lower|raise|write|remove|drop|install|save|copy|use|did you mean|"
     r"quote|start|stop|delete|free|check|add|name|pull|fetch|convert|merge|download|upgrade|update|"
     r"must|should|one of|there are|see|make|divisor|needs?|pass|wait|try|repair|load|leave|keep|"
-    r"increase|end|kill|put|login|log in|mount|spell|pick|split|restore|reinstall|allows?)\b",
+    r"increase|end|kill|put|login|log in|mount|spell|pick|split|restore|reinstall|allows?|"
+    r"type|here it is|shows|supported|divide|reads|is it up)\b",
     re.IGNORECASE,
 )
 BUILT = {
