@@ -176,7 +176,6 @@ def looking() -> list[Case]:
     """A command that shows what a model answers."""
     engine = (
         "rollout.dtype=float32",
-        "rollout=vllm_cpu",
         "rollout.max_response_tokens=4",
         "rollout.max_prompt_tokens=16",
         "rollout.kv_cache_gib=0.03125",
@@ -275,7 +274,7 @@ def own_code() -> list[Case]:
         case(
             "jrn_reward",
             "a reward function of the user's",
-            with_file("mine.py", REWARD, lambda file: [f"reward.function={file}:letters"], torch=True),
+            with_file("mine.py", REWARD, lambda file: ["reward.verifier=auto", f"reward.function={file}:letters"], torch=True),
             Ends(),
             how="torchrun 2",
         ),
@@ -285,7 +284,7 @@ def own_code() -> list[Case]:
             with_file(
                 "mine.py",
                 "def f(tasks, responses):\n    raise RuntimeError('no judge')\n",
-                lambda file: [f"reward.function={file}:f", "trainer.num_steps=5"],
+                lambda file: ["reward.verifier=auto", f"reward.function={file}:f", "trainer.num_steps=5"],
             ),
             Refused((r"reward\.function", "no judge"), before="", within_s=90),
             Ends(("no judge",)),

@@ -278,7 +278,7 @@ def served(place: Place) -> Outcome:
     words, variables = readme_server()
     words = [sys.executable, *(str(model) if word == "MODEL" else word for word in words[1:])]
     port = free_port()
-    running = place.start([*words, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"], env=variables)
+    running = place.start([*words, "--host", "127.0.0.1", "--port", str(port)], env=variables)
     address = f"http://127.0.0.1:{port}"
     try:
         running.wait_for(lambda: answers(f"{address}/health"), 150)
