@@ -126,13 +126,12 @@ def swept_again(place: Place) -> Outcome:
     if first.code != 0:
         return first
     done, unfinished = sorted((place.folder / "runs").iterdir())[:2]
-    before = (done / "export" / "model.safetensors").stat().st_mtime_ns
+    export = done / "export" / "model.safetensors"
+    before = export.stat().st_mtime_ns
     shutil.rmtree(unfinished)
     outcome = place.command(words)
     wrong = [] if (unfinished / "export").is_dir() else ["the unfinished run was not finished"]
-    poor = []
-    if (done / "export" / "model.safetensors").stat().st_mtime_ns != before:
-        poor.append("a finished run was started again")
+    poor = [] if export.stat().st_mtime_ns == before else ["a finished run was started again"]
     return outcome.noting(wrong, poor)
 
 
@@ -176,9 +175,8 @@ def looking() -> list[Case]:
     """A command that shows what a model answers."""
     engine = (
         "rollout.dtype=float32",
-        "rollout=vllm_cpu",
         "rollout.max_response_tokens=4",
-        "rollout.max_prompt_tokens=16",
+        "rollout.max_prompt_tokens=64",
         "rollout.kv_cache_gib=0.03125",
     )
     return [
@@ -275,7 +273,12 @@ def own_code() -> list[Case]:
         case(
             "jrn_reward",
             "a reward function of the user's",
-            with_file("mine.py", REWARD, lambda file: [f"reward.function={file}:letters"], torch=True),
+            with_file(
+                "mine.py",
+                REWARD,
+                lambda file: ["reward.verifier=auto", "reward.answer_pattern=null", f"reward.function={file}:letters"],
+                torch=True,
+            ),
             Ends(),
             how="torchrun 2",
         ),
@@ -285,7 +288,7 @@ def own_code() -> list[Case]:
             with_file(
                 "mine.py",
                 "def f(tasks, responses):\n    raise RuntimeError('no judge')\n",
-                lambda file: [f"reward.function={file}:f", "trainer.num_steps=5"],
+                lambda file: ["reward.verifier=auto", "reward.answer_pattern=null", f"reward.function={file}:f", "trainer.num_steps=5"],
             ),
             Refused((r"reward\.function", "no judge"), before="", within_s=90),
             Ends(("no judge",)),

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.trials import looks
 from tests.trials.material import small, toy
 from tests.trials.place import Case, Place
-from tests.trials.verdicts import Ends, Expected, Outcome, Refused
+from tests.trials.verdicts import BUILT, Ends, Expected, Outcome, Refused
 
 Change = Sequence[str] | Callable[[Place], Sequence[str]]
 
@@ -32,7 +32,10 @@ def looked_at(outcome: Outcome, run_dir: Path, steps: int = 1) -> Outcome:
     """A run that ended well must have left what it promises; one that was refused, nothing."""
     if outcome.code == 0:
         return outcome.noting(looks.trained(run_dir, steps))
-    return outcome if outcome.code is None else outcome.noting(looks.not_trained(run_dir))
+    if outcome.code is None:
+        return outcome
+    began = BUILT["policy"].search(outcome.text) is not None
+    return outcome.noting(looks.not_trained(run_dir, began=began))
 
 
 def refused_toy(

@@ -235,6 +235,11 @@ class Case:
         return replace(self, argued=text)
 
 
+def shared_segments() -> set[str]:
+    """Names of what lies in /dev/shm; the empty lock file of an engine that was not built does not count."""
+    return {path.name for path in Path("/dev/shm").iterdir() if path.is_file() and path.stat().st_size}
+
+
 def marked_processes(mark: str) -> list[int]:
     """Process ids of everything that bears the mark."""
     return [pid for pid in _processes() if _marked(pid, mark)]

@@ -26,7 +26,7 @@ from pathlib import Path
 from tests.launch import REPO
 from tests.trials import groups
 from tests.trials.material import Material
-from tests.trials.place import Case, Place, environment
+from tests.trials.place import Case, Place, environment, shared_segments
 from tests.trials.record import Row, record, table
 from tests.trials.verdicts import Outcome, Verdict, first_words, judge
 from tests.trials.warm import WarmServer
@@ -37,8 +37,9 @@ MAX_POOR = 0.05
 class Program:
     """One launch of the trials: the folder, the shared inputs, the warm server (made when needed)."""
 
-    def __init__(self, folder: Path, *, show: bool = False) -> None:
-        self.folder, self.show = folder, show
+    def __init__(self, folder: Path, *, show: bool = False, alone: bool = True) -> None:
+        """``alone``: one case at a time, so that what a case leaves in /dev/shm can be told."""
+        self.folder, self.show, self.alone = folder, show, alone
         self.material = Material(folder / "shared")
         self._server: WarmServer | None = None
         self._lock = threading.Lock()
@@ -62,9 +63,12 @@ class Program:
         folder = self.folder / case.name
         folder.mkdir()
         place = Place(folder, self.material, self.server, case.limit_s)
+        before = shared_segments()
         started = time.monotonic()
         try:
             outcome = case.play(place)
+            left = sorted(shared_segments() - before) if self.alone else []
+            outcome = outcome.noting(unclear=[f"left in /dev/shm: {name}" for name in left])
             verdict = judge(case.expected, outcome)
         except (TimeoutError, AssertionError, subprocess.CalledProcessError) as error:
             outcome = Outcome(None, f"{type(error).__name__}: {error}", time.monotonic() - started)
@@ -96,7 +100,8 @@ def chosen(names: Sequence[str], patterns: Sequence[str]) -> list[Case]:
 def run(cases: Sequence[Case], folder: Path, jobs: int = 1, *, show: bool = False) -> list[Row]:
     """A row for each case, in order; prints them as they come. Cases that load the machine or measure
     its time (``faults``, ``lost``) do not share it with others."""
-    program = Program(folder, show=show)
+    before = shared_segments()
+    program = Program(folder, show=show, alone=jobs == 1)
     shared = [case for case in cases if case.group not in groups.ALONE]
     rows: dict[str, Row] = {}
 
@@ -108,11 +113,15 @@ def run(cases: Sequence[Case], folder: Path, jobs: int = 1, *, show: bool = Fals
     try:
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(one, shared))
+        program.alone = True
         for case in cases:
             if case not in shared:
                 one(case)
     finally:
         program.close()
+    left = sorted(shared_segments() - before)
+    if left:
+        print(f"left in /dev/shm by these cases, or by other work: {', '.join(left)}")
     return [rows[case.name] for case in cases]
 
 

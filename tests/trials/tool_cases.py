@@ -9,7 +9,8 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.launch import REPO
+from tests.launch import REPO, end
+from tests.numerics.server import shared_memory
 from tests.trials import looks
 from tests.trials.fault_cases import filled
 from tests.trials.material import small, toy_alone, write_model
@@ -278,7 +279,7 @@ def served(place: Place) -> Outcome:
     words, variables = readme_server()
     words = [sys.executable, *(str(model) if word == "MODEL" else word for word in words[1:])]
     port = free_port()
-    running = place.start([*words, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"], env=variables)
+    running = place.start([*words, "--host", "127.0.0.1", "--port", str(port)], env=variables)
     address = f"http://127.0.0.1:{port}"
     try:
         running.wait_for(lambda: answers(f"{address}/health"), 150)
@@ -290,8 +291,11 @@ def served(place: Place) -> Outcome:
     except TimeoutError as error:
         return Outcome(1, running.text()[-3000:], time.monotonic() - running.started).noting([str(error)[:200]])
     finally:
+        mapped = shared_memory(running.process.pid)
+        end(running.process)
         end_all(lambda pid: pid in marked_processes(place.mark))
-        running.process.wait()
+        for segment in mapped:
+            segment.unlink(missing_ok=True)  # a stock server that is stopped leaves its own
 
 
 def free_port() -> int:
