@@ -209,7 +209,7 @@ class RewardConfig(Section):
 
 
 class OptimConfig(Section):
-    learning_rate: PositiveFloat
+    learning_rate: Annotated[float, Field(gt=0, le=1e30)]  # what optimizers in float32 can multiply with
     min_learning_rate: NonNegativeFloat
     schedule: Literal["constant", "linear", "cosine"]
     warmup_steps: NonNegativeInt  # optimizer steps

@@ -30,7 +30,10 @@ GATHER_S = 0.002
 
 def main(control: socket.socket) -> None:
     """Serves until the trainer closes the control socket."""
-    setup: Setup = pickle.loads(read_frame(control) or b"")
+    frame = read_frame(control)
+    if frame is None:  # the trainer has ended already
+        return
+    setup: Setup = pickle.loads(frame)
     judge, refusal = None, None
     try:
         if setup.function is None:
@@ -96,4 +99,7 @@ def load_judge(setup: Setup) -> Any:
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        main(socket.socket(fileno=int(sys.argv[1])))
+    except ConnectionError:  # the trainer has ended, perhaps before this process was ready
+        sys.exit(0)

@@ -52,7 +52,7 @@ def main(case: str, rank: int) -> None:
     from megatron_rl.runtime.launch import start
 
     world = start()
-    print(f"pid {os.getpid()}", flush=True)
+    os.write(1, f"pid {os.getpid()}\n".encode())  # one write: the ranks share a pipe
     saved(3)
     world.barrier()
     if case == "compute" and world.rank == rank:

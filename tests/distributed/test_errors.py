@@ -26,7 +26,7 @@ WORKER = Path(__file__).with_name("errors_worker.py")
 def own_lines(output: str) -> list[str]:
     """Without what torchrun itself says: its warnings, its traceback and its summary."""
     before = output.split('Traceback (most recent call last):\n  File "<frozen runpy>"')[0]
-    others = re.compile(r"[WE]\d{4} [\d:.]+ \d+ torch/distributed|pid|$")
+    others = re.compile(r"[WE]\d{4} [\d:.]+ \d+ \S*torch/distributed|pid|$")
     return [line for line in before.splitlines() if not others.match(line)]
 
 

