@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import ReadItem
 
+from megatron_rl.errors import first_line
 from megatron_rl.policy import checkpoint_info, safe_load
 from megatron_rl.policy.main_rank import on_main
 from megatron_rl.policy.optimizer import create_state, parts, unshare_steps
@@ -44,11 +45,14 @@ class InProcess(TorchDistSaveShardedStrategy):
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        torch_checkpoint.save(
-            mcore_to_pyt_state_dict(tensors, False),
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, single_file_per_rank=True, thread_count=1),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
+        writer = torch_checkpoint.FileSystemWriter(checkpoint_dir, single_file_per_rank=True, thread_count=1)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        try:
+            torch_checkpoint.save(mcore_to_pyt_state_dict(tensors, False), storage_writer=writer, planner=planner)
+        except CheckpointException as error:  # a BaseException, which `except Exception` would miss
+            first_rank = min(error.failures)
+            failure, _ = error.failures[first_rank]
+            raise RuntimeError(f"rank {first_rank} could not write its part: {first_line(failure)}") from error
 
 
 def save(policy: Any, path: Path, extra: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> None:
