@@ -7,13 +7,14 @@ has passed may then be given to libraries that read it with any name allowed.
 
 from __future__ import annotations
 
+import enum
 import io
 import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, Metadata
+from torch.distributed.checkpoint import FileSystemReader, Metadata, SavePlan
 
 from megatron_rl.errors import first_line
 
@@ -26,11 +27,15 @@ INDEX_NAMES = {
         "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size", "device"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath"},
     "collections": {"OrderedDict"},
 }  # fmt: skip
+# megatron-core before 0.16 wrote subclasses with nothing of their own that a reader needs.
+OLDER = "megatron.core.dist_checkpointing.strategies.torch"
+OLDER_NAMES = {(OLDER, "MCoreMetadata"): Metadata, (OLDER, "MCoreSavePlan"): SavePlan}
 REMEDY = "it could run any program and was not read; take a checkpoint from somebody you trust"
 
 
@@ -42,10 +47,21 @@ class _UnknownNameError(Exception):
     """The file names what it has no reason to."""
 
 
+def _enum_member(kind: Any, name: str) -> Any:
+    """``getattr`` for members of enums alone."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
+        raise _UnknownNameError(f"it takes {name!r} out of {kind!r}")
+    return kind[name]
+
+
 class _Index(pickle.Unpickler):
     """Unpickles the index; any other name is an error."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in OLDER_NAMES:
+            return OLDER_NAMES[module, name]
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.12 and newer write a member of an enum
+            return _enum_member
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if dtype or name in INDEX_NAMES.get(module, ()):
             return super().find_class(module, name)

@@ -184,7 +184,8 @@ def test_preemption_leaves_a_checkpoint_and_a_marker(folder, start):
         (["model.path=/nowhere/model"], "model.path = /nowhere/model: no such folder"),
         (["data.train={folder}/broken.jsonl"], r"broken.jsonl:\n  - row 2: no answer"),
         (
-            ["model.path={folder}/large"],  # neither weights nor tokenizer: it is refused before either is looked for
+            # neither weights nor tokenizer: it is refused before either is looked for
+            ["model.path={folder}/large", "rollout.kv_cache_gib=1"],
             r"memory plan of a rank in GiB .*: weights 270.84, .*\nerror: 1 problem in the memory plan \(memory.refuse=false starts all "
             r"the same\):\n  - the run needs \d{4}\.\d GiB on a rank of pipeline stage 0, .* most of it is optimizer \(541.7 GiB\): ",
         ),

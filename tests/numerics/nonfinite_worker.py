@@ -166,6 +166,7 @@ class Program:
 def poisoned(source: Path, name: str) -> Path:
     """A copy of the checkpoint whose file ``name`` runs a program when it is unpickled, with a manifest that fits it."""
     path = FOLDER / "poisoned_checkpoint"
+    dist.barrier()  # all ranks have done with the one before
     if dist.get_rank() == 0:
         shutil.rmtree(path, ignore_errors=True)
         partial = checkpoint_dir.begin(path)

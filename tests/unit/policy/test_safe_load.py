@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from megatron_rl.policy import safe_load
 from megatron_rl.policy.dist_format import Reader
@@ -98,3 +99,23 @@ def test_what_a_run_saves_beside_its_weights_is_plain(tmp_path):
         random_state.restore(restored)
         assert (np.random.rand(3).tolist(), torch.rand(3).tolist()) == want
     assert json.dumps(extra["random_states"][0]["numpy"])
+
+
+class _TakesOut:
+    """Pickles as ``getattr(owner, name)``, as members of enums do."""
+
+    def __init__(self, owner, name):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+
+def test_getattr_in_an_index_is_for_members_of_enums_alone(tmp_path):
+    (tmp_path / safe_load.INDEX).write_bytes(pickle.dumps(_TakesOut(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT")))
+    with pytest.raises(ValueError, match="holds a _MEM_FORMAT_ENCODING, not the index"):
+        safe_load.read_index(tmp_path)
+    for owner, name in ((_MEM_FORMAT_ENCODING, "__init__"), (Metadata, "__init__")):
+        (tmp_path / safe_load.INDEX).write_bytes(pickle.dumps(_TakesOut(owner, name)))
+        with pytest.raises(safe_load.UnsafeError, match="it takes '__init__' out of"):
+            safe_load.read_index(tmp_path)
