@@ -203,11 +203,23 @@ def _describe(detail: ErrorDetails, known: list[str]) -> str:
         sentence = not_supported(key, detail["input"])
         if sentence is not None:
             return f"{key}: unknown key; {sentence}"
-        return f"{key}: unknown key{_did_you_mean(key, known)}"
+        full = ".".join([key, *_first_leaf(detail["input"])])
+        return f"{full}: unknown key{_did_you_mean(full, known)}"
     if detail["type"] == "missing":
         return f"{key}: no value; give {key}=..."
     message = detail["msg"].removeprefix("Value error, ")
     return f"{key} = {detail['input']!r}: {message}"
+
+
+def _first_leaf(value: Any) -> list[str]:
+    """The path to the first leaf of a section: of a section that nobody knows, what is in it says
+    more than its name. Empty for a plain value."""
+    path: list[str] = []
+    while isinstance(value, dict) and value:
+        key = next(iter(value))
+        path.append(str(key))
+        value = value[key]
+    return path
 
 
 def _did_you_mean(key: str, known: Sequence[str]) -> str:

@@ -280,7 +280,7 @@ class NonFiniteConfig(Section):
 
 
 class Config(Section):
-    run_dir: str
+    run_dir: Annotated[str, Field(min_length=1)]
     seed: Annotated[int, Field(ge=0, lt=2**32)]  # what the rollout engine takes
     resume: ResumeConfig
     trainer: TrainerConfig

@@ -184,6 +184,7 @@ def test_a_second_run_in_the_folder_is_refused_while_the_first_lives_and_not_aft
     assert metrics == list(range(reached + 2))
 
 
+@pytest.mark.full
 def test_a_disk_that_fills_says_so_keeps_the_last_checkpoint_and_is_cleaned_at_the_next_start(
     folder, small_disk
 ):

@@ -119,3 +119,13 @@ def test_an_error_travels_between_ranks():
     copy = pickle.loads(pickle.dumps(error))
     assert str(copy) == str(error)
     assert copy.problems == error.problems
+
+
+def test_a_misspelled_section_is_answered_with_the_key_that_was_meant():
+    (problem,) = problems("optimm.learning_rate=1e-6")
+    assert problem == "optimm.learning_rate: unknown key; did you mean optim.learning_rate?"
+
+
+def test_the_folder_of_a_run_has_a_name():
+    (problem,) = problems("run_dir=''")
+    assert problem.startswith("run_dir = ''")
