@@ -133,7 +133,7 @@ def _repeats(prompts: Sequence[Prompt]) -> Iterator[str]:
     if alike:
         more = sum(len(group) - 1 for group in alike)
         yield (
-            f"{more} rows repeat a prompt and its answer ({_uids(alike[0])}, ...): such prompts "
+            f"{more} rows repeat a prompt and its answer (such as {_uids(alike[0])}): such prompts "
             "weigh more; drop them if that is not meant"
         )
 

@@ -22,6 +22,7 @@ from megatron_rl.trainer.evaluate import Evaluator
 from megatron_rl.trainer.handover import HandOver
 from megatron_rl.trainer.health import Health
 from megatron_rl.trainer.hooks import RolloutHooks
+from megatron_rl.trainer.objective import check_visual_entropy
 from megatron_rl.trainer.preflight import check_before_build
 from megatron_rl.trainer.rollouts import Generator, Rollouts
 from megatron_rl.trainer.run_folder import RunFolder
@@ -46,6 +47,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
             f"batch.responses_per_prompt = {config.batch.responses_per_prompt}: method {method.name} compares the responses of a prompt "
             f"and needs at least {method.needs.min_group}"
         )
+    check_visual_entropy(train, method)
     loader = training_stream(data, config)
     folder = RunFolder(config, world, display)
     start = folder.prepare(data_fingerprint(loader.state()))

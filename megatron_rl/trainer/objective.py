@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_rl.loss import Credit, Method, ResponseBatch, TokenBatch
 from megatron_rl.trainer.rollouts import Experience
-from megatron_rl.types import LossOutput, SequenceBatch, TokenScores, TokenView
+from megatron_rl.types import LossOutput, Prompt, SequenceBatch, TokenScores, TokenView
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,7 @@ def on_cpu(scores: TokenScores) -> TokenScores:
 def response_batch(scored: Scored, method: Method) -> ResponseBatch:
     """What the credit is computed from; ``visual_entropy`` comes with the prompts (``extra.visual_entropy``) when the method asks.
 
-    Raises:
-        ValueError: the method needs visual_entropy and a prompt does not carry it.
+    The prompts have passed ``check_visual_entropy``.
     """
     experience, sequences = scored.experience, scored.experience.sequences
     statistics: dict[str, Tensor] = {}
@@ -53,13 +52,17 @@ def response_batch(scored: Scored, method: Method) -> ResponseBatch:
     )
 
 
-def _visual_entropy(experience: Experience) -> Float[Tensor, " responses"]:
-    for response in experience.responses:
-        if "visual_entropy" not in response.prompt.extra:
+def check_visual_entropy(prompts: Iterable[Prompt], method: Method) -> None:
+    """Raises ValueError where the method needs visual_entropy and a prompt does not carry it."""
+    for prompt in prompts if method.needs.visual_entropy else ():
+        if "visual_entropy" not in prompt.extra:
             raise ValueError(
-                f"prompt {response.prompt.uid}: the method needs extra.visual_entropy; compute it with tools/visual_entropy.py, "
+                f"prompt {prompt.uid}: the method needs extra.visual_entropy; compute it with tools/visual_entropy.py, "
                 "or use a method without the perceptual part (method=durian_reasoning)"
             )
+
+
+def _visual_entropy(experience: Experience) -> Float[Tensor, " responses"]:
     return torch.tensor([float(response.prompt.extra["visual_entropy"]) for response in experience.responses])
 
 
