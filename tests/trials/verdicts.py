@@ -20,7 +20,7 @@ REMEDY = re.compile(
     r"quote|start|stop|delete|free|check|add|name|pull|fetch|convert|merge|download|upgrade|update|"
     r"must|should|one of|there are|see|make|divisor|needs?|pass|wait|try|repair|load|leave|keep|"
     r"increase|end|kill|put|login|log in|mount|spell|pick|split|restore|reinstall|allows?|"
-    r"type|mend|here it is|shows|supported|divide|reads|is it up)\b",
+    r"type|mend|here it is|shows|is it up)\b",
     re.IGNORECASE,
 )
 BUILT = {
