@@ -15,6 +15,8 @@ OPTIONAL = (
     "hidden_size", "intermediate_size", "vocab_size", "num_key_value_heads", "head_dim", "max_position_embeddings",
     "moe_intermediate_size", "num_experts", "num_local_experts", "num_experts_per_tok",
 )  # fmt: skip
+# Transformers computes with these as they stand.
+NUMBERS = ("rope_theta", "rms_norm_eps")
 WEIGHTS_DECIDE = ("hidden_size", "intermediate_size", "vocab_size")
 
 
@@ -61,6 +63,8 @@ def read_model_config(file: Path, architectures: Collection[str] | None = None) 
             "quantization"
         )
     required = REQUIRED if architectures is None else (*REQUIRED, *WEIGHTS_DECIDE)
+    for key in NUMBERS:
+        _check_number(file, values, key)
     for key in (*REQUIRED, *OPTIONAL):
         _check_size(file, values, key, required=key in required)
     return values
@@ -73,8 +77,19 @@ def _check_architecture(file: Path, values: Mapping[str, Any], known: Collection
     close = difflib.get_close_matches(str(names[0]), known, n=1) if isinstance(names, list) and names else []
     hint = f" (nearest: {close[0]})" if close else ""
     raise ValueError(
-        f"model.path: {file} has architectures {names}, which the policy does not implement{hint}; supported: {', '.join(sorted(known))}"
+        f"model.path: {file} has architectures {names}, which the policy does not implement{hint}; "
+        f"supported: {', '.join(sorted(known))}; give one of these, or register a family (examples/plugins/model_family.md)"
     )
+
+
+def _check_number(file: Path, values: Mapping[str, Any], key: str) -> None:
+    """``key``, at the top or in the section that newer versions of transformers write it to."""
+    rope = values.get("rope_parameters")
+    for section in (values, rope if isinstance(rope, dict) else {}):
+        value = section.get(key)
+        number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        if value is not None and not number:
+            raise ValueError(f"model.path: {file}: {key} is {value!r}, not a number above 0; correct the key")
 
 
 def _check_size(file: Path, values: Mapping[str, Any], key: str, *, required: bool) -> None:

@@ -123,6 +123,7 @@ def _load_part(
     problems.raise_if_any()
     texts = [_render(row, prompt, config, tokenizer, problems) for row, prompt, *_ in drafts]
     problems.raise_if_any()
+    _refuse_deaf_template(part, [repr(prompt) for _, prompt, *_ in drafts], texts)
     encoded = tokenizer(texts, add_special_tokens=not config.apply_chat_template)["input_ids"]
     prompts = []
     for (row, _, answer, data_source, extra), text, token_ids in zip(
@@ -163,6 +164,16 @@ def text_prompts(
         prompts.append(Prompt(f"prompt:{number}", tuple(token_ids), "", "prompt", text=text))
     problems.raise_if_any()
     return prompts
+
+
+def _refuse_deaf_template(part: str, prompts: Sequence[str], texts: Sequence[str]) -> None:
+    """Raises ValueError when prompts differ and what the template makes of them does not."""
+    if len(set(prompts)) > 1 and len(set(texts)) == 1:
+        raise ValueError(
+            f"{part}: the chat template makes the same text of all {len(texts)} prompts "
+            f"({texts[0][:60]!r}): it leaves the prompt out; correct chat_template in the model's "
+            "tokenizer_config.json, or set data.apply_chat_template=false"
+        )
 
 
 _LONG_REMEDY = "raise the limit, shorten the row, or set data.on_long_prompt=drop"

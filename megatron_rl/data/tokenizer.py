@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_rl.config.model_config import read_json
+from megatron_rl.errors import first_line
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -25,8 +26,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise ValueError(f"model.path = {folder}: no tokenizer in it (one of {wanted}); copy the files of the model's tokenizer there")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"model.path = {folder}: its tokenizer files cannot be read ({error}); copy them again from the model") from error
+    except Exception as error:  # the library behind it raises whatever a damaged file leads to
+        raise ValueError(
+            f"model.path = {folder}: its tokenizer files cannot be read ({first_line(error)}); copy them again from the model"
+        ) from error
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"model.path = {folder}: the tokenizer has no eos_token, so no response could end; set it in tokenizer_config.json"

@@ -91,7 +91,7 @@ def refuse(hf: Any, allowed: Mapping[str, tuple[Any, ...]]) -> None:
             shown = " or ".join(repr(value) for value in values)
             raise ValueError(
                 f"config.json of {hf.model_type}: {option} is {getattr(hf, option)!r}, which the policy does not implement; "
-                f"only {shown} is supported"
+                f"only {shown} is supported, give another model"
             )
 
 
@@ -103,13 +103,19 @@ def common(hf: Any, **more: Any) -> Architecture:
     if rope_type not in ("default", "llama3", "linear"):
         raise ValueError(
             f"config.json of {hf.model_type}: rope type is {rope_type!r}, which the policy does not implement; "
-            "only 'default', 'llama3' and 'linear' are supported"
+            "only 'default', 'llama3' and 'linear' are supported, give another model"
         )
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"config.json of {hf.model_type}: partial_rotary_factor is {rope['partial_rotary_factor']}; only 1.0 is supported")
+        raise ValueError(
+            f"config.json of {hf.model_type}: partial_rotary_factor is {rope['partial_rotary_factor']}; "
+            "only 1.0 is supported, give another model"
+        )
     layer_types = set(getattr(hf, "layer_types", None) or ["full_attention"])
     if layer_types != {"full_attention"}:
-        raise ValueError(f"config.json of {hf.model_type}: layer_types has {sorted(layer_types)}; only 'full_attention' is supported")
+        raise ValueError(
+            f"config.json of {hf.model_type}: layer_types has {sorted(layer_types)}; "
+            "only 'full_attention' is supported, give another model"
+        )
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     fields: dict[str, Any] = {
         "family": hf.model_type,

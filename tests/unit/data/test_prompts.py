@@ -182,3 +182,10 @@ def test_sequences_lie_flat():
     assert batch.token_ids.tolist() == [5, 6, 7, 5, 8, 9]
     assert batch.prompt_lengths.tolist() == [2, 1] and batch.response_lengths.tolist() == [1, 2]
     assert sequence_batch([]).num_responses == 0
+
+
+def test_a_template_that_leaves_the_prompt_out_is_refused(tmp_path):
+    deaf = character_tokenizer("hello")
+    with pytest.raises(ValueError, match="makes the same text of all 2 prompts"):
+        load_prompts(jsonl(tmp_path, row(), row("1+1", 2)), data_config(), deaf, 40)
+    assert len(load_prompts(jsonl(tmp_path, row(), row()), data_config(), TOKENIZER, 40)) == 2

@@ -150,7 +150,7 @@ def test_repeated_prompts_and_clashing_answers_are_said(folder, caplog):
     write(folder / "train.jsonl", rows)
     read("data.train=train.jsonl", "batch.prompts_per_step=1")
     said = "\n".join(warnings(caplog))
-    assert "1 rows repeat a prompt and its answer (train:1, train:3, ...)" in said
+    assert "1 rows repeat a prompt and its answer (such as train:1, train:3)" in said
     assert "1 prompts come with different answers (train:4, train:5: '6' and '7')" in said
 
 

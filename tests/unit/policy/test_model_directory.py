@@ -54,6 +54,8 @@ def change(path: Path, **keys) -> None:
         ({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, r"Qwen2_5_VLForCond.*supported: "),
         ({"architectures": "Qwen3ForCausalLM"}, r"architectures Qwen3ForCausalLM, which.*supported"),
         ({"architectures": "absent"}, r"architectures \[\], which the policy does not implement; supported"),
+        ({"rope_theta": "1e4"}, r"config\.json: rope_theta is '1e4', not a number above 0; correct the key"),
+        ({"rope_parameters": {"rope_theta": None, "rms_norm_eps": 0}}, r"rms_norm_eps is 0, not a number above 0"),
         ({"num_attention_heads": "absent"}, r"config\.json has no num_attention_heads; copy it"),
         ({"num_attention_heads": "two"}, r"has num_attention_heads = 'two'; it must be a whole number of at least 1"),
         ({"num_attention_heads": 0}, r"num_attention_heads = 0; it must be"),
@@ -173,4 +175,10 @@ def test_the_tokenizer_has_no_token_beyond_the_vocabulary(model):
     assert load_tokenizer(model).eos_token_id == 1
     change(model, vocab_size=9)
     with pytest.raises(ValueError, match=r"2 tokens of the tokenizer lie beyond vocab_size = 9 of config\.json \('h' = 9, '\?' = 10\)"):
+        load_tokenizer(model)
+
+
+def test_a_tokenizer_file_that_is_no_tokenizer_is_one_message(model):
+    (model / "tokenizer.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"its tokenizer files cannot be read .*copy them again from the model"):
         load_tokenizer(model)
