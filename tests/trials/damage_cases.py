@@ -10,26 +10,8 @@ from typing import Any
 
 from tests.trials import looks
 from tests.trials.place import Case
-from tests.trials.resume_cases import newest, resumed
+from tests.trials.resume_cases import cut, flip, newest, resumed
 from tests.trials.verdicts import Ends, Outcome, Refused
-
-
-def shard(path: Path) -> Path:
-    return max(path.rglob("*.distcp"), key=lambda file: file.stat().st_size)
-
-
-def cut(path: Path) -> None:
-    file = shard(path)
-    file.write_bytes(file.read_bytes()[:-8])
-
-
-def flip(path: Path) -> None:
-    """4000 bytes in the middle inverted; the size stays."""
-    file = shard(path)
-    content = bytearray(file.read_bytes())
-    middle = len(content) // 2
-    content[middle : middle + 4000] = bytes(255 - byte for byte in content[middle : middle + 4000])
-    file.write_bytes(bytes(content))
 
 
 def both(spoil: Callable[[Path], object]) -> Callable[[Path], None]:

@@ -245,6 +245,24 @@ def never_new(place: Place) -> Outcome:
     return outcome.noting(looks.trained(run_dir, STEPS)) if outcome.code == 0 else outcome
 
 
+def shard(path: Path) -> Path:
+    return max(path.rglob("*.distcp"), key=lambda file: file.stat().st_size)
+
+
+def cut(path: Path) -> None:
+    file = shard(path)
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def flip(path: Path) -> None:
+    """4000 bytes in the middle inverted; the size stays."""
+    file = shard(path)
+    content = bytearray(file.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 4000] = bytes(255 - byte for byte in content[middle : middle + 4000])
+    file.write_bytes(bytes(content))
+
+
 def by_path() -> list[Case]:
     return [
         from_path("res_path_new", "a checkpoint into a new folder", newest, Ends(("resumed from",))),
