@@ -138,8 +138,19 @@ def find_start(config: Config, world: World, record: dict[str, Any]) -> Start:
     world.from_main(lambda: _refuse_all_damaged(config, found))
     start = Start(found, (checkpoint_dir.step_of(found) or 0) if found else 0)
     used = world.from_main(lambda: found is not None or (folder / METRICS).is_file())
-    old = world.from_main(lambda: read_record(folder / CONFIG)) if used else None
+    old = world.from_main(lambda: _record_of(folder, found)) if used else None
     return world.from_main(lambda: _compared(config, old, record, start, f"{folder} holds"))
+
+
+def _record_of(folder: Path, checkpoint: Path | None) -> dict[str, Any] | None:
+    """What the folder says of its run; where that file is gone, what the checkpoint says."""
+    record = read_record(folder / CONFIG)
+    if record is not None:
+        return record
+    inside = checkpoint_dir.check(checkpoint).get("run") if checkpoint is not None else None
+    how = f"that of {checkpoint.name} is taken" if inside and checkpoint else "settings are not compared"
+    log.warning("%s is missing; %s", folder / CONFIG, how)
+    return inside
 
 
 def _compared(

@@ -111,6 +111,16 @@ def test_allowed_changes_are_said_and_recorded(build, caplog):
     build("trainer.num_steps=3", "optim.learning_rate=1e-4", "seed=5").run()
 
 
+def test_without_its_config_a_run_is_compared_with_what_the_checkpoint_says(build, caplog):
+    build("trainer.num_steps=1").run()
+    (build().parts.folder.path / "config.json").unlink()
+    with pytest.raises(ValueError, match="seed = 1 there, 7 here"):
+        build("trainer.num_steps=2", "seed=7").run()
+    with caplog.at_level(logging.WARNING):
+        build("trainer.num_steps=2").run()
+    assert "config.json is missing; that of step_000001 is taken" in caplog.text
+
+
 def test_other_prompts_are_refused_by_content_and_the_same_ones_may_move(build):
     first = build("trainer.num_steps=1")
     first.parts.folder.prepare("16:aaaa")
