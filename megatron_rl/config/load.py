@@ -202,7 +202,7 @@ def _describe(detail: ErrorDetails, known: list[str]) -> str:
     if detail["type"] == "extra_forbidden":
         sentence = not_supported(key, detail["input"])
         if sentence is not None:
-            return f"{key}: unknown key; {sentence}"
+            return f"{key}: unknown key; {sentence}; remove it"
         full = ".".join([key, *_first_leaf(detail["input"])])
         return f"{full}: unknown key{_did_you_mean(full, known)}"
     if detail["type"] == "missing":

@@ -120,6 +120,7 @@ def check_files(path: Path) -> None:
     Raises:
         ValueError: one of them is damaged, or could run a program.
     """
-    read_index(path)
+    if (path / INDEX).is_file():  # the manifest says whether it must be there
+        read_index(path)
     if (path / COMMON).is_file():
         load_plain(path / COMMON, str(path / COMMON))

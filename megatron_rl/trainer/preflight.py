@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from megatron_rl.config.schema import Config
-from megatron_rl.policy import checkpoint_info
+from megatron_rl.policy import checkpoint_info, safe_load
 from megatron_rl.policy.families import read_architecture
 from megatron_rl.runtime import checkpoint_dir, disk, lock
 from megatron_rl.runtime.row_file import check_rows
@@ -51,6 +51,7 @@ def check_before_build(config: Config, start: Start, keep_reference: bool) -> No
             arch, config.precision.params, distributed_optimizer=optimizer, reference=keep_reference
         )
         checkpoint_info.refuse_other(start.checkpoint, info, wanted)
+        safe_load.check_files(start.checkpoint)
     parameters = checkpoint_info.num_parameters(arch, config.model.make_vocab_divisible_by)
     _check_room(config, parameters, keep_reference)
     _check_wandb(config)

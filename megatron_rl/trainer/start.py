@@ -219,6 +219,12 @@ def _refuse_all_damaged(config: Config, found: Path | None) -> None:
 
 def _step_of(path: Path) -> int:
     """The step in the manifest, else in the name; 0 where neither has it."""
+    wrong = checkpoint_dir.problem(path)
+    if wrong is not None:
+        raise ValueError(
+            f"resume.checkpoint = {path}: {wrong}; give one whole checkpoint "
+            f"(run_dir/{CHECKPOINTS}/step_NNNNNN)"
+        )
     info = checkpoint_dir.check(path)
     return int(info["step"]) if "step" in info else checkpoint_dir.step_of(path) or 0
 
