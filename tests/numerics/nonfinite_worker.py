@@ -199,6 +199,7 @@ def check_programs() -> None:
     with mock.patch.object(checkpoint.safe_load, "load_plain", lambda *args: looked_at.append(args[1]) or load_plain(*args)):
         assert policy.load(source) == {"step": 1}
     assert any("_extra_state" in name for name in looked_at), looked_at
+    policy.close()
     if dist.get_rank() == 0:
         print("OK programs", flush=True)
 
