@@ -86,7 +86,7 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
     if batch.prompts_per_step % batch.prompts_per_minibatch:
         yield (
             f"batch.prompts_per_minibatch = {batch.prompts_per_minibatch}: does not divide batch.prompts_per_step = "
-            f"{batch.prompts_per_step}; one optimizer step takes an equal part of the rollout batch"
+            f"{batch.prompts_per_step}; choose a divisor: one optimizer step takes an equal part of the rollout batch"
         )
     replicas = max(1, world_size // model_parallel_size(config))
     responses = batch.prompts_per_minibatch * batch.responses_per_prompt
@@ -226,11 +226,11 @@ def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[str]:
     heads, layers = hf_config["num_attention_heads"], hf_config["num_hidden_layers"]
     kv_heads = hf_config.get("num_key_value_heads") or heads
     if heads % parallel.tensor:
-        yield f"parallel.tensor = {parallel.tensor}: does not divide the model's {heads} attention heads"
+        yield f"parallel.tensor = {parallel.tensor}: does not divide the model's {heads} attention heads; choose a divisor of {heads}"
     elif kv_heads % parallel.tensor:
         yield f"parallel.tensor = {parallel.tensor}: does not divide the model's {kv_heads} key-value heads; choose a divisor of {kv_heads}"
     if heads % config.rollout.tensor:
-        yield f"rollout.tensor = {config.rollout.tensor}: does not divide the model's {heads} attention heads"
+        yield f"rollout.tensor = {config.rollout.tensor}: does not divide the model's {heads} attention heads; choose a divisor of {heads}"
     uneven = parallel.first_stage_layers or parallel.last_stage_layers
     chunks = parallel.pipeline * (parallel.virtual_pipeline or 1)
     if not uneven and layers % chunks:
