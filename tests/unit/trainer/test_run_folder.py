@@ -100,10 +100,8 @@ def test_allowed_changes_are_said_and_recorded(build, caplog):
     )
     with caplog.at_level(logging.WARNING):
         trainer.run()
-    recorded = [
-        json.loads(line)
-        for line in (trainer.parts.folder.path / "changes.jsonl").read_text().splitlines()
-    ]
+    lines = (trainer.parts.folder.path / "changes.jsonl").read_text().splitlines()
+    recorded = [json.loads(line) for line in lines]
     assert recorded == [
         {"step": 1, "key": "optim.learning_rate", "old": 1e-06, "new": 1e-4}, {"step": 1, "key": "seed", "old": 1, "new": 5},
     ]  # fmt: skip
