@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 
 import pytest
 import torch.distributed as dist
@@ -103,3 +104,12 @@ def test_what_was_saved(monkeypatch):
     assert failure.unsaved() == "; nothing was saved"
     failure.saved(7)
     assert failure.unsaved() == "; nothing was saved since step 7"
+
+
+def test_too_many_open_files_is_said_in_words_and_is_no_consequence_of_another_rank():
+    error = RuntimeError("[enforce fail at gloo/loop.cc:105] fd_ != -1. epoll_create: Too many open files")
+    assert not is_consequence(error)
+    message = describe(error)
+    assert not message.traceback
+    assert re.search(r"cannot open more files.*gloo.*\nThe limit is \d+ open files \(ulimit -n\): raise it", message.text)
+    assert "ulimit" in describe(OSError(24, "Too many open files")).text
