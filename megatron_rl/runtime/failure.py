@@ -222,6 +222,11 @@ def describe(error: BaseException) -> Message:
     shortage = out_of_memory(error) or out_of_files(error)
     if shortage:
         return Message(f"error: {shortage}")
+    if isinstance(error, FileNotFoundError) and error.filename is not None:
+        return Message(
+            f"error: {error.filename}: no such file or folder. If it was moved or deleted while the "
+            "program ran, put it back and start again (resume=auto: from the last checkpoint)"
+        )
     known = isinstance(error, ValueError | FileNotFoundError)
     if known and not isinstance(error, UnicodeError):
         return Message(shortened(f"error: {error}"))
