@@ -264,7 +264,7 @@ def model_removed(place: Place) -> Outcome:
     """The model's folder goes away while it trains: the export needs its tokenizer."""
     run_dir = place.folder / "run"
     model = place.material.copy_of("toy", place.folder / "model")
-    running = begun(place, f"model.path={model}", "trainer.num_steps=200")
+    running = begun(place, f"model.path={model}", "trainer.num_steps=60")
     in_a_step(running, run_dir)
     model.rename(place.folder / "away")
     return running.finish(90)
