@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 # vLLM sets these for its own workers; inherited by a process started later (a reward verifier) or read by a launcher they harm.
 RESTORED_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "LD_LIBRARY_PATH", "NUMEXPR_MAX_THREADS")
 
+# rollout.quantization -> what vLLM calls it; its own "fp8" is an old name for the same.
+VLLM_QUANTIZATION = {"fp8": "fp8_per_tensor"}
+
 # Destroying an engine destroys the default process group with it, under the policy's feet: every engine lives until the process ends.
 _ALIVE: list[LLM] = []
 
@@ -253,7 +256,7 @@ def engine_arguments(model_path: str, config: RolloutConfig, seed: int) -> dict[
         "distributed_executor_backend": "external_launcher",
         "worker_extension_cls": "megatron_rl.rollout.worker.WeightReceiver",
         "dtype": config.dtype,
-        "quantization": config.quantization,
+        "quantization": None if config.quantization is None else VLLM_QUANTIZATION[config.quantization],
         "max_model_len": config.max_prompt_tokens + config.max_response_tokens,
         "max_num_seqs": config.max_num_seqs,
         "enforce_eager": config.enforce_eager,
