@@ -97,6 +97,8 @@ class VllmEngine:
         """``num_responses`` completions for each prompt, on every rank of the replica.
 
         With a seed, response j to a prompt depends on (seed, prompt uid, j) and the weights alone; without one, on the calls before.
+        That holds on one kind of machine: on GPUs vLLM samples with other kernels and another generator than on a CPU, and the same
+        seed gives other tokens there.
         ``progress`` is called as responses get done.
 
         Raises:
