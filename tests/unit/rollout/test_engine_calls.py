@@ -137,6 +137,11 @@ def test_arguments_say_what_the_configuration_says(record):
     assert (chosen["quantization"], chosen["max_num_seqs"]) == ("fp8_per_tensor", 9)
 
 
+def test_a_cpu_engine_takes_what_it_always_took(record):
+    arguments = engine_arguments("m", config("rollout=vllm_cpu").rollout, 1)
+    assert (arguments["max_num_seqs"], arguments["enable_sleep_mode"]) == (256, False)
+
+
 def test_vllm_knows_that_name_of_the_quantization():
     from vllm.config.quantization import resolve_quantization_config
 
