@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.sample.ops.topk_topp_triton import _apply_topp_split
 from vllm.v1.worker.gpu.sample.gumbel import apply_temperature, gumbel_sample
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.prompt_logprob import (
@@ -135,19 +136,38 @@ def shares_of_the_samples() -> None:
         assert ((counts - wanted) ** 2 / wanted).sum() < 16.27, counts
 
 
-def truncation() -> None:
-    """The k largest; the smallest set that reaches p; the others get no probability. No truncation in the last row."""
-    logits = normal(3, VOCAB) * 3
-    found = apply_top_k_top_p(
-        logits.clone(), torch.tensor([7, VOCAB, VOCAB], dtype=torch.int32), torch.tensor([1.0, 0.6, 1.0])
-    )
+def smallest_sets(logits: Tensor, shares: list[float]) -> Tensor:
+    """Which tokens of each row are in the smallest set whose probability reaches the share, [rows, vocabulary]."""
     ordered, index = logits.double().softmax(-1).sort(descending=True)
     before = ordered.cumsum(-1) - ordered
-    kept = before < torch.tensor([[2.0], [0.6], [2.0]])
-    kept[0, 7:] = False
-    wanted = torch.zeros_like(kept).scatter(-1, index, kept)
-    assert torch.equal(found > -math.inf, wanted), (found > -math.inf).sum(-1)
-    assert torch.equal(found[wanted], logits[wanted])
+    kept = before < torch.tensor(shares)[:, None]
+    return torch.zeros_like(kept).scatter(-1, index, kept)
+
+
+def check_truncated(found: Tensor, logits: Tensor, kept: Tensor) -> None:
+    assert torch.equal(found > -math.inf, kept), (found > -math.inf).sum(-1)
+    assert torch.equal(found[kept], logits[kept])
+
+
+def truncation() -> None:
+    """The 7 largest; the smallest set that reaches 0.6; both, first the largest; neither."""
+    logits = normal(4, VOCAB) * 3
+    largest = torch.tensor([7, VOCAB, 9, VOCAB], dtype=torch.int32)
+    found = apply_top_k_top_p(logits.clone(), largest, torch.tensor([1.0, 0.6, 0.8, 1.0]))
+    left = logits.clone()
+    for row, count in ((0, 7), (2, 9)):
+        left[row, left[row] < left[row].topk(count).values[-1]] = -math.inf
+    kept = smallest_sets(left, [2.0, 0.6, 0.8, 2.0]) & (left > -math.inf)
+    assert kept[0].sum() == 7 and 0 < kept[2].sum() < 9 and kept[3].all()
+    check_truncated(found, logits, kept)
+
+
+def truncation_of_small_batches() -> None:
+    """Where a GPU has more processors than the batch has rows, each row is shared out over several."""
+    logits = normal(3, VOCAB) * 3
+    found = logits.clone()
+    _apply_topp_split(found, None, torch.tensor([0.9, 0.6, 1.0]), -math.inf, 4)
+    check_truncated(found, logits, smallest_sets(logits, [0.9, 0.6, 2.0]))
 
 
 def logprobs_of_prompts() -> None:
@@ -176,6 +196,7 @@ CASES = (
     temperature_zero_is_greedy,
     shares_of_the_samples,
     truncation,
+    truncation_of_small_batches,
     logprobs_of_prompts,
 )
 

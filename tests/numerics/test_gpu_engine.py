@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 INTERPRETER = "tests.numerics.triton_interpreter"
 KERNELS = (
     "temperature", "logprobs_of_the_sampled_token", "logprobs_of_rounded_logits", "best_of_the_noised", "temperature_zero_is_greedy",
-    "shares_of_the_samples", "truncation", "logprobs_of_prompts",
+    "shares_of_the_samples", "truncation", "truncation_of_small_batches", "logprobs_of_prompts",
 )  # fmt: skip
 ENGINE = (
     "is_what_gpus_run", "logprobs_are_of_the_sampled_distribution", "truncation_renormalises", "greedy",
