@@ -100,6 +100,9 @@ def reloading(vllm_config: Any, model: nn.Module, *, complete: bool) -> Iterator
 
     with set_current_vllm_config(vllm_config):
         initialize_layerwise_reload(model)
+        widened = widened_biases(model, vllm_config.model_config.dtype)
+        for bias, _ in widened:
+            bias.data = bias.data.to(vllm_config.model_config.dtype)
         if not complete:
             for layer in model.modules():
                 get_layerwise_info(layer).load_numel = float("-inf")  # never as many as the layer has
@@ -111,6 +114,23 @@ def reloading(vllm_config: Any, model: nn.Module, *, complete: bool) -> Iterator
             if finished or not complete:
                 with no_warnings(RELOAD):
                     finalize_layerwise_reload(model, vllm_config.model_config)
+            if not complete:
+                for bias, before in widened:
+                    bias.data = before
+
+
+def widened_biases(model: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Parameter, Tensor]]:
+    """Biases that a kernel keeps in another type than the model's ``dtype``, with what they hold.
+
+    A reload gives each parameter the form of loading, but never a bias. Some CPU kernels for bfloat16
+    turn biases into float32 when a layer is processed, and do so again when it is processed anew.
+    """
+    found = []
+    for layer in model.modules():
+        bias = getattr(layer, "bias", None)
+        if isinstance(bias, nn.Parameter) and hasattr(layer, "cpu_linear") and bias.dtype != dtype:
+            found.append((bias, bias.data))
+    return found
 
 
 @contextmanager
