@@ -27,6 +27,10 @@ install_import_hook(TYPED_MODULES, "beartype.beartype")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nemo-python", metavar="PYTHON", help="Python of an environment with the extra `nemo`, for tests that run NeMo")
     parser.addoption("--te-python", metavar="PYTHON", help="Python of an environment with Transformer Engine; no GPU is needed")
+    cuda = "Python of an environment with the CUDA build of torch 2.13.0; no GPU is needed"
+    parser.addoption("--cuda-python", metavar="PYTHON", help=cuda)
+    wheels = "folder with wheels of the extra `gpu` (vllm-0.32.0-*.whl), as pip download leaves them"
+    parser.addoption("--cuda-wheels", metavar="FOLDER", help=wheels)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
