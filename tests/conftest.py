@@ -31,6 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cuda-python", metavar="PYTHON", help=cuda)
     wheels = "folder with wheels of the extra `gpu` (vllm-0.32.0-*.whl), as pip download leaves them"
     parser.addoption("--cuda-wheels", metavar="FOLDER", help=wheels)
+    image = "build Dockerfile.ngc on a stand-in for its base: root, buildah, debootstrap, some GB"
+    parser.addoption("--build-image", action="store_true", help=image)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,7 +3,8 @@
 The cheap tests need nothing. The others compare with real wheels, or ask the package index::
 
     pip download --no-deps --only-binary=:all: -d WHEELS vllm==0.32.0
-    pytest -m full tests/packaging/test_stack.py --cuda-wheels=WHEELS --cuda-python=PYTHON
+    python3.11 -m venv ENV && ENV/bin/pip install torch==2.13.0 wheel==0.48.0
+    pytest -m full tests/packaging/test_stack.py --cuda-wheels=WHEELS --cuda-python=ENV/bin/python
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import csv
 import hashlib
 import importlib.metadata
 import json
-import os
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -110,3 +111,31 @@ def test_the_cuda_wheel_and_the_cpu_wheel_differ_in_three_files(request):
     assert [name for name in cuda if name not in cpu and not name.startswith(LEFT_OUT)] == []
     common = {name: cuda[name] for name in cuda if name in cpu}
     assert digest(without_changed(common)) == COMMON_DIGEST
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_the_extra_gpu_resolves(request, tmp_path):
+    """pip asks the package index and installs nothing. Wheels whose index serves no metadata apart
+    are downloaded for theirs: some GB. In an environment with torch, because the metadata of
+    transformer-engine-torch comes from a set-up that imports it."""
+    python = request.config.getoption("--cuda-python")
+    if python is None:
+        pytest.skip("needs an environment with the CUDA build of torch: --cuda-python PYTHON")
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("setup.py", "README.md", "LICENSE"):
+        shutil.copy(REPO / name, source)
+    for name in ("megatron_rl", "conf"):
+        shutil.copytree(REPO / name, source / name)
+    report = tmp_path / "report.json"
+    pip = [python, "-m", "pip"]
+    dry_run = ["install", "--dry-run", "--no-build-isolation", "--report", str(report)]
+    run([*pip, *dry_run, f"{source}[gpu]"], 1700, cwd=tmp_path)
+    listed = run([*pip, "--disable-pip-version-check", "list", "--format=json"], 60, cwd=tmp_path)
+    chosen = {item["name"]: item["version"] for item in json.loads(listed.stdout)}
+    for item in json.loads(report.read_text())["install"]:
+        chosen[item["metadata"]["name"]] = item["metadata"]["version"]
+    versions = {name.lower().replace("_", "-"): value for name, value in chosen.items()}
+    for package, pin in pins("gpu").items():
+        assert "==" + versions[package].partition("+")[0] == pin
