@@ -71,15 +71,17 @@ cd "$work/transformer_engine_torch-$engine"
 find csrc -name '*.cpp' | sort | sed 's|^csrc/\(.*\)|#include "\1"|' > csrc/all_in_one.cc
 ask() { "$venv/bin/python" -c "import sysconfig; print(sysconfig.$1)"; }
 site=$(ask 'get_path("purelib")')
+library=$site/transformer_engine_torch$(ask 'get_config_var("EXT_SUFFIX")')
+headers=$(ask 'get_path("include")')
 common=common_headers
 torch=$site/torch/include
 include=("$cuda/include" "$common" "$common/common" "$common/common/include" csrc
-    "$torch" "$torch/torch/csrc/api/include" "$(ask 'get_path("include")')" "$site"/nvidia/*/include)
+    "$torch" "$torch/torch/csrc/api/include" "$headers" "$site"/nvidia/*/include)
 c++ -std=c++20 -O0 -w -fPIC -fvisibility=hidden -DNDEBUG -DTORCH_API_INCLUDE_EXTENSION_H \
     -DTORCH_EXTENSION_NAME=transformer_engine_torch "${include[@]/#/-I}" \
     -x c++ -c csrc/all_in_one.cc -o all_in_one.o
 c++ -shared all_in_one.o "-L$site/torch/lib" \
-    -ltorch -ltorch_cpu -ltorch_cuda -ltorch_python -lc10 -lc10_cuda -o "$site/transformer_engine_torch$(ask 'get_config_var("EXT_SUFFIX")')"
+    -ltorch -ltorch_cpu -ltorch_cuda -ltorch_python -lc10 -lc10_cuda -o "$library"
 # Transformer Engine asks the package's metadata for its version.
 mkdir -p "$site/transformer_engine_torch-$engine.dist-info"
 printf 'Metadata-Version: 2.1\nName: transformer_engine_torch\nVersion: %s\n' "$engine" \
