@@ -201,7 +201,7 @@ FP8_PARAMS = ("precision=fp8_tensorwise", "precision.fp8.param_gather=true")
         ),
         (
             "training", "optimizer", ["rollout.sleep_level=0"],
-            ["set rollout.sleep_level=1 (now 0), so that the engine leaves while the policy trains", "use more data-parallel ranks",
+            ["set rollout.sleep_level=2 (now 0), so that the engine leaves while the policy trains", "use more data-parallel ranks",
              "raise parallel.tensor (now 1)", "raise parallel.pipeline (now 1)"],
         ),
         (
@@ -217,7 +217,7 @@ FP8_PARAMS = ("precision=fp8_tensorwise", "precision.fp8.param_gather=true")
             ["add gradients to memory.offload (now ('optimizer',))", "lower rollout.gpu_memory_utilization (now 0.6)"],
         ),
         (
-            "host copies", "optimizer", ["memory.offload=[optimizer,gradients]"],
+            "host copies", "optimizer", ["memory.offload=[optimizer,gradients]", "rollout.sleep_level=1"],
             ["take optimizer out of memory.offload (now ('optimizer', 'gradients'))",
              "set rollout.sleep_level=2 (now 1), which drops the engine's weights"],
         ),
@@ -247,7 +247,7 @@ def test_phases_follow_the_hand_over():
 def test_copies_on_the_host_are_compared_with_its_memory():
     stages = plan({}, replace(SIZES, keep_reference=True))
     assert stages[0].reference == stages[0].weights
-    lean = config("memory.offload=[optimizer]")
+    lean = config("memory.offload=[optimizer]", "rollout.sleep_level=1")
     roomy = memory.Room("cuda", 1000.0, 150.0)
     assert memory.problems(stages, lean, roomy) == []
     (message,) = memory.problems(stages, lean, replace(roomy, host_gib=50.0))
@@ -266,7 +266,8 @@ def test_on_a_cpu_everything_is_held_at_once_and_what_is_offloaded_twice():
 
 
 def test_the_plan_is_one_line():
-    line = memory.describe(plan({"tensor": 4, "distributed_optimizer": True}), config(), memory.Room("cuda", 79.1, 100.0))
+    stages = plan({"tensor": 4, "distributed_optimizer": True})
+    line = memory.describe(stages, config("rollout.sleep_level=1"), memory.Room("cuda", 79.1, 100.0))
     assert "\n" not in line
     assert "(pipeline stage 0): weights 3.55, gradients 7.09, optimizer 10.64, activations 2.09, logits 0.54, engine weights 7.09" in line
     assert "training 27.91 of 79.10, weight sync 32.37 of 79.10, generation 35.37 of 79.10, host copies 7.09 of 100.00" in line
