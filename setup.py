@@ -48,7 +48,7 @@ EXTRAS = {
     # NVIDIA GPUs whose driver knows CUDA 13; not yet run by this project. The package index has
     # torch 2.13.0 as its CUDA 13.0 build, and vLLM 0.32.0 is made for that. The torch part of
     # Transformer Engine is source, built on installation against the torch found there, with the
-    # headers of CUDA 13 and cuDNN: install torch==2.13.0 and wheel first, then this with pip's
+    # headers of CUDA 13, cuDNN and NCCL: install torch==2.13.0 and wheel first, then this with pip's
     # --no-build-isolation (Dockerfile.ngc does it). Without apex: where megatron-core finds
     # Transformer Engine it takes its Adam from there.
     "gpu": [

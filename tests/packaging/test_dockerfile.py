@@ -26,7 +26,7 @@ from tests.packaging.test_setup import dependencies
 
 DOCKERFILE = REPO / "Dockerfile.ngc"
 # What a RUN contains that works on a base of NVIDIA's alone, and what it needs from that.
-NEEDS_NVIDIA_BASE = {"transformer-engine[pytorch]": "the headers of CUDA 13 and cuDNN"}
+NEEDS_NVIDIA_BASE = {"transformer-engine[pytorch]": "headers of CUDA 13, cuDNN and NCCL"}
 # Versions of tools that the image names and setup.py does not.
 TOOLS = {"WHEEL_VERSION"}
 PROGRAMS = ("buildah", "debootstrap")
