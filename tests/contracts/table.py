@@ -45,6 +45,7 @@ VLLM = (
     Contract("vllm.v1.engine.llm_engine.LLMEngine.step", "rollout/watch.py"),
     # Words in the arguments of the engine and of its commands.
     Contract("vllm.config.parallel", "rollout/engine.py", words=("external_launcher",)),
+    Contract("vllm.config.quantization", "rollout/engine.py", words=("fp8_per_tensor",)),
     Contract("vllm.config.model.LogprobsMode", "rollout/engine.py", words=("processed_logprobs",)),
     Contract(
         "vllm.config.model.ModelConfig", "rollout/engine.py", words=("vllm",)
@@ -58,7 +59,7 @@ VLLM = (
     # Its own allocator: the parts that are woken one by one, and what each allocation tells.
     Contract("vllm.v1.worker.gpu_worker.Worker", "protocols.py", words=("weights", "kv_cache")),
     Contract("vllm.device_allocator.cumem.AllocationData.handle", "rollout/engine.py"),
-    Contract("vllm.device_allocator.cumem.AllocationData.tag", "rollout/engine.py"),
+    Contract("vllm.device_allocator.cumem.AllocationData.is_asleep", "rollout/engine.py"),
     # The segment of the tensor-parallel group.
     Contract(
         BROADCAST + ".MessageQueue.buffer",
