@@ -30,6 +30,7 @@ from megatron_rl.errors import first_line
 from megatron_rl.policy import checkpoint_info, safe_load
 from megatron_rl.policy.main_rank import on_main
 from megatron_rl.policy.optimizer import create_state, parts, unshare_steps
+from megatron_rl.policy.reference import Reference
 from megatron_rl.runtime import checkpoint_dir, disk
 from megatron_rl.runtime.digest import file_digest
 
@@ -102,8 +103,8 @@ def load(policy: Any, path: Path) -> Mapping[str, Any]:
             module.load_state_dict(loaded[name])
         with _step_counts_supplied(policy):
             policy.optimizer.load_state_dict(loaded["optimizer"])
-        for (chunk, name), tensor in (policy.reference_state() or {}).items():
-            tensor.copy_(loaded[f"reference{chunk}"][name])
+        if policy.reference is not None:
+            _load_reference(policy.reference, loaded)
     unshare_steps(policy.optimizer)
     policy.optimizer_steps = loaded["optimizer_steps"]
     return extra
@@ -156,9 +157,9 @@ def _model_state(policy: Any) -> dict[str, Any]:
 
 def _reference_state(policy: Any) -> dict[str, Any]:
     """The reference weights laid out like the trained ones, under keys of their own; empty when none are kept."""
-    reference: dict[tuple[int, str], Tensor] | None = policy.reference_state()
-    if reference is None:
+    if policy.reference is None:
         return {}
+    reference = policy.reference.tensors()
     state = {}
     for chunk, module in enumerate(policy.modules):
         shards = {
@@ -175,6 +176,11 @@ def _reference_state(policy: Any) -> dict[str, Any]:
     return state
 
 
+def _load_reference(reference: Reference, loaded: Mapping[str, Any]) -> None:
+    """Takes over what ``_reference_state`` was filled with."""
+    reference.assign({(chunk, name): loaded[f"reference{chunk}"][name] for chunk, name in reference.names})
+
+
 def _describe(policy: Any) -> dict[str, Any]:
     """``checkpoint_info.describe`` with how the policy was laid out, which need not agree."""
     ranks = policy.ranks
@@ -183,7 +189,7 @@ def _describe(policy: Any) -> dict[str, Any]:
         policy.arch,
         _params(policy),
         distributed_optimizer=policy.parallel.distributed_optimizer,
-        reference=policy.reference_state() is not None,
+        reference=policy.reference is not None,
     )
     return {**described, "layout": layout}
 
@@ -195,7 +201,7 @@ def _params(policy: Any) -> str:
 def _bytes(policy: Any) -> int:
     """What the checkpoint will take; Adam's moments count as float32."""
     parameters = checkpoint_info.num_parameters(policy.arch, 1)
-    reference = policy.reference_state() is not None
+    reference = policy.reference is not None
     sharded = policy.parallel.distributed_optimizer
     return checkpoint_info.checkpoint_bytes(
         parameters, _params(policy), "float32", distributed_optimizer=sharded, reference=reference

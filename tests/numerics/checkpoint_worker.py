@@ -143,7 +143,7 @@ def record(policy: MegatronPolicy) -> list[torch.Tensor]:
                 state = part.optimizer.state[parameter]
                 found += [state[key].detach().clone() for key in ("step", "exp_avg", "exp_avg_sq")]
             found.append(torch.tensor([group["lr"], group["weight_decay"]], dtype=torch.float64))
-    return found + list((policy.reference_state() or {}).values())
+    return found + ([] if policy.reference is None else [tensor.clone() for tensor in policy.reference.tensors().values()])
 
 
 def trajectory(policy: MegatronPolicy, steps: range) -> dict[str, Any]:
@@ -196,8 +196,8 @@ def compare(case: Case, got: dict[str, Any], phase: str) -> None:
 def read(case: Case) -> None:
     policy = build(case)
     update(policy, 7)  # whatever was there must be replaced
-    for tensor in (policy.reference_state() or {}).values():
-        tensor.zero_()
+    if policy.reference is not None:
+        policy.reference.assign({name: torch.zeros_like(tensor) for name, tensor in policy.reference.tensors().items()})
     extra = policy.load(FOLDER / case.name / "step_000002")
     assert extra["step"] == 2 and extra["state"] == (1, "x") and extra["tensor"].tolist() == [0, 1, 2]
     compare(case, trajectory(policy, range(2, 4)), "end")
