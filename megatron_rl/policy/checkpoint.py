@@ -32,9 +32,12 @@ from megatron_rl.policy.main_rank import on_main
 from megatron_rl.policy.optimizer import create_state, parts, unshare_steps
 from megatron_rl.policy.reference import Reference
 from megatron_rl.runtime import checkpoint_dir, disk
+from megatron_rl.runtime.cpu import device
 from megatron_rl.runtime.digest import file_digest
 
 EXTRA = "extra.pt"
+# Each thread writes a file of its own. On a CPU they would take turns with the other ranks' work.
+WRITER_THREADS = {"cuda": 4, "cpu": 1}
 
 
 class InProcess(TorchDistSaveShardedStrategy):
@@ -43,10 +46,11 @@ class InProcess(TorchDistSaveShardedStrategy):
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
+        self.thread_count = WRITER_THREADS[device().type]
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        writer = torch_checkpoint.FileSystemWriter(checkpoint_dir, single_file_per_rank=True, thread_count=1)
+        writer = torch_checkpoint.FileSystemWriter(checkpoint_dir, single_file_per_rank=True, thread_count=self.thread_count)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         try:
             torch_checkpoint.save(mcore_to_pyt_state_dict(tensors, False), storage_writer=writer, planner=planner)
@@ -146,6 +150,9 @@ def _metadata() -> dict[str, Any]:
     return {
         # Other kinds cannot change the layout, or come back with Adam's step count at 0 without a word.
         "distrib_optim_sharding_type": "fully_reshardable",
+        # The first data-parallel rank alone writes: it alone gets the states, over gloo. Megatron's other way gathers them, unsharded and
+        # in float32, in the device memory and then in the host memory of every rank.
+        "distrib_optim_fully_reshardable_mem_efficient": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "chained_optim_avoid_prefix": True,
     }
