@@ -179,7 +179,7 @@ class MegatronPolicy:
         board: ScoreBoard | None = None,
     ) -> Totals:
         """Collective: loss and metrics of the minibatch; leaves its gradient in the parameters, and the scores of its tokens on the
-        board. The first half of an update."""
+        board. The first half of an update. A reference pass in between may take the gradient's memory."""
         self._offload.require("weights", "gradients", "optimizer")
         with platform():
             for chunk in self.chunks:

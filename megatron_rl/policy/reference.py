@@ -18,8 +18,9 @@ Name = tuple[int, str]  # number of the chunk, name of the parameter in it
 
 @dataclass(frozen=True)
 class Frozen:
-    """The starting weights that belong to one of DDP's buffers, laid out like it: ``starts[i]`` is where ``held[i]`` begins, in
-    elements of ``dtype``. ``gradients``: the buffer's gradients, flat and at least as many bytes."""
+    """The starting weights that belong to one of DDP's buffers, laid out like it: ``starts[i]`` is
+    where ``held[i]`` begins, in elements of ``dtype``. ``gradients``: the buffer's gradients, flat
+    and at least as many bytes."""
 
     host: HostBuffer
     gradients: Tensor
@@ -42,16 +43,21 @@ class Frozen:
 class Reference:
     """The weights as they are when this is built, beside those that are trained.
 
-    In a pass the parameters point to other memory; the trained weights stay where they are and are never copied. ``staged`` False
-    (host and device are one): they point to the host's copy. True: to the memory of the gradients, which hold nothing between an
-    update and the next, and which are never smaller than the weights; into it the starting weights are copied for each pass. A
+    In a pass the parameters point to other memory; the trained weights stay where they are and are
+    never copied. ``staged`` False (host and device are one): they point to the host's copy. True:
+    to the memory of the gradients, which hold nothing between an update and the next, and which are
+    never smaller than the weights; into it the starting weights are copied for each pass. A
     reference pass then leaves zeros there.
     """
 
     def __init__(self, held: Sequence[Held], chunks: Sequence[Any], *, staged: bool) -> None:
         self.bytes_moved = 0  # between host and device, in all passes
         self._staged = staged
-        buffers = [buffer for chunk in chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+        buffers = [
+            buffer
+            for chunk in chunks
+            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
+        ]
         self._frozen = [_lay_out(held, buffer, pinned=staged) for buffer in buffers]
         found = sum(len(frozen.held) for frozen in self._frozen)
         assert found == len(held), f"{found} of {len(held)} parameters are in DDP's buffers"
@@ -65,7 +71,8 @@ class Reference:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Inside, the parameters have the starting weights. Staged: what the gradients held is lost."""
+        """Inside, the parameters have the starting weights. Staged: what the gradients held is
+        lost."""
         own: list[tuple[Tensor, Tensor]] = []
         try:
             for frozen in self._frozen:
@@ -137,7 +144,9 @@ def _lay_out(held: Sequence[Held], buffer: Any, *, pinned: bool) -> Frozen:
     places = buffer.param_index_map
     mine = tuple(item for item in held if item.tensor in places)
     num_bytes = buffer.grad_data.numel() * buffer.param_dtype.itemsize
-    assert num_bytes <= buffer.grad_data.nbytes, f"gradients in {buffer.grad_dtype} for weights in {buffer.param_dtype}"
+    assert num_bytes <= buffer.grad_data.nbytes, (
+        f"gradients in {buffer.grad_dtype} for weights in {buffer.param_dtype}"
+    )
     host = HostBuffer(num_bytes, pinned=pinned)
     starts = tuple(places[item.tensor][0] for item in mine)
     return Frozen(host, buffer.grad_data, buffer.param_dtype, mine, starts)

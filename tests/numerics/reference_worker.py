@@ -1,5 +1,6 @@
-"""torchrun program (2 processes): reference passes between updates leave the starting weights, the trained ones and the course of the
-training alone, whether the parameters are lent the host's memory or that of the gradients; and what is gathered or moved for them."""
+"""torchrun program (2 processes): reference passes between updates leave the starting weights, the
+trained ones and the course of the training alone, whether the parameters are lent the host's memory
+or that of the gradients; and what is gathered or moved for them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ CASES = [
     Case("tp2", {"tensor": 2, "sequence": True}, reference=True),
     Case("dp2_bf16", SHARDED, "bfloat16", reference=True),
     Case("dp2_overlap", OVERLAP, "bfloat16", reference=True),
-    Case("pp2_tied_vpp", {"pipeline": 2, "virtual_pipeline": 2}, model="qwen2_tied", reference=True),
+    Case(
+        "pp2_tied_vpp", {"pipeline": 2, "virtual_pipeline": 2}, model="qwen2_tied", reference=True
+    ),
     Case("ep2", {"expert": 2, **SHARDED}, model="qwen3_moe", reference=True),
 ]
 STEPS = 3
@@ -55,7 +58,8 @@ def weights(policy: MegatronPolicy) -> list[torch.Tensor]:
 
 
 def apart(policy: MegatronPolicy) -> None:
-    """No reference weight shares memory with a trained one; and the starting weights are what they were."""
+    """No reference weight shares memory with a trained one; and the starting weights are what they
+    were."""
     assert policy.reference is not None
     assert not storages(policy.reference.tensors().values()) & storages(weights(policy))
 
@@ -72,14 +76,25 @@ def run(case: Case, *, passes: bool, staged: bool = False) -> dict[str, Any]:
             where = storages(weights(policy))
             trained = scores(policy)
             kept += [scores(policy, reference=True), scores(policy, reference=True)]
-            assert torch.equal(scores(policy), trained), f"{case.name}: the trained weights changed in a reference pass"
+            assert torch.equal(scores(policy), trained), (
+                f"{case.name}: the trained weights changed in a reference pass"
+            )
             assert storages(weights(policy)) == where, f"{case.name}: the parameters moved"
             apart(policy)
         norms.append(update(policy, step))
     now = policy.reference.tensors()
-    assert all(torch.equal(now[name], tensor) for name, tensor in start.items()), f"{case.name}: training moved the reference"
-    assert all(torch.equal(one, before) for one in kept), f"{case.name}: a reference pass is not one of the starting weights"
-    found = {"norms": norms, "scores": scores(policy), "moved": policy.reference.bytes_moved, "state": record(policy)}
+    assert all(torch.equal(now[name], tensor) for name, tensor in start.items()), (
+        f"{case.name}: training moved the reference"
+    )
+    assert all(torch.equal(one, before) for one in kept), (
+        f"{case.name}: a reference pass is not one of the starting weights"
+    )
+    found = {
+        "norms": norms,
+        "scores": scores(policy),
+        "moved": policy.reference.bytes_moved,
+        "state": record(policy),
+    }
     found["bytes"] = sum(chunk_bytes(chunk, policy) for chunk in policy.chunks)
     policy.close()
     return found
@@ -87,19 +102,31 @@ def run(case: Case, *, passes: bool, staged: bool = False) -> dict[str, Any]:
 
 def chunk_bytes(chunk: Any, policy: MegatronPolicy) -> int:
     element = policy.config.params_dtype.itemsize
-    return sum(buffer.grad_data.numel() * element for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers])
+    return sum(
+        buffer.grad_data.numel() * element
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
+    )
 
 
 def same_course(case: Case) -> None:
     want = run(case, passes=False)
     for staged in (False, True):
         got = run(case, passes=True, staged=staged)
-        assert got["norms"] == want["norms"], f"{case.name} staged {staged}: norms {got['norms']}, without passes {want['norms']}"
+        assert got["norms"] == want["norms"], (
+            f"{case.name} staged {staged}: norms {got['norms']}, without passes {want['norms']}"
+        )
         assert torch.equal(got["scores"], want["scores"])
-        different = [i for i, (a, b) in enumerate(zip(got["state"], want["state"], strict=True)) if not torch.equal(a, b)]
+        different = [
+            i
+            for i, (a, b) in enumerate(zip(got["state"], want["state"], strict=True))
+            if not torch.equal(a, b)
+        ]
         assert not different, f"{case.name} staged {staged}: {different} differ"
-        # Once to the device for each pass where the parameters cannot point to the host; never back.
-        assert got["moved"] == (2 * STEPS * got["bytes"] if staged else 0), f"{case.name} staged {staged}: {got['moved']} bytes"
+        # Once to the device for each pass where the parameters cannot point to the host; never
+        # back.
+        assert got["moved"] == (2 * STEPS * got["bytes"] if staged else 0), (
+            f"{case.name} staged {staged}: {got['moved']} bytes"
+        )
 
 
 def gathers(policy: MegatronPolicy, action: Any) -> int:
@@ -117,10 +144,13 @@ def gathers(policy: MegatronPolicy, action: Any) -> int:
 
 
 def gathered_once(case: Case) -> None:
-    """After an update whoever reads the weights first has them gathered, once; nobody gathers again."""
+    """After an update whoever reads the weights first has them gathered, once; nobody gathers
+    again."""
     policy = build(case)
     buckets = sum(len(group.buckets) for chunk in policy.chunks for group in chunk.bucket_groups)
-    assert gathers(policy, lambda: update(policy, 0)) == buckets  # in the forward of the first update
+    assert (
+        gathers(policy, lambda: update(policy, 0)) == buckets
+    )  # in the forward of the first update
     assert gathers(policy, policy.settle) == buckets
     again = {
         "settle": policy.settle,

@@ -1,4 +1,5 @@
-"""Host memory in pieces: what page-locked memory really takes, and that no bit is lost between the pieces."""
+"""Host memory in pieces: what page-locked memory really takes, and that no bit is lost between the
+pieces."""
 
 from __future__ import annotations
 
@@ -30,17 +31,24 @@ def test_one_tensor_would_take_the_next_power_of_two():
     assert weights <= pinned_bytes(weights) < weights + 2**17
 
 
-@pytest.mark.parametrize("num_bytes", [1, 7168, 2**17 + 1, 2**18 + 1, 67_895_296, 544_997_376, 3_812_000_001])
+@pytest.mark.parametrize(
+    "num_bytes", [1, 7168, 2**17 + 1, 2**18 + 1, 67_895_296, 544_997_376, 3_812_000_001]
+)
 def test_pieces_lose_less_than_half_of_the_smallest(num_bytes):
     sizes = piece_sizes(num_bytes)
     assert sum(sizes) == num_bytes and max(sizes) <= host_memory.LARGEST_PIECE
-    assert num_bytes <= sum(rounded(size) for size in sizes) < num_bytes + host_memory.SMALLEST_PIECE // 2
+    assert (
+        num_bytes
+        <= sum(rounded(size) for size in sizes)
+        < num_bytes + host_memory.SMALLEST_PIECE // 2
+    )
     assert [rounded(size) for size in sizes[:-1]] == sizes[:-1], "only the last is no power of two"
 
 
 @pytest.fixture
 def pinned(monkeypatch):
-    """Page-locked memory without a CUDA driver: the sizes that were asked for. The pieces are small."""
+    """Page-locked memory without a CUDA driver: the sizes that were asked for. The pieces are
+    small."""
     asked = []
 
     def allocate(num_bytes, is_pinned):
@@ -71,8 +79,14 @@ def test_ordinary_memory_is_one_piece():
 
 
 def test_parts_offloaded_through_pieces_come_back_bit_for_bit(pinned, monkeypatch):
-    monkeypatch.setattr(offload, "HostBuffer", lambda num_bytes, pinned: HostBuffer(num_bytes, pinned=True))
-    tensors = [torch.randn(123), torch.randn(5, 7, dtype=torch.bfloat16), torch.randn(3).to(torch.float64)]
+    monkeypatch.setattr(
+        offload, "HostBuffer", lambda num_bytes, pinned: HostBuffer(num_bytes, pinned=True)
+    )
+    tensors = [
+        torch.randn(123),
+        torch.randn(5, 7, dtype=torch.bfloat16),
+        torch.randn(3).to(torch.float64),
+    ]
     want = [tensor.clone() for tensor in tensors]
     parts = offload.Offload({"weights": lambda: tensors}, (), torch.device("cpu"))
     for _ in range(2):
