@@ -72,7 +72,7 @@ def save(policy: Any, path: Path, extra: Mapping[str, Any], about: Mapping[str, 
     partial = path.with_name(path.name + checkpoint_dir.PARTIAL)
     create_state(policy.optimizer)
     state = {**_model_state(policy), **_reference_state(policy), "optimizer_steps": policy.optimizer_steps}
-    state["optimizer"] = policy.optimizer.sharded_state_dict(_model_state(policy), metadata=_metadata())
+    state["optimizer"] = _optimizer_state(policy)
     if any(isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW) for part in parts(policy.optimizer)):
         _add_zero_counts(state["optimizer"])
     needed = _bytes(policy)
@@ -100,7 +100,7 @@ def load(policy: Any, path: Path) -> Mapping[str, Any]:
     extra: Mapping[str, Any] = safe_load.load_plain(path / EXTRA, str(path / EXTRA))
     create_state(policy.optimizer)
     state = {**_model_state(policy), **_reference_state(policy)}
-    state["optimizer"] = policy.optimizer.sharded_state_dict(_model_state(policy), is_loading=True, metadata=_metadata())
+    state["optimizer"] = _optimizer_state(policy, is_loading=True)
     with torch.no_grad(), _safe_objects():
         loaded = dist_checkpointing.load(state, str(path))
         for name, module in _modules(policy):
@@ -160,6 +160,11 @@ def _metadata() -> dict[str, Any]:
 
 def _model_state(policy: Any) -> dict[str, Any]:
     return {name: module.sharded_state_dict(metadata=_metadata()) for name, module in _modules(policy)}
+
+
+def _optimizer_state(policy: Any, *, is_loading: bool = False) -> dict[str, Any]:
+    state: dict[str, Any] = policy.optimizer.sharded_state_dict(_model_state(policy), is_loading=is_loading, metadata=_metadata())
+    return state
 
 
 def _reference_state(policy: Any) -> dict[str, Any]:
