@@ -75,8 +75,20 @@ class World:
         return result
 
 
-def start(timeout_s: float = 1800.0, *, tensor: int = 1) -> World:
-    """Joins the launch of torchrun (or a world of one) and selects this rank's device. ``tensor``: ranks that share each layer.
+def order_device_work(tensor: int) -> None:
+    """Before ``start``, for CUDA reads the variable when it starts. ``tensor``: ranks that
+    share each layer.
+
+    The backward of a layer that is cut starts a collective, then a matrix product that is to run
+    beside it. One queue of work to the device keeps this order; with several the product can come
+    first and fill the device. A value of the user stays.
+    """
+    if tensor > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def start(timeout_s: float = 1800.0) -> World:
+    """Joins the launch of torchrun (or a world of one) and selects this rank's device.
 
     Raises:
         ValueError: some of torchrun's variables are set and others not.
@@ -90,11 +102,6 @@ def start(timeout_s: float = 1800.0, *, tensor: int = 1) -> World:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     prepare()
-    if tensor > 1:
-        # The backward of a layer that is cut starts a collective, then a matrix product that is to run
-        # beside it. One queue of work to the device keeps this order; with several the product can come
-        # first and fill the device. CUDA reads this when it starts. A value of the user stays.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(local_rank)

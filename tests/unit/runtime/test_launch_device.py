@@ -19,7 +19,8 @@ from megatron_rl.runtime import launch
 seen = []
 really = torch.cuda.is_available
 torch.cuda.is_available = lambda: (seen.append(os.environ.get("{NAME}")), really())[1]
-launch.start(tensor=int(sys.argv[1]))
+launch.order_device_work(int(sys.argv[1]))
+launch.start()
 print("at first", seen[0])
 """
 
@@ -40,12 +41,15 @@ class Joined(Exception):
 
 
 @pytest.mark.parametrize(("layout", "tensor"), [("single", 1), ("tp4", 4)])
-def test_the_launch_knows_the_layout_before_it_touches_the_device(layout, tensor, monkeypatch):
-    def start(**given):
-        raise Joined(given)
+def test_the_program_knows_the_layout_before_it_touches_the_device(layout, tensor, monkeypatch):
+    known = []
 
+    def start():
+        raise Joined
+
+    monkeypatch.setattr(launch, "order_device_work", known.append)
     monkeypatch.setattr(launch, "start", start)
     given = ["model.path=m", "data.train=t", "data.eval=e", f"parallel={layout}"]
-    with pytest.raises(Joined) as raised:
+    with pytest.raises(Joined):
         train.run(arguments(given))
-    assert raised.value.args == ({"tensor": tensor},)
+    assert known == [tensor]
