@@ -329,7 +329,7 @@ def leaving(one: Demand, config: Config) -> Iterator[str]:
     elif one.phase in (*ON_HOST, "the run") and (copies := host_copies(config)):
         yield f"take {', '.join(copies)} out of memory.offload (now {offload})"
     if level == 0 and one.phase in ("training", "weight sync"):
-        yield "set rollout.sleep_level=1 (now 0), so that the engine leaves while the policy trains"
+        yield "set rollout.sleep_level=2 (now 0), so that the engine leaves while the policy trains"
     if level == 1 and one.phase in ON_HOST:
         yield "set rollout.sleep_level=2 (now 1), which drops the engine's weights"
 

@@ -258,7 +258,7 @@ FP8_PARAMS = ("precision=fp8_tensorwise", "precision.fp8.param_gather=true")
         ),
         (
             "training", "optimizer", ["rollout.sleep_level=0"],
-            ["set rollout.sleep_level=1 (now 0), so that the engine leaves while the policy trains", "use more data-parallel ranks",
+            ["set rollout.sleep_level=2 (now 0), so that the engine leaves while the policy trains", "use more data-parallel ranks",
              "raise parallel.tensor (now 1)", "raise parallel.pipeline (now 1)"],
         ),
         (
