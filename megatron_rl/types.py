@@ -8,6 +8,7 @@ logprobs, entropy, loss mask) has this layout, so a token is named by one intege
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,13 +56,25 @@ class Sampling:
 class Completion:
     """One sampled response. ``token_ids`` ends with the stop token when there is one.
 
+    Any sequences are taken; they are kept as arrays of 32-bit numbers, so that a token is 8 bytes and no Python object.
     Example: ``Completion(token_ids=(9, 2), sampler_logprobs=(-0.1, -0.7), truncated=False, weight_version=4)``.
     """
 
-    token_ids: tuple[int, ...]
-    sampler_logprobs: tuple[float, ...]
+    token_ids: Sequence[int]  # array("i")
+    sampler_logprobs: Sequence[float]  # array("f")
     truncated: bool  # cut by the length limit, not by a stop condition
     weight_version: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", _packed("i", self.token_ids))
+        object.__setattr__(self, "sampler_logprobs", _packed("f", self.sampler_logprobs))
+
+
+def _packed(typecode: str, values: Sequence[Any]) -> array:
+    """``values`` themselves when they are such an array."""
+    if isinstance(values, array) and values.typecode == typecode:
+        return values
+    return array(typecode, values)
 
 
 @dataclass(frozen=True)
