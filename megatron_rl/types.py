@@ -134,8 +134,9 @@ class SequenceBatch:
 class TokenView:
     """What the policy hands to the loss for one micro-batch on one rank (t response tokens of that rank).
 
-    ``index`` names the tokens in the response-token layout. Under context parallelism a rank sees a part of a response;
-    ``sequence_sum`` is then the differentiable all-reduce over the context-parallel ranks, else the identity.
+    ``index`` names the tokens in the response-token layout; it is on the host, wherever the others
+    are. Under context parallelism a rank sees a part of a response; ``sequence_sum`` is then the
+    differentiable all-reduce over the context-parallel ranks, else the identity.
     Example: ``TokenView(index=tensor([4, 5]), logprobs=tensor([-0.2, -1.1]), entropy=None, sequence_sum=lambda x: x)``.
     """
 
