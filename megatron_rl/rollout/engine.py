@@ -234,11 +234,10 @@ class VllmEngine:
         return sum(data.handle[1] for data in allocations if not data.is_asleep)
 
     def _completion(self, output: CompletionOutput) -> Completion:
-        token_ids = tuple(output.token_ids)
-        flat = output.logprobs
-        assert tuple(flat.token_ids) == token_ids, "one logprob for each sampled token"
+        token_ids, flat = list(output.token_ids), output.logprobs
+        assert list(flat.token_ids) == token_ids, "one logprob for each sampled token"
         truncated = output.finish_reason == "length"
-        return Completion(token_ids, tuple(flat.logprobs), truncated, self.weight_version)
+        return Completion(token_ids, flat.logprobs, truncated, self.weight_version)
 
     def _require_usable(self, parts: Sequence[str]) -> None:
         if self._failure is not None:

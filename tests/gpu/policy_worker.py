@@ -62,7 +62,7 @@ BATCH, MICROBATCHES = make_batch(), [[0, 1], [2, 3]]
 
 
 def loss(view: TokenView) -> LossOutput:
-    return LossOutput(-(view.logprobs * torch.cos(view.index.float())).sum() / 100, {})
+    return LossOutput(-(view.logprobs * torch.cos(view.index.to(view.logprobs.device).float())).sum() / 100, {})
 
 
 def formats(path: Path) -> None:
