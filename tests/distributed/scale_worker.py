@@ -89,6 +89,11 @@ def check(case: Case, rank: int, arch: Architecture, folder: Path) -> None:
         with Record(answers) as record:
             policy.update(rows, microbatches, loss)
         report(case, rank, "update", step.update(), record)
+        if not parallel.overlap_param_gather:
+            with Record(answers) as record:
+                for _ in policy.gathered_weights():
+                    pass
+            report(case, rank, "gathering", step.gathering(), record)
         policy.close()
 
 

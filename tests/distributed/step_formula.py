@@ -273,35 +273,59 @@ class Step:
     def buffer(self, layers: int, embedding: bool, head: bool) -> int:
         """Numbers of a chunk's parameters outside experts, each begun at a multiple of 64, all
         filled up to a multiple of 128 that every data-parallel rank has an equal share of."""
-        arch, tensor = self.arch, self.parallel.tensor
+        vocabulary = self.vocab_rows * self.arch.hidden_size
+        sizes = self.layer_sizes() * layers
+        sizes += [vocabulary] if embedding else []
+        sizes += [vocabulary, self.arch.hidden_size] if head else []
+        return up(sum(up(size, 64) for size in sizes), math.lcm(128, self.data))
+
+    def expert_buffer(self, layers: int) -> int:
+        sizes = self.expert_sizes() * layers
+        return up(sum(up(size, 64) for size in sizes), math.lcm(128, self.expert_data))
+
+    def layer_sizes(self) -> list[int]:
+        """Numbers of each parameter of a layer outside experts, on a tensor rank."""
+        arch = self.arch
+        tensor = self.parallel.tensor
         rows = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim // tensor
-        sizes = [
-            rows * arch.hidden_size,
-            arch.num_heads * arch.head_dim // tensor * arch.hidden_size,
-            arch.hidden_size,
-            arch.hidden_size,
-        ]
+        columns = arch.num_heads * arch.head_dim // tensor
+        sizes = [rows * arch.hidden_size, columns * arch.hidden_size]
+        sizes += [arch.hidden_size, arch.hidden_size]
         sizes += [rows] if arch.qkv_bias else []
         sizes += [arch.head_dim, arch.head_dim] if arch.qk_norm else []
         if arch.num_experts:
-            sizes.append(arch.num_experts * arch.hidden_size)
-        else:
-            ffn = arch.ffn_hidden_size // tensor
-            sizes += [2 * ffn * arch.hidden_size, ffn * arch.hidden_size]
-        vocabulary = self.vocab_rows * arch.hidden_size
-        outer = ([vocabulary] if embedding else []) + (
-            [vocabulary, arch.hidden_size] if head else []
-        )
-        return up(sum(up(size, 64) for size in sizes * layers + outer), math.lcm(128, self.data))
+            return [*sizes, arch.num_experts * arch.hidden_size]
+        ffn = arch.ffn_hidden_size // tensor
+        return [*sizes, 2 * ffn * arch.hidden_size, ffn * arch.hidden_size]
 
-    def expert_buffer(self, layers: int) -> int:
-        arch = self.arch
-        one = up(2 * arch.expert_ffn_hidden_size * arch.hidden_size, 64) + up(
-            arch.expert_ffn_hidden_size * arch.hidden_size, 64
-        )
-        return up(
-            layers * arch.num_experts // self.parallel.expert * one, math.lcm(128, self.expert_data)
-        )
+    def expert_sizes(self) -> list[int]:
+        """The same of the experts of a layer that a rank has."""
+        one = self.arch.expert_ffn_hidden_size * self.arch.hidden_size
+        return [2 * one, one] * (self.arch.num_experts // self.parallel.expert)
+
+    def gathering(self) -> Messages:
+        """Whole weights on every rank: unit after unit (embedding, layers, experts of layers, the
+        end) its shards are gathered on its stage, and sent from there to the other stages."""
+        found = Messages()
+        tensor = self.parallel.tensor
+        vocabulary = self.vocab_rows * self.arch.hidden_size
+        layer = sum(self.layer_sizes())
+        end = vocabulary + self.arch.hidden_size
+        self._unit(found, "tensor", tensor, vocabulary, int(self.first), 1)
+        self._unit(found, "tensor", tensor, layer, self.layers, self.arch.num_layers)
+        self._unit(found, "tensor", tensor, end, int(self.last), 1)
+        if self.arch.num_experts:
+            size, ranks = sum(self.expert_sizes()), self.parallel.expert
+            self._unit(found, "experts", ranks, size, self.layers, self.arch.num_layers)
+        return found
+
+    def _unit(
+        self, found: Messages, group: str, ranks: int, size: int, here: int, everywhere: int
+    ) -> None:
+        """``here`` units of this stage, ``everywhere`` of all stages; ``size`` numbers on a rank."""
+        found.add("all_gather", group, ranks, HALF, here, size)
+        stages = self.parallel.pipeline
+        found.add("broadcast", "pipeline", stages, HALF, everywhere * (stages > 1), ranks * size)
 
 
 def differences(

@@ -49,7 +49,8 @@ def played(cases: list[Case], folder: Path, timeout: float) -> None:
     done = run(command, timeout, cwd=REPO)
     for case in cases:
         for rank in case.looked_at:
-            for what in ("logprobs", "update"):
+            overlapped = "overlap_param_gather" in case.layout
+            for what in ("logprobs", "update") + (() if overlapped else ("gathering",)):
                 assert f"OK {case.name}, rank {rank}, {what}:" in done.stdout, done.stdout
 
 
@@ -177,8 +178,8 @@ def named(name: str) -> Case:
     return case
 
 
-SMALL_PLANS = [(CORE[0], 2), (CORE[1], 8)]
-LARGE_PLANS = [(CORE[2], 8), (named("70b on 256: tensor=8,pipeline=4,context=2"), 8)]
+SMALL_PLANS = [(CORE[0], 2), (CORE[2], 8)]
+LARGE_PLANS = [(CORE[3], 8), (named("70b on 256: tensor=8,pipeline=4,context=2"), 8)]
 
 
 @pytest.mark.parametrize(
@@ -252,3 +253,15 @@ def test_memory_plans(tmp_path, model, ranks, layout, gpu_gib, lacking):
         assert found == []
     else:
         assert any(text.startswith(f"{lacking} needs") for text in found), found
+
+
+@pytest.mark.parametrize(("gpu_gib", "fits"), [(79.1, True), (139.8, True), (39.4, False)])
+def test_memory_plan_of_the_experiment(tmp_path, gpu_gib, fits):
+    """Eight GPUs of 80 and of 141 GB have room for it, eight of 40 GB do not."""
+    write_config("7b", tmp_path)
+    overrides = ["experiment=qwen2_5_7b_8gpu", f"model.path={tmp_path}"]
+    overrides += ["data.train=-", "data.eval=-"]
+    config = validate(Config, compose("config", overrides), "test")
+    room = memory.Room("cuda", gpu_gib)
+    found = memory.problems(memory_plan(config, 8, room, fused=True), config, room)
+    assert (found == []) == fits, found
