@@ -200,8 +200,7 @@ NOT_RUN = {
     ".venv/bin/pytest -m full tests/numerics/test_nemo_toolkit.py --nemo-python=NEMO/bin/python": NEMO,
     "python -m venv trl_env && trl_env/bin/pip install torch==2.13.0 trl==1.16.0": TRL,
     f"{BENCH}/end_to_end.py --model UNTRAINED --max-response-tokens 64 --trl-python trl_env/bin/python --steps 15": TRL,
-    "pip download --no-deps -d wheels --python-version 3.12 --only-binary=:all: torch==2.13.0 vllm==0.32.0 "
-    "megatron-core==0.16.1 ...": "the network",
+    "pip download --no-deps -d wheels --python-version 3.12 --only-binary=:all: megatron-core==0.16.1 vllm==0.32.0 ...": "the network",
     "pip install --no-deps --no-index wheels/*.whl": "a bare machine: tests/packaging/test_pack_wheels.py",
     "python pack_wheels.py join parts wheels": "the other machine: tests/packaging/test_pack_wheels.py",
     "python pack_wheels.py join PARTS WHEELS": "the other machine: tests/packaging/test_pack_wheels.py",
