@@ -17,6 +17,7 @@ from megatron_rl.config.load import compose
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.policy.families import Architecture, read_architecture
 from megatron_rl.policy.layout import hf_shapes, model_parameters
+from megatron_rl.weight_sync.layout import TrainLayout
 
 CONFIGS = {
     "7b": transformers.Qwen2Config(  # Qwen2.5-7B
@@ -98,6 +99,21 @@ class Case:
                 | (ends if narrow else {})
             )
         )
+
+
+def train_layout(parallel: ParallelConfig, ranks: int, vocab_multiple: int = 128) -> TrainLayout:
+    """The same layout as the tables of weight syncs have it."""
+    return TrainLayout(
+        tp=parallel.tensor,
+        pp=parallel.pipeline,
+        dp=ranks // (parallel.tensor * parallel.pipeline * parallel.context),
+        cp=parallel.context,
+        ep=parallel.expert,
+        vpp=parallel.virtual_pipeline or 1,
+        first_layers=parallel.first_stage_layers,
+        last_layers=parallel.last_stage_layers,
+        vocab_multiple=vocab_multiple,
+    )
 
 
 def layers(count: int, **ends: int) -> dict[str, int]:

@@ -6,6 +6,7 @@ Arguments: a folder for the models, then the names of the cases.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.memory import stage_layers
-from megatron_rl.types import LossOutput, SequenceBatch, TokenView
-from tests.distributed.big_models import CASES, Case, write_narrow
+from megatron_rl.types import Box, LossOutput, SequenceBatch, TokenView
+from megatron_rl.weight_sync.boxes import expand
+from megatron_rl.weight_sync.layout import ModelShape, train_boxes
+from tests.distributed.big_models import CASES, Case, train_layout, write_narrow
 from tests.distributed.fake_world import Answers, Record, fake_world
 from tests.distributed.step_formula import Messages, Place, Step, Work, differences
 
@@ -78,10 +81,11 @@ def check(case: Case, rank: int, arch: Architecture, folder: Path) -> None:
             == case.ranks
         )
         stage = policy.ranks.pipeline_rank
-        place = Place(
+        here = Place(
             stage, policy.ranks.context_rank, tuple(len(layers) for layers in chunks[stage])
         )
-        step = Step(arch, parallel, case.ranks, place, todo, DIVISIBLE_BY)
+        step = Step(arch, parallel, case.ranks, here, todo, DIVISIBLE_BY)
+        check_boxes(case, rank, policy, folder)
         rows, microbatches = batch(todo), [[row] for row in range(todo.microbatches)]
         with Record(answers) as record:
             policy.logprobs(rows, microbatches)
@@ -97,13 +101,25 @@ def check(case: Case, rank: int, arch: Architecture, folder: Path) -> None:
         policy.close()
 
 
+def check_boxes(case: Case, rank: int, policy: MegatronPolicy, folder: Path) -> None:
+    """The parts of tensors that the policy holds are those that weight syncs are planned with."""
+    shape = ModelShape.from_hf(json.loads((folder / "config.json").read_text()))
+    layout = train_layout(policy.parallel, case.ranks, DIVISIBLE_BY)
+    declared = expand(train_boxes(shape, layout, rank))
+    live = policy.weight_boxes()
+    assert sorted(map(place, declared)) == sorted(map(place, live)), f"{case.name}, rank {rank}"
+    print(f"OK {case.name}, rank {rank}, boxes: {len(live)}", flush=True)
+
+
+def place(box: Box) -> tuple[object, ...]:
+    return (box.tensor, box.start, box.shape, box.full, box.dtype, box.key, box.offset)
+
+
 def report(case: Case, rank: int, what: str, expected: Messages, record: Record) -> None:
     found = list(differences(expected, record.calls, record.bytes))
     assert not found, "\n".join([f"{case.name}, rank {rank}, {what}:", *found])
-    print(
-        f"OK {case.name}, rank {rank}, {what}: {record.calls.total()} calls, {record.bytes.total()} bytes",
-        flush=True,
-    )
+    figures = f"{record.calls.total()} calls, {record.bytes.total()} bytes"
+    print(f"OK {case.name}, rank {rank}, {what}: {figures}", flush=True)
 
 
 if __name__ == "__main__":

@@ -23,12 +23,11 @@ from megatron_rl.trainer.memory_plan import plan as memory_plan
 from megatron_rl.weight_sync.layout import (
     ModelShape,
     RolloutLayout,
-    TrainLayout,
     rollout_boxes,
     train_boxes,
 )
 from megatron_rl.weight_sync.plan import make_plan
-from tests.distributed.big_models import CASES, CONFIGS, Case, write_config
+from tests.distributed.big_models import CASES, CONFIGS, Case, train_layout, write_config
 from tests.distributed.fake_world import Kind
 from tests.distributed.step_formula import Messages, Place, Step, Work, differences
 from tests.launch import REPO, run
@@ -50,7 +49,7 @@ def played(cases: list[Case], folder: Path, timeout: float) -> None:
     for case in cases:
         for rank in case.looked_at:
             overlapped = "overlap_param_gather" in case.layout
-            for what in ("logprobs", "update") + (() if overlapped else ("gathering",)):
+            for what in ("boxes", "logprobs", "update") + (() if overlapped else ("gathering",)):
                 assert f"OK {case.name}, rank {rank}, {what}:" in done.stdout, done.stdout
 
 
@@ -144,17 +143,7 @@ def planned(case: Case, rollout_tensor: int) -> None:
     hardly more than the busiest needs."""
     config, parallel = CONFIGS[case.model], case.parallel(narrow=False)
     model = ModelShape.from_hf(config.to_dict())
-    data = case.ranks // (parallel.tensor * parallel.pipeline * parallel.context)
-    train = TrainLayout(
-        tp=parallel.tensor,
-        pp=parallel.pipeline,
-        dp=data,
-        cp=parallel.context,
-        ep=parallel.expert,
-        vpp=parallel.virtual_pipeline or 1,
-        first_layers=parallel.first_stage_layers,
-        last_layers=parallel.last_stage_layers,
-    )
+    train = train_layout(parallel, case.ranks)
     rollout = RolloutLayout(tp=rollout_tensor, dp=case.ranks // rollout_tensor)
     held = {rank: train_boxes(model, train, rank) for rank in range(case.ranks)}
     wanted = {rank: rollout_boxes(model, rollout, rank) for rank in rollout.ranks}
@@ -168,8 +157,8 @@ def planned(case: Case, rollout_tensor: int) -> None:
     needed = math.ceil(max(sent.values()) / BUCKET)
     assert needed <= plan.schedule.rounds <= 1.15 * needed
     print(
-        f"\n{case.name}: {plan.bytes_sent / 1e9:.1f} GB sent, {plan.bytes_local / 1e9:.1f} GB local, "
-        f"{plan.schedule.rounds} rounds"
+        f"\n{case.name}: {plan.bytes_sent / 1e9:.1f} GB sent, "
+        f"{plan.bytes_local / 1e9:.1f} GB local, {plan.schedule.rounds} rounds"
     )
 
 
