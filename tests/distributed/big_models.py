@@ -122,7 +122,7 @@ def layers(count: int, **ends: int) -> dict[str, int]:
 
 ENDS_OF_TWO = {"first_stage_layers": 1, "last_stage_layers": 1}
 CASES = (
-    Case("7b", 8, {"tensor": 4}, (0, 7), layers(3)),
+    Case("7b", 8, {"tensor": 4}, (7,), layers(3)),
     # The layout of conf/experiment/qwen2_5_7b_8gpu.yaml.
     Case(
         "7b",
@@ -132,7 +132,7 @@ CASES = (
         layers(2),
     ),
     Case("7b", 32, {"tensor": 4, "pipeline": 2, "context": 2}, (0, 13, 31), layers(4), full=True),
-    Case("70b", 64, {"tensor": 8, "pipeline": 4}, (21, 63), layers(8)),
+    Case("70b", 64, {"tensor": 8, "pipeline": 4}, (63,), layers(8)),
     Case("70b", 32, {"tensor": 8, "pipeline": 4}, (9, 31), layers(4), full=True),
     Case(
         "70b",

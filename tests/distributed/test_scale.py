@@ -54,7 +54,7 @@ def played(cases: list[Case], folder: Path, timeout: float) -> None:
 
 
 def test_messages_of_a_step_are_those_of_the_formula(tmp_path):
-    played(CORE, tmp_path, 240)
+    played(CORE, tmp_path, 280)
 
 
 @pytest.mark.full
