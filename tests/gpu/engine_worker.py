@@ -6,6 +6,7 @@ Written without a GPU at hand.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -31,6 +32,7 @@ PROMPTS = [Prompt(f"p{i}", (3 + i, 4, 5), "", "test") for i in range(4)]
 def hand_overs(policy: MegatronPolicy, path: Path, launch_id: str) -> None:
     overrides = [f"rollout.sleep_level={LEVEL}", f"rollout.quantization={QUANTIZATION}", "rollout.gpu_memory_utilization=0.2"]
     overrides += ["rollout.max_prompt_tokens=64", "rollout.max_response_tokens=64", f"model.path={path}", "data.train=-", "data.eval=-"]
+    overrides += os.environ.get("MEGATRON_RL_TEST_ENGINE", "").split()  # to look for what makes a test fail
     config = validate(Config, compose("config", overrides), "test")
     engine = VllmEngine(str(path), config.rollout, seed=1, launch_id=launch_id)
     assert torch.cuda.current_stream() == torch.cuda.default_stream(), "the policy's gradients belong to this one"
