@@ -1,5 +1,4 @@
-"""The commands of the documents run as they are printed: placeholders are replaced by small real files, small sizes are appended.
-
+"""The commands of the documents run as they are printed: placeholders become small real files, small sizes are appended.
 A command that is neither run here nor listed in ``NOT_RUN`` with the reason fails, and so does an entry that no document prints.
 """
 
@@ -207,14 +206,10 @@ NOT_RUN = {
     f"{BENCH}/gpu_all.py --folder /tmp/megatron_rl_bench": GPU_ALL,
     f"{BENCH}/gpu_all.py --folder DIR": GPU_ALL,
     f"{BENCH}/gpu_all.py --folder DIR --dry-run": "runs all of the next ones: tests/unit/test_gpu_all.py",
-    f"{BENCH}/gpu_probe.py --folder DIR": GPU_ALL,
+    **{f"{BENCH}/gpu_{name}.py --folder DIR": GPU_ALL for name in ("probe", "waits", "logprob", "policy", "refit", "steps")},
+    "bash tools/setup_cuda_no_driver.sh DIR": "gigabytes of wheels, and a compiler at work for an hour",
     f"{BENCH}/gpu_tests.py --folder DIR tests/gpu/test_engine.py": GPU_ALL,
-    f"{BENCH}/gpu_waits.py --folder DIR": GPU_ALL,
-    f"{BENCH}/gpu_logprob.py --folder DIR": GPU_ALL,
-    f"{BENCH}/gpu_policy.py --folder DIR": GPU_ALL,
-    f"{BENCH}/gpu_refit.py --folder DIR": GPU_ALL,
     f"torchrun {EIGHT} tools/bench/gpu_refit.py --folder DIR --override parallel=tp4 --override rollout.tensor=2": GPU_ALL,
-    f"{BENCH}/gpu_steps.py --folder DIR": GPU_ALL,
     "bash tools/slurm/local_cluster.sh up DIR": "root and Slurm: tests/cluster/test_slurm.py",
     "bash tools/slurm/local_cluster.sh down DIR": "root and Slurm: tests/cluster/test_slurm.py",
 }  # fmt: skip

@@ -78,24 +78,16 @@ class World:
         return result
 
 
-def order_device_work(tensor: int) -> None:
-    """Before ``start``, for CUDA reads the variable when it starts. ``tensor``: ranks that
-    share each layer.
-
-    The backward of a layer that is cut starts a collective, then a matrix product that is to run
-    beside it. One queue of work to the device keeps this order; with several the product can come
-    first and fill the device. A value of the user stays.
-    """
-    if tensor > 1:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-
-
 def start(timeout_s: float = 1800.0) -> World:
     """Joins the launch of torchrun (or a world of one) and selects this rank's device.
 
     Raises:
         ValueError: some of torchrun's variables are set and others not, or torch is too old for CUDA.
     """
+    # CUDA reads it when it starts. The backward of a layer that is cut over ranks starts a collective,
+    # then a matrix product that is to run beside it. One queue of work to the device keeps this order;
+    # with several the product can come first and fill the device. A value of the user stays.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         refuse_old_torch(torch.__version__)
