@@ -249,11 +249,11 @@ def answer(*callers: str) -> None:
 
 
 def main() -> None:
-    answer("transformer_engine")
+    together = len(sys.argv) > 2
+    answer("transformer_engine", *(["megatron_rl.policy.cpu"] if together else []))
     model_room.this_machine = lambda: Machine((9, 0), transformer_engine.__version__, "transformer_engine")
     launch.start()
-    if len(sys.argv) > 2:
-        answer("megatron_rl.policy.cpu")
+    if together:
         sequence()
         print("OK sequence", flush=True)
         launch.leave(0)
