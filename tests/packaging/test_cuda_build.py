@@ -47,9 +47,10 @@ def python(request) -> str:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(650)
 def test_what_is_taken_from_vllm_is_imported(python):
     names = [*taken_from_vllm(), "megatron_rl.trainer.vllm_plugin:register"]
-    done = run([python, str(WORKER), "imports", *names], timeout=280)
+    done = run([python, str(WORKER), "imports", *names], timeout=600)
     said = dict(reversed(line.split()) for line in done.stdout.splitlines() if MARK.match(line))
     # Its library of its own allocations calls the driver; nothing else does when it is imported.
     driver = {"vllm.device_allocator.cumem:CuMemAllocator"}
@@ -57,6 +58,7 @@ def test_what_is_taken_from_vllm_is_imported(python):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(650)
 def test_the_policy_runs_on_cuda_tensors_without_data(tmp_path, python):
     where = "import nvidia; print(next(iter(nvidia.__path__)))"
     headers = Path(run([python, "-c", where], timeout=60).stdout.strip()) / "cu13" / "include"
@@ -64,6 +66,6 @@ def test_the_policy_runs_on_cuda_tensors_without_data(tmp_path, python):
     build = ["cc", "-shared", "-fPIC", f"-Wl,-soname,{library.name}", f"-I{headers}"]
     run([*build, str(ANSWERS), "-o", str(library)], timeout=60)
     environment = {"LD_PRELOAD": str(library)}
-    done = run([python, str(WORKER), "tensors", str(tmp_path)], timeout=280, env=environment)
+    done = run([python, str(WORKER), "tensors", str(tmp_path)], timeout=600, env=environment)
     assert "OK tensors 1\n" in done.stdout
     assert "OK tensors 4\n" in done.stdout
