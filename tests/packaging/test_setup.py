@@ -4,13 +4,14 @@ import ast
 import re
 import shutil
 import subprocess
+import sys
 import zipfile
 
 import pytest
 from packaging.requirements import Requirement
 
 from tests.launch import REPO
-from tools.write_stub_wheels import write_stub_wheel
+from tools.write_stub_wheels import VERSION, main, write_stub_wheel
 
 
 def dependencies() -> dict[str, list[str]]:
@@ -41,8 +42,31 @@ def test_the_stand_ins_are_not_constrained():
 
 def test_stub_wheel_has_metadata_and_nothing_to_import(tmp_path):
     archive = zipfile.ZipFile(write_stub_wheel(tmp_path, "torchvision"))
-    assert {name.split("/")[0] for name in archive.namelist()} == {"torchvision-99.0.0.dist-info"}
-    assert "Version: 99.0.0\n" in archive.read("torchvision-99.0.0.dist-info/METADATA").decode()
+    assert {name.split("/")[0] for name in archive.namelist()} == {f"torchvision-{VERSION}.dist-info"}
+    metadata = archive.read(f"torchvision-{VERSION}.dist-info/METADATA").decode()
+    assert f"Version: {VERSION}\n" in metadata
+
+
+def test_pip_takes_the_stub_where_it_is_told_to_stay_below_a_release(tmp_path):
+    """A company's constraint, and a higher version beside the stub: the stub is installed all the same."""
+    stubs, others = tmp_path / "stubs", tmp_path / "others"
+    main(str(stubs), "torchvision")
+    others.mkdir()
+    stub = next(stubs.glob("*.whl"))
+    content = {}
+    with zipfile.ZipFile(stub) as archive:
+        for name in archive.namelist():
+            content[name.replace(VERSION, "0.29.0")] = archive.read(name).decode().replace(VERSION, "0.29.0")
+    with zipfile.ZipFile(others / "torchvision-0.29.0-py3-none-any.whl", "w") as archive:
+        for name, text in content.items():
+            archive.writestr(name, text)
+    (tmp_path / "cap.txt").write_text("torchvision<=0.29.1\n")
+    places = ["--no-index", "--find-links", str(stubs), "--find-links", str(others)]
+    limits = ["--constraint", str(tmp_path / "cap.txt"), "--constraint", str(stubs / "constraints.txt")]
+    command = [sys.executable, "-m", "pip", "install", *places, *limits, "--target", str(tmp_path / "site"), "torchvision"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [path.name for path in (tmp_path / "site").glob("*.dist-info")] == [f"torchvision-{VERSION}.dist-info"]
 
 
 def set_up(*args: str) -> subprocess.CompletedProcess:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from megatron_rl import plugins
-from megatron_rl.rewards import registry
+from megatron_rl.rewards import registry, server
 from megatron_rl.rewards.build import build_reward
 from tests.launch import REPO
 from tests.unit.rewards.cases import accuracies, config, prompt
@@ -134,15 +134,16 @@ def test_texts_that_are_no_text_reach_the_verifier_as_they_are(mean, tmp_path):
     assert "too long to judge" in " ".join(long.problems)
 
 
-def test_a_server_killed_while_starting_is_started_again_and_counted(mean, caplog):
+def test_a_server_killed_while_starting_is_started_again_and_counted(mean, caplog, monkeypatch):
+    monkeypatch.setattr(server, "START_DELAYS_S", (0.0,) * len(server.START_DELAYS_S))
     reward = mean()
     reward.check([prompt()])
-    for _ in range(2):
+    for _ in server.START_DELAYS_S:
         reward._pool._server._process.kill()
         reward._pool._server._process.wait()
         reward._pool._replace(next(iter(reward._pool._work)))
     assert judge(reward, "good", "good") == [1, 1]
-    assert reward._pool._server.restarts == 2
+    assert reward._pool._server.restarts == len(server.START_DELAYS_S)
     assert "is started again" in caplog.text
 
 
@@ -150,7 +151,8 @@ def test_workers_that_can_never_start_end_the_run_with_the_reason(mean, monkeypa
     reward = mean()
     (tmp_path / "sitecustomize.py").write_text("import os\nos._exit(9)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match=r"ended 5 times while starting \(exit code 9"):
+    monkeypatch.setattr(server, "START_DELAYS_S", (0.0, 0.01))
+    with pytest.raises(RuntimeError, match=r"ended 3 times while starting \(exit code 9"):
         judge(reward, "good")
 
 
