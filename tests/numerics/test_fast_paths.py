@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.launch import launch
 
-CHECKS = ("random_states",)
+CHECKS = ("random_states", "pipeline_lengths", "rotary", "activation", "experts", "recomputed")
 
 
 def test_fast_paths_compute_what_plain_ones_do(tmp_path):
