@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import triton.backends
+from triton.runtime import interpreter
 
 
 class Driver:
@@ -22,8 +25,20 @@ class Driver:
         return True
 
 
+class Index(int):
+    """The variable of a kernel's loop. A compiled kernel may convert it; the interpreter has a plain int."""
+
+    def to(self, dtype: Any) -> Index:
+        return self
+
+
+def indices(*bounds: int) -> Iterator[Index]:
+    return map(Index, range(*bounds))
+
+
 if __name__ == "__main__":
     assert os.environ["TRITON_INTERPRET"] == "1", "kernels would be compiled"
     triton.backends.backends["cpu"] = SimpleNamespace(driver=Driver, compiler=None)
+    interpreter.range = indices
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
