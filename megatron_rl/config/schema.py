@@ -89,7 +89,7 @@ class ParallelConfig(Section):
     distributed_optimizer: bool
     overlap_grad_reduce: bool
     overlap_param_gather: bool
-    recompute: Literal["none", "selective", "full"]
+    recompute: Literal["none", "selective", "full"]  # run again in the backward: the feed-forward part of layers, or whole layers
     first_stage_layers: PositiveInt | None  # uneven pipelines; null = even
     last_stage_layers: PositiveInt | None
 

@@ -1,4 +1,5 @@
-"""Remedies inside megatron-core for a machine without CUDA or without Transformer Engine: every name, with its reason."""
+"""Remedies inside megatron-core, most of them for a machine without CUDA or without Transformer Engine:
+every name, with its reason."""
 
 from __future__ import annotations
 
@@ -68,13 +69,16 @@ ORIGINALS: dict[Remedy, Any] = {}
 
 
 def apply() -> None:
-    """Installs what this machine needs (idempotent) and the random-state tracker without CUDA states.
+    """Installs what this machine needs (idempotent) and, on every machine, a random-state tracker
+    whose fork() does nothing.
 
-    The tracker is an official knob; its fork() does nothing, which is right because dropout is 0 everywhere here.
+    The tracker is an official knob. Dropout is 0 everywhere here and weights are never drawn, so that
+    no state is needed. With a CUDA device megatron's own tracker would raise at the first fork() of a
+    sequence-parallel forward, for nobody adds states to it. Layers of Transformer Engine are given a
+    tracker only when is_initialized() is true, which it never is for this one.
     """
     for remedy in REMEDIES:
         if remedy.needed():
             ORIGINALS.setdefault(remedy, getattr(remedy.module, remedy.name, ABSENT))
             setattr(remedy.module, remedy.name, remedy.stand_in)
-    if _without_cuda():
-        megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)

@@ -109,6 +109,9 @@ class Passes:
         self, microbatches: Sequence[Microbatch], consume: Consume, *, backward: bool, entropy: Entropy
     ) -> list[Any]:
         """Collective: what ``consume`` collected for each micro-batch, in order (nothing before the last stage)."""
+        lengths = {microbatch.token_ids.shape[1] for microbatch in microbatches}
+        told = self.ranks.pipeline == 1 or self.chunks[0].config.variable_seq_lengths
+        assert told or len(lengths) == 1, f"pipeline stages expect micro-batches of one length: {lengths}"
         iterators = [iter(microbatches) for _ in self.chunks]
         step = partial(self._step, consume=consume, entropy=entropy)
         with torch.set_grad_enabled(backward):
@@ -117,7 +120,7 @@ class Passes:
                 data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
                 num_microbatches=len(microbatches),
-                seq_length=max(microbatch.token_ids.shape[1] for microbatch in microbatches),
+                seq_length=max(lengths) * self.ranks.context,  # megatron divides by the context ranks
                 micro_batch_size=1,
                 forward_only=not backward,
             )

@@ -196,11 +196,20 @@ class MegatronPolicy:
         totals = [0] * len(microbatches)
         if self.config.num_moe_experts and self.config.moe_token_dispatcher_type == "allgather":
             totals = self._equal_totals(batch, microbatches)
+        if self.parallel.pipeline > 1 and not self.config.variable_seq_lengths:
+            totals = self._one_total(batch, microbatches, max(totals, default=0))
         ranks, rule = self.ranks, self._multiples
         return [
             pack(batch, rows, rule, ranks.context_rank, ranks.context, self.device, at_least=total, share=self.shares_prompts)
             for rows, total in zip(microbatches, totals, strict=True)
         ]
+
+    def _one_total(self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], at_least: int) -> list[int]:
+        """The longest packed length of all micro-batches of this rank, for each of them: pipeline
+        stages exchange tensors whose length both ends know."""
+        lengths = [padded_lengths(batch, rows, self._multiples, at_least, self.shares_prompts) for rows in microbatches]
+        longest = max(int(each.sum()) for each in lengths)
+        return [longest] * len(microbatches)
 
     def _equal_totals(self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]]) -> list[int]:
         """Collective: the longest packed length of each micro-batch over all ranks (this dispatcher gathers equal sizes)."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from megatron_rl.config.schema import Config, ParallelConfig, PrecisionConfig, RolloutConfig
+from megatron_rl.policy.activations import layer_activations, run_again_activations
 from megatron_rl.policy.copies import CHECKPOINT_BYTES, engine_backup_bytes, fp8_copy_bytes, is_layer_matrix
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.layout import Parameter, expert_parameters, layer_parameters, local_shape, outer_parameters, padded_vocab
@@ -108,30 +109,6 @@ def parameter_counts(
     return found
 
 
-def layer_activations(arch: Architecture, parallel: ParallelConfig, tokens: int, element: int, fused: bool) -> int:
-    """Bytes that one layer keeps of ``tokens`` tokens for its backward; ``element``: bytes of a number; ``fused``: layers of
-    Transformer Engine (else megatron's own with torch's norm and attention).
-
-    Per token: for each of two norms its input and its output (unfused: the input twice in float32, and the output), queries, keys,
-    values and the attention's output (unfused: that twice, and the rotary tables), and 5 feed-forward widths (gate and up, activated
-    gate, up once more, their product) for each expert a token visits. Tensor ranks share what they split; with sequence
-    parallelism also the norms. Full recomputation keeps the layer's input only.
-    """
-    tensor = parallel.tensor
-    shared = tensor if parallel.sequence else 1
-    if parallel.recompute == "full":
-        return tokens * arch.hidden_size * element // shared
-    norms = 2 * arch.hidden_size * (2 * element if fused else 2 * 4 + element) / shared
-    attention = ((2 if fused else 3) * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim / tensor
-    attention += 0 if fused else 4 * arch.head_dim
-    if arch.num_experts:
-        width = 5 * arch.expert_ffn_hidden_size / (parallel.expert_tensor or 1) + 2 * arch.hidden_size
-        feed_forward = arch.experts_per_token * width / shared
-    else:
-        feed_forward = 5 * arch.ffn_hidden_size / tensor
-    return int(tokens * (norms + element * (attention + feed_forward)))
-
-
 def live_layers(parallel: ParallelConfig, stage: int, layers: int) -> int:
     """Layers of ``stage`` times micro-batches whose backward is still to come, at the fullest moment: one forward one backward, or
     the interleaved schedule, which runs ``2 (stages - stage - 1) + (chunks - 1) stages`` chunks ahead."""
@@ -198,9 +175,7 @@ def plan(
             states = moments * (dense + experts)
         live = live_layers(parallel, stage, layers) * layer_activations(arch, parallel, tokens, element, sizes.fused)
         activations = min(live, layers * layer_activations(arch, parallel, minibatch_tokens, element, sizes.fused))
-        if parallel.recompute == "full":
-            once = ParallelConfig(**{**parallel.model_dump(), "recompute": "none"})
-            activations += layer_activations(arch, once, tokens, element, sizes.fused)
+        activations += run_again_activations(arch, parallel, tokens, element, sizes.fused)
         last = stage == parallel.pipeline - 1
         logits = 4 * rows * (min(sizes.logprob_chunk_tokens, tokens) + arch.hidden_size) if last else 0
         found.append(

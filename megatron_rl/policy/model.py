@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.config.schema import ParallelConfig, PrecisionConfig
+from megatron_rl.policy.activations import selective_modules
 from megatron_rl.policy.attention import PackedAttention, Packing, RMSNorm
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.layout import padded_vocab
@@ -35,6 +36,8 @@ class HiddenStates(GPTModel):
         """megatron's, with the rotary angles of every packed token by its position where boundaries cannot tell them."""
         decoder_input, angles, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
         if isinstance(packed_seq_params, Packing) and packed_seq_params.positions is not None:
+            # The fused kernel counts positions from the boundaries, and would take the wrong angles.
+            assert not self.config.apply_rope_fusion, "shared prompts need the rotary angles unfused"
             angles = angles.index_select(0, packed_seq_params.positions)
         return decoder_input, angles, *rest
 
@@ -51,6 +54,50 @@ class HiddenStates(GPTModel):
         return self.output_layer.weight
 
 
+def fused_kernels(experts: bool) -> dict[str, Any]:
+    """megatron's fused kernels: on with layers of Transformer Engine, off with megatron's own, which are plain torch.
+
+    Rotary angles are then applied by a kernel that reads the boundaries of packed sequences on the
+    device, context parallel or not; the plain way fetches them to the host in every layer.
+    ``bias_activation_fusion`` is the activation between the matrices of the feed-forward part. The
+    experts of a rank are one layer with numbered weights (see ``weights.GROUPED_EXPERT``).
+    """
+    on = this_machine().transformer_engine is not None
+    return dict(
+        apply_rope_fusion=on,
+        bias_activation_fusion=on,
+        moe_permute_fusion=on and experts,
+        moe_grouped_gemm=on and experts,
+        # The head is megatron's own layer with any specification, and would need apex for this.
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+    )
+
+
+def one_length() -> bool:
+    """Whether the micro-batches of a pass through a pipeline are packed to one length.
+
+    Of different lengths, stages tell each other each before its message, and megatron stops the
+    device there. A CPU does not wait for that, and saves the padding, which changes results by their
+    rounding: sums are split up differently.
+    """
+    return torch.cuda.is_available()
+
+
+def recomputation(arch: Architecture, parallel: ParallelConfig, precision: PrecisionConfig) -> dict[str, Any]:
+    """megatron's fields for ``parallel.recompute``."""
+    if parallel.recompute == "none":
+        return {}
+    if parallel.recompute == "full":
+        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    fused = this_machine().transformer_engine is not None
+    delayed = precision.fp8 is not None and precision.fp8.recipe == "delayed"
+    modules = selective_modules(arch.num_experts > 0, fused=fused, delayed_fp8=delayed)
+    return dict(recompute_granularity="selective", recompute_modules=modules)
+
+
 def transformer_config(arch: Architecture, parallel: ParallelConfig, precision: PrecisionConfig) -> TransformerConfig:
     """megatron's configuration for ``arch``. ``calculate_per_token_loss`` is set here because DDP reads it when it wraps."""
     on_cpu = not torch.cuda.is_available()
@@ -65,13 +112,12 @@ def transformer_config(arch: Architecture, parallel: ParallelConfig, precision: 
         expert_model_parallel_size=parallel.expert, expert_tensor_parallel_size=parallel.expert_tensor or 1,
         sequence_parallel=parallel.sequence, num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
         num_layers_in_last_pipeline_stage=parallel.last_stage_layers,
-        # Packed micro-batches differ in length. Batched point-to-point swaps the two messages between the two ranks of an
-        # interleaved pipeline of two stages; unbatched and overlapped is right for every layout.
-        variable_seq_lengths=parallel.pipeline > 1, batch_p2p_comm=False, overlap_p2p_comm=interleaved,
+        # Batched point-to-point swaps the two messages between the two ranks of an interleaved pipeline of two stages; unbatched
+        # and overlapped is right for every layout.
+        variable_seq_lengths=parallel.pipeline > 1 and not one_length(), batch_p2p_comm=False, overlap_p2p_comm=interleaved,
         moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True, use_cpu_initialization=on_cpu, perform_initialization=False,
-        gradient_accumulation_fusion=False, persist_layer_norm=False, bias_activation_fusion=False, bias_dropout_fusion=False,
-        masked_softmax_fusion=False, apply_rope_fusion=False, moe_permute_fusion=False, **model_fields(precision, arch.num_experts),
+        **fused_kernels(arch.num_experts > 0), **recomputation(arch, parallel, precision), **model_fields(precision, arch.num_experts),
     )  # fmt: skip
     if arch.num_experts:
         fields |= dict(
@@ -80,10 +126,6 @@ def transformer_config(arch: Architecture, parallel: ParallelConfig, precision: 
         )  # fmt: skip
         if (parallel.expert_tensor or 1) > 1 and on_cpu:
             fields["moe_token_dispatcher_type"] = "allgather"  # gloo has no all-gather of unequal sizes
-    if parallel.recompute == "selective":
-        fields["recompute_granularity"] = "selective"
-    elif parallel.recompute == "full":
-        fields |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     return TransformerConfig(**fields)
 
 
@@ -93,7 +135,9 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
     if this_machine().transformer_engine is not None:
         from megatron.core.extensions.transformer_engine import TENorm  # absent without Transformer Engine
 
-        layer = get_gpt_layer_with_transformer_engine_spec(num_experts=experts, moe_grouped_gemm=False, qk_layernorm=qk_norm)
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=qk_norm
+        )
         norm: Any = TENorm
     else:
         layer = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False, qk_layernorm=qk_norm, normalization="RMSNorm")

@@ -42,7 +42,9 @@ FUSED_NORMS = {
 }
 BoxKey = tuple[str, tuple[int, ...], tuple[int, ...]]  # tensor, start and shape of a part of it
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
-EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
+# The experts of a rank are modules of their own, or, grouped, numbered weights of one module.
+EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<number>\d+)\.(?P<name>.*)")
+GROUPED_EXPERT = re.compile(r"mlp\.experts\.(?P<name>linear_fc[12]\.weight)(?P<number>\d+)")
 IGNORED = re.compile(r".*rotary_emb\.inv_freq$")  # a table that old checkpoints store; it follows from the configuration
 
 
@@ -91,10 +93,10 @@ def _identify(name: str, numbers: list[int], arch: Architecture, ranks: Ranks) -
     in_layer = LAYER.fullmatch(name)
     assert in_layer, f"no HF tensor is known for parameter {name}"
     layer, rest = numbers[int(in_layer[1])], in_layer[2]
-    in_expert = EXPERT.fullmatch(rest)
+    in_expert = EXPERT.fullmatch(rest) or GROUPED_EXPERT.fullmatch(rest)
     if in_expert:
-        expert = ranks.expert_rank * (arch.num_experts // ranks.expert) + int(in_expert[1])
-        candidates, rest = expert_parameters(arch, layer, expert), in_expert[2]
+        expert = ranks.expert_rank * (arch.num_experts // ranks.expert) + int(in_expert["number"])
+        candidates, rest = expert_parameters(arch, layer, expert), in_expert["name"]
     else:
         candidates, rest = layer_parameters(arch, layer), FUSED_NORMS.get(rest, rest)
     matches = [parameter for parameter in candidates if parameter.slot.megatron == rest]

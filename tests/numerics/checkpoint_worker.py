@@ -83,6 +83,7 @@ MEASURED = [
     Case("tp2_bf16", {"tensor": 2}, "bfloat16"),
     Case("dp2", SHARDED),
     Case("dp2_bf16", SHARDED, "bfloat16"),
+    Case("selective", {"tensor": 2, "recompute": "selective"}),
     Case("pp2_tied", {"pipeline": 2}, model="qwen2_tied"),
 ]
 

@@ -10,4 +10,4 @@ def test_planned_is_allocated(tmp_path):
     for name in ("llama", "qwen2_tied"):
         models.save(name, tmp_path / name)
     result = launch(Path(__file__).with_name("checkpoint_worker.py"), 2, ["measured", tmp_path], timeout=300)
-    assert result.stdout.count("OK measured ") == 5, result.stdout
+    assert result.stdout.count("OK measured ") == 6, result.stdout

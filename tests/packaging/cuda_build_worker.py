@@ -1,10 +1,12 @@
-"""Run by an interpreter that has the GPU stack, on a machine without GPU and driver. Arguments: a
-folder, and ``module:name`` for everything that is to be imported.
+"""Run by an interpreter that has the GPU stack, on a machine without GPU and driver.
 
-Then the policy at the sizes of a 7B model, with two layers, on tensors of device "cuda" that have a
-shape, a format and a device but no data: torch itself refuses operations, shapes and formats that
-its CUDA build does not have. The layers are megatron-core's own with this project's attention,
-for the kernels of Transformer Engine look at the data.
+``cuda_build_worker.py imports MODULE:NAME ...`` imports what is named.
+
+``cuda_build_worker.py tensors FOLDER`` needs a library of answers before that of the CUDA runtime
+(cuda_answers.c). It builds the policy at the sizes of a 7B model, with two layers, on tensors of
+device "cuda" that have a shape, a format and a device but no data: torch itself refuses operations,
+shapes and formats that its CUDA build does not have. The layers are megatron-core's own with this
+project's attention, for the kernels of Transformer Engine look at the data.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ import importlib
 import json
 import os
 import sys
+import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rope_utils
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -35,7 +39,6 @@ from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.packing import Microbatch, pack
 from megatron_rl.types import SequenceBatch
 
-FOLDER = Path(sys.argv[1])
 LAYERS = 2
 QWEN_7B = dict(
     architectures=["Qwen2ForCausalLM"],
@@ -53,14 +56,6 @@ QWEN_7B = dict(
     hidden_act="silu",
     attention_dropout=0.0,
 )
-# What a driver would answer.
-ANSWERS: dict[str, Any] = {
-    "is_available": lambda: True,
-    "current_device": lambda: 0,
-    "get_device_capability": lambda device=None: (9, 0),
-    "synchronize": lambda device=None: None,
-    "_lazy_init": lambda: None,
-}
 PROMPTS, RESPONSES = (300, 100), (724, 156)
 
 
@@ -71,7 +66,7 @@ class Counting(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.counts[str(func)] += 1
         return func(*args, **(kwargs or {}))
 
@@ -81,26 +76,60 @@ def imports(names: list[str]) -> None:
     assert not torch.cuda.is_available(), "this is for a machine without GPU"
     for name in names:
         module, _, wanted = name.partition(":")
-        getattr(importlib.import_module(module), wanted)
-        print(f"OK import {name}", flush=True)
+        try:
+            getattr(importlib.import_module(module), wanted)
+        except ImportError as error:
+            assert "libcuda.so.1" in str(error), f"{name}: {error}"
+            print(f"DRIVER {name}", flush=True)
+        else:
+            print(f"OK {name}", flush=True)
 
 
 def rotated(values: Tensor, cu_seqlens: Tensor, freqs: Tensor, **_: Any) -> Tensor:
     """Stands in for the kernel that applies rotary angles: shape and format of its result. The
     plain way reads the boundaries on the host, which tensors without data do not allow."""
-    return values * freqs[: values.shape[0]].cos().to(values.dtype)
+    return values * freqs[:1].squeeze(1).cos().to(values.dtype)
 
 
-def build(fake: FakeTensorMode, tensor: int) -> MegatronPolicy:
-    (FOLDER / "config.json").write_text(json.dumps(QWEN_7B))
+def converted(module: torch.nn.Module, change: Any, recurse: bool = True) -> torch.nn.Module:
+    """Stands in for the conversion of a module, which cannot put other contents into parameters
+    without data: gives it new ones, with the marks of the old."""
+    for each in module.modules():
+        for name, parameter in each.named_parameters(recurse=False):
+            changed = change(parameter.detach())
+            if (changed.dtype, changed.device) != (parameter.dtype, parameter.device):
+                each._parameters[name] = torch.nn.Parameter(changed)
+                for mark, value in parameter.__dict__.items():
+                    each._parameters[name].__dict__.setdefault(mark, value)
+    return module
+
+
+def all_gather_object(gathered: list[Any], mine: Any, group: Any = None) -> None:
+    """Every other process has the same."""
+    gathered[:] = [mine] * len(gathered)
+
+
+def build(fake: FakeTensorMode, tensor: int, folder: Path) -> MegatronPolicy:
+    (folder / "config.json").write_text(json.dumps(QWEN_7B))
     machine = Machine((9, 0), None, "transformer_engine")
     model_room.this_machine = megatron_policy.this_machine = lambda: machine
     weights.Checkpoint.__init__ = lambda self, path: None
     weights.Checkpoint.check = lambda self, arch: None
+    # Transformer Engine's Adam allocates where it is made.
+    megatron_policy.optim_room.build_optimizer = lambda *_: None
+    dist.all_gather_object = all_gather_object
+    torch.nn.Module._apply = converted
     weights.load = lambda *_, **__: None
-    paths = [f"model.path={FOLDER}", "data.train=-", "data.eval=-"]
+    paths = [f"model.path={folder}", "data.train=-", "data.eval=-"]
     layout = [f"parallel.tensor={tensor}", f"parallel.sequence={tensor > 1}".lower()]
     run = validate(Config, compose("config", [*paths, *layout, "precision=bf16"]), "test")
+    # Groups of gloo want the other processes; these talk to nobody, whatever they are made for.
+    original = parallel_state.create_group
+
+    def made_of_nothing(*arguments: Any, backend: Any = None, **options: Any) -> Any:
+        return original(*arguments, **options)
+
+    parallel_state.create_group = made_of_nothing
     with fake:
         policy = MegatronPolicy(
             run.model,
@@ -113,6 +142,8 @@ def build(fake: FakeTensorMode, tensor: int) -> MegatronPolicy:
             max_sequence_tokens=2048,
         )
     policy.config.apply_rope_fusion = True
+    # The sum over data-parallel ranks is one message that torch cannot send without data.
+    policy.config.finalize_model_grads_func = lambda *_, **__: None
     rope_utils.fused_apply_rotary_pos_emb_thd = rotated
     return policy
 
@@ -141,13 +172,14 @@ def microbatch(policy: MegatronPolicy) -> Microbatch:
     return packed
 
 
-def forward_and_backward(tensor: int) -> Counter[str]:
+def forward_and_backward(tensor: int, folder: Path) -> Counter[str]:
     """One micro-batch through layers, head and logprobs and back; the operations that it took."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tensor)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    policy = build(fake, tensor)
+    policy = build(fake, tensor, folder)
     parameters = [each for module in policy.modules for each in module.parameters()]
-    assert all(each.is_cuda and each.dtype == torch.bfloat16 for each in parameters)
+    kinds = {(each.device.type, each.dtype) for each in parameters}
+    assert kinds == {("cuda", torch.bfloat16)}, kinds
     found: list[Tensor] = []
 
     def consume(_: Microbatch, logprobs: Tensor, __: Any) -> tuple[Tensor, Any]:
@@ -161,14 +193,14 @@ def forward_and_backward(tensor: int) -> Counter[str]:
         batch = moved(packed, fake)
         policy._passes.run([batch], consume, backward=True, entropy="none")
     (logprobs,) = found
-    assert logprobs.is_cuda and logprobs.dtype == torch.float32
+    assert (logprobs.device.type, logprobs.dtype) == ("cuda", torch.float32)
     assert logprobs.shape == (sum(RESPONSES),)
-    assert all(each.main_grad.is_cuda for each in parameters)
+    assert {each.main_grad.device.type for each in parameters} == {"cuda"}
     return counting.counts
 
 
-def tensors(tensor: int) -> None:
-    counts = forward_and_backward(tensor)
+def tensors(tensor: int, folder: Path) -> None:
+    counts = forward_and_backward(tensor, folder)
     # The head's gradient is added up in float32 from operands in bfloat16.
     assert counts["aten.addmm.dtype_out"] > 0, counts
     assert counts["aten.mm.dtype_out"] > 0, counts
@@ -178,14 +210,21 @@ def tensors(tensor: int) -> None:
 
 
 def main() -> None:
-    imports(sys.argv[2:])
-    for name, answer in ANSWERS.items():
-        setattr(torch.cuda, name, answer)
+    kind, *rest = sys.argv[1:]
+    if kind == "imports":
+        imports(rest)
+        return
+    torch.cuda._lazy_init = lambda: None  # it would allocate
     for tensor in (1, 4):
-        if os.fork() == 0:  # a process group and megatron's state for each layout
-            tensors(tensor)
-            os._exit(0)
-        os.wait()
+        child = os.fork()  # a process group and megatron's state for each layout
+        if child == 0:
+            try:
+                tensors(tensor, Path(rest[0]))
+                os._exit(0)
+            finally:
+                traceback.print_exc()
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 if __name__ == "__main__":

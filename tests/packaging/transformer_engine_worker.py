@@ -115,6 +115,7 @@ def layers_and_checkpoint(name: str, model: str, *overrides: str) -> None:
     policy = build(model, *overrides)
     kinds = {type(module).__name__ for chunk in policy.modules for module in chunk.modules()}
     assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"} <= kinds, kinds
+    assert model != "moe" or {"TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"} <= kinds, kinds
     linear = [module for chunk in policy.modules for module in chunk.modules() if type(module).__name__ == "TERowParallelLinear"]
     assert all(isinstance(module._fp8_workspaces, dict) for module in linear), "offloading empties these"
     weights = load_file(FOLDER / model / "model.safetensors")
@@ -249,11 +250,11 @@ def answer(*callers: str) -> None:
 
 
 def main() -> None:
-    answer("transformer_engine")
+    together = len(sys.argv) > 2
+    answer("transformer_engine", *(["megatron_rl.policy.cpu"] if together else []))
     model_room.this_machine = lambda: Machine((9, 0), transformer_engine.__version__, "transformer_engine")
     launch.start()
-    if len(sys.argv) > 2:
-        answer("megatron_rl.policy.cpu")
+    if together:
         sequence()
         print("OK sequence", flush=True)
         launch.leave(0)
@@ -264,6 +265,7 @@ def main() -> None:
         "bf16_moments": lambda: layers_and_checkpoint("bf16_moments", "llama", "precision=bf16", MOMENTS),
         "fp8_tensorwise_moments": lambda: layers_and_checkpoint("fp8_moments", "llama", "precision=fp8_tensorwise", MOMENTS),
         "moe": lambda: layers_and_checkpoint("moe", "moe", "precision=bf16"),
+        "moe_recomputed": lambda: layers_and_checkpoint("moe_fp8", "moe", "precision=fp8_tensorwise", "parallel.recompute=selective"),
     }  # fmt: skip
     for precision in ("fp8_delayed", "fp8_tensorwise", "fp8_blockwise", "mxfp8"):
         checks[precision] = lambda precision=precision: layers_and_checkpoint(precision, "llama", f"precision={precision}")

@@ -9,6 +9,7 @@ from megatron_rl.config.schema import Config, ParallelConfig, PrecisionConfig, R
 from megatron_rl.data.packing import plan_microbatches
 from megatron_rl.policy import memory
 from megatron_rl.policy.families import architecture_from
+from tests.unit.small_models import EXPERTS
 
 QWEN2_5_7B = architecture_from(
     Qwen2Config(
@@ -74,13 +75,42 @@ def test_experts_are_divided_by_expert_ranks():
     assert one - four == 2 * 2 * (8 - 2) * 3 * 64 * 32  # bytes x layers x experts elsewhere x (gate, up, down)
 
 
+def activations(arch=QWEN2_5_7B, fused=True, **layout):
+    """Bytes of 1000 tokens of two bytes, in units of 2000."""
+    return memory.layer_activations(arch, parallel(**layout), 1000, 2, fused=fused) / 2000
+
+
 def test_activations():
-    # 1000 tokens, 2 bytes: norms 4 x 3584; queries and output 2 x 28 heads, keys and values 2 x 4 heads, of 128; 5 x 18944.
-    assert memory.layer_activations(QWEN2_5_7B, parallel(), 1000, 2, fused=True) == 2000 * (4 * 3584 + 64 * 128 + 5 * 18944)
-    assert memory.layer_activations(QWEN2_5_7B, parallel(tensor=4), 1000, 2, fused=True) == 2000 * (4 * 3584 + 16 * 128 + 5 * 4736)
-    split = parallel(tensor=4, sequence=True)
-    assert memory.layer_activations(QWEN2_5_7B, split, 1000, 2, fused=True) == 2000 * (3584 + 16 * 128 + 5 * 4736)
-    assert memory.layer_activations(QWEN2_5_7B, parallel(recompute="full"), 1000, 2, fused=True) == 2000 * 3584
+    # Norms 4 x 3584; queries and output 2 x 28 heads, keys and values 2 x 4 heads, of 128; 3 x 18944.
+    assert activations() == 4 * 3584 + 64 * 128 + 3 * 18944
+    assert activations(tensor=4) == 4 * 3584 + 16 * 128 + 3 * 4736
+    assert activations(tensor=4, sequence=True) == 3584 + 16 * 128 + 3 * 4736
+    assert activations(recompute="full") == 3584
+    # Unfused: the input of each norm twice in four bytes; a third time the queries' width; angles; 5 x 18944.
+    assert activations(fused=False) == 10 * 3584 + (92 + 4) * 128 + 5 * 18944
+
+
+def test_what_is_run_again_keeps_nothing():
+    # Fused: of the second norm the input stays. Unfused: its output is what the feed-forward part begins with again.
+    assert activations(recompute="selective") == 3 * 3584 + 64 * 128
+    assert activations(recompute="selective", tensor=4, sequence=True) == (3 * 3584 + 64 * 128) / 4
+    assert activations(fused=False, recompute="selective") == 10 * 3584 + (92 + 4) * 128
+
+
+def test_experts_run_their_activation_again():
+    norms, attention = 2 * 64, (2 * 4 + 2 * 2) * 16
+    assert activations(EXPERTS) == 2 * norms + attention + 2 * (3 * 32 + 2 * 64)
+    assert activations(EXPERTS, recompute="selective") == 2 * norms - 64 + attention + 2 * (2 * 32 + 2 * 64)
+    whole = activations(EXPERTS, fused=False) - activations(EXPERTS, fused=False, recompute="selective")
+    assert whole == 2 * (5 * 32 + 2 * 64)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_one_layer_at_a_time_has_everything(recompute):
+    (stage,) = plan({"recompute": recompute})
+    kept, whole = 28 * activations(recompute=recompute), activations()
+    again = {"none": 0, "selective": whole - activations(recompute="selective"), "full": whole}[recompute]
+    assert stage.activations == 2000 * (kept + again)
 
 
 @pytest.mark.parametrize(
@@ -346,8 +376,8 @@ def test_the_plan_is_one_line():
     stages = plan({"tensor": 4, "distributed_optimizer": True})
     line = memory.describe(stages, config("rollout.sleep_level=1"), memory.Room("cuda", 79.1, 100.0))
     assert "\n" not in line
-    assert "(pipeline stage 0): weights 3.55, gradients 7.09, optimizer 10.64, activations 2.09, logits 0.54, engine weights 7.09" in line
-    assert "training 28.91 of 79.10, weight sync 33.37 of 79.10, generation 36.37 of 79.10" in line
+    assert "(pipeline stage 0): weights 3.55, gradients 7.09, optimizer 10.64, activations 1.60, logits 0.54, engine weights 7.09" in line
+    assert "training 28.42 of 79.10, weight sync 33.37 of 79.10, generation 36.37 of 79.10" in line
     assert "host copies 13.38 of 100.00, checkpoint 34.66 of 100.00" in line
 
 

@@ -1,0 +1,84 @@
+"""What a layer keeps for its backward, and which of its modules are run again there instead."""
+
+from __future__ import annotations
+
+from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.policy.families import Architecture
+
+
+def selective_modules(experts: bool, *, fused: bool, delayed_fp8: bool = False) -> list[str]:
+    """megatron's names of modules whose results are dropped and computed again.
+
+    ``fused``: layers of Transformer Engine. Attention is not among them: flash attention keeps
+    nothing but its arguments and its result.
+
+    A dense layer runs its feed-forward part again (``mlp``), which keeps the most for its
+    backward. With experts that would repeat their exchange between ranks too, so that only what is
+    cheap is run again: the activation between their two matrices (``moe_act``, for grouped experts
+    only) and the norm before them. Megatron's own layers have no grouped experts, and delayed
+    scaling allows neither: there the whole of the experts is run again (``moe``).
+
+    Examples: ``selective_modules(False, fused=True)`` is ``["mlp"]``, ``selective_modules(True,
+    fused=True)`` is ``["moe_act", "layernorm"]``.
+    """
+    if not experts:
+        return ["mlp"]
+    if fused and not delayed_fp8:
+        return ["moe_act", "layernorm"]
+    return ["moe"]
+
+
+def layer_activations(arch: Architecture, parallel: ParallelConfig, tokens: int, element: int, fused: bool) -> int:
+    """Bytes that one layer keeps of ``tokens`` tokens for its backward; ``element``: bytes of a number; ``fused``: layers of
+    Transformer Engine (else megatron's own with torch's norm and attention).
+
+    Per token: for each of two norms its input and its output (unfused: the input twice in float32, and the output), queries, keys,
+    values and the attention's output (unfused: that twice, and the rotary tables), and ``feed_forward_activations``. Tensor ranks
+    share what they split; with sequence parallelism also the norms. Full recomputation keeps the layer's input only. With
+    selective recomputation fused layers run the second norm again, too, and keep its input only.
+    """
+    tensor = parallel.tensor
+    shared = tensor if parallel.sequence else 1
+    if parallel.recompute == "full":
+        return tokens * arch.hidden_size * element // shared
+    norms = 2 * arch.hidden_size * (2 * element if fused else 2 * 4 + element) / shared
+    if parallel.recompute == "selective" and fused:
+        norms -= arch.hidden_size * element / shared
+    attention = ((2 if fused else 3) * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim / tensor
+    attention += 0 if fused else 4 * arch.head_dim
+    feed_forward = feed_forward_activations(arch, parallel, fused)
+    return int(tokens * (norms + element * (attention + feed_forward)))
+
+
+def feed_forward_activations(arch: Architecture, parallel: ParallelConfig, fused: bool) -> float:
+    """Numbers that the feed-forward part of one layer keeps of a token on one rank.
+
+    Five widths, for each expert a token visits: gate and up, the activated gate, up once more, and
+    their product. Fused: three, for gate and up serve the backward as they are. An expert also
+    keeps its token going in and coming out.
+
+    Selective recomputation runs this part again as a whole and keeps nothing of it. Of fused
+    experts it runs the activation again, and keeps gate and up (under delayed FP8 scaling it keeps
+    nothing of them either, which is not counted).
+    """
+    selective = parallel.recompute == "selective"
+    widths = 3 if fused else 5
+    if arch.num_experts == 0:
+        return 0 if selective else widths * arch.ffn_hidden_size / parallel.tensor
+    if selective and not fused:
+        return 0
+    if selective:
+        widths = 2
+    shared = parallel.tensor if parallel.sequence else 1
+    width = widths * arch.expert_ffn_hidden_size / (parallel.expert_tensor or 1)
+    return arch.experts_per_token * (width + 2 * arch.hidden_size) / shared
+
+
+def run_again_activations(arch: Architecture, parallel: ParallelConfig, tokens: int, element: int, fused: bool) -> int:
+    """Bytes that the one layer whose backward runs has beside what it kept: what recomputation dropped."""
+    if parallel.recompute == "none":
+        return 0
+    whole = layer_activations(arch, parallel.model_copy(update={"recompute": "none"}), tokens, element, fused)
+    if parallel.recompute == "full":
+        return whole  # and the inputs of all layers are still kept
+    return whole - layer_activations(arch, parallel, tokens, element, fused)

@@ -1,0 +1,302 @@
+"""Every place that asks whether there is a CUDA device is run here with the answer yes; what it calls
+of the device is played."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config.load import compose, validate
+from megatron_rl.config.machine import Machine
+from megatron_rl.config.schema import Config, RolloutConfig
+from tests.unit.cuda_sites import askers, sites
+
+GIB = 2**30
+Patch = pytest.MonkeyPatch
+CHECKS: dict[str, Callable[[Patch, Any], None]] = {}
+
+
+def asked_at(site: str) -> Callable[[Callable[[Patch, Any], None]], Callable[[Patch, Any], None]]:
+    def note(check: Callable[[Patch, Any], None]) -> Callable[[Patch, Any], None]:
+        CHECKS[site] = check
+        return check
+
+    return note
+
+
+@pytest.fixture
+def cuda(monkeypatch: Patch) -> Patch:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("site", sites())
+def test_the_answer_yes(site: str, cuda: Patch, tmp_path: Any) -> None:
+    assert site in CHECKS, f"{site} asks for a CUDA device: add a check of what it does with one"
+    CHECKS[site](cuda, tmp_path)
+
+
+def test_no_check_is_left_behind() -> None:
+    assert not set(CHECKS) - set(sites())
+
+
+def test_the_search_finds_what_it_looks_for() -> None:
+    source = (
+        "x = [_without_cuda]\nclass A:\n  def f(self):\n    return torch.cuda.is_available()\n"
+        "def g():\n  def h(): ask(torch.cuda.is_available)\n  return torch.cuda.current_device()\n"
+    )
+    assert askers(source) == {"", "A.f", "g.h"}
+    assert not askers("def f(): return torch.backends.cuda.is_built()")
+
+
+def run(*overrides: str) -> Config:
+    given = ["model.path=m", "data.train=t", "data.eval=e", *overrides]
+    return validate(Config, compose("config", given), "test")
+
+
+def rollout(**more: Any) -> RolloutConfig:
+    return RolloutConfig(**{**compose("rollout/vllm"), "stop": (), **more})
+
+
+@asked_at("runtime.cpu:platform")
+def nothing_is_replaced(_: Patch, __: Any) -> None:
+    from megatron_rl.runtime import cpu
+
+    before = {name: getattr(torch.cuda, name) for name in cpu.STAND_INS}
+    with cpu.platform():
+        assert {name: getattr(torch.cuda, name) for name in cpu.STAND_INS} == before
+        assert torch.zeros(1).type() == "torch.FloatTensor", "a function mode is in force"
+
+
+@asked_at("runtime.cpu:device")
+def the_device_is_this_rank_s(_: Patch, __: Any) -> None:
+    from megatron_rl.runtime.cpu import device
+
+    assert device() == torch.device("cuda", 3)
+
+
+@asked_at("runtime.launch:start")
+def nccl_beside_gloo(patch: Patch, _: Any) -> None:
+    from megatron_rl.runtime import failure, launch
+
+    seen: dict[str, Any] = {}
+    control = object()
+    given = dict(RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=1)
+    for name, value in given.items():
+        patch.setenv(name, str(value))
+
+    def gather(cards: list[Any], card: Any, group: Any) -> None:
+        seen["group"] = group
+        cards[:] = [card, card]
+
+    patch.setattr(launch, "prepare", lambda: None)
+    patch.setattr(launch, "join", lambda backend, timeout_s: seen.update(backend=backend))
+    patch.setattr(launch, "Attendance", lambda rank, size: None)
+    patch.setattr(failure, "joined", lambda rank, peers: None)
+    patch.setattr(torch.cuda, "set_device", lambda index: seen.update(device=index))
+    patch.setattr(dist, "new_group", lambda backend: control if backend == "gloo" else None)
+    patch.setattr(dist, "get_rank", lambda: 1)
+    patch.setattr(dist, "get_world_size", lambda: 2)
+    patch.setattr(dist, "all_gather_object", gather)
+    world = launch.start()
+    assert seen == {"device": 1, "backend": "cpu:gloo,cuda:nccl", "group": control}
+    assert world.control_group is control, "objects travel over gloo"
+
+
+@asked_at("runtime.joint_group:join_group")
+def a_joint_group_has_nccl_too(patch: Patch, _: Any) -> None:
+    from megatron_rl.runtime.joint_group import join_group, leave_group
+
+    made: list[tuple[Any, ...]] = []
+    store = dist.HashStore()
+
+    class Nccl:
+        """Stands where a build for CUDA has the class; what it makes is a group of gloo."""
+
+        Options = SimpleNamespace
+
+        def __new__(cls, *arguments: Any) -> Any:
+            made.append(arguments)
+            return dist.ProcessGroupGloo(dist.PrefixStore("played/", store), 0, 1)
+
+    patch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    patch.setattr(dist, "get_rank", lambda: 0)
+    group = join_group(store, 0, 1, 7.0)
+    ((_, rank, size, options),) = made
+    assert (rank, size, options._timeout.total_seconds()) == (0, 1, 7.0)
+    on_gpu, on_host = (group._get_backend(torch.device(kind)) for kind in ("cuda", "cpu"))
+    assert on_gpu is not on_host
+    leave_group(group)
+
+
+@asked_at("runtime.memory:memory_in_use")
+def the_device_s_memory_is_measured(patch: Patch, _: Any) -> None:
+    from megatron_rl.runtime.memory import memory_in_use
+
+    patch.setattr(torch.cuda, "memory_allocated", lambda: 2 * GIB)
+    patch.setattr(torch.cuda, "memory_reserved", lambda: 3 * GIB)
+    found = memory_in_use(lambda: 5 * GIB)
+    assert found.pop("host") > 0
+    assert found == {"allocated": 2.0, "reserved": 3.0, "engine": 5.0}
+
+
+@asked_at("trainer.sample:_values_of_model")
+def samples_come_from_the_engine_of_a_gpu(_: Patch, folder: Any) -> None:
+    from megatron_rl.trainer.sample import _values_of_model
+
+    assert _values_of_model(folder)["rollout"] == compose("rollout/vllm")
+    assert compose("rollout/vllm") != compose("rollout/vllm_cpu")
+
+
+@asked_at("trainer.memory_plan:smallest_room")
+def the_smallest_device_and_host_count(patch: Patch, _: Any) -> None:
+    from megatron_rl.policy import memory
+    from megatron_rl.trainer import memory_plan
+
+    patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
+    patch.setattr(memory_plan, "available_gib", lambda: 512.0)
+    world = SimpleNamespace(local_size=8, all_gather=lambda mine: [mine, (79.0, 100.0)])
+    assert memory_plan.smallest_room(world) == memory.Room("cuda", 79.0, 64.0)
+
+
+@asked_at("policy.cpu:_without_cuda")
+@asked_at("policy.cpu:")
+def no_remedy_for_a_cpu_is_installed(patch: Patch, _: Any) -> None:
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    from megatron_rl.policy import cpu
+
+    assert not cpu._without_cuda()
+    needed = [remedy.name for remedy in cpu.REMEDIES if remedy.needed()]
+    assert set(needed) <= {"te_general_gemm"}, needed
+    # A new process, where nobody has made a tracker yet.
+    patch.setattr(cpu, "REMEDIES", ())
+    patch.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER", None)
+    patch.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False)
+    cpu.apply()
+    tracker = megatron_random.get_cuda_rng_tracker()
+    with tracker.fork(), tracker.fork(megatron_random.get_expert_parallel_rng_tracker_name()):
+        pass
+    assert not tracker.is_initialized(), "layers of Transformer Engine would take it"
+
+
+@asked_at("policy.machine:this_machine")
+def the_facts_of_a_gpu(patch: Patch, _: Any) -> None:
+    from megatron_rl.policy import machine
+
+    patch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    patch.setattr(machine, "transformer_engine_version", lambda: "2.11.0")
+    machine.this_machine.cache_clear()
+    try:
+        assert machine.this_machine() == Machine((9, 0), "2.11.0", "transformer_engine")
+    finally:
+        machine.this_machine.cache_clear()
+
+
+@asked_at("policy.model:transformer_config")
+def weights_are_made_on_the_device(patch: Patch, _: Any) -> None:
+    from megatron_rl.policy import model
+    from tests.numerics.policy_cases import parallel
+    from tests.unit.small_models import DENSE, EXPERTS, precision
+
+    patch.setattr(model, "this_machine", lambda: Machine((9, 0), None, "torch"))
+    assert not model.transformer_config(DENSE, parallel(), precision()).use_cpu_initialization
+    split = parallel(tensor=2, sequence=True, expert_tensor=2)
+    assert model.transformer_config(EXPERTS, split, precision()).moe_token_dispatcher_type == "alltoall"
+
+
+@asked_at("policy.model:one_length")
+def micro_batches_of_a_pipeline_have_one_length(patch: Patch, _: Any) -> None:
+    from megatron_rl.policy import model
+    from tests.numerics.policy_cases import parallel
+    from tests.unit.small_models import DENSE, precision
+
+    assert model.one_length()
+    patch.setattr(model, "this_machine", lambda: Machine((9, 0), None, "torch"))
+    assert not model.transformer_config(DENSE, parallel(pipeline=2), precision()).variable_seq_lengths
+
+
+@asked_at("policy.model:build_chunks")
+def chunks_go_to_the_device(patch: Patch, _: Any) -> None:
+    from megatron_rl.policy import model
+    from tests.unit.small_models import DENSE
+
+    moved: list[int] = []
+
+    class Played:
+        def __init__(self, **_: Any) -> None: ...
+
+        def cuda(self, index: int) -> Played:
+            moved.append(index)
+            return self
+
+    patch.setattr(model, "HiddenStates", Played)
+    patch.setattr(model, "layer_spec", lambda *_: None)
+    for end in ("first", "last"):
+        patch.setattr(model.parallel_state, f"is_pipeline_{end}_stage", lambda **_: True)
+    config = SimpleNamespace(virtual_pipeline_model_parallel_size=2, tensor_model_parallel_size=1, bf16=False)
+    chunks = model.build_chunks(config, DENSE, None, 8, 64)
+    assert len(chunks) == 2 and moved == [3, 3]
+
+
+@asked_at("rollout.engine:engine_arguments")
+def a_share_of_the_gpu_and_sleep(_: Patch, __: Any) -> None:
+    from megatron_rl.rollout.engine import engine_arguments
+
+    found = engine_arguments("m", rollout(gpu_memory_utilization=0.4, sleep_level=2), 1)
+    assert (found["gpu_memory_utilization"], found["enable_sleep_mode"]) == (0.4, True)
+    assert not {"enable_chunked_prefill", "max_num_batched_tokens"} & set(found)
+    assert not engine_arguments("m", rollout(sleep_level=0), 1)["enable_sleep_mode"]
+
+
+@asked_at("rollout.engine:prepare_import")
+def vllm_may_compile(patch: Patch, _: Any) -> None:
+    import os
+
+    from megatron_rl.rollout.engine import prepare_import
+
+    names = ("TORCHDYNAMO_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS")
+    for name in names:
+        patch.setenv(name, "")  # noted, so that it is put back
+        patch.delenv(name)
+    prepare_import()
+    assert "TORCHDYNAMO_DISABLE" not in os.environ
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+@asked_at("rollout.engine:VllmEngine.__init__")
+def the_engine_can_sleep(patch: Patch, folder: Any) -> None:
+    from megatron_rl.rollout import engine
+
+    class Llm:
+        def __init__(self, **arguments: Any) -> None:
+            self.arguments, self.slept = arguments, []
+
+        def sleep(self, level: int) -> None:
+            self.slept.append(level)
+
+    def refuse(_: str) -> None:
+        raise AssertionError("shared memory of vLLM's CPU worker")
+
+    (folder / "config.json").write_text("{}")
+    vllm = ModuleType("vllm")
+    vllm.LLM = Llm
+    patch.setitem(sys.modules, "vllm", vllm)
+    patch.setattr(dist, "is_initialized", lambda: True)
+    patch.setattr(dist, "get_rank", lambda: 2)
+    patch.setattr(dist, "get_world_size", lambda: 4)
+    patch.setattr(engine, "expected_tensors", lambda _: {})
+    patch.setattr(engine, "private_segments", refuse)
+    patch.setattr(engine, "unlink_broadcast_buffer", lambda: None)
+    patch.setattr(engine, "_ALIVE", [])
+    built = engine.VllmEngine(str(folder), rollout(tensor=2, sleep_level=2), seed=5, launch_id="x")
+    assert built._llm.arguments["enable_sleep_mode"] and built.replica == 1
+    built.sleep()
+    assert built._llm.slept == [2] and built.weight_version == -1
