@@ -106,7 +106,9 @@ def check_source(command: str, source: Path, config: Path | None) -> None:
         raise ValueError(f"{source} holds checkpoints; give one of them: {', '.join(map(str, steps[-3:]))}")
     if not is_checkpoint:
         found = "but a HF directory already" if is_hf else f"(no file .metadata in it or in its {nemo_files.WEIGHTS}/)"
-        raise ValueError(f"{source} is not a distributed checkpoint {found}; to-hf reads what to-megatron, to-nemo or a run wrote")
+        raise ValueError(
+            f"{source} is not a distributed checkpoint {found}; give one: to-hf reads what to-megatron, to-nemo or a run wrote"
+        )
     if config is None and not (source / CONFIG / "config.json").is_file():
         raise ValueError(
             f"{source} has no {CONFIG}/config.json beside its weights (training checkpoints have none); give --config HF_DIRECTORY, "

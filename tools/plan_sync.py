@@ -41,7 +41,8 @@ def model_shape(name: str) -> ModelShape:
         return PRESETS[name]
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if not path.is_file():
-        raise ValueError(f"--model {name}: neither a preset ({', '.join(PRESETS)}) nor a HF directory with config.json")
+        presets = ", ".join(PRESETS)
+        raise ValueError(f"--model {name}: no preset and no HF directory with config.json; give one of {presets}, or a directory")
     with concerning(f"--model {path}", "give the config.json of a HF model", (json.JSONDecodeError, LookupError, TypeError)):
         return ModelShape.from_hf(json.loads(path.read_text(encoding="utf-8")))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from megatron_rl.config.load import ConfigError
 from megatron_rl.config.machine import Machine, machine_problems
 from megatron_rl.config.method import reward_scheme_errors
 from megatron_rl.config.model_config import read_model_config
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, RolloutConfig
 
 LOGGER = logging.getLogger(__name__)
 
@@ -242,7 +242,15 @@ def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[str]:
     for key in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16") if fp8 is not None else ():
         if getattr(fp8, key) > layers // parallel.pipeline:
             yield f"precision.fp8.{key} = {getattr(fp8, key)}: one pipeline stage has {layers // parallel.pipeline} layers; lower it"
+    yield from position_problems(config.rollout, hf_config)
+
+
+def position_problems(rollout: RolloutConfig, hf_config: Mapping[str, Any]) -> Iterator[str]:
+    """A prompt and its response together are longer than the model can see."""
     limit = hf_config.get("max_position_embeddings")
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     if limit is not None and longest > limit:
-        yield f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}: the model has {limit} positions; lower one of them"
+        yield (
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}: the model has "
+            f"{limit} positions; lower one of them"
+        )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_rl.config.schema import OptimConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.policy.precision import optimizer_config
@@ -69,8 +70,23 @@ def step(optimizer: MegatronOptimizer, optim: OptimConfig, rate: float, loss: fl
             if parameters:
                 decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
                 clip_grad_by_total_norm_fp32(parameters, max_norm=optim.clip_grad, total_norm=norm, use_decoupled_grad=decoupled)
-    optimizer.step_with_ready_grads()
+    _step_with_ready_gradients(optimizer)
     return norm, False
+
+
+def _step_with_ready_gradients(optimizer: MegatronOptimizer) -> None:
+    """Collective: the step of every part, then the new weights gathered once.
+
+    Each distributed part (dense parameters, experts) gathers the weights of all chunks after its own step, those of the other parts
+    too. Only the last of these gatherings sees all new weights; the ones before it are left out.
+    """
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    for part in chained[:-1]:
+        if isinstance(part, DistributedOptimizer):
+            super(DistributedOptimizer, part).step_with_ready_grads()
+        else:
+            part.step_with_ready_grads()
+    chained[-1].step_with_ready_grads()
 
 
 def whole_gradients(chunks: Sequence[Any]) -> None:

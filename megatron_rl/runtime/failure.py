@@ -44,6 +44,7 @@ OUT_OF_MEMORY = re.compile(
 )
 # A thread needs room for its stack and a place among the user's processes; the text is the same.
 OUT_OF_THREADS = re.compile(r"Resource temporarily unavailable|can't start new thread")
+OUT_OF_FILES = re.compile(r"[Tt]oo many open files")
 
 
 @dataclass(frozen=True)
@@ -218,9 +219,14 @@ def write_error_file(text: str) -> None:
 
 def describe(error: BaseException) -> Message:
     """The message of an exception."""
-    memory = out_of_memory(error)
-    if memory:
-        return Message(f"error: {memory}")
+    shortage = out_of_memory(error) or out_of_files(error)
+    if shortage:
+        return Message(f"error: {shortage}")
+    if isinstance(error, FileNotFoundError) and error.filename is not None:
+        return Message(
+            f"error: {error.filename}: no such file or folder. If it was moved or deleted while the "
+            "program ran, put it back and start again (resume=auto: from the last checkpoint)"
+        )
     known = isinstance(error, ValueError | FileNotFoundError)
     if known and not isinstance(error, UnicodeError):
         return Message(shortened(f"error: {error}"))
@@ -264,6 +270,20 @@ def out_of_memory(error: BaseException) -> str | None:
     )
 
 
+def out_of_files(error: BaseException) -> str | None:
+    """What to say of an error that means "no more files and sockets can be opened"; else None."""
+    if not isinstance(error, RuntimeError | OSError) or not OUT_OF_FILES.search(str(error)):
+        return None
+    import resource
+
+    limit, largest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"rank {STATE.rank} cannot open more files or connections{place_of(error)}: {first_line(error)}.\n"
+        f"The limit is {limit} open files (ulimit -n): raise it, to 65536 for instance; without a new "
+        f"login at most to {largest} (ulimit -Hn)."
+    )
+
+
 def place_of(error: BaseException) -> str:
     """The innermost line of this package, e.g. `` in model.py:120 (forward)``; empty where unknown."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -274,6 +294,8 @@ def place_of(error: BaseException) -> str:
 def is_consequence(error: BaseException) -> bool:
     """Whether another rank's end, or its absence, can have caused this. Looked for in the whole chain:
     a broken connection is often wrapped."""
+    if out_of_files(error):
+        return False
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

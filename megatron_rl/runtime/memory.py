@@ -22,13 +22,16 @@ def resident_gib() -> float:
 
 
 def memory_in_use(engine_bytes: Callable[[], int]) -> dict[str, float]:
-    """GiB in use now: ``host`` (resident set) and, with a CUDA device, ``allocated`` and ``reserved`` by torch and ``engine``, what
-    the engine holds in an allocator of its own."""
+    """GiB in use now: ``host`` (resident set) and, with a CUDA device, ``allocated`` and ``reserved``
+    by torch, ``engine``, what the engine holds in an allocator of its own, and ``used``, all that is
+    taken of the device: by contexts, libraries and other processes, too."""
     values = {"host": resident_gib()}
     if torch.cuda.is_available():
         values["allocated"] = torch.cuda.memory_allocated() / GIB
         values["reserved"] = torch.cuda.memory_reserved() / GIB
         values["engine"] = engine_bytes() / GIB
+        free, total = torch.cuda.mem_get_info()
+        values["used"] = (total - free) / GIB
     return values
 
 

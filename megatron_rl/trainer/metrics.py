@@ -51,7 +51,8 @@ TABLE: Mapping[str, str] = {
     "time/": "seconds of one phase on rank 0",
     "throughput/response_tokens_per_s": "response tokens of the step / whole step seconds",
     "memory/rss_gib": "resident memory of rank 0",
-    "memory/": "<phase>_<what>_gib on rank 0 at the end of a phase: allocated and reserved by torch, engine (held by vLLM), host",
+    "memory/": "<phase>_<what>_gib on rank 0 at the end of a phase: allocated and reserved by torch, engine (held by vLLM), used (all of "
+    "the device), host",
 }  # fmt: skip
 
 

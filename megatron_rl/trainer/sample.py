@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from megatron_rl.config.checks import position_problems
 from megatron_rl.config.load import change_value, compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.prompts import load_prompts, text_prompts
@@ -151,6 +152,8 @@ def answers(source: Source, question: Question, world: World, scratch: Path) -> 
     rollout = config.rollout
     if sampling.max_response_tokens > rollout.max_response_tokens:
         rollout = rollout.model_copy(update={"max_response_tokens": sampling.max_response_tokens})
+    for problem in position_problems(rollout, _read_config(model)):
+        raise ValueError(problem)
     with display.phase("building the engine"):
         engine = VllmEngine(str(model), rollout, seed=config.seed, launch_id=world.launch_id)
     scored = not question.texts

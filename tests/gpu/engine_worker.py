@@ -6,6 +6,7 @@ Written without a GPU at hand.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -31,8 +32,10 @@ PROMPTS = [Prompt(f"p{i}", (3 + i, 4, 5), "", "test") for i in range(4)]
 def hand_overs(policy: MegatronPolicy, path: Path, launch_id: str) -> None:
     overrides = [f"rollout.sleep_level={LEVEL}", f"rollout.quantization={QUANTIZATION}", "rollout.gpu_memory_utilization=0.2"]
     overrides += ["rollout.max_prompt_tokens=64", "rollout.max_response_tokens=64", f"model.path={path}", "data.train=-", "data.eval=-"]
+    overrides += os.environ.get("MEGATRON_RL_TEST_ENGINE", "").split()  # to look for what makes a test fail
     config = validate(Config, compose("config", overrides), "test")
     engine = VllmEngine(str(path), config.rollout, seed=1, launch_id=launch_id)
+    assert torch.cuda.current_stream() == torch.cuda.default_stream(), "the policy's gradients belong to this one"
     ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), None)
     steps = HandOver(policy, engine, GatherSync(policy, engine, verify=True), EVERYTHING, ledger)
     before = policy.logprobs(BATCH, MICROBATCHES).logprobs
@@ -40,6 +43,7 @@ def hand_overs(policy: MegatronPolicy, path: Path, launch_id: str) -> None:
     with steps.generation():
         first = engine.generate(PROMPTS, Sampling(2, 16, seed=7))
     steps.to_policy()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert engine.memory_bytes() == 0
     assert engine.weight_version == (1 if LEVEL == 1 else -1)
     with pytest.raises(RuntimeError, match="asleep"):

@@ -77,6 +77,7 @@ CASES = [
     _case("qwen3", 2, pipeline=2, virtual_pipeline=2),
     _case("llama", 2, context=2),
     _case("qwen3_moe", 2, expert=2),
+    _case("qwen3_moe", 2, expert=2, distributed_optimizer=True),
     _case("mixtral", 2, tensor=2, sequence=True, expert=2),
     _case("qwen2", 2, tensor=2, sequence=True, recompute="full"),
     _case("llama", 2, distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True),

@@ -1,9 +1,9 @@
 """Response logprobs on a GPU: seconds and peak memory of the chunked operation against two that hold all logits.
 
-    python tools/bench/gpu_logprob.py --folder DIR [--rows 8192] [--hidden 4096] [--vocab 128256]
+    python tools/bench/gpu_logprob.py --folder DIR [--rows 8192] [--hidden 4096] [--vocab 128256] [--chunks 256,1024]
 
 Weights and hidden states in bfloat16. ``full``: float32 logits, log_softmax, gather; ``megatron``: its vocab_parallel_cross_entropy over
-the whole sequence; ``chunked``: this package's, in chunks of the size that a run uses. Every measurement is a process of its own;
+the whole sequence; ``chunked_N``: this package's, in chunks of N rows. Every measurement is a process of its own;
 "train" is forward and backward. Peak memory is counted above weights and states. One that does not fit is listed so. This program has
 not run on a GPU yet.
 """
@@ -20,7 +20,6 @@ import torch
 from gpu_model import SHAPE_8B, add_options, seconds, show
 from logprob import FUNCTIONS
 
-from megatron_rl.policy.logprobs import LOGPROB_CHUNK_TOKENS
 from megatron_rl.runtime import launch
 from megatron_rl.runtime.cpu import device, platform
 
@@ -29,9 +28,10 @@ ROW = "ROW "
 
 def measure(variant: str, mode: str, options: argparse.Namespace) -> dict[str, object]:
     """One measurement in this process."""
+    name, _, chunk = variant.partition("_")
     row: dict[str, object] = {"pass": mode, "variant": variant, "rows": options.rows}
     launch.start()
-    if variant == "megatron":
+    if name == "megatron":
         from megatron.core import parallel_state
 
         parallel_state.initialize_model_parallel()
@@ -47,7 +47,7 @@ def measure(variant: str, mode: str, options: argparse.Namespace) -> dict[str, o
         nonlocal logprobs
         hidden.grad = weight.grad = None
         with torch.set_grad_enabled(train), platform():
-            logprobs = FUNCTIONS[variant](hidden, weight, targets, LOGPROB_CHUNK_TOKENS)
+            logprobs = FUNCTIONS[name](hidden, weight, targets, int(chunk or 0))
         if train:
             logprobs.sum().backward()
         logprobs = logprobs.detach()
@@ -68,14 +68,16 @@ def main() -> None:
     add_options(parser, {name: SHAPE_8B[name] for name in ("hidden", "vocab")})
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--chunks", default="256,1024", help="rows of a chunk, separated by commas")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         print(ROW + json.dumps(measure(*options.one, options)), flush=True)
         launch.leave(0)
     rows = []
+    variants = [name for name in FUNCTIONS if name != "chunked"] + [f"chunked_{chunk}" for chunk in options.chunks.split(",")]
     for mode in ("no_grad", "train"):
-        for variant in FUNCTIONS:
+        for variant in variants:
             command = [sys.executable, Path(__file__), *sys.argv[1:], "--one", variant, mode]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
             found = [json.loads(line.removeprefix(ROW)) for line in done.stdout.splitlines() if line.startswith(ROW)]

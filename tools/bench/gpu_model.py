@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
-from collections.abc import Callable
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -93,7 +96,7 @@ def random_batch(sequences: int, length: int, vocab: int) -> SequenceBatch:
 
 def policy_gradient(view: TokenView) -> LossOutput:
     """Any loss with a gradient everywhere."""
-    return LossOutput(-(view.logprobs * torch.cos(view.index.float())).sum() / 1e4, {})
+    return LossOutput(-(view.logprobs * torch.cos(view.index.to(view.logprobs.device).float())).sum() / 1e4, {})
 
 
 def seconds(action: Callable[[], object], repeat: int, warm: int = 1) -> float:
@@ -107,6 +110,33 @@ def seconds(action: Callable[[], object], repeat: int, warm: int = 1) -> float:
         if attempt >= warm:
             taken.append(time.perf_counter() - begin)
     return sorted(taken)[len(taken) // 2]
+
+
+@contextlib.contextmanager
+def host_waits() -> Iterator[Counter[str]]:
+    """Counts, in the ``with``, the times that the host waits for the device, by the place in the code: ``file:line``. Needs CUDA.
+
+    torch counts copies to pageable memory, numbers that Python asks for, and shapes that depend on values; an explicit
+    ``torch.cuda.synchronize()`` is not among them."""
+    found: Counter[str] = Counter()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for warning in caught:
+        if "called a synchronizing CUDA operation" in str(warning.message):
+            found[place(warning.filename, warning.lineno)] += 1
+
+
+def place(filename: str, line: int) -> str:
+    """The last three parts of the path, and the line.
+
+    Example: ``place("/a/b/megatron/core/optimizer/clip_grads.py", 90)`` is ``"core/optimizer/clip_grads.py:90"``.
+    """
+    return f"{'/'.join(Path(filename).parts[-3:])}:{line}"
 
 
 def show(tables: list[list[dict[str, object]]], options: argparse.Namespace) -> None:

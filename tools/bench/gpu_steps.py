@@ -5,7 +5,8 @@
 The model has the shape of a 1-1.5B one, the prompts are random letters, and almost every response takes all its tokens, for a random
 model hardly ever ends one. Reward is an even number of letters among the tokens: chance, so that there are gradients. The command is
 the one of every run; parameters, optimizer and gradients leave the device while the engine generates. First table: medians over the
-steps after the first two. Second: the ledger, third step and last. This program has not run on a GPU yet.
+steps after the first two. Second: the ledger, third step and last. Third, with CUDA: what was reserved after the engine fell asleep
+beside the tensors, which the memory plan takes as a constant. This program has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from gpu_model import CPU_OVERRIDES, SHAPE_1B, add_options, show, write_model
 from tokenizers import Tokenizer, models
 from tokenizers.decoders import Fuse
 from transformers import PreTrainedTokenizerFast
+
+from megatron_rl.policy.memory import OVERHEAD_GIB
 
 REPO = Path(__file__).resolve().parents[2]
 WARM_STEPS = 2
@@ -86,7 +89,16 @@ def summary(metrics: list[dict[str, float]], options: argparse.Namespace) -> lis
         }
         for key in phases
     ]
-    return [[first], ledger]
+    return [[first], ledger, *beside_tensors(kept[-1])]
+
+
+def beside_tensors(row: dict[str, float]) -> list[list[dict[str, object]]]:
+    """One table of what the device held beside torch's tensors and the engine's when the engine had fallen asleep, and what the memory
+    plan takes for it; none without a device."""
+    held = {what: row.get(f"memory/sleep_{what}_gib") for what in ("used", "allocated", "engine")}
+    if None in held.values():
+        return []
+    return [[{"beside tensors, GiB": held["used"] - held["allocated"] - held["engine"], "planned, GiB": OVERHEAD_GIB["cuda"]}]]
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 
 import pytest
 import torch.distributed as dist
@@ -103,3 +104,21 @@ def test_what_was_saved(monkeypatch):
     assert failure.unsaved() == "; nothing was saved"
     failure.saved(7)
     assert failure.unsaved() == "; nothing was saved since step 7"
+
+
+def test_too_many_open_files_is_said_in_words_and_is_no_consequence_of_another_rank():
+    error = RuntimeError("[enforce fail at gloo/loop.cc:105] fd_ != -1. epoll_create: Too many open files")
+    assert not is_consequence(error)
+    message = describe(error)
+    assert not message.traceback
+    assert re.search(r"cannot open more files.*gloo.*\nThe limit is \d+ open files \(ulimit -n\): raise it", message.text)
+    assert "ulimit" in describe(OSError(24, "Too many open files")).text
+
+
+def test_a_file_that_has_gone_is_named_with_what_to_do(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught:
+        (tmp_path / "gone" / "samples.jsonl").open("a")
+    message = describe(caught.value)
+    assert message.text.startswith(f"error: {tmp_path}/gone/samples.jsonl: no such file or folder")
+    assert "put it back" in message.text
+    assert not message.traceback

@@ -64,6 +64,17 @@ def test_without_a_device_only_the_host_is_measured():
     assert list(memory_in_use(lambda: 7)) == ["host"]
 
 
+def test_memory_in_use_with_a_device(monkeypatch):
+    """Of 80 GiB 30 are free; torch has 20 of them, the engine 7; what is left is contexts and libraries."""
+    answers = {"is_available": True, "memory_allocated": 18 * GIB, "memory_reserved": 20 * GIB}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 * GIB, 80 * GIB))
+    found = memory_in_use(lambda: 7 * GIB)
+    found.pop("host")
+    assert found == {"allocated": 18.0, "reserved": 20.0, "engine": 7.0, "used": 50.0}
+
+
 def write_machine(root: Path, cgroup: str, **groups: tuple[object, int]) -> Path:
     """A made-up machine with 64 GiB available. ``groups``: folder below /sys/fs/cgroup, / written as __: its limit and use in GiB."""
     (root / "proc/self").mkdir(parents=True)

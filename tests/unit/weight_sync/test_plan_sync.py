@@ -65,7 +65,7 @@ def test_large_models_are_planned_at_the_lower_bound(model: str, capsys: pytest.
         (("--model", "7b", "--train", "tp=8", "--rollout", "tp=4"), "--train has 8 processes, --rollout 4"),
         (("--model", "7b", "--train", "tp=8,xp=2", "--rollout", "tp=4"), "--train: 'xp=2' is not one of tp, pp"),
         (("--model", "7b", "--train", "tp=0", "--rollout", "tp=4"), "--train: 'tp=0'"),
-        (("--model", "nowhere", "--train", "tp=1", "--rollout", "tp=1"), "--model nowhere: neither a preset"),
+        (("--model", "nowhere", "--train", "tp=1", "--rollout", "tp=1"), "--model nowhere: no preset and no HF directory"),
     ],
 )
 def test_what_does_not_fit_is_named(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
