@@ -143,9 +143,10 @@ def the_device_s_memory_is_measured(patch: Patch, _: Any) -> None:
 
     patch.setattr(torch.cuda, "memory_allocated", lambda: 2 * GIB)
     patch.setattr(torch.cuda, "memory_reserved", lambda: 3 * GIB)
+    patch.setattr(torch.cuda, "mem_get_info", lambda: (69 * GIB, 80 * GIB))
     found = memory_in_use(lambda: 5 * GIB)
     assert found.pop("host") > 0
-    assert found == {"allocated": 2.0, "reserved": 3.0, "engine": 5.0}
+    assert found == {"allocated": 2.0, "reserved": 3.0, "engine": 5.0, "used": 11.0}
 
 
 @asked_at("trainer.sample:_values_of_model")
