@@ -17,7 +17,8 @@ from tests.launch import run
 WORKER = Path(__file__).with_name("transformer_engine_worker.py")
 CHECKS = (
     "names", "adam", "bf16", "bf16_moments", "fp8_delayed", "fp8_tensorwise", "fp8_blockwise", "mxfp8", "fp8_tensorwise_moments", "moe",
-    "moe_recomputed", "ends_in_bf16", "fusions", "selective", "param_gather",
+    "moe_recomputed", "ends_in_bf16", "fusions", "selective", "both_layouts",
+    "param_gather",
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import inspect
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformer_engine
@@ -219,6 +220,31 @@ def selective() -> None:
     experts.close()
 
 
+def both_layouts() -> None:
+    """A checkpoint of experts that are modules of their own is read into grouped ones."""
+    fused = model_room.fused_kernels
+
+    def single(experts: bool) -> dict[str, Any]:
+        return fused(experts) | {"moe_grouped_gemm": False}
+
+    with mock.patch.object(model_room, "fused_kernels", single):
+        policy = build("moe", "precision=bf16")
+    assert any("local_experts" in item.name for item in policy.held)
+    trained(policy)
+    for number, item in enumerate(policy.held):
+        item.tensor.data.fill_(number)
+    written = dict(policy.gathered_weights())
+    policy.save(FOLDER / "single_checkpoint", {})
+    policy.close()
+    grouped = build("moe", "precision=bf16")
+    assert any("linear_fc1.weight3" in item.name for item in grouped.held)
+    grouped.load(FOLDER / "single_checkpoint")
+    found = dict(grouped.gathered_weights())
+    assert written.keys() == found.keys()
+    assert all(torch.equal(written[key], found[key]) for key in written)
+    grouped.close()
+
+
 def sequence() -> None:
     """Collective, two processes: with the answer True everywhere a sequence-parallel policy is
     built, its layers know it, weights come in and go out bit for bit, and the scopes of random
@@ -260,7 +286,7 @@ def main() -> None:
         launch.leave(0)
     checks = {
         "names": names, "adam": adam, "ends_in_bf16": ends_in_bf16,
-        "fusions": fusions, "selective": selective,
+        "fusions": fusions, "selective": selective, "both_layouts": both_layouts,
         "bf16": lambda: layers_and_checkpoint("bf16", "llama", "precision=bf16"),
         "bf16_moments": lambda: layers_and_checkpoint("bf16_moments", "llama", "precision=bf16", MOMENTS),
         "fp8_tensorwise_moments": lambda: layers_and_checkpoint("fp8_moments", "llama", "precision=fp8_tensorwise", MOMENTS),

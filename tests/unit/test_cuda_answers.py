@@ -4,7 +4,8 @@ of the device is played."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -142,9 +143,10 @@ def the_device_s_memory_is_measured(patch: Patch, _: Any) -> None:
 
     patch.setattr(torch.cuda, "memory_allocated", lambda: 2 * GIB)
     patch.setattr(torch.cuda, "memory_reserved", lambda: 3 * GIB)
+    patch.setattr(torch.cuda, "mem_get_info", lambda: (69 * GIB, 80 * GIB))
     found = memory_in_use(lambda: 5 * GIB)
     assert found.pop("host") > 0
-    assert found == {"allocated": 2.0, "reserved": 3.0, "engine": 5.0}
+    assert found == {"allocated": 2.0, "reserved": 3.0, "engine": 5.0, "used": 11.0}
 
 
 @asked_at("trainer.sample:_values_of_model")
@@ -293,6 +295,7 @@ def the_engine_can_sleep(patch: Patch, folder: Any) -> None:
     patch.setattr(dist, "get_rank", lambda: 2)
     patch.setattr(dist, "get_world_size", lambda: 4)
     patch.setattr(engine, "expected_tensors", lambda _: {})
+    patch.setattr(engine, "EngineStream", lambda: SimpleNamespace(entered=nullcontext))
     patch.setattr(engine, "private_segments", refuse)
     patch.setattr(engine, "unlink_broadcast_buffer", lambda: None)
     patch.setattr(engine, "_ALIVE", [])
@@ -300,3 +303,43 @@ def the_engine_can_sleep(patch: Patch, folder: Any) -> None:
     assert built._llm.arguments["enable_sleep_mode"] and built.replica == 1
     built.sleep()
     assert built._llm.slept == [2] and built.weight_version == -1
+
+
+@asked_at("rollout.engine:check_start")
+def segments_that_cannot_be_shared_are_refused(patch: Patch, _: Any) -> None:
+    from megatron_rl.rollout.engine import check_start
+
+    patch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    check_start(rollout(tensor=1))
+    with pytest.raises(ValueError, match="expandable"):
+        check_start(rollout(tensor=2))
+
+
+@asked_at("rollout.streams:EngineStream.__init__")
+def the_engine_works_in_a_stream_of_its_own(patch: Patch, _: Any) -> None:
+    from megatron_rl.rollout.streams import EngineStream
+
+    class Stream:
+        def __init__(self) -> None:
+            self.waited: list[Stream] = []
+
+        def wait_stream(self, other: Stream) -> None:
+            self.waited.append(other)
+
+    caller = Stream()
+    current = [caller]
+
+    @contextmanager
+    def entered(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    patch.setattr(torch.cuda, "Stream", Stream)
+    patch.setattr(torch.cuda, "stream", entered)
+    patch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    engine = EngineStream()
+    with engine.entered():
+        inside = current[-1]
+        assert inside is not caller and inside.waited == [caller] and not caller.waited
+    assert current == [caller] and caller.waited == [inside]
