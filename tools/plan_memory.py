@@ -44,9 +44,9 @@ def main() -> int:
     for name in (field.name for field in fields(memory.StageMemory) if field.name != "stage"):
         print(f"{name + ' GiB':20} " + "  ".join(f"{getattr(stage, name) / memory.GIB:6.2f}" for stage in stages))
     for phase, names in memory.phases(config, room.kind).items():
-        overhead = 0.0 if phase == "host copies" else memory.OVERHEAD_GIB[room.kind]
+        overhead = memory.overhead_gib(phase, room.kind)
         row = "  ".join(f"{memory.needed_gib(stage, names, overhead):6.2f}" for stage in stages)
-        beside = f"; {overhead:g} GiB for the context and communication" if overhead else ""
+        beside = f"; {overhead:g} GiB for the context, communication and what a sleeping engine keeps" if overhead else ""
         print(f"{phase + ' GiB':20} {row}   ({', '.join(names)}{beside})")
     found = memory.problems(stages, config, room)
     for problem in found:

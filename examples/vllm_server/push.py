@@ -9,7 +9,6 @@ import argparse
 from pathlib import Path
 
 from megatron_rl.config.load import compose
-from megatron_rl.config.model_config import read_json
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.runtime import launch
@@ -23,18 +22,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--version", type=int, required=True)
     parser.add_argument("--tensor", type=int, default=1, help="tensor parallelism of the policy")
-    parser.add_argument("--params", help="dtype of the policy's weights (default: that of NEW_WEIGHTS); it must be the server's")
+    parser.add_argument("--params", default="bfloat16", help="dtype of the policy's weights, that of the server")
     options = parser.parse_args()
     with launch.reported():
         push(options)
     launch.leave(0)
-
-
-def stored_dtype(model: Path) -> str:
-    """What config.json says of the weights, which is also what a server of them takes by itself."""
-    file = model / "config.json"
-    config = read_json(file) if file.is_file() else {}
-    return config.get("dtype") or config.get("torch_dtype") or "bfloat16"  # named torch_dtype before transformers 5
 
 
 def push(options: argparse.Namespace) -> None:
@@ -42,7 +34,7 @@ def push(options: argparse.Namespace) -> None:
     policy = MegatronPolicy(
         ModelConfig(path=str(options.model), make_vocab_divisible_by=128),
         ParallelConfig(**compose("parallel/single") | {"tensor": options.tensor}),
-        PrecisionConfig(**compose("precision/bf16") | {"params": options.params or stored_dtype(options.model)}),
+        PrecisionConfig(**compose("precision/bf16") | {"params": options.params}),
         OptimConfig(**compose("optim/adam")),
         temperature=1.0,
         keep_reference=False,

@@ -125,12 +125,14 @@ class RolloutConfig(Section):
     max_prompt_tokens: PositiveInt
     max_response_tokens: PositiveInt
     stop: tuple[str, ...]
-    max_num_seqs: PositiveInt
+    # Sequences under way at once; null: vLLM's choice for the card, more on those of 70 GiB and more.
+    max_num_seqs: PositiveInt | None
     kv_cache_gib: PositiveFloat | None  # null = from gpu_memory_utilization
     gpu_memory_utilization: PositiveFraction
     enforce_eager: bool
     enable_prefix_caching: bool
-    sleep_level: Literal[0, 1, 2]  # 0 = never sleep
+    # While the policy trains the engine: 0 stays, 1 keeps its weights in host memory, 2 drops them.
+    sleep_level: Literal[0, 1, 2]
 
 
 class WeightSyncConfig(Section):

@@ -20,6 +20,8 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_rl.runtime.transfer import to_device
+
 # Sequences up to this length are never worth a call of their own.
 SHORT = 64
 
@@ -87,10 +89,10 @@ def group(own: Tensor, shared: Tensor, owner: Tensor, device: torch.device) -> t
         # The result of a shared token is taken from the sequence that packs it.
         mine = ~borrowed & (torch.arange(longest)[None] < lengths[rows, None])
         restore[tokens[mine]] = offset + torch.arange(tokens.numel()).view(tokens.shape)[mine]
-        groups.append(Group(tokens.flatten().to(device), len(rows), longest))
+        groups.append(Group(to_device(tokens.flatten(), device), len(rows), longest))
         offset += tokens.numel()
         first = last
-    return groups, restore.to(device)
+    return groups, to_device(restore, device)
 
 
 class PackedAttention(MegatronModule):

@@ -30,10 +30,14 @@ from megatron_rl.errors import first_line
 from megatron_rl.policy import checkpoint_info, safe_load
 from megatron_rl.policy.main_rank import on_main
 from megatron_rl.policy.optimizer import create_state, parts, unshare_steps
+from megatron_rl.policy.reference import Reference
 from megatron_rl.runtime import checkpoint_dir, disk
+from megatron_rl.runtime.cpu import device
 from megatron_rl.runtime.digest import file_digest
 
 EXTRA = "extra.pt"
+# Each thread writes a file of its own. On a CPU they would take turns with the other ranks' work.
+WRITER_THREADS = {"cuda": 4, "cpu": 1}
 
 
 class InProcess(TorchDistSaveShardedStrategy):
@@ -42,10 +46,11 @@ class InProcess(TorchDistSaveShardedStrategy):
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
+        self.thread_count = WRITER_THREADS[device().type]
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        writer = torch_checkpoint.FileSystemWriter(checkpoint_dir, single_file_per_rank=True, thread_count=1)
+        writer = torch_checkpoint.FileSystemWriter(checkpoint_dir, single_file_per_rank=True, thread_count=self.thread_count)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         try:
             torch_checkpoint.save(mcore_to_pyt_state_dict(tensors, False), storage_writer=writer, planner=planner)
@@ -67,7 +72,7 @@ def save(policy: Any, path: Path, extra: Mapping[str, Any], about: Mapping[str, 
     partial = path.with_name(path.name + checkpoint_dir.PARTIAL)
     create_state(policy.optimizer)
     state = {**_model_state(policy), **_reference_state(policy), "optimizer_steps": policy.optimizer_steps}
-    state["optimizer"] = policy.optimizer.sharded_state_dict(_model_state(policy), metadata=_metadata())
+    state["optimizer"] = _optimizer_state(policy)
     if any(isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW) for part in parts(policy.optimizer)):
         _add_zero_counts(state["optimizer"])
     needed = _bytes(policy)
@@ -95,15 +100,15 @@ def load(policy: Any, path: Path) -> Mapping[str, Any]:
     extra: Mapping[str, Any] = safe_load.load_plain(path / EXTRA, str(path / EXTRA))
     create_state(policy.optimizer)
     state = {**_model_state(policy), **_reference_state(policy)}
-    state["optimizer"] = policy.optimizer.sharded_state_dict(_model_state(policy), is_loading=True, metadata=_metadata())
+    state["optimizer"] = _optimizer_state(policy, is_loading=True)
     with torch.no_grad(), _safe_objects():
         loaded = dist_checkpointing.load(state, str(path))
         for name, module in _modules(policy):
             module.load_state_dict(loaded[name])
         with _step_counts_supplied(policy):
             policy.optimizer.load_state_dict(loaded["optimizer"])
-        for (chunk, name), tensor in (policy.reference_state() or {}).items():
-            tensor.copy_(loaded[f"reference{chunk}"][name])
+        if policy.reference is not None:
+            _load_reference(policy.reference, loaded)
     unshare_steps(policy.optimizer)
     policy.optimizer_steps = loaded["optimizer_steps"]
     return extra
@@ -145,6 +150,9 @@ def _metadata() -> dict[str, Any]:
     return {
         # Other kinds cannot change the layout, or come back with Adam's step count at 0 without a word.
         "distrib_optim_sharding_type": "fully_reshardable",
+        # The first data-parallel rank alone writes: it alone gets the states, over gloo. Megatron's other way gathers them, unsharded and
+        # in float32, in the device memory and then in the host memory of every rank.
+        "distrib_optim_fully_reshardable_mem_efficient": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "chained_optim_avoid_prefix": True,
     }
@@ -154,11 +162,16 @@ def _model_state(policy: Any) -> dict[str, Any]:
     return {name: module.sharded_state_dict(metadata=_metadata()) for name, module in _modules(policy)}
 
 
+def _optimizer_state(policy: Any, *, is_loading: bool = False) -> dict[str, Any]:
+    state: dict[str, Any] = policy.optimizer.sharded_state_dict(_model_state(policy), is_loading=is_loading, metadata=_metadata())
+    return state
+
+
 def _reference_state(policy: Any) -> dict[str, Any]:
     """The reference weights laid out like the trained ones, under keys of their own; empty when none are kept."""
-    reference: dict[tuple[int, str], Tensor] | None = policy.reference_state()
-    if reference is None:
+    if policy.reference is None:
         return {}
+    reference = policy.reference.tensors()
     state = {}
     for chunk, module in enumerate(policy.modules):
         shards = {
@@ -175,6 +188,11 @@ def _reference_state(policy: Any) -> dict[str, Any]:
     return state
 
 
+def _load_reference(reference: Reference, loaded: Mapping[str, Any]) -> None:
+    """Takes over what ``_reference_state`` was filled with."""
+    reference.assign({(chunk, name): loaded[f"reference{chunk}"][name] for chunk, name in reference.names})
+
+
 def _describe(policy: Any) -> dict[str, Any]:
     """``checkpoint_info.describe`` with how the policy was laid out, which need not agree."""
     ranks = policy.ranks
@@ -183,7 +201,7 @@ def _describe(policy: Any) -> dict[str, Any]:
         policy.arch,
         _params(policy),
         distributed_optimizer=policy.parallel.distributed_optimizer,
-        reference=policy.reference_state() is not None,
+        reference=policy.reference is not None,
     )
     return {**described, "layout": layout}
 
@@ -195,7 +213,7 @@ def _params(policy: Any) -> str:
 def _bytes(policy: Any) -> int:
     """What the checkpoint will take; Adam's moments count as float32."""
     parameters = checkpoint_info.num_parameters(policy.arch, 1)
-    reference = policy.reference_state() is not None
+    reference = policy.reference is not None
     sharded = policy.parallel.distributed_optimizer
     return checkpoint_info.checkpoint_bytes(
         parameters, _params(policy), "float32", distributed_optimizer=sharded, reference=reference

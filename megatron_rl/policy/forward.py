@@ -17,6 +17,7 @@ from megatron_rl.policy.logprobs import LOGPROB_CHUNK_TOKENS, response_logprobs
 from megatron_rl.policy.packing import Microbatch
 from megatron_rl.policy.parallel import Ranks
 from megatron_rl.protocols import Entropy
+from megatron_rl.runtime.transfer import to_device
 from megatron_rl.types import TokenLoss, TokenScores, TokenView, largest
 
 Consume = Callable[[Microbatch, Tensor, Tensor | None], tuple[Tensor, Any]]
@@ -48,20 +49,31 @@ def sequence_sum(ranks: Ranks) -> Callable[[Tensor], Tensor]:
 
 class ScoreBoard:
     """Logprobs, and entropies if wanted, of all response tokens of a batch, written where they are computed: by tensor rank 0 of the
-    last stage, on the context rank that holds the token."""
+    last stage, on the context rank that holds the token.
+
+    The host knows the places of the tokens: they go to the device in one copy, after the last micro-batch."""
 
     def __init__(self, num_tokens: int, entropy: bool, ranks: Ranks, device: torch.device) -> None:
         self._values = torch.zeros(2 if entropy else 1, num_tokens, dtype=torch.float32, device=device)
         self._writes = ranks.tensor_rank == 0
+        self._places: list[Tensor] = []
+        self._written: list[Tensor] = []
 
     def write(self, microbatch: Microbatch, logprobs: Tensor, entropies: Tensor | None) -> None:
-        if self._writes:
-            for row, values in zip(self._values, (logprobs, entropies), strict=False):
-                assert values is not None, "entropies were wanted and not computed"
-                row[microbatch.index] = values.detach().float()
+        if not self._writes:
+            return
+        rows = [logprobs]
+        if len(self._values) > 1:
+            assert entropies is not None, "entropies were wanted and not computed"
+            rows.append(entropies)
+        self._places.append(microbatch.index)
+        self._written.append(torch.stack([values.detach().float() for values in rows]))
 
     def everywhere(self) -> TokenScores:
-        """Collective over the world."""
+        """Collective over the world; once, at the end."""
+        if self._written:
+            places = to_device(torch.cat(self._places), self._values.device)
+            self._values[:, places] = torch.cat(self._written, dim=1)
         dist.all_reduce(self._values)
         return TokenScores(logprobs=self._values[0], entropy=self._values[1] if len(self._values) > 1 else None)
 
@@ -175,15 +187,29 @@ def loss_consumer(loss: TokenLoss, ranks: Ranks, *, entropy: bool, board: ScoreB
     return consume
 
 
+def _numbers(
+    contributions: Sequence[tuple[Tensor, Mapping[str, Tensor]]],
+) -> list[tuple[float, dict[str, float]]]:
+    """Losses and metrics of micro-batches as numbers, read from the device once (float64 holds what
+    every smaller format holds)."""
+    if not contributions:
+        return []
+    tensors: list[Tensor] = []
+    for loss, metrics in contributions:
+        tensors += [loss, *metrics.values()]
+    device = tensors[0].device
+    scalars = [tensor.to(device, torch.float64).reshape(()) for tensor in tensors]
+    values = iter(torch.stack(scalars).tolist())
+    return [(next(values), {key: next(values) for key in metrics}) for _, metrics in contributions]
+
+
 def reduce_totals(collected: Sequence[Any], ranks: Ranks) -> Totals:
     """Collective over the world: totals over micro-batches and data x context ranks, equal everywhere. Every tensor rank of the
     last stage holds the same values; one of them counts."""
     local = Totals()
     if ranks.is_last_stage and ranks.tensor_rank == 0:
-        for data in collected:
-            if data is not None:
-                loss, metrics = data
-                local.add(float(loss), {key: float(value) for key, value in metrics.items()})
+        for loss, metrics in _numbers([data for data in collected if data is not None]):
+            local.add(loss, metrics)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, local)
     total = Totals()

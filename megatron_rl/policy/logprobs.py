@@ -16,7 +16,10 @@ from torch import Tensor
 
 from megatron_rl.protocols import Entropy
 
-# Response tokens whose logits are alive at a time in a pass of the policy.
+# Response tokens whose logits are alive at a time in a pass of the policy. A chunk of 256 would stay in
+# the cache of a GPU, but every chunk reads the weight once a product and, in backward, reads and
+# writes its whole float32 gradient. By bytes for 38,016 rows of 3,584 (not measured on a GPU): 1,024
+# tokens in four chunks move 5.7 GB more of these, and save no more than 4.4 GB of passes over logits.
 LOGPROB_CHUNK_TOKENS = 1024
 # Rows of a chunk that get a second buffer when the entropy needs x and exp(x) at once: 1/8 of a chunk.
 ENTROPY_SPLIT = 8

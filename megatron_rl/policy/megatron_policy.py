@@ -28,6 +28,7 @@ from megatron_rl.policy.not_finite import check_weights
 from megatron_rl.policy.offload import Offload, dispatcher_tensors, release_caches
 from megatron_rl.policy.packing import Microbatch, multiples, pack, padded_lengths
 from megatron_rl.policy.precision import ddp_config, describe, logprob_format, plain, token_multiple
+from megatron_rl.policy.reference import Reference
 from megatron_rl.protocols import Entropy
 from megatron_rl.runtime.cpu import device, platform
 from megatron_rl.types import Box, SequenceBatch, TokenLoss, TokenScores, UpdateResult
@@ -93,7 +94,7 @@ class MegatronPolicy:
         if dist.get_rank() == 0:
             sharing = "once for all its responses" if self.shares_prompts else "for every response (context parallel or Transformer Engine)"
             log.info("policy: %s; a prompt is computed %s", describe(precision, this_machine()), sharing)
-        self._reference = [item.tensor.detach().to("cpu", copy=True) for item in self.held] if keep_reference else None
+        self.reference = Reference(self.held, self.chunks, staged=self.device.type == "cuda") if keep_reference else None
         self._by_key = {key(item): item.tensor for item in self.held}
         self._gather = Gather(self.held, self.arch, self.ranks, self.vocab_rows)
         self._passes = Passes(self.chunks, self.ranks, self.arch.vocab_size, temperature)
@@ -178,7 +179,7 @@ class MegatronPolicy:
         board: ScoreBoard | None = None,
     ) -> Totals:
         """Collective: loss and metrics of the minibatch; leaves its gradient in the parameters, and the scores of its tokens on the
-        board. The first half of an update."""
+        board. The first half of an update. A reference pass in between may take the gradient's memory."""
         self._offload.require("weights", "gradients", "optimizer")
         with platform():
             for chunk in self.chunks:
@@ -243,7 +244,10 @@ class MegatronPolicy:
         if self.parallel.overlap_param_gather:
             with platform():
                 for chunk in self.chunks:
-                    chunk.start_param_sync(force_sync=True)
+                    for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+                        # Gathers what the update has not gathered yet, and waits. A forced synchronization of the whole chunk would
+                        # gather again what is there.
+                        group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def check_weights(self, step: int) -> None:
         """See protocols.Policy."""
@@ -255,31 +259,15 @@ class MegatronPolicy:
 
     @contextlib.contextmanager
     def _weights(self, reference: bool) -> Iterator[None]:
-        """Exchanges trained and reference weights for the duration of a reference pass."""
+        """The reference weights in place of the trained ones, for the duration of a reference pass."""
         if not reference:
             yield
             return
-        assert self._reference is not None, "reference passes need keep_reference=True"
+        assert self.reference is not None, "reference passes need keep_reference=True"
+        self._offload.require("weights", "gradients")  # whose memory the pass may use
         self.settle()
-        self._exchange()
-        try:
+        with self.reference.lent():
             yield
-        finally:
-            self._exchange()
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        assert self._reference is not None
-        for item, other in zip(self.held, self._reference, strict=True):
-            current = item.tensor.detach().to("cpu", copy=True)
-            item.tensor.copy_(other)
-            other.copy_(current)
-
-    def reference_state(self) -> dict[tuple[int, str], Tensor] | None:
-        """The reference weights of this rank by (chunk, parameter name): the live tensors, on the CPU."""
-        if self._reference is None:
-            return None
-        return {(item.chunk, item.name): tensor for item, tensor in zip(self.held, self._reference, strict=True)}
 
     def offload(self, parts: Sequence[str]) -> None:
         """See protocols.Policy."""

@@ -2,7 +2,8 @@
 
 Weights, gradients and optimizer are exact sums over the parameters of a stage. Activations are what a layer saves for its backward
 with fused attention; the engine's share is its weights (in ``rollout.dtype``, with ``rollout.quantization`` the matrices of its
-layers in one byte) and its key-value cache. FP8 layers of the policy count as bfloat16.
+layers in one byte) and its key-value cache. FP8 layers of the policy keep bfloat16 weights and copies of them in FP8. Page-locked copies
+of the policy count exactly: they are made in pieces, which lose less than 128 KiB for each tensor.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from megatron_rl.config.schema import Config, ParallelConfig, PrecisionConfig, RolloutConfig
+from megatron_rl.policy.copies import CHECKPOINT_BYTES, engine_backup_bytes, fp8_copy_bytes, is_layer_matrix
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.layout import Parameter, expert_parameters, layer_parameters, local_shape, outer_parameters, padded_vocab
 from megatron_rl.policy.logprobs import LOGPROB_CHUNK_TOKENS
@@ -20,14 +22,19 @@ from megatron_rl.policy.logprobs import LOGPROB_CHUNK_TOKENS
 BYTES = {"float32": 4, "bfloat16": 2}
 QUANTIZED_BYTES = 1
 GIB = 2**30
-# What comes beside the tensors: the CUDA context, communication buffers and fragmentation, or the libraries of a process.
-OVERHEAD_GIB = {"cuda": 4.0, "cpu": 1.0}
+# What comes beside the tensors: the CUDA context (about 0.5), NCCL's buffers for the groups of the policy, workspaces of matrix products
+# and fragmentation, or the libraries of a process. An allowance, not a measurement.
+OVERHEAD_GIB = {"cuda": 3.0, "cpu": 1.0}
+# What vLLM keeps outside the memory that its sleep gives back: captured CUDA graphs (it leaves them by default), the buffers of its own
+# communicators, a workspace of attention (flashinfer's has 394 MiB). Also an allowance; on a CPU the first one holds it.
+ENGINE_KEEPS_GIB = {"cuda": 2.0, "cpu": 0.0}
 
 
 @dataclass(frozen=True)
 class StageMemory:
     """Bytes on one rank of pipeline stage ``stage``, by purpose. ``logits``: the live chunk and the head's float32 gradient;
-    ``reference``: the starting weights, which are kept on the host."""
+    ``reference``: the starting weights, which are kept on the host (a pass with them borrows the gradients' memory); ``fp8_copies``
+    and ``engine_backup``: see copies.py; ``whole_optimizer``: of a distributed optimizer, which a checkpoint gathers on the host."""
 
     stage: int
     weights: int
@@ -38,6 +45,9 @@ class StageMemory:
     engine_weights: int
     kv_cache: int
     reference: int
+    fp8_copies: int
+    engine_backup: int
+    whole_optimizer: int
 
 
 @dataclass(frozen=True)
@@ -74,11 +84,6 @@ def stage_layers(arch: Architecture, parallel: ParallelConfig) -> list[int]:
     if ends[1] is not None:
         layers[-1] = ends[1]
     return layers
-
-
-def is_layer_matrix(parameter: Parameter) -> bool:
-    """Whether an engine with ``rollout.quantization`` quantizes it: not embedding, head, norms, biases and routers."""
-    return parameter.slot.kind in ("qkv", "gate_up", "columns") and not parameter.slot.megatron.endswith("bias")
 
 
 def parameter_counts(
@@ -178,10 +183,15 @@ def plan(
     tokens, minibatch_tokens = (math.ceil(n / parallel.context) for n in (sizes.tokens_per_microbatch, sizes.tokens_per_minibatch))
     rows = padded_vocab(arch.vocab_size, sizes.make_vocab_divisible_by, parallel.tensor) // parallel.tensor
     counts = parameter_counts(arch, parallel, sizes.make_vocab_divisible_by)
+    matrices = parameter_counts(arch, parallel, sizes.make_vocab_divisible_by, is_layer_matrix)
+    layers_of = stage_layers(arch, parallel)
     engine_weights = engine_weight_bytes(arch, parallel, rollout)
+    engine_element = BYTES[rollout.dtype]
+    quantized = engine_element if rollout.quantization is None else QUANTIZED_BYTES
+    backup = engine_backup_bytes(arch, rollout, engine_element, quantized)
     cache = rollout.gpu_memory_utilization * gpu_gib * GIB - engine_weights if rollout.kv_cache_gib is None else rollout.kv_cache_gib * GIB
     found = []
-    for stage, ((dense, experts), layers) in enumerate(zip(counts, stage_layers(arch, parallel), strict=True)):
+    for stage, ((dense, experts), layers) in enumerate(zip(counts, layers_of, strict=True)):
         if parallel.distributed_optimizer:
             states = moments * (math.ceil(dense / data) + math.ceil(experts / expert_data))
         else:
@@ -198,6 +208,8 @@ def plan(
                 stage=stage, weights=(dense + experts) * element, gradients=(dense + experts) * gradient, optimizer=states,
                 activations=activations, logits=logits, engine_weights=engine_weights, kv_cache=max(0, int(cache)),
                 reference=(dense + experts) * element if sizes.keep_reference else 0,
+                fp8_copies=fp8_copy_bytes(sum(matrices[stage]), stage, layers_of, precision), engine_backup=backup,
+                whole_optimizer=CHECKPOINT_BYTES * (dense + experts) if parallel.distributed_optimizer else 0,
             )
         )  # fmt: skip
     return found
@@ -214,8 +226,9 @@ def host_copies(config: Config) -> tuple[str, ...]:
 
 def phases(config: Config, kind: str) -> dict[str, tuple[str, ...]]:
     """Which parts of StageMemory are held at a time: on a CUDA device while the policy trains, while weights go to the engine and
-    while it generates, and copies on the host. On a CPU everything at all times, for there nothing leaves by moving; what
-    ``memory.offload`` names is held twice.
+    while it generates, and on the host: copies at all times, and more while a checkpoint is written or read. On a CPU everything at
+    all times, for there nothing leaves by moving; what ``memory.offload`` names is held twice. (A checkpoint is written there when no
+    activations are held, and is not counted.)
     """
     offload, level = config.memory.offload, config.rollout.sleep_level
     copies = host_copies(config)
@@ -224,12 +237,25 @@ def phases(config: Config, kind: str) -> dict[str, tuple[str, ...]]:
         return {"the run": (*STATES, *passes, *ENGINE, "reference", *copies)}
     kept = tuple(part for part in STATES if part not in offload)
     present = ENGINE if level == 0 else ()
+    # FP8 copies go with the first part that leaves: weights after the weight sync, the others before it.
+    fp8_in_sync = () if set(offload) - {"weights"} else ("fp8_copies",)
+    fp8_beside = () if offload else ("fp8_copies",)
+    on_host = ("reference", *copies, *(("engine_backup",) if level == 1 else ()))
     return {
-        "training": (*STATES, *passes, *present),
-        "weight sync": (*(part for part in STATES if part in kept or part == "weights"), *(present or ENGINE[:1])),
-        "generation": (*kept, *ENGINE),
-        "host copies": ("reference", *copies, *(ENGINE[:1] if level == 1 else ())),
+        "training": (*STATES, "fp8_copies", *passes, *present),
+        "weight sync": (*(part for part in STATES if part in kept or part == "weights"), *fp8_in_sync, *(present or ENGINE[:1])),
+        "generation": (*kept, *fp8_beside, *ENGINE),
+        "host copies": on_host,
+        "checkpoint": (*on_host, "reference", "whole_optimizer"),  # the reference once more, in ordinary memory
     }
+
+
+ON_HOST = ("host copies", "checkpoint")  # phases beside a CUDA device
+
+
+def overhead_gib(phase: str, kind: str) -> float:
+    """What is held in ``phase`` beside the tensors."""
+    return 0.0 if phase in ON_HOST else OVERHEAD_GIB[kind] + ENGINE_KEEPS_GIB[kind]
 
 
 def needed_gib(stage: StageMemory, names: Sequence[str], overhead_gib: float = 0.0) -> float:
@@ -252,10 +278,8 @@ def demands(stages: Sequence[StageMemory], config: Config, room: Room) -> Iterat
     """One for each of ``phases``."""
     for phase, parts in phases(config, room.kind).items():
         fullest = max(stages, key=lambda stage: needed_gib(stage, parts))
-        if phase == "host copies":
-            yield Demand(phase, parts, fullest, needed_gib(fullest, parts), room.host_gib)
-        else:
-            yield Demand(phase, parts, fullest, needed_gib(fullest, parts, OVERHEAD_GIB[room.kind]), room.device_gib)
+        need = needed_gib(fullest, parts, overhead_gib(phase, room.kind))
+        yield Demand(phase, parts, fullest, need, room.host_gib if phase in ON_HOST else room.device_gib)
 
 
 def describe(stages: Sequence[StageMemory], config: Config, room: Room) -> str:
@@ -265,7 +289,9 @@ def describe(stages: Sequence[StageMemory], config: Config, room: Room) -> str:
     """
     found = list(demands(stages, config, room))
     stage = found[0].stage
-    parts = ", ".join(f"{field.name.replace('_', ' ')} {getattr(stage, field.name) / GIB:.2f}" for field in fields(stage)[1:])
+    counted = {part for one in found for part in one.parts} | {"reference"}
+    names = [field.name for field in fields(stage) if field.name in counted]
+    parts = ", ".join(f"{name.replace('_', ' ')} {getattr(stage, name) / GIB:.2f}" for name in names)
     phase = ", ".join(f"{one.phase} {one.need_gib:.2f}" + (f" of {one.has_gib:.2f}" if one.has_gib is not None else "") for one in found)
     return f"memory plan of a rank in GiB (pipeline stage {stage.stage}): {parts}; in all: {phase}"
 
@@ -284,7 +310,7 @@ def problems(stages: Sequence[StageMemory], config: Config, room: Room) -> list[
             continue
         largest = max(one.parts, key=lambda name: getattr(one.stage, name))
         remedies = list(leaving(one, config))
-        if one.phase != "host copies" or largest == "reference":
+        if one.phase not in ON_HOST or largest in ("reference", "whole_optimizer"):
             remedies += knobs(largest, config)
         found.append(
             f"{one.phase} needs {one.need_gib:.1f} GiB on a rank of pipeline stage {one.stage.stage}, there are {one.has_gib:.1f} GiB; "
@@ -300,11 +326,11 @@ def leaving(one: Demand, config: Config) -> Iterator[str]:
         stays = "weights" if one.phase == "weight sync" or (fp8 is not None and fp8.param_gather) else None
         if parts := [part for part in STATES if part in one.parts and part != stays]:
             yield f"add {', '.join(parts)} to memory.offload (now {offload})"
-    elif one.phase in ("host copies", "the run") and (copies := host_copies(config)):
+    elif one.phase in (*ON_HOST, "the run") and (copies := host_copies(config)):
         yield f"take {', '.join(copies)} out of memory.offload (now {offload})"
     if level == 0 and one.phase in ("training", "weight sync"):
-        yield "set rollout.sleep_level=1 (now 0), so that the engine leaves while the policy trains"
-    if level == 1 and one.phase == "host copies":
+        yield "set rollout.sleep_level=2 (now 0), so that the engine leaves while the policy trains"
+    if level == 1 and one.phase in ON_HOST:
         yield "set rollout.sleep_level=2 (now 1), which drops the engine's weights"
 
 

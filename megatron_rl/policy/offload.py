@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_rl.policy.host_memory import HostBuffer
+
 
 @dataclass
 class Stored:
@@ -15,7 +17,7 @@ class Stored:
 
     storage: torch.UntypedStorage
     num_bytes: int
-    host: Tensor | None
+    host: HostBuffer | None
 
 
 class Offload:
@@ -29,7 +31,7 @@ class Offload:
     def __init__(self, tensors: Mapping[str, Callable[[], Iterable[Tensor]]], dropped: Sequence[str], device: torch.device) -> None:
         self._tensors, self._dropped, self._device = tensors, dropped, device
         self._away: dict[str, list[Stored]] = {}
-        self._hosts: dict[tuple[str, int], Tensor] = {}
+        self._hosts: dict[tuple[str, int], HostBuffer] = {}
 
     @property
     def away(self) -> tuple[str, ...]:
@@ -68,7 +70,7 @@ class Offload:
                 if stored.host is None:
                     target.zero_()
                 else:
-                    target.copy_(stored.host, non_blocking=True)
+                    stored.host.give(target)
             del self._away[part]
         self._finish_copies()
 
@@ -95,10 +97,10 @@ class Offload:
         if part in self._dropped:
             return Stored(storage, num_bytes, None)
         host = self._hosts.get((part, number))
-        if host is None or host.numel() != num_bytes:
-            host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        if host is None or host.num_bytes != num_bytes:
+            host = HostBuffer(num_bytes, pinned=self._device.type == "cuda")
             self._hosts[part, number] = host
-        host.copy_(_bytes(storage), non_blocking=True)
+        host.take(_bytes(storage))
         return Stored(storage, num_bytes, host)
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from megatron_rl.policy.attention import Packing
+from megatron_rl.runtime.transfer import to_device
 from megatron_rl.types import SequenceBatch
 
 
@@ -38,8 +39,8 @@ class Microbatch:
     """Tokens of this context rank (t of them), and which of their states predict a response token.
 
     ``rows[i]`` is a place among the t tokens, ``targets[i]`` a token that follows it (several follow the end of a shared prompt),
-    ``index[i]`` that token's place in the response-token layout of the batch. An empty micro-batch holds one dummy sequence and no
-    rows.
+    ``index[i]`` that token's place in the response-token layout of the batch (on the host, unlike the others). An empty micro-batch
+    holds one dummy sequence and no rows.
     """
 
     token_ids: Int[Tensor, "1 t"]
@@ -127,19 +128,19 @@ def pack(
     boundaries, sharing = starts, {}
     if shared.any():
         # One run of rotary angles, chosen by position.
-        boundaries, sharing = torch.tensor([0, len(sequence)]), dict(shared=shared, owner=owners, positions=position.to(device))
-    boundaries, longest = boundaries.to(torch.int32).to(device), int((padded + shared).max())
+        boundaries, sharing = torch.tensor([0, len(sequence)]), dict(shared=shared, owner=owners, positions=to_device(position, device))
+    boundaries, longest = to_device(boundaries.to(torch.int32), device), int((padded + shared).max())
     packing = Packing(
         qkv_format="thd", cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=longest, max_seqlen_kv=longest,
         lengths=padded, **sharing,
     )  # fmt: skip
     return Microbatch(
-        token_ids=token_ids[None].to(device),
-        position_ids=position[None].to(device),
+        token_ids=to_device(token_ids[None], device),
+        position_ids=to_device(position[None], device),
         packing=packing,
-        rows=places.to(device),
-        targets=targets.to(device),
-        index=index.to(device),
+        rows=to_device(places, device),
+        targets=to_device(targets, device),
+        index=index,
         empty=not rows,
     )
 

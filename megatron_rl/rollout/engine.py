@@ -18,9 +18,11 @@ from torch import Tensor
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.protocols import ENGINE_PARTS
 from megatron_rl.rollout.refusals import building
+from megatron_rl.rollout.requirements import require_fixed_segments, require_vllm
 from megatron_rl.rollout.sampling import request_seed, scoring, vllm_sampling
 from megatron_rl.rollout.shared_memory import private_segments
 from megatron_rl.rollout.stream import CheckedStream, expected_tensors
+from megatron_rl.rollout.streams import EngineStream
 from megatron_rl.rollout.watch import watched
 from megatron_rl.rollout.worker import Transfer
 from megatron_rl.runtime.random_state import preserved_random_state
@@ -34,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 # vLLM sets these for its own workers; inherited by a process started later (a reward verifier) or read by a launcher they harm.
 RESTORED_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "LD_LIBRARY_PATH", "NUMEXPR_MAX_THREADS")
+
+# rollout.quantization -> what vLLM calls it; its own "fp8" is an old name for the same.
+VLLM_QUANTIZATION = {"fp8": "fp8_per_tensor"}
 
 # Destroying an engine destroys the default process group with it, under the policy's feet: every engine lives until the process ends.
 _ALIVE: list[LLM] = []
@@ -51,7 +56,8 @@ class VllmEngine:
         """``launch_id``: unique to the launch, equal on its ranks. Collective.
 
         Raises:
-            ValueError: the world is not a multiple of ``rollout.tensor``; no checkpoint in ``model_path``; vLLM refuses a setting.
+            ValueError: the world is not a multiple of ``rollout.tensor``; no checkpoint in ``model_path``; vLLM refuses a setting, or
+                is of another version than the one supported.
         """
         assert dist.is_initialized(), "initialise torch.distributed before the engine, or vLLM makes a world of one"
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -68,10 +74,13 @@ class VllmEngine:
         self._can_sleep = torch.cuda.is_available() and config.sleep_level > 0
         if config.sleep_level > 0 and not self._can_sleep and rank == 0:
             logger.warning("rollout.sleep_level=%d has no effect: this build of vLLM cannot sleep", config.sleep_level)
+        check_start(config)
         with undisturbed_process(), preserved_random_state(), ExitStack() as stack:
             prepare_import()
             from vllm import LLM
 
+            self._stream = EngineStream()
+            stack.enter_context(self._stream.entered())
             if config.tensor > 1 and not torch.cuda.is_available():
                 stack.enter_context(private_segments(launch_id))
             stack.callback(unlink_broadcast_buffer)  # also when the engine is refused
@@ -88,6 +97,8 @@ class VllmEngine:
         """``num_responses`` completions for each prompt, on every rank of the replica.
 
         With a seed, response j to a prompt depends on (seed, prompt uid, j) and the weights alone; without one, on the calls before.
+        That holds on one kind of machine: on GPUs vLLM samples with other kernels and another generator than on a CPU, and the same
+        seed gives other tokens there.
         ``progress`` is called as responses get done.
 
         Raises:
@@ -104,8 +115,8 @@ class VllmEngine:
             seed = -(self._seed * 1_000_003 + self._num_unseeded)
         requests = [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts]
         params = [vllm_sampling(sampling, request_seed(seed, prompt.uid), self._eos_token_ids) for prompt in prompts]
-        with preserved_random_state(), watched(self._llm.llm_engine, progress):
-            outputs = self._llm.generate(requests, params, use_tqdm=False)
+        with self._working() as llm, watched(llm.llm_engine, progress):
+            outputs = llm.generate(requests, params, use_tqdm=False)
         return [[self._completion(output) for output in request.outputs] for request in outputs]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -117,8 +128,8 @@ class VllmEngine:
                 f"score: a sequence has {longest} tokens, rollout.max_prompt_tokens is {self._config.max_prompt_tokens}; raise it"
             )
         requests = [{"prompt_token_ids": list(tokens)} for tokens in sequences]
-        with preserved_random_state():
-            outputs = self._llm.generate(requests, scoring(), use_tqdm=False)
+        with self._working() as llm:
+            outputs = llm.generate(requests, scoring(), use_tqdm=False)
         self._drop_cache()
         return [
             [scores[token].logprob for token, scores in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]
@@ -138,8 +149,8 @@ class VllmEngine:
         self._require_usable(("weights",))
         checked = iter(CheckedStream(weights, self._expected, getattr(torch, self._config.dtype)))
         first = next(checked)
-        with self._updating(version):
-            self._llm.collective_rpc("receive_weights", args=(chain([first], checked),))
+        with self._updating(version) as llm:
+            llm.collective_rpc("receive_weights", args=(chain([first], checked),))
             if confirm is not None:
                 confirm()
 
@@ -150,14 +161,14 @@ class VllmEngine:
         """
         self._require_usable(("weights",))
         if self._boxes is None:
-            with preserved_random_state():
-                self._boxes = self._llm.collective_rpc("discover_boxes", args=(self._expected,))[0]
+            with self._working() as llm:
+                self._boxes = llm.collective_rpc("discover_boxes", args=(self._expected,))[0]
         return self._boxes
 
     def declare_boxes(self, boxes: list[Box]) -> None:
         """Where ``weight_boxes`` raises: it returns these from now on. Keys are the names of vLLM's parameters."""
-        with preserved_random_state():
-            self._llm.collective_rpc("declare_boxes", args=(boxes,))
+        with self._working() as llm:
+            llm.collective_rpc("declare_boxes", args=(boxes,))
         self._boxes = boxes
 
     def update_weights(self, transfer: Transfer, version: int) -> None:
@@ -166,16 +177,22 @@ class VllmEngine:
         leaves the engine unusable.
         """
         self._require_usable(("weights",))
-        with self._updating(version):
-            self._llm.collective_rpc("receive_boxes", args=(transfer,))
+        with self._updating(version) as llm:
+            llm.collective_rpc("receive_boxes", args=(transfer,))
 
     @contextmanager
-    def _updating(self, version: int) -> Iterator[None]:
+    def _working(self) -> Iterator[LLM]:
+        """vLLM at work: in its stream, and what it draws or seeds changes no generator of this process."""
+        with self._stream.entered(), preserved_random_state():
+            yield self._llm
+
+    @contextmanager
+    def _updating(self, version: int) -> Iterator[LLM]:
         """Between old and new weights the engine is unusable, and stays so after any exception."""
         self._failure = f"the update to weight version {version} did not finish"
         try:
-            with preserved_random_state():
-                yield
+            with self._working() as llm:
+                yield llm
         except BaseException as error:
             self._failure = f"the update to weight version {version} failed: {error}"
             raise
@@ -190,8 +207,9 @@ class VllmEngine:
 
     def sleep(self) -> None:
         """Free what training needs: level 1 moves the weights to the host, level 2 drops them; both drop the cache."""
-        if self._can_sleep and not self._asleep:
-            self._llm.sleep(level=self._config.sleep_level)
+        if self._can_sleep and self._asleep != set(ENGINE_PARTS):
+            with self._working() as llm:
+                llm.sleep(level=self._config.sleep_level)
             self._asleep = set(ENGINE_PARTS)
             if self._config.sleep_level == 2:
                 self.weight_version = -1
@@ -200,7 +218,8 @@ class VllmEngine:
         """Undo sleep; after level 2 the weights are undefined until the next ``load_weights``."""
         wanted = [part for part in parts if part in self._asleep]
         if wanted:
-            self._llm.wake_up(tags=wanted)
+            with self._working() as llm:
+                llm.wake_up(tags=wanted)
             self._asleep -= set(wanted)
 
     def memory_bytes(self) -> int:
@@ -209,15 +228,16 @@ class VllmEngine:
             return 0
         from vllm.device_allocator.cumem import CuMemAllocator
 
-        allocations = CuMemAllocator.get_instance().pointer_to_data.values()  # asleep ones are listed too
-        return sum(data.handle[1] for data in allocations if data.tag not in self._asleep)
+        # Asleep ones are listed too. Besides weights and cache there are smaller ones, by other tags, that sleep
+        # with these two and wake with the first of them.
+        allocations = CuMemAllocator.get_instance().pointer_to_data.values()
+        return sum(data.handle[1] for data in allocations if not data.is_asleep)
 
     def _completion(self, output: CompletionOutput) -> Completion:
-        token_ids = tuple(output.token_ids)
-        flat = output.logprobs
-        assert tuple(flat.token_ids) == token_ids, "one logprob for each sampled token"
+        token_ids, flat = list(output.token_ids), output.logprobs
+        assert list(flat.token_ids) == token_ids, "one logprob for each sampled token"
         truncated = output.finish_reason == "length"
-        return Completion(token_ids, tuple(flat.logprobs), truncated, self.weight_version)
+        return Completion(token_ids, flat.logprobs, truncated, self.weight_version)
 
     def _require_usable(self, parts: Sequence[str]) -> None:
         if self._failure is not None:
@@ -245,6 +265,13 @@ class VllmEngine:
                 )
 
 
+def check_start(config: RolloutConfig) -> None:
+    """Raises ValueError for what stops an engine on this machine before it is built."""
+    require_vllm()
+    if torch.cuda.is_available():
+        require_fixed_segments(config, os.environ)
+
+
 def engine_arguments(model_path: str, config: RolloutConfig, seed: int) -> dict[str, Any]:
     """Arguments of ``vllm.LLM``. The external launcher is used for one rank a replica too: it takes the device of LOCAL_RANK."""
     arguments: dict[str, Any] = {
@@ -253,9 +280,8 @@ def engine_arguments(model_path: str, config: RolloutConfig, seed: int) -> dict[
         "distributed_executor_backend": "external_launcher",
         "worker_extension_cls": "megatron_rl.rollout.worker.WeightReceiver",
         "dtype": config.dtype,
-        "quantization": config.quantization,
+        "quantization": None if config.quantization is None else VLLM_QUANTIZATION[config.quantization],
         "max_model_len": config.max_prompt_tokens + config.max_response_tokens,
-        "max_num_seqs": config.max_num_seqs,
         "enforce_eager": config.enforce_eager,
         "enable_prefix_caching": config.enable_prefix_caching,
         "logprobs_mode": "processed_logprobs",
@@ -264,6 +290,8 @@ def engine_arguments(model_path: str, config: RolloutConfig, seed: int) -> dict[
         "use_tqdm_on_load": False,
         "seed": seed,
     }
+    if config.max_num_seqs is not None:
+        arguments["max_num_seqs"] = config.max_num_seqs
     if config.kv_cache_gib is not None:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
     if not torch.cuda.is_available():

@@ -18,7 +18,7 @@ def request_seed(seed: int, prompt_uid: str) -> int:
     """Seed of the first response to a prompt; response j uses ``request_seed + j``.
 
     It depends on the run's seed and on the prompt alone, so that neither the number of replicas nor the order of prompts
-    changes a response.
+    changes a response. A GPU draws other tokens from it than a CPU does.
     """
     digest = hashlib.blake2b(f"{seed}/{prompt_uid}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> (64 - SEED_BITS)

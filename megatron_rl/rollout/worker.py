@@ -42,12 +42,16 @@ class BoxReceiver:
 
     @torch.no_grad()
     def receive(self, transfer: Transfer) -> None:
-        """Replace all weights: ``transfer`` writes the boxes found by ``discover``; a layer is processed as after any load
-        (packed, quantised) as soon as its last box is in place, and its memory before processing is freed."""
+        """Replace all weights: ``transfer`` writes the boxes found by ``discover``; a layer is
+        processed as after any load (packed, quantised) as soon as its last box is in place, and its
+        memory before processing is freed. Where processing is collective, see ``processing_is_collective``,
+        all layers wait for the end of ``transfer``.
+        """
         with reloading(self.vllm_config, self.model, complete=True):
-            layers = OpenLayers(self.model, self.keys, self.padded)
+            at_end = processing_is_collective(self.vllm_config)
+            layers = OpenLayers(self.model, self.keys, self.padded, at_end=at_end)
             transfer(layers.parameter, layers.written)
-            layers.check()
+            layers.close()
         if self.vllm_config.device_config.device.type == "cpu":
             repack_cpu(self.model)
 
@@ -96,6 +100,9 @@ def reloading(vllm_config: Any, model: nn.Module, *, complete: bool) -> Iterator
 
     with set_current_vllm_config(vllm_config):
         initialize_layerwise_reload(model)
+        widened = widened_biases(model, vllm_config.model_config.dtype)
+        for bias, _ in widened:
+            bias.data = bias.data.to(vllm_config.model_config.dtype)
         if not complete:
             for layer in model.modules():
                 get_layerwise_info(layer).load_numel = float("-inf")  # never as many as the layer has
@@ -107,6 +114,23 @@ def reloading(vllm_config: Any, model: nn.Module, *, complete: bool) -> Iterator
             if finished or not complete:
                 with no_warnings(RELOAD):
                     finalize_layerwise_reload(model, vllm_config.model_config)
+            if not complete:
+                for bias, before in widened:
+                    bias.data = before
+
+
+def widened_biases(model: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Parameter, Tensor]]:
+    """Biases that a kernel keeps in another type than the model's ``dtype``, with what they hold.
+
+    A reload gives each parameter the form of loading, but never a bias. Some CPU kernels for bfloat16
+    turn biases into float32 when a layer is processed, and do so again when it is processed anew.
+    """
+    found = []
+    for layer in model.modules():
+        bias = getattr(layer, "bias", None)
+        if isinstance(bias, nn.Parameter) and hasattr(layer, "cpu_linear") and bias.dtype != dtype:
+            found.append((bias, bias.data))
+    return found
 
 
 @contextmanager
@@ -127,12 +151,33 @@ def loadable(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
+def processing_is_collective(vllm_config: Any) -> bool:
+    """Whether a layer, when processed, may talk to the other workers of its engine.
+
+    With quantization it does: a scale is of the whole matrix, so its shards agree on the largest value.
+    Boxes arrive in another order on each worker. A layer processed at once would meet another layer of
+    the other worker, or hold up messages that the other one waits for before it gets to this layer.
+    """
+    several = vllm_config.parallel_config.world_size_across_dp > 1
+    return vllm_config.quant_config is not None and several
+
+
 class OpenLayers:
     """The layers of a model in a reload, opened for writing when first asked for and processed when complete."""
 
-    def __init__(self, model: nn.Module, keys: Iterable[str], padded: set[str]) -> None:
-        """``keys``: all parameters that will be written; those in ``padded`` only in part, their other elements are to be 0."""
-        self.model, self.padded = model, padded
+    def __init__(
+        self,
+        model: nn.Module,
+        keys: Iterable[str],
+        padded: set[str],
+        *,
+        at_end: bool,
+    ) -> None:
+        """``keys``: all parameters that will be written; those in ``padded`` only in part, their other
+        elements are to be 0. ``at_end``: layers are processed by ``close``, in the order of the model's
+        modules, which is the same on all workers; until then all are held as they were written.
+        """
+        self.model, self.padded, self.at_end = model, padded, at_end
         self.left: dict[str, set[str]] = {}  # layer -> names of its parameters that are not complete
         for key in keys:
             layer, _, name = key.rpartition(".")
@@ -156,18 +201,28 @@ class OpenLayers:
 
     def written(self, key: str) -> None:
         """The parameter is complete."""
-        from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
-
         path, _, name = key.rpartition(".")
         self.left[path].remove(name)
-        if not self.left[path]:
-            layer = self.model.get_submodule(path)
-            _layerwise_process(layer, get_layerwise_info(layer))
+        if not self.left[path] and not self.at_end:
+            self._process(path)
 
-    def check(self) -> None:
-        """Every parameter was written to the end."""
+    def close(self) -> None:
+        """Every parameter was written to the end; with ``at_end`` the layers are processed now."""
         left = sorted(f"{path}.{name}" for path, names in self.left.items() for name in names)
         assert not left, f"never completed: {left[:5]}"
+        if self.at_end:
+            for path, _ in list(self.model.named_modules()):
+                if path in self.left:
+                    self._process(path)
+
+    def _process(self, path: str) -> None:
+        from vllm.model_executor.model_loader.reload.layerwise import (
+            _layerwise_process,
+            get_layerwise_info,
+        )
+
+        layer = self.model.get_submodule(path)
+        _layerwise_process(layer, get_layerwise_info(layer))
 
 
 def repack_cpu(model: nn.Module) -> None:

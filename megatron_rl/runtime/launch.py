@@ -27,6 +27,9 @@ from megatron_rl.runtime.process import prepare
 from megatron_rl.runtime.process import reported as reported
 
 Value = TypeVar("Value")
+# The first release of torch whose CUDA build adds products of bfloat16 onto a float32 matrix
+# (torch.addmm with out_dtype, its input given as ``out``), as the backward pass of the logprobs does.
+FIRST_TORCH_ON_CUDA = (2, 11)
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,27 @@ class World:
         return result
 
 
+def order_device_work(tensor: int) -> None:
+    """Before ``start``, for CUDA reads the variable when it starts. ``tensor``: ranks that
+    share each layer.
+
+    The backward of a layer that is cut starts a collective, then a matrix product that is to run
+    beside it. One queue of work to the device keeps this order; with several the product can come
+    first and fill the device. A value of the user stays.
+    """
+    if tensor > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
 def start(timeout_s: float = 1800.0) -> World:
     """Joins the launch of torchrun (or a world of one) and selects this rank's device.
 
     Raises:
-        ValueError: some of torchrun's variables are set and others not.
+        ValueError: some of torchrun's variables are set and others not, or torch is too old for CUDA.
     """
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        refuse_old_torch(torch.__version__)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     present = [name for name in names if name in os.environ]
     if present and len(present) < len(names):
@@ -90,7 +108,6 @@ def start(timeout_s: float = 1800.0) -> World:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     prepare()
-    on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(local_rank)
     join("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout_s)
@@ -102,6 +119,23 @@ def start(timeout_s: float = 1800.0) -> World:
     failure.joined(rank, [Peer(other, host, pid) for other, (_, host, pid) in enumerate(cards)])
     attendance = Attendance(rank, size) if size > 1 else None
     return World(rank, size, local_rank, cards[0][0], control, local_size, attendance)
+
+
+def refuse_old_torch(version: str) -> None:
+    """``version``: of a torch that uses CUDA, e.g. "2.13.0+cu130" or "2.11.0a0+eb65b36.nv26.02".
+
+    Raises:
+        ValueError: it is older than ``FIRST_TORCH_ON_CUDA``; the first update would fail.
+    """
+    major, minor = version.split(".")[:2]
+    if (int(major), int(minor)) >= FIRST_TORCH_ON_CUDA:
+        return
+    wanted = ".".join(map(str, FIRST_TORCH_ON_CUDA))
+    raise ValueError(
+        f"launch: torch {version} cannot train on CUDA: it has no torch.addmm of bfloat16 matrices into "
+        f"a float32 one; torch {wanted} or newer is needed. Install the extra `gpu` of setup.py, which "
+        "names the tested versions, or use an image that Dockerfile.ngc builds"
+    )
 
 
 def join(backend: str, timeout_s: float) -> None:

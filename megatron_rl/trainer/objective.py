@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from megatron_rl.loss import Credit, Method, ResponseBatch, TokenBatch
+from megatron_rl.runtime.transfer import to_device
 from megatron_rl.trainer.rollouts import Experience
 from megatron_rl.types import LossOutput, Prompt, SequenceBatch, TokenScores, TokenView
 
@@ -77,35 +78,43 @@ class MinibatchLoss:
     """The loss of one optimizer step, with the denominators of all its kept responses fixed before the first backward."""
 
     def __init__(self, method: Method, scored: Scored, credit: Credit, rows: Sequence[int]) -> None:
-        lengths = scored.experience.sequences.response_lengths
-        self._method, self._scored, self._credit = method, scored, credit
-        self._response_ids = scored.experience.sequences.response_ids
+        experience = scored.experience
+        lengths = experience.sequences.response_lengths
+        self._method, self._scored = method, scored
+        self._response_ids = experience.sequences.response_ids
+        self._per_response = dict(
+            advantages=credit.advantages,
+            kl_weights=credit.kl_weights,
+            correct=experience.correct,
+            group_ids=experience.group_ids,
+            response_loss_tokens=lengths,
+        )
+        self._on_device: dict[str, Tensor] = {}
         self._num_responses = len(rows)
         self._num_tokens = int(lengths[list(rows)].sum())
 
     def __call__(self, view: TokenView) -> LossOutput:
-        device, experience = view.logprobs.device, self._scored.experience
-        index = view.index.cpu()
+        """Between a forward and its backward: nothing here waits for the device."""
+        device = view.logprobs.device
+        if not self._on_device:
+            self._on_device = {name: to_device(values, device) for name, values in self._per_response.items()}
 
-        def tokens(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[index].to(device)
+        def tokens(values: Tensor) -> Tensor:
+            return to_device(values[view.index], device)
 
+        old, ref = self._scored.old, self._scored.ref
         result = self._method.loss(
             TokenBatch(
                 logprobs=view.logprobs,
-                old_logprobs=view.logprobs.detach() if self._scored.old is None else tokens(self._scored.old.logprobs),
+                old_logprobs=view.logprobs.detach() if old is None else tokens(old.logprobs),
                 response_ids=tokens(self._response_ids),
                 loss_mask=torch.ones_like(view.logprobs, dtype=torch.bool),
-                advantages=self._credit.advantages.to(device),
-                kl_weights=self._credit.kl_weights.to(device),
-                ref_logprobs=None if self._scored.ref is None else tokens(self._scored.ref.logprobs),
-                sampler_logprobs=tokens(experience.sampler_logprobs),
+                ref_logprobs=None if ref is None else tokens(ref.logprobs),
+                sampler_logprobs=tokens(self._scored.experience.sampler_logprobs),
                 entropy=view.entropy,
-                correct=experience.correct.to(device),
-                group_ids=experience.group_ids.to(device),
-                response_loss_tokens=experience.sequences.response_lengths.to(device),
                 num_responses=self._num_responses,
                 num_tokens=self._num_tokens,
+                **self._on_device,
             ),
             sequence_sum=view.sequence_sum,
         )

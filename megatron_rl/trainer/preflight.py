@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_rl.config.schema import Config
 from megatron_rl.policy import checkpoint_info, safe_load
 from megatron_rl.policy.families import read_architecture
+from megatron_rl.rollout.engine import check_start
 from megatron_rl.runtime import checkpoint_dir, disk, lock
 from megatron_rl.runtime.row_file import check_rows
 from megatron_rl.trainer.start import CHECKPOINTS, EXPORTS, METRICS, SAMPLES, Start
@@ -38,11 +39,13 @@ def claim(config: Config, launch_id: str) -> None:
 
 
 def check_before_build(config: Config, start: Start, keep_reference: bool) -> None:
-    """The checkpoint fits the model, the disk has room, services have their keys (rank 0).
+    """An engine can be built here, the checkpoint fits the model, the disk has room, services have
+    their keys (rank 0).
 
     Raises:
         ValueError: one of these is not so.
     """
+    check_start(config.rollout)
     arch, _ = read_architecture(Path(config.model.path))
     if start.checkpoint is not None:
         info = checkpoint_dir.check(start.checkpoint)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -15,6 +16,7 @@ from megatron_rl.loss import Method
 from megatron_rl.protocols import Reward, RolloutEngine
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
+from megatron_rl.trainer.exchange import flattened
 from megatron_rl.types import Completion, Prompt, Sampling, Score, SequenceBatch
 
 
@@ -98,14 +100,14 @@ class Generator:
         progress = self._display.generating(what, len(mine) * sampling.num_responses)
         completions = engine.generate(mine, sampling, progress) if mine else []
         leads_replica = world.rank * engine.num_replicas % world.size == 0
-        by_rank = world.all_gather(completions if leads_replica else [])
-        return [group for part in by_rank for group in part]
+        by_rank = world.all_gather(flattened(completions if leads_replica else []))
+        return [group for part in by_rank for group in part.groups()]
 
     def _score(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[list[Response]]:
         """Every rank scores a contiguous share of the responses."""
         pairs = [(prompt, completion) for prompt, group in zip(prompts, completions, strict=True) for completion in group]
         share = self._share(pairs, self._world.rank, self._world.size)
-        texts = [self._decode(completion.token_ids) for _, completion in share]
+        texts = [self._decode(list(completion.token_ids)) for _, completion in share]
         scores = self._reward.score([prompt for prompt, _ in share], texts, [completion.truncated for _, completion in share])
         gathered = [row for part in self._world.all_gather(list(zip(texts, scores, strict=True))) for row in part]
         rows = iter(gathered)
@@ -193,7 +195,7 @@ def experience(groups: Sequence[Sequence[Response]], discarded_groups: int, trie
     """Flattens groups of responses into the two layouts of ``megatron_rl.types``. ``share_prompts``: the policy is told which rows
     have the same prompt."""
     responses = [response for group in groups for response in group]
-    logprobs = [value for response in responses for value in response.completion.sampler_logprobs]
+    logprobs = [np.asarray(response.completion.sampler_logprobs, dtype=np.float32) for response in responses]
     pairs = [(response.prompt.token_ids, response.completion.token_ids) for response in responses]
     group_ids = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(group) for group in groups]))
     return Experience(
@@ -203,7 +205,7 @@ def experience(groups: Sequence[Sequence[Response]], discarded_groups: int, trie
         rewards=torch.tensor([response.score.reward for response in responses], dtype=torch.float32),
         correct=torch.tensor([response.score.correct for response in responses]),
         truncated=torch.tensor([response.completion.truncated for response in responses]),
-        sampler_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        sampler_logprobs=torch.from_numpy(np.concatenate(logprobs)),
         discarded_groups=discarded_groups,
         tries=tries,
     )

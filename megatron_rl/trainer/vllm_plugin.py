@@ -5,15 +5,32 @@ python -m vllm.entrypoints.openai.api_server --weight-transfer-config '{"backend
 
 from __future__ import annotations
 
+import logging
+from typing import TYPE_CHECKING
+
 import torch.distributed as dist
 
-from megatron_rl.rollout import transfer_backend
+from megatron_rl.rollout.requirements import require_vllm
 from megatron_rl.runtime.cpu import device
 from megatron_rl.weight_sync.reshard import ReshardSync
 
+if TYPE_CHECKING:
+    from megatron_rl.rollout import transfer_backend
+
+log = logging.getLogger(__name__)
+
 
 def register() -> None:
-    """Makes the backend ``megatron_rl`` known to vLLM."""
+    """Makes the backend ``megatron_rl`` known to vLLM. In a process of a version that is not supported the log says so, and vLLM
+    refuses a start that asks for the backend; other starts do not need it."""
+    try:
+        require_vllm()
+    except ValueError as error:
+        log.error("the weight transfer backend megatron_rl cannot be used: %s", error)
+        return
+    # Imports vLLM's own package of backends, which other versions have not.
+    from megatron_rl.rollout import transfer_backend
+
     transfer_backend.register(receiving_end)
 
 

@@ -61,8 +61,8 @@ def test_plug_ins_are_handed_on_before_the_overrides():
 
 
 def test_the_container_gets_its_flags_and_its_own_python():
-    words = dry_run("--nproc", "8", "--container", "nvcr.io#nvidia/pytorch:25.11-py3", "--mounts", "/a:/a,/b:/b", "run_dir=/a/r")
-    assert "--container-image=nvcr.io#nvidia/pytorch:25.11-py3" in words
+    words = dry_run("--nproc", "8", "--container", "registry:5000#team/megatron_rl:1", "--mounts", "/a:/a,/b:/b", "run_dir=/a/r")
+    assert "--container-image=registry:5000#team/megatron_rl:1" in words
     assert "--container-mounts=/a:/a,/b:/b" in words
     assert words[words.index("torchrun") + 1] == "python3"
 

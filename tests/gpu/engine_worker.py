@@ -35,6 +35,7 @@ def hand_overs(policy: MegatronPolicy, path: Path, launch_id: str) -> None:
     overrides += os.environ.get("MEGATRON_RL_TEST_ENGINE", "").split()  # to look for what makes a test fail
     config = validate(Config, compose("config", overrides), "test")
     engine = VllmEngine(str(path), config.rollout, seed=1, launch_id=launch_id)
+    assert torch.cuda.current_stream() == torch.cuda.default_stream(), "the policy's gradients belong to this one"
     ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), None)
     steps = HandOver(policy, engine, GatherSync(policy, engine, verify=True), EVERYTHING, ledger)
     before = policy.logprobs(BATCH, MICROBATCHES).logprobs
@@ -42,6 +43,7 @@ def hand_overs(policy: MegatronPolicy, path: Path, launch_id: str) -> None:
     with steps.generation():
         first = engine.generate(PROMPTS, Sampling(2, 16, seed=7))
     steps.to_policy()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert engine.memory_bytes() == 0
     assert engine.weight_version == (1 if LEVEL == 1 else -1)
     with pytest.raises(RuntimeError, match="asleep"):

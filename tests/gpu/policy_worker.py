@@ -39,14 +39,14 @@ def write_model() -> Path:
     return FOLDER / "model"
 
 
-def build(path: Path, *overrides: str) -> MegatronPolicy | str:
+def build(path: Path, *overrides: str, keep_reference: bool = False) -> MegatronPolicy | str:
     """The policy, or why this machine has none."""
     config = validate(Config, compose("config", [f"model.path={path}", "data.train=-", "data.eval=-", *overrides]), "test")
     problems = list(machine_problems(config, this_machine(), json.loads((path / "config.json").read_text())))
     if problems:
         return problems[0]
     return MegatronPolicy(
-        config.model, config.parallel, config.precision, config.optim, temperature=1.0, keep_reference=False,
+        config.model, config.parallel, config.precision, config.optim, temperature=1.0, keep_reference=keep_reference,
         total_optimizer_steps=10, max_sequence_tokens=128,
     )  # fmt: skip
 
@@ -62,7 +62,7 @@ BATCH, MICROBATCHES = make_batch(), [[0, 1], [2, 3]]
 
 
 def loss(view: TokenView) -> LossOutput:
-    return LossOutput(-(view.logprobs * torch.cos(view.index.float())).sum() / 100, {})
+    return LossOutput(-(view.logprobs * torch.cos(view.index.to(view.logprobs.device).float())).sum() / 100, {})
 
 
 def formats(path: Path) -> None:
@@ -115,10 +115,31 @@ def memory(path: Path) -> None:
     print("OK memory", flush=True)
 
 
+def starting_weights(path: Path) -> None:
+    """A pass with them takes no more device memory, and no bit of them or of the trained weights changes."""
+    policy = build(path, "precision=bf16", keep_reference=True)
+    assert isinstance(policy, MegatronPolicy) and policy.reference is not None
+    start = policy.logprobs(BATCH, MICROBATCHES).logprobs
+    for _ in range(2):
+        policy.update(BATCH, MICROBATCHES, loss)
+        trained = policy.logprobs(BATCH, MICROBATCHES).logprobs
+        torch.cuda.reset_peak_memory_stats()
+        policy.logprobs(BATCH, MICROBATCHES)
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        again = policy.logprobs(BATCH, MICROBATCHES, reference=True).logprobs
+        assert torch.cuda.max_memory_allocated() <= peak + 2**20
+        assert torch.equal(again, start) and not torch.equal(trained, start)
+        assert torch.equal(policy.logprobs(BATCH, MICROBATCHES).logprobs, trained)
+    policy.close()
+    print("OK reference", flush=True)
+
+
 if __name__ == "__main__":
     launch.start()
     model = write_model()
     formats(model)
     fused_adam()
     memory(model)
+    starting_weights(model)
     dist.destroy_process_group()

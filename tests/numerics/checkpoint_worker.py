@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.config.load import compose
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig, RolloutConfig
-from megatron_rl.policy import memory
+from megatron_rl.policy import checkpoint, memory
 from megatron_rl.policy.checkpoint import _modules
 from megatron_rl.policy.convert import export_hf
 from megatron_rl.policy.megatron_policy import MegatronPolicy
@@ -143,7 +143,7 @@ def record(policy: MegatronPolicy) -> list[torch.Tensor]:
                 state = part.optimizer.state[parameter]
                 found += [state[key].detach().clone() for key in ("step", "exp_avg", "exp_avg_sq")]
             found.append(torch.tensor([group["lr"], group["weight_decay"]], dtype=torch.float64))
-    return found + list((policy.reference_state() or {}).values())
+    return found + ([] if policy.reference is None else [tensor.clone() for tensor in policy.reference.tensors().values()])
 
 
 def trajectory(policy: MegatronPolicy, steps: range) -> dict[str, Any]:
@@ -169,8 +169,19 @@ def export(policy: MegatronPolicy, case: Case) -> None:
         assert (path / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
 
 
+def gathered_by_its_writer(policy: MegatronPolicy, case: Case) -> None:
+    """The first data-parallel rank writes the distributed optimizer and alone holds it unsharded."""
+    state = checkpoint._optimizer_state(policy)
+    held = state["param_state"] is not None
+    assert held == (policy.data_parallel_rank == 0), f"{case.name}: states on {policy.data_parallel_rank}: {held}"
+
+
 def write(case: Case) -> None:
     policy = build(case)
+    checkpoint.WRITER_THREADS["cpu"] = 4 if case.name == "dp2_bf16" else 1
+    if case.name == "dp2":
+        create_state(policy.optimizer)
+        gathered_by_its_writer(policy, case)
     if case.dtype == "float32":
         export(policy, case)
     policy.save(FOLDER / case.name / "step_000000", {"step": 0})  # an optimizer that has not stepped can be saved too
@@ -180,6 +191,8 @@ def write(case: Case) -> None:
     before = record(policy)
     policy.save(FOLDER / case.name / "step_000002", {"step": 2, "state": (1, "x"), "tensor": torch.arange(3)})
     assert all(torch.equal(a, b) for a, b in zip(before, record(policy), strict=True)), f"{case.name}: saving changed the state"
+    written = len(list((FOLDER / case.name / "step_000002").glob("__0_*.distcp")))
+    assert written == checkpoint.WRITER_THREADS["cpu"], f"{case.name}: {written} files of rank 0"
     torch.save(trajectory(policy, range(2, 4)), FOLDER / f"{case.name}.{dist.get_rank()}.end.pt")
     policy.close()
 
@@ -196,8 +209,8 @@ def compare(case: Case, got: dict[str, Any], phase: str) -> None:
 def read(case: Case) -> None:
     policy = build(case)
     update(policy, 7)  # whatever was there must be replaced
-    for tensor in (policy.reference_state() or {}).values():
-        tensor.zero_()
+    if policy.reference is not None:
+        policy.reference.assign({name: torch.zeros_like(tensor) for name, tensor in policy.reference.tensors().items()})
     extra = policy.load(FOLDER / case.name / "step_000002")
     assert extra["step"] == 2 and extra["state"] == (1, "x") and extra["tensor"].tolist() == [0, 1, 2]
     compare(case, trajectory(policy, range(2, 4)), "end")

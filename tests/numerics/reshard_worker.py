@@ -61,12 +61,12 @@ def engine_of(arch: str, tensor: int) -> VllmEngine:
     return VllmEngine(str(path), small.engine_config(tensor=tensor), seed=0, launch_id=WORLD.launch_id)
 
 
-def policy_of(arch: str, layout: dict, seed: int = OTHER) -> MegatronPolicy:
+def policy_of(arch: str, layout: dict, seed: int = OTHER, params: str = "float32") -> MegatronPolicy:
     more = {"sequence": True} if "tensor" in layout and arch in ("qwen3_moe", "mixtral") else {}
     return MegatronPolicy(
         ModelConfig(path=str(path_of(arch, seed)), make_vocab_divisible_by=64),
         policy_cases.parallel(**layout, **more),
-        policy_cases.precision(),
+        policy_cases.precision(params),
         policy_cases.optim(),
         temperature=1.0,
         keep_reference=False,
@@ -333,6 +333,22 @@ def declared_boxes_serve_where_nothing_was_recorded() -> None:
     engine.load_weights(iter(load_file(path_of("qwen3_moe", START) / "model.safetensors").items()), 8)
     planned(policy, engine).sync(9)
     assert answers(engine) == (*want, {9})
+    policy.close()
+
+
+def biases_that_a_kernel_widened_take_part() -> None:
+    """Where a processor has tiles for bfloat16, vLLM keeps the biases of small layers in float32: they are loaded as bfloat16 all
+    the same, and are widened again afterwards."""
+    config = small.engine_config(dtype="bfloat16")
+    old, new = (VllmEngine(str(path_of("qwen2_tied", seed)), config, seed=0, launch_id=WORLD.launch_id) for seed in (START, OTHER))
+    want, before = answers(new), answers(old)
+    boxes = old.weight_boxes()
+    assert answers(old) == before, "looking for the boxes changed the weights"
+    assert any(box.key.endswith("bias") for box in boxes)
+    assert {box.dtype for box in boxes} == {"bfloat16"}
+    policy = policy_of("qwen2_tied", {"pipeline": 2}, params="bfloat16")
+    planned(policy, old).sync(13)
+    assert answers(old)[:2] == want[:2]
     policy.close()
 
 

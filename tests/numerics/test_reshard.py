@@ -12,7 +12,7 @@ WORKER = Path(__file__).parent / "reshard_worker.py"
 FAULTS = (
     "declared_boxes_serve_where_nothing_was_recorded", "misfits_are_refused_before_anything_moves",
     "changed_byte_is_named_and_the_engine_refuses", "incomplete_transfer_is_refused", "rank_raises_in_the_middle",
-    "rank_dies_in_the_middle",
+    "biases_that_a_kernel_widened_take_part", "rank_dies_in_the_middle",
 )  # fmt: skip
 # (processes, vLLM's tensor parallelism) -> architecture:layout of the policy. The first engine decides about expert groups.
 CASES = {

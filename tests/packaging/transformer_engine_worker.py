@@ -1,4 +1,5 @@
-"""Run by an interpreter that has Transformer Engine, on a machine without a GPU. Argument: a folder.
+"""Run by an interpreter that has Transformer Engine, on a machine without a GPU. Arguments: a
+folder; a second one, whatever it is, asks for the check that two processes make together.
 
 Its layers and its optimizer are really built, with weights on the CPU; only forward, backward and step cannot run. For that one
 question is answered for a GPU that is not there: "is there a CUDA device?", when a module of Transformer Engine asks, and in the place
@@ -18,8 +19,11 @@ import transformer_engine
 import transformer_engine.pytorch as te
 import transformers
 from megatron.core.fp8_utils import get_fp8_context, get_fp8_recipe
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 from megatron.core.optimizer import Adam
+from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from safetensors.torch import load_file
 from transformer_engine.pytorch.optimizers import FusedAdam
 
@@ -187,13 +191,75 @@ def param_gather() -> None:
         assert "no NVIDIA driver" in str(error), error
 
 
-def main() -> None:
+def fusions() -> None:
+    """megatron's fused kernels are on, and the one for the rotary angles of packed sequences takes
+    what megatron gives it."""
+    policy = build("llama", "precision=bf16")
+    assert policy.config.apply_rope_fusion
+    assert policy.config.bias_activation_fusion
+    fused = rope_utils.fused_apply_rotary_pos_emb_thd
+    assert fused is not None
+    wanted = {"cu_seqlens", "freqs", "cp_size", "cp_rank"}
+    assert wanted <= set(inspect.signature(fused).parameters)
+    policy.close()
+
+
+def selective() -> None:
+    """Recomputation saves something: the feed-forward part; of experts the activation and the norm."""
+    dense = build("llama", "precision=bf16", "parallel.recompute=selective")
+    layers = [each for each in dense.modules[0].modules() if type(each) is TransformerLayer]
+    assert len(layers) == SIZES["num_hidden_layers"]
+    assert all(layer.recompute_mlp for layer in layers)
+    dense.close()
+    experts = build("moe", "precision=bf16", "parallel.recompute=selective")
+    layers = [each for each in experts.modules[0].modules() if type(each) is TransformerLayer]
+    assert all(layer.recompute_pre_mlp_layernorm for layer in layers)
+    assert all(layer.mlp.experts.activation_recompute for layer in layers)
+    experts.close()
+
+
+def sequence() -> None:
+    """Collective, two processes: with the answer True everywhere a sequence-parallel policy is
+    built, its layers know it, weights come in and go out bit for bit, and the scopes of random
+    state that its forward enters can be entered."""
+    policy = build("llama", "precision=bf16", "parallel.tensor=2", "parallel.sequence=true")
+    modules = [module for chunk in policy.modules for module in chunk.modules()]
+    linear = [each for each in modules if isinstance(each, te.LayerNormLinear | te.Linear)]
+    assert len(linear) == 4 * SIZES["num_hidden_layers"]
+    assert all(each.sequence_parallel and each.tp_size == 2 for each in linear)
+    norms = [each.layer_norm_weight for each in linear if isinstance(each, te.LayerNormLinear)]
+    assert all(weight.sequence_parallel for weight in norms), "their gradients are summed over ranks"
+    weights = load_file(FOLDER / "llama" / "model.safetensors")
+    gathered = dict(policy.gathered_weights())
+    assert weights.keys() == gathered.keys()
+    assert all(torch.equal(weights[key], gathered[key]) for key in weights)
+    with megatron_random.get_cuda_rng_tracker().fork():
+        pass
+    policy.close()
+
+
+def answer(*callers: str) -> None:
+    """``torch.cuda.is_available()`` is true for modules whose names begin so."""
     ask = torch.cuda.is_available
-    torch.cuda.is_available = lambda: sys._getframe(1).f_globals["__name__"].startswith("transformer_engine") or ask()
+
+    def asked() -> bool:
+        return sys._getframe(1).f_globals["__name__"].startswith(callers) or ask()
+
+    torch.cuda.is_available = asked
+
+
+def main() -> None:
+    answer("transformer_engine")
     model_room.this_machine = lambda: Machine((9, 0), transformer_engine.__version__, "transformer_engine")
     launch.start()
+    if len(sys.argv) > 2:
+        answer("megatron_rl.policy.cpu")
+        sequence()
+        print("OK sequence", flush=True)
+        launch.leave(0)
     checks = {
         "names": names, "adam": adam, "ends_in_bf16": ends_in_bf16,
+        "fusions": fusions, "selective": selective,
         "bf16": lambda: layers_and_checkpoint("bf16", "llama", "precision=bf16"),
         "bf16_moments": lambda: layers_and_checkpoint("bf16_moments", "llama", "precision=bf16", MOMENTS),
         "fp8_tensorwise_moments": lambda: layers_and_checkpoint("fp8_moments", "llama", "precision=fp8_tensorwise", MOMENTS),

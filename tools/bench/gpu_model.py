@@ -96,7 +96,7 @@ def random_batch(sequences: int, length: int, vocab: int) -> SequenceBatch:
 
 def policy_gradient(view: TokenView) -> LossOutput:
     """Any loss with a gradient everywhere."""
-    return LossOutput(-(view.logprobs * torch.cos(view.index.float())).sum() / 1e4, {})
+    return LossOutput(-(view.logprobs * torch.cos(view.index.to(view.logprobs.device).float())).sum() / 1e4, {})
 
 
 def seconds(action: Callable[[], object], repeat: int, warm: int = 1) -> float:

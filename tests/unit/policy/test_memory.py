@@ -29,9 +29,9 @@ def parallel(**layout):
     return ParallelConfig(**{**compose("parallel/single"), "distributed_optimizer": False, **layout})
 
 
-def plan(layout, sizes=SIZES, arch=QWEN2_5_7B, gpu_gib=80.0, rollout=None):
+def plan(layout, sizes=SIZES, arch=QWEN2_5_7B, gpu_gib=80.0, rollout=None, fp8=None):
     rollout = RolloutConfig(**{**compose("rollout/vllm"), "stop": (), "tensor": 2, "kv_cache_gib": 3.0, **(rollout or {})})
-    precision = PrecisionConfig(**{**compose("precision/bf16"), "params": "bfloat16", "grad_reduce_in_float32": True})
+    precision = PrecisionConfig(**{**compose("precision/bf16"), "params": "bfloat16", "grad_reduce_in_float32": True, "fp8": fp8})
     return memory.plan(arch, parallel(**layout), precision, rollout, sizes, gpu_gib)
 
 
@@ -136,6 +136,63 @@ def test_an_fp8_engine_has_one_byte_for_the_matrices_of_its_layers():
     assert stage.engine_weights == matrices + 2 * (vectors + 2 * EMBEDDING + 3584)
 
 
+MATRICES = LAYER - 4608 - 2 * 3584  # of a layer: all but its bias and norms
+
+
+def fp8(**more):
+    return {**compose("precision/fp8_tensorwise")["fp8"], **more}
+
+
+def test_fp8_layers_of_the_policy_keep_two_copies_of_a_byte():
+    tp4 = {"tensor": 4}
+    assert plan(tp4, fp8=fp8())[0].fp8_copies == 2 * 28 * MATRICES // 4 == 3_262_644_224
+    assert plan(tp4)[0].fp8_copies == 0
+    assert plan(tp4, fp8=fp8(param_gather=True))[0].fp8_copies == 0, "both forms are the weight, counted as bfloat16"
+    ends = fp8(num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=1)
+    stages = plan({"tensor": 2, "pipeline": 4}, fp8=ends)
+    assert [stage.fp8_copies for stage in stages] == [layers * MATRICES for layers in (5, 7, 7, 6)]
+
+
+def test_a_sleeping_engine_locks_powers_of_two():
+    (stage,) = plan({"tensor": 4})
+    mib = 2**20
+    # Of the two ranks of the engine. Gate and up 129.5 MiB, down 64.75, queries with keys and values 15.75, output 12.25; the bias has
+    # 4.5 KiB, a norm 7. Embedding and head 519.75 MiB each.
+    layer = (256 + 128 + 16 + 16) * mib + 3 * 8192
+    assert stage.engine_backup == 28 * layer + 2 * 1024 * mib + 8192
+    assert 13.3 < stage.engine_backup / memory.GIB < 13.4 and stage.engine_weights / memory.GIB < 7.1
+    (small,) = plan({"tensor": 4}, rollout={"quantization": "fp8"})
+    # One byte for each number of a matrix: 64.75, 32.4, 7.9 and 6.1 MiB.
+    assert small.engine_backup == 28 * ((128 + 64 + 8 + 8) * mib + 3 * 8192) + 2 * 1024 * mib + 8192
+
+
+def test_all_experts_of_a_layer_are_two_tensors_of_the_engine():
+    config = Qwen3MoeConfig(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=1, vocab_size=128, num_experts=5,
+        num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True, tie_word_embeddings=True,
+    )  # fmt: skip
+    arch = architecture_from(config, "Qwen3MoeForCausalLM")
+    experts = 65536 + 32768  # gate and up 5 x 64 x 64 x 2 bytes = 40960, down 20480
+    # Queries, keys and values (64 + 2 x 32) x 64, output 64 x 64, router 5 x 64, two norms of 64, two of 16; embedding; last norm.
+    others = 16384 + 8192 + 1024 + 2 * 128 + 2 * 32
+    assert plan({}, arch=arch, rollout={"tensor": 1})[0].engine_backup == experts + others + 16384 + 128
+
+
+def test_a_checkpoint_gathers_a_distributed_optimizer():
+    one, four = plan({"distributed_optimizer": True})[0], plan({"distributed_optimizer": True, "tensor": 4})[0]
+    assert one.whole_optimizer == 12 * PARAMETERS and plan({})[0].whole_optimizer == 0
+    assert four.whole_optimizer == 12 * four.weights // 2
+    lean = config("memory.offload=[optimizer]", "rollout.sleep_level=2")
+    kept = replace(four, reference=10**9)
+    by_phase = {one.phase: one for one in memory.demands([kept], lean, replace(GPU, host_gib=30.0))}
+    assert by_phase["host copies"].need_gib == pytest.approx((10**9 + four.optimizer) / memory.GIB)
+    # The reference a second time, to be written.
+    assert by_phase["checkpoint"].need_gib == pytest.approx((2 * 10**9 + four.optimizer + four.whole_optimizer) / memory.GIB)
+    (message,) = memory.problems([kept], lean, replace(GPU, host_gib=30.0))
+    assert message.startswith("checkpoint needs 33.8 GiB") and "most of it is whole_optimizer (21.3 GiB): take optimizer out" in message
+    assert "raise parallel.tensor (now 1), or raise parallel.pipeline (now 1)" in message
+
+
 def test_a_32b_fp8_engine_on_one_gpu_is_not_refused():
     large = replace(QWEN2_5_7B, hidden_size=5120, num_heads=40, num_kv_heads=8, num_layers=64, ffn_hidden_size=27648, head_dim=128)
     run = config("memory.offload=[optimizer,gradients,weights]")
@@ -201,7 +258,7 @@ FP8_PARAMS = ("precision=fp8_tensorwise", "precision.fp8.param_gather=true")
         ),
         (
             "training", "optimizer", ["rollout.sleep_level=0"],
-            ["set rollout.sleep_level=1 (now 0), so that the engine leaves while the policy trains", "use more data-parallel ranks",
+            ["set rollout.sleep_level=2 (now 0), so that the engine leaves while the policy trains", "use more data-parallel ranks",
              "raise parallel.tensor (now 1)", "raise parallel.pipeline (now 1)"],
         ),
         (
@@ -217,7 +274,7 @@ FP8_PARAMS = ("precision=fp8_tensorwise", "precision.fp8.param_gather=true")
             ["add gradients to memory.offload (now ('optimizer',))", "lower rollout.gpu_memory_utilization (now 0.6)"],
         ),
         (
-            "host copies", "optimizer", ["memory.offload=[optimizer,gradients]"],
+            "host copies", "optimizer", ["memory.offload=[optimizer,gradients]", "rollout.sleep_level=1"],
             ["take optimizer out of memory.offload (now ('optimizer', 'gradients'))",
              "set rollout.sleep_level=2 (now 1), which drops the engine's weights"],
         ),
@@ -237,22 +294,42 @@ def test_an_engine_that_never_sleeps_stays_beside_training():
 def test_phases_follow_the_hand_over():
     lean = config("memory.offload=[optimizer,gradients,weights]", "rollout.sleep_level=1")
     found = memory.phases(lean, "cuda")
-    assert found["training"] == ("weights", "gradients", "optimizer", "activations", "logits")
+    assert found["training"] == ("weights", "gradients", "optimizer", "fp8_copies", "activations", "logits")
     assert found["weight sync"] == ("weights", "engine_weights"), "the sync reads the weights, which leave after it"
     assert found["generation"] == ("engine_weights", "kv_cache")
-    assert found["host copies"] == ("reference", "weights", "optimizer", "engine_weights")
+    assert found["host copies"] == ("reference", "weights", "optimizer", "engine_backup")
+    assert found["checkpoint"] == (*found["host copies"], "reference", "whole_optimizer")
     assert memory.phases(config("rollout.sleep_level=2"), "cuda")["host copies"] == ("reference",)
+
+
+@pytest.mark.parametrize(
+    ("offload", "held"),
+    [("[]", ("weight sync", "generation")), ("[weights]", ("weight sync",)), ("[gradients]", ()), ("[gradients,weights]", ())],
+)
+def test_fp8_copies_leave_with_the_first_part(offload, held):
+    found = memory.phases(config(f"memory.offload={offload}"), "cuda")
+    assert tuple(phase for phase in ("weight sync", "generation") if "fp8_copies" in found[phase]) == held
+
+
+def test_what_a_sleeping_engine_keeps_counts_on_the_device():
+    (stage,) = plan({"tensor": 4, "distributed_optimizer": True}, rollout={"kv_cache_gib": 50.0})
+    room = memory.Room("cuda", 80.0, 100.0)
+    beside = {one.phase: one.need_gib - memory.needed_gib(stage, one.parts) for one in memory.demands([stage], config(), room)}
+    device, host = memory.OVERHEAD_GIB["cuda"] + memory.ENGINE_KEEPS_GIB["cuda"], 0.0
+    want = {"training": device, "weight sync": device, "generation": device, "host copies": host, "checkpoint": host}
+    assert beside == pytest.approx(want)
 
 
 def test_copies_on_the_host_are_compared_with_its_memory():
     stages = plan({}, replace(SIZES, keep_reference=True))
     assert stages[0].reference == stages[0].weights
-    lean = config("memory.offload=[optimizer]")
+    lean = config("memory.offload=[optimizer]", "rollout.sleep_level=1")
     roomy = memory.Room("cuda", 1000.0, 150.0)
     assert memory.problems(stages, lean, roomy) == []
-    (message,) = memory.problems(stages, lean, replace(roomy, host_gib=50.0))
-    # The reference and the engine's sleeping weights (7.1 of its two ranks' 14.2) beside 85.1 of the optimizer.
-    assert "host copies needs 106.4 GiB" in message and "take optimizer out of memory.offload (now ('optimizer',))" in message
+    message, at_checkpoints = memory.problems(stages, lean, replace(roomy, host_gib=50.0))
+    assert at_checkpoints.startswith("checkpoint needs ")
+    # The reference (14.2) and the engine's sleeping weights (13.4 locked for 7.1 of its two ranks' 14.2) beside 85.1 of the optimizer.
+    assert "host copies needs 112.7 GiB" in message and "take optimizer out of memory.offload (now ('optimizer',))" in message
 
 
 def test_on_a_cpu_everything_is_held_at_once_and_what_is_offloaded_twice():
@@ -266,10 +343,12 @@ def test_on_a_cpu_everything_is_held_at_once_and_what_is_offloaded_twice():
 
 
 def test_the_plan_is_one_line():
-    line = memory.describe(plan({"tensor": 4, "distributed_optimizer": True}), config(), memory.Room("cuda", 79.1, 100.0))
+    stages = plan({"tensor": 4, "distributed_optimizer": True})
+    line = memory.describe(stages, config("rollout.sleep_level=1"), memory.Room("cuda", 79.1, 100.0))
     assert "\n" not in line
     assert "(pipeline stage 0): weights 3.55, gradients 7.09, optimizer 10.64, activations 2.09, logits 0.54, engine weights 7.09" in line
-    assert "training 27.91 of 79.10, weight sync 32.37 of 79.10, generation 35.37 of 79.10, host copies 7.09 of 100.00" in line
+    assert "training 28.91 of 79.10, weight sync 33.37 of 79.10, generation 36.37 of 79.10" in line
+    assert "host copies 13.38 of 100.00, checkpoint 34.66 of 100.00" in line
 
 
 def test_a_share_of_the_device_that_leaves_no_cache_is_named():

@@ -10,6 +10,7 @@ from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.policy import checkpoint_info
 from megatron_rl.policy.families import read_architecture
+from megatron_rl.rollout import requirements
 from megatron_rl.runtime import checkpoint_dir, disk
 from megatron_rl.trainer import preflight
 from megatron_rl.trainer.start import Start
@@ -60,6 +61,13 @@ def test_the_room_for_a_checkpoint_and_the_export_is_looked_at_before(
         caplog.clear()
         preflight.check_before_build(config(*bf16), Start(None, 0), keep_reference=True)
     assert caplog.text == ""
+
+
+def test_an_engine_that_cannot_be_built_is_refused(config, tmp_path, monkeypatch):
+    write_large_config(tmp_path / "model")
+    monkeypatch.setattr(requirements, "version", lambda name: "0.25.1")
+    with pytest.raises(ValueError, match=r"rollout: vllm 0\.25\.1 is installed"):
+        preflight.check_before_build(config(), Start(None, 0), keep_reference=False)
 
 
 def checkpoint(tmp_path: Path, **changes: object) -> Path:

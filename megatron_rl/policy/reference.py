@@ -1,0 +1,152 @@
+"""The starting weights: kept on the host, and lent to the parameters for the duration of a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.policy.host_memory import HostBuffer
+from megatron_rl.policy.weights import Held
+
+Name = tuple[int, str]  # number of the chunk, name of the parameter in it
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """The starting weights that belong to one of DDP's buffers, laid out like it: ``starts[i]`` is
+    where ``held[i]`` begins, in elements of ``dtype``. ``gradients``: the buffer's gradients, flat
+    and at least as many bytes."""
+
+    host: HostBuffer
+    gradients: Tensor
+    dtype: torch.dtype
+    held: tuple[Held, ...]
+    starts: tuple[int, ...]
+
+    @property
+    def device_bytes(self) -> Tensor:
+        """The first bytes under the gradients, as many as the host holds."""
+        return self.gradients.view(torch.uint8)[: self.host.num_bytes]
+
+    def views(self, flat: Tensor) -> Iterator[tuple[Held, Tensor]]:
+        """Each parameter with its part of ``flat``, the bytes of all of them."""
+        values = flat.view(self.dtype)
+        for item, start in zip(self.held, self.starts, strict=True):
+            yield item, values[start : start + item.tensor.numel()].view(item.tensor.shape)
+
+
+class Reference:
+    """The weights as they are when this is built, beside those that are trained.
+
+    In a pass the parameters point to other memory; the trained weights stay where they are and are
+    never copied. ``staged`` False (host and device are one): they point to the host's copy. True:
+    to the memory of the gradients, which hold nothing between an update and the next, and which are
+    never smaller than the weights; into it the starting weights are copied for each pass. A
+    reference pass then leaves zeros there.
+    """
+
+    def __init__(self, held: Sequence[Held], chunks: Sequence[Any], *, staged: bool) -> None:
+        self.bytes_moved = 0  # between host and device, in all passes
+        self._staged = staged
+        buffers = [
+            buffer
+            for chunk in chunks
+            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
+        ]
+        self._frozen = [_lay_out(held, buffer, pinned=staged) for buffer in buffers]
+        found = sum(len(frozen.held) for frozen in self._frozen)
+        assert found == len(held), f"{found} of {len(held)} parameters are in DDP's buffers"
+        for frozen in self._frozen:
+            self._fill(frozen)
+
+    @property
+    def names(self) -> list[Name]:
+        """Of the parameters."""
+        return [(item.chunk, item.name) for frozen in self._frozen for item in frozen.held]
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Inside, the parameters have the starting weights. Staged: what the gradients held is
+        lost."""
+        own: list[tuple[Tensor, Tensor]] = []
+        try:
+            for frozen in self._frozen:
+                for item, values in frozen.views(self._for_pass(frozen)):
+                    own.append((item.tensor, item.tensor.data))
+                    item.tensor.data = values
+            yield
+        finally:
+            for parameter, data in own:
+                parameter.data = data
+            self._clear()
+
+    def tensors(self) -> dict[Name, Tensor]:
+        """The starting weights on the CPU: staged a copy of them, else they themselves."""
+        found = {}
+        for frozen in self._frozen:
+            for item, values in frozen.views(self._on_cpu(frozen)):
+                found[item.chunk, item.name] = values
+        return found
+
+    @torch.no_grad()
+    def assign(self, tensors: Mapping[Name, Tensor]) -> None:
+        """Replaces the starting weights by ``tensors``, one for each parameter."""
+        for frozen in self._frozen:
+            flat = self._on_cpu(frozen)
+            for item, values in frozen.views(flat):
+                values.copy_(tensors[item.chunk, item.name])
+            if self._staged:
+                frozen.host.take(flat)
+
+    @torch.no_grad()
+    def _fill(self, frozen: Frozen) -> None:
+        flat = frozen.device_bytes if self._staged else frozen.host.whole
+        for item, values in frozen.views(flat):
+            values.copy_(item.tensor)
+        if self._staged:
+            frozen.host.take(flat)
+            self._wait(frozen)
+            frozen.gradients.zero_()
+
+    def _for_pass(self, frozen: Frozen) -> Tensor:
+        if not self._staged:
+            return frozen.host.whole
+        flat = frozen.device_bytes
+        frozen.host.give(flat)
+        self.bytes_moved += frozen.host.num_bytes
+        return flat
+
+    def _clear(self) -> None:
+        if self._staged:
+            for frozen in self._frozen:
+                frozen.gradients.zero_()
+
+    def _on_cpu(self, frozen: Frozen) -> Tensor:
+        if not self._staged:
+            return frozen.host.whole
+        self._wait(frozen)
+        flat = torch.empty(frozen.host.num_bytes, dtype=torch.uint8)
+        frozen.host.give(flat)
+        return flat
+
+    def _wait(self, frozen: Frozen) -> None:
+        """Until the device has done with the host's copy."""
+        if frozen.gradients.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _lay_out(held: Sequence[Held], buffer: Any, *, pinned: bool) -> Frozen:
+    places = buffer.param_index_map
+    mine = tuple(item for item in held if item.tensor in places)
+    num_bytes = buffer.grad_data.numel() * buffer.param_dtype.itemsize
+    assert num_bytes <= buffer.grad_data.nbytes, (
+        f"gradients in {buffer.grad_dtype} for weights in {buffer.param_dtype}"
+    )
+    host = HostBuffer(num_bytes, pinned=pinned)
+    starts = tuple(places[item.tensor][0] for item in mine)
+    return Frozen(host, buffer.grad_data, buffer.param_dtype, mine, starts)

@@ -1,0 +1,229 @@
+"""What this project relies on in other packages and no import or call in its text shows: attributes
+of objects whose class is not named there, words with a meaning, parameters of what another package
+calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Contract:
+    """``path`` exists. ``parameters``: its call takes them by name. ``words``: these texts stand in
+    its source."""
+
+    path: str
+    used: str  # file of this project that relies on it
+    parameters: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+
+
+BROADCAST = "vllm.distributed.device_communicators.shm_broadcast"
+SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+SCHEDULED = (
+    "forward_step_func",
+    "data_iterator",
+    "model",
+    "num_microbatches",
+    "seq_length",
+    "micro_batch_size",
+    "forward_only",
+)
+LAYER = "megatron.core.transformer.transformer_layer.TransformerLayerSubmodules"
+BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
+DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
+ENGINE = "transformer_engine.pytorch"
+
+VLLM = (
+    # What generation returns.
+    Contract("vllm.outputs.RequestOutput.outputs", "rollout/engine.py"),
+    Contract("vllm.outputs.RequestOutput.prompt_logprobs", "rollout/engine.py"),
+    Contract("vllm.outputs.RequestOutput.finished", "rollout/watch.py"),
+    Contract("vllm.logprobs.FlatLogprobs.token_ids", "rollout/engine.py"),
+    Contract("vllm.logprobs.FlatLogprobs.logprobs", "rollout/engine.py"),
+    Contract("vllm.logprobs.Logprob.logprob", "rollout/engine.py"),
+    Contract("vllm.v1.engine.llm_engine.LLMEngine.step", "rollout/watch.py"),
+    # Words in the arguments of the engine and of its commands.
+    Contract("vllm.config.parallel", "rollout/engine.py", words=("external_launcher",)),
+    Contract("vllm.config.quantization", "rollout/engine.py", words=("fp8_per_tensor",)),
+    Contract("vllm.config.model.LogprobsMode", "rollout/engine.py", words=("processed_logprobs",)),
+    Contract(
+        "vllm.config.model.ModelConfig", "rollout/engine.py", words=("vllm",)
+    ),  # generation_config
+    Contract("vllm.v1.engine.PauseMode", "weight_sync/server.py", words=("abort", "wait", "keep")),
+    Contract(
+        "vllm.envs",
+        "rollout/engine.py",
+        words=("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS"),
+    ),
+    # Its own allocator: the parts that are woken one by one, and what each allocation tells.
+    Contract("vllm.v1.worker.gpu_worker.Worker", "protocols.py", words=("weights", "kv_cache")),
+    Contract("vllm.device_allocator.cumem.AllocationData.handle", "rollout/engine.py"),
+    Contract("vllm.device_allocator.cumem.AllocationData.is_asleep", "rollout/engine.py"),
+    # The segment of the tensor-parallel group.
+    Contract(
+        BROADCAST + ".MessageQueue.buffer",
+        "rollout/engine.py",
+    ),
+    Contract(
+        BROADCAST + ".ShmRingBuffer.is_creator",
+        "rollout/engine.py",
+    ),
+    Contract(
+        BROADCAST + ".ShmRingBuffer.shared_memory",
+        "rollout/engine.py",
+    ),
+    # The worker into which the receiver of weights is mixed.
+    Contract("vllm.config.vllm.VllmConfig.model_config", "rollout/worker.py"),
+    Contract("vllm.config.vllm.VllmConfig.device_config", "rollout/worker.py"),
+    Contract("vllm.config.model.ModelConfig.dtype", "rollout/worker.py"),
+    Contract(
+        "vllm.model_executor.model_loader.reload.types.LayerReloadingInfo.load_numel",
+        "rollout/worker.py",
+    ),
+    Contract("vllm.model_executor.layers.linear.LinearBase.quant_method", "rollout/worker.py"),
+    Contract(
+        "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",
+        "rollout/worker.py",
+        words=(".cpu_linear",),
+    ),
+    Contract("vllm.config.model.ModelConfig.model", "rollout/transfer_backend.py"),
+)
+
+MEGATRON = (
+    # Its schedules and what they call.
+    Contract(
+        SCHEDULES + ".forward_backward_no_pipelining",
+        "policy/forward.py",
+        SCHEDULED,
+    ),
+    Contract(
+        SCHEDULES + ".forward_backward_pipelining_without_interleaving",
+        "policy/forward.py",
+        SCHEDULED,
+    ),
+    Contract(
+        SCHEDULES + ".forward_backward_pipelining_with_interleaving",
+        "policy/forward.py",
+        SCHEDULED,
+    ),
+    Contract(
+        "megatron.core.models.gpt.GPTModel.forward",
+        "policy/forward.py",
+        ("input_ids", "position_ids", "packed_seq_params"),
+    ),
+    Contract(
+        "megatron.core.transformer.module.Float16Module.forward",
+        "policy/forward.py",
+        ("fp32_output",),
+    ),
+    Contract(
+        "megatron.core.model_parallel_config.ModelParallelConfig.finalize_model_grads_func",
+        "policy/megatron_policy.py",
+    ),
+    Contract(
+        "megatron.core.model_parallel_config.ModelParallelConfig.no_sync_func",
+        "policy/megatron_policy.py",
+    ),
+    Contract(
+        "megatron.core.model_parallel_config.ModelParallelConfig.grad_scale_func",
+        "policy/megatron_policy.py",
+    ),
+    # Layer specifications, whose parts are replaced.
+    Contract(LAYER + ".input_layernorm", "policy/model.py"),
+    Contract(LAYER + ".pre_mlp_layernorm", "policy/model.py"),
+    Contract(LAYER + ".self_attention", "policy/model.py"),
+    Contract(
+        "megatron.core.transformer.attention.SelfAttentionSubmodules.core_attention",
+        "policy/model.py",
+    ),
+    Contract(
+        "megatron.core.transformer.attention.SelfAttentionSubmodules.q_layernorm", "policy/model.py"
+    ),
+    Contract(
+        "megatron.core.transformer.attention.SelfAttentionSubmodules.k_layernorm", "policy/model.py"
+    ),
+    # Buffers of weights and gradients.
+    Contract("megatron.core.distributed.DistributedDataParallel.buffers", "policy/optimizer.py"),
+    Contract(
+        "megatron.core.distributed.DistributedDataParallel.expert_parallel_buffers",
+        "policy/optimizer.py",
+    ),
+    Contract("megatron.core.distributed.DistributedDataParallel.ddp_config", "policy/optimizer.py"),
+    Contract(
+        "megatron.core.distributed.DistributedDataParallel.param_to_bucket_group",
+        "policy/forward.py",
+    ),
+    Contract(
+        BUFFERS + "._ParamAndGradBucketGroup.finish_param_sync",
+        "policy/forward.py",
+        ("skip_next_bucket_dispatch",),
+    ),
+    Contract(BUFFERS + "._ParamAndGradBuffer.data_parallel_group", "policy/optimizer.py"),
+    Contract(BUFFERS + "._ParamAndGradBuffer.buckets", "policy/optimizer.py"),
+    Contract(BUFFERS + "._ParamAndGradBucket.grad_data", "policy/optimizer.py"),
+    # Optimizers.
+    Contract("megatron.core.optimizer.ChainedOptimizer.chained_optimizers", "policy/optimizer.py"),
+    Contract("megatron.core.optimizer.MegatronOptimizer.get_parameters", "policy/optimizer.py"),
+    Contract(DISTRIBUTED + ".is_stub_optimizer", "policy/optimizer.py"),
+    Contract(
+        "megatron.core.optimizer.OptimizerConfig.use_precision_aware_optimizer_no_fp8_or_ds_fp8",
+        "policy/optimizer.py",
+    ),
+    Contract(
+        DISTRIBUTED + ".sharded_state_dict",
+        "policy/checkpoint.py",
+        ("is_loading", "metadata"),
+        ("distrib_optim_sharding_type",),
+    ),
+    Contract(DISTRIBUTED, "policy/checkpoint.py", words=("fully_reshardable",)),
+    Contract(DISTRIBUTED + ".model_param_group_index_map", "policy/checkpoint.py"),
+    Contract(DISTRIBUTED + "._set_main_param_and_optimizer_states", "policy/checkpoint.py"),
+    Contract(
+        "megatron.core.optimizer.ChainedOptimizer",
+        "policy/checkpoint.py",
+        words=("chained_optim_avoid_prefix",),
+    ),
+)
+
+TRANSFORMER_ENGINE = (
+    Contract(
+        ENGINE + ".module.base.TransformerEngineBaseModule._fp8_workspaces",
+        "policy/offload.py",
+    ),
+    Contract(
+        ENGINE + ".module.base",
+        "policy/precision.py",
+        words=("_high_precision_init_val",),
+    ),
+    Contract(
+        ENGINE + ".optimizers.FusedAdam.store_param_remainders",
+        "policy/optimizer.py",
+    ),
+    Contract(
+        ENGINE + ".optimizers.FusedAdam.initialize_state",
+        "policy/optimizer.py",
+        ("param", "store_param_remainders"),
+    ),
+)
+
+CONTRACTS = (*VLLM, *MEGATRON, *TRANSFORMER_ENGINE)
+
+# Classes of ours that become a base of a class of theirs.
+MIXINS = {"WeightReceiver": "vllm.v1.worker.gpu_worker.Worker"}
+# Functions that take any keyword and hand it on to the constructor of a class.
+FORWARDED = {"vllm.entrypoints.llm.LLM": "vllm.engine.arg_utils.EngineArgs"}
+# Functions of ours that take the place of theirs, and are called with their arguments.
+STAND_INS = {
+    (
+        "policy/cpu.py",
+        "_maybe_numpy",
+    ): "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
+    ("policy/cpu.py", "_cpu_rng_state"): "megatron.core.tensor_parallel.random._get_cuda_rng_state",
+    (
+        "policy/cpu.py",
+        "_set_cpu_rng_state",
+    ): "megatron.core.tensor_parallel.random._set_cuda_rng_state",
+}
+# What megatron-core names and Transformer Engine has not, in code that this project does not reach.
+NOT_REACHED = {ENGINE + ".cpp_extensions has no rmsnorm_fwd": "layers for inference alone"}

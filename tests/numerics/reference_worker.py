@@ -1,0 +1,186 @@
+"""torchrun program (2 processes): reference passes between updates leave the starting weights, the
+trained ones and the course of the training alone, whether the parameters are lent the host's memory
+or that of the gradients; and what is gathered or moved for them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import param_and_grad_buffer
+
+from megatron_rl.policy import host_memory
+from megatron_rl.policy.megatron_policy import MegatronPolicy
+from megatron_rl.policy.reference import Reference
+from tests.numerics.checkpoint_worker import SHARDED, Case, batch, build, record, shares, update
+
+OVERLAP = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
+CASES = [
+    Case("tp2", {"tensor": 2, "sequence": True}, reference=True),
+    Case("dp2_bf16", SHARDED, "bfloat16", reference=True),
+    Case("dp2_overlap", OVERLAP, "bfloat16", reference=True),
+    Case(
+        "pp2_tied_vpp", {"pipeline": 2, "virtual_pipeline": 2}, model="qwen2_tied", reference=True
+    ),
+    Case("ep2", {"expert": 2, **SHARDED}, model="qwen3_moe", reference=True),
+]
+STEPS = 3
+
+
+def ordinary_memory(num_bytes: int, pinned: bool) -> torch.Tensor:
+    """Page-locked memory needs a CUDA driver."""
+    return torch.full((num_bytes,), 170, dtype=torch.uint8)
+
+
+def make(case: Case, *, staged: bool) -> MegatronPolicy:
+    policy = build(case)
+    if staged:
+        # Pieces so small that parameters lie in several of them.
+        small = {"_allocate": ordinary_memory, "LARGEST_PIECE": 2**12, "SMALLEST_PIECE": 2**6}
+        with mock.patch.multiple(host_memory, **small):
+            policy.reference = Reference(policy.held, policy.chunks, staged=True)
+    return policy
+
+
+def scores(policy: MegatronPolicy, *, reference: bool = False) -> torch.Tensor:
+    return policy.logprobs(batch(9), shares(policy, 2), reference=reference).logprobs.clone()
+
+
+def storages(tensors: Any) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def weights(policy: MegatronPolicy) -> list[torch.Tensor]:
+    return [item.tensor.detach() for item in policy.held]
+
+
+def apart(policy: MegatronPolicy) -> None:
+    """No reference weight shares memory with a trained one; and the starting weights are what they
+    were."""
+    assert policy.reference is not None
+    assert not storages(policy.reference.tensors().values()) & storages(weights(policy))
+
+
+def run(case: Case, *, passes: bool, staged: bool = False) -> dict[str, Any]:
+    """Three updates, with or without two reference passes before each; what came of them."""
+    policy = make(case, staged=staged)
+    assert policy.reference is not None
+    start = {name: tensor.clone() for name, tensor in policy.reference.tensors().items()}
+    before = scores(policy)
+    kept, norms = [], []
+    for step in range(STEPS):
+        if passes:
+            where = storages(weights(policy))
+            trained = scores(policy)
+            kept += [scores(policy, reference=True), scores(policy, reference=True)]
+            assert torch.equal(scores(policy), trained), (
+                f"{case.name}: the trained weights changed in a reference pass"
+            )
+            assert storages(weights(policy)) == where, f"{case.name}: the parameters moved"
+            apart(policy)
+        norms.append(update(policy, step))
+    now = policy.reference.tensors()
+    assert all(torch.equal(now[name], tensor) for name, tensor in start.items()), (
+        f"{case.name}: training moved the reference"
+    )
+    assert all(torch.equal(one, before) for one in kept), (
+        f"{case.name}: a reference pass is not one of the starting weights"
+    )
+    found = {
+        "norms": norms,
+        "scores": scores(policy),
+        "moved": policy.reference.bytes_moved,
+        "state": record(policy),
+    }
+    found["bytes"] = sum(chunk_bytes(chunk, policy) for chunk in policy.chunks)
+    policy.close()
+    return found
+
+
+def chunk_bytes(chunk: Any, policy: MegatronPolicy) -> int:
+    element = policy.config.params_dtype.itemsize
+    return sum(
+        buffer.grad_data.numel() * element
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
+    )
+
+
+def same_course(case: Case) -> None:
+    want = run(case, passes=False)
+    for staged in (False, True):
+        got = run(case, passes=True, staged=staged)
+        assert got["norms"] == want["norms"], (
+            f"{case.name} staged {staged}: norms {got['norms']}, without passes {want['norms']}"
+        )
+        assert torch.equal(got["scores"], want["scores"])
+        different = [
+            i
+            for i, (a, b) in enumerate(zip(got["state"], want["state"], strict=True))
+            if not torch.equal(a, b)
+        ]
+        assert not different, f"{case.name} staged {staged}: {different} differ"
+        # Once to the device for each pass where the parameters cannot point to the host; never
+        # back.
+        assert got["moved"] == (2 * STEPS * got["bytes"] if staged else 0), (
+            f"{case.name} staged {staged}: {got['moved']} bytes"
+        )
+
+
+def gathers(policy: MegatronPolicy, action: Any) -> int:
+    """Gatherings of parameters while ``action`` runs."""
+    original = param_and_grad_buffer.dist_all_gather_func
+    counted = []
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        counted.append(args)
+        return original(*args, **kwargs)
+
+    with mock.patch.object(param_and_grad_buffer, "dist_all_gather_func", count):
+        action()
+    return len(counted)
+
+
+def gathered_once(case: Case) -> None:
+    """After an update whoever reads the weights first has them gathered, once; nobody gathers
+    again."""
+    policy = build(case)
+    buckets = sum(len(group.buckets) for chunk in policy.chunks for group in chunk.bucket_groups)
+    assert (
+        gathers(policy, lambda: update(policy, 0)) == buckets
+    )  # in the forward of the first update
+    assert gathers(policy, policy.settle) == buckets
+    again = {
+        "settle": policy.settle,
+        "reference pass": lambda: scores(policy, reference=True),
+        "pass": lambda: scores(policy),
+        "weights for the engine": lambda: list(policy.gathered_weights()),
+        "offload": lambda: (policy.offload(("optimizer", "gradients", "weights")), policy.reload()),
+    }
+    for name, action in again.items():
+        assert gathers(policy, action) == 0, f"{case.name}: {name} gathers again"
+    # The whole weights are those of the shards that the optimizer wrote.
+    whole = [tensor.clone() for tensor in weights(policy)]
+    for chunk in policy.chunks:
+        chunk.start_param_sync(force_sync=True)
+    assert all(torch.equal(a, b) for a, b in zip(whole, weights(policy), strict=True))
+    policy.close()
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    for case in CASES:
+        same_course(case)
+        if dist.get_rank() == 0:
+            print(f"OK {case.name}", flush=True)
+    gathered_once(CASES[2])
+    if dist.get_rank() == 0:
+        print("OK gathered once", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    assert len(sys.argv) == 3
+    main()

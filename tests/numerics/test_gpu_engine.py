@@ -1,0 +1,65 @@
+"""What of vLLM runs on GPUs alone, run on a CPU by the interpreter of Triton: the sampler's kernels, and the whole engine.
+
+On a CPU vLLM has another model runner and another sampler. Triton is no requirement of this package
+there; give a folder that has it: ``pip install --no-deps --target FOLDER triton==3.7.1`` (the version of
+torch 2.13.0), ``pytest -m full tests/numerics/test_gpu_engine.py --triton-path FOLDER``.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.launch import REPO, launch
+from tests.numerics.rollout_models import verdict
+
+HERE = Path(__file__).parent
+INTERPRETER = "tests.numerics.triton_interpreter"
+KERNELS = (
+    "temperature", "logprobs_of_the_sampled_token", "logprobs_of_rounded_logits", "best_of_the_noised", "temperature_zero_is_greedy",
+    "shares_of_the_samples", "truncation", "truncation_of_small_batches", "logprobs_of_prompts",
+)  # fmt: skip
+ENGINE = (
+    "is_what_gpus_run", "logprobs_are_of_the_sampled_distribution", "truncation_renormalises", "greedy",
+    "samples_depend_on_seed_prompt_and_index_only", "scores_are_those_of_generation", "the_cache_is_dropped_behind_a_step_too_many",
+    "updated_weights_are_used",
+)  # fmt: skip
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def environment(request):
+    """The variables under which a child finds Triton and interprets it."""
+    folder = request.config.getoption("--triton-path")
+    if folder is None and find_spec("triton") is None:
+        pytest.skip("needs Triton: --triton-path FOLDER, see this file")
+    path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH"), folder]))
+    return {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+
+
+@pytest.fixture(scope="module")
+def kernels(environment):
+    worker = HERE / "sampler_kernels_worker.py"
+    return launch(INTERPRETER, nproc=1, args=[worker], timeout=600, env=environment).stdout
+
+
+@pytest.fixture(scope="module")
+def engine(environment, tmp_path_factory):
+    worker = HERE / "gpu_engine_worker.py"
+    variables = {**environment, "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    folder = tmp_path_factory.mktemp("gpu_engine")
+    return launch(INTERPRETER, nproc=1, args=[worker, folder], timeout=800, env=variables).stdout
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_of_the_sampler(kernels, name):
+    assert not verdict(kernels, name), verdict(kernels, name)
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_engine_with_the_runner_of_gpus(engine, name):
+    assert not verdict(engine, name), verdict(engine, name)

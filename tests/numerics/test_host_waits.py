@@ -1,0 +1,156 @@
+"""A step of training waits for the device a fixed number of times, whatever the layers and micro-batches (real megatron-core on a
+device that is played on the CPU)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.launch import launch
+from tests.numerics.simulated_device import SimulatedDevice
+
+WORKER = Path(__file__).parent / "host_waits_worker.py"
+LAYERS, MICROBATCHES = (2, 4), (2, 4)
+# Logprobs and entropies of all tokens, read once when the pass is over.
+SCORES = {"objective.py:on_cpu: cpu": 2}
+# Once an update: losses and metrics of all micro-batches, and the gradient norm (the sum that
+# megatron makes on the host is only for layers without fused kernels).
+UPDATE = {
+    "forward.py:_numbers: tolist": 1,
+    "utils.py:local_multi_tensor_l2_norm: tensor": 1,
+    "clip_grads.py:get_grad_norm_fp32: _local_scalar_dense": 1,
+}
+BUDGET = {"logprobs": SCORES, "update": SCORES | UPDATE}
+ROTARY = "rope_utils.py:_apply_rotary_pos_emb_thd"
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("waits")
+    launch(WORKER, nproc=1, args=[folder, folder / "figures.json"], timeout=250)
+    return json.loads((folder / "figures.json").read_text())
+
+
+@pytest.mark.parametrize("action", list(BUDGET))
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("number", MICROBATCHES)
+def test_with_the_fused_rotary_embedding_nothing_grows(figures, action, layers, number):
+    """Also nothing that only a GPU refuses: a tensor of the host among those of the device."""
+    found = figures[f"{layers} fused"][f"{action} {number}"]
+    assert found["waits"] == BUDGET[action]
+    assert found["vendor"] == {}
+
+
+@pytest.mark.parametrize("action", list(BUDGET))
+@pytest.mark.parametrize("number", MICROBATCHES)
+def test_without_it_only_the_rotary_embedding_grows(figures, action, number):
+    """Twice a layer (query and key) and micro-batch it reads the boundaries, and asks for the last."""
+    for layers in LAYERS:
+        found = figures[f"{layers} plain"][f"{action} {number}"]
+        assert found["waits"] == BUDGET[action]
+        assert set(found["vendor"]) == {f"{ROTARY}: tolist", f"{ROTARY}: _local_scalar_dense"}
+        assert found["vendor"][f"{ROTARY}: tolist"] == 2 * layers * number
+        assert found["vendor"][f"{ROTARY}: _local_scalar_dense"] >= 2 * layers * number
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_the_stand_in_for_the_fused_kernel_computes_the_same(figures, layers):
+    fused, plain = (torch.tensor(figures[f"{layers} {kind}"]["first"]) for kind in ("fused", "plain"))
+    torch.testing.assert_close(fused, plain, rtol=0, atol=1e-5)
+
+
+def test_copies_to_the_device_are_queued(figures):
+    """Of a micro-batch: what the model is given, and four vectors of its tokens; what belongs to responses goes once an update."""
+    for layers in LAYERS:
+        two, four = (figures[f"{layers} fused"][f"update {number}"]["queued"] for number in MICROBATCHES)
+        assert {place: four[place] - two[place] for place in two} == {
+            "packing.py:pack": 2 * 5,
+            "objective.py:tokens": 2 * 4,
+            "objective.py:<dictcomp>": 0,
+            "forward.py:everywhere": 0,
+            "attention.py:group": 2 * 2,  # not with Transformer Engine
+        }
+
+
+def _scalar(there, here):
+    return float(there.sum())
+
+
+def _truth(there, here):
+    return bool((there > 0).all())
+
+
+def _list(there, here):
+    return there.tolist()
+
+
+def _mask(there, here):
+    return there[there > 0]
+
+
+def _mask_write(there, here):
+    there[there > 0] = 1.0
+
+
+def _places(there, here):
+    return torch.nonzero(there)
+
+
+def _host_index(there, here):
+    return there[here.long()]
+
+
+def _sum_with_host(there, here):
+    return there + here
+
+
+def _to_host(there, here):
+    return there.cpu()
+
+
+def _to_host_by_name(there, here):
+    return there.to("cpu")
+
+
+def _to_device(there, here):
+    return here.to(torch.device("cpu"))
+
+
+def _made_there(there, here):
+    return torch.tensor([1.0], device=torch.device("cpu"))
+
+
+def _written_there(there, here):
+    return there.copy_(here)
+
+
+def _unknown_size(there, here):
+    return torch.repeat_interleave(there, there.long())
+
+
+def _in_backward(there, here):
+    return there.clone().requires_grad_().pow(2).sum().backward()
+
+
+CASES = {
+    _scalar: 1, _truth: 1, _list: 1, _mask: 1, _mask_write: 1, _places: 1, _host_index: 1, _sum_with_host: 1, _to_host: 1,
+    _to_host_by_name: 1, _to_device: 1, _made_there: 1, _written_there: 1, _unknown_size: 1, _in_backward: 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("action", CASES, ids=lambda action: action.__name__)
+def test_the_device_that_is_played_notices(action):
+    device = SimulatedDevice(())
+    there, here = torch.ones(3), torch.ones(3)
+    device.put(there)
+    with device.watched():
+        action(there, here)
+        assert sum(device.waits.values()) == CASES[action], device.waits
+        device.clear()
+        if action not in (_to_device, _made_there):
+            action(here.clone(), here.clone())
+    assert not device.waits, "on the host nothing is waited for"

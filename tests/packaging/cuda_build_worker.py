@@ -1,0 +1,192 @@
+"""Run by an interpreter that has the GPU stack, on a machine without GPU and driver. Arguments: a
+folder, and ``module:name`` for everything that is to be imported.
+
+Then the policy at the sizes of a 7B model, with two layers, on tensors of device "cuda" that have a
+shape, a format and a device but no data: torch itself refuses operations, shapes and formats that
+its CUDA build does not have. The layers are megatron-core's own with this project's attention,
+for the kernels of Transformer Engine look at the data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.common.embeddings import rope_utils
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rl.config.load import compose, validate
+from megatron_rl.config.machine import Machine
+from megatron_rl.config.schema import Config
+from megatron_rl.policy import megatron_policy, weights
+from megatron_rl.policy import model as model_room
+from megatron_rl.policy.megatron_policy import MegatronPolicy
+from megatron_rl.policy.packing import Microbatch, pack
+from megatron_rl.types import SequenceBatch
+
+FOLDER = Path(sys.argv[1])
+LAYERS = 2
+QWEN_7B = dict(
+    architectures=["Qwen2ForCausalLM"],
+    model_type="qwen2",
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    vocab_size=152064,
+    max_position_embeddings=32768,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    tie_word_embeddings=False,
+    hidden_act="silu",
+    attention_dropout=0.0,
+)
+# What a driver would answer.
+ANSWERS: dict[str, Any] = {
+    "is_available": lambda: True,
+    "current_device": lambda: 0,
+    "get_device_capability": lambda device=None: (9, 0),
+    "synchronize": lambda device=None: None,
+    "_lazy_init": lambda: None,
+}
+PROMPTS, RESPONSES = (300, 100), (724, 156)
+
+
+class Counting(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def imports(names: list[str]) -> None:
+    assert torch.version.cuda is not None, "this needs a CUDA build of torch"
+    assert not torch.cuda.is_available(), "this is for a machine without GPU"
+    for name in names:
+        module, _, wanted = name.partition(":")
+        getattr(importlib.import_module(module), wanted)
+        print(f"OK import {name}", flush=True)
+
+
+def rotated(values: Tensor, cu_seqlens: Tensor, freqs: Tensor, **_: Any) -> Tensor:
+    """Stands in for the kernel that applies rotary angles: shape and format of its result. The
+    plain way reads the boundaries on the host, which tensors without data do not allow."""
+    return values * freqs[: values.shape[0]].cos().to(values.dtype)
+
+
+def build(fake: FakeTensorMode, tensor: int) -> MegatronPolicy:
+    (FOLDER / "config.json").write_text(json.dumps(QWEN_7B))
+    machine = Machine((9, 0), None, "transformer_engine")
+    model_room.this_machine = megatron_policy.this_machine = lambda: machine
+    weights.Checkpoint.__init__ = lambda self, path: None
+    weights.Checkpoint.check = lambda self, arch: None
+    weights.load = lambda *_, **__: None
+    paths = [f"model.path={FOLDER}", "data.train=-", "data.eval=-"]
+    layout = [f"parallel.tensor={tensor}", f"parallel.sequence={tensor > 1}".lower()]
+    run = validate(Config, compose("config", [*paths, *layout, "precision=bf16"]), "test")
+    with fake:
+        policy = MegatronPolicy(
+            run.model,
+            run.parallel,
+            run.precision,
+            run.optim,
+            temperature=1.0,
+            keep_reference=False,
+            total_optimizer_steps=10,
+            max_sequence_tokens=2048,
+        )
+    policy.config.apply_rope_fusion = True
+    rope_utils.fused_apply_rotary_pos_emb_thd = rotated
+    return policy
+
+
+def moved(thing: Any, fake: FakeTensorMode) -> Any:
+    """The same with tensors of device "cuda" that have no data."""
+    if isinstance(thing, Tensor):
+        return fake.from_tensor(thing).to("cuda")
+    if isinstance(thing, list | tuple):
+        return type(thing)(moved(each, fake) for each in thing)
+    if dataclasses.is_dataclass(thing):
+        made = object.__new__(type(thing))
+        for name, value in vars(thing).items():
+            object.__setattr__(made, name, moved(value, fake))
+        return made
+    return thing
+
+
+def microbatch(policy: MegatronPolicy) -> Microbatch:
+    """Packed on the CPU, where lengths can be read; attention's groups are made there too."""
+    prompts, responses = torch.tensor(PROMPTS), torch.tensor(RESPONSES)
+    total = int((prompts + responses).sum())
+    batch = SequenceBatch(torch.zeros(total, dtype=torch.long), prompts, responses)
+    packed = pack(batch, [0, 1], policy._multiples, 0, 1, torch.device("cpu"))
+    assert packed.packing.groups
+    return packed
+
+
+def forward_and_backward(tensor: int) -> Counter[str]:
+    """One micro-batch through layers, head and logprobs and back; the operations that it took."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tensor)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    policy = build(fake, tensor)
+    parameters = [each for module in policy.modules for each in module.parameters()]
+    assert all(each.is_cuda and each.dtype == torch.bfloat16 for each in parameters)
+    found: list[Tensor] = []
+
+    def consume(_: Microbatch, logprobs: Tensor, __: Any) -> tuple[Tensor, Any]:
+        found.append(logprobs)
+        return -logprobs.sum(), None
+
+    packed = microbatch(policy)
+    with fake, Counting() as counting:
+        for chunk in policy.chunks:
+            chunk.zero_grad_buffer()
+        batch = moved(packed, fake)
+        policy._passes.run([batch], consume, backward=True, entropy="none")
+    (logprobs,) = found
+    assert logprobs.is_cuda and logprobs.dtype == torch.float32
+    assert logprobs.shape == (sum(RESPONSES),)
+    assert all(each.main_grad.is_cuda for each in parameters)
+    return counting.counts
+
+
+def tensors(tensor: int) -> None:
+    counts = forward_and_backward(tensor)
+    # The head's gradient is added up in float32 from operands in bfloat16.
+    assert counts["aten.addmm.dtype_out"] > 0, counts
+    assert counts["aten.mm.dtype_out"] > 0, counts
+    # Nothing is fetched to the host.
+    assert counts["aten._local_scalar_dense.default"] == 0, counts
+    print(f"OK tensors {tensor}", flush=True)
+
+
+def main() -> None:
+    imports(sys.argv[2:])
+    for name, answer in ANSWERS.items():
+        setattr(torch.cuda, name, answer)
+    for tensor in (1, 4):
+        if os.fork() == 0:  # a process group and megatron's state for each layout
+            tensors(tensor)
+            os._exit(0)
+        os.wait()
+
+
+if __name__ == "__main__":
+    main()
