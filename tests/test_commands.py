@@ -187,6 +187,7 @@ LONG = {
 
 EIGHT = "--standalone --nproc-per-node 8"
 GPU_ALL = "a GPU; with tiny models on a CPU: tests/unit/test_gpu_all.py"
+GPU_PROGRAMS = ("probe", "waits", "policy", "logprob", "refit", "steps")
 TRL = "an environment with TRL from the network; the other side of the benchmark runs above"
 NEMO = "an environment with NeMo from the network; tests/numerics/test_nemo_toolkit.py with --nemo-python"
 NOT_RUN = {
@@ -206,7 +207,7 @@ NOT_RUN = {
     f"{BENCH}/gpu_all.py --folder /tmp/megatron_rl_bench": GPU_ALL,
     f"{BENCH}/gpu_all.py --folder DIR": GPU_ALL,
     f"{BENCH}/gpu_all.py --folder DIR --dry-run": "runs all of the next ones: tests/unit/test_gpu_all.py",
-    **{f"{BENCH}/gpu_{name}.py --folder DIR": GPU_ALL for name in ("probe", "waits", "logprob", "policy", "refit", "steps")},
+    **{f"{BENCH}/gpu_{name}.py --folder DIR": GPU_ALL for name in GPU_PROGRAMS},
     "bash tools/setup_cuda_no_driver.sh DIR": "gigabytes of wheels, and a compiler at work for an hour",
     f"{BENCH}/gpu_tests.py --folder DIR tests/gpu/test_engine.py": GPU_ALL,
     f"torchrun {EIGHT} tools/bench/gpu_refit.py --folder DIR --override parallel=tp4 --override rollout.tensor=2": GPU_ALL,
