@@ -60,7 +60,9 @@ def value(name: str, rank: int) -> float:
     return float({"one": 2 + rank, "two": 20 - rank, "three": 200 - rank}[name])
 
 
-def write_all(order: tuple[str, ...], wait_before: str | None) -> Callable[..., None]:
+def write_all(
+    order: tuple[str, ...], wait_before: str | None, group: dist.ProcessGroup
+) -> Callable[..., None]:
     """A transfer with the boxes of ``order``. Rank 1 waits for rank 0 before layer ``wait_before``;
     rank 0 sends when its own boxes are written."""
     rank = dist.get_rank()
@@ -68,16 +70,16 @@ def write_all(order: tuple[str, ...], wait_before: str | None) -> Callable[..., 
     def transfer(parameter: Callable[[str], Tensor], written: Callable[[str], None]) -> None:
         for name in order:
             if rank == 1 and name == wait_before:
-                dist.recv(torch.zeros(1), src=0)
+                dist.recv(torch.zeros(1), src=0, group=group)
             parameter(f"{name}.weight").fill_(value(name, rank))
             written(f"{name}.weight")
         if rank == 0 and wait_before is not None:
-            dist.send(torch.zeros(1), dst=1)
+            dist.send(torch.zeros(1), dst=1, group=group)
 
     return transfer
 
 
-def check(name: str, wait_before: str | None) -> None:
+def check(name: str, wait_before: str | None, group: dist.ProcessGroup) -> None:
     rank = dist.get_rank()
     model = make_model()
     kernel_tensors = {key: tensor.data_ptr() for key, tensor in model.named_parameters()}
@@ -85,12 +87,12 @@ def check(name: str, wait_before: str | None) -> None:
         quant_config=object(),
         parallel_config=SimpleNamespace(world_size_across_dp=2),
         device_config=SimpleNamespace(device=torch.device("cpu")),
-        model_config=None,
+        model_config=SimpleNamespace(dtype=torch.float32),
     )
     # What weight_boxes finds out from a loader: all parameters, written whole.
     receiver = BoxReceiver(model, config)
     receiver.keys = {f"{layer}.weight" for layer in LAYERS}
-    receiver.receive(write_all(LAYERS if rank == 0 else LAYERS[::-1], wait_before))
+    receiver.receive(write_all(LAYERS if rank == 0 else LAYERS[::-1], wait_before, group))
     for layer in LAYERS:
         scale = max(value(layer, 0), value(layer, 1))
         module = model.get_submodule(layer)
@@ -102,8 +104,11 @@ def check(name: str, wait_before: str | None) -> None:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=10))
-    quant_utils.get_tp_group = lambda: SimpleNamespace(device_group=dist.group.WORLD)
-    check("opposite orders", None)
-    check("a message between layers", "two")
+    dist.init_process_group("gloo")
+    # Only what happens between the layers is limited: importing vLLM takes one rank longer than another.
+    among_workers = dist.new_group(timeout=datetime.timedelta(seconds=20))
+    dist.barrier()
+    quant_utils.get_tp_group = lambda: SimpleNamespace(device_group=among_workers)
+    check("opposite orders", None, among_workers)
+    check("a message between layers", "two", among_workers)
     dist.destroy_process_group()

@@ -15,7 +15,7 @@ WORKER = Path(__file__).with_name("processing_worker.py")
 
 def test_shards_agree_on_the_scale_of_each_layer():
     """Processed on arrival, layer one of rank 0 would meet layer three of rank 1, or wait for ever."""
-    output = launch(WORKER, 2, timeout=120).stdout
+    output = launch(WORKER, 2, timeout=280).stdout
     for case in ("opposite orders", "a message between layers"):
         for rank in range(2):
             assert f"{case} passed on {rank}" in output, output
