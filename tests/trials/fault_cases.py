@@ -295,7 +295,9 @@ def signals() -> list[Case]:
         fault(
             "b07b", "USR1 of torchrun's group", signalled("step", to_group(signal.SIGUSR1)), Dies(codes=(-10, 1), consequences=()), Ends()
         ),
-        fault("b08", "rank 1 stands still for 45 s", stopped_for_a_while, Ends((r"wait[^\n]*rank|rank[^\n]*wait",)), limit_s=240),
+        fault("b08", "rank 1 stands still for 45 s", stopped_for_a_while, Ends((r"wait[^\n]*rank|rank[^\n]*wait",)), limit_s=240).arguing(
+            "a rank that is only slow cannot be told from one that stands still without a heartbeat; the run waits, and goes on unharmed"
+        ),
         fault("b09", "workers of the verifier are killed", workers_killed, Ends(("server of the verifiers ended",)), limit_s=200),
         fault("b17", "SIGKILL of torchrun alone", signalled("step", to_torchrun(kill)), Dies(codes=(-9,), consequences=())),
         fault("b17b", "SIGKILL of torchrun in the build", signalled("build", to_torchrun(kill)), Dies(codes=(-9,), consequences=())),
