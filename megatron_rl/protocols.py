@@ -1,14 +1,16 @@
-"""The four roles of the trainer. Real parts implement them; so do the fakes of unit tests.
+"""The roles of a training run. Real parts implement them; so do the fakes of unit tests.
 
-All ranks call every method in the same order (single program, many processes); a method that talks to other ranks says
-"collective". No implementation may consume the global random state of torch, numpy or random.
+All ranks call every method in the same order (single program, many processes); a method that talks
+to other ranks says "collective". No implementation may consume the global random state of torch,
+numpy or random.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -19,69 +21,97 @@ from megatron_rl.types import (
     Sampling,
     Score,
     SequenceBatch,
+    Shard,
     SyncReport,
     TokenLoss,
     TokenScores,
     UpdateResult,
-)  # fmt: skip
+)
 
 Entropy = Literal["none", "value", "grad"]
 ENGINE_PARTS = ("weights", "kv_cache")
+Experience = TypeVar("Experience", covariant=True)
+
+
+class RolloutSource(Protocol[Experience]):
+    """Where scored responses come from, and where new weights go.
+
+    Who may call what, when. All ranks call all methods, from one thread, in one order::
+
+        [restore]  publish  (generation | training | next training publish)*
+
+    - ``generation`` and ``next`` want the policy's weights published: a ``publish`` stands between
+      them and the last update. What they sample carries the version of its weights.
+    - The policy is read and changed inside ``training`` only, and there the engines are left alone.
+      Between ``training`` and the end of ``publish`` nobody but the source touches it.
+    - No two of ``next``, ``training``, ``generation`` and ``publish`` are nested. ``state`` and
+      ``restore`` may be called whenever none of ``next`` and ``publish`` is at work.
+    - Engines may sample at any other time, also while the policy trains, as long as they do so with
+      weights that were published: the policy's own tensors are out of their reach.
+
+    After an exception out of any method the policy is whole again; an engine whose weights are not
+    a published version generates nothing until the next ``publish``.
+    """
+
+    def next(self, step: int) -> Experience:
+        """Collective. The responses to train on in ``step``, rewarded, equal on every rank."""
+
+    def training(self) -> AbstractContextManager[None]:
+        """Inside, the policy has all of its state on the device: for passes, updates, checkpoints
+        and exports."""
+
+    def generation(self) -> AbstractContextManager[None]:
+        """Inside, the engine may be asked directly, as evaluation does."""
+
+    def publish(self, version: int) -> SyncReport:
+        """Collective. The engines have the policy's weights, as number ``version``, when it
+        returns.
+
+        Raises:
+            NonFiniteError: the weights are not finite; the engines keep what they have.
+            WeightSyncError: on every rank: what the engines hold is not what the policy has.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the position in the prompts, equal on all ranks."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from ``state``. Raises ValueError when it belongs to other prompts."""
 
 
 class Policy(Protocol):
-    """The trained model and its frozen reference."""
+    """The trained model and its frozen reference.
 
-    data_parallel_rank: int
-    data_parallel_size: int
-    one_format: bool  # update and logprobs compute in the same number format
-    shares_prompts: bool  # computes a prompt once for neighbouring rows of a micro-batch with the same ``prompt_ids``
-    microbatch_multiple: int  # the number of micro-batches of a step must be a multiple of this (interleaved pipelines)
+    How it works through a batch is its own affair, fixed when it is built: micro-batches, shared
+    prompts, temperature, entropies.
+    """
 
-    def logprobs(
-        self,
-        batch: SequenceBatch,
-        microbatches: Sequence[Sequence[int]],
-        *,
-        reference: bool = False,
-        entropy: bool = False,
-        temperature: float | None = None,
-    ) -> TokenScores:
-        """Collective, no gradient. ``microbatches``: rows of ``batch`` for THIS data-parallel rank; together the ranks name
-        every wanted row once. All ranks pass the same number of micro-batches; one may be empty. The result holds the
-        rows of all ranks. ``temperature``: divides the logits; None: that of the policy."""
+    def score(self, batch: SequenceBatch, *, reference: bool = False) -> TokenScores:
+        """Collective, no gradient: logprobs (and entropies, where built with them and not of the
+        reference) of all response tokens of ``batch``."""
 
     def update(
         self,
         batch: SequenceBatch,
-        microbatches: Sequence[Sequence[int]],
+        rows: Sequence[int],
         loss: TokenLoss,
         *,
-        entropy: Entropy = "none",
-        scores: bool = False,
+        with_scores: bool = False,
     ) -> UpdateResult:
-        """Collective: forward, backward, one optimizer step and one step of the learning-rate schedule. ``entropy`` "grad": give
-        the loss a differentiable ``TokenView.entropy`` (else None). ``scores``: return what ``logprobs`` would have returned before
-        the step, with entropies unless ``entropy`` is "none"."""
-
-    gathered_bytes_sent: int  # bytes that this rank has sent to others in ``gathered_weights``, since it was built
-
-    def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Collective: (HF name, whole tensor) on every rank, in one fixed order, padding removed."""
+        """Collective: forward and backward of ``rows``, one optimizer step and one step of the
+        learning-rate schedule. ``with_scores``: return what ``score`` would have returned for these
+        rows before the step; the other rows hold 0."""
 
     def check_weights(self, step: int) -> None:
-        """Collective: raises NonFiniteError on every rank when weights, as they are after ``step``, hold NaN or infinity."""
+        """Collective: raises NonFiniteError on every rank when weights, as they are after ``step``,
+        hold NaN or infinity."""
 
-    def offload(self, parts: Sequence[str]) -> None:
-        """Move parts of this rank's state ("weights", "gradients", "optimizer") out of device memory. Gradients are dropped. Until
-        ``reload``, what needs an absent part raises RuntimeError."""
-
-    def reload(self) -> None:
-        """Bring every part back, bit for bit. Does nothing when all are there."""
-
-    def save(self, path: Path, extra: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> None:
-        """Collective: weights, reference weights when kept, optimizer, schedule and ``extra`` (tensors, plain values and containers of
-        them; equal on all ranks); ``about`` (JSON) can be read without loading: it is part of the manifest's info."""
+    def save(
+        self, path: Path, extra: Mapping[str, Any], about: Mapping[str, Any] | None = None
+    ) -> None:
+        """Collective: weights, reference weights when kept, optimizer, schedule and ``extra``
+        (tensors, plain values and containers of them; equal on all ranks). ``about`` (JSON) becomes
+        part of the manifest's info, which can be read without loading."""
 
     def load(self, path: Path) -> Mapping[str, Any]:
         """Collective: the inverse of save; returns ``extra``."""
@@ -90,8 +120,82 @@ class Policy(Protocol):
         """Collective: a HF directory (config, safetensors, tokenizer files)."""
 
 
+class Offloadable(Protocol):
+    """What can leave the device memory for a while."""
+
+    def offload(self, parts: Sequence[str]) -> None:
+        """Moves parts of this rank's state ("weights", "gradients", "optimizer") out of device
+        memory. Gradients are dropped. Until ``reload``, what needs an absent part raises
+        RuntimeError."""
+
+    def reload(self) -> None:
+        """Brings every part back, bit for bit. Does nothing when all are there."""
+
+
+class WholeWeightSource(Protocol):
+    """Weights as whole HF tensors, one at a time."""
+
+    # Bytes that this rank has sent to others in ``gathered_weights``, since it was built.
+    gathered_bytes_sent: int
+
+    def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective: (HF name, whole tensor) on every rank, in one fixed order, padding
+        removed."""
+
+
+class WholeWeightSink(Protocol):
+    """Takes whole HF tensors and cuts out what it wants."""
+
+    def load_weights(
+        self,
+        weights: Iterator[tuple[str, Tensor]],
+        version: int,
+        confirm: Callable[[], None] | None = None,
+    ) -> None:
+        """See ``RolloutEngine``."""
+
+
+class WeightSource(Protocol):
+    """The training side of one process in a weight sync: shards of HF tensors."""
+
+    def weight_boxes(self) -> Sequence[Shard]:
+        """What this process holds."""
+
+    def wait_for_param_gather(self) -> None:
+        """Collective over the training side: finishes what still changes the weights. Called once
+        before each sync."""
+
+    def weight(self, key: str) -> Tensor:
+        """The local parameter that the shards call ``key``, as it is now."""
+
+
+Parameters = Callable[[str], Tensor]
+Transfer = Callable[[Parameters, Callable[[str], None]], None]
+
+
+class WeightSink(Protocol):
+    """The rollout side of one process in a weight sync: shards of HF tensors."""
+
+    replica: int
+
+    def weight_boxes(self) -> Sequence[Shard]:
+        """What this process wants; together the processes of one replica want every element of
+        every tensor."""
+
+    def update_weights(self, transfer: Transfer, version: int) -> None:
+        """Collective. Opens the parameters for writing, calls ``transfer(parameter, written)``
+        once, finishes the update, drops caches computed with the old weights and stamps
+        ``version``.
+
+        ``parameter(key)`` gives the tensor that a shard is to be written to; ``written(key)`` tells
+        that the last shard of it is in place. Any exception out of ``transfer`` leaves the engine
+        unusable, and it says so.
+        """
+
+
 class RolloutEngine(Protocol):
-    """The sampler. ``num_replicas`` engines work side by side; ranks of one replica pass the same requests."""
+    """The sampler. ``num_replicas`` engines work side by side; ranks of one replica pass the same
+    requests."""
 
     replica: int
     num_replicas: int
@@ -107,19 +211,26 @@ class RolloutEngine(Protocol):
         replica. ``progress`` is called as they get done, where the engine can tell."""
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Logprob at temperature 1, not truncated, of every token but the first of each sequence, on every rank of the replica. Leaves
-        no trace in what is generated later."""
+        """Logprob at temperature 1, not truncated, of every token but the first of each sequence,
+        on every rank of the replica. Leaves no trace in what is generated later."""
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int, confirm: Callable[[], None] | None = None) -> None:
-        """Replace all weights by HF-named whole tensors; drop caches computed with the old ones. ``confirm`` is called before the
-        weights count as ``version``. An exception in the middle, also of ``confirm``, leaves the engine unusable and it says so."""
+    def load_weights(
+        self,
+        weights: Iterator[tuple[str, Tensor]],
+        version: int,
+        confirm: Callable[[], None] | None = None,
+    ) -> None:
+        """Replace all weights by HF-named whole tensors; drop caches computed with the old ones.
+        ``confirm`` is called before the weights count as ``version``. An exception in the middle,
+        also of ``confirm``, leaves the engine unusable and it says so.
+        """
 
     def sleep(self) -> None:
         """Free what training needs (a no-op where the build cannot)."""
 
     def wake(self, parts: Sequence[str] = ENGINE_PARTS) -> None:
-        """Undo sleep for some of ENGINE_PARTS; parts that are awake stay so. Weights that were lost have version -1 until the next
-        load; generation needs both parts."""
+        """Undo sleep for some of ENGINE_PARTS; parts that are awake stay so. Weights that were lost
+        have version -1, from ``sleep`` to the next load; generation needs both parts."""
 
     def memory_bytes(self) -> int:
         """Device memory that the engine holds now; 0 where it cannot say."""
@@ -128,11 +239,14 @@ class RolloutEngine(Protocol):
 class Reward(Protocol):
     """Text in, verdict out; deterministic."""
 
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str], truncated: Sequence[bool]) -> list[Score]: ...
+    def score(
+        self, prompts: Sequence[Prompt], responses: Sequence[str], truncated: Sequence[bool]
+    ) -> list[Score]: ...
 
 
 class WeightSync(Protocol):
     """Moves the policy's weights into the engine."""
 
     def sync(self, version: int) -> SyncReport:
-        """Collective. Raises WeightSyncError (naming tensors) when what arrived differs from what was sent."""
+        """Collective. Raises WeightSyncError (naming tensors) when what arrived differs from what
+        was sent."""

@@ -1,4 +1,4 @@
-"""A look at what a model answers, without training.
+"""Prints a model's answers, without training.
 
     python -m megatron_rl.sample runs/quickstart_cpu
     python -m megatron_rl.sample MODEL --prompt "State the final answer: 3 + 4 ="
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.plugins import load_plugins
-from megatron_rl.runtime.failure import leave
+from megatron_rl.runtime.failure import exit_process
 from megatron_rl.runtime.process import reported
 
 
@@ -32,35 +32,41 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings, e.g. rollout.dtype=float32"
     )
-    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
+    parser.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="may be repeated"
+    )
     parser.add_argument("--num-prompts", type=int, default=4, help="of data.eval (default 4)")
     parser.add_argument("--responses", type=int, default=1, help="per prompt (default 1)")
     parser.add_argument("--temperature", type=float, help="default: that of the evaluation")
     parser.add_argument("--max-tokens", type=int, help="default: rollout.max_response_tokens")
-    plugin = "your own code, imported first; see examples/plugins"
     parser.add_argument(
-        "--plugin", action="append", default=[], metavar="MODULE_OR_FILE", help=plugin
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="MODULE_OR_FILE",
+        help="your own code, imported first; see examples/plugins",
     )
     return parser.parse_intermixed_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Ends the process: 0 when the answers are on the screen, 1 on any error."""
+    """Ends the process: 0 when the answers were printed, 1 on any error."""
     with reported():
         run(arguments(argv))
-    leave(0)
+    exit_process(0)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Collective: builds the engine, asks, prints."""
-    from megatron_rl.runtime.launch import set_up_messages, start
+    """Collective: builds the engine, generates answers, prints them."""
+    # Deferred: importing torch takes seconds, which --help does not need.
+    from megatron_rl.runtime.launch import configure_logging, start
 
     world = start()
-    set_up_messages(world.rank)
+    configure_logging(world.rank)
     load_plugins(options.plugin)
     from megatron_rl.trainer.sample import Question, answers, find_source
 
-    found = find_source(options.source, options.overrides, world.size)
+    source = find_source(options.source, options.overrides, world.size)
     question = Question(
         texts=tuple(options.prompt),
         num_prompts=options.num_prompts,
@@ -69,9 +75,9 @@ def run(options: argparse.Namespace) -> None:
         max_tokens=options.max_tokens,
     )
     with tempfile.TemporaryDirectory(prefix="megatron_rl_sample_") as scratch:
-        shown = answers(found, question, world, Path(scratch))
+        text = answers(source, question, world, Path(scratch))
     if world.is_main:
-        print(shown, flush=True)
+        print(text, flush=True)
 
 
 if __name__ == "__main__":

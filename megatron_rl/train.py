@@ -7,43 +7,48 @@ import sys
 from collections.abc import Sequence
 
 from megatron_rl.config.checks import check
-from megatron_rl.config.command_line import arguments, show
+from megatron_rl.config.command_line import answer, arguments
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.plugins import load_plugins
-from megatron_rl.runtime.failure import leave
-from megatron_rl.runtime.process import reported
+from megatron_rl.runtime.failure import exit_process
+from megatron_rl.runtime.process import launched, reported
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Ends the process: 0 when the run finished or was saved on request, 1 on any error."""
     with reported():
-        options = arguments(argv)
-        if options.cfg:
-            sys.exit(show(options))
+        rank, local_size = launched()
+        options = arguments(argv, local_size)
+        answered = answer(options, rank)
+        if answered is not None:
+            sys.exit(answered)
         run(options)
-    leave(0)
+    exit_process(0)
 
 
 def run(options: argparse.Namespace) -> None:
     """Collective: reads and checks what the user gave, builds the parts, trains."""
-    from megatron_rl.runtime.launch import set_up_messages, start  # torch only once there is something to run
+    # Deferred: importing torch takes seconds, which --info and --completion do not need.
+    from megatron_rl.runtime.launch import configure_logging, start
 
     world = start()
-    set_up_messages(world.rank)
+    configure_logging(world.rank)
     load_plugins(options.plugin)
-    config = validate(Config, compose("config", options.overrides, options.config_dir), "the configuration")
+    values = compose(options.config_name, options.overrides, options.config_dir)
+    config = validate(Config, values, "the configuration")
+    # Deferred until the configuration is valid: the policy's libraries take seconds more.
     from megatron_rl.policy.families import FAMILIES
-    from megatron_rl.policy.machine import this_machine
+    from megatron_rl.policy.hardware import this_machine
 
     check(config, world.size, this_machine(), FAMILIES)
     from megatron_rl.trainer.start import finished_already
 
     if finished_already(config, world):
         return
+    from megatron_rl.planning.at_start import check_memory
     from megatron_rl.runtime.display import Display
     from megatron_rl.trainer.build import build_trainer
-    from megatron_rl.trainer.memory_plan import check_memory
 
     check_memory(config, world)
     build_trainer(config, world, Display(shown=world.is_main)).run()

@@ -1,8 +1,9 @@
 """Data contracts of the training step, each with a worked example.
 
-Two layouts recur everywhere. *Responses*: N rows in canonical (prompt, rollout) order, the same on every rank. *Response
-tokens*: the T tokens of all N responses, concatenated in that order; every per-token vector (old, sampler and reference
-logprobs, entropy, loss mask) has this layout, so a token is named by one integer in [0, T).
+Two layouts recur everywhere. *Responses*: N rows in canonical (prompt, rollout) order, the same on
+every rank. *Response tokens*: the T tokens of all N responses, concatenated in that order; every
+per-token vector (old, sampler and reference logprobs, entropy, loss mask) has this layout, so a
+token is named by one integer in [0, T).
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Prompt:
-    """One task, tokenised with the chat template.
+    """One task, tokenized with the chat template.
 
-    Example: ``Prompt(uid="train:7", token_ids=(1, 17, 12, 5), answer="12", data_source="chain_sum")``.
+    Example: ``Prompt("train:7", token_ids=(1, 17, 12, 5), answer="12", data_source="chain_sum")``.
     """
 
     uid: str
@@ -30,16 +31,18 @@ class Prompt:
     answer: str
     data_source: str
     extra: Mapping[str, Any] = field(default_factory=dict)
-    text: str = ""  # as rendered by the chat template; for people, nothing is computed from it
+    text: str = ""  # as the chat template rendered it; for display only
     multimodal: Any = None  # opaque to everything between the loader and the engine
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the engine samples. Logprobs returned are those of the distribution really sampled from (after temperature and
-    truncation).
+    """How the engine samples.
 
-    Example: ``Sampling(num_responses=8, max_response_tokens=64, temperature=1.0, top_p=1.0, seed=3)``.
+    Logprobs are those of the distribution sampled from, after temperature and truncation. With a
+    seed, response j to a prompt depends on (seed, uid of the prompt, j) only.
+
+    Example: ``Sampling(num_responses=8, max_response_tokens=64, temperature=1.0, seed=3)``.
     """
 
     num_responses: int
@@ -47,7 +50,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
-    seed: int | None = None  # request i, sample j draws from a stream that depends on (seed, uid of its prompt, j) only
+    seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
 
@@ -56,8 +59,10 @@ class Sampling:
 class Completion:
     """One sampled response. ``token_ids`` ends with the stop token when there is one.
 
-    Any sequences are taken; they are kept as arrays of 32-bit numbers, so that a token is 8 bytes and no Python object.
-    Example: ``Completion(token_ids=(9, 2), sampler_logprobs=(-0.1, -0.7), truncated=False, weight_version=4)``.
+    Any sequences are taken; they are kept as arrays of 32-bit numbers, so that a token takes 8
+    bytes and no Python object.
+
+    Example: ``Completion((9, 2), (-0.1, -0.7), truncated=False, weight_version=4)``.
     """
 
     token_ids: Sequence[int]  # array("i")
@@ -71,7 +76,7 @@ class Completion:
 
 
 def _packed(typecode: str, values: Sequence[Any]) -> array:
-    """``values`` themselves when they are such an array."""
+    """An array of this type; ``values`` themselves when they are one."""
     if isinstance(values, array) and values.typecode == typecode:
         return values
     return array(typecode, values)
@@ -79,7 +84,9 @@ def _packed(typecode: str, values: Sequence[Any]) -> array:
 
 @dataclass(frozen=True)
 class Score:
-    """Verdict on one response: total reward, whether the *accuracy* reward is 1, and the parts before weighting.
+    """Verdict on one response.
+
+    The total reward, whether the *accuracy* reward is 1, and the parts before weighting.
 
     Example: ``Score(reward=1.5, correct=True, parts={"accuracy": 1.0, "format": 1.0})``.
     """
@@ -93,17 +100,22 @@ class Score:
 class SequenceBatch:
     """N prompt+response sequences, ragged and flat.
 
-    Example, two sequences "p p r" and "p r r": ``token_ids=[5,6,7, 5,8,9]``, ``prompt_lengths=[2,1]``,
-    ``response_lengths=[1,2]``; then T = 3 and ``response_ids == [0,1,1]``.
+    Example, two sequences "p p r" and "p r r"::
 
-    ``prompt_ids``: rows with the same number have the same prompt tokens, so that a forward pass may compute them once for
-    neighbouring rows; None: nothing is known. Example: two responses to one prompt and one to another are ``[0, 0, 1]``.
+        token_ids = [5, 6, 7, 5, 8, 9]
+        prompt_lengths = [2, 1]
+        response_lengths = [1, 2]    # T = 3
+        response_index = [0, 1, 1]
+
+    ``prompt_index``: rows with the same number have the same prompt tokens, so that a forward pass
+    may compute them once for neighboring rows; None: nothing is known. Example: two responses to
+    one prompt and one to another are ``[0, 0, 1]``.
     """
 
     token_ids: Int[Tensor, " all_tokens"]
     prompt_lengths: Int[Tensor, " responses"]
     response_lengths: Int[Tensor, " responses"]
-    prompt_ids: Int[Tensor, " responses"] | None = None
+    prompt_index: Int[Tensor, " responses"] | None = None
 
     @property
     def num_responses(self) -> int:
@@ -121,23 +133,26 @@ class SequenceBatch:
 
     @property
     def response_offsets(self) -> Int[Tensor, " responses_plus_1"]:
-        """Response tokens of row i are ``[response_offsets[i], response_offsets[i + 1])`` of the token layout."""
+        """Row i is ``[response_offsets[i], response_offsets[i + 1])`` of the token layout."""
         return torch.nn.functional.pad(self.response_lengths.cumsum(0), (1, 0))
 
     @property
-    def response_ids(self) -> Int[Tensor, " tokens"]:
+    def response_index(self) -> Int[Tensor, " tokens"]:
         """Row of each response token."""
         return torch.repeat_interleave(torch.arange(self.num_responses), self.response_lengths)
 
 
 @dataclass(frozen=True)
 class TokenView:
-    """What the policy hands to the loss for one micro-batch on one rank (t response tokens of that rank).
+    """The t response tokens of one micro-batch on one rank, as the policy gives them to the loss.
 
     ``index`` names the tokens in the response-token layout; it is on the host, wherever the others
     are. Under context parallelism a rank sees a part of a response; ``sequence_sum`` is then the
     differentiable all-reduce over the context-parallel ranks, else the identity.
-    Example: ``TokenView(index=tensor([4, 5]), logprobs=tensor([-0.2, -1.1]), entropy=None, sequence_sum=lambda x: x)``.
+
+    Example, tokens 4 and 5::
+
+        TokenView(tensor([4, 5]), tensor([-0.2, -1.1]), entropy=None, sequence_sum=lambda x: x)
     """
 
     index: Int[Tensor, " t"]
@@ -148,10 +163,12 @@ class TokenView:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """A contribution: the sum over micro-batches and data x context parallel ranks is the minibatch value. The same holds
-    for every metric but those whose key ends in ``_max``, which are reduced by maximum.
+    """What one micro-batch contributes to the loss of its minibatch.
 
-    Example: ``LossOutput(loss=tensor(0.03), metrics={"loss/policy": tensor(0.03), "ratio_max": tensor(1.2)})``.
+    The sum over micro-batches and data x context parallel ranks is the minibatch value. The same
+    holds for every metric but those whose key ends in ``_max``, which are reduced by maximum.
+
+    Example: ``LossOutput(tensor(0.03), {"loss/kl": tensor(0.01), "ratio_max": tensor(1.2)})``.
     """
 
     loss: Float[Tensor, ""]
@@ -176,16 +193,22 @@ class TokenScores:
 
 
 def largest(values: Sequence[float]) -> float:
-    """The maximum; NaN where one of them is (``max`` alone may pass over it). Example: ``largest([1.0, nan, 2.0])`` is NaN."""
+    """The maximum; NaN where one of them is, which ``max`` alone may pass over.
+
+    Example: ``largest([1.0, nan, 2.0])`` is NaN.
+    """
     return math.nan if any(math.isnan(value) for value in values) else max(values)
 
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """Outcome of one optimizer step, equal on every rank. ``skipped`` is True when a loss or gradient norm that is not finite
-    made the optimizer leave the weights alone. ``scores``, when asked for: of the step's own forward, with the weights before the step.
+    """Outcome of one optimizer step, equal on every rank.
 
-    Example: ``UpdateResult(loss=0.03, grad_norm=0.71, learning_rate=1e-6, skipped=False, metrics={"clip/up": 0.01})``.
+    ``skipped``: a loss or gradient norm was not finite, and the optimizer left the weights alone.
+    ``scores``, when asked for: of the step's own forward, with the weights before the step.
+
+    Example: ``UpdateResult(loss=0.03, grad_norm=0.71, learning_rate=1e-6, skipped=False,
+    metrics={"policy/ratio_max": 1.2})``.
     """
 
     loss: float
@@ -198,9 +221,11 @@ class UpdateResult:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One weight sync, as this rank saw it.
+    """One weight sync, as this rank saw it. ``measured``: further metrics, by name, of what has
+    happened around syncs since the one before (memory by phase, seconds).
 
-    Example: ``SyncReport(version=3, num_tensors=27, bytes_sent=0, bytes_total=1204224, seconds=0.011)``.
+    Example: ``SyncReport(version=3, num_tensors=27, bytes_sent=0, bytes_total=1204224,
+    seconds=0.011)``.
     """
 
     version: int
@@ -208,26 +233,44 @@ class SyncReport:
     bytes_sent: int
     bytes_total: int
     seconds: float
-    canary_logprob_diff: float | None = None  # mean |engine - policy| in nats; None where they were not compared
-    canary_logprob_diff_max: float | None = None  # of the token where it is largest
+    # Mean |engine - policy| in nats, and of the token where it is largest; None: not compared.
+    logprob_check_diff: float | None = None
+    logprob_check_diff_max: float | None = None
+    measured: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Box:
-    """A hyper-rectangle of a HF-named tensor, and the strided view of a local parameter that holds it (training side) or is to
-    receive it (rollout side). Element ``start + i`` of the tensor is element ``offset + sum(i * stride)`` of the parameter,
-    counted from the parameter's own first element in its storage.
+class Shard:
+    """A hyper-rectangle of a HF-named tensor, and where a local parameter holds it.
 
-    Example, the key rows of one query group in a fused parameter of hidden size 4, two heads of dimension 2 before it:
-    ``Box("model.layers.0.self_attn.k_proj.weight", full=(4, 4), dtype="bfloat16", start=(2, 0), shape=(2, 4),
-    key="decoder.layers.0.self_attention.linear_qkv.weight", offset=16, stride=(4, 1))``.
+    The place is a strided view: element ``start + i`` of the tensor is element
+    ``offset + sum(i * stride)`` of the parameter, counted from the parameter's own first element in
+    its storage. On the training side it holds the values, on the rollout side it receives them.
+
+    Example, the key rows of one query group in a fused parameter of hidden size 4, two heads of
+    dimension 2 before it: ``Shard("model.layers.0.self_attn.k_proj.weight", full=(4, 4),
+    start=(2, 0), shape=(2, 4), offset=16, stride=(4, 1),
+    key="0:decoder.layers.0.self_attention.linear_qkv.weight", dtype="bfloat16")``.
     """
 
-    tensor: str
+    name: str
     full: tuple[int, ...]  # shape of the whole HF tensor, padding removed
-    dtype: str  # "bfloat16", "float32", ...: the name of the torch dtype
     start: tuple[int, ...]
     shape: tuple[int, ...]
-    key: str  # name of the local parameter, chosen by its owner
     offset: int
     stride: tuple[int, ...]
+    key: str = ""  # of the local parameter, given by its owner; "" where no owner speaks
+    dtype: str = ""  # "bfloat16", "float32", ...: the torch dtype of that parameter
+
+
+@dataclass(frozen=True)
+class TransferOptions:
+    """How a planned weight sync moves its bytes; both ends use the same.
+
+    Example: ``TransferOptions(bucket_mib=64, rounds_in_flight=2, verify=True, timeout_s=300.0)``.
+    """
+
+    bucket_mib: int = 64  # most bytes that a process sends, and receives, in one round
+    rounds_in_flight: int = 2  # rounds that may hold buffers at once
+    verify: bool = True  # compare checksums of every bucket as sent and as arrived, at every sync
+    timeout_s: float = 300.0  # of a connection, and of one command to a server

@@ -1,4 +1,5 @@
-"""Session set-up: thread and compiler settings before torch is imported, and run-time checks of annotated signatures."""
+"""Session set-up: thread and compiler settings before torch is imported, and run-time checks of
+annotated signatures."""
 
 import os
 import sys
@@ -6,31 +7,48 @@ import sys
 import pytest
 from jaxtyping import install_import_hook
 
-# One thread per process: two spinning OpenMP threads on a shared core are up to thirty times slower. No compiler: its first call
-# costs seconds and needs g++. Child processes inherit both.
+# One thread per process: two spinning OpenMP threads on a shared core are up to thirty times
+# slower. No compiler: its first call costs seconds and needs g++. Child processes inherit both.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
-# Modules whose annotations (shape, dtype, type) are executed at every call and every dataclass construction.
+# Modules whose annotations (shape, dtype, type) are executed at every call and every dataclass
+# construction.
 TYPED_MODULES = (
     "megatron_rl.types",
     "megatron_rl.loss",
     "megatron_rl.data",
     "megatron_rl.rewards",
-    "megatron_rl.evaluation",
+    "megatron_rl.reporting",
 )
-assert not [name for name in sys.modules if name.startswith(TYPED_MODULES)], "imported before their annotations could be checked"
+assert not [name for name in sys.modules if name.startswith(TYPED_MODULES)], (
+    "imported before their annotations could be checked"
+)
 install_import_hook(TYPED_MODULES, "beartype.beartype")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--nemo-python", metavar="PYTHON", help="Python of an environment with the extra `nemo`, for tests that run NeMo")
-    parser.addoption("--triton-path", metavar="FOLDER", help="where Triton is installed, for tests that interpret its kernels")
-    parser.addoption("--te-python", metavar="PYTHON", help="Python of an environment with Transformer Engine; no GPU is needed")
+    parser.addoption(
+        "--nemo-python",
+        metavar="PYTHON",
+        help="Python of an environment with the extra `nemo`, for tests that run NeMo",
+    )
+    parser.addoption(
+        "--triton-path",
+        metavar="FOLDER",
+        help="where Triton is installed, for tests that interpret its kernels",
+    )
+    parser.addoption(
+        "--te-python",
+        metavar="PYTHON",
+        help="Python of an environment with Transformer Engine; no GPU is needed",
+    )
     cuda = "Python of an environment with the CUDA build of torch 2.13.0; no GPU is needed"
     parser.addoption("--cuda-python", metavar="PYTHON", help=cuda)
-    wheels = "folder with wheels of the extra `gpu` (vllm-0.32.0-*.whl), as pip download leaves them"
+    wheels = (
+        "folder with wheels of the extra `gpu` (vllm-0.32.0-*.whl), as pip download leaves them"
+    )
     parser.addoption("--cuda-wheels", metavar="FOLDER", help=wheels)
     image = "build Dockerfile.ngc on a stand-in for its base: root, buildah, debootstrap, some GB"
     parser.addoption("--build-image", action="store_true", help=image)
@@ -46,3 +64,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_unconfigure() -> None:
+    """The process that tests/ranks.py forks its ranks from ends with the session."""
+    from tests import ranks
+
+    ranks.close()

@@ -1,4 +1,5 @@
-"""The commands that the documents print: code blocks of Markdown, docstrings of programs, heads of shell scripts."""
+"""The commands that the documents print: code blocks of Markdown, docstrings of programs, heads of
+shell scripts."""
 
 from __future__ import annotations
 
@@ -13,32 +14,56 @@ from tests.test_size import REPO
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SETTING = r"(?:[A-Z][A-Z0-9_]*=\S+ +)*"
 # What a line of a docstring, or of a block without a language, must begin with to be a command.
-PROGRAM = re.compile(rf"{SETTING}(python[\d.]*|torchrun|bash|pytest|pip|sbatch|vllm|\S+/(python|pip|pytest)) ")
+PROGRAM = re.compile(
+    rf"{SETTING}(python[\d.]*|torchrun|bash|pytest|pip|sbatch|vllm|\S+/(python|pip|pytest)) "
+)
 
 
 @dataclass(frozen=True)
 class Command:
-    """``text`` as printed, on one line, without comments and without the optional parts ``[--like THIS]`` of a usage line."""
+    """``text`` as printed, on one line, without comments and without the optional parts ``[--like
+    THIS]`` of a usage line."""
 
     where: str
     text: str
 
 
 def commands() -> list[Command]:
-    """Every command of README, the pages of examples and benchmarks, the programs and the scripts, in the order of the text."""
+    """Every command of README, the pages for contributors, of examples and benchmarks, the programs
+    and the scripts, in the order of the text."""
     found = []
-    pages = [REPO / "README.md", *sorted((REPO / "examples").glob("**/README.md")), REPO / "tools/bench/README.md"]
-    pages += [page for page in sorted((REPO / "examples").glob("plugins/*.md")) if page not in pages]
+    pages = [
+        REPO / "README.md",
+        REPO / "conf/README.md",
+        *sorted((REPO / "examples").glob("**/README.md")),
+        REPO / "tools/bench/README.md",
+        REPO / "tools/bench/LOG.md",
+        *sorted((REPO / ".github").glob("**/*.md")),
+    ]
+    pages += [
+        page for page in sorted((REPO / "examples").glob("plugins/*.md")) if page not in pages
+    ]
     for page in pages:
-        found += [Command(name(page), text) for text in of_markdown(page.read_text(encoding="utf-8"))]
+        found += [
+            Command(name(page), text) for text in of_markdown(page.read_text(encoding="utf-8"))
+        ]
     programs = [REPO / "megatron_rl" / f"{entry}.py" for entry in ("train", "sweep", "sample")]
     programs += [REPO / "examples/vllm_server/push.py"]
-    programs += [*sorted((REPO / "tools").glob("*.py")), *sorted((REPO / "tools/bench").glob("*.py"))]
+    programs += [
+        *sorted((REPO / "tools").glob("*.py")),
+        *sorted((REPO / "tools/bench").glob("*.py")),
+    ]
     for program in programs:
-        found += [Command(name(program), text) for text in of_docstring(program.read_text(encoding="utf-8"))]
+        found += [
+            Command(name(program), text)
+            for text in of_docstring(program.read_text(encoding="utf-8"))
+        ]
     for pattern in ("examples/**/*.sh", "examples/**/*.sbatch", "tools/**/*.sh"):
         for script in sorted(REPO.glob(pattern)):
-            found += [Command(name(script), text) for text in of_script(script.read_text(encoding="utf-8"))]
+            found += [
+                Command(name(script), text)
+                for text in of_script(script.read_text(encoding="utf-8"))
+            ]
     return found
 
 
@@ -47,7 +72,8 @@ def name(path: Path) -> str:
 
 
 def of_markdown(text: str) -> list[str]:
-    """Every line of a bash block, and the lines of blocks without a language that begin with a program."""
+    """Every line of a bash block, and the lines of blocks without a language that begin with a
+    program."""
     found = []
     for match in FENCE.finditer(text):
         language, block = match[1], match[2]
@@ -61,7 +87,11 @@ def of_markdown(text: str) -> list[str]:
 
 def of_docstring(source: str) -> list[str]:
     """The lines of a module's docstring that begin with a program."""
-    return [usage(line) for line in joined(ast.get_docstring(ast.parse(source)) or "") if PROGRAM.match(line.strip())]
+    return [
+        usage(line)
+        for line in joined(ast.get_docstring(ast.parse(source)) or "")
+        if PROGRAM.match(line.strip())
+    ]
 
 
 def of_script(source: str) -> list[str]:
@@ -75,7 +105,8 @@ def of_script(source: str) -> list[str]:
 
 
 def usage(line: str) -> str:
-    """A line of a docstring as a command: what follows two spaces explains it, what stands in brackets may be left out."""
+    """A line of a docstring as a command: what follows two spaces explains it, what stands in
+    brackets may be left out."""
     command = re.split(r"\s{2,}", without_comment(line))[0]
     return re.sub(r"\s*\[[^\]\[]*\]|\s+\.\.\.$", "", command)
 

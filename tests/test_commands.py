@@ -1,5 +1,7 @@
-"""The commands of the documents run as they are printed: placeholders become small real files, small sizes are appended.
-A command that is neither run here nor listed in ``NOT_RUN`` with the reason fails, and so does an entry that no document prints.
+"""The commands of the documents run as they are printed: placeholders become small real files,
+small sizes are appended.
+A command that is neither run here nor listed in ``NOT_RUN`` with the reason fails, and so does an
+entry that no document prints.
 """
 
 from __future__ import annotations
@@ -12,216 +14,30 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.command_table import (
+    BESIDE_EACH_OTHER,
+    LONG,
+    MAKER,
+    NOT_RUN,
+    PUSH,
+    QUICK,
+    RENAMING,
+    SERVER,
+    SUBSTITUTIONS,
+    Run,
+)
 from tests.documents import Command, commands, of_docstring, of_markdown
 from tests.e2e.toy import LETTERS, write_model
 from tests.launch import end, run
 from tests.numerics.server import free_port, shared_memory, wait_for, with_entry_point
 from tests.test_size import REPO
 from tools.convert_checkpoint import to_megatron
-
-MAKER = "torchrun --standalone --nproc-per-node 2 tools/make_toy_model.py --out DIR"
-SWEEP = (
-    "python -m megatron_rl.sweep --out runs/ablation --nproc 2 experiment=quickstart_cpu model.path=TOY method=grpo,dapo,a_grae seed=1,2"
-)
-OWN_MODEL = (
-    "torchrun --nproc-per-node 8 -m megatron_rl.train model.path=/models/Qwen2.5-7B data.train=train.parquet data.eval=eval.jsonl "
-    "parallel.tensor=4 rollout.tensor=2 method=dr_grpo"
-)
-RUN_SH = "bash examples/quickstart_cpu/run.sh"
-SBATCH = "examples/slurm/train.sbatch"
-CONVERT = "python tools/convert_checkpoint.py"
-BENCH = "python tools/bench"
-# Seconds of training instead of minutes. An overlong penalty and resampling need a model that can do something: left as they are.
-SHORT = (
-    "trainer.num_steps=1 batch.prompts_per_step=8 batch.prompts_per_minibatch=8 evaluation.num_prompts=8 logging.tensorboard=false"
-)
-ON_CPU = (
-    "precision=fp32 rollout=vllm_cpu rollout.tensor=2 rollout.kv_cache_gib=0.03125 model.make_vocab_divisible_by=4 "
-    "data.drop_eval_overlap=false reward.verifier=exact trainer.num_steps=1 batch.prompts_per_step=8 batch.prompts_per_minibatch=8 "
-    "batch.responses_per_prompt=4 batch.tokens_per_microbatch=256 rollout.max_prompt_tokens=8 rollout.max_response_tokens=2"
-)
-PLUGIN = f"{RUN_SH} --plugin examples/plugins"
-RENAMING = (
-    "mkdir -p runs/renamed",
-    "cp .work/toy_model-*/* runs/renamed",
-    """sed -i 's/"Qwen3ForCausalLM"/"RenamedQwen3ForCausalLM"/' runs/renamed/config.json""",
-)
-TINY_MODEL = "--layers 2 --hidden 128 --ffn 192 --heads 4 --kv-heads 2 --vocab 256"
-
-
-@dataclass(frozen=True)
-class Run:
-    """How a command is run: ``more`` is appended, ``instead`` replaces text before the common substitutions do, ``before`` are commands
-    that it needs."""
-
-    more: str = ""
-    instead: dict[str, str] = field(default_factory=dict)
-    shows: str = ""
-    code: int = 0
-    limit_s: int = 280
-    before: tuple[tuple[str, Run], ...] = ()
-
-
-# What a document calls by a name, and the small real thing that the test makes of it.
-SUBSTITUTIONS = {
-    "TOY": "{place}/toy",
-    "M": "{place}/toy",
-    "MODEL": "{place}/letters",
-    "NEW_WEIGHTS": "{place}/letters",
-    "HF_DIRECTORY": "{place}/letters",
-    "/models/Qwen2.5-7B": "{place}/letters",
-    "train.parquet": "{place}/train.parquet",
-    "eval.jsonl": "{place}/eval.jsonl",
-    "train.jsonl": "{place}/images.jsonl",
-    "ENCODER": "{place}/encoder",
-    "IMAGE...": "{place}/image.png",
-    "CHECKPOINT": "{new}/checkpoint",
-    "FOLDER": "{new}/folder",
-    "DIR": "{new}/folder",
-    "UNTRAINED": "{new}/untrained",
-    "WHEELS": "{place}/wheels",
-    "wheels": "{place}/wheels",
-    "PARTS": "{new}/parts",
-    "parts": "{new}/parts",
-}
-
-BUNDLE = ((RUN_SH, Run(f"{SHORT} nonfinite.bundle_step=1 run_dir=runs/bundle")),)
-
-# Seconds each, without the engines.
-QUICK = {
-    f"{CONVERT} to-megatron HF_DIRECTORY CHECKPOINT": Run(shows="checkpoint: digest [0-9a-f]{32}"),
-    f"{CONVERT} to-hf CHECKPOINT HF_DIRECTORY": Run(
-        instead={"CHECKPOINT HF_DIRECTORY": "{place}/checkpoint {new}/hf"}, shows="hf: digest [0-9a-f]{32}"
-    ),
-    "python tools/plan_memory.py --world-size 8 --gpu-gib 80 experiment=qwen2_5_7b_8gpu model.path=/models/Qwen2.5-7B": Run(
-        instead={"/models/Qwen2.5-7B": "{place}/qwen"}, shows="training GiB"
-    ),
-    "python tools/plan_sync.py --model 72b --train tp=8,pp=4,dp=2 --rollout tp=8,dp=8": Run(shows="lower bound"),
-    "python tools/method_cards.py --check": Run(shows="up to date"),
-    f"{BENCH}/pack_wheels.py pack WHEELS PARTS": Run(shows=""),
-    f"{BENCH}/pack_wheels.py pack wheels parts --part-mib 60": Run(shows=""),
-    f"sbatch --nodes 4 {SBATCH} run_dir=/shared/runs/a experiment=qwen2_5_7b_8gpu model.path=/shared/models/Qwen2.5-7B": Run(
-        instead={f"sbatch --nodes 4 {SBATCH}": f"bash {SBATCH} --dry-run --nproc 8"},
-        shows=r"torch\.distributed\.run .* megatron_rl\.train run_dir=/shared/runs/a",
-    ),
-    f"sbatch {SBATCH} run_dir=DIR key=value": Run(
-        instead={f"sbatch {SBATCH}": f"bash {SBATCH} --dry-run --nproc 8"}, shows="key=value resume=auto"
-    ),
-}  # fmt: skip
-
-# With the engines, or more than a few seconds.
-LONG = {
-    f"{CONVERT} to-nemo HF_DIRECTORY CHECKPOINT": Run(shows="checkpoint: digest [0-9a-f]{32}"),
-    "python tools/plan_sync.py --model qwen3-235b-a22b --train tp=4,pp=8,dp=4,ep=8 --rollout tp=8,dp=16 --json": Run(shows='"lower_bound'),
-    MAKER: Run("--steps 150", {"DIR": "{new}/model"}, shows="held-out greedy accuracy"),
-    "python tools/make_toy_model.py --out DIR": Run("--steps 2", shows="held-out greedy accuracy"),
-    "python tools/make_toy_model.py --out UNTRAINED --steps 1": Run(shows="held-out greedy accuracy"),
-    RUN_SH: Run(SHORT, shows="finished"),  # or "already finished": some of these commands differ in their sizes only
-    f"{RUN_SH} run_dir=runs/mine method=dapo trainer.num_steps=20 seed=2": Run(SHORT, shows="finished"),
-    f"{RUN_SH} run_dir=runs/mine seed=2 method=dapo": Run(SHORT, shows="finished"),
-    f"{RUN_SH} run_dir=runs/mine seed=2 trainer.num_steps=4 method=dapo": Run(SHORT, shows="finished"),
-    f"{PLUGIN}/clipped_advantage.py method=clipped_grpo trainer.num_steps=5 run_dir=runs/clipped": Run(SHORT, shows="finished: "),
-    f"{PLUGIN}/clipped_advantage.py method=dapo 'method.estimator={{name: clipped_zscore, limit: 1.0}}' trainer.num_steps=5 "
-    "run_dir=runs/clipped_dapo": Run(SHORT, shows="finished: "),
-    f"{PLUGIN}/one_sided.py 'method.policy_loss={{name: one_sided, most: 1.1}}' trainer.num_steps=5 run_dir=runs/one_sided": Run(
-        SHORT, shows="finished: "
-    ),
-    f"{PLUGIN}/drop_easy.py rollout_hooks.drop_easy.above=0.75 trainer.num_steps=5 run_dir=runs/drop_easy": Run(SHORT, shows="finished: "),
-    f"{PLUGIN}/brevity.py method.shaping.brevity.strength=1.0 trainer.num_steps=5 run_dir=runs/brevity": Run(SHORT, shows="finished: "),
-    f"{PLUGIN}/any_case.py reward.verifier=any_case trainer.num_steps=5 run_dir=runs/any_case": Run(SHORT, shows="finished: "),
-    f"{RUN_SH} reward.function=examples/plugins/letters_in_place.py:score trainer.num_steps=5 run_dir=runs/letters": Run(
-        SHORT, shows="finished: "
-    ),
-    f"{PLUGIN}/renamed_qwen3.py model.path=runs/renamed trainer.num_steps=5 run_dir=runs/renamed_run": Run(
-        SHORT, shows="finished: ", before=tuple((text, Run()) for text in RENAMING)
-    ),
-    "python -m megatron_rl.sample runs/quickstart_cpu": Run(shows="of 4 answers are correct", before=((RUN_SH, Run(SHORT)),)),
-    "python -m megatron_rl.sample runs/mine/checkpoints/step_000100 --num-prompts 8 --responses 2": Run(
-        instead={"mine/checkpoints/step_000100": "quickstart_cpu/checkpoints/step_000001"},
-        shows="of 16 answers are correct",
-        before=((RUN_SH, Run(SHORT)),),
-    ),
-    'python -m megatron_rl.sample MODEL --prompt "State the final answer: 3 + 4 ="': Run(
-        instead={"MODEL": "{place}/toy"}, shows="(?m)^answer: ", before=((RUN_SH, Run(SHORT)),)
-    ),
-    "torchrun --nproc-per-node N tools/replay_step.py BUNDLE": Run(
-        instead={" N ": " 2 ", "BUNDLE": "runs/bundle/nonfinite/step_000001"}, shows="gradient norm", before=BUNDLE
-    ),
-    "python tools/replay_step.py BUNDLE": Run(
-        instead={"BUNDLE": "runs/bundle/nonfinite/step_000001"}, shows="gradient norm", before=BUNDLE
-    ),
-    "torchrun --nproc-per-node N -m megatron_rl.train experiment=NAME key=value": Run(
-        f"model.path=TOY run_dir=DIR {SHORT}", {" N ": " 2 ", "NAME": "quickstart_cpu", "key=value": ""}, shows="finished: "
-    ),
-    OWN_MODEL: Run(
-        ON_CPU, {"--nproc-per-node 8": "--nproc-per-node 2", "parallel.tensor=4": "parallel.tensor=2"}, shows="finished: "
-    ),
-    SWEEP: Run(SHORT, shows=r"method=a_grae +2 ", limit_s=580),
-    "python tools/visual_entropy.py ENCODER --cache scores.parquet IMAGE...": Run(shows="1 computed, 0 in the cache"),
-    "python tools/visual_entropy.py ENCODER --cache scores.parquet --data train.jsonl --images-column images --out scored.jsonl": Run(
-        shows="in the cache"
-    ),
-    f"{BENCH}/logprob.py": Run("--tokens 256 --vocab 8000 --hidden 64 --repeats 2", shows=r"load average .*\n(.*\n)*.*\| seconds_train"),
-    f"{BENCH}/loss.py --responses 1000000 --tokens 8000000": Run(
-        "--responses 800 --tokens 8000 --padded-responses 80 --methods grpo --repeats 2", shows=r"load average .*\n(.*\n)*\| padded_loss"
-    ),
-    f"{BENCH}/packing.py": Run("--seeds 1", shows="load average"),
-    f"{BENCH}/convert.py FOLDER": Run("--layers 1 --max-file-mb 100 --repeats 1", shows="load average"),
-    "torchrun --standalone --nproc-per-node 4 tools/bench/sync.py --train tp=2,pp=2 --rollout tp=1,dp=4 --hidden 1024 --layers 8": Run(
-        "--hidden 256 --layers 4 --repetitions 2", shows='"machine": ".*load average'
-    ),
-    "torchrun --standalone --nproc-per-node 2 tools/bench/sync_engines.py --folder DIR --override parallel=tp2": Run(
-        f"{TINY_MODEL} --repetitions 2", shows=r"load average .*\n(.*\n)*.*plan, digests"
-    ),
-    f"{BENCH}/end_to_end.py --model TOY --trl-python trl_env/bin/python --steps 25": Run(
-        "--steps 3 --warmup 1 --turns 1", {"--trl-python trl_env/bin/python": ""}, shows="load average"
-    ),
-}  # fmt: skip
-
-EIGHT = "--standalone --nproc-per-node 8"
-GPU_ALL = "a GPU; with tiny models on a CPU: tests/unit/test_gpu_all.py"
-GPU_PROGRAMS = ("probe", "waits", "policy", "logprob", "refit", "steps")
-TRL = "an environment with TRL from the network; the other side of the benchmark runs above"
-NEMO = "an environment with NeMo from the network; tests/numerics/test_nemo_toolkit.py with --nemo-python"
-NOT_RUN = {
-    "bash tools/setup_cpu.sh test && .venv/bin/pytest": "all tests, from nothing: .ci/run",
-    "bash tools/setup_cpu.sh": "the network, minutes: .ci/run",
-    "python tools/mutate_loss.py": "minutes: tests/unit/loss/test_mutations.py",
-    "python tools/mutate_loss.py --sample 20 --seed 1": "a minute: tests/unit/loss/test_mutations.py",
-    "python tools/method_cards.py": "writes into the repository; what it writes: --check above",
-    "python3.11 -m venv NEMO && NEMO/bin/pip install torch==2.13.0 && NEMO/bin/pip install '.[nemo]'": NEMO,
-    ".venv/bin/pytest -m full tests/numerics/test_nemo_toolkit.py --nemo-python=NEMO/bin/python": NEMO,
-    "python -m venv trl_env && trl_env/bin/pip install torch==2.13.0 trl==1.16.0": TRL,
-    f"{BENCH}/end_to_end.py --model UNTRAINED --max-response-tokens 64 --trl-python trl_env/bin/python --steps 15": TRL,
-    "pip download --no-deps -d wheels --python-version 3.12 --only-binary=:all: megatron-core==0.16.1 vllm==0.32.0 ...": "the network",
-    "pip install --no-deps --no-index wheels/*.whl": "a bare machine: tests/packaging/test_pack_wheels.py",
-    "python pack_wheels.py join parts wheels": "the other machine: tests/packaging/test_pack_wheels.py",
-    "python pack_wheels.py join PARTS WHEELS": "the other machine: tests/packaging/test_pack_wheels.py",
-    f"{BENCH}/gpu_all.py --folder /tmp/megatron_rl_bench": GPU_ALL,
-    f"{BENCH}/gpu_all.py --folder DIR": GPU_ALL,
-    f"{BENCH}/gpu_all.py --folder DIR --dry-run": "runs all of the next ones: tests/unit/test_gpu_all.py",
-    **{f"{BENCH}/gpu_{name}.py --folder DIR": GPU_ALL for name in GPU_PROGRAMS},
-    "bash tools/setup_cuda_no_driver.sh DIR": "gigabytes of wheels, and a compiler at work for an hour",
-    f"{BENCH}/gpu_tests.py --folder DIR tests/gpu/test_engine.py": GPU_ALL,
-    f"torchrun {EIGHT} tools/bench/gpu_refit.py --folder DIR --override parallel=tp4 --override rollout.tensor=2": GPU_ALL,
-    "bash tools/slurm/local_cluster.sh up DIR": "root and Slurm: tests/cluster/test_slurm.py",
-    "bash tools/slurm/local_cluster.sh down DIR": "root and Slurm: tests/cluster/test_slurm.py",
-}  # fmt: skip
-
-# Server and what is started beside it, in the order of the documents.
-SERVER = (
-    "VLLM_SERVER_DEV_MODE=1 VLLM_CPU_OMP_THREADS_BIND=nobind python -m vllm.entrypoints.openai.api_server --model MODEL "
-    "--tensor-parallel-size 2 --kv-cache-memory-bytes 1G --enforce-eager --weight-transfer-config '{\"backend\": \"megatron_rl\"}'"
-)
-PUSH = "torchrun --nproc-per-node 2 examples/vllm_server/push.py --server http://127.0.0.1:8000 --model NEW_WEIGHTS --tensor 2 --version 1"
-BESIDE_EACH_OTHER = {SERVER, PUSH}
 
 
 def short(text: str) -> str:
@@ -239,7 +55,9 @@ def known() -> list[str]:
 
 def test_every_command_is_run_or_listed():
     printed = unique()
-    missing = [f"{command.where}: {text}" for text, command in printed.items() if text not in known()]
+    missing = [
+        f"{command.where}: {text}" for text, command in printed.items() if text not in known()
+    ]
     assert not missing, "neither run nor in NOT_RUN:\n" + "\n".join(missing)
     stale = [text for text in known() if text not in printed]
     assert not stale, "no document prints:\n" + "\n".join(stale)
@@ -247,21 +65,31 @@ def test_every_command_is_run_or_listed():
 
 
 def test_reasons_name_files_that_exist():
-    named = [word for reason in NOT_RUN.values() for word in re.findall(r"(?:tests/\S+\.py|\.ci/run)", reason)]
+    named = [
+        word
+        for reason in NOT_RUN.values()
+        for word in re.findall(r"(?:tests/\S+\.py|\.ci/run)", reason)
+    ]
     assert len(named) > 10
     assert [word for word in named if not (REPO / word).is_file()] == []
 
 
 def test_the_parser_finds_what_a_reader_would_type():
-    page = "```bash\n# say\nA=1 python x.py --a 'b # c' \\\n    --d  # why\n```\n```\na -> b\npytest -m gpu x\n```\n```python\nf()\n```\n"
+    page = (
+        "```bash\n# say\nA=1 python x.py --a 'b # c' \\\n    --d  # why\n```\n```\na -> b\npytest"
+        " -m gpu x\n```\n```python\nf()\n```\n"
+    )
     assert of_markdown(page) == ["A=1 python x.py --a 'b # c' --d", "pytest -m gpu x"]
-    source = '"""T.\n\n    python x.py DIR [--a N] [--b C ...]     explains\n    text python x.py\n"""\n'
+    source = (
+        '"""T.\n\n    python x.py DIR [--a N] [--b C ...]     explains\n    text python x.py\n"""\n'
+    )
     assert of_docstring(source) == ["python x.py DIR"]
 
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory) -> Path:
-    """A folder with everything that the commands of the core tier read, and a view of the repository to run them in."""
+    """A folder with everything that the commands of the core tier read, and a view of the
+    repository to run them in."""
     folder = tmp_path_factory.mktemp("commands")
     view = folder / "repository"
     view.mkdir()
@@ -269,7 +97,10 @@ def place(tmp_path_factory) -> Path:
         if entry.name not in (".git", ".venv", ".work", "runs"):
             (view / entry.name).symlink_to(entry)
     write_model(folder / "letters")
-    rows = [{"prompt": letter, "answer": letter, "data_source": "letters", "extra": {"n": 1}} for letter in LETTERS]
+    rows = [
+        {"prompt": letter, "answer": letter, "data_source": "letters", "extra": {"n": 1}}
+        for letter in LETTERS
+    ]
     (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
     write_7b_config(folder / "qwen")
@@ -283,15 +114,22 @@ def write_7b_config(path: Path) -> None:
     from transformers import Qwen2Config
 
     Qwen2Config(
-        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
-        tie_word_embeddings=False, architectures=["Qwen2ForCausalLM"],
-    ).save_pretrained(path)  # fmt: skip
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+        architectures=["Qwen2ForCausalLM"],
+    ).save_pretrained(path)
 
 
 @pytest.fixture(scope="session")
 def full_place(place) -> Path:
-    """With what the long commands read, too: the toy model, an environment that is set up, an encoder and an image."""
-    from tests.unit.loss.test_visual_entropy import encoder_folder, images
+    """With what the long commands read, too: the toy model, an environment that is set up, an
+    encoder and an image."""
+    from tests.unit.data.test_visual_entropy import encoder_folder, images
 
     view = place / "repository"
     (view / ".venv").mkdir()
@@ -300,7 +138,9 @@ def full_place(place) -> Path:
             (view / ".venv" / entry.name).symlink_to(entry)
     # As tools/setup_cpu.sh leaves it; the set-up itself is the business of .ci/run.
     key = "python3 --version; pwd; cat setup.py tools/setup_cpu.sh tools/constraints_cpu.txt"
-    content = subprocess.run(["bash", "-c", key], cwd=view, env=environment(place), stdout=subprocess.PIPE, check=True).stdout
+    content = subprocess.run(
+        ["bash", "-c", key], cwd=view, env=environment(place), stdout=subprocess.PIPE, check=True
+    ).stdout
     (view / ".venv" / ".setup_cpu").write_text(f"{hashlib.sha256(content).hexdigest()}\ncpu\n")
     encoder_folder("clip", place / "encoder")
     images(place)[1].rename(place / "image.png")
@@ -315,11 +155,18 @@ def full_place(place) -> Path:
 
 
 def environment(place: Path) -> dict[str, str]:
-    """Of a user who activated the environment, on a machine where other launches may hold torchrun's port."""
+    """Of a user who activated the environment, on a machine where other launches may hold
+    torchrun's port."""
     first = place / "repository" / ".venv" / "bin"
     programs = first if first.is_dir() else Path(sys.executable).parent
     path = f"{programs}:{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(REPO), "PET_STANDALONE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return {
+        **os.environ,
+        "PATH": path,
+        "PYTHONPATH": str(REPO),
+        "PET_STANDALONE": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
 
 
 def filled_in(place: Path, new: Path, text: str, settings: Run) -> str:
@@ -334,12 +181,19 @@ def filled_in(place: Path, new: Path, text: str, settings: Run) -> str:
 
 
 def start(place: Path, text: str, settings: Run, new: Path | None = None) -> str:
-    """Runs the command in the view of the repository, as a shell reads it; returns what it printed."""
+    """Runs the command in the view of the repository, as a shell reads it; returns what it
+    printed."""
     new = place / "new" if new is None else new
     new.mkdir(exist_ok=True)
     command = filled_in(place, new, text, settings)
     limit_s = settings.limit_s
-    done = run(["bash", "-c", command], limit_s, env=environment(place), cwd=place / "repository", check=False)
+    done = run(
+        ["bash", "-c", command],
+        limit_s,
+        env=environment(place),
+        cwd=place / "repository",
+        check=False,
+    )
     assert done.returncode == settings.code, f"{command}\n{done.stdout[-4000:]}"
     assert re.search(settings.shows, done.stdout), f"{command}\n{done.stdout[-4000:]}"
     assert "Traceback" not in done.stdout, f"{command}\n{done.stdout[-4000:]}"
@@ -368,7 +222,12 @@ def test_long_command(request, tmp_path, text):
 @pytest.mark.timeout(600)
 def test_the_server_and_the_push(place, tmp_path):
     with server(place, tmp_path) as url:
-        said = start(place, PUSH, Run(instead={"http://127.0.0.1:8000": url}, shows=r"bytes \(least possible: \d+\) in"), tmp_path)
+        said = start(
+            place,
+            PUSH,
+            Run(instead={"http://127.0.0.1:8000": url}, shows=r"bytes \(least possible: \d+\) in"),
+            tmp_path,
+        )
     assert "Traceback" not in said
 
 
@@ -380,9 +239,14 @@ def server(place: Path, folder: Path) -> Iterator[str]:
     search = {**environment(place), **with_entry_point(folder)}
     with log.open("w") as output:
         process = subprocess.Popen(
-            ["bash", "-c", f"exec env {command}"], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=search,
-            cwd=place / "repository", start_new_session=True,
-        )  # fmt: skip
+            ["bash", "-c", f"exec env {command}"],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=search,
+            cwd=place / "repository",
+            start_new_session=True,
+        )
         mapped: set[Path] = set()
         try:
             from megatron_rl.weight_sync.server import HttpServer

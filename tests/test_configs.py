@@ -1,4 +1,5 @@
-"""Every file of conf/ composes, validates and passes the start-up checks of the machine it is made for."""
+"""Every file of conf/ composes, validates and passes the start-up checks of the machine it is made
+for."""
 
 import json
 from pathlib import Path
@@ -9,8 +10,18 @@ from megatron_rl.config.checks import check
 from megatron_rl.config.load import compose, conf_dir, validate
 from megatron_rl.config.schema import Config
 
-QWEN2_5_7B = {"num_attention_heads": 28, "num_key_value_heads": 4, "num_hidden_layers": 28, "max_position_embeddings": 32768}
-TOY = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "max_position_embeddings": 512}
+QWEN2_5_7B = {
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 28,
+    "max_position_embeddings": 32768,
+}
+TOY = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 512,
+}
 EXPERIMENTS = {  # name -> (processes, shape of the model it is for)
     "qwen2_5_7b_8gpu": (8, QWEN2_5_7B),
     "quickstart_cpu": (2, TOY),
@@ -20,7 +31,11 @@ EXPERIMENTS = {  # name -> (processes, shape of the model it is for)
 @pytest.fixture
 def paths(tmp_path: Path) -> list[str]:
     (tmp_path / "rows.jsonl").write_text("{}")
-    return [f"model.path={tmp_path}", f"data.train={tmp_path}/rows.jsonl", f"data.eval={tmp_path}/rows.jsonl"]
+    return [
+        f"model.path={tmp_path}",
+        f"data.train={tmp_path}/rows.jsonl",
+        f"data.eval={tmp_path}/rows.jsonl",
+    ]
 
 
 def test_every_experiment_is_listed_here():
@@ -37,7 +52,11 @@ def test_experiments_pass_the_start_up_checks(name, paths, tmp_path):
 
 @pytest.mark.parametrize(
     "option",
-    [f"{path.parent.name}={path.stem}" for path in sorted(conf_dir().glob("*/*.yaml")) if path.parent.name != "experiment"],
+    [
+        f"{path.parent.name}={path.stem}"
+        for path in sorted(conf_dir().glob("*/*.yaml"))
+        if path.parent.name != "experiment"
+    ],
 )
 def test_every_option_of_every_group_validates(option, paths):
     validate(Config, compose("config", [option, *paths]), option)
@@ -45,6 +64,10 @@ def test_every_option_of_every_group_validates(option, paths):
 
 def test_no_value_of_the_root_is_overridden_by_its_own_group():
     """Each default has one home: a key of config.yaml is not a group as well."""
-    root = {line.split(":")[0] for line in (conf_dir() / "config.yaml").read_text().splitlines() if line[:1].isalpha()}
+    root = {
+        line.split(":")[0]
+        for line in (conf_dir() / "config.yaml").read_text().splitlines()
+        if line[:1].isalpha()
+    }
     groups = {path.name for path in conf_dir().iterdir() if path.is_dir()}
     assert not root & groups

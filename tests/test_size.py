@@ -1,4 +1,5 @@
-"""Sizes and habits that keep the code readable: short functions and files, strict configuration, no silent error handling."""
+"""Sizes and habits that keep the code readable: short functions and files, strict configuration, no
+silent error handling."""
 
 from __future__ import annotations
 
@@ -10,23 +11,29 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parent.parent
-TREES = ("megatron_rl", "tools", "tests", "examples", "conf", ".ci")
+TREES = ("megatron_rl", "tools", "tests", "examples", "conf", ".ci", ".github")
 TEXT = {".py", ".yaml", ".yml", ".sh", ".sbatch", ".md", ".toml", ".ini", ".txt", ""}
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 # Data and prose, not code: a set of pinned versions, the records of measurements, recorded outputs.
 LONG_FILES = re.compile(r"(^tools/constraints_\w+\.txt|\.md|/expected_output\.\w+)$")
-MAX_STEP_LINES = 45
+MAX_STEP_LINES = 25
 MAX_ENTRY_LINES = 80
 
-# A setting comes from conf/ alone. What is read from the environment is what the launcher says about this process.
+# A setting comes from conf/ alone. What is read from the environment is what the launcher says
+# about this process.
 ENVIRONMENT_READERS = {
     "megatron_rl/runtime/launch.py": "rank, world size and rendezvous address set by torchrun",
     "megatron_rl/runtime/failure.py": "rank, rendezvous address and error file set by torchrun",
-    "megatron_rl/runtime/process.py": "whether torchrun started this process",
+    "megatron_rl/runtime/process.py": "whether torchrun started this process, and as which rank",
     "megatron_rl/runtime/attendance.py": "rendezvous address set by torchrun",
-    "megatron_rl/rewards/server.py": "handed on to a child process, with the path to this package added",
-    "megatron_rl/rollout/engine.py": "variables that building the vLLM engine changes, to put them back",
+    "megatron_rl/rewards/server.py": (
+        "handed on to a child process, with the path to this package added"
+    ),
+    "megatron_rl/engine/side_effects.py": (
+        "variables that building the vLLM engine changes, to put them back"
+    ),
+    "megatron_rl/engine/requirements.py": "allocator settings that vLLM cannot work with",
 }
 CONFIG_NAMES = {"config", "cfg", "conf", "settings"}
 FORBIDDEN_MARK = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")
@@ -37,17 +44,29 @@ CONTEXT_MANAGER = re.compile(r"context_?manager", re.IGNORECASE)
 
 def text_files() -> list[Path]:
     """Every text file of the project: the trees above and the files at the top."""
-    found = [path for tree in TREES for path in (REPO / tree).rglob("*") if "__pycache__" not in path.parts]
-    found += [path for path in REPO.iterdir() if path.name not in ("LICENSE", ".git")]  # .git is a file in a linked work tree
+    found = [
+        path
+        for tree in TREES
+        for path in (REPO / tree).rglob("*")
+        if "__pycache__" not in path.parts
+    ]
+    found += [
+        path for path in REPO.iterdir() if path.name not in ("LICENSE", ".git")
+    ]  # .git is a file in a linked work tree
     return sorted(path for path in found if path.is_file() and path.suffix in TEXT)
 
 
 def python_files(*trees: str) -> list[Path]:
-    return [path for path in text_files() if path.suffix == ".py" and path.relative_to(REPO).parts[0] in (trees or TREES)]
+    return [
+        path
+        for path in text_files()
+        if path.suffix == ".py" and path.relative_to(REPO).parts[0] in (trees or TREES)
+    ]
 
 
 def functions(source: str) -> Iterator[tuple[str, int]]:
-    """(qualified name, number of lines from ``def`` to the last statement) of every function, nested ones too."""
+    """(qualified name, number of lines from ``def`` to the last statement) of every function,
+    nested ones too."""
 
     def visit(node: ast.AST, prefix: str) -> Iterator[tuple[str, int]]:
         for child in ast.iter_child_nodes(node):
@@ -62,7 +81,9 @@ def functions(source: str) -> Iterator[tuple[str, int]]:
 
 
 def long_functions(source: str) -> list[str]:
-    return [f"{name}: {lines} lines" for name, lines in functions(source) if lines > MAX_FUNCTION_LINES]
+    return [
+        f"{name}: {lines} lines" for name, lines in functions(source) if lines > MAX_FUNCTION_LINES
+    ]
 
 
 def bad_names(source: str) -> list[str]:
@@ -73,7 +94,8 @@ def bad_names(source: str) -> list[str]:
 
 
 def environment_reads(source: str) -> list[int]:
-    """Lines that read the process environment. Setting a variable for a library or a child is no read."""
+    """Lines that read the process environment. Setting a variable for a library or a child is no
+    read."""
     tree = ast.parse(source)
     writes: set[int] = set()
     for node in ast.walk(tree):
@@ -84,15 +106,24 @@ def environment_reads(source: str) -> list[int]:
             writes.add(id(called.value))
     lines = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == "os" and {"environ", "getenv"} & {alias.name for alias in node.names}:
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and {"environ", "getenv"} & {alias.name for alias in node.names}
+        ):
             lines.append(node.lineno)
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.environb") and id(node) not in writes:
+        if (
+            isinstance(node, ast.Attribute)
+            and ast.unparse(node) in ("os.environ", "os.getenv", "os.environb")
+            and id(node) not in writes
+        ):
             lines.append(node.lineno)
     return lines
 
 
 def swallowed_exceptions(source: str) -> list[int]:
-    """Lines of ``except:``, and of ``except Exception`` (or BaseException) that neither raises again nor looks at the exception."""
+    """Lines of ``except:``, and of ``except Exception`` (or BaseException) that neither raises
+    again nor looks at the exception."""
     lines = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.ExceptHandler):
@@ -100,21 +131,29 @@ def swallowed_exceptions(source: str) -> list[int]:
         broad = node.type is not None and re.search(r"\b(Base)?Exception\b", ast.unparse(node.type))
         inside = [inner for statement in node.body for inner in ast.walk(statement)]
         raises = any(isinstance(inner, ast.Raise) for inner in inside)
-        looks = any(isinstance(inner, ast.Name) and inner.id in (node.name, "traceback") for inner in inside)
+        looks = any(
+            isinstance(inner, ast.Name) and inner.id in (node.name, "traceback") for inner in inside
+        )
         if node.type is None or (broad and not raises and not looks):
             lines.append(node.lineno)
     return lines
 
 
 def config_defaults(source: str) -> list[int]:
-    """Lines that give a setting a second home: ``config.get(key, default)``, ``getattr(config, key, default)``. ``getattr`` with the
-    default None is allowed: it asks which of several schemas a section has, and invents no value."""
+    """Lines that give a setting a second home: ``config.get(key, default)``, ``getattr(config, key,
+    default)``. ``getattr`` with the default None is allowed: it asks which of several schemas a
+    section has, and invents no value.
+    """
     lines = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue
         called = ast.unparse(node.func)
-        if called.endswith(".get") and len(node.args) + len(node.keywords) > 1 and isinstance(node.func, ast.Attribute):
+        if (
+            called.endswith(".get")
+            and len(node.args) + len(node.keywords) > 1
+            and isinstance(node.func, ast.Attribute)
+        ):
             owner = node.func.value
         elif called == "getattr" and len(node.args) == 3 and ast.unparse(node.args[2]) != "None":
             owner = node.args[0]
@@ -126,12 +165,23 @@ def config_defaults(source: str) -> list[int]:
 
 
 def by_file(check, paths: list[Path]) -> list[str]:
-    return [f"{path.relative_to(REPO)}: {found}" for path in paths for found in check(path.read_text(encoding="utf-8"))]
+    return [
+        f"{path.relative_to(REPO)}: {found}"
+        for path in paths
+        for found in check(path.read_text(encoding="utf-8"))
+    ]
 
 
 def test_files_are_short():
-    lengths = {str(path.relative_to(REPO)): len(path.read_text(encoding="utf-8").splitlines()) for path in text_files()}
-    long = {name: lines for name, lines in lengths.items() if lines > MAX_FILE_LINES and not LONG_FILES.search(name)}
+    lengths = {
+        str(path.relative_to(REPO)): len(path.read_text(encoding="utf-8").splitlines())
+        for path in text_files()
+    }
+    long = {
+        name: lines
+        for name, lines in lengths.items()
+        if lines > MAX_FILE_LINES and not LONG_FILES.search(name)
+    }
     assert not long, f"longer than {MAX_FILE_LINES} lines: {long}"
 
 
@@ -144,12 +194,17 @@ def test_the_step_and_the_entry_can_be_read_at_one_go():
     trainer = (REPO / "megatron_rl/trainer/trainer.py").read_text(encoding="utf-8")
     lengths = dict(functions(trainer))
     assert lengths["Trainer.step"] <= MAX_STEP_LINES
-    assert len((REPO / "megatron_rl/train.py").read_text(encoding="utf-8").splitlines()) <= MAX_ENTRY_LINES
+    assert (
+        len((REPO / "megatron_rl/train.py").read_text(encoding="utf-8").splitlines())
+        <= MAX_ENTRY_LINES
+    )
 
 
 def test_names_say_a_role():
     found = by_file(bad_names, python_files("megatron_rl", "tools", "examples"))
-    found += [str(path.relative_to(REPO)) for path in python_files() if VAGUE_FILE.search(path.name)]
+    found += [
+        str(path.relative_to(REPO)) for path in python_files() if VAGUE_FILE.search(path.name)
+    ]
     assert not found, "\n".join(found)
 
 
@@ -164,10 +219,18 @@ def test_text_is_ascii():
 
 
 def test_no_setting_comes_from_the_environment():
-    paths = [path for path in python_files("megatron_rl") if str(path.relative_to(REPO)) not in ENVIRONMENT_READERS]
+    paths = [
+        path
+        for path in python_files("megatron_rl")
+        if str(path.relative_to(REPO)) not in ENVIRONMENT_READERS
+    ]
     found = by_file(environment_reads, paths)
     assert not found, "\n".join(found)
-    stale = [name for name in ENVIRONMENT_READERS if not environment_reads((REPO / name).read_text(encoding="utf-8"))]
+    stale = [
+        name
+        for name in ENVIRONMENT_READERS
+        if not environment_reads((REPO / name).read_text(encoding="utf-8"))
+    ]
     assert not stale, f"listed and not reading: {stale}"
 
 
@@ -189,22 +252,42 @@ def test_nothing_is_left_for_later():
 @pytest.mark.parametrize(
     ("check", "bad", "good"),
     [
-        (long_functions, "class A:\n  def f():\n" + "    x = 1\n" * 60, "def f():\n" + "    x = 1\n" * 59),
+        (
+            long_functions,
+            "class A:\n  def f():\n" + "    x = 1\n" * 60,
+            "def f():\n" + "    x = 1\n" * 59,
+        ),
         (bad_names, "class StateManager: ...", "class Policy: ...\ndef is_contextmanager(): ..."),
         (bad_names, "def batch_helper(): ...", "def batch(): ..."),
         (environment_reads, "import os\nx = os.environ['A']", "import os\nos.environ['A'] = '1'"),
-        (environment_reads, "import os\nx = os.environ.get('A', '')", "import os\nos.environ.setdefault('A', '1')"),
+        (
+            environment_reads,
+            "import os\nx = os.environ.get('A', '')",
+            "import os\nos.environ.setdefault('A', '1')",
+        ),
         (environment_reads, "import os\nx = os.getenv('A')", "import os\nos.environ.update(A='1')"),
         (environment_reads, "from os import environ", "from os import path"),
         (environment_reads, "import os\nx = 'A' in os.environ", "import os\ndel os.environ['A']"),
         (swallowed_exceptions, "try: f()\nexcept: raise", "try: f()\nexcept KeyError: pass"),
-        (swallowed_exceptions, "try: f()\nexcept Exception: pass", "try: f()\nexcept Exception as e: report(e)"),
-        (swallowed_exceptions, "try: f()\nexcept Exception: print('no')", "try: f()\nexcept Exception: traceback.print_exc()"),
-        (swallowed_exceptions, "try: f()\nexcept (KeyError, Exception) as e: pass", "try: f()\nexcept Exception: raise"),
+        (
+            swallowed_exceptions,
+            "try: f()\nexcept Exception: pass",
+            "try: f()\nexcept Exception as e: report(e)",
+        ),
+        (
+            swallowed_exceptions,
+            "try: f()\nexcept Exception: print('no')",
+            "try: f()\nexcept Exception: traceback.print_exc()",
+        ),
+        (
+            swallowed_exceptions,
+            "try: f()\nexcept (KeyError, Exception) as e: pass",
+            "try: f()\nexcept Exception: raise",
+        ),
         (config_defaults, "x = config.get('a', 3)", "x = counts.get('a', 3)"),
         (config_defaults, "x = self.config.optim.get('a', default=3)", "x = config.get('a')"),
         (config_defaults, "x = getattr(cfg, 'a', 3)", "x = getattr(cfg, 'a', None)"),
-        (FORBIDDEN_MARK.findall, "# TO" "DO later", "# to do so"),
+        (FORBIDDEN_MARK.findall, "# TO\x44O later", "# to do so"),
     ],
 )
 def test_each_rule_can_fail(check, bad, good):

@@ -1,14 +1,17 @@
-"""Converts weights between a HF directory and a distributed checkpoint of megatron-core or NeMo 2, one tensor at a time.
+"""Converts weights between a HF directory and a distributed checkpoint of megatron-core or NeMo 2,
+one tensor at a time.
 
     python tools/convert_checkpoint.py to-megatron HF_DIRECTORY CHECKPOINT
     python tools/convert_checkpoint.py to-nemo HF_DIRECTORY CHECKPOINT
-    python tools/convert_checkpoint.py to-hf CHECKPOINT HF_DIRECTORY [--config HF_DIRECTORY] [--max-file-gb 5] [--allow-pickle]
+    python tools/convert_checkpoint.py to-hf CHECKPOINT HF_DIRECTORY [--config HF_DIRECTORY]
+    [--max-file-gb 5] [--allow-pickle]
 
-A distributed checkpoint suits every parallel layout, so none is asked for. Number formats are kept. The printed digest is that of
-the HF tensors: equal digests, equal weights. ``to-hf`` needs the model's config.json and tokenizer files, which ``to-megatron`` and
-``to-nemo`` leave in CHECKPOINT/hf. It also takes a training checkpoint (run_dir/checkpoints/step_NNNNNN; its optimizer is left out),
-which has none: there ``--config`` names the model that the run started from. A NeMo 2 checkpoint has weights/
-and context/; NeMo itself is needed for neither direction.
+A distributed checkpoint suits every parallel layout, so none is asked for. Number formats are kept.
+The printed digest is that of the HF tensors: equal digests, equal weights. ``to-hf`` needs the
+model's config.json and tokenizer files, which ``to-megatron`` and ``to-nemo`` leave in
+CHECKPOINT/hf. It also takes a training checkpoint (run_dir/checkpoints/step_NNNNNN; its optimizer
+is left out), which has none: there ``--config`` names the model that the run started from. A NeMo 2
+checkpoint has weights/ and context/; NeMo itself is needed for neither direction.
 """
 
 from __future__ import annotations
@@ -24,13 +27,12 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
+from megatron_rl.checkpoints import directory, megatron_format, nemo_format
+from megatron_rl.checkpoints.hf import HfDirectory, copy_companions, write_config
+from megatron_rl.checkpoints.to_hf import checkpoint_to_hf
 from megatron_rl.errors import concerning
-from megatron_rl.policy import dist_format, nemo_files
-from megatron_rl.policy.checkpoint_to_hf import checkpoint_to_hf
 from megatron_rl.policy.families import Architecture, read_architecture
-from megatron_rl.policy.hf_files import HfFiles, copy_companions, write_config
-from megatron_rl.policy.layout import hf_names
-from megatron_rl.runtime import checkpoint_dir
+from megatron_rl.policy.parameter_map import hf_names
 from megatron_rl.runtime.digest import combined_digest, tensor_digest
 
 CONFIG = "hf"
@@ -39,44 +41,47 @@ CONFIG = "hf"
 def to_megatron(source: Path, target: Path) -> str:
     """Writes a checkpoint of megatron-core; returns the digest of the weights."""
     arch, _ = read_architecture(source)
-    files = _files(source, arch)
-    partial = checkpoint_dir.begin(target)
+    files = _checked(source, arch)
+    partial = directory.begin(target)
     digest = _write(arch, files, partial, "")
     _copy_config(source, partial / CONFIG)
-    checkpoint_dir.publish(target)
+    directory.publish(target)
     return digest
 
 
 def to_nemo(source: Path, target: Path) -> str:
-    """Writes a checkpoint of NeMo 2; returns the digest of the weights. Its configuration has one number format: the embedding's."""
+    """Writes a checkpoint of NeMo 2; returns the digest of the weights. Its configuration has one
+    number format: the embedding's."""
     arch, hf = read_architecture(source)
-    files = _files(source, arch)
+    files = _checked(source, arch)
     dtype = files.common_dtype(hf_names(arch)[:1])
-    model = nemo_files.model_call(arch, hf, dtype, nemo_files.has_tokenizer(source))
-    partial = checkpoint_dir.begin(target)
-    nemo_files.write_context(source, partial / nemo_files.CONTEXT, model)
-    (partial / nemo_files.WEIGHTS).mkdir()
-    digest = _write(arch, files, partial / nemo_files.WEIGHTS, nemo_files.PREFIX)
+    model = nemo_format.model_call(arch, hf, dtype, nemo_format.has_tokenizer(source))
+    partial = directory.begin(target)
+    nemo_format.write_context(source, partial / nemo_format.CONTEXT, model)
+    (partial / nemo_format.WEIGHTS).mkdir()
+    digest = _write(arch, files, partial / nemo_format.WEIGHTS, nemo_format.PREFIX)
     _copy_config(source, partial / CONFIG)
-    checkpoint_dir.publish(target)
+    directory.publish(target)
     return digest
 
 
-def _files(source: Path, arch: Architecture) -> HfFiles:
-    files = HfFiles(source)
-    files.check(hf_names(arch), ignored={"lm_head.weight"} if arch.tied_embeddings else set())
+def _checked(source: Path, arch: Architecture) -> HfDirectory:
+    files = HfDirectory(source)
+    files.check(arch)
     return files
 
 
-def _write(arch: Architecture, files: HfFiles, weights: Path, prefix: str) -> str:
+def _write(arch: Architecture, files: HfDirectory, weights: Path, prefix: str) -> str:
     digests: dict[str, str] = {}
 
-    def produce(slab: dist_format.Slab) -> Tensor:
+    def produce(slab: megatron_format.Slab) -> Tensor:
         tensors = {name: files.read(name) for name in slab.parameter.names}
         digests.update({name: tensor_digest(tensor) for name, tensor in tensors.items()})
-        return dist_format.to_megatron(slab, arch, tensors)
+        return megatron_format.to_megatron(slab, arch, tensors)
 
-    dist_format.write(weights, arch, lambda slab: files.common_dtype(slab.parameter.names), produce, prefix)
+    megatron_format.write(
+        weights, arch, lambda slab: files.common_dtype(slab.parameter.names), produce, prefix
+    )
     return combined_digest(digests)
 
 
@@ -86,63 +91,112 @@ def _copy_config(source: Path, folder: Path) -> None:
     copy_companions(source, folder)
 
 
-def to_hf(source: Path, target: Path, config: Path | None, max_file_bytes: int, *, allow_pickle: bool = False) -> str:
-    """Writes the HF directory; returns the digest of the weights. ``config`` None: what ``to_megatron`` left in ``source``."""
-    return checkpoint_to_hf(source, target, config or source / CONFIG, max_file_bytes, allow_pickle=allow_pickle)
+def to_hf(
+    source: Path,
+    target: Path,
+    config: Path | None,
+    max_file_bytes: int,
+    *,
+    allow_pickle: bool = False,
+) -> str:
+    """Writes the HF directory; returns the digest of the weights. ``config`` None: what
+    ``to_megatron`` left in ``source``."""
+    return checkpoint_to_hf(
+        source, target, config or source / CONFIG, max_file_bytes, allow_pickle=allow_pickle
+    )
 
 
 def check_source(command: str, source: Path, config: Path | None) -> None:
     """Raises ValueError, with the way out, when the source is not what the direction reads."""
-    is_hf = (source / "config.json").is_file()
-    is_checkpoint = any((folder / ".metadata").is_file() for folder in (source, source / nemo_files.WEIGHTS))
+    is_checkpoint = any(
+        (folder / ".metadata").is_file() for folder in (source, source / nemo_format.WEIGHTS)
+    )
     if not source.is_dir():
-        raise ValueError(f"{source} is not a directory; give {'a checkpoint' if command == 'to-hf' else 'a HF directory'}")
+        wanted = "a checkpoint" if command == "to-hf" else "a HF directory"
+        raise ValueError(f"{source} is not a directory; give {wanted}")
     if command != "to-hf":
         if is_checkpoint:
-            raise ValueError(f"{source} is a checkpoint, and {command} reads a HF directory; to-hf makes one of it")
+            raise ValueError(
+                f"{source} is a checkpoint, and {command} reads a HF directory; to-hf makes one"
+                " of it"
+            )
         return
-    steps = sorted(path.parent for folder in (source, source / "checkpoints") for path in folder.glob("step_*/manifest.json"))
-    if steps and not is_checkpoint:
-        raise ValueError(f"{source} holds checkpoints; give one of them: {', '.join(map(str, steps[-3:]))}")
     if not is_checkpoint:
-        found = "but a HF directory already" if is_hf else f"(no file .metadata in it or in its {nemo_files.WEIGHTS}/)"
-        raise ValueError(
-            f"{source} is not a distributed checkpoint {found}; give one: to-hf reads what to-megatron, to-nemo or a run wrote"
-        )
+        _refuse_other_directory(source)
     if config is None and not (source / CONFIG / "config.json").is_file():
         raise ValueError(
-            f"{source} has no {CONFIG}/config.json beside its weights (training checkpoints have none); give --config HF_DIRECTORY, "
-            "the model that the run started from, for its config.json and tokenizer files"
+            f"{source} has no {CONFIG}/config.json beside its weights (training checkpoints have"
+            " none); give --config HF_DIRECTORY, the model that the run started from, for its"
+            " config.json and tokenizer files"
         )
     if config is not None and not (config / "config.json").is_file():
-        raise ValueError(f"--config {config}: no config.json there; give a HF directory of this model")
+        raise ValueError(
+            f"--config {config}: no config.json there; give a HF directory of this model"
+        )
+
+
+def _refuse_other_directory(source: Path) -> None:
+    """Raises ValueError: ``source`` is a directory, and no checkpoint."""
+    manifests = [
+        *source.glob("step_*/manifest.json"),
+        *source.glob("checkpoints/step_*/manifest.json"),
+    ]
+    if manifests:
+        newest = sorted(manifest.parent for manifest in manifests)[-3:]
+        raise ValueError(
+            f"{source} holds checkpoints; give one of them: {', '.join(map(str, newest))}"
+        )
+    reason = f"(no file .metadata in it or in its {nemo_format.WEIGHTS}/)"
+    if (source / "config.json").is_file():
+        reason = "but a HF directory already"
+    raise ValueError(
+        f"{source} is not a distributed checkpoint {reason}; give one: to-hf reads what"
+        " to-megatron, to-nemo or a run wrote"
+    )
 
 
 def convert(options: argparse.Namespace) -> str:
     """Does what the command line asks; returns the digest.
 
     Raises:
-        ValueError: the user's mistake, a damaged source, or a target that cannot be written. Nothing is left at the target.
+        ValueError: the user's mistake, a damaged source, or a target that cannot be written.
+        Nothing is left at the target.
     """
-    source, target = options.source, options.target
+    source = options.source
+    target = options.target
     if target.exists():
         raise ValueError(f"{target} exists; choose another directory, or remove it")
     check_source(options.command, source, options.config)
     with concerning(str(target), "choose a place where files can be written", (OSError,)):
-        partial = checkpoint_dir.begin(target)  # now, and not after reading for hours
+        partial = directory.begin(target)  # now, and not after reading for hours
     try:
         with (
-            concerning(str(source), "a file is damaged or cut off; compare its size with the original", (SafetensorError,)),
-            concerning(str(source), "config.json or the index of the weights is damaged", (json.JSONDecodeError,)),
+            concerning(
+                str(source),
+                "a file is damaged or cut off; compare its size with the original",
+                (SafetensorError,),
+            ),
+            concerning(
+                str(source),
+                "config.json or the index of the weights is damaged",
+                (json.JSONDecodeError,),
+            ),
             concerning(
                 f"{source} to {target}",
-                f"a file of the source is damaged, or the disk of the target is full ({_free_mib(partial)} MiB were free at the start)",
+                "a file of the source is damaged, or the disk of the target is full"
+                f" ({_free_mib(partial)} MiB were free at the start)",
                 (RuntimeError, EOFError, pickle.UnpicklingError),
             ),
         ):
             if options.command == "to-hf":
                 max_file_bytes = int(options.max_file_gb * 10**9)
-                return to_hf(source, target, options.config, max_file_bytes, allow_pickle=options.allow_pickle)
+                return to_hf(
+                    source,
+                    target,
+                    options.config,
+                    max_file_bytes,
+                    allow_pickle=options.allow_pickle,
+                )
             write = to_megatron if options.command == "to-megatron" else to_nemo
             return write(source, target)
     finally:
@@ -155,7 +209,9 @@ def _free_mib(folder: Path) -> int:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     into = commands.add_parser("to-megatron", help="HF directory -> distributed checkpoint")
     nemo = commands.add_parser("to-nemo", help="HF directory -> NeMo 2 checkpoint")
@@ -164,10 +220,18 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         command.add_argument("source", type=Path)
         command.add_argument("target", type=Path)
         command.set_defaults(config=None)
-    out.add_argument("--config", type=Path, help="HF directory with config.json and tokenizer files (default: SOURCE/hf)")
-    out.add_argument("--max-file-gb", type=float, default=5.0, help="largest safetensors file, in 10^9 bytes")
     out.add_argument(
-        "--allow-pickle", action="store_true", help="read an index that names other classes: it may run any program, so trust its source"
+        "--config",
+        type=Path,
+        help="HF directory with config.json and tokenizer files (default: SOURCE/hf)",
+    )
+    out.add_argument(
+        "--max-file-gb", type=float, default=5.0, help="largest safetensors file, in 10^9 bytes"
+    )
+    out.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="read an index that names other classes: it may run any program, so trust its source",
     )
     return parser.parse_args(argv)
 

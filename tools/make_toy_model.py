@@ -1,13 +1,16 @@
-"""Make a small Qwen3-shaped model that can do a little of two generated tasks, for runs on a CPU. Nothing is downloaded.
+"""Make a small Qwen3-shaped model that can do a little of two generated tasks, for runs on a CPU.
+Nothing is downloaded.
 
     python tools/make_toy_model.py --out DIR                                          # one process
-    torchrun --standalone --nproc-per-node 2 tools/make_toy_model.py --out DIR        # two, data parallel
+    torchrun --standalone --nproc-per-node 2 tools/make_toy_model.py --out DIR  # two, data parallel
 
-Writes a Hugging Face directory: config, safetensors, tokenizer with a chat template. The weights are random at first and then warmed up by
-supervised steps through the policy that is trained later (megatron-core): the loss -sum(logprobs) / tokens on demonstrations of
-mixed quality. Only a share of them is right (``--right``), as in the texts a language model learns from; the rest shows the typical slip
-of the task: a sum off by one or two, a word spelled forward. The model learns both, so it knows more than it shows, and reinforcement
-learning has something to bring out and to improve. Demonstrations never hold a held-out prompt of the experiment.
+Writes a Hugging Face directory: config, safetensors, tokenizer with a chat template. The weights
+are random at first and then warmed up by supervised steps through the policy that is trained later
+(megatron-core): the loss -sum(logprobs) / tokens on demonstrations of mixed quality. Only a share
+of them is right (``--right``), as in the texts a language model learns from; the rest shows the
+typical slip of the task: a sum off by one or two, a word spelled forward. The model learns both, so
+it knows more than it shows, and reinforcement learning has something to bring out and to improve.
+Demonstrations never hold a held-out prompt of the experiment.
 """
 
 from __future__ import annotations
@@ -24,27 +27,45 @@ import torch
 from tokenizers import Regex, Tokenizer, models
 from tokenizers.decoders import Fuse
 from tokenizers.pre_tokenizers import Split
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from megatron_rl.config.load import compose, validate
-from megatron_rl.config.schema import DataConfig, ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
-from megatron_rl.data.packing import plan_microbatches
+from megatron_rl.config.schema import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+)
 from megatron_rl.data.prompts import load_prompts, without_overlap
 from megatron_rl.data.reasoning_gym_tasks import load_tasks
 from megatron_rl.data.rows import Problems
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.runtime.launch import leave, reported, set_up_messages, start
+from megatron_rl.policy.settings import PolicySettings
+from megatron_rl.runtime.launch import configure_logging, exit_process, reported, start
 from megatron_rl.types import LossOutput, Prompt, TokenView
 
-TASKS = "reasoning_gym:chain_sum?min_terms=2&max_terms=3&max_digits=1&size=2000&seed=3+spell_backward?max_word_len=5&size=2000&seed=3"
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # padding, start of a message, its end (which ends a response)
+TASKS = (
+    "reasoning_gym:chain_sum?min_terms=2&max_terms=3&max_digits=1&size=2000&seed=3"
+    "+spell_backward?max_word_len=5&size=2000&seed=3"
+)
+SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+)  # padding, start of a message, its end (which ends a response)
 WORD = r" ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]|\s"
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content']"
+    " }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MAX_PROMPT_TOKENS = 64
 TOKENS_PER_MICROBATCH = 4096
@@ -52,10 +73,18 @@ WARMUP_STEPS = 20
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="directory to write; must not exist")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="directory to write; must not exist"
+    )
     parser.add_argument("--tasks", default=TASKS, help="reasoning_gym spec of the demonstrations")
-    parser.add_argument("--experiment", default="quickstart_cpu", help="experiment whose data settings and held-out prompts count")
+    parser.add_argument(
+        "--experiment",
+        default="quickstart_cpu",
+        help="experiment whose data settings and held-out prompts count",
+    )
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--steps", type=int, default=500, help="supervised steps")
@@ -67,17 +96,30 @@ def arguments() -> argparse.Namespace:
 
 
 def make_tokenizer(questions: list[str]) -> PreTrainedTokenizerFast:
-    """One token for each printable character, and one for each word that a quarter of the questions share (the task's wording);
-    every other word, such as one to be spelled, is cut into characters."""
+    """One token for each printable character, and one for each word that a quarter of the questions
+    share (the task's wording); every other word, such as one to be spelled, is cut into
+    characters."""
     counts = Counter(word for question in questions for word in set(re.findall(WORD, question)))
-    shared = sorted(word for word, count in counts.items() if len(word) > 1 and 4 * count >= len(questions))
+    shared = sorted(
+        word for word, count in counts.items() if len(word) > 1 and 4 * count >= len(questions)
+    )
     tokens = [*SPECIAL, *map(chr, range(32, 127)), "\n", "user", "assistant", *shared]
-    core = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[], ignore_merges=True))
+    core = Tokenizer(
+        models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=[],
+            ignore_merges=True,
+        )
+    )
     core.pre_tokenizer = Split(Regex(WORD), "isolated")
     core.decoder = Fuse()
     core.add_special_tokens(list(SPECIAL))
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token=SPECIAL[0], eos_token=SPECIAL[2], model_max_length=256, clean_up_tokenization_spaces=False
+        tokenizer_object=core,
+        pad_token=SPECIAL[0],
+        eos_token=SPECIAL[2],
+        model_max_length=256,
+        clean_up_tokenization_spaces=False,
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
@@ -86,10 +128,20 @@ def make_tokenizer(questions: list[str]) -> PreTrainedTokenizerFast:
 def make_model(tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> Qwen3ForCausalLM:
     torch.manual_seed(options.seed)
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=options.hidden, intermediate_size=2 * options.hidden, num_hidden_layers=options.layers,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, dtype="float32",
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=options.hidden,
+        intermediate_size=2 * options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
     return Qwen3ForCausalLM(config)
 
 
@@ -100,59 +152,91 @@ def slip(prompt: Prompt, rng: random.Random) -> str:
     return prompt.answer[::-1]
 
 
-def warm_up(policy: MegatronPolicy, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> float:
+def warm_up(
+    policy: MegatronPolicy,
+    prompts: list[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    options: argparse.Namespace,
+) -> float:
     """Supervised steps; returns the mean loss of the last ten in nats a token."""
     rng = random.Random(options.seed)
     recent: list[float] = []
     for _ in range(options.steps):
         chosen = rng.choices(prompts, k=options.batch)
-        texts = [prompt.answer if rng.random() < options.right else slip(prompt, rng) for prompt in chosen]
-        responses = [[*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for text in texts]
-        batch = sequence_batch([(prompt.token_ids, response) for prompt, response in zip(chosen, responses, strict=True)])
+        texts = [
+            prompt.answer if rng.random() < options.right else slip(prompt, rng)
+            for prompt in chosen
+        ]
+        responses = [
+            [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+            for text in texts
+        ]
+        batch = sequence_batch(
+            [
+                (prompt.token_ids, response)
+                for prompt, response in zip(chosen, responses, strict=True)
+            ]
+        )
         num_tokens = sum(map(len, responses))
 
         def loss(view: TokenView, num_tokens: int = num_tokens) -> LossOutput:
             return LossOutput(loss=-view.logprobs.sum() / num_tokens, metrics={})
 
-        plan = plan_microbatches(
-            batch.lengths.tolist(), range(len(chosen)), data_parallel_size=policy.data_parallel_size,
-            tokens_per_microbatch=TOKENS_PER_MICROBATCH, multiple=policy.microbatch_multiple,
-        )  # fmt: skip
-        recent = [*recent[-9:], policy.update(batch, plan[policy.data_parallel_rank], loss).loss]
+        recent = [*recent[-9:], policy.update(batch, range(len(chosen)), loss).loss]
     return sum(recent) / len(recent)
 
 
-def build_policy(path: Path, settings: dict[str, Any], options: argparse.Namespace) -> MegatronPolicy:
+def build_policy(
+    path: Path, settings: dict[str, Any], options: argparse.Namespace
+) -> MegatronPolicy:
     """Every process holds the whole model: data parallel."""
     optim = {
-        **settings["optim"], "learning_rate": options.learning_rate, "min_learning_rate": 0.1 * options.learning_rate,
-        "schedule": "cosine", "warmup_steps": WARMUP_STEPS,
-    }  # fmt: skip
+        **settings["optim"],
+        "learning_rate": options.learning_rate,
+        "min_learning_rate": 0.1 * options.learning_rate,
+        "schedule": "cosine",
+        "warmup_steps": WARMUP_STEPS,
+    }
     return MegatronPolicy(
         validate(ModelConfig, {**settings["model"], "path": str(path)}, "model"),
         validate(ParallelConfig, settings["parallel"], "parallel"),
         validate(PrecisionConfig, settings["precision"], "precision"),
         validate(OptimConfig, optim, "optim"),
-        temperature=1.0,
-        keep_reference=False,
-        total_optimizer_steps=options.steps,
-        max_sequence_tokens=256,
+        PolicySettings(
+            temperature=1.0,
+            keep_reference=False,
+            total_optimizer_steps=options.steps,
+            max_sequence_tokens=256,
+            tokens_per_microbatch=TOKENS_PER_MICROBATCH,
+        ),
     )
 
 
 @torch.no_grad()
-def accuracy(path: Path, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
+def accuracy(
+    path: Path, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, float]:
     """Share of right greedy answers of the written model under transformers, in all and by task."""
     model = Qwen3ForCausalLM.from_pretrained(path)
     width = max(len(prompt.token_ids) for prompt in prompts)
     padded = torch.full((len(prompts), width), tokenizer.pad_token_id)
     for row, prompt in enumerate(prompts):
         padded[row, width - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
-    made = model.generate(padded, attention_mask=(padded != tokenizer.pad_token_id).long(), max_new_tokens=16, do_sample=False)
-    right = [text.strip() == prompt.answer for text, prompt in zip(tokenizer.batch_decode(made[:, width:], True), prompts, strict=True)]
+    made = model.generate(
+        padded,
+        attention_mask=(padded != tokenizer.pad_token_id).long(),
+        max_new_tokens=16,
+        do_sample=False,
+    )
+    right = [
+        text.strip() == prompt.answer
+        for text, prompt in zip(tokenizer.batch_decode(made[:, width:], True), prompts, strict=True)
+    ]
     found = {"all": sum(right) / len(right)}
     for source in sorted({prompt.data_source for prompt in prompts}):
-        rows = [hit for hit, prompt in zip(right, prompts, strict=True) if prompt.data_source == source]
+        rows = [
+            hit for hit, prompt in zip(right, prompts, strict=True) if prompt.data_source == source
+        ]
         found[source] = sum(rows) / len(rows)
     return found
 
@@ -160,7 +244,7 @@ def accuracy(path: Path, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBa
 def make(options: argparse.Namespace) -> None:
     begin = time.perf_counter()
     world = start()
-    set_up_messages(world.rank)
+    configure_logging(world.rank)
     settings = compose("config", [f"experiment={options.experiment}", "parallel=single"])
     data = validate(DataConfig, {**settings["data"], "train": options.tasks}, "data")
     path = options.out
@@ -168,21 +252,34 @@ def make(options: argparse.Namespace) -> None:
     def write_untrained() -> None:
         if path.exists():
             raise ValueError(f"--out {path}: exists; give a new directory")
-        make_tokenizer([question for _, question, *_ in load_tasks(options.tasks, Problems(options.tasks))]).save_pretrained(path)
+        make_tokenizer(
+            [question for _, question, *_ in load_tasks(options.tasks, Problems(options.tasks))]
+        ).save_pretrained(path)
         make_model(load_tokenizer(path), options).save_pretrained(path)
 
     world.from_main(write_untrained)
     tokenizer = load_tokenizer(path)
     held_out = load_prompts(data.eval, data, tokenizer, MAX_PROMPT_TOKENS)
-    prompts = without_overlap(load_prompts(data.train, data, tokenizer, MAX_PROMPT_TOKENS), held_out)
+    prompts = without_overlap(
+        load_prompts(data.train, data, tokenizer, MAX_PROMPT_TOKENS), held_out
+    )
     policy = build_policy(path, settings, options)
     loss = warm_up(policy, prompts, tokenizer, options)
     policy.export(path)
     if world.is_main:
         size = sum(weight.numel() for weight in Qwen3ForCausalLM.from_pretrained(path).parameters())
-        by_task = ", ".join(f"{name} {value:.1%}" for name, value in accuracy(path, held_out, tokenizer).items())
-        print(f"{path}: {size} parameters, {len(tokenizer)} tokens; {options.steps} supervised steps, loss {loss:.3f}")
-        print(f"held-out greedy accuracy on {len(held_out)} prompts: {by_task}; {time.perf_counter() - begin:.0f} s in all", flush=True)
+        by_task = ", ".join(
+            f"{name} {value:.1%}" for name, value in accuracy(path, held_out, tokenizer).items()
+        )
+        print(
+            f"{path}: {size} parameters, {len(tokenizer)} tokens; {options.steps} supervised steps,"
+            f" loss {loss:.3f}"
+        )
+        print(
+            f"held-out greedy accuracy on {len(held_out)} prompts: {by_task};"
+            f" {time.perf_counter() - begin:.0f} s in all",
+            flush=True,
+        )
     world.barrier()
 
 
@@ -191,7 +288,7 @@ def main() -> None:
     options = arguments()
     with reported():
         make(options)
-    leave(0)
+    exit_process(0)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Writes examples/methods: one card for each method, and the table of papers, from the heads of conf/method/*.yaml.
+"""Writes examples/methods: a card for each method, and what all of them share.
 
     python tools/method_cards.py           writes the pages
     python tools/method_cards.py --check   exit status 1 when a page is not what would be written
 
-The text of a card is the head of its yaml; knobs, defaults and needs come from the configuration itself.
+The text of a card is the head of its yaml; choices, knobs and needs come from the configuration
+itself. A card says where a method differs from the defaults; the defaults and the common metrics
+stand once, in README.md.
 """
 
 from __future__ import annotations
@@ -12,26 +14,39 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from pydantic.fields import FieldInfo
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_rl.config import method as schema
 from megatron_rl.config.load import conf_dir
 from megatron_rl.config.method import ESTIMATORS, MethodConfig
-from megatron_rl.config.pieces import Piece
+from megatron_rl.config.pieces import Choices, Named, Piece
 from megatron_rl.loss import Method, ResponseBatch, TokenBatch, load_method
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "examples" / "methods"
+CHOICES = (
+    ("estimator", schema.ESTIMATORS),
+    ("shaping", schema.SHAPERS),
+    ("policy_loss", schema.POLICY_LOSSES),
+    ("aggregate", schema.AGGREGATIONS),
+    ("kl.weights", schema.KL_WEIGHTS),
+)
 ORDER = ("formula", "paper", "depends on", "reduces to", "choices", "released code")
 
 
 def head(name: str) -> dict[str, str]:
     """Title and fields of the comment at the top of a method's yaml."""
-    lines = [line[1:] for line in (conf_dir() / "method" / f"{name}.yaml").read_text().splitlines() if line.startswith("#")]
+    lines = [
+        line[1:]
+        for line in (conf_dir() / "method" / f"{name}.yaml").read_text().splitlines()
+        if line.startswith("#")
+    ]
     fields = {"title": lines[0].strip()}
     for line in lines[1:]:
         if line.startswith("   "):
@@ -42,41 +57,134 @@ def head(name: str) -> dict[str, str]:
     return fields
 
 
-def leaves(piece: Piece, prefix: str) -> list[tuple[str, object]]:
-    """Every knob with its value, by the key an override takes."""
-    found: list[tuple[str, object]] = []
-    for key in type(piece).model_fields:
+def differing(piece: Piece, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """What is chosen, and every knob that is not at its default, by the key an override takes."""
+    for key, info in type(piece).model_fields.items():
         value = getattr(piece, key)
-        if isinstance(value, Piece):
-            found += leaves(value, f"{prefix}{key}.")
+        path = f"{prefix}{key}"
+        if path == "name" or (not info.is_required() and same(value, info.get_default(**FACTORY))):
+            continue
+        if isinstance(value, Named):
+            yield f"{path}.name", value.name
+            yield from knobs(value, path)
         elif isinstance(value, dict):
-            for name, inner in value.items():
-                knobs = [leaf for leaf in leaves(inner, f"{prefix}{key}.{name}.") if not leaf[0].endswith(".name")]
-                found += knobs or [(f"{prefix}{key}.{name}", "{}")]
-        elif prefix + key != "name":
-            found.append((prefix + key, value if isinstance(value, str) else json.dumps(value)))
-    return found
+            for name, choice in value.items():
+                yield from list(knobs(choice, f"{path}.{name}")) or [(f"{path}.{name}", "{}")]
+        elif isinstance(value, Piece):
+            yield from list(differing(value, f"{path}.")) or [(path, "{}")]
+        else:
+            yield path, shown(value)
+
+
+FACTORY = {"call_default_factory": True}
+
+
+def same(value: object, default: object) -> bool:
+    """Whether a field is at its default, which for a choice may be written as in a yaml."""
+    if isinstance(value, Piece) and isinstance(default, Mapping):
+        return value.model_dump() == default
+    return value == default
+
+
+def knobs(choice: Named, path: str) -> Iterator[tuple[str, str]]:
+    """The knobs of a choice that differ from the signature of its function."""
+    for knob, value in choice.knobs.items():
+        if value != type(choice).model_fields[knob].default:
+            yield f"{path}.{knob}", shown(value)
+
+
+def shown(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def defaults_of(table: Choices) -> Iterator[tuple[str, str]]:
+    """The choices of a table with their knobs and defaults; those without knobs in one row."""
+    plain = [name for name, choice in table.items() if set(choice.model_fields) == {"name"}]
+    for name, choice in table.items():
+        fields = [(knob, info) for knob, info in choice.model_fields.items() if knob != "name"]
+        if fields:
+            yield name, ", ".join(f"`{knob}` {default_text(info)}" for knob, info in fields)
+    yield ", ".join(plain), ""
+
+
+def section_defaults() -> Iterator[tuple[str, str]]:
+    """The keys beside the choices, with their defaults."""
+    for key, info in MethodConfig.model_fields.items():
+        section = info.annotation
+        if isinstance(section, type) and issubclass(section, Named):
+            continue
+        if isinstance(section, type) and issubclass(section, Piece):
+            fields = section.model_fields.items()
+            yield from ((f"{key}.{name}", default_text(field)) for name, field in fields)
+        elif key not in ("name", "shaping"):
+            yield key, default_text(info)
+
+
+def default_text(info: FieldInfo) -> str:
+    """A field's default; a choice by its name."""
+    if info.is_required():
+        return "must be set"
+    default = info.get_default(**FACTORY)
+    return default["name"] if isinstance(default, dict) else shown(default)
 
 
 def metric_keys(method: Method) -> tuple[list[str], list[str]]:
     """The metrics of a credit and of a loss, from a small batch with every optional field."""
-    correct, ids = torch.tensor([True, False, False, False] * 2), torch.arange(2).repeat_interleave(4)
+    correct = torch.tensor([True, False, False, False] * 2)
     ones = torch.ones(8, dtype=torch.float64)
-    batch = ResponseBatch(correct.double(), correct, ids, torch.ones(8, dtype=torch.int64), ~correct, -ones, -ones, ones, ones)
+    batch = ResponseBatch(
+        rewards=correct.double(),
+        correct=correct,
+        group_ids=torch.arange(2).repeat_interleave(4),
+        response_tokens=torch.ones(8, dtype=torch.int64),
+        truncated=~correct,
+        mean_logprobs=-ones,
+        sum_logprobs=-ones,
+        visual_entropy=ones,
+        kl=ones,
+    )
     credit = method.credit(batch)
     tokens = TokenBatch(
-        logprobs=-ones, old_logprobs=-ones, response_ids=torch.arange(8), loss_mask=~torch.zeros(8, dtype=torch.bool),
-        advantages=credit.advantages, kl_weights=credit.kl_weights, ref_logprobs=-ones, sampler_logprobs=-ones, entropy=ones,
-    )  # fmt: skip
+        logprobs=-ones,
+        old_logprobs=-ones,
+        response_index=torch.arange(8),
+        loss_mask=~torch.zeros(8, dtype=torch.bool),
+        advantages=credit.advantages,
+        kl_weights=credit.kl_weights,
+        ref_logprobs=-ones,
+        sampler_logprobs=-ones,
+        entropy=ones,
+    )
     return sorted(credit.metrics), sorted(method.loss(tokens).metrics)
 
 
-def card(name: str, config: MethodConfig) -> str:
-    fields, method = head(name), Method(config, response_limit=64)
-    lines = [f"# {name}: {fields['title']}", "", f'`method={name}`, or `load_method("{name}")` on its own.', ""]
+def sentence(keys: Sequence[str]) -> str:
+    return ", ".join(f"`{key}`" for key in keys) + "."
+
+
+def card(name: str, config: MethodConfig, common: frozenset[str]) -> str:
+    fields = head(name)
+    method = Method(config, response_limit=64)
+    lines = [f"# {name}: {fields['title']}", ""]
+    lines += [f'`method={name}`, or `load_method("{name}")` on its own.', ""]
     lines += [f"**{key.capitalize()}.** {fields[key]}\n" for key in ORDER]
-    lines += ["## Knobs", "", "Overrides are `method.<key>=<value>` for the trainer, `<key>=<value>` for `load_method`.", ""]
-    lines += ["| key | value |", "|---|---|", *[f"| `{key}` | {value} |" for key, value in leaves(config, "")], ""]
+    lines += [
+        "## Choices",
+        "",
+        "Overrides: `method.<key>=<value>` for the trainer, `<key>=<value>`",
+    ]
+    lines[-1] += " for `load_method`. All other knobs are at their [defaults](README.md#defaults)."
+    lines += ["", "| key | value |", "|---|---|"]
+    lines += [f"| `{key}` | {value} |" for key, value in differing(config)]
+    lines += ["", "## Needs", "", f"{needs_text(method)}.", ""]
+    own = [key for keys in metric_keys(method) for key in keys if key not in common]
+    if own:
+        lines += ["## Metrics", "", f"Beside the [common ones](README.md#metrics): {sentence(own)}"]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def needs_text(method: Method) -> str:
     needs = method.needs
     asks = [
         ("the reference's logprobs", needs.ref_logprobs),
@@ -85,32 +193,61 @@ def card(name: str, config: MethodConfig) -> str:
         ("dynamic sampling", needs.dynamic_sampling),
     ]
     wanted = [what for what, asked in asks if asked]
-    lines += ["## Needs", "", f"At least {needs.min_group} responses per prompt{''.join('; ' + what for what in wanted)}.", ""]
-    for title, keys in zip(("of the rollout step", "of an optimizer step"), metric_keys(method), strict=True):
-        lines += [f"## Metrics {title}", "", ", ".join(f"`{key}`" for key in keys) + ".", ""]
-    return "\n".join(lines)
+    return "; ".join([f"At least {needs.min_group} responses per prompt", *wanted])
 
 
-def table(configs: dict[str, MethodConfig]) -> str:
-    lines = [
-        "# Methods",
-        "",
-        "One yaml each in `conf/method`; the cards say equation, knobs, limits and deviations. Every method is compared with a plain",
-        "implementation (`tests/unit/loss/reference.py`) by `test_credit_and_loss_equal_the_plain_reference` in",
-        "`tests/unit/loss/test_methods.py`; the last column names the tests by hand of its estimator",
-        "(`tests/unit/loss/test_advantages.py`) and of its shapers (`tests/unit/loss/test_shaping.py`).",
-        "",
-        "| method | paper | yaml | tests by hand |",
-        "|---|---|---|---|",
-    ]
+INTRODUCTION = """\
+# Methods
+
+One yaml each in `conf/method`; the cards say equation, choices, limits and deviations. Every method
+is compared with a plain implementation (`tests/unit/loss/reference.py`) by
+`test_credit_and_loss_equal_the_plain_reference` in `tests/unit/loss/test_methods.py`; the last
+column names the tests by hand of its estimator (`tests/unit/loss/test_advantages.py`) and of its
+shapers (`tests/unit/loss/test_shaping.py`).
+
+| method | paper | yaml | tests by hand |
+|---|---|---|---|"""
+
+DEFAULTS = """
+## Defaults
+
+Knobs stand in the signature of their function in
+[megatron_rl/loss](../../megatron_rl/loss/README.md), with type, range and default; a yaml names
+what it chooses and where it differs.
+
+| key | choice | knobs and defaults |
+|---|---|---|"""
+
+
+def front_page(configs: dict[str, MethodConfig], methods: dict[str, Method]) -> str:
+    lines = [INTRODUCTION]
     for name, config in configs.items():
         fields = head(name)
-        paper = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", fields["paper"].rstrip("."))
-        tests = ", ".join(f"`test_{piece}_by_hand`" for piece in (config.estimator.name, *map(shaper_test, config.shaping)))
-        link = f"[{name}.yaml](../../conf/method/{name}.yaml)"
-        lines.append(f"| [{name}]({name}.md) | {fields['title']}: {paper} | {link} | {tests} |")
-    lines += ["", f"{len(configs)} methods from {len(ESTIMATORS)} estimators. Written by `python tools/method_cards.py`.", ""]
+        link = r"[arXiv \1](https://arxiv.org/abs/\1)"
+        paper = re.sub(r"arXiv (\d{4}\.\d{5})", link, fields["paper"].rstrip("."))
+        functions = (config.estimator.name, *map(shaper_test, config.shaping))
+        tests = ", ".join(f"`test_{function}_by_hand`" for function in functions)
+        yaml = f"[{name}.yaml](../../conf/method/{name}.yaml)"
+        lines.append(f"| [{name}]({name}.md) | {fields['title']}: {paper} | {yaml} | {tests} |")
+    lines += ["", f"{len(configs)} methods from {len(ESTIMATORS)} estimators. Written by"]
+    lines[-1] += " `python tools/method_cards.py`."
+    lines += [DEFAULTS]
+    for key, table in CHOICES:
+        rows = defaults_of(table)
+        lines += [f"| `{key}` | {name} | {texts} |" for name, texts in rows]
+    lines += ["", "| key | default |", "|---|---|"]
+    lines += [f"| `{key}` | {default} |" for key, default in section_defaults()]
+    of_step, of_update = common_metrics(methods)
+    lines += ["", "## Metrics", "", f"Of every rollout step: {sentence(of_step)}", ""]
+    lines += [f"Of every optimizer step: {sentence(of_update)}", ""]
     return "\n".join(lines)
+
+
+def common_metrics(methods: dict[str, Method]) -> tuple[list[str], list[str]]:
+    """The metrics that every method has, of a rollout step and of an optimizer step."""
+    of_step, of_update = zip(*[metric_keys(method) for method in methods.values()], strict=True)
+    shared = [set.intersection(*map(set, keys)) for keys in (of_step, of_update)]
+    return sorted(shared[0]), sorted(shared[1])
 
 
 def shaper_test(name: str) -> str:
@@ -120,21 +257,33 @@ def shaper_test(name: str) -> str:
 def pages() -> dict[Path, str]:
     names = sorted(path.stem for path in (conf_dir() / "method").glob("*.yaml"))
     configs = {name: load_method(name).config for name in names}
-    return {PAGES / "README.md": table(configs), **{PAGES / f"{name}.md": card(name, config) for name, config in configs.items()}}
+    methods = {name: Method(config, response_limit=64) for name, config in configs.items()}
+    common = frozenset(key for keys in common_metrics(methods) for key in keys)
+    cards = {PAGES / f"{name}.md": card(name, config, common) for name, config in configs.items()}
+    return {PAGES / "README.md": front_page(configs, methods), **cards}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true")
-    check, wanted = parser.parse_args(arguments).check, pages()
+    check = parser.parse_args(arguments).check
+    wanted = pages()
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     stale += [path for path in PAGES.glob("*.md") if path not in wanted]
+    if check and stale:
+        print(f"{len(stale)} pages differ from conf/method; run python tools/method_cards.py")
+        return 1
     if check:
-        print(f"{len(stale)} pages differ from conf/method; run python tools/method_cards.py" if stale else "cards are up to date")
-        return 1 if stale else 0
+        print("cards are up to date")
+        return 0
     PAGES.mkdir(parents=True, exist_ok=True)
     for path in stale:
-        path.write_text(wanted[path]) if path in wanted else path.unlink()
+        if path in wanted:
+            path.write_text(wanted[path])
+        else:
+            path.unlink()
     print(f"{len(stale)} of {len(wanted)} pages written")
     return 0
 

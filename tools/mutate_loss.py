@@ -1,10 +1,11 @@
-"""Plants plausible bugs in the formulas of megatron_rl/loss, one at a time, and checks that the hand-worked tests notice.
+"""Plants plausible bugs in the formulas of megatron_rl/loss and checks that the tests notice.
 
     python tools/mutate_loss.py                  all of them
     python tools/mutate_loss.py --sample 20 --seed 1
 
-A bug is a text replacement in one module (tools/loss_mutations.py lists three or more for each formula). The module is loaded
-from the changed text, in memory; its test file is loaded afresh and run until a test fails. Exit status 1 when a bug survives.
+One at a time: a bug is a text replacement in one module (tools/loss_mutations lists three or more
+for each formula). The module is loaded from the changed text, in memory; its test file is loaded
+afresh and run until a test fails. Exit status 1 when a bug survives.
 """
 
 from __future__ import annotations
@@ -29,17 +30,28 @@ from tools.loss_mutations import MUTATIONS, TESTS, Mutation
 ROOT = Path(__file__).resolve().parents[1]
 
 FAILURES = (
-    AssertionError, ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError, pytest.fail.Exception,
-)  # fmt: skip
+    AssertionError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    NameError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pytest.fail.Exception,
+)
 
 
 class ChangedSource(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Imports one module from a given text."""
 
     def __init__(self, name: str, text: str) -> None:
-        self.name, self.text = name, text
+        self.name = name
+        self.text = text
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
         return importlib.util.spec_from_loader(fullname, self) if fullname == self.name else None
 
     def exec_module(self, module: types.ModuleType) -> None:
@@ -48,14 +60,9 @@ class ChangedSource(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def failure(mutation: Mutation | None, test_module: str) -> str | None:
     """The first test of ``test_module`` that fails with the bug in place, None if all pass."""
-    finders = []
-    if mutation:
-        text = (ROOT / "megatron_rl" / "loss" / f"{mutation.module}.py").read_text()
-        found = text.count(mutation.old)
-        if found != 1:
-            raise ValueError(f"{mutation.formula}: {mutation.old!r} occurs {found} times in {mutation.module}.py; make it unique")
-        finders = [ChangedSource(f"megatron_rl.loss.{mutation.module}", text.replace(mutation.old, mutation.new))]
-    for name in [name for name in sys.modules if name.startswith(("megatron_rl.loss", "tests.unit.loss"))]:
+    finders = [] if mutation is None else [changed(mutation)]
+    loaded = [n for n in sys.modules if n.startswith(("megatron_rl.loss", "tests.unit.loss"))]
+    for name in loaded:
         del sys.modules[name]
     sys.meta_path[:0] = finders
     try:
@@ -72,22 +79,55 @@ def failure(mutation: Mutation | None, test_module: str) -> str | None:
     return None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sample", type=int, help="how many, drawn at random; all of them without it")
+def changed(mutation: Mutation) -> ChangedSource:
+    """The module with the bug in it.
+
+    Raises:
+        ValueError: the text that it replaces does not occur just once.
+    """
+    text = (ROOT / "megatron_rl" / "loss" / f"{mutation.module}.py").read_text()
+    num = text.count(mutation.old)
+    if num != 1:
+        raise ValueError(
+            f"{mutation.formula}: {mutation.old!r} occurs {num} times in {mutation.module}.py;"
+            " make it unique"
+        )
+    name = f"megatron_rl.loss.{mutation.module}"
+    return ChangedSource(name, text.replace(mutation.old, mutation.new))
+
+
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sample", type=int, help="how many, drawn at random; all of them without it"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if options.sample is not None and not 1 <= options.sample <= len(MUTATIONS):
-        parser.error(f"--sample {options.sample}: give a number from 1 to {len(MUTATIONS)}, or leave it out")
-    chosen = MUTATIONS if options.sample is None else random.Random(options.seed).sample(MUTATIONS, options.sample)
+        parser.error(
+            f"--sample {options.sample}: give a number from 1 to {len(MUTATIONS)}, or leave it out"
+        )
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = options_of(arguments)
+    chosen = MUTATIONS
+    if options.sample is not None:
+        chosen = random.Random(options.seed).sample(MUTATIONS, options.sample)
     for test_module in sorted(set(TESTS.values())):
         broken = failure(None, test_module)
         if broken:
-            raise ValueError(f"{test_module}: {broken} fails without any bug planted; mend it first")
-    survivors = [mutation for mutation in chosen if failure(mutation, TESTS[mutation.module]) is None]
-    for mutation in survivors:
-        print(f"SURVIVED {mutation.module}.{mutation.formula}: {mutation.old!r} -> {mutation.new!r}")
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} bugs noticed, {len({m.formula for m in chosen})} formulas")
+            raise ValueError(f"{test_module}: {broken} fails without any bug planted; fix it first")
+    survivors = [m for m in chosen if failure(m, TESTS[m.module]) is None]
+    for survivor in survivors:
+        where = f"{survivor.module}.{survivor.formula}"
+        print(f"SURVIVED {where}: {survivor.old!r} -> {survivor.new!r}")
+    noticed = len(chosen) - len(survivors)
+    formulas = {mutation.formula for mutation in chosen}
+    print(f"{noticed} of {len(chosen)} bugs noticed, {len(formulas)} formulas")
     return 1 if survivors else 0
 
 

@@ -1,11 +1,13 @@
-"""Computes one optimizer step again, from a bundle in run_dir/nonfinite, and shows where numbers stop being finite.
+"""Computes one optimizer step again, from a bundle in run_dir/nonfinite, and shows where numbers
+stop being finite.
 
     torchrun --nproc-per-node N tools/replay_step.py BUNDLE
     python tools/replay_step.py BUNDLE
 
-The first needs as many processes as the run had: loss and gradient norm are then those of the run, bit for bit. The second
-computes the same in one process, rounded otherwise. Shown are the inputs (logprobs, advantages, weights), loss and gradient norm
-of each micro-batch, and the gradient of each tensor. ``nonfinite.bundle_step=N`` writes a bundle of any step of a run.
+The first needs as many processes as the run had: loss and gradient norm are then those of the run,
+bit for bit. The second computes the same in one process, rounded otherwise. Shown are the inputs
+(logprobs, advantages, weights), loss and gradient norm of each micro-batch, and the gradient of
+each tensor. ``nonfinite.bundle_step=N`` writes a bundle of any step of a run.
 """
 
 from __future__ import annotations
@@ -20,17 +22,25 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.evaluation.report import table
 from megatron_rl.loss import Method
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.runtime.launch import World, leave, report, set_up_messages, start
+from megatron_rl.policy.settings import PolicySettings
+from megatron_rl.reporting.report import table
+from megatron_rl.runtime.launch import World, configure_logging, exit_process, report, start
 from megatron_rl.trainer.bundle import Bundle, read_bundle
 from megatron_rl.trainer.objective import MinibatchLoss
 
 ONE_PROCESS = dict(
-    tensor=1, pipeline=1, virtual_pipeline=None, context=1, expert=1, expert_tensor=None, sequence=False,
-    first_stage_layers=None, last_stage_layers=None,
-)  # fmt: skip
+    tensor=1,
+    pipeline=1,
+    virtual_pipeline=None,
+    context=1,
+    expert=1,
+    expert_tensor=1,
+    sequence=False,
+    first_stage_layers=None,
+    last_stage_layers=None,
+)
 
 
 @dataclass(frozen=True)
@@ -71,35 +81,48 @@ def layout(bundle: Bundle, world_size: int) -> ParallelConfig:
     if world_size == bundle.world_size:
         return bundle.config.parallel
     if world_size != 1:
-        raise ValueError(f"the run had {bundle.world_size} processes and this is {world_size}; start as many, or one")
+        raise ValueError(
+            f"the run had {bundle.world_size} processes and this is {world_size}; start as many,"
+            " or one"
+        )
     return bundle.config.parallel.model_copy(update=ONE_PROCESS)
 
 
 def build_policy(bundle: Bundle, parallel: ParallelConfig) -> MegatronPolicy:
     """The policy with the weights of the bundle, which may be NaN."""
     config = bundle.config
+    method = Method(config.method)
+    limit = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     return MegatronPolicy(
         config.model,
         parallel,
         config.precision,
         config.optim,
-        temperature=config.rollout.temperature,
-        keep_reference=False,
-        total_optimizer_steps=1,
-        max_sequence_tokens=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
-        require_finite=False,
+        PolicySettings(
+            temperature=config.rollout.temperature,
+            keep_reference=False,
+            total_optimizer_steps=1,
+            max_sequence_tokens=limit,
+            tokens_per_microbatch=config.batch.tokens_per_microbatch,
+            share_prompts=config.batch.share_prompts,
+            entropy="grad" if method.needs.entropy == "grad" else "none",
+            require_finite=False,
+        ),
     )
 
 
-def replay(bundle: Bundle, policy: MegatronPolicy, splits: Sequence[Sequence[Sequence[int]]]) -> Replay:
+def replay(
+    bundle: Bundle, policy: MegatronPolicy, splits: Sequence[Sequence[Sequence[int]]]
+) -> Replay:
     """Collective. ``splits``: the micro-batches of each data-parallel rank."""
-    config, at_once = bundle.config, policy.microbatch_multiple
+    config = bundle.config
+    at_once = policy.microbatch_multiple
     method = Method(config.method, response_limit=config.rollout.max_response_tokens)
-    loss = MinibatchLoss(method, bundle.scored, bundle.credit, bundle.rows)
+    loss = MinibatchLoss(method, bundle.experience, bundle.rows)
 
     def compute(begin: int, end: int) -> Part:
         own = splits[policy.data_parallel_rank][begin:end]
-        totals = policy.backward(bundle.scored.experience.sequences, own, loss, entropy=bundle.entropy)
+        totals = policy.backward(bundle.experience.sequences, own, loss)
         rows = [row for split in splits for microbatch in split[begin:end] for row in microbatch]
         return Part(rows, totals.loss, policy.gradient_norm())
 
@@ -121,32 +144,44 @@ def _facts(name: str, tensor: Tensor) -> TensorFacts:
 
 
 def _inputs(bundle: Bundle) -> list[TensorFacts]:
-    scored = bundle.scored
+    experience = bundle.experience
     tensors = {
-        "sampler logprobs": scored.experience.sampler_logprobs,
-        "old logprobs": None if scored.old is None else scored.old.logprobs,
-        "reference logprobs": None if scored.ref is None else scored.ref.logprobs,
-        "rewards": scored.experience.rewards,
+        "sampler logprobs": experience.sampler_logprobs,
+        "old logprobs": None if experience.old is None else experience.old.logprobs,
+        "reference logprobs": None if experience.ref is None else experience.ref.logprobs,
+        "rewards": experience.rewards,
         "advantages": bundle.credit.advantages,
     }
     return [_facts(name, tensor) for name, tensor in tensors.items() if tensor is not None]
 
 
 def describe(bundle: Bundle, result: Replay, top: int) -> str:
-    """The replay as text: the tensors with values that are not finite first, then those with the largest gradients."""
+    """The replay as text: the tensors with values that are not finite first, then those with the
+    largest gradients."""
     whole = result.whole
     lines = [f"step {bundle.step}, minibatch {bundle.number}: {len(whole.rows)} responses"]
     lines.append(f"loss {whole.loss!r}, gradient norm {whole.grad_norm!r}")
     if bundle.loss is not None and bundle.grad_norm is not None:
         same = _same(bundle.loss, whole.loss) and _same(bundle.grad_norm, whole.grad_norm)
         verdict = "equal" if same else "not equal"
-        lines.append(f"in the run: loss {bundle.loss!r}, gradient norm {bundle.grad_norm!r} ({verdict})")
+        lines.append(
+            f"in the run: loss {bundle.loss!r}, gradient norm {bundle.grad_norm!r} ({verdict})"
+        )
     bad_weights = [facts for facts in result.weights if facts.not_finite]
-    lines += ["", table([("input", "norm", "not finite"), *map(_row, [*result.inputs, *bad_weights])])]
+    lines += [
+        "",
+        table([("input", "norm", "not finite"), *map(_row, [*result.inputs, *bad_weights])]),
+    ]
     if not bad_weights:
         lines.append(f"weights: all {len(result.weights)} tensors are finite")
     parts = [
-        (str(number), str(len(part.rows)), f"{part.loss:g}", f"{part.grad_norm:g}", _prompts(bundle, part))
+        (
+            str(number),
+            str(len(part.rows)),
+            f"{part.loss:g}",
+            f"{part.grad_norm:g}",
+            _prompts(bundle, part),
+        )
         for number, part in enumerate(result.parts)
     ]
     lines += ["", table([("micro-batch", "responses", "loss", "gradient norm", "prompts"), *parts])]
@@ -185,19 +220,21 @@ def run(options: argparse.Namespace, world: World) -> None:
 
 def main() -> None:
     """Ends the process: 0, or 1 on any error."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("bundle", type=Path, help="a folder run_dir/nonfinite/step_NNNNNN")
     parser.add_argument("--top", type=int, default=20, help="gradients shown")
     parser.add_argument("--json", type=Path, help="a file for all the numbers")
     options = parser.parse_args()
     world = start()
-    set_up_messages(world.rank)
+    configure_logging(world.rank)
     try:
         run(options, world)
     except BaseException as error:  # noqa: BLE001 (reported, then the process ends with code 1)
         report(error, world.rank)
-        leave(1)
-    leave(0)
+        exit_process(1)
+    exit_process(0)
 
 
 if __name__ == "__main__":

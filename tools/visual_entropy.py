@@ -1,11 +1,14 @@
-"""Visual entropy of images under a vision encoder, for methods with a perceptual part (durian, durian_perceptual).
+"""Visual entropy of images under a vision encoder, for methods with a perceptual part (durian,
+durian_perceptual).
 
     python tools/visual_entropy.py ENCODER --cache scores.parquet IMAGE...
-    python tools/visual_entropy.py ENCODER --cache scores.parquet --data train.jsonl --images-column images --out scored.jsonl
+    python tools/visual_entropy.py ENCODER --cache scores.parquet --data train.jsonl \\
+        --images-column images --out scored.jsonl
 
-ENCODER is a Hugging Face directory of a vision encoder (config.json, weights, preprocessor_config.json). Scores are kept in the
-cache, one row for each pair of image bytes and encoder, so that a second run reads them. With --data every row gets
-extra.visual_entropy, in nats: the mean over its images. Image paths in a data file are relative to that file.
+ENCODER is a Hugging Face directory of a vision encoder (config.json, weights,
+preprocessor_config.json). Scores are kept in the cache, one row for each pair of image bytes and
+encoder, so that a second run reads them. With --data every row gets extra.visual_entropy, in nats:
+the mean over its images. Image paths in a data file are relative to that file.
 """
 
 from __future__ import annotations
@@ -28,22 +31,30 @@ from transformers import AutoImageProcessor, AutoModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_rl.data.visual_entropy import visual_entropy
 from megatron_rl.errors import concerning
-from megatron_rl.loss.visual_entropy import visual_entropy
 
-SCHEMA = pa.schema([("image", pa.string()), ("encoder", pa.string()), ("entropy_nats", pa.float64())])
+SCHEMA = pa.schema(
+    [("image", pa.string()), ("encoder", pa.string()), ("entropy_nats", pa.float64())]
+)
 
 
 class Encoder:
-    """A frozen vision encoder: image -> patch features [patches, width], without class or register tokens."""
+    """A frozen vision encoder: image -> patch features [patches, width], without class or register
+    tokens."""
 
     def __init__(self, path: Path) -> None:
         for name in ("config.json", "preprocessor_config.json"):
             if not (path / name).is_file():
-                raise ValueError(f"ENCODER {path}: no {name} there; give a Hugging Face directory of a vision encoder")
+                raise ValueError(
+                    f"ENCODER {path}: no {name} there; give a Hugging Face directory of a vision"
+                    " encoder"
+                )
         self.model = AutoModel.from_pretrained(path, torch_dtype=torch.float32).eval()
         self.processor = AutoImageProcessor.from_pretrained(path, backend="pil")
-        digest = xxhash.xxh3_128((path / "config.json").read_bytes() + (path / "preprocessor_config.json").read_bytes())
+        digest = xxhash.xxh3_128(
+            (path / "config.json").read_bytes() + (path / "preprocessor_config.json").read_bytes()
+        )
         for name, tensor in sorted(self.model.state_dict().items()):
             digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
         self.fingerprint = digest.hexdigest()
@@ -52,7 +63,9 @@ class Encoder:
     def features(self, image: Image.Image) -> Tensor:
         inputs = self.processor(images=[image.convert("RGB")], return_tensors="pt")
         if "image_grid_thw" in inputs:  # the Qwen family takes patches, of any number
-            return self.model(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"]).last_hidden_state
+            return self.model(
+                inputs["pixel_values"], grid_thw=inputs["image_grid_thw"]
+            ).last_hidden_state
         hidden = self.model(pixel_values=inputs["pixel_values"]).last_hidden_state[0]
         height, width = inputs["pixel_values"].shape[-2:]
         num_patches = math.prod(side // self.model.config.patch_size for side in (height, width))
@@ -65,7 +78,11 @@ class Scores:
     def __init__(self, path: Path, encoder: Encoder) -> None:
         self.path, self.encoder = path, encoder
         self.rows = pq.read_table(path, schema=SCHEMA).to_pylist() if path.exists() else []
-        self.known = {row["image"]: row["entropy_nats"] for row in self.rows if row["encoder"] == encoder.fingerprint}
+        self.known = {
+            row["image"]: row["entropy_nats"]
+            for row in self.rows
+            if row["encoder"] == encoder.fingerprint
+        }
         self.computed = 0
 
     def of(self, path: Path) -> float:
@@ -73,7 +90,9 @@ class Scores:
         if key not in self.known:
             with Image.open(path) as image:
                 self.known[key] = visual_entropy(self.encoder.features(image)).item()
-            self.rows.append({"image": key, "encoder": self.encoder.fingerprint, "entropy_nats": self.known[key]})
+            self.rows.append(
+                {"image": key, "encoder": self.encoder.fingerprint, "entropy_nats": self.known[key]}
+            )
             self.computed += 1
         return self.known[key]
 
@@ -88,7 +107,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         return pq.read_table(path).to_pylist()
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        with concerning(f"{path}: line {number}", "write one JSON object a line", (json.JSONDecodeError,)):
+        with concerning(
+            f"{path}: line {number}", "write one JSON object a line", (json.JSONDecodeError,)
+        ):
             rows += [json.loads(line)] if line.strip() else []
     return rows
 
@@ -97,10 +118,14 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
     else:
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        path.write_text(
+            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+        )
 
 
-def scored(rows: Iterable[dict[str, Any]], folder: Path, column: str, scores: Scores) -> list[dict[str, Any]]:
+def scored(
+    rows: Iterable[dict[str, Any]], folder: Path, column: str, scores: Scores
+) -> list[dict[str, Any]]:
     """The rows with extra.visual_entropy.
 
     Raises:
@@ -110,14 +135,24 @@ def scored(rows: Iterable[dict[str, Any]], folder: Path, column: str, scores: Sc
     for number, row in enumerate(rows):
         images = [row[column]] if isinstance(row.get(column), str) else row.get(column)
         if not images:
-            raise ValueError(f"row {number}: column {column!r} holds no image path; choose the column with --images-column")
+            raise ValueError(
+                f"row {number}: column {column!r} holds no image path; choose the column with"
+                " --images-column"
+            )
         values = [scores.of(folder / image) for image in images]
-        result.append({**row, "extra": {**(row.get("extra") or {}), "visual_entropy": sum(values) / len(values)}})
+        result.append(
+            {
+                **row,
+                "extra": {**(row.get("extra") or {}), "visual_entropy": sum(values) / len(values)},
+            }
+        )
     return result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("encoder", type=Path)
     parser.add_argument("images", type=Path, nargs="*")
     parser.add_argument("--cache", type=Path, required=True)
@@ -146,9 +181,15 @@ def score(options: argparse.Namespace) -> None:
     for image in options.images:
         print(f"{scores.of(image):.6f} {image}")
     if options.data:
-        write_rows(options.out, scored(read_rows(options.data), options.data.parent, options.images_column, scores))
+        write_rows(
+            options.out,
+            scored(read_rows(options.data), options.data.parent, options.images_column, scores),
+        )
     scores.save()
-    print(f"{scores.computed} computed, {len(scores.known) - scores.computed} in the cache", file=sys.stderr)
+    print(
+        f"{scores.computed} computed, {len(scores.known) - scores.computed} in the cache",
+        file=sys.stderr,
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""A rollout hook: solved groups leave the step, truncation costs reward. The page: rollout_hook.md."""
+"""A rollout hook: solved groups leave the step, truncation costs reward.
+
+The page: rollout_hook.md.
+"""
 
 from collections.abc import Sequence
 
+from megatron_rl.trainer.experience import Response
 from megatron_rl.trainer.hooks import RolloutEdit, register_rollout_hook
-from megatron_rl.trainer.rollouts import Response
 
 
 @register_rollout_hook("drop_easy")

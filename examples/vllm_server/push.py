@@ -1,6 +1,7 @@
 """Loads a Hugging Face directory into a Megatron policy and pushes its weights into a vLLM server.
 
-torchrun --nproc-per-node 2 examples/vllm_server/push.py --server http://127.0.0.1:8000 --model NEW_WEIGHTS --tensor 2 --version 1
+torchrun --nproc-per-node 2 examples/vllm_server/push.py --server http://127.0.0.1:8000 \\
+    --model NEW_WEIGHTS --tensor 2 --version 1
 """
 
 from __future__ import annotations
@@ -11,22 +12,27 @@ from pathlib import Path
 from megatron_rl.config.load import compose
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.policy.megatron_policy import MegatronPolicy
+from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.runtime import launch
 from megatron_rl.weight_sync.server import HttpServer, ServerSync
 
 
 def main() -> None:
     """Ends the process: 0 when the server serves the new weights."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--server", required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--version", type=int, required=True)
     parser.add_argument("--tensor", type=int, default=1, help="tensor parallelism of the policy")
-    parser.add_argument("--params", default="bfloat16", help="dtype of the policy's weights, that of the server")
+    parser.add_argument(
+        "--params", default="bfloat16", help="dtype of the policy's weights, that of the server"
+    )
     options = parser.parse_args()
     with launch.reported():
         push(options)
-    launch.leave(0)
+    launch.exit_process(0)
 
 
 def push(options: argparse.Namespace) -> None:
@@ -36,17 +42,24 @@ def push(options: argparse.Namespace) -> None:
         ParallelConfig(**compose("parallel/single") | {"tensor": options.tensor}),
         PrecisionConfig(**compose("precision/bf16") | {"params": options.params}),
         OptimConfig(**compose("optim/adam")),
-        temperature=1.0,
-        keep_reference=False,
-        total_optimizer_steps=1,
-        max_sequence_tokens=1024,
+        PolicySettings(
+            temperature=1.0,
+            keep_reference=False,
+            total_optimizer_steps=1,
+            max_sequence_tokens=1024,
+            tokens_per_microbatch=1024,
+        ),
     )
     # What a trainer does once ...
     sync = ServerSync(policy, HttpServer(options.server), world)
     # ... and after each of its updates
     report = sync.sync(options.version)
     if world.is_main:
-        print(f"{report.bytes_total} bytes (least possible: {sync.plan.lower_bound}) in {report.seconds:.3f} s", flush=True)
+        print(
+            f"{report.bytes_total} bytes (least possible: {sync.plan.lower_bound}) in"
+            f" {report.seconds:.3f} s",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

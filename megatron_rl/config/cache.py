@@ -6,16 +6,16 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_rl.config.model_config import model_sizes
+from megatron_rl.config.number_formats import ITEM_BYTES
 from megatron_rl.config.schema import Config, RolloutConfig
 
 GIB = 2**30
 BLOCK_TOKENS = {"cpu": 128, "gpu": 16}  # tokens of one block of the cache, as vLLM cuts it
-BYTES = {"float32": 4, "bfloat16": 2}
-SIZES = ("num_attention_heads", "num_hidden_layers")
 
 
 def cache_problems(config: Config, hf_config: Mapping[str, Any], *, on_cpu: bool) -> Iterator[str]:
-    """A message where ``rollout.kv_cache_gib`` has no room for one longest sequence."""
+    """One message when ``rollout.kv_cache_gib`` cannot hold one sequence of the longest kind."""
     rollout = config.rollout
     if rollout.kv_cache_gib is None:
         return
@@ -26,31 +26,30 @@ def cache_problems(config: Config, hf_config: Mapping[str, Any], *, on_cpu: bool
     # Rounded up, so that the number that is named is enough.
     enough = math.ceil(least / GIB * 1e6) / 1e6
     yield (
-        f"rollout.kv_cache_gib = {rollout.kv_cache_gib:g}: one sequence of rollout.max_prompt_tokens + "
-        f"rollout.max_response_tokens = {longest} tokens takes {least / 2**20:.3g} MiB; set at least "
-        f"{enough:g}, or several times that so that sequences run together"
+        f"rollout.kv_cache_gib = {rollout.kv_cache_gib:g}: one sequence of"
+        f" rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens takes"
+        f" {least / 2**20:.3g} MiB; set at least {enough:g}, or several times that so that"
+        " sequences run together"
     )
 
 
 def least_cache_bytes(
     rollout: RolloutConfig, hf_config: Mapping[str, Any], block_tokens: int
 ) -> int | None:
-    """Bytes of keys and values of the longest sequence on one rank, in whole blocks, and of the
-    block the engine keeps empty; None where ``hf_config`` does not tell the sizes.
+    """Bytes that the longest sequence takes on one rank, in whole blocks; None where ``hf_config``
+    lacks a size. vLLM keeps one block more, which is always empty.
 
     Formula: (ceil(tokens / block) + 1) * block * 2 * layers * kv_heads * head_dim * bytes, with the
     heads of one rank and the bytes of a number.
     Example: 1024 tokens, 28 layers, 4 heads of 128 on two ranks, bfloat16, blocks of 16:
     65 * 16 * 2 * 28 * 2 * 128 * 2 bytes = 28.4 MiB.
     """
-    if any(not isinstance(hf_config.get(name), int) for name in SIZES):
-        return None
-    heads, layers = (hf_config[name] for name in SIZES)
-    kv_heads = hf_config.get("num_key_value_heads") or heads
-    head_dim = hf_config.get("head_dim") or hf_config.get("hidden_size", 0) // max(1, heads)
-    if not head_dim:
+    sizes = model_sizes(hf_config)
+    if 0 in (sizes.num_layers, sizes.num_heads, sizes.head_dim):
         return None
     tokens = rollout.max_prompt_tokens + rollout.max_response_tokens
-    blocks = -(-tokens // block_tokens) + 1
-    mine = max(1, kv_heads // rollout.tensor)  # heads that do not divide are held by several ranks
-    return blocks * block_tokens * 2 * layers * mine * head_dim * BYTES[rollout.dtype]
+    num_blocks = math.ceil(tokens / block_tokens) + 1
+    # Where ranks outnumber the key-value heads, several hold the same head.
+    heads_of_rank = max(1, sizes.num_kv_heads // rollout.tensor)
+    token_numbers = 2 * sizes.num_layers * heads_of_rank * sizes.head_dim
+    return num_blocks * block_tokens * token_numbers * ITEM_BYTES[rollout.dtype]

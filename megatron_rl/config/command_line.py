@@ -1,18 +1,28 @@
-"""The command line of ``megatron_rl.train``: Hydra overrides and a few options."""
+"""The command line of ``megatron_rl.train``: Hydra's overrides, and the options one expects of it.
+
+Composition is Hydra's, starting runs is not: see ``conf/README.md``.
+"""
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import yaml
 
+from megatron_rl.config import completion
+from megatron_rl.config.hydra_words import SWEEP
 from megatron_rl.config.load import check_given, compose, conf_dir
 from megatron_rl.config.schema import Config
 from megatron_rl.plugins import load_plugins
+
+DESCRIPTION = "Reinforcement learning with verifiable rewards: Megatron-Core policy, vLLM rollouts."
+# Every group, in --info's word for it.
+GROUPS = "groups"
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,30 +32,142 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; --help shows what there is")
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    groups = sorted(path.name for path in conf_dir().iterdir() if path.is_dir())
-    options = "\n".join(f"  {group}: {', '.join(sorted(file.stem for file in (conf_dir() / group).glob('*.yaml')))}" for group in groups)
+def arguments(argv: Sequence[str] | None, local_size: int | None = None) -> argparse.Namespace:
+    """The options and overrides of one start.
+
+    ``local_size``: processes that torchrun has started on this machine; None without torchrun.
+
+    Raises:
+        ValueError: an option that there is not, or one that means something else here.
+    """
+    options = _parser().parse_intermixed_args(argv)  # options may stand between overrides
+    if options.info is not None and "=" in options.info:  # an override, not the option's value
+        options.overrides.insert(0, options.info)
+        options.info = GROUPS
+    if options.multirun:
+        raise ValueError(_multirun_answer(options, local_size))
+    if options.config_path is not None:
+        raise ValueError(
+            f"--config-path {options.config_path}: the package's own groups are always searched; "
+            "add a folder of yours by --config-dir"
+        )
+    if options.cfg == "hydra":
+        raise ValueError("--cfg hydra: Hydra's own settings are not used; give --cfg job")
+    options.config_name = options.config_name.removesuffix(".yaml")
+    if "/" in options.config_name:
+        raise ValueError(
+            f"--config-name {options.config_name}: name a file beside config.yaml; what a group "
+            "holds is chosen by GROUP=OPTION, e.g. experiment=quickstart_cpu"
+        )
+    return options
+
+
+def _parser() -> Parser:
+    groups = "\n".join(f"  {group}: {', '.join(names)}" for group, names in all_groups().items())
     parser = Parser(
         prog="python -m megatron_rl.train",
-        description="Reinforcement learning with verifiable rewards: Megatron-Core policy, vLLM rollouts.",
-        epilog=f"Groups and their options (group=option):\n{options}\n\nAll keys with their values: --cfg job",
+        description=DESCRIPTION,
+        epilog=f"Groups and their options (group=option):\n{groups}\n\n"
+        "All keys with their values: --cfg job",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="Hydra overrides, e.g. experiment=quickstart_cpu method=dapo seed=2"
-    )
-    parser.add_argument("--cfg", choices=["job"], help="print the composed configuration and leave")
-    parser.add_argument("--config-dir", type=Path, help="a second folder of groups, searched after the package's own")
+    add = parser.add_argument
+    example = "Hydra overrides, e.g. experiment=quickstart_cpu method=dapo seed=2"
+    add("overrides", nargs="*", metavar="key=value", help=example)
+    whole = "print the composed configuration and leave"
+    add("-c", "--cfg", choices=["job", "all", "hydra"], metavar="job", help=whole)
+    add("--resolve", action="store_true", help="with --cfg: ${name} by its value, as always here")
+    info = "print the groups and their options, or one group with a line on each option, and leave"
+    add("-i", "--info", nargs="?", const=GROUPS, metavar="GROUP", help=info)
+    name = "the root of the configuration, a file beside config.yaml or in --config-dir"
+    add("-cn", "--config-name", default="config", metavar="NAME", help=name)
+    folder = "a second folder of groups, searched after the package's own"
+    add("-cd", "--config-dir", type=Path, metavar="DIR", help=folder)
     plugin = "your own code, imported first; see examples/plugins"
-    parser.add_argument("--plugin", action="append", default=[], metavar="MODULE_OR_FILE", help=plugin)
-    return parser.parse_intermixed_args(argv)  # options may stand between overrides
+    add("--plugin", action="append", default=[], metavar="MODULE_OR_FILE", help=plugin)
+    shell = 'print a script that completes overrides: eval "$(... --completion bash)"'
+    add("-sc", "--completion", "--shell-completion", metavar="bash", help=shell)
+    add("-m", "--multirun", action="store_true", help=f"says how to start {SWEEP}")
+    add("-r", "--run", action="store_true", help=argparse.SUPPRESS)  # Hydra's word for one run
+    add("-cp", "--config-path", help=argparse.SUPPRESS)
+    return parser
+
+
+def all_groups() -> dict[str, list[str]]:
+    """The options of every group of the package, by name."""
+    folders = sorted(path for path in conf_dir().iterdir() if path.is_dir())
+    return {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in folders}
+
+
+def _multirun_answer(options: argparse.Namespace, local_size: int | None) -> str:
+    """A sweep is not started from here: every rank of a torchrun would start one."""
+    processes = "N" if local_size is None else str(local_size)
+    plugins = [word for plugin in options.plugin for word in ("--plugin", plugin)]
+    words = shlex.join([*plugins, *options.overrides])
+    return (
+        "--multirun: a run is started by torchrun, so its ranks cannot start others, and a sweep "
+        "has a program of its own, which starts one torchrun for each run; type "
+        f"{SWEEP} --out DIR --nproc {processes} {words}"
+    ).rstrip()
+
+
+def answer(options: argparse.Namespace, rank: int = 0) -> int | None:
+    """Prints what was asked for and gives the exit code; None where a run is to be started.
+
+    Under torchrun the first rank answers for all.
+    """
+    replies = ((options.completion, _complete), (options.info, _inform), (options.cfg, show))
+    reply = next((reply for asked, reply in replies if asked is not None), None)
+    if reply is None:
+        return None
+    if rank != 0:
+        return 0
+    return reply(options)
+
+
+def _complete(options: argparse.Namespace) -> int:
+    shell = options.completion.removeprefix("install=")  # as Hydra's own option is written
+    if shell != "bash":
+        raise ValueError(f"--completion {shell}: there is a script for bash only")
+    flags = [flag for flag in _parser()._option_string_actions if flag.startswith("--")]
+    print(completion.bash(all_groups(), flags), end="", flush=True)
+    return 0
+
+
+def _inform(options: argparse.Namespace) -> int:
+    groups = all_groups()
+    if options.info in groups:
+        print("\n".join(_described(options.info, groups)), flush=True)
+        return 0
+    if options.info not in (GROUPS, "all", "defaults"):
+        raise ValueError(
+            f"--info {options.info}: no such group; there are {', '.join(groups)}, or give "
+            "--info alone for all of them"
+        )
+    lines = [f"{group}={' | '.join(names)}" for group, names in groups.items()]
+    print("\n".join(lines), flush=True)
+    return 0
+
+
+def _described(group: str, groups: Mapping[str, Sequence[str]]) -> list[str]:
+    """A line for each option of a group, with the comment that its file begins with, if any."""
+    lines = []
+    for name in groups[group]:
+        text = (conf_dir() / group / f"{name}.yaml").read_text(encoding="utf-8")
+        first = text.removeprefix("# @package _global_\n").partition("\n")[0]
+        says = first.removeprefix("# ") if first.startswith("#") else ""
+        lines.append(f"{group}={name:24} {says}".rstrip())
+    return lines
 
 
 def show(options: argparse.Namespace) -> int:
-    """Prints the composed configuration; 1 and what is wrong with it on stderr where a key or a value cannot be."""
+    """Prints the composed configuration.
+
+    Gives 1, with what is wrong on stderr, where a key or a value cannot be.
+    """
     try:
         load_plugins(options.plugin)
-        composed = compose("config", options.overrides, options.config_dir)
+        composed = compose(options.config_name, options.overrides, options.config_dir)
         print(yaml.safe_dump(composed, sort_keys=False), end="", flush=True)
         check_given(Config, composed, "the configuration")
     except ValueError as error:

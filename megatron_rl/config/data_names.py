@@ -8,7 +8,6 @@ from pathlib import Path
 
 GENERATED = "reasoning_gym:"
 HF = "hf:"
-SUFFIXES = (".jsonl", ".parquet")
 KINDS = (
     "give a .jsonl or .parquet file, a pattern such as 'data/*.jsonl', hf:NAME:SPLIT, or "
     "reasoning_gym:<task>"
@@ -26,9 +25,11 @@ def is_file_name(entry: str) -> bool:
 
 
 def matching_files(entry: str) -> list[Path]:
-    """The files a name stands for, sorted: itself, or those a pattern (``*``, ``?``, ``[...]``,
-    ``**``) matches. A file of just that name comes before a pattern, so that a name with brackets
-    can be given. Empty: there is none."""
+    """The files a name stands for, sorted: itself, or those that it matches as a pattern.
+
+    A file of just that name comes before a pattern (``*``, ``?``, ``[...]``, ``**``), so that a
+    name with brackets can be given. Empty: there is none.
+    """
     if Path(entry).is_file():
         return [Path(entry)]
     if not glob.has_magic(entry):

@@ -1,4 +1,4 @@
-"""Keys that users know from other systems: their names here, and what this project does not do."""
+"""Keys that users know from elsewhere, their names here, and what this project does not do."""
 
 from __future__ import annotations
 
@@ -42,6 +42,21 @@ NAMES_HERE: Mapping[str, str] = {
     "warmup_ratio": "optim.warmup_steps",
     "project_name": "logging.wandb_project",
 }
+
+# A key of an earlier version -> the key that took its place.
+RENAMED: Mapping[str, str] = {
+    "trainer.updates_per_rollout": "trainer.epochs_per_rollout",
+    "weight_sync.path": "weight_sync.method",
+    "weight_sync.in_flight": "weight_sync.rounds_in_flight",
+    "weight_sync.canary_every": "weight_sync.logprob_check_every",
+    "weight_sync.canary_tolerance": "weight_sync.logprob_check_tolerance",
+    "memory.refuse": "memory.enforce",
+    "mismatch_alarm.warn_above": "mismatch_limits.warn_above",
+    "mismatch_alarm.abort_above": "mismatch_limits.abort_above",
+}
+
+# (group, option of an earlier version) -> the option that took its place.
+RENAMED_OPTIONS: Mapping[tuple[str, str], str] = {("data", "jsonl"): "default"}
 
 # Words of a key (between dots and underscores) -> what to say. README has the same list.
 NOT_SUPPORTED = (
@@ -87,13 +102,15 @@ NOT_SUPPORTED = (
 
 
 def name_here(key: str) -> str | None:
-    """The key here, by the last part. Example: ``optim.lr`` is ``optim.learning_rate``."""
-    return NAMES_HERE.get(key.rsplit(".", 1)[-1])
+    """The key here: of an earlier version by the whole key, of other systems by its last part.
+
+    Examples: ``memory.refuse`` is ``memory.enforce``, ``optim.lr`` is ``optim.learning_rate``.
+    """
+    return RENAMED.get(key) or NAMES_HERE.get(key.rsplit(".", 1)[-1])
 
 
 def not_supported(key: str, value: Any = None) -> str | None:
-    """A sentence where a dotted ``key``, or one below it in ``value``, names what is not supported;
-    else None.
+    """A sentence where a dotted ``key``, or one below it in ``value``, is of what is not supported.
 
     Example: ``not_supported("model.lora_rank")`` begins with ``adapters (LoRA) are not supported``.
     """

@@ -6,9 +6,9 @@ from typing import Annotated
 
 from pydantic import SerializeAsAny
 
-from megatron_rl.config.pieces import Named, by_key
+from megatron_rl.config.pieces import Choices, Named, by_key
 
-ROLLOUT_HOOKS: dict[str, type[Named]] = {}
+ROLLOUT_HOOKS = Choices("rollout hook")
 
 # In the order in which they are called, each with its knobs.
-RolloutHooks = Annotated[dict[str, SerializeAsAny[Named]], by_key("rollout hook", ROLLOUT_HOOKS)]
+RolloutHooks = Annotated[dict[str, SerializeAsAny[Named]], by_key(ROLLOUT_HOOKS)]

@@ -1,8 +1,8 @@
-"""Hydra composition -> plain dict -> strict schema, with every error of a configuration reported at once."""
+"""Hydra composition -> plain dict -> strict schema, with every error reported at once."""
 
 from __future__ import annotations
 
-import difflib
+import functools
 import json
 import types
 import typing
@@ -23,33 +23,15 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from megatron_rl.config.foreign_keys import name_here, not_supported
+from megatron_rl.config.foreign_keys import RENAMED_OPTIONS, name_here, not_supported
+from megatron_rl.config.hydra_words import answer
 from megatron_rl.config.overrides import group_problem, is_group, parse
-from megatron_rl.plugins import RegistrationError
+from megatron_rl.errors import ConfigError, RegistrationError, close_names, did_you_mean
 
 Schema = TypeVar("Schema", bound=BaseModel)
-# ``resume=auto`` is short for ``resume.checkpoint=auto``: a section written as the key that it is mostly given for.
+# ``resume=auto`` is short for ``resume.checkpoint=auto``: a section written as the key that it is
+# mostly given for.
 SHORT = {"resume": "resume.checkpoint"}
-
-
-SHOWN_PROBLEMS = 12  # a message fits on a screen; the next start shows the rest
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be used. The message lists every problem: key, value, remedy."""
-
-    def __init__(self, problems: Sequence[str], where: str) -> None:
-        self.problems = list(problems)
-        shown = self.problems[:SHOWN_PROBLEMS]
-        if len(problems) > SHOWN_PROBLEMS:
-            shown.append(f"... and {len(problems) - SHOWN_PROBLEMS} more")
-        lines = "\n".join(f"  - {problem}" for problem in shown)
-        self._where = where
-        super().__init__(f"{len(problems)} problem{'s' * (len(problems) != 1)} in {where}:\n{lines}")
-
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str], str]]:
-        """Rank 0 sends its errors to the other ranks."""
-        return ConfigError, (self.problems, self._where)
 
 
 def conf_dir() -> Path:
@@ -58,18 +40,27 @@ def conf_dir() -> Path:
     for candidate in (package / "conf", package.parent / "conf"):
         if (candidate / "config.yaml").is_file():
             return candidate
-    raise ConfigError([f"no conf/config.yaml in {package} or beside it; reinstall megatron_rl"], "the installation")
+    raise ConfigError(
+        [f"no conf/config.yaml in {package} or beside it; reinstall megatron_rl"],
+        "the installation",
+    )
 
 
 _plugin_dirs: list[Path] = []
+_given_dirs: list[Path] = []  # of --config-dir, while a configuration is composed
 
 
-class _PluginFolders(SearchPathPlugin):
+class _MoreFolders(SearchPathPlugin):
     """Hydra asks this where else options lie: a plug-in's method composes like a built-in one."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for folder in _plugin_dirs:
-            search_path.append("megatron_rl plug-in", f"file://{folder}")
+        for folder in (*_plugin_dirs, *_given_dirs):
+            search_path.append("megatron_rl", f"file://{folder}")
+
+
+@functools.cache
+def _search_more_folders() -> None:
+    Plugins.instance().register(_MoreFolders)
 
 
 def add_config_dir(path: str | Path) -> None:
@@ -96,17 +87,20 @@ def add_config_dir(path: str | Path) -> None:
             raise RegistrationError(
                 f"add_config_dir({folder}): {taken[0]} is in {other} as well; rename yours"
             )
-    if not _plugin_dirs:
-        Plugins.instance().register(_PluginFolders)
+    _search_more_folders()
     _plugin_dirs.append(folder)
 
 
-def compose(config_name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> dict[str, Any]:
+def compose(
+    config_name: str, overrides: Sequence[str] = (), config_dir: Path | None = None
+) -> dict[str, Any]:
     """The composed and resolved configuration as a plain dict.
 
     Args:
-        config_name: file below ``conf/`` without ``.yaml``. A file of a group (``method/apo``) comes without its group key.
-        overrides: Hydra overrides. An unknown key is kept here and refused by ``validate``, which knows its neighbours.
+        config_name: file below ``conf/`` or ``config_dir``, without ``.yaml``. A file of a group
+            (``method/apo``) comes without its group key.
+        overrides: Hydra overrides. An unknown key is kept here and refused by ``validate``, which
+            knows its neighbors.
         config_dir: a second folder of groups, searched after ``conf/``.
 
     Raises:
@@ -115,17 +109,21 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: Path | 
     if config_dir and not config_dir.is_dir():
         problem = f"--config-dir {config_dir}: no such folder; give a folder of groups"
         raise ConfigError([problem], "the options")
-    groups = [conf_dir(), *_plugin_dirs, *([config_dir.resolve()] if config_dir else [])]
+    given = [config_dir.resolve()] if config_dir else []
+    groups = [conf_dir(), *_plugin_dirs, *given]
     final = _all_permissive(overrides, groups)
-    if config_dir:
-        final.append(f"hydra.searchpath=['file://{groups[-1]}']")
+    _search_more_folders()
+    _given_dirs[:] = given
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(groups[0]), version_base="1.3"):
             composed = OmegaConf.to_container(hydra_compose(config_name, final), resolve=True)
     except MissingConfigException as error:
         group, _, option = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
-        raise ConfigError([_unknown_option(group, option, groups)], "the overrides") from None
+        problem = _unknown_option(group, option, groups)
+        if not group:
+            problem = _unknown_root(option, groups)
+        raise ConfigError([problem], "the overrides") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([_composition_problem(error, overrides)], "the overrides") from error
     for group in config_name.split("/")[:-1]:
@@ -134,7 +132,9 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: Path | 
 
 
 def validate(schema: type[Schema], values: dict[str, Any], where: str) -> Schema:
-    """``values`` as an instance of ``schema``. Strict: 1 is not True, "8" is not 8; a list becomes a tuple.
+    """``values`` as an instance of ``schema``.
+
+    Strict: 1 is not True, "8" is not 8; a list becomes a tuple.
 
     Raises:
         ConfigError: names every wrong key at once, with the nearest known key where one is unknown.
@@ -192,7 +192,10 @@ def known_keys(schema: Any, prefix: str = "") -> Iterator[str]:
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
-    elif isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (typing.Union, typing.Annotated):
+    elif isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (
+        typing.Union,
+        typing.Annotated,
+    ):
         for argument in typing.get_args(annotation):
             yield from _models_in(argument)
 
@@ -204,7 +207,7 @@ def _describe(detail: ErrorDetails, known: list[str]) -> str:
         if sentence is not None:
             return f"{key}: unknown key; {sentence}; remove it"
         full = ".".join([key, *_first_leaf(detail["input"])])
-        return f"{full}: unknown key{_did_you_mean(full, known)}"
+        return f"{full}: unknown key{_nearest_keys(full, known)}"
     if detail["type"] == "missing":
         return f"{key}: no value; give {key}=..."
     message = detail["msg"].removeprefix("Value error, ")
@@ -212,8 +215,10 @@ def _describe(detail: ErrorDetails, known: list[str]) -> str:
 
 
 def _first_leaf(value: Any) -> list[str]:
-    """The path to the first leaf of a section: of a section that nobody knows, what is in it says
-    more than its name. Empty for a plain value."""
+    """The path to the first leaf of a section, empty for a plain value.
+
+    Of a section that nobody knows, what is in it says more than its name.
+    """
     path: list[str] = []
     while isinstance(value, dict) and value:
         key = next(iter(value))
@@ -222,27 +227,31 @@ def _first_leaf(value: Any) -> list[str]:
     return path
 
 
-def _did_you_mean(key: str, known: Sequence[str]) -> str:
+def _nearest_keys(key: str, known: Sequence[str]) -> str:
     elsewhere = name_here(key)
     if elsewhere is not None and elsewhere != key:
         return f"; here it is {elsewhere}"
     leaf = key.rsplit(".", 1)[-1]
-    same_leaf = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == leaf]
-    close = same_leaf or difflib.get_close_matches(key, known, n=2, cutoff=0.7)
     by_leaf = {candidate.rsplit(".", 1)[-1]: candidate for candidate in known}
-    close = close or [by_leaf[match] for match in difflib.get_close_matches(leaf, list(by_leaf), n=1, cutoff=0.7)]
-    return f"; did you mean {' or '.join(close[:2])}?" if close else "; see --cfg job for all keys"
+    same_leaf = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == leaf]
+    close = same_leaf or close_names(key, known, count=2, cutoff=0.7)
+    close = close or [by_leaf[match] for match in close_names(leaf, by_leaf, cutoff=0.7)]
+    return f"; {did_you_mean(close[:2]) or 'see --cfg job for all keys'}"
 
 
 def _without_missing(values: dict[str, Any]) -> dict[str, Any]:
     """Drops Hydra's ``???`` so that the schema reports the key as missing."""
-    kept = {key: _without_missing(value) if isinstance(value, dict) else value for key, value in values.items()}
+    kept = {
+        key: _without_missing(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+    }
     return {key: value for key, value in kept.items() if value != "???"}
 
 
 def _all_permissive(overrides: Sequence[str], groups: Sequence[Path]) -> list[str]:
     """The overrides as Hydra is given them; raises ConfigError with all that is wrong in them."""
-    final, problems = [], []
+    final = []
+    problems = []
     for text in overrides:
         try:
             final.append(_permissive(text, parse(text, groups), groups))
@@ -256,37 +265,56 @@ def _all_permissive(overrides: Sequence[str], groups: Sequence[Path]) -> list[st
 
 
 def _permissive(text: str, override: Override, groups: Sequence[Path]) -> str:
-    """A value override may name any key (validate refuses the wrong ones, all at once); a group override stays as it is."""
+    """The override as Hydra takes it: of a value for any key, known or not, of a group as it is.
+
+    ``validate`` refuses unknown keys, all at once.
+    """
+    key = override.key_or_group
+    option = override.value()
+    way = answer(key)
+    if way is not None:
+        raise ConfigError([f"{text}: {way}"], "the overrides")
     problem = group_problem(text, override, groups)
     if problem is not None:
         raise ConfigError([problem], "the overrides")
-    key, option = override.key_or_group, override.value()
     chooses = is_group(override, groups)
-    if chooses and isinstance(option, str) and not any((folder / key / f"{option}.yaml").is_file() for folder in groups):
-        raise ConfigError([_unknown_option(key, option, groups)], "the overrides")  # Hydra would pass over an optional group
+    files = [folder / key / f"{option}.yaml" for folder in groups]
+    # Looked up here, because Hydra passes over an option of an optional group in silence.
+    if chooses and isinstance(option, str) and not any(file.is_file() for file in files):
+        raise ConfigError([_unknown_option(key, option, groups)], "the overrides")
     if key in SHORT and not override.is_delete() and not isinstance(option, dict):
         return f"++{SHORT[key]}={text.partition('=')[2]}"
-    if chooses or override.is_delete() or override.is_force_add() or key.startswith("hydra"):
+    if chooses or override.is_delete() or override.is_force_add():
         return text
     return f"++{text.removeprefix('+')}"
 
 
 def _composition_problem(error: Exception, overrides: Sequence[str]) -> str:
-    """An error of Hydra or OmegaConf as the user's: with the key, without the ``++`` put before it."""
+    """An error of Hydra or OmegaConf with the user's key, without the ``++`` put before it."""
     reason = str(error).splitlines()[0].replace("++", "")
     if "more than once in the final defaults list" in reason:
         return f"{reason}; write GROUP=OPTION without +"
     key = getattr(error, "full_key", None)
     if not key:
         return f"{reason}; correct the override"
-    mine = next((text for text in overrides if text.lstrip("+").partition("=")[0] == key), key)
-    return f"{mine}: {reason}; ${{name}} stands for the value of the key name, which must exist"
+    typed = next((text for text in overrides if text.lstrip("+").partition("=")[0] == key), key)
+    return f"{typed}: {reason}; ${{name}} stands for the value of the key name, which must exist"
+
+
+def _unknown_root(name: str, groups: Sequence[Path]) -> str:
+    names = sorted({path.stem for folder in groups for path in folder.glob("*.yaml")})
+    return f"--config-name {name}: no such file; there are {', '.join(names)}"
 
 
 def _unknown_option(group: str, option: str, groups: Sequence[Path]) -> str:
+    new = RENAMED_OPTIONS.get((group, option))
+    if new is not None:
+        return f"{group}={option}: no such option; it is {group}={new} now"
     options = sorted({path.stem for folder in groups for path in (folder / group).glob("*.yaml")})
-    close = difflib.get_close_matches(option, options, n=2)
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
-    sentence = not_supported(option)
-    hint = f"{sentence}; " if sentence else hint
-    return f"{group}={option}: no such option; {hint}there are {', '.join(options)}"
+    hint = not_supported(option)
+    if hint:
+        hint += ";"
+    else:
+        hint = did_you_mean(close_names(option, options, count=2))
+    advice = " ".join(filter(None, [hint, f"there are {', '.join(options)}"]))
+    return f"{group}={option}: no such option; {advice}"

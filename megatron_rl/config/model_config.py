@@ -1,31 +1,109 @@
-"""``config.json`` of a model directory: read, and its sizes checked, before anything is built from them."""
+"""``config.json`` of a model directory: read, checked, and its sizes in plain numbers."""
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-POINTER_START, POINTER_SECOND_LINE = b"version ", b"\noid sha256:"
+from megatron_rl.errors import close_names, did_you_mean
+
+POINTER_START = b"version "
+POINTER_SECOND_LINE = b"\noid sha256:"
 REQUIRED = ("num_hidden_layers", "num_attention_heads")
 # Sizes that may be left out, or null: transformers then has a default.
 OPTIONAL = (
-    "hidden_size", "intermediate_size", "vocab_size", "num_key_value_heads", "head_dim", "max_position_embeddings",
-    "moe_intermediate_size", "num_experts", "num_local_experts", "num_experts_per_tok",
-)  # fmt: skip
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "moe_intermediate_size",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+)
 # Transformers computes with these as they stand.
 NUMBERS = ("rope_theta", "rms_norm_eps")
+# The keys of ``model_sizes`` that every family has.
+DENSE_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+)
 WEIGHTS_DECIDE = ("hidden_size", "intermediate_size", "vocab_size")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """Sizes of a decoder-only transformer; 0 where config.json leaves one to transformers.
+
+    ``head_dim`` need not be ``hidden_size / num_heads``. ``expert_ffn_hidden_size`` is the width
+    of one expert, 0 without experts.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+    num_experts: int = 0
+    expert_ffn_hidden_size: int = 0
+
+
+def model_sizes(values: Mapping[str, Any]) -> ModelSizes:
+    """The sizes in ``values``, the keys of a config.json or the fields of a transformers
+    configuration: the one place where both are interpreted.
+
+    Example: 28 heads and hidden size 3584 without ``head_dim`` are heads of 128, and without
+    ``num_key_value_heads`` 28 key-value heads.
+    """
+
+    def size(*keys: str) -> int:
+        """The first of ``keys`` that is there and is neither null nor 0."""
+        return next((values[key] for key in keys if values.get(key)), 0)
+
+    num_heads = size("num_attention_heads")
+    head_dim = size("head_dim")
+    if not head_dim and num_heads:
+        head_dim = size("hidden_size") // num_heads
+    num_experts = size("num_experts", "num_local_experts")
+    expert_ffn = 0
+    if num_experts:
+        # Mixtral has experts in the place of the dense layer, and no key of their own for them.
+        expert_ffn = size("moe_intermediate_size", "intermediate_size")
+    return ModelSizes(
+        num_layers=size("num_hidden_layers"),
+        hidden_size=size("hidden_size"),
+        num_heads=num_heads,
+        num_kv_heads=size("num_key_value_heads") or num_heads,
+        head_dim=head_dim,
+        ffn_hidden_size=size("intermediate_size"),
+        vocab_size=size("vocab_size"),
+        num_experts=num_experts,
+        expert_ffn_hidden_size=expert_ffn,
+    )
+
+
 def refuse_pointer(file: Path) -> None:
-    """Raises ValueError when ``file`` is what Git leaves in the place of a large file that was not fetched."""
+    """Raises ValueError when ``file`` is the pointer that Git leaves for a large file that it has
+    not fetched."""
     with file.open("rb") as opened:
         start = opened.read(200)
         if start.startswith(POINTER_START) and POINTER_SECOND_LINE in start:
-            raise ValueError(f"model.path: {file} is a Git LFS pointer, not the file itself; run git lfs pull in its folder")
+            raise ValueError(
+                f"model.path: {file} is a Git LFS pointer, not the file itself; run git lfs pull in"
+                " its folder"
+            )
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -38,29 +116,36 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # of JSON and of UTF-8
-        raise ValueError(f"model.path: {file} is not JSON ({error}); copy it again from the model") from error
+        raise ValueError(
+            f"model.path: {file} is not JSON ({error}); copy it again from the model"
+        ) from error
     if not isinstance(values, dict):
-        kind = type(values).__name__
-        raise ValueError(f"model.path: {file} holds a {kind}, not an object of keys; copy it again from the model")
+        raise ValueError(
+            f"model.path: {file} holds a {type(values).__name__}, not an object of keys; copy it"
+            " again from the model"
+        )
     return values
 
 
 def read_model_config(file: Path, architectures: Collection[str] | None = None) -> dict[str, Any]:
-    """``config.json`` as a dict whose sizes are whole numbers. ``architectures``: those that are supported; None: any.
+    """``config.json`` as a dict whose sizes are whole numbers. ``architectures``: those that are
+    supported; None: any.
 
     Raises:
-        ValueError: it cannot be read, is of another architecture (said before anything else), of quantized weights, or
-            lacks a size; names file, key, value and remedy.
+        ValueError: it cannot be read, is of another architecture (said before anything else), of
+            quantized weights, or lacks a size; names file, key, value and remedy.
     """
     values = read_json(file)
     if architectures is not None:
         _check_architecture(file, values, architectures)
     quantization = values.get("quantization_config") or values.get("compression_config")
     if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        method = quantization
+        if isinstance(quantization, dict):
+            method = quantization.get("quant_method")
         raise ValueError(
-            f"model.path: {file} has quantization_config ({method}); quantized weights are not supported, give the model before "
-            "quantization"
+            f"model.path: {file} has quantization_config ({method}); quantized weights are not"
+            " supported, give the model before quantization"
         )
     required = REQUIRED if architectures is None else (*REQUIRED, *WEIGHTS_DECIDE)
     for key in NUMBERS:
@@ -74,22 +159,28 @@ def _check_architecture(file: Path, values: Mapping[str, Any], known: Collection
     names = values.get("architectures") or []
     if isinstance(names, list) and len(names) == 1 and names[0] in known:
         return
-    close = difflib.get_close_matches(str(names[0]), known, n=1) if isinstance(names, list) and names else []
-    hint = f" (nearest: {close[0]})" if close else ""
+    hint = ""
+    if isinstance(names, list) and names:
+        hint = did_you_mean(close_names(str(names[0]), known))
+    advice = " ".join(filter(None, [hint, f"supported: {', '.join(sorted(known))}"]))
     raise ValueError(
-        f"model.path: {file} has architectures {names}, which the policy does not implement{hint}; "
-        f"supported: {', '.join(sorted(known))}; give one of these, or register a family (examples/plugins/model_family.md)"
+        f"model.path: {file} has architectures {names}, which the policy does not implement;"
+        f" {advice}; give one of these, or register a family (examples/plugins/model_family.md)"
     )
 
 
 def _check_number(file: Path, values: Mapping[str, Any], key: str) -> None:
     """``key``, at the top or in the section that newer versions of transformers write it to."""
-    rope = values.get("rope_parameters")
-    for section in (values, rope if isinstance(rope, dict) else {}):
+    sections = [values]
+    if isinstance(values.get("rope_parameters"), dict):
+        sections.append(values["rope_parameters"])
+    for section in sections:
         value = section.get(key)
-        number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-        if value is not None and not number:
-            raise ValueError(f"model.path: {file}: {key} is {value!r}, not a number above 0; correct the key")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        if value is not None and not is_number:
+            raise ValueError(
+                f"model.path: {file}: {key} is {value!r}, not a number above 0; correct the key"
+            )
 
 
 def _check_size(file: Path, values: Mapping[str, Any], key: str, *, required: bool) -> None:
@@ -102,4 +193,6 @@ def _check_size(file: Path, values: Mapping[str, Any], key: str, *, required: bo
         # A dense model of a family with experts may say 0 of them.
         if value == 0 and key in ("num_experts", "num_local_experts"):
             return
-        raise ValueError(f"model.path: {file} has {key} = {value!r}; it must be a whole number of at least 1")
+        raise ValueError(
+            f"model.path: {file} has {key} = {value!r}; it must be a whole number of at least 1"
+        )

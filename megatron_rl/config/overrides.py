@@ -10,9 +10,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 
+from megatron_rl.config.hydra_words import SWEEP
 from megatron_rl.config.quoting import override as quoted_override
-
-SWEEP = "python -m megatron_rl.sweep"
 
 
 def typed(key: str, value: str) -> str:
@@ -69,7 +68,8 @@ def _unreadable(text: str) -> str:
 
 
 def _several(text: str, override: Override, groups: Sequence[Path]) -> str:
-    sweep, (key, _, value) = override.value(), text.partition("=")
+    sweep = override.value()
+    key, _, value = text.partition("=")
     is_list = isinstance(sweep, ChoiceSweep) and sweep.simple_form
     if not is_list or is_group(override, groups):
         return f"{text}: means several runs; start them with {SWEEP}, or give one value"
@@ -89,7 +89,8 @@ def is_group(override: Override, groups: Sequence[Path]) -> bool:
 
 def group_problem(text: str, override: Override, groups: Sequence[Path]) -> str | None:
     """A sentence where a group of settings is given what is no option, else None."""
-    key, value = override.key_or_group, override.value()
+    key = override.key_or_group
+    value = override.value()
     if not is_group(override, groups) or override.is_delete() or isinstance(value, str | list):
         return None
     options = sorted({path.stem for folder in groups for path in (folder / key).glob("*.yaml")})

@@ -1,14 +1,19 @@
-"""Choices by name: a piece is a name with its own knobs, read from yaml with errors that name the right home of a knob."""
+"""Choices by name: a name with its own knobs, read from yaml.
+
+The errors say what the knobs of a choice are, and whose knob a wrong one is.
+"""
 
 from __future__ import annotations
 
-import difflib
+import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from megatron_rl.errors import close_names, did_you_mean
 
 
 class Piece(BaseModel):
@@ -16,90 +21,140 @@ class Piece(BaseModel):
 
 
 class Named(Piece):
-    """One choice among several; ``name`` says which."""
+    """One choice among several; ``name`` says which, the other fields are its knobs."""
 
-    unit_rewards: ClassVar[bool] = False  # an estimator that needs rewards in [0, 1]
+    # What an estimator says of its domain, see ``EstimatorNeeds`` of the loss.
+    unit_rewards: ClassVar[bool] = False
+    check_knobs: ClassVar[Callable[..., str | None]]
+    check_rewards: ClassVar[Callable[..., tuple[str, str] | None]]
 
     name: str
 
+    @property
+    def knobs(self) -> dict[str, Any]:
+        return self.model_dump(exclude={"name"})
 
-def table_of(*pieces: type[Named]) -> dict[str, type[Named]]:
-    return {piece.model_fields["name"].default: piece for piece in pieces}
+
+class Choices(dict[str, type[Named]]):
+    """The names of one kind of choice, each with the schema of its knobs.
+
+    The functions stand in a room above this one, and so do their knobs. ``home`` is the module
+    that describes the package's own here while it is imported; a reader asks for it by name, as
+    for a plug-in.
+    """
+
+    def __init__(self, what: str, home: str | None = None) -> None:
+        super().__init__()
+        self.what = what
+        self.home = home
+
+    def complete(self) -> Choices:
+        """Itself, with the package's own names in it."""
+        if self.home is not None:
+            importlib.import_module(self.home)
+        return self
 
 
 def _refusal(key: tuple[Any, ...], value: Any, message: str) -> InitErrorDetails:
-    """An error at ``key`` below the field being validated, reported as ``<field>.<key> = <value>: <message>``."""
-    return InitErrorDetails(type=PydanticCustomError("choice", "{text}", {"text": message}), loc=key, input=value)
+    """An error at ``key`` below the field: ``<field>.<key> = <value>: <message>``."""
+    return InitErrorDetails(
+        type=PydanticCustomError("choice", "{text}", {"text": message}), loc=key, input=value
+    )
 
 
-def _built(kind: str, table: Mapping[str, type[Named]], name: Any, knobs: Mapping[str, Any]) -> Named:
-    """The piece ``name`` with its knobs.
+def _built(table: Choices, name: Any, knobs: Mapping[str, Any]) -> Named:
+    """The choice ``name`` with its knobs.
 
     Raises:
-        ValidationError: no such name, a knob of another piece, or a value the piece refuses.
+        ValidationError: no such name, a knob of another choice, or a value that is refused.
     """
     if name not in table:
-        problems = [_refusal(("name",), name, _unknown(kind, table, name))]
-        raise ValidationError.from_exception_data(kind, problems)
+        problems = [_refusal(("name",), name, unknown(table.what, table, name))]
+        raise ValidationError.from_exception_data(table.what, problems)
     own = [field for field in table[name].model_fields if field != "name"]
-    listing = f"its knobs are {', '.join(own)}" if own else "it has no knobs"
-    problems = []
-    for knob in knobs:
-        homes = [other for other, piece in table.items() if knob in piece.model_fields]
-        if knob not in own:
-            wrong = f"is a knob of {' and '.join(homes)}, but the {kind} is {name}" if homes else f"is no knob of {kind} {name}"
-            problems.append(_refusal((knob,), knobs[knob], f"{wrong} ({listing}); remove it"))
+    problems = [
+        _refusal((knob,), value, _foreign_knob(table, name, knob, own))
+        for knob, value in knobs.items()
+        if knob not in own
+    ]
     if problems:
-        raise ValidationError.from_exception_data(kind, problems)
+        raise ValidationError.from_exception_data(table.what, problems)
     # As from a file: there a list may become the tuple that a knob declares.
     return table[name].model_validate_json(json.dumps({"name": name, **knobs}))
 
 
-def _unknown(kind: str, table: Mapping[str, type[Named]], name: Any) -> str:
+def _foreign_knob(table: Choices, name: str, knob: str, own: Sequence[str]) -> str:
+    listing = f"its knobs are {', '.join(own)}" if own else "it has no knobs"
+    homes = [other for other, schema in table.items() if knob in schema.model_fields]
+    wrong = f"is no knob of {table.what} {name}"
+    if homes:
+        wrong = f"is a knob of {' and '.join(homes)}, but the {table.what} is {name}"
+    return f"{wrong} ({listing}); remove it"
+
+
+def unknown(what: str, names: Collection[str], name: Any) -> str:
     """Why ``name`` is refused, with the nearest name where there is one."""
-    if not table:
-        return f"is no {kind}: there is none; load the plug-in that registers it (--plugin)"
-    close = difflib.get_close_matches(str(name), table, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return f"is not one of the {kind}s {', '.join(table)}{hint}"
+    if not names:
+        return f"is no {what}: there is none; load the plug-in that registers it (--plugin)"
+    hint = did_you_mean(close_names(str(name), names))
+    return f"is not one of the {what}s {', '.join(names)}{'; ' if hint else ''}{hint}"
 
 
-def by_name(kind: str, table: Mapping[str, type[Named]]) -> BeforeValidator:
+def one_of(table: Choices, *others: str) -> AfterValidator:
+    """Accepts the names of ``table``, and ``others``, as plain text."""
+
+    def read(name: str) -> str:
+        names = (*others, *table.complete())
+        if name not in names:
+            raise ValueError(unknown(table.what, names, name))
+        return name
+
+    return AfterValidator(read)
+
+
+def by_name(table: Choices) -> BeforeValidator:
     """Reads ``{name: ..., knobs}``."""
 
     def read(value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
+        table.complete()
         if "name" not in value:
             problems = [_refusal(("name",), None, f"is missing; choose one of {', '.join(table)}")]
-            raise ValidationError.from_exception_data(kind, problems)
-        return _built(kind, table, value["name"], {key: knob for key, knob in value.items() if key != "name"})
+            raise ValidationError.from_exception_data(table.what, problems)
+        knobs = {key: knob for key, knob in value.items() if key != "name"}
+        return _built(table, value["name"], knobs)
 
     return BeforeValidator(read)
 
 
-def by_key(kind: str, table: Mapping[str, type[Named]]) -> BeforeValidator:
-    """Reads an ordered ``{name: {knobs}, ...}``; ``name: null`` leaves a piece out."""
+def by_key(table: Choices) -> BeforeValidator:
+    """Reads an ordered ``{name: {knobs}, ...}``; ``name: null`` leaves a choice out."""
 
     def read(value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        pieces: dict[str, Named] = {}
+        table.complete()
+        chosen: dict[str, Named] = {}
         problems: list[InitErrorDetails] = []
         for name, knobs in value.items():
             if isinstance(knobs, Named):
-                pieces[name] = knobs
+                chosen[name] = knobs
             elif name not in table:
-                problems.append(_refusal((name,), knobs, _unknown(kind, table, name)))
+                problems.append(_refusal((name,), knobs, unknown(table.what, table, name)))
             elif isinstance(knobs, Mapping):
                 try:
-                    pieces[name] = _built(kind, table, name, knobs)
+                    chosen[name] = _built(table, name, knobs)
                 except ValidationError as error:
-                    problems += [_refusal((name, *found["loc"]), found["input"], found["msg"]) for found in error.errors()]
+                    problems += [
+                        _refusal((name, *detail["loc"]), detail["input"], detail["msg"])
+                        for detail in error.errors()
+                    ]
             elif knobs is not None:
-                problems.append(_refusal((name,), knobs, "must be a mapping of knobs; {} takes the defaults, null leaves it out"))
+                message = "must be a mapping of knobs; {} takes the defaults, null leaves it out"
+                problems.append(_refusal((name,), knobs, message))
         if problems:
-            raise ValidationError.from_exception_data(kind, problems)
-        return pieces
+            raise ValidationError.from_exception_data(table.what, problems)
+        return chosen
 
     return BeforeValidator(read)

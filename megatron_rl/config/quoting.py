@@ -22,7 +22,9 @@ def override(key: str, value: str) -> str:
         ValueError: ``???``, which stands for a missing value and has no other spelling.
     """
     if value == "???":
-        raise ValueError(f"{key} = {value!r}: the configuration keeps this text for a missing value")
+        raise ValueError(
+            f"{key} = {value!r}: the configuration keeps this text for a missing value"
+        )
     return f"{key}={value}" if _reads_as_itself(key, value) else f"{key}={quoted(value)}"
 
 

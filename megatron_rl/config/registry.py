@@ -1,8 +1,8 @@
-"""A plug-in's function becomes a choice of the configuration; its keyword-only arguments are knobs.
+"""A function becomes a choice of the configuration; its keyword-only arguments are the knobs.
 
-A name in a yaml is looked up in the tables of ``config/method.py`` and ``config/hooks.py``. The rooms
-that own the functions (``loss/register.py``, ``trainer/hooks.py``) call ``register_piece`` and keep
-the function.
+A name in a yaml is looked up in the tables of ``config/method.py`` and ``config/hooks.py``. The
+rooms that own the functions (``loss/register.py``, ``trainer/hooks.py``) describe them here, the
+package's own and those of plug-ins alike.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from pydantic import BaseModel, ConfigDict, create_model
 from pydantic.errors import PydanticUserError
 
 from megatron_rl.config.pieces import Named
-from megatron_rl.errors import first_line
-from megatron_rl.plugins import RegistrationError
+from megatron_rl.errors import RegistrationError, first_line
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -74,6 +73,8 @@ def knob_class(
     Raises:
         RegistrationError: names ``subject`` and the argument that cannot be a knob.
     """
+    if not inspect.isfunction(function):  # knobs are read from its signature and annotations
+        raise RegistrationError(f"{subject}: {function!r} is no plain function; write one by def")
     parameters = list(inspect.signature(function).parameters.values())
     knobs = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     leading = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -102,13 +103,13 @@ def knob_class(
 
 
 def _check_knob_name(subject: str, knob: str) -> None:
-    reserved = hasattr(BaseModel, knob) or knob in ("name", "unit_rewards")
+    reserved = hasattr(BaseModel, knob) or knob in {"name", "knobs", *Named.__class_vars__}
     if reserved or knob.startswith(("model_", "_")):
         raise RegistrationError(f"{subject}: a knob cannot be called {knob}; give it another name")
 
 
 class _Declared(Named):
-    """Knobs of a plug-in: their defaults are checked like values."""
+    """Knobs of a function: their defaults are checked like values."""
 
     model_config = ConfigDict(validate_default=True)
 

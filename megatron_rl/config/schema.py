@@ -1,6 +1,7 @@
 """The configuration of a run: strict (no unknown key, no coercion between types) and frozen.
 
-Every default lives in ``conf/``; a field here has none, so that a value has one home. Units are in the names.
+Every default lives in ``conf/``, with what the key means; a field here has neither, so that both
+have one home. Units are in the names.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Section(BaseModel):
 
 class TrainerConfig(Section):
     num_steps: PositiveInt
-    updates_per_rollout: PositiveInt  # passes over the rollout batch ("mu", "ppo_epochs" elsewhere)
+    epochs_per_rollout: PositiveInt
 
 
 class BatchConfig(Section):
@@ -68,80 +69,78 @@ class BatchConfig(Section):
 
     prompts_per_step: PositiveInt
     responses_per_prompt: PositiveInt
-    prompts_per_minibatch: PositiveInt  # one optimizer step
-    tokens_per_microbatch: PositiveInt  # prompt + response tokens of one forward on one data-parallel rank
-    share_prompts: bool  # compute the prompt of several responses once, where the policy's attention can
+    prompts_per_minibatch: PositiveInt
+    tokens_per_microbatch: PositiveInt
+    share_prompts: bool
 
 
 class ModelConfig(Section):
-    path: str  # HF directory: config.json, safetensors, tokenizer
+    path: str
     make_vocab_divisible_by: PositiveInt
 
 
 class ParallelConfig(Section):
     tensor: PositiveInt
     pipeline: PositiveInt
-    virtual_pipeline: PositiveInt | None  # model chunks per pipeline rank; null = not interleaved
+    virtual_pipeline: PositiveInt | None
     context: PositiveInt
     expert: PositiveInt
-    expert_tensor: PositiveInt | None  # null = 1
-    sequence: bool  # sequence parallelism inside the tensor-parallel group
+    expert_tensor: PositiveInt
+    sequence: bool
     distributed_optimizer: bool
     overlap_grad_reduce: bool
     overlap_param_gather: bool
-    recompute: Literal["none", "selective", "full"]  # run again in the backward: the feed-forward part of layers, or whole layers
-    first_stage_layers: PositiveInt | None  # uneven pipelines; null = even
+    recompute: Literal["none", "selective", "full"]
+    first_stage_layers: PositiveInt | None
     last_stage_layers: PositiveInt | None
 
 
 class Fp8Config(Section):
-    """Matrix products of the transformer layers in FP8, by Transformer Engine. Embedding, output layer and attention stay in bfloat16."""
+    """Matrix products of the transformer layers in FP8, by Transformer Engine."""
 
-    recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"]  # how scales are found
-    format: Literal["hybrid", "e4m3"]  # hybrid: gradients in e5m2
-    param_gather: bool  # weights of the layers are kept in FP8 and gathered so; the optimizer has float32 copies
+    recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
+    format: Literal["hybrid", "e4m3"]
+    param_gather: bool
     num_layers_at_start_in_bf16: NonNegativeInt
     num_layers_at_end_in_bf16: NonNegativeInt
-    amax_history_len: PositiveInt | None  # delayed only: steps whose largest values decide the scale
-    amax_compute_algo: Literal["most_recent", "max"] | None  # delayed only
-    logprobs: Literal["same", "bfloat16"]  # old and reference logprobs: in the same recipe as the update, or without FP8
+    amax_history_len: PositiveInt | None
+    amax_compute_algo: Literal["most_recent", "max"] | None
+    logprobs: Literal["same", "bfloat16"]
 
 
 class PrecisionConfig(Section):
     params: Literal["float32", "bfloat16"]
     grad_reduce_in_float32: bool
-    fp8: Fp8Config | None  # null = no FP8
-    adam: Literal["auto", "fused"]  # auto: Transformer Engine's or apex's where importable, else torch's; fused: refuse torch's
-    adam_moments: Literal["float32", "bfloat16"]  # bfloat16 needs Transformer Engine's Adam and the distributed optimizer
+    fp8: Fp8Config | None
+    adam: Literal["auto", "fused"]
+    adam_moments: Literal["float32", "bfloat16"]
 
 
 class RolloutConfig(Section):
-    tensor: PositiveInt  # vLLM tensor parallelism; replicas = world size / tensor
+    tensor: PositiveInt
     dtype: Literal["float32", "bfloat16"]
-    quantization: Literal["fp8"] | None  # weights are quantised as they arrive; needs method.mismatch and mismatch_alarm.warn_above
+    quantization: Literal["fp8"] | None
     temperature: Annotated[PositiveFloat, AfterValidator(_temperature)]
     top_p: PositiveFraction
-    top_k: Annotated[int, AfterValidator(_top_k)]  # -1 = off
+    top_k: Annotated[int, AfterValidator(_top_k)]
     max_prompt_tokens: PositiveInt
     max_response_tokens: PositiveInt
     stop: tuple[str, ...]
-    # Sequences under way at once; null: vLLM's choice for the card, more on those of 70 GiB and more.
     max_num_seqs: PositiveInt | None
-    kv_cache_gib: PositiveFloat | None  # null = from gpu_memory_utilization
+    kv_cache_gib: PositiveFloat | None
     gpu_memory_utilization: PositiveFraction
     enforce_eager: bool
     enable_prefix_caching: bool
-    # While the policy trains the engine: 0 stays, 1 keeps its weights in host memory, 2 drops them.
     sleep_level: Literal[0, 1, 2]
 
 
 class WeightSyncConfig(Section):
-    path: Literal["gather", "plan"]  # gather: every rank gets every tensor whole; plan: each byte goes where it is wanted, once
+    method: Literal["gather", "reshard"]
     verify: bool
-    bucket_mib: PositiveInt  # plan only: largest message
-    in_flight: PositiveInt  # plan only: rounds of messages that may hold buffers at once
-    canary_every: NonNegativeInt  # steps between two comparisons of engine and policy on fixed sequences, after the sync; 0 = never
-    canary_tolerance: PositiveFloat | None  # largest mean |logprob(engine) - logprob(policy)| tolerated there; null = only logged
+    bucket_mib: PositiveInt
+    rounds_in_flight: PositiveInt
+    logprob_check_every: NonNegativeInt
+    logprob_check_tolerance: PositiveFloat | None
 
 
 class DataColumns(Section):
@@ -153,8 +152,8 @@ class DataColumns(Section):
 
     prompt: str
     answer: str
-    data_source: str | None  # without a column: the name of the file or data set
-    extra: str | None  # without a column: empty
+    data_source: str | None
+    extra: str | None
 
 
 def _names(value: Any) -> Any:
@@ -171,84 +170,85 @@ def _names(value: Any) -> Any:
     return tuple(value)
 
 
-# A .jsonl or .parquet file, a pattern such as data/*.jsonl, hf:NAME[:CONFIG]:SPLIT, or
-# reasoning_gym:<task>[+<task>...]?size=N&seed=S; or a list of these.
+# What a name may be is said in conf/data/default.yaml.
 DataNames = Annotated[tuple[str, ...] | str, BeforeValidator(_names)]
 
 
 class DataConfig(Section):
-    """``train`` and ``eval``: where prompts come from, see ``DataNames``."""
-
     train: DataNames
-    train_weights: tuple[PositiveFloat, ...] | None  # share of each entry of train; null: by size
+    train_weights: tuple[PositiveFloat, ...] | None
     eval: DataNames
     columns: DataColumns
     system_prompt: str | None
-    prompt_suffix: str  # added to the last message
-    answer_after: str | None  # the answer is what follows the last occurrence of this marker ("####" in GSM8K); null = the whole column
-    apply_chat_template: bool  # false = the prompt is encoded as it stands
+    prompt_suffix: str
+    answer_after: str | None
+    apply_chat_template: bool
     on_long_prompt: Literal["error", "drop"]
-    drop_eval_overlap: bool  # leave prompts that are also in eval out of training
+    drop_eval_overlap: bool
     shuffle: bool
 
 
 class RewardConfig(Section):
-    """How responses are judged. Whatever reads a response runs in worker processes, within these limits."""
+    """How responses are judged.
 
-    verifier: str  # auto (by data_source), reasoning_gym, math, exact, number, code, or the name a plug-in registers
-    function: str | None  # path.py:name or package.module:name, in place of a verifier; see rewards/function.py
+    Whatever reads a response runs in worker processes, within these limits.
+    """
+
+    verifier: str
+    function: str | None
     accuracy_weight: float
     format_weight: float
-    format_pattern: str | None  # regular expression the whole response must match; null = no format part
-    answer_pattern: str | None  # regular expression whose first group is the answer; null = the whole response
-    partial_credit: bool  # keep fractions: of a reasoning_gym scorer, of passed tests; false = anything below 1 counts 0
-    timeout_s: PositiveFloat  # one response: patterns and verifier together
-    step_timeout_s: PositiveFloat  # all responses that one rank scores at once; what is not judged by then counts as not judged
-    function_timeout_s: PositiveFloat  # one call of the function
-    num_workers: PositiveInt  # on each rank
-    memory_gib: PositiveFloat  # that one worker may take while it judges
-    sandbox: Literal["bubblewrap", "rlimits_only"]  # code only; rlimits_only is weaker, see rewards/sandbox.py
+    format_pattern: str | None
+    answer_pattern: str | None
+    partial_credit: bool
+    timeout_s: PositiveFloat
+    step_timeout_s: PositiveFloat
+    function_timeout_s: PositiveFloat
+    num_workers: PositiveInt
+    memory_gib: PositiveFloat
+    sandbox: Literal["bubblewrap", "rlimits_only"]
 
 
 class OptimConfig(Section):
-    learning_rate: Annotated[float, Field(gt=0, le=1e30)]  # what optimizers in float32 can multiply with
+    # A larger rate overflows where an optimizer in float32 multiplies with it.
+    learning_rate: Annotated[float, Field(gt=0, le=1e30)]
     min_learning_rate: NonNegativeFloat
     schedule: Literal["constant", "linear", "cosine"]
-    warmup_steps: NonNegativeInt  # optimizer steps
+    warmup_steps: NonNegativeInt
     weight_decay: NonNegativeFloat
     beta1: Decay
     beta2: Decay
     eps: Annotated[PositiveFloat, AfterValidator(_eps)]
-    clip_grad: NonNegativeFloat  # 0 = off
+    clip_grad: NonNegativeFloat
 
 
 class ResumeConfig(Section):
     """``resume=X`` on the command line is short for ``resume.checkpoint=X``."""
 
-    checkpoint: str  # auto (the newest whole one of run_dir) | never | path of a checkpoint
-    changed: Literal["refuse", "allow"]  # a start whose settings would change what is trained; allow = go on, in changes.jsonl
+    checkpoint: str
+    changed: Literal["refuse", "allow"]
 
 
 class CheckpointConfig(Section):
-    every_steps: NonNegativeInt  # 0 = at the end only
-    keep: PositiveInt  # newest ones
-    keep_best: bool  # also save at every evaluation that is the best so far, and keep that one besides the newest
-    best_metric: Annotated[str, Field(pattern="^eval/")]  # larger is better
-    export_every_steps: NonNegativeInt  # into exports/step_NNNNNN; 0 = never
+    every_steps: NonNegativeInt
+    keep: PositiveInt
+    keep_best: bool
+    best_metric: Annotated[str, Field(pattern="^eval/")]
+    export_every_steps: NonNegativeInt
     export_at_end: bool
-    verify: bool  # compare the digests of a checkpoint before it is loaded; false = sizes only (spares reading it twice)
+    verify: bool
 
 
 class EvaluationConfig(Section):
-    every_steps: NonNegativeInt  # 0 = only where at_start / at_end say so
+    every_steps: NonNegativeInt
     at_start: bool
     at_end: bool
-    num_prompts: PositiveInt | None  # null = the whole file
+    num_prompts: PositiveInt | None
     responses_per_prompt: PositiveInt
-    temperature: Annotated[NonNegativeFloat, AfterValidator(_temperature)]  # 0 = greedy
+    temperature: Annotated[NonNegativeFloat, AfterValidator(_temperature)]
     top_p: PositiveFraction
     pass_at: tuple[PositiveInt, ...]
-    stop_after: PositiveInt | None  # evaluations without a better checkpoint.best_metric that end the run; null = never
+    stop_after: PositiveInt | None
 
 
 class LoggingConfig(Section):
@@ -256,29 +256,27 @@ class LoggingConfig(Section):
     tensorboard: bool
     wandb: Literal["disabled", "offline", "online"]
     wandb_project: str
-    log_samples: NonNegativeInt  # responses written to samples.jsonl each step
+    log_samples: NonNegativeInt
 
 
 class MemoryConfig(Section):
-    """What of the policy leaves the device while the engine generates, and the watch over what stays."""
+    """What of the policy leaves the device while the engine generates, and the watch over it."""
 
-    refuse: bool  # a start whose planned memory exceeds the device's; false = warn and go on
+    enforce: bool
     offload: tuple[Literal["optimizer", "gradients", "weights"], ...]
-    alarm_growth_gib: PositiveFloat | None  # warn when the least memory of a phase over 10 steps grew by more; null = off
+    alarm_growth_gib: PositiveFloat | None
 
 
-class MismatchAlarmConfig(Section):
-    warn_above: PositiveFloat | None  # mean |logprob(sampler) - logprob(trainer)| that gets a warning; null = only logged
-    # Largest |logprob(sampler) - logprob(trainer)| tolerated; null = only logged. Looked at before the weights go to the sampler or into a
-    # checkpoint; the step's update may have been taken by then.
+class MismatchLimits(Section):
+    warn_above: PositiveFloat | None
     abort_above: PositiveFloat | None
 
 
 class NonFiniteConfig(Section):
     """Optimizer steps whose loss or gradient norm is not finite are always skipped."""
 
-    stop_after: PositiveInt | None  # skipped optimizer steps in a row that stop the run; null = never
-    bundle_step: PositiveInt | None  # step whose first minibatch is written for tools/replay_step.py, finite or not; null = none
+    stop_after: PositiveInt | None
+    bundle_step: PositiveInt | None
 
 
 class Config(Section):
@@ -299,7 +297,7 @@ class Config(Section):
     evaluation: EvaluationConfig
     logging: LoggingConfig
     memory: MemoryConfig
-    mismatch_alarm: MismatchAlarmConfig
+    mismatch_limits: MismatchLimits
     rollout_hooks: RolloutHooks  # between scoring and credit, in this order: {name: {knobs}}
     nonfinite: NonFiniteConfig
     method: MethodConfig

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-
 from megatron_rl.config.schema import DataColumns
 from megatron_rl.data.rows import Problems, Rows, lookup
+from megatron_rl.errors import close_names, did_you_mean
 
-AUTO = "auto"
+_AUTO = "auto"
 # What other data sets call them, for the hint.
-OTHER_NAMES = {
+_OTHER_NAMES = {
     "prompt": ("question", "problem", "query", "instruction", "input", "messages", "conversation"),
     "answer": (
         "ground_truth",
@@ -25,16 +24,16 @@ OTHER_NAMES = {
 
 
 def column_roles(rows: Rows, columns: DataColumns, problems: Problems) -> DataColumns:
-    """``columns`` with ``auto`` decided: the column of the role's name, None where there is none.
+    """``columns`` with ``auto`` replaced by the column of the role's name, or None without one.
 
     Raises:
-        ValueError: a column that was named and that no row has: key, name, the columns there are.
+        ValueError: no row has a column that was named; lists the columns there are.
     """
     decided: dict[str, str | None] = {}
     for role, column in columns.model_dump().items():
-        if column is None or any(lookup(row, column)[0] for _, row in rows):
+        if column is None or _has_column(rows, column):
             decided[role] = column
-        elif column == AUTO:
+        elif column == _AUTO:
             decided[role] = role if any(role in row for _, row in rows) else None
         else:
             hint = _hint(role, column, rows)
@@ -44,16 +43,17 @@ def column_roles(rows: Rows, columns: DataColumns, problems: Problems) -> DataCo
 
 
 def _hint(role: str, column: str, rows: Rows) -> str:
+    """What the user may have meant, and which columns there are."""
     present = sorted({name for _, row in rows for name in row})
-    close = difflib.get_close_matches(column, present, n=1)
-    others = [
-        name
-        for name in OTHER_NAMES.get(role, ())
-        if any(lookup(row, name)[0] for _, row in rows[:100])
-    ]
-    likely = [*close, *others][:1]
-    hint = f"did you mean {likely[0]}? data.columns.{role}={likely[0]}; " if likely else ""
-    optional = (
-        f"data.columns.{role}=auto where it may be missing; " if role not in OTHER_NAMES else ""
-    )
-    return f"{hint}{optional}there are {', '.join(present)}"
+    others = [name for name in _OTHER_NAMES.get(role, ()) if _has_column(rows[:100], name)]
+    likely = [*close_names(column, present), *others][:1]
+    advice = []
+    if likely:
+        advice.append(f"{did_you_mean(likely)} data.columns.{role}={likely[0]}")
+    if role not in _OTHER_NAMES:
+        advice.append(f"data.columns.{role}=auto where it may be missing")
+    return "; ".join([*advice, f"there are {', '.join(present)}"])
+
+
+def _has_column(rows: Rows, column: str) -> bool:
+    return any(lookup(row, column)[0] for _, row in rows)

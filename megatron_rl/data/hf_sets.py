@@ -11,13 +11,11 @@ from megatron_rl.config.data_names import HF
 from megatron_rl.data.rows import Rows
 from megatron_rl.errors import first_line
 
-# A part of a split is written as that library writes it: train[:100], train[10%:20%].
-SPEC = re.compile(r"(?P<name>[^:]+)(:(?P<config>[^:\[\]]+))?:(?P<split>[^:\[\]]+(\[[^\]]*\])?)")
-SAVED = (
-    "dataset_dict.json",
-    "state.json",
-)  # what save_to_disk leaves in the folder of a set of splits, or of one split
-LIBRARY = "pip install 'megatron_rl[datasets]', or pip install datasets"
+# A slice of a split is written as that library writes it: train[:100], train[10%:20%].
+_SPEC = re.compile(r"(?P<name>[^:]+)(:(?P<config>[^:\[\]]+))?:(?P<split>[^:\[\]]+(\[[^\]]*\])?)")
+# What save_to_disk writes into the folder of several splits, and of one.
+_SAVED = ("dataset_dict.json", "state.json")
+_INSTALL = "pip install 'megatron_rl[datasets]', or pip install datasets"
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class HfSet:
 
 def parse(entry: str) -> HfSet:
     """Raises ValueError where ``entry`` is not ``hf:NAME:SPLIT`` or ``hf:NAME:CONFIG:SPLIT``."""
-    match = SPEC.fullmatch(entry.removeprefix(HF))
+    match = _SPEC.fullmatch(entry.removeprefix(HF))
     if match is None:
         raise ValueError(
             f"{entry}: write hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT, e.g. hf:openai/gsm8k:main:train"
@@ -57,18 +55,18 @@ def read_rows(entry: str) -> Rows:
 
     Raises:
         ValueError: the library is not installed, it finds no such data set, configuration or split,
-        or cannot read it.
+            or cannot read it.
     """
-    wanted = parse(entry)
+    hf_set = parse(entry)
     library = _library()
-    local = wanted.name.startswith(("/", ".", "~"))
-    if local and not Path(wanted.name).is_dir():
+    local = hf_set.name.startswith(("/", ".", "~"))
+    if local and not Path(hf_set.name).is_dir():
         raise ValueError(
-            f"{entry}: no such folder {wanted.name}; give a folder of data files, or a name on "
+            f"{entry}: no such folder {hf_set.name}; give a folder of data files, or a name on "
             "the hub"
         )
     try:
-        dataset = _load(library, wanted)
+        dataset = _load(library, hf_set)
     except Exception as error:  # the library raises its own, the hub's and Python's
         raise ValueError(
             f"{entry}: the library datasets cannot load it ({type(error).__name__}: "
@@ -81,15 +79,15 @@ def read_rows(entry: str) -> Rows:
     return list(enumerate(table.to_pylist(), start=1))
 
 
-def _load(library: Any, wanted: HfSet) -> Any:
-    folder = Path(wanted.name)
-    if not any((folder / name).is_file() for name in SAVED):
-        return library.load_dataset(wanted.name, wanted.config, split=wanted.split)
+def _load(library: Any, hf_set: HfSet) -> Any:
+    folder = Path(hf_set.name)
+    if not any((folder / name).is_file() for name in _SAVED):
+        return library.load_dataset(hf_set.name, hf_set.config, split=hf_set.split)
     saved = library.load_from_disk(str(folder))
-    splits = saved if isinstance(saved, dict) else {str(saved.split or wanted.split): saved}
-    if wanted.split not in splits:
+    splits = saved if isinstance(saved, dict) else {str(saved.split or hf_set.split): saved}
+    if hf_set.split not in splits:
         raise ValueError(f"there are the splits {', '.join(splits)}, whole as they were saved")
-    return splits[wanted.split]
+    return splits[hf_set.split]
 
 
 def _library() -> Any:
@@ -97,6 +95,6 @@ def _library() -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(f"hf:... needs the package datasets; {LIBRARY}") from error
+        raise ValueError(f"hf:... needs the package datasets; {_INSTALL}") from error
     datasets.disable_progress_bars()
     return datasets

@@ -1,4 +1,4 @@
-"""Which files an entry of ``data.train`` stands for, and the names by which rows are known."""
+"""The files an entry of ``data.train`` stands for, and the labels in the uids of their rows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from megatron_rl.config.data_names import GENERATED, HF, KINDS, is_file_name, ma
 from megatron_rl.data import hf_sets
 
 
-def parts_of(name: str) -> list[str]:
-    """The files an entry matches, sorted; itself where it names a data set or generated tasks.
+def files_of(name: str) -> list[str]:
+    """The files an entry matches, sorted; the entry itself where it is a data set or a generator.
 
     Raises:
-        ValueError: a pattern that matches nothing. A file that is missing is reported when it is
-        read.
+        ValueError: a pattern that matches nothing. A missing file is reported when it is read.
     """
     if not is_file_name(name):
         return [name]
@@ -25,45 +24,46 @@ def parts_of(name: str) -> list[str]:
     return files or [name]
 
 
-def labels(parts: Sequence[str]) -> dict[str, str]:
-    """A short name for each part, different from all others.
+def labels(names: Sequence[str]) -> dict[str, str]:
+    """A short label for each file, data set or generator, different from all others.
 
     It is the file's stem, else its name with as many folders as are needed.
 
-    Example: ``a/train.jsonl`` and ``b/train.jsonl`` are named so; ``a/train.jsonl`` alone is
+    Example: ``a/train.jsonl`` and ``b/train.jsonl`` are labeled so; ``a/train.jsonl`` alone is
     ``train``.
 
     Raises:
-        ValueError: one file comes twice.
+        ValueError: a file is given twice.
     """
-    real = Counter(str(Path(part).resolve()) if is_file_name(part) else part for part in parts)
-    twice = [part for part, count in real.items() if count > 1]
-    if twice:
+    resolved = Counter(str(Path(name).resolve()) if is_file_name(name) else name for name in names)
+    repeated = [name for name, count in resolved.items() if count > 1]
+    if repeated:
         raise ValueError(
-            f"{twice[0]}: comes twice among the sources; name each file once (data.train_weights "
-            "gives it more weight)"
+            f"{repeated[0]}: comes twice among the sources; name each file once"
+            " (data.train_weights gives it more weight)"
         )
-    chosen = {part: _label(part, 1) for part in parts}
-    deepest = max((len(Path(part).parts) for part in parts), default=1)
-    for depth in range(2, deepest + 2):  # 2: the name with its suffix
+    chosen = {name: _label(name, 1) for name in names}
+    deepest = max((len(Path(name).parts) for name in names), default=1)
+    for depth in range(2, deepest + 2):  # 2: the file's name with its suffix
         counts = Counter(chosen.values())
-        chosen = {
-            part: label if counts[label] == 1 else _label(part, depth)
-            for part, label in chosen.items()
-        }
-    # Still alike: two lists of generated tasks, two data sets of one name.
+        for name, label in chosen.items():
+            if counts[label] > 1:
+                chosen[name] = _label(name, depth)
+    # Two lists of generated tasks, or two data sets of one name, have no folders to tell them
+    # apart.
     counts = Counter(chosen.values())
-    seen: Counter[str] = Counter()
-    for part, label in chosen.items():
-        seen[label] += 1
+    numbers: Counter[str] = Counter()
+    for name, label in chosen.items():
+        numbers[label] += 1
         if counts[label] > 1:
-            chosen[part] = f"{label}#{seen[label]}"
+            chosen[name] = f"{label}#{numbers[label]}"
     return chosen
 
 
-def _label(part: str, depth: int) -> str:
-    if part.startswith(GENERATED):
+def _label(name: str, depth: int) -> str:
+    """``depth``: 1 for a file's stem, else how many of the last components of its path."""
+    if name.startswith(GENERATED):
         return GENERATED.rstrip(":")
-    if part.startswith(HF):
-        return hf_sets.parse(part).label
-    return Path(part).stem if depth == 1 else "/".join(Path(part).parts[1 - depth :])
+    if name.startswith(HF):
+        return hf_sets.parse(name).label
+    return Path(name).stem if depth == 1 else "/".join(Path(name).parts[1 - depth :])

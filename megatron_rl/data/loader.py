@@ -14,20 +14,23 @@ from megatron_rl.types import Prompt
 
 
 class PromptLoader:
-    """Passes over ``prompts`` without end, each epoch in its own order.
+    """Endless passes over ``prompts``, each epoch in its own order.
 
     The order depends on (seed, epoch) only, never on the global random state, so that every rank
     draws the same prompts and a resumed run draws those the interrupted one would have.
 
-    Example: prompts a b c with ``shuffle=False``: ``take(2)`` is [a, b], then ``take(2)`` is [c, a].
+    Example: of prompts a b c with ``shuffle=False``, ``take(2)`` is [a, b], then [c, a].
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
         if not prompts:
             raise ValueError("data.train: no prompt to train on; give a source with at least one")
-        self._prompts, self._seed, self._shuffle = list(prompts), seed, shuffle
+        self._prompts = list(prompts)
+        self._seed = seed
+        self._shuffle = shuffle
         self._fingerprint = _fingerprint(self._prompts)
-        self._epoch, self._position = 0, 0
+        self._epoch = 0
+        self._position = 0  # in this epoch's order
         self._order = self._order_of(0)
 
     def take(self, n: int) -> list[Prompt]:
@@ -35,15 +38,16 @@ class PromptLoader:
         taken: list[Prompt] = []
         while len(taken) < n:
             if self._position == len(self._prompts):
-                self._epoch, self._position = self._epoch + 1, 0
+                self._epoch += 1
+                self._position = 0
                 self._order = self._order_of(self._epoch)
             rows = self._order[self._position : self._position + n - len(taken)]
             taken += [self._prompts[row] for row in rows]
             self._position += len(rows)
-        return _told_apart(taken)
+        return _with_distinct_uids(taken)
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands, with what identifies its data: plain picklable values."""
+        """The position of the stream and what identifies its data: plain picklable values."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -53,27 +57,26 @@ class PromptLoader:
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError as ``restore`` does; nothing is changed."""
-        for key, mine in (
-            ("prompts", self._fingerprint),
-            ("seed", self._seed),
-            ("shuffle", self._shuffle),
-        ):
-            if state.get(key) != mine:
+        """Raises ValueError as ``restore`` does; changes nothing."""
+        own = self.state()
+        for key in ("prompts", "seed", "shuffle"):
+            if state.get(key) != own[key]:
                 raise ValueError(
-                    f"resume: the checkpoint's data position was taken with {key} = {state.get(key)}, "
-                    f"this run has {mine}; resume with the same data.train, data.train_weights, "
-                    "data.shuffle and seed, or start with resume=never in a new run_dir"
+                    f"resume: the checkpoint's data position was taken with {key} ="
+                    f" {state.get(key)}, this run has {own[key]}; resume with the same data.train,"
+                    " data.train_weights, data.shuffle and seed, or start with resume=never in a"
+                    " new run_dir"
                 )
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where ``state`` was taken.
+        """Continues exactly where ``state`` was taken.
 
         Raises:
             ValueError: the state belongs to other prompts, another seed or another order.
         """
         self.check(state)
-        self._epoch, self._position = state["epoch"], state["position"]
+        self._epoch = state["epoch"]
+        self._position = state["position"]
         self._order = self._order_of(self._epoch)
 
     def _order_of(self, epoch: int) -> list[int]:
@@ -84,15 +87,15 @@ class PromptLoader:
 
 
 class WeightedLoader:
-    """Several sources in fixed shares: a stream of its own passes over each, and they take turns.
+    """Several sources in fixed shares, each with an endless stream of its own.
 
     The next prompt comes from the source that is furthest behind its share (of equal ones the
     first), so that after any number n of prompts no source is a whole prompt ahead of its share of
     n. Which source it is depends on the weights alone, which of its prompts on (seed, epoch of that
     source).
 
-    Example: weights 3 and 1 take a a b a, a a b a, ... A source that is small beside its weight is
-    passed over more often.
+    Example: weights 3 and 1 take a a b a, a a b a, ... A source that is small for its weight goes
+    through more epochs.
     """
 
     def __init__(
@@ -125,17 +128,19 @@ class WeightedLoader:
             source = self._next_source()
             self._taken[source] += 1
             prompts += self._streams[source].take(1)
-        return _told_apart(prompts)
+        return _with_distinct_uids(prompts)
 
     def _next_source(self) -> int:
-        number = sum(self._taken) + 1
-        behind = [
-            share * number - taken for share, taken in zip(self._shares, self._taken, strict=True)
+        """The source that would be furthest behind its share of all prompts and the next one."""
+        num_prompts = sum(self._taken) + 1
+        deficits = [
+            share * num_prompts - taken
+            for share, taken in zip(self._shares, self._taken, strict=True)
         ]
-        return behind.index(max(behind))
+        return deficits.index(max(deficits))
 
     def state(self) -> dict[str, Any]:
-        """Where each source stands, with the weights: plain picklable values."""
+        """The position of each source, and the weights: plain picklable values."""
         return {
             "weights": self._weights,
             "taken": list(self._taken),
@@ -143,38 +148,40 @@ class WeightedLoader:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where ``state`` was taken.
+        """Continues exactly where ``state`` was taken.
 
         Raises:
             ValueError: the state belongs to other prompts, weights, another seed or another order.
         """
         if state.get("weights") != self._weights:
             raise ValueError(
-                "resume: the checkpoint's data position was taken with data.train_weights = "
-                f"{state.get('weights')}, this run has {self._weights}; resume with the same, or start "
-                "with resume=never in a new run_dir"
+                "resume: the checkpoint's data position was taken with data.train_weights ="
+                f" {state.get('weights')}, this run has {self._weights}; resume with the same, or"
+                " start with resume=never in a new run_dir"
             )
-        parts = list(zip(self._streams, state["sources"], strict=True))
-        for stream, mine in parts:
-            stream.check(mine)  # all of them, before the first is moved
-        for stream, mine in parts:
-            stream.restore(mine)
+        # All are checked before the first one moves.
+        for stream, position in zip(self._streams, state["sources"], strict=True):
+            stream.check(position)
+        for stream, position in zip(self._streams, state["sources"], strict=True):
+            stream.restore(position)
         self._taken = list(state["taken"])
 
 
-def _told_apart(prompts: list[Prompt]) -> list[Prompt]:
-    """A prompt that comes again in one portion is called ``<uid>#2``, ``#3``, ...
+def _with_distinct_uids(prompts: list[Prompt]) -> list[Prompt]:
+    """``prompts``; one that comes again has the uid ``<uid>#2``, ``<uid>#3``, ...
 
     The engine draws by (seed of the step, uid): under one uid the second group would be a copy of
     the first, response by response, and a step would count the same evidence twice.
     """
-    seen: Counter[str] = Counter()
-    named = []
+    counts: Counter[str] = Counter()
+    distinct = []
     for prompt in prompts:
-        seen[prompt.uid] += 1
-        times = seen[prompt.uid]
-        named.append(prompt if times == 1 else replace(prompt, uid=f"{prompt.uid}#{times}"))
-    return named
+        counts[prompt.uid] += 1
+        if counts[prompt.uid] > 1:
+            distinct.append(replace(prompt, uid=f"{prompt.uid}#{counts[prompt.uid]}"))
+        else:
+            distinct.append(prompt)
+    return distinct
 
 
 def _fingerprint(prompts: Sequence[Prompt]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -15,12 +15,14 @@ from megatron_rl.config.overrides import typed
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader, WeightedLoader
 from megatron_rl.data.prompts import Source, load_sources, without_overlap
+from megatron_rl.errors import shortened
 from megatron_rl.types import Prompt
 
-LOGGER = logging.getLogger(__name__)
-MARKER = "####"
-OVERLAP = "also in data.eval"
-SHOWN = 3
+logger = logging.getLogger(__name__)
+
+_MARKER = "####"  # stands before the final answer in GSM8K
+_OVERLAP = "also in data.eval"
+_SHOWN_UIDS = 3
 
 
 @dataclass(frozen=True)
@@ -39,24 +41,21 @@ class Data:
 
     @property
     def held_out_prompts(self) -> list[Prompt]:
-        """Sources take turns, so that any first part (evaluation.num_prompts) holds all of them."""
+        """Interleaved: every prefix (evaluation.num_prompts) mixes all sources."""
         turns = zip_longest(*(source.prompts for source in self.held_out))
         return [prompt for turn in turns for prompt in turn if prompt is not None]
 
 
 def read_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> Data:
-    """Reads ``data.train`` and ``data.eval``, with a notice for each source.
-
-    What is likely a mistake gets a warning.
+    """Reads ``data.train`` and ``data.eval``; logs a summary of each, and likely mistakes.
 
     Raises:
         ValueError: as ``load_sources``; no prompt is left without the held-out ones.
     """
-    data, longest = config.data, config.rollout.max_prompt_tokens
-    train, held_out = (
-        tuple(load_sources(entries(names), data, tokenizer, longest))
-        for names in (data.train, data.eval)
-    )
+    data = config.data
+    max_tokens = config.rollout.max_prompt_tokens
+    train = tuple(load_sources(entries(data.train), data, tokenizer, max_tokens))
+    held_out = tuple(load_sources(entries(data.eval), data, tokenizer, max_tokens))
     if data.drop_eval_overlap:
         train = tuple(_without(source, _prompts(held_out)) for source in train)
         if not _prompts(train):
@@ -65,47 +64,51 @@ def read_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> Data:
                 f"data.train: every one of its {read} prompts is also in data.eval; "
                 "give other data, or data.drop_eval_overlap=false"
             )
-    for key, sources in (("data.train", train), ("data.eval", held_out)):
-        for source in sources:
-            LOGGER.info("%s: %s", key, source.summary())
-        for warning in doubts(_prompts(sources), config):
-            LOGGER.warning("%s: %s", key, warning)
-    asked, there = config.batch.prompts_per_step, len(_prompts(train))
-    if there < asked:
-        LOGGER.warning(
-            "data.train: its %d prompts are fewer than batch.prompts_per_step = %d: every step asks "
-            "some of them more than once; give more data or lower batch.prompts_per_step",
-            there,
-            asked,
+    _log("data.train", train, config)
+    _log("data.eval", held_out, config)
+    num_prompts = len(_prompts(train))
+    if num_prompts < config.batch.prompts_per_step:
+        logger.warning(
+            "data.train: its %d prompts are fewer than batch.prompts_per_step = %d: every step asks"
+            " some of them more than once; give more data or lower batch.prompts_per_step",
+            num_prompts,
+            config.batch.prompts_per_step,
         )
     return Data(train, held_out)
 
 
+def _log(key: str, sources: Sequence[Source], config: Config) -> None:
+    for source in sources:
+        logger.info("%s: %s", key, source.summary())
+    for warning in _doubts(_prompts(sources), config):
+        logger.warning("%s: %s", key, warning)
+
+
 def training_stream(data: Data, config: Config) -> PromptLoader | WeightedLoader:
     """The endless stream of training prompts: all rows alike, or each source by its weight."""
-    weights, seed, shuffle = config.data.train_weights, config.seed, config.data.shuffle
+    weights = config.data.train_weights
+    shuffle = config.data.shuffle
     if weights is None:
-        return PromptLoader(data.train_prompts, seed=seed, shuffle=shuffle)
-    return WeightedLoader(
-        [source.prompts for source in data.train], weights, seed=seed, shuffle=shuffle
-    )
+        return PromptLoader(data.train_prompts, seed=config.seed, shuffle=shuffle)
+    sources = [source.prompts for source in data.train]
+    return WeightedLoader(sources, weights, seed=config.seed, shuffle=shuffle)
 
 
 def _without(source: Source, held_out: Sequence[Prompt]) -> Source:
     kept = tuple(without_overlap(source.prompts, held_out))
-    dropped = {**source.dropped, OVERLAP: len(source.prompts) - len(kept)}
+    dropped = {**source.dropped, _OVERLAP: len(source.prompts) - len(kept)}
     return replace(source, prompts=kept, dropped=dropped)
 
 
-def doubts(prompts: Sequence[Prompt], config: Config) -> Iterator[str]:
-    """One sentence (with a remedy) for each thing that is allowed and likely a mistake."""
+def _doubts(prompts: Sequence[Prompt], config: Config) -> Iterator[str]:
+    """One sentence, with a remedy, for everything that is allowed and probably a mistake."""
     yield from _repeats(prompts)
-    marked = [prompt for prompt in prompts if MARKER in prompt.answer]
+    marked = [prompt for prompt in prompts if _MARKER in prompt.answer]
     if config.data.answer_after is None and 2 * len(marked) > len(prompts):
         yield (
-            f"{len(marked)} of {len(prompts)} answers hold {MARKER!r} ({_uids(marked)}) and "
+            f"{len(marked)} of {len(prompts)} answers hold {_MARKER!r} ({_uids(marked)}) and "
             "data.answer_after is null, so the whole text is the expected answer; if it is what "
-            f"follows the marker, type {typed('data.answer_after', MARKER)}"
+            f"follows the marker, type {typed('data.answer_after', _MARKER)}"
         )
     boxed = [prompt for prompt in prompts if r"\boxed" in prompt.answer]
     if config.reward.verifier in ("number", "exact") and 2 * len(boxed) > len(prompts):
@@ -120,31 +123,38 @@ def _repeats(prompts: Sequence[Prompt]) -> Iterator[str]:
     groups: dict[tuple[int, ...], list[Prompt]] = defaultdict(list)
     for prompt in prompts:
         groups[prompt.token_ids].append(prompt)
-    repeated = [group for group in groups.values() if len(group) > 1]
-    clashing = [group for group in repeated if len({prompt.answer for prompt in group}) > 1]
-    alike = [group for group in repeated if len({prompt.answer for prompt in group}) == 1]
-    if clashing:
-        answers = list(Counter(prompt.answer for prompt in clashing[0]))
+    contradictory = []
+    redundant = []
+    for group in groups.values():
+        if len(_answers(group)) > 1:
+            contradictory.append(group)
+        elif len(group) > 1:
+            redundant.append(group)
+    if contradictory:
+        first, second = (repr(shortened(text, 40)) for text in _answers(contradictory[0])[:2])
         yield (
-            f"{len(clashing)} prompts come with different answers ({_uids(clashing[0])}: "
-            f"{_short(answers[0])} and {_short(answers[1])}): what is right for one row is wrong "
-            "for another; correct the rows"
+            f"{len(contradictory)} prompts come with different answers"
+            f" ({_uids(contradictory[0])}: {first} and {second}): what is right for one row is"
+            " wrong for another; correct the rows"
         )
-    if alike:
-        more = sum(len(group) - 1 for group in alike)
+    if redundant:
+        num_repeats = sum(len(group) - 1 for group in redundant)
         yield (
-            f"{more} rows repeat a prompt and its answer (such as {_uids(alike[0])}): such prompts "
-            "weigh more; drop them if that is not meant"
+            f"{num_repeats} rows repeat a prompt and its answer (such as {_uids(redundant[0])}):"
+            " such prompts weigh more; drop them if that is not meant"
         )
 
 
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 40 else text[:37] + "...")
+def _answers(prompts: Sequence[Prompt]) -> list[str]:
+    """The different answers, in order."""
+    return list(dict.fromkeys(prompt.answer for prompt in prompts))
 
 
-def _uids(prompts: Iterable[Prompt]) -> str:
-    names = [prompt.uid for prompt in prompts]
-    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+def _uids(prompts: Sequence[Prompt]) -> str:
+    shown = [prompt.uid for prompt in prompts[:_SHOWN_UIDS]]
+    if len(prompts) > _SHOWN_UIDS:
+        shown.append("...")
+    return ", ".join(shown)
 
 
 def _prompts(sources: Iterable[Source]) -> list[Prompt]:

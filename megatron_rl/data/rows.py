@@ -6,57 +6,74 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow
 import pyarrow.parquet
 
 from megatron_rl.config.data_names import KINDS
-from megatron_rl.errors import first_line
+from megatron_rl.errors import first_line, shortened
 
-SHOWN_ROWS = 5
-SHOWN_CHARACTERS = 60
-SHOWN_KINDS = 10
-TO_UTF8 = "save the file as UTF-8, e.g. iconv -f {kind} -t UTF-8 FILE > NEW"
+_SHOWN_ROWS = 5
+_SHOWN_CHARACTERS = 60
+_SHOWN_KINDS = 10
+_TO_UTF8 = "save the file as UTF-8, e.g. iconv -f {encoding} -t UTF-8 FILE > NEW"
 
-Rows = list[tuple[int, Mapping[str, Any]]]
+Rows = list[tuple[int, Mapping[str, Any]]]  # row number, columns
+
+
+class Draft(NamedTuple):
+    """A task of a source, its prompt not yet rendered.
+
+    Example: ``Draft(7, "5 + 7 =", "12", "chain_sum", {})``.
+    """
+
+    row: int
+    prompt: Any  # a text or a list of messages
+    answer: str
+    data_source: str
+    extra: Mapping[str, Any]
 
 
 class Problems:
     """Collects what is wrong, row by row, and raises once.
 
     Calling ``add(3, "no answer", None, "drop the row")`` and the same for row 7 gives one line:
-    ``rows 3, 7: no answer: None; drop the row``. A place is a row number, or a name where the source
-    has no rows.
+    ``rows 3, 7: no answer: None; drop the row``. A place is a row number, or a name where the
+    source has no rows.
     """
 
     def __init__(self, source: str) -> None:
         self._source = source
-        self._found: dict[tuple[str, str], list[tuple[int | str, Any]]] = defaultdict(list)
+        # (what is wrong, remedy) -> (place, value) of every occurrence
+        self._occurrences: dict[tuple[str, str], list[tuple[int | str, Any]]] = defaultdict(list)
 
     def add(self, place: int | str, what: str, value: Any, remedy: str) -> None:
-        self._found[what, remedy].append((place, value))
+        self._occurrences[what, remedy].append((place, value))
 
     def raise_if_any(self) -> None:
         """Raises ValueError: source, rows, first value and remedy of every kind of problem."""
-        if self._found:
-            lines = [_line(what, remedy, places) for (what, remedy), places in self._found.items()]
-            if len(lines) > SHOWN_KINDS:
-                lines = [
-                    *lines[:SHOWN_KINDS],
-                    f"... and {len(lines) - SHOWN_KINDS} more kinds of problems",
-                ]
-            separator = "\n  - " if len(lines) > 1 else " "
-            raise ValueError(f"{self._source}:{separator}{separator.join(lines)}")
+        if not self._occurrences:
+            return
+        lines = [
+            _line(what, remedy, occurrences)
+            for (what, remedy), occurrences in self._occurrences.items()
+        ]
+        num_hidden = len(lines) - _SHOWN_KINDS
+        if num_hidden > 0:
+            lines = [*lines[:_SHOWN_KINDS], f"... and {num_hidden} more kinds of problems"]
+        separator = "\n  - " if len(lines) > 1 else " "
+        raise ValueError(f"{self._source}:{separator}{separator.join(lines)}")
 
 
-def _line(what: str, remedy: str, places: list[tuple[int | str, Any]]) -> str:
-    numbers = ", ".join(str(row) for row, _ in places[:SHOWN_ROWS])
-    count = f", ... ({len(places)} in all)" if len(places) > SHOWN_ROWS else ""
-    value = repr(places[0][1])
-    value = value if len(value) <= SHOWN_CHARACTERS else value[: SHOWN_CHARACTERS - 3] + "..."
-    label = f"row{'s' * (len(places) > 1)} " if isinstance(places[0][0], int) else ""
-    return f"{label}{numbers}{count}: {what}: {value}; {remedy}"
+def _line(what: str, remedy: str, occurrences: list[tuple[int | str, Any]]) -> str:
+    first_place, first_value = occurrences[0]
+    places = ", ".join(str(place) for place, _ in occurrences[:_SHOWN_ROWS])
+    if len(occurrences) > _SHOWN_ROWS:
+        places += f", ... ({len(occurrences)} in all)"
+    if isinstance(first_place, int):
+        places = f"row{'s' * (len(occurrences) > 1)} {places}"
+    return f"{places}: {what}: {shortened(repr(first_value), _SHOWN_CHARACTERS)}; {remedy}"
 
 
 def read_rows(path: Path) -> Rows:
@@ -94,28 +111,22 @@ def _read_jsonl(path: Path) -> Rows:
                 continue
             at = _not_utf8(line)
             if at is not None:
+                # A lone surrogate holds the byte in its low eight bits.
                 what = f"not UTF-8 (byte 0x{ord(line[at]) & 0xFF:02x} at character {at + 1})"
-                problems.add(
-                    number, what, line[max(0, at - 20) : at], TO_UTF8.format(kind="LATIN1")
-                )
+                before = line[max(0, at - 20) : at]
+                problems.add(number, what, before, _TO_UTF8.format(encoding="LATIN1"))
                 continue
+            remedy = "write one JSON object a line"
             try:
                 row = json.loads(line)
-            except (
-                ValueError,
-                RecursionError,
-            ) as error:  # a number of thousands of digits is no JSONDecodeError
-                problems.add(
-                    number,
-                    f"not JSON ({_reason(error)})",
-                    line.strip(),
-                    "write one JSON object a line",
-                )
+            # A number of thousands of digits is a ValueError, but no JSONDecodeError.
+            except (ValueError, RecursionError) as error:
+                problems.add(number, f"not JSON ({_reason(error)})", line.strip(), remedy)
                 continue
             if isinstance(row, dict):
                 rows.append((number, row))
             else:
-                problems.add(number, "not a JSON object", row, "write one JSON object a line")
+                problems.add(number, "not a JSON object", row, remedy)
     problems.raise_if_any()
     return rows
 
@@ -125,7 +136,7 @@ def _reason(error: ValueError | RecursionError) -> str:
 
 
 def _not_utf8(line: str) -> int | None:
-    """Where the first byte stands that is no UTF-8, None where all are."""
+    """Index of the first byte that is not UTF-8; None where all are."""
     if line.isascii():
         return None
     try:
@@ -136,13 +147,13 @@ def _not_utf8(line: str) -> int | None:
 
 
 def _refuse_wide_characters(path: Path) -> None:
-    """UTF-16 and UTF-32 are told by their byte order mark, or by zero bytes: JSON has none."""
+    """Raises ValueError for UTF-16 and UTF-32: a byte order mark, or zero bytes."""
     with path.open("rb") as file:
         head = file.read(64)
     if head[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in head:
         raise ValueError(
-            f"{path}: row 1: not UTF-8 (it looks like UTF-16, or like no text at all); "
-            f"{TO_UTF8.format(kind='UTF-16')}"
+            f"{path}: row 1: not UTF-8 (it looks like UTF-16, or like no text at all);"
+            f" {_TO_UTF8.format(encoding='UTF-16')}"
         )
 
 
@@ -164,8 +175,8 @@ def lookup(row: Mapping[str, Any], column: str) -> tuple[bool, Any]:
     if column in row:
         return True, row[column]
     value: Any = row
-    for part in column.split("."):
-        if not isinstance(value, Mapping) or part not in value:
+    for field in column.split("."):
+        if not isinstance(value, Mapping) or field not in value:
             return False, None
-        value = value[part]
+        value = value[field]
     return True, value

@@ -9,45 +9,57 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from megatron_rl.config.model_config import read_json
 from megatron_rl.errors import first_line
 
-VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer saved in a HF directory; nothing is downloaded.
 
     Raises:
-        ValueError: the directory or its tokenizer files are missing or unreadable, or there is no end-of-sequence token.
+        ValueError: the directory or its tokenizer files are missing or unreadable, or there is no
+            end-of-sequence token.
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise ValueError(f"model.path = {folder}: no such directory; give a HF directory with config.json, safetensors and tokenizer files")
-    if not any((folder / name).is_file() for name in VOCABULARY_FILES):
-        wanted = ", ".join(VOCABULARY_FILES)
-        raise ValueError(f"model.path = {folder}: no tokenizer in it (one of {wanted}); copy the files of the model's tokenizer there")
+        raise ValueError(
+            f"model.path = {folder}: no such directory; give a HF directory with config.json,"
+            " safetensors and tokenizer files"
+        )
+    if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
+        raise ValueError(
+            f"model.path = {folder}: no tokenizer in it (one of {', '.join(_VOCABULARY_FILES)});"
+            " copy the files of the model's tokenizer there"
+        )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # the library behind it raises whatever a damaged file leads to
         raise ValueError(
-            f"model.path = {folder}: its tokenizer files cannot be read ({first_line(error)}); copy them again from the model"
+            f"model.path = {folder}: its tokenizer files cannot be read ({first_line(error)}); copy"
+            " them again from the model"
         ) from error
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            f"model.path = {folder}: the tokenizer has no eos_token, so no response could end; set it in tokenizer_config.json"
+            f"model.path = {folder}: the tokenizer has no eos_token, so no response could end; set"
+            " it in tokenizer_config.json"
         )
     _check_ids(tokenizer, folder)
     return tokenizer
 
 
 def _check_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Raises ValueError when a token has a number for which the model, by its config.json, has no row in the embedding."""
+    """Raises ValueError when a token id lies outside the model's embedding."""
     file = folder / "config.json"
     rows = read_json(file).get("vocab_size") if file.is_file() else None
     if not isinstance(rows, int):
         return
-    beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= rows)
+    vocabulary = tokenizer.get_vocab()
+    beyond = sorted((number, token) for token, number in vocabulary.items() if number >= rows)
     if beyond:
         shown = ", ".join(f"{token!r} = {number}" for number, token in beyond[:3])
         raise ValueError(
-            f"model.path = {folder}: {len(beyond)} tokens of the tokenizer lie beyond vocab_size = {rows} of config.json ({shown}); "
-            "the tokenizer belongs to another model: copy the right one, or take the added tokens out"
+            f"model.path = {folder}: {len(beyond)} tokens of the tokenizer lie beyond vocab_size ="
+            f" {rows} of config.json ({shown}); the tokenizer belongs to another model: copy the"
+            " right one, or take the added tokens out"
         )

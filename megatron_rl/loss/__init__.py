@@ -1,4 +1,7 @@
-"""Credit assignment and losses, in pure torch: ``load_method(name)``, then ``credit`` per response and ``loss`` per token."""
+"""Credit assignment and losses, in pure torch.
+
+``load_method(name)``, then ``credit`` per response and ``loss`` per token.
+"""
 
 from megatron_rl.loss.batch import (
     Credit,
@@ -8,10 +11,10 @@ from megatron_rl.loss.batch import (
     ResponseBatch,
     TokenBatch,
 )
-from megatron_rl.loss.credit import Evidence
+from megatron_rl.loss.evidence import Evidence
 from megatron_rl.loss.method import Method, load_method
 from megatron_rl.loss.register import register_estimator, register_policy_loss, register_shaper
-from megatron_rl.loss.token_loss import Terms
+from megatron_rl.loss.terms import Terms
 
 __all__ = [
     "Credit",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,9 +14,10 @@ from torch import Tensor
 class ResponseBatch:
     """All responses of a rollout step, in canonical (prompt, rollout) order.
 
-    ``correct``: the accuracy reward is 1 (not derived from ``rewards``, which may hold a format part). ``group_ids``: which
-    prompt. ``mean_logprobs`` / ``sum_logprobs``: of the old policy over loss tokens. ``visual_entropy``: of the prompt's
-    image, nats. ``kl``: sum over loss tokens of the KL estimator at (old, ref).
+    ``correct``: the accuracy reward is 1 (not derived from ``rewards``, which may hold a format
+    part). ``group_ids``: which prompt. ``mean_logprobs`` / ``sum_logprobs``: of the old policy over
+    loss tokens. ``visual_entropy``: of the prompt's image, nats. ``kl``: sum over loss tokens of
+    the KL estimator at (old, ref).
     Example: two prompts with two responses each::
 
         ResponseBatch(rewards=tensor([1., 0., 0., 0.]), correct=tensor([True, False, False, False]),
@@ -36,8 +37,12 @@ class ResponseBatch:
 
 @dataclass(frozen=True)
 class Credit:
-    """``kl_weights`` multiplies kl.coef. Rows with ``keep`` False take no part in the update and leave all denominators.
-    ``metrics`` are values of the whole batch (equal on every rank, not contributions)."""
+    """What a rollout step gives its update: one row for each response.
+
+    ``kl_weights`` multiplies kl.coef. Rows with ``keep`` False take no part in the update and leave
+    all denominators. ``metrics`` are values of the whole batch (equal on every rank, not
+    contributions).
+    """
 
     advantages: Float[Tensor, " responses"]
     kl_weights: Float[Tensor, " responses"]
@@ -47,25 +52,23 @@ class Credit:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Tokens of one micro-batch on one rank; rows of ``response_ids`` index the per-response vectors.
+    """Tokens of one micro-batch on one rank; ``response_index`` points into per-response vectors.
 
-    ``logprobs`` carries the gradient; ``entropy`` does when the entropy coefficient is not 0. The denominators are those of
-    the minibatch (one optimizer step, all ranks): ``response_loss_tokens`` per response, ``num_responses`` kept
-    responses, ``num_tokens`` loss tokens. Default: those of this batch alone, where every row counts as a response.
+    ``logprobs`` carries the gradient; ``entropy`` does when the entropy coefficient is not 0. The
+    denominators are those of the minibatch (one optimizer step, all ranks):
+    ``response_loss_tokens`` per response, ``num_responses`` kept responses, ``num_tokens`` loss
+    tokens. Default: those of this batch alone, where every row counts as a response.
     """
 
     logprobs: Float[Tensor, " tokens"]
     old_logprobs: Float[Tensor, " tokens"]
-    response_ids: Int[Tensor, " tokens"]
+    response_index: Int[Tensor, " tokens"]
     loss_mask: Bool[Tensor, " tokens"]
     advantages: Float[Tensor, " responses"]
     kl_weights: Float[Tensor, " responses"]
     ref_logprobs: Float[Tensor, " tokens"] | None = None
     sampler_logprobs: Float[Tensor, " tokens"] | None = None
     entropy: Float[Tensor, " tokens"] | None = None
-    topk_logprobs: Float[Tensor, "tokens k"] | None = None
-    old_topk_logprobs: Float[Tensor, "tokens k"] | None = None
-    is_argmax: Bool[Tensor, " tokens"] | None = None
     correct: Bool[Tensor, " responses"] | None = None
     group_ids: Int[Tensor, " responses"] | None = None
     response_loss_tokens: Int[Tensor, " responses"] | None = None
@@ -75,8 +78,11 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class LossResult:
-    """A contribution: its sum over micro-batches and data x context parallel ranks is the minibatch value. So is every
-    metric but those whose key ends in ``_max`` (reduced by maximum). loss = policy_loss + kl_loss - entropy.coef * entropy."""
+    """loss = policy_loss + kl_loss - entropy.coef * entropy, as a contribution.
+
+    Its sum over micro-batches and data x context parallel ranks is the minibatch value. So is every
+    metric but those whose key ends in ``_max`` (reduced by maximum).
+    """
 
     loss: Float[Tensor, ""]
     policy_loss: Float[Tensor, ""]
@@ -88,12 +94,19 @@ class LossResult:
 class EstimatorNeeds:
     """What an estimator asks of the batch, beyond rewards, correctness, lengths and groups.
 
+    The three functions are given the knobs as keywords. ``reads_by_knob`` gives, for each optional
+    field that is read, the knob that must be above 0 for it. ``check_knobs`` says what is wrong
+    with the knobs together, ``check_rewards`` (with the largest total reward first) what is wrong
+    and which ``knob=value`` mends it; None: nothing.
     Example: ``EstimatorNeeds(min_group=4, reads=("mean_logprobs",))``.
     """
 
     min_group: int | str = 2  # responses per prompt; a text names the knob that says it
     unit_rewards: bool = False  # rewards in [0, 1]: neither shift nor scale invariant
     reads: tuple[str, ...] = ()  # optional fields of ResponseBatch, e.g. mean_logprobs
+    reads_by_knob: Callable[..., Mapping[str, str]] | None = None
+    check_knobs: Callable[..., str | None] | None = None
+    check_rewards: Callable[..., tuple[str, str] | None] | None = None
 
 
 @dataclass(frozen=True)

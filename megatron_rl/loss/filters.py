@@ -9,21 +9,35 @@ from torch import Tensor
 from megatron_rl.loss.segments import Segments
 
 
-def informative_groups(correct: Bool[Tensor, " responses"], groups: Segments) -> Bool[Tensor, " groups"]:
-    """0 < sum(correct) < G: both outcomes seen. Source: DAPO (arXiv 2503.14476) eq. 11, dynamic sampling."""
+def informative_groups(
+    correct: Bool[Tensor, " responses"], groups: Segments
+) -> Bool[Tensor, " groups"]:
+    """0 < sum(correct) < G: both outcomes seen.
+
+    Source: DAPO (arXiv 2503.14476) eq. 11, dynamic sampling.
+    """
     right = groups.sum(correct)
     return (right > 0) & (right < groups.count)
 
 
-def not_all_correct(correct: Bool[Tensor, " responses"], groups: Segments) -> Bool[Tensor, " responses"]:
+def not_all_correct(
+    correct: Bool[Tensor, " responses"], groups: Segments
+) -> Bool[Tensor, " responses"]:
     """False for every response of a group whose responses are all correct."""
     return groups.broadcast(groups.sum(correct) < groups.count)
 
 
 def overlong_penalty(
-    response_tokens: Int[Tensor, " responses"], dtype: torch.dtype, *, max_tokens: int, buffer_tokens: float
+    response_tokens: Int[Tensor, " responses"],
+    dtype: torch.dtype,
+    *,
+    max_tokens: int,
+    buffer_tokens: float,
 ) -> Float[Tensor, " responses"]:
-    """0 if L <= max - buffer, (max - buffer - L) / buffer up to max, -1 above. Source: DAPO (arXiv 2503.14476) eq. 13."""
+    """0 if L <= max - buffer, (max - buffer - L) / buffer up to max, -1 above.
+
+    Source: DAPO (arXiv 2503.14476) eq. 13.
+    """
     start = max_tokens - buffer_tokens
     return ((start - response_tokens.to(dtype)) / buffer_tokens).clamp(-1, 0)
 
@@ -36,8 +50,10 @@ def repeated_tail(
     min_block: int,
     max_block: int,
 ) -> Bool[Tensor, " responses"]:
-    """True where a candidate ends in a block of b tokens written twice, min_block <= b <= max_block. The tokens are those of
-    all responses, one after another."""
+    """True where a candidate ends in a block of min_block to max_block tokens written twice.
+
+    The tokens are those of all responses, one after another.
+    """
     end = response_tokens.cumsum(0)
     repeated = torch.zeros(response_tokens.shape, dtype=torch.bool, device=token_ids.device)
     longest = int(response_tokens.max()) // 2 if response_tokens.numel() else 0
@@ -56,13 +72,15 @@ def repetition_penalty(
     truncated: Bool[Tensor, " responses"],
     dtype: torch.dtype,
     *,
-    penalty: float = 0.1,
-    min_block: int = 1,
-    max_block: int = 256,
+    penalty: float,
+    min_block: int,
+    max_block: int,
 ) -> Float[Tensor, " responses"]:
-    """-penalty where the response was cut by the length limit and its tail repeats itself, else 0.
+    """-penalty where the response was cut by the limit and its tail repeats itself, else 0.
 
     Source: CAMPO (MiroMind-M1, arXiv 2507.14683).
     """
-    repeated = repeated_tail(token_ids, response_tokens, truncated, min_block=min_block, max_block=max_block)
+    repeated = repeated_tail(
+        token_ids, response_tokens, truncated, min_block=min_block, max_block=max_block
+    )
     return -penalty * repeated.to(dtype)

@@ -3,40 +3,55 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from megatron_rl.loss.choices import kl_weight
 from megatron_rl.loss.segments import Segments
 
 
-def k1(logprobs: Float[Tensor, " tokens"], ref_logprobs: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
-    """-d with d = ref_logprobs - logprobs: unbiased, of either sign. Its gradient has mean 0 over samples, so as a loss it
-    does not pull the policy back; use it in the reward."""
+def k1(
+    logprobs: Float[Tensor, " tokens"], ref_logprobs: Float[Tensor, " tokens"]
+) -> Float[Tensor, " tokens"]:
+    """-d, d = ref_logprobs - logprobs: unbiased, of either sign.
+
+    Its gradient has mean 0 over samples, so as a loss it does not pull the policy back; use it in
+    the reward.
+    """
     return logprobs - ref_logprobs
 
 
-def k2(logprobs: Float[Tensor, " tokens"], ref_logprobs: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
-    """d^2 / 2 with d = ref_logprobs - logprobs: biased, its gradient is that of KL(policy, reference)."""
+def k2(
+    logprobs: Float[Tensor, " tokens"], ref_logprobs: Float[Tensor, " tokens"]
+) -> Float[Tensor, " tokens"]:
+    """d^2 / 2, d = ref_logprobs - logprobs: biased, with the gradient of KL(policy, reference)."""
     return (ref_logprobs - logprobs).square() / 2
 
 
-def k3(logprobs: Float[Tensor, " tokens"], ref_logprobs: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
-    """exp(d) - d - 1 with d = ref_logprobs - logprobs: unbiased and never negative; 0 with zero gradient at d = 0. No clamp.
+def k3(
+    logprobs: Float[Tensor, " tokens"], ref_logprobs: Float[Tensor, " tokens"]
+) -> Float[Tensor, " tokens"]:
+    """exp(d) - d - 1, d = ref_logprobs - logprobs: unbiased, never negative, 0 at d = 0.
 
-    Source: Schulman 2020; DeepSeekMath (arXiv 2402.03300) eq. 4. verl clamps d to [-20, 20] and the result to [-10, 10].
+    No clamp; verl clamps d to [-20, 20] and the result to [-10, 10].
+    Source: Schulman 2020; DeepSeekMath (arXiv 2402.03300) eq. 4.
     """
     difference = ref_logprobs - logprobs
+    # expm1: near d = 0 the value is d^2 / 2, which exp(d) - 1 would round away.
     return torch.expm1(difference) - difference
 
 
-ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "low_var_kl": k3}
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "low_var_kl": k3}  # the last is verl's name
 
 
 def dads_exponential(incorrect_share: Float[Tensor, " *any"]) -> Float[Tensor, " *any"]:
-    """1 - exp(e (d - 1)), e = Euler's number: strictly decreasing, 0.934 at 0 and 0 at 1. Source: APO
-    (arXiv 2506.21655) eq. 5."""
+    """1 - exp(e (d - 1)), e = Euler's number: strictly decreasing, 0.934 at 0 and 0 at 1.
+
+    Source: APO (arXiv 2506.21655) eq. 5.
+    """
     return -torch.expm1(math.e * (incorrect_share - 1))
 
 
@@ -46,19 +61,35 @@ def dads_linear(incorrect_share: Float[Tensor, " *any"]) -> Float[Tensor, " *any
 
 
 def dads_cubic(incorrect_share: Float[Tensor, " *any"]) -> Float[Tensor, " *any"]:
-    """1 - d^3: flat at easy prompts, steep at hard ones. Source: APO's variants (arXiv 2506.21655, section 4.4)."""
+    """1 - d^3: flat at easy prompts, steep at hard ones.
+
+    Source: APO's variants (arXiv 2506.21655, section 4.4).
+    """
     return 1 - incorrect_share**3
 
 
 CURVES = {"exponential": dads_exponential, "linear": dads_linear, "cubic": dads_cubic}
 
 
-def dads(
-    correct: Bool[Tensor, " responses"], accuracy: Float[Tensor, " groups"], groups: Segments, *, curve: str
-) -> Float[Tensor, " responses"]:
-    """f(d) for correct responses of groups with d != 0, else 1; d = 1 - accuracy, the share of incorrect responses.
+@kl_weight
+def constant(rewards: Float[Tensor, " responses"]) -> Float[Tensor, " responses"]:
+    """1 for every response."""
+    return torch.ones_like(rewards)
 
-    Source: APO (arXiv 2506.21655) eq. 4-5, difficulty-adaptive divergence shaping. It touches only the KL term.
+
+@kl_weight
+def dads(
+    correct: Bool[Tensor, " responses"],
+    accuracy: Float[Tensor, " groups"],
+    groups: Segments,
+    *,
+    curve: Literal["exponential", "linear", "cubic"] = "exponential",
+) -> Float[Tensor, " responses"]:
+    """f(d) for correct responses of groups with d != 0, else 1; d = 1 - accuracy, f the curve.
+
+    Difficulty-adaptive divergence shaping: d is the share of incorrect responses. It touches only
+    the KL term.
+    Source: APO (arXiv 2506.21655) eq. 4-5.
     """
     share = groups.broadcast(1 - accuracy)
     return torch.where(correct & (share != 0), CURVES[curve](share), torch.ones_like(share))

@@ -1,8 +1,9 @@
-"""A method: named choices of one yaml, composed into credit and loss. The only file of the loss module that reads a config."""
+"""A method: named choices of one yaml, composed into credit and loss."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -10,20 +11,24 @@ from torch import Tensor
 
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.method import MethodConfig
-from megatron_rl.config.pieces import Named
 from megatron_rl.loss import filters, kl
 from megatron_rl.loss.batch import Credit, LossResult, Needs, ResponseBatch, TokenBatch
-from megatron_rl.loss.credit import CreditPlan, credit, needs_of, reads_of
+from megatron_rl.loss.choices import ESTIMATORS
+from megatron_rl.loss.credit import CreditPlan, credit, reads_of
 from megatron_rl.loss.segments import lifted, segments_of
-from megatron_rl.loss.token_loss import LossPlan, SequenceSum, token_loss
+from megatron_rl.loss.terms import SequenceSum
+from megatron_rl.loss.token_loss import LossPlan, token_loss
 
 
-def load_method(name: str, overrides: Sequence[str] = (), response_limit: int | None = None) -> Method:
+def load_method(
+    name: str, overrides: Sequence[str] = (), response_limit: int | None = None
+) -> Method:
     """The method of ``conf/method/<name>.yaml``.
 
     Args:
         name: a file of conf/method without ``.yaml``.
-        overrides: ``key=value``, relative to the method, e.g. ``kl.coef=0.001`` or ``shaping.ass.alpha=0.5``.
+        overrides: ``key=value``, relative to the method, e.g. ``kl.coef=0.001`` or
+            ``shaping.ass.alpha=0.5``.
         response_limit: longest response in tokens; see ``Method``.
 
     Raises:
@@ -34,10 +39,11 @@ def load_method(name: str, overrides: Sequence[str] = (), response_limit: int | 
 
 
 class Method:
-    """The two functions of a method, ``credit`` (per response) and ``loss`` (per token), and what they need.
+    """A method's two functions, ``credit`` (per response) and ``loss`` (per token), and its needs.
 
-    ``response_limit`` (tokens) stands in for ``aggregate.norm_len: null`` and ``reward_shaping.overlong.max_tokens: null``;
-    without either a ValueError comes from ``loss`` and ``shape_rewards``, not before.
+    ``response_limit`` (tokens) stands in for ``aggregate.norm_len: null`` and
+    ``reward_shaping.overlong.max_tokens: null``; without either a ValueError comes from ``loss``
+    and ``shape_rewards``, not before.
     """
 
     def __init__(self, config: MethodConfig, *, response_limit: int | None = None) -> None:
@@ -46,7 +52,7 @@ class Method:
         self.response_limit = response_limit
         self._credit_plan = _credit_plan(config)
         self._loss_plan = _loss_plan(config, response_limit)
-        self.needs = _needs(config)
+        self.needs = _needs(config, self._credit_plan)
 
     def credit(self, batch: ResponseBatch) -> Credit:
         """Advantages, KL weights and kept rows of a whole rollout step.
@@ -61,10 +67,12 @@ class Method:
 
         Args:
             batch: tokens of one micro-batch on one rank.
-            sequence_sum: differentiable sum over the ranks that share a response (context parallelism).
+            sequence_sum: differentiable sum over the ranks that share a response (context
+                parallelism).
 
         Raises:
-            ValueError: the batch lacks what the method reads, or the length of Dr. GRPO's divisor is not known.
+            ValueError: the batch lacks what the method reads, or the length of Dr. GRPO's divisor
+                is not known.
         """
         return token_loss(batch, self._loss_plan, sequence_sum)
 
@@ -75,30 +83,49 @@ class Method:
         truncated: Bool[Tensor, " responses"],
         token_ids: Int[Tensor, " tokens"] | None = None,
     ) -> Float[Tensor, " responses"]:
-        """Rewards plus the method's penalties (overlong, repetition); the rewards themselves when it has none.
+        """Rewards plus the method's penalties (overlong, repetition), if it has any.
 
-        ``token_ids``: all response tokens, one response after another; read when ``needs.token_ids``.
+        ``token_ids``: all response tokens, one response after another; read when
+        ``needs.token_ids``.
         """
-        shaping, shaped = self.config.reward_shaping, lifted(rewards)
+        shaping = self.config.reward_shaping
+        shaped = lifted(rewards)
         if shaping.overlong is not None:
-            limit = shaping.overlong.max_tokens or self.response_limit
-            if limit is None:
-                raise ValueError("reward_shaping.overlong.max_tokens is null: set it or pass response_limit")
-            buffer = shaping.overlong.buffer_share * limit
-            penalty = filters.overlong_penalty(response_tokens, shaped.dtype, max_tokens=limit, buffer_tokens=buffer)
-            shaped = shaped + shaping.overlong.factor * penalty
+            shaped = shaped + self._overlong(response_tokens, shaped.dtype)
         if shaping.repetition is not None:
             if token_ids is None:
-                raise ValueError("shape_rewards needs token_ids: reward_shaping.repetition compares the tails of responses")
-            knobs = shaping.repetition
+                raise ValueError(
+                    "shape_rewards needs token_ids: reward_shaping.repetition compares the tails of"
+                    " responses"
+                )
             shaped = shaped + filters.repetition_penalty(
-                token_ids, response_tokens, truncated, shaped.dtype, penalty=knobs.penalty,
-                min_block=knobs.min_block_tokens, max_block=knobs.max_block_tokens,
-            )  # fmt: skip
+                token_ids,
+                response_tokens,
+                truncated,
+                shaped.dtype,
+                penalty=shaping.repetition.penalty,
+                min_block=shaping.repetition.min_block_tokens,
+                max_block=shaping.repetition.max_block_tokens,
+            )
         return shaped
 
-    def wants_groups(self, correct: Bool[Tensor, " responses"], group_ids: Int[Tensor, " responses"]) -> Bool[Tensor, " responses"]:
-        """Rows whose group dynamic sampling keeps; all of them when the method does not sample dynamically."""
+    def _overlong(self, response_tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        knobs = self.config.reward_shaping.overlong
+        assert knobs is not None
+        limit = knobs.max_tokens or self.response_limit
+        if limit is None:
+            raise ValueError(
+                "reward_shaping.overlong.max_tokens is null: set it or pass response_limit"
+            )
+        penalty = filters.overlong_penalty(
+            response_tokens, dtype, max_tokens=limit, buffer_tokens=knobs.buffer_share * limit
+        )
+        return knobs.factor * penalty
+
+    def wants_groups(
+        self, correct: Bool[Tensor, " responses"], group_ids: Int[Tensor, " responses"]
+    ) -> Bool[Tensor, " responses"]:
+        """Rows whose group dynamic sampling keeps; all rows of a method without it."""
         if not self.needs.dynamic_sampling:
             return torch.ones_like(correct)
         groups = segments_of(group_ids)
@@ -108,26 +135,33 @@ class Method:
         self,
         old_logprobs: Float[Tensor, " tokens"],
         ref_logprobs: Float[Tensor, " tokens"] | None,
-        response_ids: Int[Tensor, " tokens"],
+        response_index: Int[Tensor, " tokens"],
         loss_mask: Bool[Tensor, " tokens"],
         num_responses: int,
     ) -> dict[str, Float[Tensor, " responses"]]:
-        """The fields of ResponseBatch that the method reads and that come from logprobs (``needs.response_statistics``):
-        ``ResponseBatch(..., **method.response_statistics(...))``. The tokens are those of all responses."""
+        """The fields of ResponseBatch that come from logprobs, as far as the method reads them.
+
+        They go in by name: ``ResponseBatch(..., **method.response_statistics(...))``. The tokens
+        are those of all responses. Asked for where ``needs.response_statistics``.
+        """
+
+        reads = reads_of(self._credit_plan)
+        old = lifted(old_logprobs.detach())
 
         def total(values: Tensor) -> Tensor:
             kept = torch.where(loss_mask, values, torch.zeros_like(values))
-            return torch.zeros(num_responses, dtype=values.dtype, device=values.device).index_add(0, response_ids, kept)
+            sums = torch.zeros(num_responses, dtype=values.dtype, device=values.device)
+            return sums.index_add(0, response_index, kept)
 
-        old = lifted(old_logprobs.detach())
-        result: dict[str, Tensor] = {}
-        reads = reads_of(self._credit_plan)
-        if _reads_logprobs(self.config) or {"mean_logprobs", "sum_logprobs"} & reads.keys():
+        statistics: dict[str, Tensor] = {}
+        if {"mean_logprobs", "sum_logprobs"} & reads.keys():
             sums = total(old)
-            result = {"sum_logprobs": sums, "mean_logprobs": sums / total(torch.ones_like(old)).clamp(min=1)}
-        if (self._credit_plan.kl_in_reward or "kl" in reads) and ref_logprobs is not None:
-            result["kl"] = total(kl.ESTIMATORS[self.config.kl.estimator](old, lifted(ref_logprobs.detach()).to(old.dtype)))
-        return result
+            num_tokens = total(torch.ones_like(old)).clamp(min=1)
+            statistics = {"sum_logprobs": sums, "mean_logprobs": sums / num_tokens}
+        if "kl" in reads and ref_logprobs is not None:
+            estimate = kl.ESTIMATORS[self.config.kl.estimator]
+            statistics["kl"] = total(estimate(old, lifted(ref_logprobs.detach()).to(old.dtype)))
+        return statistics
 
 
 def _prefixed(override: str) -> str:
@@ -136,26 +170,19 @@ def _prefixed(override: str) -> str:
     return f"{override[: len(override) - len(key)]}method.{key}"
 
 
-def _knobs(piece: Named) -> dict[str, object]:
-    return piece.model_dump(exclude={"name"})
-
-
 def _kl_coef(config: MethodConfig) -> tuple[float, float]:
+    """The coefficient of correct and of incorrect responses."""
     if config.kl.coef_positive is None or config.kl.coef_negative is None:
         return config.kl.coef, config.kl.coef
     return config.kl.coef_positive, config.kl.coef_negative
 
 
-def _reads_logprobs(config: MethodConfig) -> bool:
-    return config.estimator.name == "durian" and _knobs(config.estimator)["reasoning"] != 0
-
-
 def _credit_plan(config: MethodConfig) -> CreditPlan:
     return CreditPlan(
         estimator=config.estimator.name,
-        estimator_knobs=_knobs(config.estimator),
-        shaping=tuple((name, _knobs(piece)) for name, piece in config.shaping.items()),
-        kl_curve=_knobs(config.kl.weights)["curve"] if config.kl.weights.name == "dads" else None,
+        estimator_knobs=config.estimator.knobs,
+        shaping=tuple((name, choice.knobs) for name, choice in config.shaping.items()),
+        kl_weights=(config.kl.weights.name, config.kl.weights.knobs),
         kl_in_reward=config.kl.placement == "reward" and any(_kl_coef(config)),
         kl_coef=_kl_coef(config),
         drop_all_correct=config.filters.drop_all_correct,
@@ -165,42 +192,41 @@ def _credit_plan(config: MethodConfig) -> CreditPlan:
 
 
 def _loss_plan(config: MethodConfig, response_limit: int | None) -> LossPlan:
-    def aggregation(piece: Named) -> tuple[str, int | None]:
-        return piece.name, (_knobs(piece)["norm_len"] or response_limit) if "norm_len" in type(piece).model_fields else None
-
+    kl_aggregate = config.kl.aggregate or config.aggregate
     return LossPlan(
         policy_loss=config.policy_loss.name,
-        policy_knobs=_knobs(config.policy_loss),
-        aggregate=aggregation(config.aggregate),
-        kl_aggregate=aggregation(config.kl.aggregate or config.aggregate),
+        policy_knobs=config.policy_loss.knobs,
+        aggregate=(config.aggregate.name, config.aggregate.knobs),
+        kl_aggregate=(kl_aggregate.name, kl_aggregate.knobs),
         kl_estimator=config.kl.estimator,
         kl_coef=_kl_coef(config) if config.kl.placement == "loss" else (0.0, 0.0),
         entropy_coef=config.entropy.coef,
         mismatch=config.mismatch.kind,
         mismatch_cap=config.mismatch.cap,
+        response_limit=response_limit,
     )
 
 
-def _needs(config: MethodConfig) -> Needs:
+def _needs(config: MethodConfig, plan: CreditPlan) -> Needs:
     coefficients = _kl_coef(config)
-    reads = reads_of(_credit_plan(config))
+    reads = reads_of(plan).keys()
     dynamic = config.filters.dynamic_sampling
-    from_logprobs = {"mean_logprobs", "sum_logprobs", "kl"} & reads.keys()
-    statistics = _reads_logprobs(config) or bool(from_logprobs)
-    visual = config.estimator.name == "durian" and _knobs(config.estimator)["perceptual"] != 0
+    entropy: Literal["none", "metric", "grad"] = "none"
+    if config.entropy.coef:
+        entropy = "grad"
+    elif config.entropy.metric:
+        entropy = "metric"
+    min_group = ESTIMATORS[plan.estimator].needs.min_group
+    if isinstance(min_group, str):
+        min_group = plan.estimator_knobs[min_group]
     return Needs(
         ref_logprobs=any(coefficients) or "kl" in reads,
-        entropy="grad" if config.entropy.coef else "metric" if config.entropy.metric else "none",
-        visual_entropy=visual or "visual_entropy" in reads,
-        response_statistics=statistics or (config.kl.placement == "reward" and any(coefficients)),
+        entropy=entropy,
+        visual_entropy="visual_entropy" in reads,
+        response_statistics=bool({"mean_logprobs", "sum_logprobs", "kl"} & reads),
         correct=coefficients[0] != coefficients[1],
         dynamic_sampling=dynamic is not None,
         max_sampling_tries=1 if dynamic is None else dynamic.max_tries,
         token_ids=config.reward_shaping.repetition is not None,
-        min_group=_min_group(config),
+        min_group=min_group,
     )
-
-
-def _min_group(config: MethodConfig) -> int:
-    wanted = needs_of(config.estimator.name).min_group
-    return getattr(config.estimator, wanted) if isinstance(wanted, str) else wanted

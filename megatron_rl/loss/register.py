@@ -1,31 +1,70 @@
-"""Estimators, shapers and policy losses of plug-ins: one function each.
+"""Functions become choices of the configuration: the package's own, and those of plug-ins.
 
-A function has the form of the built-in ones in the tables of ``credit.py`` and ``token_loss.py``. It
-is registered while a plug-in is imported (``--plugin``). A method's yaml then chooses the name like
-a built-in one, and the knobs, its keyword-only arguments, are validated as strictly. Pages with tested
-examples: ``examples/plugins``.
+The tables of ``choices.py`` hold what is called, those of ``config/method.py`` the schema of its
+knobs, read from the function's signature. Importing this module enters the package's own; a
+plug-in registers while it is imported (``--plugin``), and its names are then as good as built-in
+ones. Pages with tested examples: ``examples/plugins``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-from torch import Tensor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from megatron_rl.config import method, registry
-from megatron_rl.loss import credit, token_loss
+from megatron_rl.config.pieces import Choices, Named
+from megatron_rl.errors import RegistrationError
+from megatron_rl.loss import advantages, aggregate, choices, kl, mismatch, policy_losses, shaping
 from megatron_rl.loss.batch import EstimatorNeeds
-from megatron_rl.plugins import RegistrationError
+from megatron_rl.loss.choices import Function
 
-Function = Callable[..., Tensor]
 PLAIN = EstimatorNeeds()
 READABLE = ("mean_logprobs", "sum_logprobs", "visual_entropy", "kl")
+# Their decorators have filled the tables below.
+FILES = (advantages, shaping, policy_losses, aggregate, kl, mismatch)
+
+
+def _own() -> Iterator[tuple[Choices, Mapping[str, choices.Choice]]]:
+    """The tables of the configuration, each with the functions whose knobs it describes."""
+    yield method.ESTIMATORS, choices.ESTIMATORS
+    yield method.SHAPERS, choices.SHAPERS
+    yield method.POLICY_LOSSES, choices.POLICY_LOSSES
+    yield method.AGGREGATIONS, choices.AGGREGATIONS
+    yield method.KL_WEIGHTS, choices.KL_WEIGHTS
+    yield method.CORRECTIONS, choices.CORRECTIONS
+
+
+def _describe_own() -> None:
+    """Gives the configuration the schema of every function of the package."""
+    for table, functions in _own():
+        for name, choice in functions.items():
+            subject = f"{table.what} {name}"
+            schema = registry.knob_class(subject, name, choice.function, choice.inputs)
+            schema.__module__ = choice.function.__module__
+            table[name] = schema
+            if isinstance(choice, choices.Estimator):
+                _take_domain(schema, choice.needs)
+    method.KL_ESTIMATORS.update(dict.fromkeys(kl.ESTIMATORS, Named))
+
+
+def _take_domain(schema: type[Named], needs: EstimatorNeeds) -> None:
+    """What the configuration can check of an estimator's needs before anything runs."""
+    schema.unit_rewards = needs.unit_rewards
+    schema.check_knobs = staticmethod(needs.check_knobs or _no_problem)
+    schema.check_rewards = staticmethod(needs.check_rewards or _no_problem)
+
+
+def _no_problem(*_: Any, **__: Any) -> None:
+    return None
 
 
 def register_estimator(
     name: str, *, needs: EstimatorNeeds = PLAIN
 ) -> Callable[[Function], Function]:
     """``f(evidence, *, knobs)`` gives one advantage per response.
+
+    Instead of ``evidence`` a function may name what it reads of it: ``f(rewards, groups, *,
+    knobs)``.
 
     Example::
 
@@ -42,17 +81,15 @@ def register_estimator(
 
     def register(function: Function) -> Function:
         _check_reads(f"estimator {name}", needs.reads)
-        piece = registry.register_piece(
-            "estimator", method.ESTIMATORS, name, function, ("evidence",)
-        )
-        if isinstance(needs.min_group, str) and needs.min_group not in piece.model_fields:
+        inputs = choices.PER_RESPONSE.inputs_of(function)
+        schema = registry.register_piece("estimator", method.ESTIMATORS, name, function, inputs)
+        if isinstance(needs.min_group, str) and needs.min_group not in schema.model_fields:
             del method.ESTIMATORS[name]
             raise RegistrationError(
                 f"estimator {name}: min_group names the knob {needs.min_group!r}, which it has not"
             )
-        piece.unit_rewards = needs.unit_rewards
-        credit.ESTIMATORS[name] = function
-        credit.NEEDS[name] = needs
+        _take_domain(schema, needs)
+        choices.enter_estimator(name, function, needs)
         return function
 
     return register
@@ -76,10 +113,9 @@ def register_shaper(name: str, *, reads: Sequence[str] = ()) -> Callable[[Functi
 
     def register(function: Function) -> Function:
         _check_reads(f"shaper {name}", reads)
-        positional = ("advantages", "evidence")
-        registry.register_piece("shaper", method.SHAPERS, name, function, positional)
-        credit.SHAPERS[name] = function
-        credit.SHAPER_READS[name] = tuple(reads)
+        inputs = choices.SHAPING.inputs_of(function)
+        registry.register_piece("shaper", method.SHAPERS, name, function, inputs)
+        choices.enter_shaper(name, function, reads)
         return function
 
     return register
@@ -106,20 +142,17 @@ def register_policy_loss(
     """
 
     def register(function: Function) -> Function:
-        piece = registry.register_piece(
-            "policy loss", method.POLICY_LOSSES, name, function, ("terms",)
+        inputs = choices.PER_TOKEN.inputs_of(function)
+        schema = registry.register_piece(
+            "policy loss", method.POLICY_LOSSES, name, function, inputs
         )
-        floats = [knob for knob, info in piece.model_fields.items() if info.annotation is float]
+        floats = [knob for knob, info in schema.model_fields.items() if info.annotation is float]
         if clips and not {"low", "high"} <= set(floats):
             del method.POLICY_LOSSES[name]
             raise RegistrationError(
                 f"policy loss {name}: clips=True needs the knobs low: float and high: float"
             )
-        token_loss.POLICY_LOSSES[name] = function
-        if sequence_ratio:
-            token_loss.SEQUENCE_RATIO.add(name)
-        if clips:
-            token_loss.CLIPS.add(name)
+        choices.enter_policy_loss(name, function, sequence_ratio, clips)
         return function
 
     return register
@@ -132,3 +165,6 @@ def _check_reads(subject: str, reads: Sequence[str]) -> None:
                 f"{subject}: reads {field!r}, which is none of {', '.join(READABLE)}; "
                 "rewards, correct, lengths and groups are always there"
             )
+
+
+_describe_own()

@@ -14,17 +14,20 @@ def lifted(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
-def where_correct(correct: Bool[Tensor, " items"], positive: float, negative: float, dtype: torch.dtype) -> Float[Tensor, " items"]:
-    """``positive`` where ``correct``, else ``negative``, in ``dtype`` (a plain torch.where of two numbers is float32)."""
+def where_correct(
+    correct: Bool[Tensor, " items"], positive: float, negative: float, dtype: torch.dtype
+) -> Float[Tensor, " items"]:
+    """``positive`` where ``correct``, else ``negative``, in ``dtype``."""
+    # torch.where of two numbers would give float32, whatever the batch is in.
     full = torch.full(correct.shape, negative, dtype=dtype, device=correct.device)
     return full.masked_fill(correct, positive)
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Which segment each item belongs to.
+    """Which segment each item belongs to; segments are in ascending order of their ids.
 
-    Example: ids [7, 7, 3] give ``index == [1, 1, 0]`` and ``count == [1, 2]`` (segments in ascending id order).
+    Example: ids [7, 7, 3] give ``index == [1, 1, 0]`` and ``count == [1, 2]``.
     """
 
     index: Int[Tensor, " items"]
@@ -36,17 +39,21 @@ class Segments:
 
     def sum(self, values: Shaped[Tensor, " items"]) -> Shaped[Tensor, " segments"]:
         """Sum per segment; booleans are counted in int64."""
-        values = values.long() if values.dtype == torch.bool else values
-        return torch.zeros(self.num, dtype=values.dtype, device=values.device).index_add(0, self.index, values)
+        if values.dtype == torch.bool:
+            values = values.long()
+        zeros = torch.zeros(self.num, dtype=values.dtype, device=values.device)
+        return zeros.index_add(0, self.index, values)
 
     def mean(self, values: Float[Tensor, " items"]) -> Float[Tensor, " segments"]:
+        """Mean per segment."""
         return self.sum(values) / self.count
 
     def spread(self, values: Float[Tensor, " items"]) -> Float[Tensor, " segments"]:
         """max - min per segment, exactly 0 where all values are equal."""
         start = torch.zeros(self.num, dtype=values.dtype, device=values.device)
         highest = start.scatter_reduce(0, self.index, values, "amax", include_self=False)
-        return highest - start.scatter_reduce(0, self.index, values, "amin", include_self=False)
+        lowest = start.scatter_reduce(0, self.index, values, "amin", include_self=False)
+        return highest - lowest
 
     def broadcast(self, per_segment: Shaped[Tensor, " segments"]) -> Shaped[Tensor, " items"]:
         """The segment's value at each of its items."""
@@ -59,11 +66,12 @@ class Segments:
 
     def position(self) -> Int[Tensor, " items"]:
         """0, 1, 2, ... within each segment, in item order."""
-        order = torch.argsort(self.index, stable=True)
+        order = torch.argsort(self.index, stable=True)  # items, segment after segment
         start = self.count.cumsum(0) - self.count
-        ranks = torch.empty_like(self.index)
-        ranks[order] = torch.arange(self.index.numel(), device=self.index.device) - start[self.index[order]]
-        return ranks
+        place = torch.arange(self.index.numel(), device=self.index.device)
+        position = torch.empty_like(self.index)
+        position[order] = place - start[self.index[order]]
+        return position
 
 
 def segments_of(ids: Int[Tensor, " items"]) -> Segments:

@@ -18,8 +18,8 @@ def selective_modules(experts: bool, *, fused: bool, delayed_fp8: bool = False) 
     only) and the norm before them. Megatron's own layers have no grouped experts, and delayed
     scaling allows neither: there the whole of the experts is run again (``moe``).
 
-    Examples: ``selective_modules(False, fused=True)`` is ``["mlp"]``, ``selective_modules(True,
-    fused=True)`` is ``["moe_act", "layernorm"]``.
+    Examples: ``selective_modules(False, fused=True)`` is ``["mlp"]``;
+    ``selective_modules(True, fused=True)`` is ``["moe_act", "layernorm"]``.
     """
     if not experts:
         return ["mlp"]
@@ -28,24 +28,33 @@ def selective_modules(experts: bool, *, fused: bool, delayed_fp8: bool = False) 
     return ["moe"]
 
 
-def layer_activations(arch: Architecture, parallel: ParallelConfig, tokens: int, element: int, fused: bool) -> int:
-    """Bytes that one layer keeps of ``tokens`` tokens for its backward; ``element``: bytes of a number; ``fused``: layers of
-    Transformer Engine (else megatron's own with torch's norm and attention).
+def layer_activations(
+    arch: Architecture, parallel: ParallelConfig, tokens: int, element: int, fused: bool
+) -> int:
+    """Bytes that one layer keeps of ``tokens`` tokens for its backward.
 
-    Per token: for each of two norms its input and its output (unfused: the input twice in float32, and the output), queries, keys,
-    values and the attention's output (unfused: that twice, and the rotary tables), and ``feed_forward_activations``. Tensor ranks
-    share what they split; with sequence parallelism also the norms. Full recomputation keeps the layer's input only. With
-    selective recomputation fused layers run the second norm again, too, and keep its input only.
+    ``element``: bytes of a number; ``fused``: layers of Transformer Engine (else megatron's own
+    with torch's norm and attention).
+
+    Per token: for each of two norms its input and its output (unfused: the input twice in float32,
+    and the output), queries, keys, values and the attention's output (unfused: that twice, and the
+    rotary tables), and ``feed_forward_activations``. Tensor ranks share what they split; with
+    sequence parallelism also the norms. Full recomputation keeps the layer's input only. With
+    selective recomputation fused layers run the second norm again too, and keep its input only.
     """
     tensor = parallel.tensor
     shared = tensor if parallel.sequence else 1
     if parallel.recompute == "full":
         return tokens * arch.hidden_size * element // shared
-    norms = 2 * arch.hidden_size * (2 * element if fused else 2 * 4 + element) / shared
+    norm_bytes = 2 * element if fused else 2 * 4 + element
+    norms = 2 * arch.hidden_size * norm_bytes / shared
     if parallel.recompute == "selective" and fused:
         norms -= arch.hidden_size * element / shared
-    attention = ((2 if fused else 3) * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim / tensor
-    attention += 0 if fused else 4 * arch.head_dim
+    query_widths = 2 if fused else 3
+    heads = query_widths * arch.num_heads + 2 * arch.num_kv_heads
+    attention = heads * arch.head_dim / tensor
+    if not fused:
+        attention += 4 * arch.head_dim
     feed_forward = feed_forward_activations(arch, parallel, fused)
     return int(tokens * (norms + element * (attention + feed_forward)))
 
@@ -70,15 +79,18 @@ def feed_forward_activations(arch: Architecture, parallel: ParallelConfig, fused
     if selective:
         widths = 2
     shared = parallel.tensor if parallel.sequence else 1
-    width = widths * arch.expert_ffn_hidden_size / (parallel.expert_tensor or 1)
+    width = widths * arch.expert_ffn_hidden_size / parallel.expert_tensor
     return arch.experts_per_token * (width + 2 * arch.hidden_size) / shared
 
 
-def run_again_activations(arch: Architecture, parallel: ParallelConfig, tokens: int, element: int, fused: bool) -> int:
-    """Bytes that the one layer whose backward runs has beside what it kept: what recomputation dropped."""
+def run_again_activations(
+    arch: Architecture, parallel: ParallelConfig, tokens: int, element: int, fused: bool
+) -> int:
+    """Bytes that recomputation dropped and the one layer whose backward runs has again."""
     if parallel.recompute == "none":
         return 0
-    whole = layer_activations(arch, parallel.model_copy(update={"recompute": "none"}), tokens, element, fused)
+    keeps_all = parallel.model_copy(update={"recompute": "none"})
+    whole = layer_activations(arch, keeps_all, tokens, element, fused)
     if parallel.recompute == "full":
         return whole  # and the inputs of all layers are still kept
     return whole - layer_activations(arch, parallel, tokens, element, fused)

@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
+from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.policy.logprobs import LOGPROB_CHUNK_TOKENS, response_logprobs
-from megatron_rl.policy.packing import Microbatch
+from megatron_rl.policy.microbatches import Microbatch
 from megatron_rl.policy.parallel import Ranks
 from megatron_rl.protocols import Entropy
 from megatron_rl.runtime.transfer import to_device
@@ -24,7 +27,8 @@ Consume = Callable[[Microbatch, Tensor, Tensor | None], tuple[Tensor, Any]]
 
 
 class _SequenceSum(torch.autograd.Function):
-    """All-reduce over the context ranks; the gradient is all-reduced too, because every rank's loss uses the sum."""
+    """All-reduce over the context ranks; the gradient is all-reduced too, because every rank's loss
+    uses the sum."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
@@ -48,13 +52,17 @@ def sequence_sum(ranks: Ranks) -> Callable[[Tensor], Tensor]:
 
 
 class ScoreBoard:
-    """Logprobs, and entropies if wanted, of all response tokens of a batch, written where they are computed: by tensor rank 0 of the
-    last stage, on the context rank that holds the token.
+    """Logprobs, and entropies if wanted, of all response tokens of a batch, written where they are
+    computed: by tensor rank 0 of the last stage, on the context rank that holds the token.
 
-    The host knows the places of the tokens: they go to the device in one copy, after the last micro-batch."""
+    The host knows the places of the tokens: they go to the device in one copy, after the last
+    micro-batch.
+    """
 
     def __init__(self, num_tokens: int, entropy: bool, ranks: Ranks, device: torch.device) -> None:
-        self._values = torch.zeros(2 if entropy else 1, num_tokens, dtype=torch.float32, device=device)
+        self._values = torch.zeros(
+            2 if entropy else 1, num_tokens, dtype=torch.float32, device=device
+        )
         self._writes = ranks.tensor_rank == 0
         self._places: list[Tensor] = []
         self._written: list[Tensor] = []
@@ -75,12 +83,15 @@ class ScoreBoard:
             places = to_device(torch.cat(self._places), self._values.device)
             self._values[:, places] = torch.cat(self._written, dim=1)
         dist.all_reduce(self._values)
-        return TokenScores(logprobs=self._values[0], entropy=self._values[1] if len(self._values) > 1 else None)
+        return TokenScores(
+            logprobs=self._values[0], entropy=self._values[1] if len(self._values) > 1 else None
+        )
 
 
 @dataclass
 class Totals:
-    """Loss and metrics summed over micro-batches of this rank; keys ending in ``_max`` by maximum."""
+    """Loss and metrics summed over micro-batches of this rank; keys ending in ``_max`` by
+    maximum."""
 
     loss: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -91,14 +102,20 @@ class Totals:
             if key not in self.metrics:
                 self.metrics[key] = value
             else:
-                self.metrics[key] = largest((self.metrics[key], value)) if key.endswith("_max") else self.metrics[key] + value
+                self.metrics[key] = (
+                    largest((self.metrics[key], value))
+                    if key.endswith("_max")
+                    else self.metrics[key] + value
+                )
 
 
 class Passes:
-    """Runs micro-batches through the chunks of this rank. ``consume(microbatch, logprobs, entropy)`` is called on the last
-    stage only and returns (loss, what to collect)."""
+    """Runs micro-batches through the chunks of this rank. ``consume(microbatch, logprobs,
+    entropy)`` is called on the last stage only and returns (loss, what to collect)."""
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], ranks: Ranks, vocab_size: int, temperature: float) -> None:
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], ranks: Ranks, vocab_size: int, temperature: float
+    ) -> None:
         self.chunks = list(chunks)
         self.ranks = ranks
         self.vocab_size = vocab_size
@@ -106,12 +123,20 @@ class Passes:
         self.schedule = get_forward_backward_func()
 
     def run(
-        self, microbatches: Sequence[Microbatch], consume: Consume, *, backward: bool, entropy: Entropy
+        self,
+        microbatches: Sequence[Microbatch],
+        consume: Consume,
+        *,
+        backward: bool,
+        entropy: Entropy,
     ) -> list[Any]:
-        """Collective: what ``consume`` collected for each micro-batch, in order (nothing before the last stage)."""
+        """Collective: what ``consume`` collected for each micro-batch, in order (nothing before the
+        last stage)."""
         lengths = {microbatch.token_ids.shape[1] for microbatch in microbatches}
         told = self.ranks.pipeline == 1 or self.chunks[0].config.variable_seq_lengths
-        assert told or len(lengths) == 1, f"pipeline stages expect micro-batches of one length: {lengths}"
+        assert told or len(lengths) == 1, (
+            f"pipeline stages expect micro-batches of one length: {lengths}"
+        )
         iterators = [iter(microbatches) for _ in self.chunks]
         step = partial(self._step, consume=consume, entropy=entropy)
         with torch.set_grad_enabled(backward):
@@ -120,12 +145,15 @@ class Passes:
                 data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
                 num_microbatches=len(microbatches),
-                seq_length=max(lengths) * self.ranks.context,  # megatron divides by the context ranks
+                seq_length=max(lengths)
+                * self.ranks.context,  # megatron divides by the context ranks
                 micro_batch_size=1,
                 forward_only=not backward,
             )
 
-    def _step(self, iterator: Any, chunk: torch.nn.Module, *, consume: Consume, entropy: Any) -> tuple[Tensor, Callable[..., Any]]:
+    def _step(
+        self, iterator: Any, chunk: torch.nn.Module, *, consume: Consume, entropy: Any
+    ) -> tuple[Tensor, Callable[..., Any]]:
         microbatch: Microbatch = next(iterator)
         output = chunk(
             input_ids=microbatch.token_ids,
@@ -137,10 +165,15 @@ class Passes:
         return output, partial(self._finish, chunk, microbatch, consume, entropy)
 
     def _finish(
-        self, chunk: torch.nn.Module, microbatch: Microbatch, consume: Consume, entropy: Any, output: Tensor
+        self,
+        chunk: torch.nn.Module,
+        microbatch: Microbatch,
+        consume: Consume,
+        entropy: Any,
+        output: Tensor,
     ) -> tuple[Tensor, Tensor, Any]:
-        """Last stage only: states -> logprobs of response tokens -> loss. Megatron expects (loss, tokens, data) and, told not to
-        divide by the number of tokens, uses the loss as it is."""
+        """Last stage only: states -> logprobs of response tokens -> loss. Megatron expects (loss,
+        tokens, data) and, told not to divide by the number of tokens, uses the loss as it is."""
         weight = get_attr_wrapped_model(chunk, "head_weight")()
         _wait_for(chunk, weight)
         hidden = output.squeeze(1)
@@ -155,7 +188,8 @@ class Passes:
             entropy=entropy,
         )
         loss, data = consume(microbatch, logprobs, entropies)
-        # Without response tokens the graph must still reach every stage: the pipeline waits for a gradient.
+        # Without response tokens the graph must still reach every stage: the pipeline waits for a
+        # gradient.
         connected = loss + hidden[:0].sum() + weight[:0].sum() + logprobs.sum() * 0
         return connected, torch.zeros([], dtype=torch.int, device=loss.device), data
 
@@ -165,18 +199,47 @@ def _casts(chunk: torch.nn.Module) -> bool:
 
 
 def _wait_for(chunk: torch.nn.Module, weight: Tensor) -> None:
-    """Overlapped gathering of parameters waits in the forward of the module that owns a parameter; the output layer's forward is
-    never called, so its weight is waited for here."""
+    """Overlapped gathering of parameters waits in the forward of the module that owns a parameter;
+    the output layer's forward is never called, so its weight is waited for here."""
     ddp = getattr(chunk, "ddp_config", None)
     if ddp is not None and ddp.overlap_param_gather and weight in chunk.param_to_bucket_group:
         chunk.param_to_bucket_group[weight].finish_param_sync(skip_next_bucket_dispatch=True)
 
 
-def loss_consumer(loss: TokenLoss, ranks: Ranks, *, entropy: bool, board: ScoreBoard | None) -> Consume:
-    """``consume`` for an update: the contribution of a micro-batch, and what it adds to the totals. ``entropy``: the loss gets it."""
+def _finalize(chunks: Any, num_tokens: Any = None, **more: Any) -> None:
+    """megatron's reduction of gradients, without its division by a number of tokens: a loss is a
+    contribution, and the gradient is the plain sum over micro-batches and data x context ranks."""
+    finalize_model_grads(chunks, None, **more)
+
+
+def set_hooks(config: TransformerConfig, chunks: Sequence[Any], parallel: ParallelConfig) -> None:
+    """Tells megatron's schedules how gradients are finished, and how their reduction is held back
+    but for the last micro-batch."""
+    config.finalize_model_grads_func = _finalize
+    config.grad_scale_func = None
+    if parallel.overlap_grad_reduce:
+        each: list[Any] = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = each if len(each) > 1 else each[0]
+
+
+def finish_param_gather(chunks: Sequence[Any]) -> None:
+    """Collective: gathers what an overlapped gathering has not gathered yet, and waits for it. A
+    forced synchronization of a whole chunk would gather again what is there."""
+    for chunk in chunks:
+        for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def loss_consumer(
+    loss: TokenLoss, ranks: Ranks, *, entropy: bool, board: ScoreBoard | None
+) -> Consume:
+    """``consume`` for an update: the contribution of a micro-batch, and what it adds to the totals.
+    ``entropy``: the loss gets it."""
     over_context = sequence_sum(ranks)
 
-    def consume(microbatch: Microbatch, logprobs: Tensor, entropies: Tensor | None) -> tuple[Tensor, Any]:
+    def consume(
+        microbatch: Microbatch, logprobs: Tensor, entropies: Tensor | None
+    ) -> tuple[Tensor, Any]:
         if microbatch.empty:
             return logprobs.new_zeros(()), None
         if board is not None:
@@ -185,7 +248,10 @@ def loss_consumer(loss: TokenLoss, ranks: Ranks, *, entropy: bool, board: ScoreB
         result = loss(view)
         assert result.loss.ndim == 0, f"a loss is a scalar, not {tuple(result.loss.shape)}"
         # The schedule may change the loss in place.
-        return result.loss, (result.loss.detach().clone(), {key: value.detach() for key, value in result.metrics.items()})
+        return result.loss, (
+            result.loss.detach().clone(),
+            {key: value.detach() for key, value in result.metrics.items()},
+        )
 
     return consume
 
@@ -207,8 +273,8 @@ def _numbers(
 
 
 def reduce_totals(collected: Sequence[Any], ranks: Ranks) -> Totals:
-    """Collective over the world: totals over micro-batches and data x context ranks, equal everywhere. Every tensor rank of the
-    last stage holds the same values; one of them counts."""
+    """Collective over the world: totals over micro-batches and data x context ranks, equal
+    everywhere. Every tensor rank of the last stage holds the same values; one of them counts."""
     local = Totals()
     if ranks.is_last_stage and ranks.tensor_rank == 0:
         for loss, metrics in _numbers([data for data in collected if data is not None]):

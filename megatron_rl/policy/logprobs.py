@@ -1,12 +1,15 @@
-"""Log-probability and entropy of given tokens from hidden states, without ever holding the logits of the whole batch.
+"""Logprobs and entropies of given tokens from hidden states, a chunk of logits at a time.
 
-The output layer, softmax and gather are one differentiable operation over chunks of tokens. Forward keeps three or four
-numbers per token and throws the logits away; backward computes each chunk's logits once more, in one reused buffer.
+The output layer, softmax and gather are one differentiable operation over chunks of tokens. Forward
+keeps three or four numbers per token and drops the logits; backward computes each chunk's logits
+once more, in one reused buffer.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,12 +19,13 @@ from torch import Tensor
 
 from megatron_rl.protocols import Entropy
 
-# Response tokens whose logits are alive at a time in a pass of the policy. A chunk of 256 would stay in
-# the cache of a GPU, but every chunk reads the weight once a product and, in backward, reads and
-# writes its whole float32 gradient. By bytes for 38,016 rows of 3,584 (not measured on a GPU): 1,024
-# tokens in four chunks move 5.7 GB more of these, and save no more than 4.4 GB of passes over logits.
+# Response tokens whose logits are alive at a time in a pass of the policy. A chunk of 256 would
+# stay in the cache of a GPU, but every chunk reads the weight once a product and, in backward,
+# reads and writes its whole float32 gradient. By bytes for 38,016 rows of 3,584 (not measured on a
+# GPU): 1,024 tokens in four chunks move 5.7 GB more of these, and save no more than 4.4 GB of
+# passes over logits.
 LOGPROB_CHUNK_TOKENS = 1024
-# Rows of a chunk that get a second buffer when the entropy needs x and exp(x) at once: 1/8 of a chunk.
+# The entropy needs x and exp(x) at once: so many parts of a chunk take turns in a second buffer.
 ENTROPY_SPLIT = 8
 
 
@@ -36,121 +40,152 @@ def response_logprobs(
     group: dist.ProcessGroup | None,
     entropy: Entropy = "none",
 ) -> tuple[Float[Tensor, " t"], Float[Tensor, " t"] | None]:
-    """``(logprobs, entropy)`` of the distribution ``softmax(hidden @ W.T / temperature)``, in nats, float32.
+    """``(logprobs, entropy)`` of ``softmax(hidden @ W.T / temperature)``, in nats, float32.
 
-    ``logprobs[i] = x[i, targets[i]] - logsumexp_v x[i, v]`` with ``x = hidden @ W.T / temperature`` and ``W`` the rows
-    ``[0, vocab_size)`` of the output layer; ``entropy[i] = -sum_v p[i, v] * log p[i, v]``.
+    With ``x = hidden @ W.T / temperature``, W the rows ``[0, vocab_size)`` of the output layer:
 
-    ``weight`` is this rank's block of rows of W, blocks in rank order over ``group`` (None: one block); rows from
-    ``vocab_size`` on are padding: they take no probability and get a zero gradient. A target outside ``[0, vocab_size)`` has
-    probability 0: its logprob is ``-inf``. ``hidden`` and ``targets`` are equal on all ranks of ``group``; the gradient of
-    ``hidden`` comes back summed over ``group`` (so a gather in front of this must split, not reduce, in its backward).
+        logprobs[i] = x[i, targets[i]] - logsumexp_v x[i, v]
+        entropy[i] = -sum_v p[i, v] * log p[i, v]
 
-    Products of 16-bit operands are kept in float32 (never rounded to 16 bits), sums and softmax are float32; float64 inputs
-    are computed in float64. Inputs are never modified. ``t`` may be 0.
+    ``weight`` is this rank's block of rows of W, blocks in rank order over ``group`` (None: one
+    block); rows from ``vocab_size`` on are padding: they have no probability and a zero gradient.
+    A target outside ``[0, vocab_size)`` has probability 0: its logprob is ``-inf``.
+    ``hidden`` and ``targets`` are equal on all ranks of ``group``; the gradient of ``hidden`` comes
+    back summed over ``group`` (so a gather in front of this must split, not reduce, in its
+    backward).
 
-    ``entropy``: "none" (second result None), "value" (no gradient), "grad" (own gradient, one more pass over a chunk).
-    Collectives: one all-gather of 3 or 4 numbers per token forward, one all-reduce of the gradient of ``hidden`` backward.
-    Memory: one chunk of ``chunk_tokens * v_local`` float32, plus in backward the gradients.
+    Products of 16-bit operands are kept in float32 (never rounded to 16 bits), sums and softmax are
+    float32; float64 inputs are computed in float64. Inputs are never modified. ``t`` may be 0.
+
+    ``entropy``: "none" (second result None), "value" (no gradient), "grad" (own gradient, one more
+    pass over a chunk). Collectives: one all-gather of 3 or 4 numbers per token forward, one
+    all-reduce of the gradient of ``hidden`` backward. Memory: a chunk, ``[chunk_tokens, v_local]``
+    in float32, plus in backward the gradients.
 
     Raises:
         ValueError: temperature or chunk_tokens is not positive.
     """
     if not temperature > 0:
-        raise ValueError(f"response_logprobs: temperature is {temperature}; it divides the logits and must be positive")
+        raise ValueError(
+            f"response_logprobs: temperature is {temperature}; it divides the logits and must be"
+            " positive"
+        )
     if chunk_tokens < 1:
-        raise ValueError(f"response_logprobs: chunk_tokens is {chunk_tokens}; it must be at least 1")
-    assert hidden.shape[0] == targets.shape[0], f"{hidden.shape[0]} hidden states but {targets.shape[0]} targets"
-    logprobs, entropies = _Logprobs.apply(hidden, weight, targets, temperature, vocab_size, chunk_tokens, group, entropy)
+        raise ValueError(
+            f"response_logprobs: chunk_tokens is {chunk_tokens}; it must be at least 1"
+        )
+    assert hidden.shape[0] == targets.shape[0], (
+        f"{hidden.shape[0]} hidden states but {targets.shape[0]} targets"
+    )
+    head = _Head(temperature, vocab_size, chunk_tokens, group, entropy)
+    logprobs, entropies = _Logprobs.apply(hidden, weight, targets, head)
     return logprobs, (None if entropy == "none" else entropies)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """How states become a distribution: the settings of ``response_logprobs``."""
+
+    temperature: float
+    vocab_size: int
+    chunk_tokens: int
+    group: dist.ProcessGroup | None
+    entropy: Entropy
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else dist.get_rank(self.group)
 
 
 class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        temperature: float,
-        vocab_size: int,
-        chunk_tokens: int,
-        group: dist.ProcessGroup | None,
-        entropy: Entropy,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: _Head
     ) -> tuple[Tensor, Tensor]:
-        chunks = _Chunks(hidden, weight, targets, temperature, vocab_size, chunk_tokens, group)
-        stats = _combine(_gather(_local_stats(chunks, entropy != "none"), group), entropy != "none")
-        logprobs, logsumexp, entropies = stats
+        with_entropy = head.entropy != "none"
+        chunks = _Chunks(hidden, weight, targets, head)
+        everyone = _gather(_local_stats(chunks, with_entropy), head.group)
+        logprobs, logsumexp, entropies = _combine(everyone, with_entropy)
         ctx.save_for_backward(hidden, weight, targets, logsumexp, entropies)
-        ctx.settings = (temperature, vocab_size, chunk_tokens, group, entropy)
-        if entropy != "grad":
+        ctx.head = head
+        if head.entropy != "grad":
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, logsumexp, entropies = ctx.saved_tensors
-        temperature, vocab_size, chunk_tokens, group, entropy = ctx.settings
-        want_hidden, want_weight = ctx.needs_input_grad[:2]
-        chunks = _Chunks(hidden, weight, targets, temperature, vocab_size, chunk_tokens, group)
-        grad_hidden = torch.zeros(hidden.shape, dtype=chunks.dtype, device=hidden.device) if want_hidden else None
-        grad_weight = torch.zeros(weight.shape, dtype=chunks.dtype, device=weight.device) if want_weight else None
+        head: _Head = ctx.head
+        chunks = _Chunks(hidden, weight, targets, head)
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_hidden = chunks.zeros_like(hidden) if wants_hidden else None
+        grad_weight = chunks.zeros_like(weight) if wants_weight else None
         for rows, x in chunks:
-            x.sub_(logsumexp[rows, None])  # log p
-            outer = grad_logprobs[rows] / temperature
-            if entropy == "grad":
-                _entropy_gradient_(x, outer, grad_entropies[rows] / temperature, entropies[rows])
+            # x becomes the gradient of the logits in place: first log p, then -p times the outer
+            # gradient, then that gradient once more at the target.
+            x.sub_(logsumexp[rows, None])
+            outer = grad_logprobs[rows] / head.temperature
+            if head.entropy == "grad":
+                outer_entropy = grad_entropies[rows] / head.temperature
+                _entropy_gradient_(x, outer, outer_entropy, entropies[rows])
             else:
                 x.exp_().mul_(-outer[:, None])
-            mine, column = chunks.own(rows)
+            is_own, column = chunks.own(rows)
             if chunks.width:
-                x.scatter_add_(1, column[:, None], (outer * mine)[:, None])
+                x.scatter_add_(1, column[:, None], (outer * is_own)[:, None])
             grad_logits = chunks.operand(x)
             if grad_hidden is not None:
                 _mm(grad_logits, chunks.weight, out=grad_hidden[rows])
             if grad_weight is not None:
-                _mm(grad_logits.t(), chunks.operand(hidden[rows]), out=grad_weight[: chunks.width], accumulate=True)
+                states = chunks.operand(hidden[rows])
+                own_rows = grad_weight[: chunks.width]
+                _mm(grad_logits.t(), states, out=own_rows, accumulate=True)
         if grad_hidden is not None:
-            if group is not None and hidden.shape[0]:
-                dist.all_reduce(grad_hidden, group=group)
+            if head.group is not None and hidden.shape[0]:
+                dist.all_reduce(grad_hidden, group=head.group)
             grad_hidden = grad_hidden.to(hidden.dtype)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None
 
 
 class _Chunks:
-    """Iterates over ``(rows, x)``: a slice of tokens and its scaled logits of this rank's true columns, in one reused buffer
-    that the consumer may overwrite."""
+    """Iterates over ``(rows, x)``: a slice of tokens, and its scaled logits.
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        temperature: float,
-        vocab_size: int,
-        chunk_tokens: int,
-        group: dist.ProcessGroup | None,
-    ) -> None:
+    They are those of this rank's true columns, in one reused buffer that the consumer may
+    overwrite.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, head: _Head) -> None:
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
-        self.first = weight.shape[0] * (0 if group is None else dist.get_rank(group))
-        # Padding is at the end of the vocabulary, so masking it is to leave it out; a whole block may be padding.
-        self.width = min(max(vocab_size - self.first, 0), weight.shape[0])
-        self.hidden, self.targets, self.temperature, self.size = hidden, targets, temperature, chunk_tokens
+        self.first = weight.shape[0] * head.rank
+        # Padding is at the end of the vocabulary, so masking it is to leave it out; a whole block
+        # may be padding.
+        self.width = min(max(head.vocab_size - self.first, 0), weight.shape[0])
+        self.hidden = hidden
+        self.targets = targets
+        self.temperature = head.temperature
+        self.size = head.chunk_tokens
         self.weight = self.operand(weight[: self.width])
 
     def operand(self, x: Tensor) -> Tensor:
-        """As the matrix product takes it: CUDA multiplies 16-bit operands into a float32 result, the CPU does not."""
-        if x.is_cuda:
-            return x.to(self.hidden.dtype)
-        return x.to(self.dtype)
+        """``x`` as the matrix product takes it.
+
+        CUDA multiplies 16-bit operands into a float32 result, the CPU does not.
+        """
+        return x.to(self.hidden.dtype if x.is_cuda else self.dtype)
+
+    def zeros_like(self, x: Tensor) -> Tensor:
+        """Of the shape of ``x``, in the format of sums."""
+        return torch.zeros(x.shape, dtype=self.dtype, device=x.device)
 
     def own(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Which targets are in this rank's true columns, and the column (0 for the others)."""
         column = self.targets[rows].long() - self.first
-        mine = (column >= 0) & (column < self.width)
-        return mine, torch.where(mine, column, 0)
+        is_own = (column >= 0) & (column < self.width)
+        return is_own, torch.where(is_own, column, 0)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         num_tokens = self.hidden.shape[0]
@@ -165,7 +200,10 @@ class _Chunks:
 
 
 def _mm(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool = False) -> None:
-    """``out = a @ b`` or ``out += a @ b``; a 16-bit product is written to a float32 ``out`` without rounding to 16 bits."""
+    """``out = a @ b`` or ``out += a @ b``.
+
+    A 16-bit product is written to a float32 ``out`` without rounding to 16 bits.
+    """
     mixed = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
     if accumulate:
         torch.addmm(out, a, b, **mixed, out=out)
@@ -174,8 +212,15 @@ def _mm(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool = False) -> None:
 
 
 def _local_stats(chunks: _Chunks, entropy: bool) -> Tensor:
-    """``[3 or 4, t]`` over this rank's columns: max m, sum exp(x - m), x of the target or -inf, sum (x - m) exp(x - m)."""
-    stats = torch.zeros((4 if entropy else 3, chunks.hidden.shape[0]), dtype=chunks.dtype, device=chunks.hidden.device)
+    """``[3 or 4, t]``: sums over this rank's columns, from which those of all ranks follow.
+
+    max m, sum exp(x - m), x of the target or -inf, and for the entropy sum (x - m) exp(x - m).
+    """
+    stats = torch.zeros(
+        (4 if entropy else 3, chunks.hidden.shape[0]),
+        dtype=chunks.dtype,
+        device=chunks.hidden.device,
+    )
     if chunks.width == 0:
         stats[0] = torch.finfo(chunks.dtype).min  # finite: (m - max) * 0 below must be 0, not nan
         stats[2] = -torch.inf
@@ -183,12 +228,13 @@ def _local_stats(chunks: _Chunks, entropy: bool) -> Tensor:
     for rows, x in chunks:
         maximum = stats[0, rows]
         torch.amax(x, 1, out=maximum)
-        mine, column = chunks.own(rows)
-        stats[2, rows] = torch.where(mine, x.gather(1, column[:, None])[:, 0], -torch.inf)
+        is_own, column = chunks.own(rows)
+        stats[2, rows] = torch.where(is_own, x.gather(1, column[:, None])[:, 0], -torch.inf)
         x.sub_(maximum[:, None])
         if entropy:
-            part = max(1, -(-x.shape[0] // ENTROPY_SPLIT))
-            for sums, weighted, y in zip(stats[1, rows].split(part), stats[3, rows].split(part), x.split(part), strict=True):
+            size = _split_size(x)
+            parts = (stats[1, rows].split(size), stats[3, rows].split(size), x.split(size))
+            for sums, weighted, y in zip(*parts, strict=True):
                 e = y.exp()
                 torch.sum(e, 1, out=sums)
                 torch.sum(y.mul_(e), 1, out=weighted)
@@ -207,7 +253,10 @@ def _gather(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _combine(stats: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """``(logprobs, logsumexp, entropies)``; every rank does the same sums in the same order, so the results are equal."""
+    """``(logprobs, logsumexp, entropies)`` of all ranks' columns.
+
+    They are equal on all ranks: each does the same sums in the same order.
+    """
     maximum = stats[:, 0].amax(0)
     scale = (stats[:, 0] - maximum).exp()
     total = (stats[:, 1] * scale).sum(0)
@@ -215,14 +264,27 @@ def _combine(stats: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     logprobs = stats[:, 2].amax(0) - maximum - log_total
     if not entropy:
         return logprobs, maximum + log_total, stats.new_empty(0)
-    mean = ((stats[:, 3] + stats[:, 1] * (stats[:, 0] - maximum)) * scale).sum(0) / total  # E[x] - maximum
+    # A rank's sum of (x - m) exp(x - m), moved from its own maximum m to that of all ranks.
+    weighted = (stats[:, 3] + stats[:, 1] * (stats[:, 0] - maximum)) * scale
+    mean = weighted.sum(0) / total  # E[x] - maximum
     return logprobs, maximum + log_total, log_total - mean
 
 
-def _entropy_gradient_(logp: Tensor, outer: Tensor, outer_entropy: Tensor, entropies: Tensor) -> None:
-    """Overwrites log p by ``-p * (outer + outer_entropy * (log p + H))``: d logprob = onehot - p, d H = -p (log p + H)."""
+def _split_size(x: Tensor) -> int:
+    """Rows of a chunk that have x and exp(x) in memory at once."""
+    return max(1, math.ceil(x.shape[0] / ENTROPY_SPLIT))
+
+
+def _entropy_gradient_(
+    logp: Tensor, outer: Tensor, outer_entropy: Tensor, entropies: Tensor
+) -> None:
+    """Overwrites log p by ``-p * (outer + outer_entropy * (log p + H))``.
+
+    d logprob = onehot - p (onehot is added later), d H = -p (log p + H).
+    """
     constant = outer + outer_entropy * entropies
-    part = max(1, -(-logp.shape[0] // ENTROPY_SPLIT))
-    for y, c, g in zip(logp.split(part), constant.split(part), outer_entropy.split(part), strict=True):
+    size = _split_size(logp)
+    parts = (logp.split(size), constant.split(size), outer_entropy.split(size))
+    for y, c, g in zip(*parts, strict=True):
         p = y.exp()
         y.mul_(g[:, None]).add_(c[:, None]).mul_(p).neg_()

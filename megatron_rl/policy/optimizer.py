@@ -1,4 +1,4 @@
-"""AdamW through megatron's optimizers, the learning-rate schedule, and the rule for a non-finite gradient."""
+"""AdamW through megatron's optimizers, its learning rate, and the rule for non-finite gradients."""
 
 from __future__ import annotations
 
@@ -18,10 +18,17 @@ from megatron_rl.policy.precision import optimizer_config
 def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
     """Rate of optimizer step ``step`` (from 0).
 
-    With w = warmup_steps, p = learning_rate, m = min_learning_rate and x = (step - w) / (total_steps - w), clipped to [0, 1]:
-    p * (step + 1) / w while step < w; then p (constant), p + (m - p) x (linear), or m + (p - m)(1 + cos(pi x)) / 2 (cosine).
+    With w = warmup_steps, p = learning_rate, m = min_learning_rate, and
+    x = (step - w) / (total_steps - w), clipped to [0, 1]:
+
+        while step < w:  p (step + 1) / w
+        constant:        p
+        linear:          p + (m - p) x
+        cosine:          m + (p - m) (1 + cos(pi x)) / 2
     """
-    peak, low, warmup = optim.learning_rate, optim.min_learning_rate, optim.warmup_steps
+    peak = optim.learning_rate
+    low = optim.min_learning_rate
+    warmup = optim.warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup
     if optim.schedule == "constant":
@@ -33,33 +40,42 @@ def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
 
 
 def build_optimizer(
-    optim: OptimConfig, parallel: ParallelConfig, precision: PrecisionConfig, chunks: Sequence[torch.nn.Module]
+    optim: OptimConfig,
+    parallel: ParallelConfig,
+    precision: PrecisionConfig,
+    chunks: Sequence[torch.nn.Module],
 ) -> MegatronOptimizer:
     """AdamW over the chunks; no weight decay on biases and norms."""
     return get_megatron_optimizer(optimizer_config(optim, parallel, precision), list(chunks))
 
 
 def parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """The optimizers of one kind of parameter each (dense, experts), without those that hold none on this rank."""
+    """megatron's optimizers, one for each kind of parameter (dense, experts) of this rank."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
 
 
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
-    """Collective: the norm of the gradient over all parameters, which is then ready for the step."""
+    """Collective: the norm of the gradient over all parameters.
+
+    Leaves the gradient ready for the step.
+    """
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 
 
-def step(optimizer: MegatronOptimizer, optim: OptimConfig, rate: float, loss: float) -> tuple[float, bool]:
-    """Collective: (gradient norm over all parameters before clipping, whether the step was skipped).
+def step(
+    optimizer: MegatronOptimizer, optim: OptimConfig, rate: float, loss: float
+) -> tuple[float, bool]:
+    """Collective: the gradient norm before clipping, and whether the step was skipped.
 
-    A norm or a ``loss`` (equal on all ranks) that is not finite leaves weights and moments alone on every rank: megatron checks
-    only where it scales the loss, and a loss can be NaN while its gradient is not.
+    A norm or a ``loss`` (equal on all ranks) that is not finite leaves weights and moments as they
+    are on every rank: megatron checks only where it scales the loss, and a loss can be NaN while
+    its gradient is not.
     """
     for group in _groups(optimizer):
         group["lr"] = rate
-        # Megatron marks biases and norms by wd_mult 0 and leaves it to its own scheduler to honour the mark.
+        # Megatron marks biases and norms by wd_mult 0, and only its own scheduler applies that.
         group["weight_decay"] = optim.weight_decay * group["wd_mult"]
     norm = gradient_norm(optimizer)
     if not (math.isfinite(norm) and math.isfinite(loss)):
@@ -69,7 +85,12 @@ def step(optimizer: MegatronOptimizer, optim: OptimConfig, rate: float, loss: fl
             parameters = part.get_parameters()
             if parameters:
                 decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-                clip_grad_by_total_norm_fp32(parameters, max_norm=optim.clip_grad, total_norm=norm, use_decoupled_grad=decoupled)
+                clip_grad_by_total_norm_fp32(
+                    parameters,
+                    max_norm=optim.clip_grad,
+                    total_norm=norm,
+                    use_decoupled_grad=decoupled,
+                )
     _step_with_ready_gradients(optimizer)
     return norm, False
 
@@ -77,8 +98,9 @@ def step(optimizer: MegatronOptimizer, optim: OptimConfig, rate: float, loss: fl
 def _step_with_ready_gradients(optimizer: MegatronOptimizer) -> None:
     """Collective: the step of every part, then the new weights gathered once.
 
-    Each distributed part (dense parameters, experts) gathers the weights of all chunks after its own step, those of the other parts
-    too. Only the last of these gatherings sees all new weights; the ones before it are left out.
+    Each distributed part (dense parameters, experts) gathers the weights of all chunks after its
+    own step, those of the other parts too. Only the last of these gathers sees all new weights; the
+    ones before it are left out.
     """
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     for part in chained[:-1]:
@@ -90,7 +112,10 @@ def _step_with_ready_gradients(optimizer: MegatronOptimizer) -> None:
 
 
 def whole_gradients(chunks: Sequence[Any]) -> None:
-    """Collective: gives every rank the whole gradient in ``main_grad``, of which a distributed optimizer leaves each its share."""
+    """Collective: puts the whole gradient into ``main_grad`` on every rank.
+
+    A distributed optimizer leaves each rank its share there.
+    """
     for chunk in chunks:
         if not chunk.ddp_config.use_distributed_optimizer:
             continue
@@ -109,8 +134,8 @@ def _groups(optimizer: MegatronOptimizer) -> Iterator[dict[str, Any]]:
 def unshare_steps(optimizer: MegatronOptimizer) -> int:
     """Gives every parameter its own Adam step count and returns how many were shared.
 
-    Loading a distributed optimizer with torch's Adam puts ONE tensor into the state of every parameter; each update then
-    advances it once per parameter. Call after every load.
+    Loading a distributed optimizer with torch's Adam puts ONE tensor into the state of every
+    parameter; each update then advances it once per parameter. Call after every load.
     """
     seen: set[int] = set()
     shared = 0
@@ -124,11 +149,11 @@ def unshare_steps(optimizer: MegatronOptimizer) -> int:
 
 
 def create_state(optimizer: MegatronOptimizer) -> None:
-    """Creates zero moments where there are none yet: megatron can neither save nor load the state of an optimizer that has not
-    stepped.
+    """Creates zero moments where there are none.
 
-    Transformer Engine's Adam makes them itself, in its formats (and float32 weights where it keeps those); like that of apex it counts
-    steps for a group, and refuses a count in the state of a parameter.
+    megatron can neither save nor load the state of an optimizer that has not stepped. Transformer
+    Engine's Adam makes them itself, in its formats, with float32 weights where it keeps those. Like
+    apex's it counts steps for a group, and refuses a count in the state of a parameter.
     """
     for part in parts(optimizer):
         inner = part.optimizer
@@ -138,7 +163,8 @@ def create_state(optimizer: MegatronOptimizer) -> None:
                 if state:
                     continue
                 if hasattr(inner, "initialize_state"):
-                    inner.initialize_state(parameter, inner.store_param_remainders and parameter.dtype == torch.bfloat16)
+                    is_bf16 = parameter.dtype == torch.bfloat16
+                    inner.initialize_state(parameter, inner.store_param_remainders and is_bf16)
                     continue
                 if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
                     state["step"] = torch.tensor(0.0, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Number formats: of parameters, gradients, optimizer states and, through Transformer Engine, of the matrix products of layers."""
+"""Number formats of parameters, gradients, optimizer states and the layers' matrix products."""
 
 from __future__ import annotations
 
@@ -13,34 +13,45 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_rl.config.machine import BLOCK, Machine
-from megatron_rl.config.schema import OptimConfig, ParallelConfig, PrecisionConfig
+from megatron_rl.config.hardware import BLOCK, Machine
+from megatron_rl.config.number_formats import ITEM_BYTES
+from megatron_rl.config.schema import Fp8Config, OptimConfig, ParallelConfig, PrecisionConfig
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 SOURCES = {"transformer_engine": "Transformer Engine", "apex": "apex", "torch": "torch"}
 
 
 def model_fields(precision: PrecisionConfig, num_experts: int) -> dict[str, Any]:
-    """The fields of megatron's TransformerConfig that say in which format numbers are."""
+    """The number formats, as fields of megatron's TransformerConfig."""
     dtype = DTYPES[precision.params]
-    fields: dict[str, Any] = dict(params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16)
+    is_bf16 = dtype == torch.bfloat16
+    fields: dict[str, Any] = dict(params_dtype=dtype, pipeline_dtype=dtype, bf16=is_bf16)
     fp8 = precision.fp8
     if fp8 is None:
         return fields
-    start, end = fp8.num_layers_at_start_in_bf16, fp8.num_layers_at_end_in_bf16
+    start = fp8.num_layers_at_start_in_bf16
+    end = fp8.num_layers_at_end_in_bf16
     fields |= dict(
-        fp8=fp8.format, fp8_recipe=fp8.recipe, fp8_param=fp8.param_gather, first_last_layers_bf16=start + end > 0,
-        num_layers_at_start_in_bf16=start, num_layers_at_end_in_bf16=end,
-        # The tokens of every expert are filled up too: their number is no multiple of anything.
+        fp8=fp8.format,
+        fp8_recipe=fp8.recipe,
+        fp8_param=fp8.param_gather,
+        first_last_layers_bf16=start + end > 0,
+        num_layers_at_start_in_bf16=start,
+        num_layers_at_end_in_bf16=end,
+        # Pads each expert's tokens too: their count is arbitrary.
         moe_router_padding_for_quantization=num_experts > 0,
-    )  # fmt: skip
+    )
     if fp8.recipe == "delayed":
-        fields |= dict(fp8_amax_history_len=fp8.amax_history_len, fp8_amax_compute_algo=fp8.amax_compute_algo)
+        fields |= dict(
+            fp8_amax_history_len=fp8.amax_history_len, fp8_amax_compute_algo=fp8.amax_compute_algo
+        )
     return fields
 
 
-def ddp_config(parallel: ParallelConfig, precision: PrecisionConfig) -> DistributedDataParallelConfig:
-    """How gradients are accumulated and summed over data-parallel ranks: in float32, or in the parameters' format."""
+def ddp_config(
+    parallel: ParallelConfig, precision: PrecisionConfig
+) -> DistributedDataParallelConfig:
+    """How gradients are accumulated and summed over data-parallel ranks."""
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=precision.grad_reduce_in_float32,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
@@ -50,19 +61,27 @@ def ddp_config(parallel: ParallelConfig, precision: PrecisionConfig) -> Distribu
     )
 
 
-def optimizer_config(optim: OptimConfig, parallel: ParallelConfig, precision: PrecisionConfig) -> OptimizerConfig:
-    """megatron's AdamW. With ``adam_moments`` below float32 the two moments are kept in that format, the weights in float32, and the
-    gradients in the format in which they are summed. The weights are kept whole: of their lower halves, which take less memory,
-    megatron writes no checkpoint that can be read again in another layout.
+def optimizer_config(
+    optim: OptimConfig, parallel: ParallelConfig, precision: PrecisionConfig
+) -> OptimizerConfig:
+    """megatron's AdamW.
+
+    With ``adam_moments`` below float32 the two moments are kept in that format, the weights in
+    float32, and the gradients in the format in which they are summed.
     """
-    dtype, moments = DTYPES[precision.params], DTYPES[precision.adam_moments]
+    dtype = DTYPES[precision.params]
+    moments = DTYPES[precision.adam_moments]
     fields: dict[str, Any] = {}
     if moments != torch.float32:
-        grads = torch.float32 if precision.grad_reduce_in_float32 else dtype
         fields = dict(
-            use_precision_aware_optimizer=True, exp_avg_dtype=moments, exp_avg_sq_dtype=moments, main_grads_dtype=grads,
+            use_precision_aware_optimizer=True,
+            exp_avg_dtype=moments,
+            exp_avg_sq_dtype=moments,
+            main_grads_dtype=torch.float32 if precision.grad_reduce_in_float32 else dtype,
+            # Whole float32 weights. Their lower halves beside the bfloat16 ones take less memory,
+            # but megatron then writes no checkpoint that another layout can read.
             store_param_remainders=False,
-        )  # fmt: skip
+        )
     return OptimizerConfig(
         optimizer="adam",
         lr=optim.learning_rate,
@@ -82,22 +101,29 @@ def optimizer_config(optim: OptimConfig, parallel: ParallelConfig, precision: Pr
 
 
 def token_multiple(precision: PrecisionConfig) -> int:
-    """Tokens of one rank must divide by this: the kernels of FP8 multiply over them in the backward."""
+    """What the tokens of one rank must be a multiple of.
+
+    The FP8 products of the backward sum over them.
+    """
     return 1 if precision.fp8 is None else BLOCK[precision.fp8.recipe]
 
 
 @contextlib.contextmanager
 def logprob_format(config: TransformerConfig, precision: PrecisionConfig) -> Iterator[None]:
-    """For the duration of a pass without gradient: no FP8 where ``precision.fp8.logprobs`` is bfloat16. megatron asks ``config`` at
-    every forward; weights that are kept in FP8 are read as bfloat16 then."""
+    """During a pass without gradient: no FP8 where ``precision.fp8.logprobs`` is bfloat16.
+
+    megatron asks ``config`` at every forward; weights that are kept in FP8 are read as bfloat16
+    then.
+    """
     if precision.fp8 is None or precision.fp8.logprobs == "same":
         yield
         return
-    recipe, config.fp8 = config.fp8, None
+    number_format = config.fp8
+    config.fp8 = None
     try:
         yield
     finally:
-        config.fp8 = recipe
+        config.fp8 = number_format
 
 
 def plain(parameter: Tensor) -> Tensor:
@@ -107,8 +133,11 @@ def plain(parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def assign(parameter: Tensor, values: Tensor) -> None:
-    """Writes whole ``values`` into a parameter. One that is kept in FP8 is quantised; the unrounded values are left where the
-    optimizer looks for the start of its float32 copy."""
+    """Writes ``values`` into the whole parameter.
+
+    One that is kept in FP8 is quantized, and the unrounded values are left where the optimizer
+    takes its float32 copy from.
+    """
     parameter.copy_(values)
     if is_float8tensor(parameter) and hasattr(parameter, "_high_precision_init_val"):
         parameter._high_precision_init_val = values.detach().cpu()
@@ -117,18 +146,29 @@ def assign(parameter: Tensor, values: Tensor) -> None:
 def describe(precision: PrecisionConfig, machine: Machine) -> str:
     """What was chosen, in one line.
 
-    Example: "layers of Transformer Engine 2.11.0, weights bfloat16, FP8 tensorwise (hybrid), Adam of Transformer Engine".
+    Example: "layers of Transformer Engine 2.11.0, weights bfloat16, FP8 tensorwise (hybrid), Adam
+    of Transformer Engine".
     """
     engine = machine.transformer_engine
-    parts = [f"layers of Transformer Engine {engine}" if engine else "layers of megatron-core and torch", f"weights {precision.params}"]
+    parts = [
+        f"layers of Transformer Engine {engine}" if engine else "layers of megatron-core and torch",
+        f"weights {precision.params}",
+    ]
     if precision.fp8 is not None:
-        fp8 = precision.fp8
-        ends = fp8.num_layers_at_start_in_bf16 + fp8.num_layers_at_end_in_bf16
-        parts.append(
-            f"FP8 {fp8.recipe} ({fp8.format})"
-            + (f", {ends} layers in bfloat16" if ends else "")
-            + (", weights kept in FP8" if fp8.param_gather else "")
-            + (", logprobs without FP8" if fp8.logprobs == "bfloat16" else "")
-        )
-    moments = "" if precision.adam_moments == "float32" else f" with {precision.adam_moments} moments"
-    return ", ".join([*parts, f"Adam of {SOURCES[machine.adam]}{moments}"])
+        parts += _describe_fp8(precision.fp8)
+    adam = f"Adam of {SOURCES[machine.adam]}"
+    if precision.adam_moments != "float32":
+        adam += f" with {precision.adam_moments} moments"
+    return ", ".join([*parts, adam])
+
+
+def _describe_fp8(fp8: Fp8Config) -> list[str]:
+    parts = [f"FP8 {fp8.recipe} ({fp8.format})"]
+    ends = fp8.num_layers_at_start_in_bf16 + fp8.num_layers_at_end_in_bf16
+    if ends:
+        parts.append(f"{ends} layers in bfloat16")
+    if fp8.param_gather:
+        parts.append("weights kept in FP8")
+    if fp8.logprobs == "bfloat16":
+        parts.append("logprobs without FP8")
+    return parts

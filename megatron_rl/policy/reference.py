@@ -1,4 +1,4 @@
-"""The starting weights: kept on the host, and lent to the parameters for the duration of a pass."""
+"""The starting weights: kept on the host, and swapped in for the passes that need them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ Name = tuple[int, str]  # number of the chunk, name of the parameter in it
 
 @dataclass(frozen=True)
 class Frozen:
-    """The starting weights that belong to one of DDP's buffers, laid out like it: ``starts[i]`` is
-    where ``held[i]`` begins, in elements of ``dtype``. ``gradients``: the buffer's gradients, flat
-    and at least as many bytes."""
+    """The starting weights that belong to one of DDP's buffers, laid out like it.
+
+    ``starts[i]``: where ``held[i]`` begins, in elements of ``dtype``; ``gradients``: the buffer's
+    gradients, flat and at least as many bytes.
+    """
 
     host: HostBuffer
     gradients: Tensor
@@ -34,7 +36,7 @@ class Frozen:
         return self.gradients.view(torch.uint8)[: self.host.num_bytes]
 
     def views(self, flat: Tensor) -> Iterator[tuple[Held, Tensor]]:
-        """Each parameter with its part of ``flat``, the bytes of all of them."""
+        """Each parameter with its part of ``flat``, the bytes of all."""
         values = flat.view(self.dtype)
         for item, start in zip(self.held, self.starts, strict=True):
             yield item, values[start : start + item.tensor.numel()].view(item.tensor.shape)
@@ -43,24 +45,22 @@ class Frozen:
 class Reference:
     """The weights as they are when this is built, beside those that are trained.
 
-    In a pass the parameters point to other memory; the trained weights stay where they are and are
-    never copied. ``staged`` False (host and device are one): they point to the host's copy. True:
-    to the memory of the gradients, which hold nothing between an update and the next, and which are
-    never smaller than the weights; into it the starting weights are copied for each pass. A
-    reference pass then leaves zeros there.
+    In a reference pass the parameters point to other memory; the trained weights stay where they
+    are and are never copied. ``staged`` False (host and device are one): they point to the host's
+    copy. True: to the memory of the gradients, which hold nothing between two updates and are never
+    smaller than the weights; the starting weights are copied there for each pass, which leaves
+    zeros behind.
     """
 
     def __init__(self, held: Sequence[Held], chunks: Sequence[Any], *, staged: bool) -> None:
         self.bytes_moved = 0  # between host and device, in all passes
         self._staged = staged
-        buffers = [
-            buffer
-            for chunk in chunks
-            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
-        ]
+        buffers: list[Any] = []
+        for chunk in chunks:
+            buffers += [*chunk.buffers, *chunk.expert_parallel_buffers]
         self._frozen = [_lay_out(held, buffer, pinned=staged) for buffer in buffers]
-        found = sum(len(frozen.held) for frozen in self._frozen)
-        assert found == len(held), f"{found} of {len(held)} parameters are in DDP's buffers"
+        laid_out = sum(len(frozen.held) for frozen in self._frozen)
+        assert laid_out == len(held), f"{laid_out} of {len(held)} parameters are in DDP's buffers"
         for frozen in self._frozen:
             self._fill(frozen)
 
@@ -71,8 +71,7 @@ class Reference:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Inside, the parameters have the starting weights. Staged: what the gradients held is
-        lost."""
+        """Inside, the parameters have the starting weights. Staged: gradients are zero after it."""
         own: list[tuple[Tensor, Tensor]] = []
         try:
             for frozen in self._frozen:
@@ -86,12 +85,12 @@ class Reference:
             self._clear()
 
     def tensors(self) -> dict[Name, Tensor]:
-        """The starting weights on the CPU: staged a copy of them, else they themselves."""
-        found = {}
+        """The starting weights on the CPU: copies when staged, else they themselves."""
+        by_name = {}
         for frozen in self._frozen:
             for item, values in frozen.views(self._on_cpu(frozen)):
-                found[item.chunk, item.name] = values
-        return found
+                by_name[item.chunk, item.name] = values
+        return by_name
 
     @torch.no_grad()
     def assign(self, tensors: Mapping[Name, Tensor]) -> None:
@@ -135,18 +134,18 @@ class Reference:
         return flat
 
     def _wait(self, frozen: Frozen) -> None:
-        """Until the device has done with the host's copy."""
+        """Waits until the device no longer uses the host's copy."""
         if frozen.gradients.device.type == "cuda":
             torch.cuda.synchronize()
 
 
 def _lay_out(held: Sequence[Held], buffer: Any, *, pinned: bool) -> Frozen:
     places = buffer.param_index_map
-    mine = tuple(item for item in held if item.tensor in places)
+    in_buffer = tuple(item for item in held if item.tensor in places)
     num_bytes = buffer.grad_data.numel() * buffer.param_dtype.itemsize
     assert num_bytes <= buffer.grad_data.nbytes, (
         f"gradients in {buffer.grad_dtype} for weights in {buffer.param_dtype}"
     )
     host = HostBuffer(num_bytes, pinned=pinned)
-    starts = tuple(places[item.tensor][0] for item in mine)
-    return Frozen(host, buffer.grad_data, buffer.param_dtype, mine, starts)
+    starts = tuple(places[item.tensor][0] for item in in_buffer)
+    return Frozen(host, buffer.grad_data, buffer.param_dtype, in_buffer, starts)

@@ -1,5 +1,7 @@
-"""The reward of a run: accuracy by a verifier or a function of the user's own, format by a regular
-expression, weighted."""
+"""The reward of a run: a weighted sum of accuracy and format.
+
+Accuracy is given by a verifier or the user's function, format by a regular expression.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,23 @@ from typing import Any
 import megatron_rl.rewards.builtin  # noqa: F401 (registers the package's own verifiers)
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.plugins import loaded
+from megatron_rl.rewards.base import Options, Task, Verifier
 from megatron_rl.rewards.function import FunctionCaller
 from megatron_rl.rewards.messages import Setup, reason
 from megatron_rl.rewards.pool import WorkerPool
 from megatron_rl.rewards.registry import verifier_class, verifier_of_source
-from megatron_rl.rewards.verdict import Options, Task, Verifier
 from megatron_rl.types import Prompt, Score
 
-LOGGER = logging.getLogger(__name__)
-Judged = dict[str, Any]  # what is known of a response: accuracy, reward, parts, format, problem
+logger = logging.getLogger(__name__)
 
-CHOICES = (
-    "set reward.verifier=number (the answer is a number), math (LaTeX, \\boxed), exact (the same "
-    "text), or give rows a data_source that is known (gsm8k, math, aime, ..., reasoning_gym:<task>)"
+_Judged = dict[str, Any]  # of a response: accuracy, reward, parts, format, problem
+
+_CHOICES = (
+    "set reward.verifier=number (the answer is a number), math (LaTeX, \\boxed), exact (the same"
+    " text), or give rows a data_source that is known (gsm8k, math, aime, ...,"
+    " reasoning_gym:<task>)"
 )
+_SHOWN_PROBLEMS = 10
 
 
 def _listed(sources: Sequence[str]) -> str:
@@ -39,18 +44,19 @@ class WeightedReward:
 
     ``accuracy`` is the verifier's; ``format`` is 1 when the whole response matches
     ``format_pattern``. A response is judged by its text alone, truncated or not: penalties for
-    length belong to the method. With ``reward.function`` its reward takes the place of accuracy in
-    the sum. ``problems`` counts why responses could not be judged.
+    length belong to the method. With ``reward.function`` its reward replaces accuracy in the sum.
+    ``problems`` counts the reasons why responses could not be judged.
 
-    Nothing of a response is parsed in this process but by verifiers that are marked ``in_process``;
-    everything else happens in the workers of ``rewards.pool``, within their limits.
+    Only verifiers that are marked ``in_process`` parse responses in this process; everything else
+    happens in the workers of ``rewards.pool``, within their limits.
     """
 
     def __init__(
         self, config: RewardConfig, prompt_text: Callable[[Prompt], str] | None = None
     ) -> None:
         self.problems: Counter[str] = Counter()
-        self._config, self._prompt_text = config, prompt_text
+        self._config = config
+        self._prompt_text = prompt_text
         self._options = Options(
             partial_credit=config.partial_credit,
             timeout_s=config.timeout_s,
@@ -69,15 +75,19 @@ class WeightedReward:
     @property
     def restarts(self) -> int:
         """Workers that were killed or died and were replaced, since the start."""
-        return sum(part.restarts for part in (self._pool, self._function) if part is not None)
+        return sum(owner.restarts for owner in self._process_owners())
+
+    def _process_owners(self) -> list[WorkerPool | FunctionCaller]:
+        return [owner for owner in (self._pool, self._function) if owner is not None]
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """To call before any work. Starts the workers these prompts need, and waits for the user's
-        function alone.
+        """Checks the prompts of a run before any work, and starts the workers they need.
+
+        Waits for the import of the user's function; the workers start in the background.
 
         Raises:
-            ValueError: these prompts cannot be verified: a data source no verifier is known for, a
-                refused task, a bad answer; or the function of ``reward.function`` cannot be
+            ValueError: these prompts cannot be verified: no verifier is known for a data source, a
+                task is refused, an answer is bad; or the function of ``reward.function`` cannot be
                 imported.
         """
         if self._function is not None:
@@ -85,33 +95,33 @@ class WeightedReward:
             self._start_pool(())
             return
         names = {prompt.data_source: self._name(prompt) for prompt in prompts}
+        problems = []
         unknown = sorted(source for source, name in names.items() if name is None)
-        found = [f"no verifier is known for {_listed(unknown)}; {CHOICES}"] if unknown else []
+        if unknown:
+            problems.append(f"no verifier is known for {_listed(unknown)}; {_CHOICES}")
         for name in sorted({name for name in names.values() if name is not None}):
-            found += self._verifier(name).check(
-                [as_task(prompt) for prompt in prompts if names[prompt.data_source] == name]
-            )
-        if found:
-            more = f"\n  ... {len(found) - 10} more" if len(found) > 10 else ""
-            raise ValueError(
-                f"reward.verifier = {self._config.verifier}:\n  - "
-                + "\n  - ".join(found[:10])
-                + more
-            )
+            chosen = [prompt for prompt in prompts if names[prompt.data_source] == name]
+            problems += self._verifier(name).check([_as_task(prompt) for prompt in chosen])
+        if problems:
+            shown = [f"  - {problem}" for problem in problems[:_SHOWN_PROBLEMS]]
+            if len(problems) > _SHOWN_PROBLEMS:
+                shown.append(f"  ... {len(problems) - _SHOWN_PROBLEMS} more")
+            head = f"reward.verifier = {self._config.verifier}:"
+            raise ValueError("\n".join([head, *shown]))
         self._start_pool(self._verifiers)
 
     def close(self) -> None:
         """Ends the workers; they also end with this process."""
-        for part in (self._pool, self._function):
-            if part is not None:
-                part.close()
+        for owner in self._process_owners():
+            owner.close()
 
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], truncated: Sequence[bool]
     ) -> list[Score]:
-        """One score a response; ``prompts[i]`` is the prompt of ``responses[i]``. ``parts``:
-        accuracy, format (where there is a pattern), verifier_problem (1 where it could not be
-        judged) and those of the user's function.
+        """One score a response; ``prompts[i]`` is the prompt of ``responses[i]``.
+
+        ``Score.parts``: accuracy, format (where there is a pattern), verifier_problem (1 where a
+        response could not be judged) and those of the user's function.
 
         Raises:
             ValueError: the user's function failed in several calls in a row.
@@ -120,22 +130,22 @@ class WeightedReward:
         assert len(prompts) == len(responses) == len(truncated)
         if not responses:
             return []
-        # One object a prompt: a request then holds its fields once.
+        # One task a prompt: pickle then writes its fields once a request.
         distinct = {id(prompt): self._task(prompt) for prompt in prompts}
         tasks = [distinct[id(prompt)] for prompt in prompts]
         if self._function is not None:
             judged = self._by_function(tasks, responses)
         else:
             judged = self._by_verifiers(prompts, tasks, responses)
-        return [self._score(task, one) for task, one in zip(tasks, judged, strict=True)]
+        return [self._score(task, values) for task, values in zip(tasks, judged, strict=True)]
 
     def _by_verifiers(
         self, prompts: Sequence[Prompt], tasks: Sequence[Task], responses: Sequence[str]
-    ) -> list[Judged]:
+    ) -> list[_Judged]:
         names = [self._name(prompt) for prompt in prompts]
         assert None not in names, "prompts were not checked"
-        judged: list[Judged] = [{} for _ in tasks]
-        remote = []
+        judged: list[_Judged] = [{} for _ in tasks]
+        remote = []  # rows for the workers
         for row, (name, task) in enumerate(zip(names, tasks, strict=True)):
             if self._is_local(str(name)):
                 judged[row] = self._judge_here(self._verifier(str(name)), task, responses[row])
@@ -149,32 +159,31 @@ class WeightedReward:
                 judged[row] = reply
         return judged
 
-    def _judge_here(self, verifier: Verifier, task: Task, response: str) -> Judged:
+    def _judge_here(self, verifier: Verifier, task: Task, response: str) -> _Judged:
         try:
             verdict = verifier.verify(task, response)
         except Exception as error:  # noqa: BLE001 - as in a worker: the reason is kept
             return {"accuracy": 0.0, "problem": reason(error)}
         return {"accuracy": verdict.accuracy, "problem": verdict.problem}
 
-    def _by_function(self, tasks: Sequence[Task], responses: Sequence[str]) -> list[Judged]:
+    def _by_function(self, tasks: Sequence[Task], responses: Sequence[str]) -> list[_Judged]:
         assert self._function is not None
-        judged = []
-        for scored in self._function(tasks, responses):
-            wrong = {"reward": 0.0, "accuracy": 0.0, "parts": {}, "problem": scored.get("problem")}
-            judged.append(wrong | scored)
+        # A response with a problem has no other key.
+        wrong: _Judged = {"reward": 0.0, "accuracy": 0.0, "parts": {}, "problem": None}
+        judged = [wrong | scored for scored in self._function(tasks, responses)]
         if self._config.format_pattern is not None:
             pool = self._start_pool(())
             assert pool is not None
-            replies = pool.judge(
-                [(None, task, response) for task, response in zip(tasks, responses, strict=True)]
-            )
-            for one, reply in zip(judged, replies, strict=True):
-                one["format"] = reply["format"]
-                one["problem"] = one["problem"] or reply["problem"]
+            pairs = zip(tasks, responses, strict=True)
+            replies = pool.judge([(None, task, response) for task, response in pairs])
+            for values, reply in zip(judged, replies, strict=True):
+                values["format"] = reply["format"]
+                values["problem"] = values["problem"] or reply["problem"]
         return judged
 
-    def _score(self, task: Task, judged: Judged) -> Score:
-        problem, accuracy = judged["problem"], judged["accuracy"]
+    def _score(self, task: Task, judged: _Judged) -> Score:
+        problem = judged["problem"]
+        accuracy = judged["accuracy"]
         parts = {
             "accuracy": accuracy,
             "verifier_problem": float(problem is not None),
@@ -191,24 +200,26 @@ class WeightedReward:
         return Score(reward=reward, correct=accuracy == 1, parts=parts)
 
     def _note(self, task: Task, problem: str) -> None:
-        kind = f"{task.data_source}: {problem.partition(':')[0]}"
-        if kind not in self.problems:
-            LOGGER.warning(
+        """Counts a problem by data source and class; the first of each is logged."""
+        reason_class = f"{task.data_source}: {problem.partition(':')[0]}"
+        if reason_class not in self.problems:
+            logger.warning(
                 "a response to %s could not be judged and counts as wrong: %s "
-                "(said once; see reward/part/verifier_problem)",
+                "(logged once; see reward/part/verifier_problem)",
                 task.uid,
                 problem,
             )
-        self.problems[kind] += 1
+        self.problems[reason_class] += 1
 
     def _task(self, prompt: Prompt) -> Task:
         name = self._name(prompt)
-        shown = self._function is not None or (
+        reads_prompt = self._function is not None or (
             name is not None and self._verifier(name).reads_prompt
         )
-        return as_task(prompt, self._prompt_text if shown else None)
+        return _as_task(prompt, self._prompt_text if reads_prompt else None)
 
     def _name(self, prompt: Prompt) -> str | None:
+        """The verifier of a prompt; None where ``auto`` knows none."""
         if self._config.verifier != "auto":
             return self._config.verifier
         return verifier_of_source(prompt.data_source)
@@ -219,22 +230,25 @@ class WeightedReward:
         return self._verifiers[name]
 
     def _is_local(self, name: str) -> bool:
-        patterns = (
+        """Whether a verifier runs in this process; the user's patterns never do."""
+        has_pattern = (
             self._config.answer_pattern is not None or self._config.format_pattern is not None
         )
-        return self._verifier(name).in_process and not patterns
+        return self._verifier(name).in_process and not has_pattern
 
     def _start_pool(self, names: Iterable[str]) -> WorkerPool | None:
-        """The workers, where some of these verifiers or a pattern needs them; with all verifiers
-        that are known to be needed."""
-        wanted = {name for name in names if not self._is_local(name)}
+        """The workers for these verifiers and all that were needed before.
+
+        None where everything runs in this process.
+        """
+        needed = {name for name in names if not self._is_local(name)}
         format_only = self._function is not None and self._config.format_pattern is not None
-        known = set() if self._pool is None else set(self._pool.verifiers)
-        if self._pool is not None and not wanted <= known:
+        started = set() if self._pool is None else set(self._pool.verifiers)
+        if self._pool is not None and not needed <= started:
             self._pool.close()
             self._pool = None
-        if self._pool is None and (wanted or format_only):
-            setup = self._setup(verifiers=tuple(sorted(wanted | known)))
+        if self._pool is None and (needed or format_only):
+            setup = self._setup(verifiers=tuple(sorted(needed | started)))
             self._pool = WorkerPool(
                 setup,
                 num_workers=self._config.num_workers,
@@ -244,24 +258,23 @@ class WeightedReward:
         return self._pool
 
     def _setup(self, *, verifiers: tuple[str, ...] = (), function: str | None = None) -> Setup:
-        config = self._config
         return Setup(
-            loaded(),
-            verifiers,
-            self._options,
-            config.answer_pattern,
-            config.format_pattern,
-            function,
+            plugins=loaded(),
+            verifiers=verifiers,
+            options=self._options,
+            answer_pattern=self._config.answer_pattern,
+            format_pattern=self._config.format_pattern,
+            function=function,
         )
 
 
-def as_task(prompt: Prompt, text: Callable[[Prompt], str] | None = None) -> Task:
+def _as_task(prompt: Prompt, prompt_text: Callable[[Prompt], str] | None = None) -> Task:
     return Task(
-        prompt.uid,
-        prompt.answer,
-        prompt.data_source,
-        prompt.extra,
-        "" if text is None else text(prompt),
+        uid=prompt.uid,
+        answer=prompt.answer,
+        data_source=prompt.data_source,
+        extra=prompt.extra,
+        text="" if prompt_text is None else prompt_text(prompt),
     )
 
 
@@ -272,28 +285,18 @@ def build_reward(
 
     Args:
         prompt_text: the text of a prompt, shown to verifiers and functions as ``Task.text``; None
-        leaves it empty.
+            leaves it empty.
 
     Raises:
-        ValueError: an unknown verifier, a pattern that is no regular expression or lacks its group,
-            a format weight without a pattern, keys that exclude each other.
+        ValueError: an unknown verifier, a pattern that is not a regular expression or lacks its
+            group, a format weight without a pattern, keys that exclude each other.
     """
-    for key, pattern in (
-        ("format_pattern", config.format_pattern),
-        ("answer_pattern", config.answer_pattern),
-    ):
-        if pattern is None:
-            continue
-        try:
-            groups = re.compile(pattern, re.DOTALL).groups
-        except re.error as error:
-            raise ValueError(
-                f"reward.{key} = {pattern!r}: not a regular expression ({error}); correct it"
-            ) from error
-        if key == "answer_pattern" and groups == 0:
-            raise ValueError(
-                f"reward.{key} = {pattern!r}: has no group; put brackets around the answer"
-            )
+    _num_groups("format_pattern", config.format_pattern)
+    if _num_groups("answer_pattern", config.answer_pattern) == 0:
+        raise ValueError(
+            f"reward.answer_pattern = {config.answer_pattern!r}: has no group; put brackets around"
+            " the answer"
+        )
     if config.format_weight != 0 and config.format_pattern is None:
         raise ValueError(
             f"reward.format_weight = {config.format_weight}: there is no reward.format_pattern; "
@@ -312,3 +315,15 @@ def build_reward(
             "reward.answer_pattern and cut them there"
         )
     return WeightedReward(config, prompt_text)
+
+
+def _num_groups(key: str, pattern: str | None) -> int | None:
+    """Groups of the regular expression; None without one. Raises ValueError when it is none."""
+    if pattern is None:
+        return None
+    try:
+        return re.compile(pattern, re.DOTALL).groups
+    except re.error as error:
+        raise ValueError(
+            f"reward.{key} = {pattern!r}: not a regular expression ({error}); correct it"
+        ) from error

@@ -41,14 +41,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.rewards.base import Options, Task, Verdict, Verifier
 from megatron_rl.rewards.registry import limited, register_verifier
 from megatron_rl.rewards.sandbox import Sandbox, refusal
-from megatron_rl.rewards.verdict import Options, Task, Verdict, Verifier
 
-FENCE = "```"
-LABELS = ("", "python", "py", "python3")
-SHARE_OF_TIME = 0.9  # of reward.timeout_s; the rest is for starting, comparing and cleaning up
-SETUP = (
+_FENCE = "```"
+_LABELS = ("", "python", "py", "python3")
+_SHARE_OF_TIME = 0.9  # of reward.timeout_s; the rest is for starting, comparing and cleaning up
+_SETUP = (
     ast.FunctionDef,
     ast.AsyncFunctionDef,
     ast.ClassDef,
@@ -69,9 +69,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Statement:
-    """One test or set-up statement. ``expression``, ``literal``: set where it compares the two, so
-    that only the first is evaluated in the sandbox. Example: ``Statement("assert f(1) == 2",
-    is_test=True, expression="f(1)", literal="2")``."""
+    """One test or set-up statement.
+
+    Where it compares an expression with a literal, both are set, so that only the expression is
+    evaluated in the sandbox.
+
+    Example: ``Statement("assert f(1) == 2", is_test=True, expression="f(1)", literal="2")``.
+    """
 
     text: str
     is_test: bool
@@ -80,18 +84,19 @@ class Statement:
 
 
 def program(answer: str) -> str:
-    """The last fenced block of Python, or the whole answer. One pass over the lines."""
-    found: str | None = None
-    lines: list[str] | None = None
+    """The last closed fenced block of Python, or the whole answer. One pass over the lines."""
+    last_block: str | None = None
+    lines: list[str] | None = None  # of the block that is open
     for line in answer.split("\n"):
         label = line.strip()
-        if lines is not None and label == FENCE:
-            found, lines = "\n".join(lines), None
+        if lines is not None and label == _FENCE:
+            last_block = "\n".join(lines)
+            lines = None
         elif lines is not None:
             lines.append(line)
-        elif label.startswith(FENCE) and label.removeprefix(FENCE).strip().lower() in LABELS:
+        elif label.startswith(_FENCE) and label.removeprefix(_FENCE).strip().lower() in _LABELS:
             lines = []
-    return answer if found is None else found
+    return answer if last_block is None else last_block
 
 
 def read_tests(task: Task) -> list[Case] | list[Statement]:
@@ -100,7 +105,9 @@ def read_tests(task: Task) -> list[Case] | list[Statement]:
     Raises:
         ValueError: there are none, or they are in neither form.
     """
-    given: Any = task.extra["tests"] if task.extra.get("tests") is not None else task.answer
+    given: Any = task.extra.get("tests")
+    if given is None:
+        given = task.answer
     if isinstance(given, str) and re.match(r"\s*\[\s*\{", given):
         given = json.loads(given)
     if isinstance(given, Sequence) and not isinstance(given, str):
@@ -130,56 +137,61 @@ class CodeVerifier(Verifier):
         self._known: tuple[Task, list[Case] | list[Statement]] | None = None
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        missing = refusal(self.options.sandbox)
-        found = [] if missing is None else [missing]
+        problem = refusal(self.options.sandbox)
+        problems = [] if problem is None else [problem]
         for task in tasks:
             try:
                 read_tests(task)
             except ValueError as error:
-                found.append(
+                problems.append(
                     f"{task.uid}: {error}; give extra.tests or the answer Python asserts, or a "
-                    f"list of {{input, output}}"
+                    "list of {input, output}"
                 )
-        return found
+        return problems
 
     def verify(self, task: Task, answer: str) -> Verdict:
         tests = read_tests(task)
-        ends_at = time.monotonic() + SHARE_OF_TIME * self.options.timeout_s
+        ends_at = time.monotonic() + _SHARE_OF_TIME * self.options.timeout_s
         source = program(answer)
         passed = []
         if isinstance(tests[0], Case):
             for case in tests:
-                passed.append(self._prints(source, case, ends_at))
+                passed.append(self._passes_case(source, case, ends_at))
                 if not passed[-1] and not self.options.partial_credit:
                     break
         else:
-            passed = self._holds(source, tests, ends_at)
-        return limited(sum(passed) / max(1, _number(tests)), self.options)
+            passed = self._passed_tests(source, tests, ends_at)
+        return limited(sum(passed) / max(1, _num_tests(tests)), self.options)
 
-    def _prints(self, source: str, case: Case, ends_at: float) -> bool:
+    def _passes_case(self, source: str, case: Case, ends_at: float) -> bool:
         if time.monotonic() >= ends_at:
             return False
         with self._sandbox(source, case.input, ends_at) as sandbox:
             output = sandbox.output()
-        return output is not None and same_text(output, case.output)
+        return output is not None and _same_text(output, case.output)
 
-    def _holds(self, source: str, statements: Sequence[Statement], ends_at: float) -> list[bool]:
-        """Whether each test passes. A program that has failed one is at its end: for the tests
-        after it, where they count, the program is started again, with the set-up but without the
-        tests before."""
+    def _passed_tests(
+        self, source: str, statements: Sequence[Statement], ends_at: float
+    ) -> list[bool]:
+        """Whether each test passes.
+
+        A failed statement ends the program. For the tests after it, where they count, the program
+        is started again, with the set-up but without the tests before.
+        """
         passed: list[bool] = []
         done = 0
         while done < len(statements) and time.monotonic() < ends_at:
             setup = [statement for statement in statements[:done] if not statement.is_test]
             with self._sandbox(source, None, ends_at) as sandbox:
-                held = all(holds(sandbox, statement) for statement in setup)
+                held = all(_holds(sandbox, statement) for statement in setup)
                 while held and done < len(statements):
-                    held = holds(sandbox, statements[done])
+                    held = _holds(sandbox, statements[done])
                     if statements[done].is_test:
                         passed.append(held)
                     done += 1
-            failed_before_any_test = not held and (done == 0 or not statements[done - 1].is_test)
-            if not held and (failed_before_any_test or not self.options.partial_credit):
+            # Where the program itself or a set-up statement failed, a new start fails again.
+            in_setup = done == 0 or not statements[done - 1].is_test
+            if not held and (in_setup or not self.options.partial_credit):
                 break
         return passed
 
@@ -193,15 +205,15 @@ class CodeVerifier(Verifier):
         )
 
 
-def holds(sandbox: Sandbox, statement: Statement) -> bool:
-    """Whether the sandbox has executed the statement without an exception, or, for a comparison,
-    whether the values are equal."""
+def _holds(sandbox: Sandbox, statement: Statement) -> bool:
+    """Whether a statement runs without an exception, or the two sides of a comparison are equal.
+
+    The nonce proves that the statement was reached: a program that exits early cannot know it.
+    """
     nonce = secrets.token_hex(16)
     if statement.expression is None or statement.literal is None:
-        return sandbox.ask({"nonce": nonce, "statement": statement.text}) == {
-            "nonce": nonce,
-            "done": True,
-        }
+        answer = sandbox.ask({"nonce": nonce, "statement": statement.text})
+        return answer == {"nonce": nonce, "done": True}
     answer = sandbox.ask({"nonce": nonce, "expression": statement.expression})
     if answer is None or answer.get("nonce") != nonce or not isinstance(answer.get("value"), str):
         return False
@@ -212,7 +224,7 @@ def holds(sandbox: Sandbox, statement: Statement) -> bool:
 
 
 def literal(text: str) -> Any:
-    """A Python literal; ``set()``, ``inf`` and ``nan`` as ``repr`` writes them are understood.
+    """A Python literal, or ``set()``, ``inf`` and ``nan`` as ``repr`` writes them.
 
     Raises:
         ValueError, SyntaxError, RecursionError, TypeError: it is none.
@@ -226,8 +238,8 @@ def literal(text: str) -> Any:
     return ast.literal_eval(text)
 
 
-def same_text(output: str, expected: str) -> bool:
-    """Equal but for white space at the ends of lines and at the end."""
+def _same_text(output: str, expected: str) -> bool:
+    """Whether two outputs are equal but for white space at the ends of lines and at the end."""
     return _lines(output) == _lines(expected)
 
 
@@ -235,7 +247,7 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def _number(tests: Sequence[Case | Statement]) -> int:
+def _num_tests(tests: Sequence[Case | Statement]) -> int:
     return sum(isinstance(test, Case) or test.is_test for test in tests)
 
 
@@ -248,7 +260,7 @@ def _case(case: Mapping[str, Any]) -> Case:
 
 def _statement(node: ast.stmt) -> Statement:
     text = ast.unparse(node)
-    if isinstance(node, SETUP):
+    if isinstance(node, _SETUP):
         return Statement(text, is_test=False)
     if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
         sides = [node.test.left, *node.test.comparators]

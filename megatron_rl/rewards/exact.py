@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_rl.rewards.base import Task, Verdict, Verifier
 from megatron_rl.rewards.registry import register_verifier
-from megatron_rl.rewards.verdict import Task, Verdict, Verifier
 
 
 def is_exact(answer: str, expected: str) -> bool:

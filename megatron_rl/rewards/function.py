@@ -24,7 +24,7 @@ which are logged as ``reward/part/NAME``. It may be ``async def``.
   the user's own code: nothing but its time is limited.
 - A call that raises, returns the wrong number of values or takes longer than
   ``reward.function_timeout_s`` gives all its responses reward 0 and ``verifier_problem`` 1; a value
-  that is no finite number does so for its response. The reason is said once. After
+  that is not a finite number does so for its response. The reason is logged once. After
   ``MAX_FAILED_CALLS`` calls in a row without one usable value the run stops: it would train on
   nothing.
 """
@@ -36,27 +36,30 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_rl.rewards.base import Task
 from megatron_rl.rewards.messages import Setup
 from megatron_rl.rewards.server import Lane, Server
-from megatron_rl.rewards.verdict import Task
 
-START_TIMEOUT_S = 600.0  # its import may load a model
+_START_TIMEOUT_S = 600.0  # its import may load a model
 MAX_FAILED_CALLS = 3
 
 
 class FunctionCaller:
-    """The trainer's end of the process the function lives in. ``restarts`` counts the times that
-    process was killed or died."""
+    """The trainer's end of the process in which the function lives.
+
+    ``restarts`` counts how often that process was killed or died.
+    """
 
     def __init__(self, setup: Setup, *, timeout_s: float) -> None:
-        self._setup, self._timeout_s = setup, timeout_s
+        self._setup = setup
+        self._timeout_s = timeout_s
         self._server = Server(setup)
         self._lane: Lane | None = None
         self._failed_calls = 0
         self.restarts = 0
 
     def start(self) -> None:
-        """Begins to start the process, without waiting."""
+        """Starts the process in the background."""
         if self._lane is None:
             self._lane = self._server.lane()
 
@@ -64,10 +67,11 @@ class FunctionCaller:
         """Returns when the function is imported.
 
         Raises:
-            ValueError: it cannot be, or does not take two arguments. RuntimeError: its process dies
-            while importing, or is not ready within ``START_TIMEOUT_S``.
+            ValueError: it cannot be imported, or does not take two arguments.
+            RuntimeError: its process dies while importing, or is not ready within
+                ``_START_TIMEOUT_S``.
         """
-        ends_at = time.monotonic() + START_TIMEOUT_S
+        ends_at = time.monotonic() + _START_TIMEOUT_S
         while True:
             self.start()
             assert self._lane is not None
@@ -77,7 +81,7 @@ class FunctionCaller:
             if reply is None and time.monotonic() >= ends_at:
                 raise RuntimeError(
                     f"reward.function = {self._setup.function}: not imported within "
-                    f"{START_TIMEOUT_S:g} s"
+                    f"{_START_TIMEOUT_S:g} s"
                 )
             if reply is None:
                 self._drop()
@@ -91,18 +95,20 @@ class FunctionCaller:
         """One ``{"reward", "accuracy", "parts"}`` or ``{"problem"}`` a response.
 
         Raises:
-            ValueError: ``MAX_FAILED_CALLS`` calls in a row gave nothing usable; the last reason is
-            in it.
+            ValueError: ``MAX_FAILED_CALLS`` calls in a row gave nothing usable; says why the last
+                one did not.
         """
         outcome = self._call(tasks, responses)
         scores = outcome.get("scores") or [{"problem": outcome["problem"]}] * len(responses)
         problems = [score["problem"] for score in scores if "problem" in score]
-        self._failed_calls = self._failed_calls + 1 if len(problems) == len(scores) else 0
+        if len(problems) < len(scores):
+            self._failed_calls = 0
+        else:
+            self._failed_calls += 1
         if self._failed_calls >= MAX_FAILED_CALLS:
             raise ValueError(
                 f"reward.function = {self._setup.function}: {self._failed_calls} calls in a row "
-                "gave no response a reward; "
-                f"the last one: {problems[0]}; mend the function"
+                f"gave no response a reward; the last one: {problems[0]}; fix the function"
             )
         return scores
 
@@ -121,13 +127,12 @@ class FunctionCaller:
             return reply
         self._drop()
         if time.monotonic() - began >= self._timeout_s:
-            return {
-                "problem": f"no rewards within reward.function_timeout_s = {self._timeout_s:g} s"
-            }
+            limit = f"reward.function_timeout_s = {self._timeout_s:g} s"
+            return {"problem": f"no rewards within {limit}"}
         return {"problem": "its process died"}
 
     def _reply(self, lane: Lane, ends_at: float) -> dict[str, Any] | None:
-        """The next reply other than the pid; None when the process is gone or the time is up."""
+        """The next reply that is not the pid; None when the process is gone or time is up."""
         while (now := time.monotonic()) < ends_at:
             if not lane.write():
                 return None

@@ -1,5 +1,7 @@
-"""Calls the user's reward function inside its worker: imports it once, keeps its state, checks what
-it returns."""
+"""Calls the user's reward function inside its worker.
+
+The function is imported once and keeps its state; what it returns is checked.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_rl.plugins import import_function, load_plugins
+from megatron_rl.rewards.base import Task
 from megatron_rl.rewards.messages import Setup, read_frame, reason, refuse, send
-from megatron_rl.rewards.verdict import Task
 
-KEY = "reward.function"
+_KEY = "reward.function"
 
 
 def serve_function(lane: socket.socket, setup: Setup) -> int:
-    """Answers one batch after the other until the trainer closes the lane; the exit code."""
+    """Answers batches until the trainer closes the lane; returns the exit code."""
     try:
         load_plugins(setup.plugins)
-        function = imported(str(setup.function))
+        function = _imported(str(setup.function))
     except ValueError as error:
         return refuse(lane, str(error))
     send(lane, {"ready": True})
@@ -31,38 +33,37 @@ def serve_function(lane: socket.socket, setup: Setup) -> int:
     with asyncio.Runner() as runner:
         while (frame := read_frame(lane)) is not None:
             tasks, responses = pickle.loads(frame)
-            send(lane, called(function, tasks, responses, runner))
+            send(lane, _call(function, tasks, responses, runner))
             sys.stdout.flush()
     return 0
 
 
-def imported(spec: str) -> Callable[..., Any]:
+def _imported(spec: str) -> Callable[..., Any]:
     """The function ``spec`` names.
 
     Raises:
-        ValueError: it cannot be imported, is no function, or cannot be called with two arguments.
+        ValueError: it cannot be imported, is not a function, or does not take two arguments.
     """
-    function = import_function(spec, KEY)
+    function = import_function(spec, _KEY)
     try:
         inspect.signature(function).bind([], [])
     except TypeError as error:
         raise ValueError(
-            f"{KEY} = {spec}: cannot be called as function(tasks, responses) ({error}); give it "
-            "these two"
+            f"{_KEY} = {spec}: cannot be called as function(tasks, responses) ({error}); give it"
+            " these two"
         ) from error
     except ValueError:
         return function  # written in C: without a signature there is nothing to check
     return function
 
 
-def called(
+def _call(
     function: Callable[..., Any],
     tasks: Sequence[Task],
     responses: Sequence[str],
     runner: asyncio.Runner,
 ) -> dict[str, Any]:
-    """``{"scores": [...]}``, one a response, or ``{"problem": ...}`` where the call as a whole
-    failed."""
+    """``{"scores": [...]}``, one a response, or ``{"problem": ...}`` of the whole call."""
     try:
         returned = function(list(tasks), list(responses))
         if inspect.isawaitable(returned):
@@ -71,22 +72,19 @@ def called(
     except Exception as error:  # noqa: BLE001 - the user's code; the reason is kept
         return {"problem": reason(error)}
     if len(returned) != len(responses):
-        return {
-            "problem": f"ValueError: it returned {len(returned)} rewards for {len(responses)} "
-            "responses"
-        }
+        counts = f"{len(returned)} rewards for {len(responses)} responses"
+        return {"problem": f"ValueError: it returned {counts}"}
     return {"scores": [score(value) for value in returned]}
 
 
 def score(value: Any) -> dict[str, Any]:
-    """One returned value as ``{"reward", "accuracy", "parts"}``, or ``{"problem"}`` where it is
-    none.
+    """One returned value as ``{"reward", "accuracy", "parts"}``, or ``{"problem"}``.
 
     Example: ``0.5`` gives ``{"reward": 0.5, "accuracy": 0.0, "parts": {}}``.
     """
     try:
         named = dict(value) if isinstance(value, Mapping) else {"reward": value}
-        numbers = {str(name): _number(str(name), each) for name, each in named.items()}
+        numbers = {str(name): _number(str(name), number) for name, number in named.items()}
         if "reward" not in numbers:
             raise ValueError(
                 f"a mapping without 'reward' (it has {', '.join(numbers) or 'nothing'})"

@@ -1,8 +1,7 @@
 """Mathematical equality of answers, judged by math-verify.
 
 The library stops endless simplifications with a signal of its own, and a huge power blocks even
-that; here its timers are off and the limits are those of the worker
-(``megatron_rl.rewards.worker``).
+that; here its timers are off, and the limits of the worker hold (``megatron_rl.rewards.worker``).
 """
 
 from __future__ import annotations
@@ -12,13 +11,14 @@ import logging
 import re
 from collections.abc import Sequence
 
+from megatron_rl.rewards.base import Task, Verdict, Verifier
 from megatron_rl.rewards.registry import register_verifier
-from megatron_rl.rewards.verdict import Task, Verdict, Verifier
 
-BOXED = r"\boxed{"
-BRACES = re.compile(r"\\boxed\{|[{}]")
-SOURCES = (
-    r"(.*/)?(math|math_dapo|math-?500|MATH.*|competition_math|aime.*|AIME.*|amc.*|AMC.*|numina.*)"
+_BOXED = r"\boxed{"
+_BRACES = re.compile(r"\\boxed\{|[{}]")
+_SOURCES = (
+    r"(.*/)?(math|math_dapo|math-?500|MATH.*|competition_math"
+    r"|aime.*|AIME.*|amc.*|AMC.*|numina.*)"
 )
 
 
@@ -29,27 +29,28 @@ def last_boxed(text: str) -> str | None:
     as corrected, and a list of guesses counts as its last. One pass from left to right over the
     braces: a collapsed policy repeats ``\boxed{`` thousands of times.
     """
-    # Of each brace that is open: whether it is a box's, and where its content begins.
+    # Of each open brace: whether it is a box's, and where its content begins.
     opened: list[tuple[bool, int]] = []
-    start, end = -1, -1
-    for found in BRACES.finditer(text):
-        if found.group() != "}":
-            opened.append((found.group() == BOXED, found.end()))
+    last: slice | None = None
+    for brace in _BRACES.finditer(text):
+        if brace.group() != "}":
+            opened.append((brace.group() == _BOXED, brace.end()))
         elif opened:
-            boxed, content = opened.pop()
-            if boxed and content > start:
-                start, end = content, found.start()
-    return None if start < 0 else text[start:end]
+            boxed, begin = opened.pop()
+            # Boxes close from the inside out; the one that begins last counts.
+            if boxed and (last is None or begin > last.start):
+                last = slice(begin, brace.start())
+    return None if last is None else text[last]
 
 
-@register_verifier("math", sources=SOURCES)
+@register_verifier("math", sources=_SOURCES)
 class MathVerifier(Verifier):
-    r"""Accuracy 1 when the answer equals the expected one as mathematics: ``\frac{1}{2}``, ``0.5``
-    and ``1/2`` are equal.
+    r"""Accuracy 1 when the answer equals the expected one as mathematics.
 
-    Decisions: where the answer has ``\boxed``, only the last complete one is read; without, what
-    math-verify finds last. ``50\%`` is not ``0.5``. What cannot be parsed is wrong. An expected
-    answer that cannot be parsed, a time-out and an exhausted memory are wrong with a reason.
+    ``\frac{1}{2}``, ``0.5`` and ``1/2`` are equal; ``50\%`` is not ``0.5``. Where the answer has
+    ``\boxed``, only the last complete one is read; without, what math-verify finds last. What
+    cannot be parsed is wrong. An expected answer that cannot be parsed, a time-out and exhausted
+    memory are wrong with a reason.
     """
 
     reads_prompt = False
@@ -71,10 +72,14 @@ class MathVerifier(Verifier):
     def verify(self, task: Task, answer: str) -> Verdict:
         from math_verify import parse, verify
 
-        expected, boxed = task.answer, last_boxed(answer)
-        marked = expected.count("$") > 1 or "\\boxed" in expected  # a single $ is a currency
-        gold = parse(expected if marked else f"${expected.replace('$', '')}$", parsing_timeout=None)
+        expected = task.answer
+        # The library reads formulas between dollars only; a single $ is a currency.
+        is_marked = expected.count("$") > 1 or "\\boxed" in expected
+        if not is_marked:
+            expected = f"${expected.replace('$', '')}$"
+        gold = parse(expected, parsing_timeout=None)
         if not gold:
-            return Verdict(0.0, f"the expected answer {expected!r} cannot be parsed")
-        found = parse(answer if boxed is None else rf"\boxed{{{boxed}}}", parsing_timeout=None)
-        return Verdict(float(verify(gold, found, timeout_seconds=None)))
+            return Verdict(0.0, f"the expected answer {task.answer!r} cannot be parsed")
+        boxed = last_boxed(answer)
+        given = parse(answer if boxed is None else rf"\boxed{{{boxed}}}", parsing_timeout=None)
+        return Verdict(float(verify(gold, given, timeout_seconds=None)))

@@ -1,7 +1,7 @@
-"""What goes over the sockets between the trainer and its workers.
+"""The messages between the trainer and its workers.
 
-Only a response is foreign text. Requests hold the run's own data and are pickled; what a worker
-answers is JSON, a list of replies a line.
+Requests are pickled: they hold the run's own data, a response only as text. A worker, which may run
+foreign code, answers in JSON, a list of replies a line.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.errors import first_line
-from megatron_rl.rewards.verdict import Options
+from megatron_rl.rewards.base import Options
 
 HEADER = struct.Struct("<Q")  # bytes of the pickle that follows
-MAX_REASON_CHARACTERS = 300
+_MAX_REASON_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What the workers of one pool do: judge single responses (``verifiers``), or call a function
-    on whole batches.
+    """The task of the workers of one pool.
+
+    They judge single responses (``verifiers``), or call a function on whole batches.
 
     Example: ``Setup(plugins=(), verifiers=("math",), options=options, answer_pattern=None,
     format_pattern="<a>.*</a>", function=None)``.
@@ -46,9 +47,8 @@ def refuse(lane: socket.socket, reason: str) -> int:
 
 
 def reason(error: BaseException) -> str:
-    """``<kind>: <what it says>``, short. Example: ``ValueError: not a number``."""
-    text = f"{type(error).__name__}: {first_line(error)}"
-    return text[:MAX_REASON_CHARACTERS]
+    """Class and message, short. Example: ``ValueError: not a number``."""
+    return f"{type(error).__name__}: {first_line(error)}"[:_MAX_REASON_CHARACTERS]
 
 
 def read_frame(sock: socket.socket) -> bytes | None:
@@ -58,10 +58,10 @@ def read_frame(sock: socket.socket) -> bytes | None:
 
 
 def _read(sock: socket.socket, size: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < size:
-        chunk = sock.recv(min(size - len(parts), 1 << 20))
+    received = bytearray()
+    while len(received) < size:
+        chunk = sock.recv(min(size - len(received), 1 << 20))
         if not chunk:
             return None
-        parts += chunk
-    return bytes(parts)
+        received += chunk
+    return bytes(received)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 from megatron_rl.config.overrides import typed
+from megatron_rl.rewards.base import Task, Verdict, Verifier
 from megatron_rl.rewards.registry import register_verifier
-from megatron_rl.rewards.verdict import Task, Verdict, Verifier
 
-# Linear in the text: no two parts of it can match the same character, so nothing is tried again but
-# one group of three digits. A minus right after a word, a digit or a closing bracket is a
-# subtraction. Commas separate groups of three digits only.
+# Linear in the text: no two parts of it match the same character, so at most one group of three
+# digits is tried again. A minus right after a word, a digit or a closing bracket is a subtraction.
+# Commas separate groups of three digits only.
 NUMBER = re.compile(
     r"(?:(?<![\w.)\]])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\d))?"
 )
@@ -24,21 +24,18 @@ def last_number(text: str) -> Decimal | None:
     ``"so 3 + 4 = 7."`` is 7, ``"$1,234.50"`` is 1234.5, ``"9-3"`` is 3, ``"x = -3"`` is -3,
     ``"1/2"`` is 2 (no fractions).
     """
-    found = NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
-
-
-def _short(answer: str) -> str:
-    return repr(answer if len(answer) <= 60 else "..." + answer[-57:])
+    numbers = NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 def _not_a_number(task: Task) -> str:
     answer = task.answer
-    return f"the answer of {task.uid} is not a number: {_short(answer)}; {_remedy(answer)}"
+    shown = answer if len(answer) <= 60 else "..." + answer[-57:]  # its end tells most
+    return f"the answer of {task.uid} is not a number: {shown!r}; {_remedy(answer)}"
 
 
 def _remedy(answer: str) -> str:
-    """GSM8K writes the number behind a marker; other texts are for other verifiers."""
+    """What to set for the form of this answer."""
     if "####" in answer:
         return "the number is behind a marker: type " + typed("data.answer_after", "####")
     if "\\boxed" in answer:
@@ -54,13 +51,13 @@ class NumberVerifier(Verifier):
     reads_prompt = False
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        wrong = [
-            task
-            for task in tasks
-            if not NUMBER.fullmatch(task.answer.strip().lstrip("$").rstrip("%"))
-        ]
-        return [_not_a_number(task) for task in wrong]
+        return [_not_a_number(task) for task in tasks if not _is_number(task.answer)]
 
     def verify(self, task: Task, answer: str) -> Verdict:
-        found = last_number(answer)
-        return Verdict(float(found is not None and found == last_number(task.answer)))
+        number = last_number(answer)
+        return Verdict(float(number is not None and number == last_number(task.answer)))
+
+
+def _is_number(answer: str) -> bool:
+    """Whether an expected answer is one number, with a currency or a percent sign at most."""
+    return NUMBER.fullmatch(answer.strip().lstrip("$").rstrip("%")) is not None

@@ -1,5 +1,6 @@
-"""The regular expressions of ``reward.answer_pattern`` and ``reward.format_pattern``; a dot matches
-a line break as well.
+"""The regular expressions of ``reward.answer_pattern`` and ``reward.format_pattern``.
+
+A dot matches a line break as well.
 
 Python's ``re`` tries alternatives one after the other: on a response that almost matches,
 ``<think>.*</think>\\s*<answer>.*</answer>`` takes the square of its length, and nested repetitions
@@ -21,22 +22,22 @@ from typing import Any
 
 import re2
 
-SAME_FLAGS = re.DOTALL | re.UNICODE | re.VERBOSE  # flags whose effect is in the parsed pattern
-CATEGORIES: dict[Any, Callable[[str], bool]] = {
+_SAME_FLAGS = re.DOTALL | re.UNICODE | re.VERBOSE  # flags whose effect is in the parsed pattern
+_CATEGORIES: dict[Any, Callable[[str], bool]] = {
     code.CATEGORY_SPACE: str.isspace,
     code.CATEGORY_DIGIT: str.isdecimal,
     code.CATEGORY_WORD: lambda character: character.isalnum() or character == "_",
 }
-OPPOSITES = {
+_OPPOSITES = {
     code.CATEGORY_NOT_SPACE: code.CATEGORY_SPACE,
     code.CATEGORY_NOT_DIGIT: code.CATEGORY_DIGIT,
     code.CATEGORY_NOT_WORD: code.CATEGORY_WORD,
 }
-ANCHORS = {code.AT_BEGINNING: r"\A", code.AT_BEGINNING_STRING: r"\A", code.AT_END_STRING: r"\z"}
+_ANCHORS = {code.AT_BEGINNING: r"\A", code.AT_BEGINNING_STRING: r"\A", code.AT_END_STRING: r"\z"}
 
 
-class NotShared(ValueError):
-    """RE2 has no such thing, or means something else by it."""
+class _NotShared(ValueError):
+    """RE2 lacks this construct, or gives it another meaning."""
 
 
 class Pattern:
@@ -48,14 +49,13 @@ class Pattern:
         self._whole = linear(pattern, whole=True)
 
     def last_group(self, text: str) -> str | None:
-        """First group of the last match (None where it took no part in it); None without a
-        match."""
+        """First group of the last match; None without a match, or where the group is not in it."""
         last = None
         if self._search is None:
             for last in self._compiled.finditer(text):  # noqa: B007 - only the last one is wanted
                 pass
             return None if last is None else last.group(1)
-        for last in self._search.finditer(as_utf8(text)):  # noqa: B007 - as above
+        for last in self._search.finditer(_as_utf8(text)):  # noqa: B007 - as above
             pass
         group = None if last is None else last.group(1)
         return None if group is None else group.decode("utf-8")
@@ -64,18 +64,18 @@ class Pattern:
         """Whether the whole text is one match."""
         if self._whole is None:
             return self._compiled.fullmatch(text) is not None
-        return self._whole.fullmatch(as_utf8(text)) is not None
+        return self._whole.fullmatch(_as_utf8(text)) is not None
 
 
 def linear(pattern: str, *, whole: bool) -> Any:
-    """``pattern`` for RE2, or None where RE2 would find something else (or has no room for it).
+    """``pattern`` for RE2; None where RE2 would match something else or exceed its memory.
 
     Args:
-        whole: it is asked only whether a text is one match. What is tried first does not matter
-        then, and ``$`` at the end is the end.
+        whole: the pattern is only used to match whole texts. Then it does not matter which
+            alternative is tried first, and a ``$`` at the end is the end.
     """
     tree = parser.parse(pattern, re.DOTALL)
-    if tree.state.flags & ~SAME_FLAGS:
+    if tree.state.flags & ~_SAME_FLAGS:
         return None
     items = list(tree)
     if whole and items and items[-1] == (code.AT, code.AT_END):
@@ -84,11 +84,11 @@ def linear(pattern: str, *, whole: bool) -> Any:
     options.log_errors = False
     try:
         return re2.compile(_sequence(items, whole).encode("utf-8"), options)
-    except (NotShared, re2.error):
+    except (_NotShared, re2.error):
         return None
 
 
-def as_utf8(text: str) -> bytes:
+def _as_utf8(text: str) -> bytes:
     """UTF-8; half of a surrogate pair, which UTF-8 cannot hold, becomes U+FFFD."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").encode("utf-8")
 
@@ -101,7 +101,7 @@ def _item(operator: Any, argument: Any, whole: bool) -> str:
     """One node of a parsed pattern in the syntax of RE2.
 
     Raises:
-        NotShared: it has no equal there.
+        _NotShared: it has no equal there.
     """
     if operator is code.LITERAL:
         return _character(argument)
@@ -118,27 +118,28 @@ def _item(operator: Any, argument: Any, whole: bool) -> str:
     if operator is code.SUBPATTERN:
         group, added, removed, content = argument
         if added or removed:
-            raise NotShared("flags of a group")
+            raise _NotShared("flags of a group")
         return f"({'?:' if group is None else ''}{_sequence(content, whole)})"
-    if operator is code.AT and argument in ANCHORS:
-        return ANCHORS[argument]
-    raise NotShared(str(operator))
+    if operator is code.AT and argument in _ANCHORS:
+        return _ANCHORS[argument]
+    raise _NotShared(str(operator))
 
 
 def _repeat(least: int, most: Any, content: Any, *, lazy: bool, whole: bool) -> str:
     if not whole and content.getwidth()[0] == 0:
-        # The two differ in what a group then holds.
-        raise NotShared("how often nothing is repeated")
+        # Python and RE2 differ in what a group holds after an empty repetition.
+        raise _NotShared("how often nothing is repeated")
     times = f"{{{least},}}" if most is code.MAXREPEAT else f"{{{least},{most}}}"
     return f"(?:{_sequence(content, whole)}){times}{'?' if lazy else ''}"
 
 
 def _class(members: Any) -> str:
-    negated = members[0] == (code.NEGATE, None)
-    ranges = "".join(
-        _member(operator, argument) for operator, argument in members if operator is not code.NEGATE
-    )
-    return f"[{'^' if negated else ''}{ranges}]"
+    prefix = ""
+    if members[0] == (code.NEGATE, None):
+        prefix = "^"
+        members = members[1:]
+    ranges = "".join(_member(operator, argument) for operator, argument in members)
+    return f"[{prefix}{ranges}]"
 
 
 def _member(operator: Any, argument: Any) -> str:
@@ -146,37 +147,38 @@ def _member(operator: Any, argument: Any) -> str:
         return _character(argument)
     if operator is code.RANGE:
         return f"{_character(argument[0])}-{_character(argument[1])}"
-    if operator is code.CATEGORY and argument in CATEGORIES:
+    if operator is code.CATEGORY and argument in _CATEGORIES:
         return _category(argument, True)
-    if operator is code.CATEGORY and argument in OPPOSITES:
-        return _category(OPPOSITES[argument], False)
-    raise NotShared(str(operator))
+    if operator is code.CATEGORY and argument in _OPPOSITES:
+        return _category(_OPPOSITES[argument], False)
+    raise _NotShared(str(operator))
 
 
 @functools.cache
 def _category(category: Any, wanted: bool) -> str:
     """The characters of a class as Python's ``re`` has it, whatever the Unicode version of RE2."""
-    belongs = CATEGORIES[category]
+    belongs = _CATEGORIES[category]
+    all_points = range(sys.maxunicode + 1)
     ranges = []
-    for member, points in itertools.groupby(
-        range(sys.maxunicode + 1), lambda point: belongs(chr(point)) == wanted
+    for is_member, group in itertools.groupby(
+        all_points, lambda point: belongs(chr(point)) == wanted
     ):
-        if member:
-            first, *rest = points
-            last = rest[-1] if rest else first
-            ranges += _without_surrogates(first, last)
+        if is_member:
+            points = list(group)
+            ranges += _without_surrogates(points[0], points[-1])
     return "".join(f"{_character(first)}-{_character(last)}" for first, last in ranges)
 
 
 def _without_surrogates(first: int, last: int) -> list[tuple[int, int]]:
-    """UTF-8 has no code for U+D800 to U+DFFF."""
-    parts = [(first, min(last, 0xD7FF)), (max(first, 0xE000), last)]
-    return [part for part in parts if part[0] <= part[1]]
+    """The range without U+D800 to U+DFFF, for which UTF-8 has no code."""
+    below = (first, min(last, 0xD7FF))
+    above = (max(first, 0xE000), last)
+    return [(begin, end) for begin, end in (below, above) if begin <= end]
 
 
 def _character(point: int) -> str:
     if 0xD800 <= point <= 0xDFFF:
-        raise NotShared("half of a surrogate pair")
+        raise _NotShared("half of a surrogate pair")
     return rf"\x{{{point:x}}}"
 
 

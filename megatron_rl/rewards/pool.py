@@ -1,16 +1,15 @@
 """Judging responses in worker processes, within limits that hold whatever the responses are.
 
 A response that cannot be judged within ``reward.timeout_s`` is stopped by a timer inside its
-worker; where even that does not ring (one huge power is one instruction) the worker's process group
-is killed after a second more. So a batch of n hostile responses would take n x timeout / workers.
-``reward.step_timeout_s`` bounds that sum: when it is used up, what has no verdict counts as not
-judged. Honest answers take milliseconds, and are not lost as long as not every worker is held up by
-a hostile one.
+worker; where even that cannot interrupt (one huge power is one instruction) the worker's process
+group is killed after a second more. So a batch of n hostile responses would take n x timeout /
+workers. ``reward.step_timeout_s`` bounds that sum: when it is used up, responses without a verdict
+count as not judged. Honest answers take milliseconds, and are not lost unless hostile ones occupy
+every worker.
 """
 
 from __future__ import annotations
 
-import logging
 import selectors
 import time
 from collections import deque
@@ -18,38 +17,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_rl.rewards.base import Task
 from megatron_rl.rewards.messages import Setup
 from megatron_rl.rewards.server import Lane, Server
-from megatron_rl.rewards.verdict import Task
 
-LOGGER = logging.getLogger(__name__)
-GRACE_S = 1.0  # the worker's own timer is the first to act
-START_TIMEOUT_S = 120.0
-# A longer response is not judged: a part of it could have another answer.
+_GRACE_S = 1.0  # the worker's own timer acts first
+_START_TIMEOUT_S = 120.0
+# A longer response is not judged, as a part of it could have another answer.
 MAX_RESPONSE_CHARACTERS = 1_000_000
-MAX_CHUNK = 32
+_MAX_CHUNK = 32
 
 Item = tuple[str | None, Task, str]  # verifier (None: only the format is wanted), task, response
 Reply = dict[str, Any]
 
 
 @dataclass
-class Work:
-    """What a worker is busy with: rows it has not answered, in order, and when it gave the last
-    sign of life."""
+class _Work:
+    """The rows that a worker has not answered, in order, and when it last answered one."""
 
     rows: deque[int] = field(default_factory=deque)
     since: float = 0.0
 
 
 class WorkerPool:
-    """``num_workers`` workers of one server. ``restarts`` counts the workers that were lost or
-    killed."""
+    """``num_workers`` workers of one server.
+
+    ``restarts`` counts the workers that died or were killed.
+    """
 
     def __init__(self, setup: Setup, *, num_workers: int, step_timeout_s: float) -> None:
-        self._setup, self._num_workers, self._step_timeout_s = setup, num_workers, step_timeout_s
+        self._setup = setup
+        self._num_workers = num_workers
+        self._step_timeout_s = step_timeout_s
         self._server = Server(setup)
-        self._work: dict[Lane, Work] = {}
+        self._work: dict[Lane, _Work] = {}
         self._selector: selectors.BaseSelector = selectors.DefaultSelector()
         self.restarts = 0
 
@@ -59,8 +60,7 @@ class WorkerPool:
         return self._setup.verifiers
 
     def start(self) -> None:
-        """Begins to start the workers and does not wait for them: their imports run beside what the
-        trainer builds."""
+        """Starts the workers in the background, so that they import while the trainer builds."""
         while len(self._work) < self._num_workers:
             self._add_lane()
 
@@ -71,8 +71,9 @@ class WorkerPool:
         self._server.close()
 
     def judge(self, items: Sequence[Item]) -> list[Reply]:
-        """One reply an item (``accuracy``, ``format``, ``problem``), after at most
-        ``step_timeout_s`` and a second.
+        """One reply an item: ``accuracy``, ``format``, ``problem``.
+
+        Takes at most ``step_timeout_s`` and a second.
 
         Raises:
             ValueError: the workers cannot import a plug-in.
@@ -83,11 +84,12 @@ class WorkerPool:
         waiting_since = time.monotonic()
         while batch.unanswered:
             now = time.monotonic()
+            # The batch's time begins with the first worker that is ready.
             if batch.ends_at is None and any(lane.ready for lane in self._work):
-                batch.ends_at = now + self._step_timeout_s  # the time of a start is not the batch's
-            if batch.ends_at is None and now > waiting_since + START_TIMEOUT_S:
+                batch.ends_at = now + self._step_timeout_s
+            if batch.ends_at is None and now > waiting_since + _START_TIMEOUT_S:
                 raise RuntimeError(
-                    f"no worker of the verifiers was ready within {START_TIMEOUT_S:g} s"
+                    f"no worker of the verifiers was ready within {_START_TIMEOUT_S:g} s"
                 )
             if batch.ends_at is not None and now > batch.ends_at:
                 self._give_up(batch)
@@ -98,7 +100,7 @@ class WorkerPool:
         return batch.replies
 
     def _hand_out(self, batch: Batch, now: float) -> None:
-        share = min(MAX_CHUNK, -(-len(batch.waiting) // self._num_workers))
+        share = min(_MAX_CHUNK, -(-len(batch.waiting) // self._num_workers))
         for lane, work in self._work.items():
             if lane.ready and not work.rows and batch.waiting:
                 work.rows.extend(batch.take(share))
@@ -106,8 +108,7 @@ class WorkerPool:
                 lane.queue([batch.items[row] for row in work.rows])
 
     def _exchange(self, batch: Batch, patience_s: float) -> None:
-        """Writes and reads what is possible now; waits for something to be possible, for
-        ``patience_s`` at most."""
+        """Writes and reads what does not block; waits for that for at most ``patience_s``."""
         for lane in list(self._work):
             if lane.wants_to_write and not lane.write():
                 self._lost(lane, batch)
@@ -135,32 +136,31 @@ class WorkerPool:
         else:
             batch.answer(work.rows.popleft(), reply)
             if reply.get("last"):
-                batch.waiting.extendleft(reversed(work.rows))  # they were not begun
+                # It had not begun the others; back to the front, in their order.
+                batch.waiting.extendleft(reversed(work.rows))
                 self._replace(lane)
 
     def _lost(self, lane: Lane, batch: Batch) -> None:
-        """The worker ended by itself, or was killed by somebody else."""
+        """Replaces a worker that ended by itself or was killed from outside."""
         self._return(lane, batch, "the process that judged it died")
 
     def _stop_overdue(self, batch: Batch) -> None:
         limit_s = self._setup.options.timeout_s
         now = time.monotonic()
+        within = f"within reward.timeout_s = {limit_s:g} s"
         for lane, work in list(self._work.items()):
-            if work.rows and now > work.since + limit_s + GRACE_S:
-                self._return(
-                    lane,
-                    batch,
-                    f"no verdict within reward.timeout_s = {limit_s:g} s, and its worker had to "
-                    "be killed",
-                )
+            if work.rows and now > work.since + limit_s + _GRACE_S:
+                problem = f"no verdict {within}, and its worker had to be killed"
+                self._return(lane, batch, problem)
 
     def _return(self, lane: Lane, batch: Batch, problem: str) -> None:
-        """Another worker takes the place of this one. Which of several responses it was at is not
-        known, because verdicts are sent some at a time: they are all given out again, one by
-        one."""
+        """Replaces a worker and hands out its rows again, one at a time.
+
+        Which of them it was judging is unknown, because verdicts are sent some at a time.
+        """
         rows = self._work[lane].rows
         if len(rows) == 1:
-            batch.answer(rows[0], not_judged(problem))
+            batch.answer(rows[0], _not_judged(problem))
         else:
             batch.alone.update(rows)
             batch.waiting.extendleft(reversed(rows))
@@ -173,13 +173,13 @@ class WorkerPool:
         problem = f"reward.step_timeout_s = {self._step_timeout_s:g} s was used up before its turn"
         for row, reply in enumerate(batch.replies):
             if not reply:
-                batch.answer(row, not_judged(problem))
+                batch.answer(row, _not_judged(problem))
 
     def _patience(self, batch: Batch, now: float) -> float:
         """Seconds until the next limit."""
         ends = [now + 1.0 if batch.ends_at is None else batch.ends_at]
         ends += [
-            work.since + self._setup.options.timeout_s + GRACE_S
+            work.since + self._setup.options.timeout_s + _GRACE_S
             for work in self._work.values()
             if work.rows
         ]
@@ -188,12 +188,12 @@ class WorkerPool:
     def _replace(self, lane: Lane) -> None:
         self._drop(lane)
         self.restarts += 1
-        self._server.is_gone()  # then the next lane starts another one
+        self._server.is_gone()  # if so, the next lane starts another server
         self._add_lane()
 
     def _add_lane(self) -> None:
         lane = self._server.lane()
-        self._work[lane] = Work()
+        self._work[lane] = _Work()
         self._selector.register(lane.sock, selectors.EVENT_READ, lane)
 
     def _drop(self, lane: Lane) -> None:
@@ -203,7 +203,7 @@ class WorkerPool:
 
 
 class Batch:
-    """Items and what is known of them."""
+    """Items to judge, and their replies so far."""
 
     def __init__(self, items: Sequence[Item], step_timeout_s: float) -> None:
         self.items = items
@@ -215,18 +215,16 @@ class Batch:
         for row, (_, _, response) in enumerate(items):
             if len(response) > MAX_RESPONSE_CHARACTERS:
                 problem = f"it is too long to judge: over {MAX_RESPONSE_CHARACTERS} characters"
-                self.answer(row, not_judged(problem))
+                self.answer(row, _not_judged(problem))
             else:
                 self.waiting.append(row)
 
     def take(self, most: int) -> list[int]:
         """Rows for one worker."""
         rows = [self.waiting.popleft()]
-        while (
-            self.waiting
-            and len(rows) < most
-            and not self.alone.intersection((rows[0], self.waiting[0]))
-        ):
+        while self.waiting and len(rows) < most:
+            if rows[0] in self.alone or self.waiting[0] in self.alone:
+                break
             rows.append(self.waiting.popleft())
         return rows
 
@@ -235,5 +233,5 @@ class Batch:
         self.unanswered -= 1
 
 
-def not_judged(problem: str) -> Reply:
+def _not_judged(problem: str) -> Reply:
     return {"accuracy": 0.0, "format": 0.0, "problem": problem}

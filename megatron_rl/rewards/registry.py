@@ -16,27 +16,28 @@ derives from ``Verifier``.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Callable
 from typing import Any
 
-from megatron_rl.plugins import RegistrationError
-from megatron_rl.rewards.verdict import Options, Task, Verdict, Verifier
+from megatron_rl.errors import RegistrationError, close_names, did_you_mean
+from megatron_rl.rewards.base import Options, Task, Verdict, Verifier
 
 _classes: dict[str, type[Verifier]] = {}
 _sources: list[tuple[re.Pattern[str], str]] = []
 
 
 def register_verifier(name: str, *, sources: str | None = None) -> Callable[[Any], Any]:
-    """Decorator of a class derived from ``Verifier``, or of a function ``(task, answer) -> accuracy
-    in [0, 1]`` (or a Verdict).
+    """Decorator of a class derived from ``Verifier``, or of a function.
+
+    A function takes ``(task, answer)`` and returns an accuracy in [0, 1], or a Verdict.
 
     Args:
-        name: value of ``reward.verifier``. sources: regular expression of data sources (the whole
-        name) that ``auto`` gives to this verifier. Later registrations go before earlier ones, so
-        that a plug-in can claim a source.
+        name: value of ``reward.verifier``.
+        sources: regular expression of data sources (the whole name) that ``auto`` gives to this
+            verifier. Later registrations go before earlier ones, so that a plug-in can claim a
+            source.
 
     Raises:
         RegistrationError: the name is taken by another verifier, or is ``auto``.
@@ -46,9 +47,9 @@ def register_verifier(name: str, *, sources: str | None = None) -> Callable[[Any
         verifier = made if isinstance(made, type) else _class_of(name, made)
         taken = _classes.get(name)
         if name == "auto" or (taken is not None and _origin(taken) != _origin(verifier)):
-            owner = (
-                "a reserved name" if taken is None else f"the name of {'.'.join(_origin(taken))}"
-            )
+            owner = "a reserved name"
+            if taken is not None:
+                owner = f"the name of {'.'.join(_origin(taken))}"
             raise RegistrationError(f"register_verifier({name!r}): {owner}; choose another")
         _classes[name] = verifier
         if sources is not None:
@@ -62,22 +63,20 @@ def verifier_class(name: str) -> type[Verifier]:
     """The class registered under ``name``.
 
     Raises:
-        ValueError: there is none; names those that are near.
+        ValueError: there is none; suggests similar names.
     """
     if name in _classes:
         return _classes[name]
-    close = difflib.get_close_matches(name, [*_classes, "auto"], n=2)
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    hint = did_you_mean(close_names(name, [*_classes, "auto"], count=2))
+    there_are = f"there are auto, {', '.join(sorted(_classes))}"
+    advice = " ".join(filter(None, [hint, there_are]))
     raise ValueError(
-        f"reward.verifier = {name}: no such verifier; {hint}there are auto, "
-        f"{', '.join(sorted(_classes))}, "
-        "and those that a --plugin registers"
+        f"reward.verifier = {name}: no such verifier; {advice}, and those that a --plugin registers"
     )
 
 
 def verifier_of_source(data_source: str) -> str | None:
-    """The verifier for prompts of ``data_source`` under ``reward.verifier = auto``; None where no
-    pattern matches."""
+    """The verifier that ``reward.verifier = auto`` gives to ``data_source``; else None."""
     return next((name for pattern, name in _sources if pattern.fullmatch(data_source)), None)
 
 
@@ -99,8 +98,10 @@ def _class_of(name: str, function: Callable[[Task, str], Any]) -> type[Verifier]
 
 
 def limited(score: float, options: Options) -> Verdict:
-    """A score as a verdict: 0 with a reason when it is outside [0, 1]; without
-    ``reward.partial_credit`` a fraction is 0."""
+    """A score as a verdict.
+
+    A score outside [0, 1] is 0 with a reason; without ``reward.partial_credit`` a fraction is 0.
+    """
     if not (math.isfinite(score) and 0 <= score <= 1):
         return Verdict(0.0, f"score {score} is not within [0, 1]")
     return Verdict(score if options.partial_credit else float(score == 1))

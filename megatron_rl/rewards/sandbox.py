@@ -1,13 +1,13 @@
-"""Where programs of the policy run: a process of their own with limits, inside a sandbox of
-bubblewrap.
+"""The sandbox in which programs of the policy run.
 
 ``bubblewrap`` (the default): no network, nothing of this machine but Python and the system's
 libraries, both read-only, a private ``/tmp`` in memory, its own process table, an empty
-environment, no rights. ``rlimits_only`` is for machines where bubblewrap cannot be installed or
-user namespaces are switched off, and is weaker: limits on time, memory, files and processes hold,
-no socket can be opened and no other process touched, and the environment is empty; it does NOT stop
-a program from reading, and overwriting, whatever files the user who runs the training may read and
-write.
+environment, no rights.
+
+``rlimits_only`` is for machines where bubblewrap cannot be installed or user namespaces are
+disabled, and is weaker: limits on time, memory, files and processes hold, no socket can be opened
+and no other process touched, and the environment is empty. It does NOT stop a program from reading,
+and overwriting, whatever files the user who runs the training may read and write.
 """
 
 from __future__ import annotations
@@ -27,41 +27,50 @@ from typing import Any
 
 from megatron_rl.errors import first_line
 
-TMP_BYTES = 64 << 20
-MAX_OUTPUT_BYTES = 1 << 20
-MAX_INPUT_BYTES = 8 << 20
-PROBE_TIMEOUT_S = 20.0
-REMEDY = (
-    "install it (apt-get install bubblewrap), allow user namespaces, or take the weaker "
-    "reward.sandbox=rlimits_only "
-    "(megatron_rl/rewards/sandbox.py says what that does not stop)"
+_TMP_BYTES = 64 << 20
+_MAX_OUTPUT_BYTES = 1 << 20
+_PROBE_TIMEOUT_S = 20.0
+_REMEDY = (
+    "install it (apt-get install bubblewrap), allow user namespaces, or take the weaker"
+    " reward.sandbox=rlimits_only (megatron_rl/rewards/sandbox.py says what that does not stop)"
+)
+# Flags of bwrap, one purpose a line.
+_ISOLATION = (
+    *("--unshare-all", "--die-with-parent", "--new-session", "--clearenv"),
+    *("--uid", "65534", "--gid", "65534", "--hostname", "sandbox"),  # 65534: nobody
+    *("--ro-bind", "/usr", "/usr"),
+    *("--proc", "/proc"),
+    *("--dev", "/dev"),
+    *("--size", str(_TMP_BYTES), "--tmpfs", "/tmp"),
+    *("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"),
 )
 
 
 class Sandbox:
-    """One program, running. To use in a ``with`` block, which ends it and everything it has
-    started."""
+    """One running program, for a ``with`` block, which ends it and everything it has started."""
 
     def __init__(
         self, kind: str, program: str, *, stdin: str | None, memory_bytes: int, ends_at: float
     ) -> None:
         """
         Args:
+            kind: ``bubblewrap`` or ``rlimits_only``.
             stdin: None: the program is imported and then asked with ``ask``; a text: it is run as a
-            script that reads this. ends_at: on the clock of ``time.monotonic``.
+                script that reads this.
+            ends_at: on the clock of ``time.monotonic``.
         """
-        self._ends_at, self._kind = ends_at, kind
-        cpu_s = max(1, int(ends_at - time.monotonic()) + 1)
+        self._kind = kind
+        self._ends_at = ends_at
         self._order = {
             "program": program,
             "input": stdin,
             "memory_bytes": memory_bytes,
-            "cpu_s": cpu_s,
+            "cpu_s": max(1, int(ends_at - time.monotonic()) + 1),
         }
         self._unread = b""
 
     def __enter__(self) -> Sandbox:
-        # Where a program works without bubblewrap.
+        # The working directory of a program without bubblewrap.
         self._folder = tempfile.TemporaryDirectory(prefix="megatron_rl_code_")
         self._process = subprocess.Popen(
             command(self._kind),
@@ -90,15 +99,14 @@ class Sandbox:
         self._folder.cleanup()
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        """The answer to one request; None when there is none within the time, or none that is well
-        formed."""
+        """The answer to one request; None when there is no well-formed one in time."""
         self._say(request)
         while b"\n" not in self._unread:
             chunk = self._read()
             if not chunk:
                 return None
             self._unread += chunk
-            if len(self._unread) > MAX_OUTPUT_BYTES:
+            if len(self._unread) > _MAX_OUTPUT_BYTES:
                 return None
         line, _, self._unread = self._unread.partition(b"\n")
         try:
@@ -108,12 +116,14 @@ class Sandbox:
         return answer if isinstance(answer, dict) else None
 
     def output(self) -> str | None:
-        """All that a script has written when it ended well; None when it failed, wrote more than
-        ``MAX_OUTPUT_BYTES``, or took too long."""
+        """The whole output of a script that succeeded in time; else None.
+
+        None also for more than ``_MAX_OUTPUT_BYTES``.
+        """
         text = b""
         while chunk := self._read():
             text += chunk
-            if len(text) > MAX_OUTPUT_BYTES:
+            if len(text) > _MAX_OUTPUT_BYTES:
                 return None
         if time.monotonic() >= self._ends_at:
             return None
@@ -124,8 +134,7 @@ class Sandbox:
         return text.decode("utf-8", "replace") if code == 0 else None
 
     def _say(self, message: dict[str, Any]) -> None:
-        """Writes a line; a program that is gone or does not listen is found out by the answer that
-        does not come."""
+        """Writes a line; that a program is gone or does not read shows when no answer comes."""
         assert self._process.stdin is not None
         rest = memoryview(json.dumps(message).encode("ascii") + b"\n")
         pipe = self._process.stdin.fileno()
@@ -147,19 +156,13 @@ class Sandbox:
 
 @functools.cache
 def command(kind: str) -> list[str]:
-    """How Python is started in a sandbox of this kind."""
+    """The command that starts Python in a sandbox of this kind."""
     source = Path(__file__).with_name("sandbox_program.py").read_text(encoding="utf-8")
     python = os.path.realpath(sys.executable)
     start = [python, "-I", "-S", "-c", source]
     if kind == "rlimits_only":
         return start
-    arguments = [
-        "bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv",
-        "--uid", "65534", "--gid", "65534",
-        "--hostname", "sandbox", "--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev",
-        "--size", str(TMP_BYTES), "--tmpfs", "/tmp",
-        "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache",
-    ]  # fmt: skip
+    arguments = [shutil.which("bwrap") or "bwrap", *_ISOLATION]
     # Links into /usr on most systems, folders on some.
     for name in ("/bin", "/lib", "/lib32", "/lib64"):
         if os.path.islink(name):
@@ -169,31 +172,29 @@ def command(kind: str) -> list[str]:
     home = os.path.realpath(sys.base_prefix)
     if not home.startswith("/usr/"):
         arguments += ["--ro-bind", home, home]
-    arguments[0] = shutil.which("bwrap") or "bwrap"
     return [*arguments, "--chdir", "/tmp", "--", *start]
 
 
 @functools.cache
 def refusal(kind: str) -> str | None:
-    """Why programs cannot run in a sandbox of this kind on this machine; None when they can. Tries
-    one."""
+    """Why programs cannot run in a sandbox of this kind on this machine; None when they can.
+
+    Runs one to find out.
+    """
     if kind == "bubblewrap" and shutil.which("bwrap") is None:
-        return f"reward.sandbox = bubblewrap: bwrap is not installed; {REMEDY}"
+        return f"reward.sandbox = bubblewrap: bwrap is not installed; {_REMEDY}"
+    ends_at = time.monotonic() + _PROBE_TIMEOUT_S
     try:
-        with Sandbox(
-            kind, "", stdin=None, memory_bytes=1 << 29, ends_at=time.monotonic() + PROBE_TIMEOUT_S
-        ) as sandbox:
-            works = sandbox.ask({"nonce": "probe", "expression": "6 * 7"}) == {
-                "nonce": "probe",
-                "value": "42",
-            }
+        with Sandbox(kind, "", stdin=None, memory_bytes=1 << 29, ends_at=ends_at) as sandbox:
+            answer = sandbox.ask({"nonce": "probe", "expression": "6 * 7"})
     except OSError as error:
-        return f"reward.sandbox = {kind}: cannot be started ({first_line(error)}); {REMEDY}"
-    if works:
+        return f"reward.sandbox = {kind}: cannot be started ({first_line(error)}); {_REMEDY}"
+    if answer == {"nonce": "probe", "value": "42"}:
         return None
-    done = subprocess.run(
-        command(kind), input="", env={}, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S
+    # Once more, for its message.
+    ended = subprocess.run(
+        command(kind), input="", env={}, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S
     )
-    last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-    said = ", ".join(last) or "no message"
-    return f"reward.sandbox = {kind}: does not run Python here ({said}); {REMEDY}"
+    lines = [line for line in ended.stderr.splitlines() if line.strip()]
+    message = lines[-1] if lines else "no message"
+    return f"reward.sandbox = {kind}: does not run Python here ({message}); {_REMEDY}"

@@ -1,5 +1,7 @@
-"""The trainer's end of a server of workers: starts it, asks it for workers, kills workers that
-overrun."""
+"""The trainer's end of a server of workers.
+
+It starts the server, asks it for workers, and kills workers that overrun.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,19 @@ from typing import Any
 
 from megatron_rl.rewards.messages import HEADER, Setup
 
-LOGGER = logging.getLogger(__name__)
-# Seconds to wait before the first, second, ... start in a row. What kills processes for a while
-# (a lack of memory, an operator) is outlived; a server that cannot start ends the run in seconds.
+logger = logging.getLogger(__name__)
+
+# Seconds to wait before the first, second, ... start in a row. The delays outlast what kills
+# processes for a while (a lack of memory, an operator); a server that cannot start ends the run in
+# seconds.
 START_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0)
 
 
 class Lane:
-    """A socket to one worker. Reading and writing never wait: the pool watches many lanes at
-    once."""
+    """A socket to one worker.
+
+    Reading and writing never block: the pool watches many lanes at once.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -42,7 +48,7 @@ class Lane:
         return bool(self._unsent)
 
     def queue(self, message: Any) -> None:
-        """Gives a message to be sent by ``write``."""
+        """Sets the message that ``write`` sends."""
         frame = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         self._unsent = memoryview(HEADER.pack(len(frame)) + frame)
 
@@ -58,16 +64,16 @@ class Lane:
         return True
 
     def read(self) -> list[dict[str, Any]] | None:
-        """The replies that are there; None when the worker is gone and has left none."""
-        gone = False
+        """The replies that have arrived; None when the worker is gone and left none."""
+        gone = True
         try:
             while chunk := self.sock.recv(1 << 16):
                 self._unread += chunk
-            gone = True
         except BlockingIOError:
             gone = False
         except OSError:
-            gone = True
+            pass  # a broken connection ends as a closed one
+        # What follows the last line break is a reply that has not arrived whole.
         *lines, self._unread = self._unread.split(b"\n")
         if gone and not lines:
             return None
@@ -84,8 +90,10 @@ class Lane:
 
 
 class Server:
-    """One server process, started in the background and again when it is gone. ``restarts`` counts
-    the latter."""
+    """One server process, started in the background, and again when it is gone.
+
+    ``restarts`` counts how often it was gone.
+    """
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -96,11 +104,11 @@ class Server:
         self.started_at = 0.0
 
     def lane(self) -> Lane:
-        """A worker is on its way; its first replies are its pid and that it is ready.
+        """A lane to a new worker, whose first replies are its pid and that it is ready.
 
         Raises:
-            RuntimeError: the server ended again and again, before it had one worker ready, after
-            each of ``START_DELAYS_S``.
+            RuntimeError: the server ended after each of ``START_DELAYS_S``, before it had one
+                worker ready.
         """
         ours, theirs = socket.socketpair()
         lane = Lane(ours)
@@ -111,11 +119,11 @@ class Server:
                     socket.send_fds(control, [b"+"], [theirs.fileno()])
                     break
                 except OSError:
-                    self._bury()
+                    self._forget()
         return lane
 
     def works(self) -> None:
-        """To call when a worker has become ready."""
+        """Must be called when a worker has become ready."""
         self._failed_starts = 0
 
     def close(self) -> None:
@@ -129,11 +137,10 @@ class Server:
             self._process = None
 
     def is_gone(self) -> bool:
-        """Whether the server process has ended by itself; it is then forgotten, and started again
-        by the next ``lane``."""
+        """Whether the server process has ended by itself; the next ``lane`` starts another one."""
         if self._process is None or self._process.poll() is None:
             return False
-        self._bury()
+        self._forget()
         return True
 
     def _start(self) -> socket.socket:
@@ -154,14 +161,15 @@ class Server:
         try:
             ours.sendall(HEADER.pack(len(frame)) + frame)
         except OSError:
-            self._bury()  # it died at once: counted, and tried again by the caller
+            self._forget()  # it died at once
             return self._start()
         weakref.finalize(self, _end, ours, self._process)
         self._control = ours
         self.started_at = time.monotonic()
         return ours
 
-    def _bury(self) -> None:
+    def _forget(self) -> None:
+        """Reaps a server that ended, and counts it."""
         assert self._process is not None
         code = self._process.wait()
         self._process = None
@@ -172,11 +180,10 @@ class Server:
         self._failed_starts += 1
         if self._failed_starts > len(START_DELAYS_S):
             raise RuntimeError(
-                f"the server of the verifiers ended {self._failed_starts} times while starting "
-                f"(exit code {code}; "
-                "-9: killed, often for want of memory); what it wrote is above"
+                f"the server of the verifiers ended {self._failed_starts} times while starting"
+                f" (exit code {code}; -9: killed, often for lack of memory); what it wrote is above"
             )
-        LOGGER.warning(
+        logger.warning(
             "the server of the verifiers ended (exit code %d) and is started again", code
         )
 

@@ -1,13 +1,13 @@
-"""The process behind ``megatron_rl.rewards.pool``: a server that imports once and forks the
-workers.
+"""The server process behind ``megatron_rl.rewards.pool``: it imports once and forks the workers.
 
 Started as ``python -m megatron_rl.rewards.worker FD``. The control socket FD brings the ``Setup``
 first, then one socket a message: for each the server forks a worker that serves it to its end. A
 worker that hangs is killed by the trainer (its whole process group), which then asks for another
-one: that takes milliseconds, because what takes seconds is imported before the fork. The server
-ends when the trainer is gone, and its workers with it. It is a plain child rather than a
-``multiprocessing`` one: those import the trainer's main module again, and it has one thread, so
-that a fork is safe.
+one: that takes milliseconds, because the slow imports come before the fork. The server ends when
+the trainer is gone, and its workers with it.
+
+It is a plain child rather than a ``multiprocessing`` one, which would import the trainer's main
+module again. It has one thread, so that a fork is safe.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron_rl.plugins import load_plugins
 from megatron_rl.rewards.limits import end_with
 from megatron_rl.rewards.messages import Setup, read_frame, reason, refuse, send
 
-# Verdicts of so long go out together: each message wakes the trainer, which has other things to do.
-GATHER_S = 0.002
+# Verdicts of this time are sent together: each message wakes the trainer.
+_GATHER_S = 0.002
 
 
 def main(control: socket.socket) -> None:
@@ -34,23 +34,24 @@ def main(control: socket.socket) -> None:
     if frame is None:  # the trainer has ended already
         return
     setup: Setup = pickle.loads(frame)
-    judge, refusal = None, None
+    judge = None
+    refusal = None
     try:
         if setup.function is None:
-            judge = load_judge(setup)
+            judge = _load_judge(setup)
     except ValueError as error:
         refusal = str(error)
     except Exception as error:  # noqa: BLE001 - of a plug-in's verifier; said by the trainer
         names = ", ".join(setup.verifiers)
-        refusal = f"reward.verifier = {names}: no worker can prepare it ({reason(error)}); mend it"
-    # The kernel buries dead workers; the trainer sees their sockets close.
+        refusal = f"reward.verifier = {names}: no worker can prepare it ({reason(error)}); fix it"
+    # The kernel reaps dead workers; the trainer sees their sockets close.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     server = os.getpid()
     while True:
-        _, lanes, _, _ = socket.recv_fds(control, 1, 1)
-        if not lanes:
+        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not descriptors:
             return
-        lane = socket.socket(fileno=lanes[0])
+        lane = socket.socket(fileno=descriptors[0])
         lane.set_inheritable(False)
         if os.fork() == 0:
             control.close()
@@ -58,14 +59,14 @@ def main(control: socket.socket) -> None:
             os.setsid()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             send(lane, {"pid": os.getpid()})
-            code = refuse(lane, refusal) if refusal else serve(lane, setup, judge)
+            code = refuse(lane, refusal) if refusal else _serve(lane, setup, judge)
             sys.stdout.flush()
             os._exit(code)
         lane.close()
 
 
-def serve(lane: socket.socket, setup: Setup, judge: Any) -> int:
-    """Answers requests until the trainer closes the lane; the exit code."""
+def _serve(lane: socket.socket, setup: Setup, judge: Any) -> int:
+    """Answers requests until the trainer closes the lane; returns the exit code."""
     if setup.function is not None:
         from megatron_rl.rewards.function_worker import serve_function
 
@@ -77,16 +78,17 @@ def serve(lane: socket.socket, setup: Setup, judge: Any) -> int:
         for name, task, response in pickle.loads(frame):
             verdicts.append(judge.judge(name, task, response))
             last = bool(verdicts[-1].get("last"))
-            if last or time.monotonic() > sent_at + GATHER_S:
+            if last or time.monotonic() > sent_at + _GATHER_S:
                 send(lane, *verdicts)
-                verdicts, sent_at = [], time.monotonic()
+                verdicts = []
+                sent_at = time.monotonic()
             if last:
                 return 0
         send(lane, *verdicts)
     return 0
 
 
-def load_judge(setup: Setup) -> Any:
+def _load_judge(setup: Setup) -> Any:
     """The judge with all its imports done.
 
     Raises:

@@ -1,9 +1,9 @@
-"""Who is missing: a line when ranks wait long for others in a collective of control."""
+"""Says which ranks are missing when a collective of control takes long."""
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,19 +12,25 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-CHECK_S = 1.0
-PRESENT_S = 2.0  # a rank that waits longer tells the others that it is there
-FIRST_S = 30.0
-NEXT_S = 60.0
+logger = logging.getLogger(__name__)
+
+_CHECK_S = 1.0
+_PRESENT_S = 2.0  # a rank that waits longer tells the others that it is there
+FIRST_S = 30.0  # until the first line
+_NEXT_S = 60.0  # between that and further ones
 
 
 class Attendance:
-    """The ranks call the same collectives in the same order, so the number of a collective names it.
-    A rank that waits in one writes the number to the store of the launch; who has not is missing.
-    A collective that takes less than PRESENT_S costs nothing."""
+    """Watches the collectives of control from a thread.
+
+    The ranks call the same collectives in the same order, so its number identifies a collective. A
+    rank that waits in one writes the number to the store of the launch; ranks that have not are
+    missing. A collective that takes less than ``_PRESENT_S`` costs nothing.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
+        self._rank = rank
+        self._size = size
         self._waiting: tuple[int, float] | None = None  # number of the collective, since when
         self._number = 0
         threading.Thread(target=self._watch, name="attendance", daemon=True).start()
@@ -41,53 +47,62 @@ class Attendance:
 
     def _watch(self) -> None:
         store: dist.TCPStore | None = None
-        present, due = 0, FIRST_S
+        announced = 0  # the last collective that this rank has said it waits in
+        due_s = FIRST_S
         while True:
-            time.sleep(CHECK_S)
+            time.sleep(_CHECK_S)
+            # One read: the main thread may leave the collective at any moment.
             waiting = self._waiting
-            if waiting is None or time.monotonic() - waiting[1] < PRESENT_S:
+            if waiting is None or time.monotonic() - waiting[1] < _PRESENT_S:
                 continue
             number, since = waiting
             try:
-                store = store or connect()
-                if present != number:
-                    store.set(key(self._rank), str(number))
-                    present, due = number, FIRST_S
-                waited = time.monotonic() - since
-                if waited >= due:
-                    due += NEXT_S
-                    self._tell(missing(store, self._size, number), waited)
-            except RuntimeError:  # the store has gone, and soon this process
+                store = store or _connect()
+                if announced != number:
+                    store.set(_key(self._rank), str(number))
+                    announced = number
+                    due_s = FIRST_S
+                waited_s = time.monotonic() - since
+                if waited_s >= due_s:
+                    due_s += _NEXT_S
+                    self._report(_missing(store, self._size, number), waited_s)
+            except RuntimeError:  # the store is gone, and soon this process
                 return
 
-    def _tell(self, absent: list[int], waited: float) -> None:
-        """By the first of those that wait."""
+    def _report(self, absent: list[int], waited_s: float) -> None:
+        """The first of the waiting ranks says it, for all of them."""
         present = [rank for rank in range(self._size) if rank not in absent]
         if absent and present[0] == self._rank:
-            text = f"waiting for {ranks(absent)} for {waited:.0f} s: busy, stopped or hung?\n"
-            sys.stderr.write(text)
-            sys.stderr.flush()
+            # An error, because only errors are shown from ranks other than 0.
+            logger.error(
+                "waiting for %s for %.0f s: busy, stopped or hung?", _ranks(absent), waited_s
+            )
 
 
-def connect() -> dist.TCPStore:
+def _connect() -> dist.TCPStore:
     """A connection of its own: the one of the process group belongs to the main thread."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    timeout = timedelta(seconds=30)
-    return dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(seconds=30),
+        wait_for_workers=False,
+    )
 
 
-def key(rank: int) -> str:
+def _key(rank: int) -> str:
     return f"megatron_rl/waiting/{rank}"
 
 
-def missing(store: dist.TCPStore, size: int, number: int) -> list[int]:
+def _missing(store: dist.TCPStore, size: int, number: int) -> list[int]:
     """Ranks that do not wait in this collective."""
-    there = [rank for rank in range(size) if store.check([key(rank)])]
-    reached = {rank for rank in there if int(store.get(key(rank))) == number}
-    return [rank for rank in range(size) if rank not in reached]
+    waiting = [rank for rank in range(size) if store.check([_key(rank)])]
+    here = {rank for rank in waiting if int(store.get(_key(rank))) == number}
+    return [rank for rank in range(size) if rank not in here]
 
 
-def ranks(numbers: list[int]) -> str:
+def _ranks(numbers: list[int]) -> str:
     """Example: ``[1, 3]`` gives ``ranks 1, 3``; of many the first eight."""
-    shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
-    return f"rank{'s' * (len(numbers) > 1)} {shown}"
+    shown = ", ".join(map(str, numbers[:8]))
+    more = ", ..." if len(numbers) > 8 else ""
+    return f"rank{'s' * (len(numbers) > 1)} {shown}{more}"

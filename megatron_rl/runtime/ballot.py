@@ -1,4 +1,4 @@
-"""Which rank of a launch says why it ends: the first that asks, and nobody else.
+"""Which rank of a launch reports the failure: the first that asks, and no other.
 
 The ranks of a machine decide it by a file in the folder that torchrun made for this start: it is
 there before any rank joins the others, needs no memory, network or thread, and goes with the start.
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-POLL_S = 0.02
+_POLL_S = 0.02
 STORE_S = 3.0  # a store whose machine is gone may never answer
 
 
@@ -34,11 +34,13 @@ class Ballot:
         elsewhere: Callable[[], bool] | None = None,
         size: int = 1,
     ) -> None:
-        self.folder, self.elsewhere, self.size = folder, elsewhere, size
+        self.folder = folder
+        self.elsewhere = elsewhere
+        self.size = size
         self.lost_elsewhere = False  # the first here, and not the first of all machines
 
     def arrive(self) -> None:
-        """This process runs and knows how to end."""
+        """Notes that this process runs and handles its own failures."""
         if self.folder is not None:
             create(self.folder / f"arrived_{os.getpid()}", "")
 
@@ -53,7 +55,7 @@ class Ballot:
         """
         if not self.win_here():
             return False
-        if self.elsewhere is None or bounded(self.elsewhere):
+        if self.elsewhere is None or _bounded(self.elsewhere):
             return True
         self.lost_elsewhere = True
         self.said()  # on another machine
@@ -67,40 +69,43 @@ class Ballot:
             claim = self.folder / f"first_failure_{turn}"
             if create(claim, str(os.getpid())):
                 return True
-            # In this order: a winner that is found dead has said what it had to say before.
+            # In this order: a winner that is dead by now has reported before it ended, or never.
             if alive(int(claim.read_text())) or self.decided():
                 return False
         raise AssertionError("unreachable")
 
     def said(self) -> None:
-        """The winner's message is out."""
+        """Notes that the winner has reported."""
         if self.folder is not None:
             create(self.folder / "failure_said", str(os.getpid()))
 
     def decided(self) -> bool:
-        """Whether a process of this machine has said its error."""
+        """Whether a process of this machine has reported its error."""
         return self.folder is not None and (self.folder / "failure_said").exists()
 
     def pending(self) -> bool:
-        """Whether a living process has won and not said anything yet."""
+        """Whether a living process has won and not reported yet."""
         if self.folder is None or self.decided():
             return False
         claims = self.folder.glob("first_failure_[0-9]*")
         return any(alive(int(claim.read_text())) for claim in claims)
 
     def wait(self, until: Callable[[], bool], seconds: float) -> bool:
-        """Waits for a condition, at most so long; returns whether it came true."""
+        """Whether the condition ``until`` comes true within ``seconds``."""
         end = time.monotonic() + seconds
         while not until():
             if time.monotonic() > end:
                 return False
-            time.sleep(POLL_S)
+            time.sleep(_POLL_S)
         return True
 
 
 def create(path: Path, text: str) -> bool:
-    """Makes a file with this content in one step; False when it is there already. A disk that takes
-    no file decides nothing: True, so that the message comes out."""
+    """Makes a file with this content atomically; False when it exists already.
+
+    True also where the disk takes no file: nothing can be decided then, and a message that comes
+    twice is better than none.
+    """
     draft = path.with_name(f"draft_{os.getpid()}_{threading.get_ident()}")
     try:
         draft.write_text(text)
@@ -115,9 +120,10 @@ def create(path: Path, text: str) -> bool:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process of this machine runs. One that has ended and was not collected does not."""
+    """Whether the process runs on this machine; False for a zombie."""
     try:
         os.kill(pid, 0)
+        # The state follows the name, which stands in brackets and may itself contain some.
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except PermissionError:  # it exists and is somebody else's
         return True
@@ -126,8 +132,8 @@ def alive(pid: int) -> bool:
     return state not in "ZX"
 
 
-def bounded(action: Callable[[], bool]) -> bool:
-    """What ``action`` returns; True when it fails or does not answer in time."""
+def _bounded(action: Callable[[], bool]) -> bool:
+    """What ``action`` returns; True when it raises or does not answer within ``STORE_S``."""
     answers: list[bool] = []
     thread = threading.Thread(target=lambda: answers.append(action()), daemon=True)
     thread.start()

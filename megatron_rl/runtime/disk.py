@@ -1,4 +1,4 @@
-"""Room on a disk: how much is free, and whether a failed write failed for want of it."""
+"""Disk space: how much is free, and whether a write failed because there was none."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from pathlib import Path
 
 from megatron_rl.errors import first_line
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-# What libraries that are not Python say, without an error number.
-FULL_TEXTS = ("No space left on device", "Disk quota exceeded")
-# Less than this is as good as nothing: no write of a tensor fits.
-NOTHING_BYTES = 1 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# Messages of libraries that are not Python, which come without an error number.
+_FULL_TEXTS = ("No space left on device", "Disk quota exceeded")
+_USELESS_BYTES = 1 << 20  # less than this holds no tensor
 GB = 10**9
 
 
@@ -41,36 +40,37 @@ def as_text(size: int) -> str:
 
 @contextlib.contextmanager
 def room_for(folder: Path, needed: int, what: str) -> Iterator[None]:
-    """Around writing ``what`` below ``folder``: failing for want of room becomes the user's error.
+    """Around writing ``what`` below ``folder``: turns a full disk into an error of the user's.
 
     Args:
-        needed: bytes that ``what`` takes in all. Writers of archives say odd things when a disk is
-            full ("unexpected pos"): their failure counts as that where what is still to be written
-            is more than what is free.
+        needed: bytes that ``what`` takes in all. Writers of archives fail with unrelated messages
+            on a full disk ("unexpected pos"): that counts as a full disk where less is free than
+            is still to be written.
 
     Raises:
-        ValueError: no space left: names the folder, what was needed and what is free.
+        ValueError: no space left; names the folder, what was needed and what is free.
     """
     try:
         yield
     except Exception as error:
-        still_needed = max(needed - used_bytes(folder), NOTHING_BYTES)
+        still_needed = max(needed - used_bytes(folder), _USELESS_BYTES)
         if not (says_full(error) or free_bytes(folder) < still_needed):
             raise
         raise ValueError(
-            f"no space left on the disk of {folder}: {what} takes {as_text(needed)}, "
-            f"{as_text(free_bytes(folder))} are free ({first_line(error)}); make room and start "
-            "again: the run goes on from its last whole checkpoint, what was half written is removed"
+            f"no space left on the disk of {folder}: {what} takes {as_text(needed)},"
+            f" {as_text(free_bytes(folder))} are free ({first_line(error)}); make room and start"
+            " again: the run goes on from its last whole checkpoint, what was half written is"
+            " removed"
         ) from error
 
 
 def says_full(error: BaseException | None) -> bool:
-    """Whether the error, one that it was raised from, or one that it collects from other ranks
-    (torch's CheckpointException) is that of a full disk or an exhausted quota."""
+    """Whether an error, or one that it was raised from, means a full disk or an exhausted quota."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in FULL:
+        if isinstance(error, OSError) and error.errno in _FULL:
             return True
-        if any(text in str(error) for text in FULL_TEXTS):
+        # torch's CheckpointException holds the errors of other ranks as text.
+        if any(text in str(error) for text in _FULL_TEXTS):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -1,8 +1,8 @@
-"""What a person sees while a run works: the phase it is in, and how far generation has come.
+"""What a user sees while a run works: its phase, and the progress of generation.
 
-On a terminal one live line below the log; elsewhere (a file, a pipe, Slurm's output) plain lines: one
-when a phase begins, and one every ``LOG_EVERY_S`` seconds of a long generation. Only rank 0 shows
-anything.
+On a terminal one live line below the log; elsewhere (a file, a pipe, Slurm's output) plain lines:
+one when a phase begins, and one every ``LOG_EVERY_S`` seconds of a long generation. Only rank 0
+shows anything.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from rich.status import Status
 from megatron_rl.types import Progress
 
 LOG_EVERY_S = 30.0
-WORTH_SAYING_S = 10.0
+_LONG_S = 10.0  # a phase that took longer gets a line with its duration
 
 
 class Display:
     """The phases of a run, as they begin and end.
 
-    Example: ``with display.phase("building the policy"): ...`` prints ``building the policy ...`` to
-    a log, or shows it with a spinner on a terminal until the block ends.
+    Example: ``with display.phase("building the policy"): ...`` prints ``building the policy ...``
+    to a log, or shows it with a spinner on a terminal until the block ends.
     """
 
     def __init__(
@@ -42,16 +42,17 @@ class Display:
         self._status: Status | None = None
 
     def line(self, text: str) -> None:
-        """A line that stays."""
+        """Prints a line that stays on the screen."""
         if self._shown:
             self.console.print(text, markup=False)
 
     @contextmanager
     def phase(self, text: str, *, announced: bool = True) -> Iterator[None]:
-        """Shows ``text`` while the block runs, and how long it took when that is long.
+        """Shows ``text`` while the block runs, then its duration if that was long.
 
-        ``announced``: a log gets a line when the phase begins. False for phases of every step, which
-        on a terminal are shown all the same.
+        Args:
+            announced: a log gets a line when the phase begins. False for phases of every step,
+                which a terminal shows all the same.
         """
         if not self._shown:
             yield
@@ -65,14 +66,17 @@ class Display:
         finally:
             self._hide()
         seconds = self._clock() - begin
-        if announced and seconds >= WORTH_SAYING_S:
+        if announced and seconds >= _LONG_S:
             self.line(f"{text}: {duration(seconds)}")
 
     def generating(self, what: str, num_responses: int) -> Progress:
-        """A function that an engine calls as responses get done.
+        """A function that an engine calls as responses finish.
 
-        ``what``: which generation this is ("step 12"); ``num_responses``: how many are wanted. A log
-        gets a line every ``LOG_EVERY_S`` seconds, so a short generation says nothing there.
+        A log gets a line every ``LOG_EVERY_S`` seconds, so nothing of a short generation.
+
+        Args:
+            what: which generation this is, e.g. "step 12".
+            num_responses: how many it will finish.
         """
         begin = self._clock()
         last_line = begin
@@ -81,10 +85,8 @@ class Display:
             nonlocal last_line
             now = self._clock()
             elapsed = max(now - begin, 1e-9)
-            text = (
-                f"{what}: {num_done} of {num_responses} responses, "
-                f"{num_tokens / elapsed:.0f} tokens/s, {duration(elapsed)}"
-            )
+            speed = f"{num_tokens / elapsed:.0f} tokens/s"
+            text = f"{what}: {num_done} of {num_responses} responses, {speed}, {duration(elapsed)}"
             if self._status is not None:
                 self._status.update(text)
             elif self._shown and not self._live and now - last_line >= LOG_EVERY_S:
@@ -107,7 +109,7 @@ class Display:
 
 
 def duration(seconds: float) -> str:
-    """A time span as people say it: ``8 s``, ``3 min 20 s``, ``2 h 05 min``."""
+    """A time span with two units at most: ``8 s``, ``3 min 20 s``, ``2 h 05 min``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

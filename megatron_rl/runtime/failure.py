@@ -1,10 +1,10 @@
-"""How a launch ends when something goes wrong: whichever rank fails first says it, once.
+"""How a launch ends when something goes wrong: the rank that fails first reports it, once.
 
-The first rank to fail (``runtime/ballot.py``) prints its error as the last thing on the screen and
-writes it into the file that torchrun reads (TORCHELASTIC_ERROR_FILE), then leaves. The others keep
-still until torchrun ends them: a rank that left earlier would make torchrun end the first one, too.
-Errors that only follow from another rank's end (a connection that breaks) wait for its message;
-where none comes, the ranks that are gone are named.
+The first rank to fail (``runtime/ballot.py``) prints its error as the last thing on the screen,
+writes it into the file that torchrun reads (TORCHELASTIC_ERROR_FILE), and exits. The others wait
+until torchrun ends them: if one of them exited earlier, torchrun would end the first one before its
+message is out. Errors that only follow from another rank's end (a broken connection) wait for that
+rank's message; where none comes, the ranks that are gone are named.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from types import FrameType
 from megatron_rl.errors import first_line
 from megatron_rl.runtime.ballot import Ballot, alive
 
-MAX_LINES = 12
-CAUSE_S = 1.0  # an error that follows from another one waits so long for its message
-GONE_S = 5.0  # then so long until the rank that is gone can be named
-WINNER_S = 15.0  # the first rank may take so long to say its message
-ARRIVE_S = 4.0  # the slowest rank of a loaded machine to import what it needs
-FOLLOW_ELSEWHERE_S = 3.0  # for the message on another machine to come out
-FOLLOW_S = 6.0  # torchrun sends SIGTERM within 0.1 s of the first exit
+_MAX_LINES = 12
+_CAUSE_S = 1.0  # how long a consequence waits for the message of its cause,
+_GONE_S = 5.0  # and then for a rank that can be named as gone
+_WINNER_S = 15.0  # how long the first rank may take to report
+_ARRIVE_S = 4.0  # for the slowest rank of a loaded machine to import what it needs
+_FOLLOW_ELSEWHERE_S = 3.0  # for the message on another machine to come out
+_FOLLOW_S = 6.0  # torchrun sends SIGTERM within 0.1 s of the first exit
 
-# What gloo, NCCL and the store say when another rank has gone, or never came.
-BROKEN_CONNECTION = re.compile(
+# The words of gloo, NCCL and the store when another rank is gone, or never came.
+_BROKEN_CONNECTION = re.compile(
     r"gloo|GLHF|NCCL|nccl|Connection (closed|reset|refused)|Broken pipe|Timed out waiting|"
     r"Socket Timeout|failed to recv|failed to send|TCPStore|process group has been aborted"
 )
-OUT_OF_MEMORY = re.compile(
+_OUT_OF_MEMORY = re.compile(
     r"out of memory|can't allocate memory|Cannot allocate memory|bad_alloc|failed to map segment"
 )
 # A thread needs room for its stack and a place among the user's processes; the text is the same.
-OUT_OF_THREADS = re.compile(r"Resource temporarily unavailable|can't start new thread")
-OUT_OF_FILES = re.compile(r"[Tt]oo many open files")
+_OUT_OF_THREADS = re.compile(r"Resource temporarily unavailable|can't start new thread")
+_OUT_OF_FILES = re.compile(r"[Tt]oo many open files")
 
 
 @dataclass(frozen=True)
@@ -65,31 +65,33 @@ class Message:
 
 
 class State:
-    """Of this process. Signals and exceptions belong to the process, so there is one of it."""
+    """What this process knows of its launch. One instance, as signals belong to the process."""
 
     def __init__(self) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
         self.peers: list[Peer] = []
         self.saved_step: int | None = None
-        self.ballot = ballot_of_launch()
+        self.ballot = _ballot_of_launch()
         self.reporting = threading.Lock()  # held from the first error on, never released
         self.terminated = threading.Event()
 
 
-def ballot_of_launch() -> Ballot:
-    """torchrun gives each rank a file ``<folder of this start>/<local rank>/error.json``."""
+def _ballot_of_launch() -> Ballot:
+    """The ballot of the ranks that torchrun started with this one."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if size == 1:
+        return Ballot(None, None, local_size)
+    # torchrun gives each rank a file <folder of this start>/<local rank>/error.json.
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    folder = Path(file).parent.parent if file and size > 1 else None
-    several_machines = size > local_size
-    unknown = folder is None and size > 1
-    elsewhere = first_of_all_machines if several_machines or unknown else None
-    return Ballot(folder, elsewhere, local_size)
+    if not file:
+        return Ballot(None, _first_of_all_machines, local_size)
+    elsewhere = _first_of_all_machines if size > local_size else None
+    return Ballot(Path(file).parent.parent, elsewhere, local_size)
 
 
-def first_of_all_machines() -> bool:
-    """Asks the store of the launch, which is that of torchrun on the first machine."""
+def _first_of_all_machines() -> bool:
+    """Whether this process fails first, by the store of torchrun on the first machine."""
     import torch.distributed as dist
 
     try:
@@ -103,36 +105,36 @@ def first_of_all_machines() -> bool:
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         me = f"{socket.gethostname()}:{os.getpid()}"
         return store.compare_set(f"megatron_rl/first_failure/{start}", "", me) == me.encode()
-    except (RuntimeError, ValueError, KeyError):  # no store, no answer: nobody else is known to be first
-        return True
+    except (RuntimeError, ValueError, KeyError):
+        return True  # without a store nobody else is known to be first
 
 
 STATE = State()
 
 
 def joined(rank: int, peers: list[Peer]) -> None:
-    """This rank has met all others."""
-    STATE.rank, STATE.peers = rank, peers
+    """Notes that this rank has met all others."""
+    STATE.rank = rank
+    STATE.peers = peers
 
 
 def saved(step: int) -> None:
-    """The state after ``step`` is on the disk: said when the run is interrupted."""
+    """Notes that the state after ``step`` is on the disk, for the message of an interruption."""
     STATE.saved_step = step
 
 
-def leave(code: int) -> None:
-    """Ends the process now. Engines hold threads and groups whose orderly teardown can wait for ranks
-    that are already gone."""
+def exit_process(code: int) -> None:
+    """Ends the process now: normal teardown of engines can hang on dead ranks, hence os._exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def report(error: BaseException, rank: int | None = None) -> int:
-    """Says the error if this rank is the first to fail, else waits for the one that is.
+    """Prints the error if this rank is the first to fail, else waits for the one that is.
 
-    A ``ValueError`` or ``FileNotFoundError`` is the user's: one message. Anything else is a fault and
-    comes with its traceback.
+    A ``ValueError`` or ``FileNotFoundError`` is the user's: one message. Anything else is a fault
+    and comes with its traceback.
 
     Returns:
         The exit code: 1; 0 for a rank that only followed and was then ended by torchrun, so that
@@ -141,10 +143,10 @@ def report(error: BaseException, rank: int | None = None) -> int:
     if rank is not None:
         STATE.rank = rank
     try:
-        hold_signals()
-    except KeyboardInterrupt as interrupt:  # between the error and here
+        _hold_signals()
+    except KeyboardInterrupt as interrupt:  # a Ctrl-C between the error and here
         error = interrupt
-        hold_signals()
+        _hold_signals()
     if not STATE.reporting.acquire(blocking=False):
         threading.Event().wait()  # the thread that answers SIGTERM ends the process
     if isinstance(error, KeyboardInterrupt):
@@ -154,13 +156,14 @@ def report(error: BaseException, rank: int | None = None) -> int:
     gone: list[Peer] = []
     message = describe(error)
     if is_consequence(error):
-        gone = wait_for_cause()
-        message = Message(f"error: {without_word(gone)}{unsaved()}") if gone else message
+        gone = _wait_for_cause()
+        if gone:
+            message = Message(f"error: {without_word(gone)}{unsaved()}")
     return say_or_follow(message, by_others=bool(gone))
 
 
-def hold_signals() -> None:
-    """SIGTERM and Ctrl-C no longer cut a message short. Only the main thread may do this."""
+def _hold_signals() -> None:
+    """Keeps SIGTERM and Ctrl-C from cutting a message short. For the main thread only."""
 
     def note(number: int, frame: FrameType | None) -> None:
         STATE.terminated.set()
@@ -170,34 +173,41 @@ def hold_signals() -> None:
 
 
 def say_or_follow(message: Message, *, by_others: bool = False) -> int:
-    """Returns the exit code. ``by_others``: ranks of this machine have failed before this one."""
+    """Prints ``message`` or follows the first rank; returns the exit code.
+
+    Args:
+        by_others: ranks of this machine have failed before this one.
+    """
     ballot = STATE.ballot
     while not ballot.win():
         if ballot.lost_elsewhere:
             write_error_file("another machine of the launch failed first, and says why")
-            return follow(FOLLOW_ELSEWHERE_S)
-        heard = ballot.wait(lambda: ballot.decided() or not ballot.pending(), WINNER_S)
+            return _follow(_FOLLOW_ELSEWHERE_S)
+        heard = ballot.wait(lambda: ballot.decided() or not ballot.pending(), _WINNER_S)
         if ballot.decided():
-            return follow()
-        if not heard:  # it lives and says nothing: better twice than not at all
-            break
+            return _follow()
+        if not heard:
+            break  # the winner lives and stays silent: better two messages than none
     say(message)
     if by_others:
-        return follow()
+        return _follow()
     # A rank that torchrun ends before it has arrived appears as one more failure in the summary.
-    ballot.wait(ballot.complete, ARRIVE_S)
+    ballot.wait(ballot.complete, _ARRIVE_S)
     return 1
 
 
-def follow(seconds: float = FOLLOW_S) -> int:
-    """Another rank has failed: wait for torchrun's SIGTERM. The torchrun of another machine than that
-    of the failed rank sends none; there the first rank leaves before the others."""
+def _follow(seconds: float = _FOLLOW_S) -> int:
+    """Waits for torchrun's SIGTERM after another rank's failure; returns the exit code.
+
+    torchrun sends none on other machines than that of the failed rank: there the first rank exits
+    before the others.
+    """
     ended = STATE.ballot.wait(STATE.terminated.is_set, seconds)
     return 0 if ended and not STATE.ballot.lost_elsewhere else 1
 
 
 def say(message: Message) -> None:
-    """On the screen, last, and into torchrun's file."""
+    """Prints the message as the last on the screen, and writes it into torchrun's file."""
     sys.stdout.flush()
     sys.stderr.write(message.traceback + message.text + "\n")
     sys.stderr.flush()
@@ -206,7 +216,7 @@ def say(message: Message) -> None:
 
 
 def write_error_file(text: str) -> None:
-    """In the form of torch.distributed.elastic.multiprocessing.errors, whose reader is torchrun."""
+    """Writes ``text`` for torchrun, in the form of torch.distributed.elastic's error handler."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
@@ -218,36 +228,37 @@ def write_error_file(text: str) -> None:
 
 
 def describe(error: BaseException) -> Message:
-    """The message of an exception."""
-    shortage = out_of_memory(error) or out_of_files(error)
+    """The message of an exception, with a traceback if it is a fault of the program."""
+    shortage = _out_of_memory(error) or _out_of_files(error)
     if shortage:
         return Message(f"error: {shortage}")
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         return Message(
-            f"error: {error.filename}: no such file or folder. If it was moved or deleted while the "
-            "program ran, put it back and start again (resume=auto: from the last checkpoint)"
+            f"error: {error.filename}: no such file or folder. If it was moved or deleted while the"
+            " program ran, put it back and start again (resume=auto: from the last checkpoint)"
         )
-    known = isinstance(error, ValueError | FileNotFoundError)
-    if known and not isinstance(error, UnicodeError):
-        return Message(shortened(f"error: {error}"))
+    of_the_user = isinstance(error, ValueError | FileNotFoundError)
+    if of_the_user and not isinstance(error, UnicodeError):
+        return Message(_first_lines(f"error: {error}"))
     text = f"[rank {STATE.rank}] error: {type(error).__name__}: {error}"
-    return Message(shortened(text), "".join(traceback.format_exception(error)))
+    return Message(_first_lines(text), "".join(traceback.format_exception(error)))
 
 
-def shortened(text: str) -> str:
-    """At most MAX_LINES lines; says how many more there were."""
+def _first_lines(text: str) -> str:
+    """At most ``_MAX_LINES`` lines, the last of which counts those that were cut."""
     lines = text.splitlines()
-    if len(lines) <= MAX_LINES:
+    if len(lines) <= _MAX_LINES:
         return text
-    rest = len(lines) - MAX_LINES + 1
-    return "\n".join([*lines[: MAX_LINES - 1], f"  ... and {rest} more lines"])
+    num_cut = len(lines) - _MAX_LINES + 1
+    return "\n".join([*lines[: _MAX_LINES - 1], f"  ... and {num_cut} more lines"])
 
 
-def out_of_memory(error: BaseException) -> str | None:
-    """What to say of an error that means "no memory left", with the place in this package; else None."""
+def _out_of_memory(error: BaseException) -> str | None:
+    """The message of an error that means "no memory left", with its place; else None."""
     text = str(error)
-    threads = isinstance(error, RuntimeError) and OUT_OF_THREADS.search(text)
-    by_text = isinstance(error, RuntimeError | OSError | ImportError) and OUT_OF_MEMORY.search(text)
+    threads = isinstance(error, RuntimeError) and _OUT_OF_THREADS.search(text)
+    libraries = isinstance(error, RuntimeError | OSError | ImportError)
+    by_text = libraries and _OUT_OF_MEMORY.search(text)
     if not (isinstance(error, MemoryError) or by_text or threads):
         return None
     import resource
@@ -256,71 +267,81 @@ def out_of_memory(error: BaseException) -> str | None:
     limited = ""
     if limit != resource.RLIM_INFINITY:
         limited = f" This process may use {limit / 2**30:.1f} GiB (ulimit -v): raise that."
-    said = f"{place_of(error)}: {first_line(error)}.{limited}"
+    details = f"{_place_of(error)}: {first_line(error)}.{limited}"
     if threads:
         return (
-            f"rank {STATE.rank} is out of memory or of threads{said}\n"
+            f"rank {STATE.rank} is out of memory or of threads{details}\n"
             "Raise the limit on processes (ulimit -u, pids of the container), or start fewer ranks."
         )
     return (
-        f"rank {STATE.rank} is out of memory{said}\n"
-        "Lower batch.tokens_per_microbatch, rollout.kv_cache_gib or rollout.max_num_seqs, spread the "
-        "model over more ranks\n(parallel, precision), or use a smaller model; tools/plan_memory.py "
-        "computes what a rank needs."
+        f"rank {STATE.rank} is out of memory{details}\n"
+        "Lower batch.tokens_per_microbatch, rollout.kv_cache_gib or rollout.max_num_seqs, spread"
+        " the model over more ranks\n"
+        "(parallel, precision), or use a smaller model; tools/plan_memory.py computes what a rank"
+        " needs."
     )
 
 
-def out_of_files(error: BaseException) -> str | None:
-    """What to say of an error that means "no more files and sockets can be opened"; else None."""
-    if not isinstance(error, RuntimeError | OSError) or not OUT_OF_FILES.search(str(error)):
+def _out_of_files(error: BaseException) -> str | None:
+    """The message of an error that means "no more files or sockets can be opened"; else None."""
+    if not isinstance(error, RuntimeError | OSError) or not _OUT_OF_FILES.search(str(error)):
         return None
     import resource
 
     limit, largest = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
-        f"rank {STATE.rank} cannot open more files or connections{place_of(error)}: {first_line(error)}.\n"
-        f"The limit is {limit} open files (ulimit -n): raise it, to 65536 for instance; without a new "
-        f"login at most to {largest} (ulimit -Hn)."
+        f"rank {STATE.rank} cannot open more files or connections{_place_of(error)}:"
+        f" {first_line(error)}.\n"
+        f"The limit is {limit} open files (ulimit -n): raise it, to 65536 for instance; without a"
+        f" new login at most to {largest} (ulimit -Hn)."
     )
 
 
-def place_of(error: BaseException) -> str:
-    """The innermost line of this package, e.g. `` in model.py:120 (forward)``; empty where unknown."""
+def _place_of(error: BaseException) -> str:
+    """The innermost line of this package, e.g. `` in model.py:120 (forward)``; else empty."""
     frames = traceback.extract_tb(error.__traceback__)
+    # Without the first frame, which is that of the entry point.
     own = [frame for frame in frames[1:] if "megatron_rl" in Path(frame.filename).parts]
-    return f" in {Path(own[-1].filename).name}:{own[-1].lineno} ({own[-1].name})" if own else ""
+    if not own:
+        return ""
+    innermost = own[-1]
+    return f" in {Path(innermost.filename).name}:{innermost.lineno} ({innermost.name})"
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether another rank's end, or its absence, can have caused this. Looked for in the whole chain:
-    a broken connection is often wrapped."""
-    if out_of_files(error):
+    """Whether another rank's end, or its absence, can have caused this error."""
+    if _out_of_files(error):
         return False
+    # A broken connection is often wrapped; a chain of exceptions may have a cycle.
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
         seen.add(id(link))
-        from_torch = any(kind.__name__ == "DistError" for kind in type(link).__mro__)
-        if from_torch or (isinstance(link, RuntimeError) and BROKEN_CONNECTION.search(str(link))):
+        # By name: importing torch.distributed takes seconds, and it may not be loaded yet.
+        from_torch = any(base.__name__ == "DistError" for base in type(link).__mro__)
+        if from_torch or (isinstance(link, RuntimeError) and _BROKEN_CONNECTION.search(str(link))):
             return True
         link = link.__cause__ or link.__context__
     return False
 
 
-def wait_for_cause() -> list[Peer]:
-    """Waits until another rank says why it ended. Returns the ranks of this machine that are gone
-    without a word; none when there is a word, or when all live."""
+def _wait_for_cause() -> list[Peer]:
+    """Waits until another rank reports; returns the ranks of this machine that died silently.
+
+    None when a rank has reported, or when all live.
+    """
     ballot = STATE.ballot
 
     def heard() -> bool:
         return ballot.decided() or ballot.pending()
 
-    if len(STATE.peers) > 1 and not ballot.wait(heard, CAUSE_S):
-        ballot.wait(lambda: heard() or bool(gone_ranks()), GONE_S)
+    if len(STATE.peers) > 1 and not ballot.wait(heard, _CAUSE_S):
+        ballot.wait(lambda: heard() or bool(gone_ranks()), _GONE_S)
     return [] if heard() else gone_ranks()
 
 
 def gone_ranks() -> list[Peer]:
+    """The ranks of this machine whose processes do not run any more."""
     here = socket.gethostname()
     return [peer for peer in STATE.peers if peer.host == here and not alive(peer.pid)]
 
@@ -333,7 +354,9 @@ def without_word(gone: list[Peer]) -> str:
 
 
 def unsaved() -> str:
-    """For the end of a message. Nothing where no run is in progress."""
+    """The end of a message that says what was saved; empty where no run is in progress."""
     if STATE.saved_step is None:
         return ""
-    return f"; nothing was saved since step {STATE.saved_step}" if STATE.saved_step else "; nothing was saved"
+    if STATE.saved_step == 0:
+        return "; nothing was saved"
+    return f"; nothing was saved since step {STATE.saved_step}"

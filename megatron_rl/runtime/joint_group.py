@@ -1,4 +1,5 @@
-"""One process group over processes that were not launched together: the ranks of a trainer and the workers of a server."""
+"""One process group over processes that were not launched together: the ranks of a trainer and the
+workers of a server."""
 
 from __future__ import annotations
 
@@ -16,26 +17,30 @@ POLL_S = 0.002
 
 
 class JointGroupError(RuntimeError):
-    """A step that needs every process of a joint group cannot begin. The message says what is wrong, and where."""
+    """A step that needs every process of a joint group cannot begin. The message says what is
+    wrong, and where."""
 
 
 class Meeting:
-    """Lets processes begin a collective step only when all of them are there and well, so that none waits in it for one that is not; and
-    tells the first of them how it ended for the others. A step has a name of its own; a problem is a text, "" means none.
+    """Lets processes begin a collective step only when all of them are there and well, so that none
+    hangs in it; and tells the first of them how it ended for the others. A step has a name of its
+    own; a problem is a text, "" means none.
     """
 
     def __init__(self, store: dist.Store) -> None:
         self.store = store
 
     def arrive(self, step: str, rank: int, problem: str = "") -> None:
-        """All but the first: waits for the verdict of ``open``. Raises JointGroupError when any process has a problem."""
+        """All but the first: waits for the verdict of ``open``. Raises JointGroupError when any
+        process has a problem."""
         self.store.set(f"{step}/{rank}", problem)
         verdict = self.store.get(f"{step}/verdict").decode()
         if verdict:
             raise JointGroupError(verdict)
 
     def open(self, step: str, ranks: Sequence[int], alive: Callable[[], str]) -> None:
-        """The first: waits until all ``ranks`` arrived or ``alive()`` gives a reason why they will not. Raises as ``arrive`` does."""
+        """The first: waits until all ``ranks`` arrived or ``alive()`` gives a reason why they will
+        not. Raises as ``arrive`` does."""
         keys = [f"{step}/{rank}" for rank in ranks]
         verdict = ""
         while not verdict and not self.store.check(keys):
@@ -64,13 +69,17 @@ def together(problems: Mapping[int, str]) -> str:
     for rank, problem in problems.items():
         if problem:
             ranks.setdefault(problem, []).append(rank)
-    return "; ".join(f"rank {', '.join(map(str, some))}: {problem}" for problem, some in ranks.items())
+    return "; ".join(
+        f"rank {', '.join(map(str, affected))}: {problem}" for problem, affected in ranks.items()
+    )
 
 
 def host_store(address: str, timeout_s: float) -> dist.TCPStore:
-    """A store served by this process at a free port (``.port``). Not through torch's rendezvous: under torchrun that would look for the
-    agent's store instead of serving one."""
-    return dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    """A store served by this process at a free port (``.port``). Not through torch's rendezvous:
+    under torchrun that would look for the agent's store instead of serving one."""
+    return dist.TCPStore(
+        address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
 
 
 def visit_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
@@ -79,33 +88,43 @@ def visit_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 def join_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
-    """Collective over the ``size`` processes that share ``store``: gloo for the host's memory, NCCL for that of a GPU.
+    """Collective over the ``size`` processes that share ``store``: gloo for the host's memory, NCCL
+    for that of a GPU.
 
-    torch.distributed must be initialised, in each process with whatever world it has; its functions take the group as any other.
+    torch.distributed must be initialized, in each process with whatever world it has; its functions
+    take the group like any other.
     """
     timeout = timedelta(seconds=timeout_s)
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType
     group._set_default_backend(kind.GLOO)
     group._register_backend(
-        torch.device("cpu"), kind.GLOO, dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), rank, size, timeout=timeout)
+        torch.device("cpu"),
+        kind.GLOO,
+        dist.ProcessGroupGloo(dist.PrefixStore("cpu/", store), rank, size, timeout=timeout),
     )
     if torch.cuda.is_available():
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         backend = dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), rank, size, options)
-        group._register_backend(torch.device("cuda", torch.cuda.current_device()), kind.NCCL, backend)
-    # torch finds a process in a group by its rank in its own world, which here is unique in that world only. The others are never
-    # looked up by theirs, so any names do for them as long as the own one is right.
+        group._register_backend(
+            torch.device("cuda", torch.cuda.current_device()), kind.NCCL, backend
+        )
+    # torch translates a process's rank in its own world into its rank in the group. These processes
+    # have no world in common, so only this one's own entry means anything; the other entries must
+    # merely be there, one for each, and clash with nothing.
     own = dist.get_rank()
-    distributed_c10d._world.pg_group_ranks[group] = {(i - rank + own) % size: i for i in range(size)}
+    global_to_group = {(own + i - rank) % size: i for i in range(size)}
+    distributed_c10d._world.pg_group_ranks[group] = global_to_group
     distributed_c10d._world.pg_map[group] = ("gloo", store)
     return group
 
 
 def leave_group(group: dist.ProcessGroup, error: BaseException | None = None) -> None:
-    """Forgets the group, also the references that the frames of ``error`` hold. With the last reference gloo closes its connections, and
-    only then do peers that wait for this process learn that it will not come; so the caller drops its own as well."""
+    """Forgets the group, also the references that the frames of ``error`` hold. With the last
+    reference gloo closes its connections, and only then do peers that wait for this process learn
+    that it will not come; so the caller drops its own as well.
+    """
     distributed_c10d._world.pg_group_ranks.pop(group, None)
     distributed_c10d._world.pg_map.pop(group, None)
     group.abort()

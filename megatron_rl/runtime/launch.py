@@ -1,4 +1,7 @@
-"""The processes of a launch: who am I, and the few collectives of control (objects, flags), apart from the training groups."""
+"""The processes of a launch: who this one is, and the collectives of control.
+
+These carry objects and flags, apart from the groups of training.
+"""
 
 from __future__ import annotations
 
@@ -21,27 +24,32 @@ import torch.distributed as dist
 from megatron_rl.runtime import failure
 from megatron_rl.runtime.attendance import Attendance
 from megatron_rl.runtime.failure import Peer
-from megatron_rl.runtime.failure import leave as leave
+from megatron_rl.runtime.failure import exit_process as exit_process
 from megatron_rl.runtime.failure import report as report
 from megatron_rl.runtime.process import prepare
 from megatron_rl.runtime.process import reported as reported
 
 Value = TypeVar("Value")
 # The first release of torch whose CUDA build adds products of bfloat16 onto a float32 matrix
-# (torch.addmm with out_dtype, its input given as ``out``), as the backward pass of the logprobs does.
-FIRST_TORCH_ON_CUDA = (2, 11)
+# (torch.addmm with out_dtype, its input given as ``out``), as the backward pass of the logprobs
+# does.
+_FIRST_TORCH_ON_CUDA = (2, 11)
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of the launch. Objects travel over gloo, so that control never waits for a device queue."""
+    """All ranks of the launch.
+
+    Objects travel over gloo, so that control never waits for a device queue.
+    """
 
     rank: int
     size: int
     local_rank: int
     launch_id: str  # unique to this launch, equal on its ranks
     control_group: Any = None
-    local_size: int = 1  # ranks on this machine; neighbours in rank order
+    local_size: int = 1  # ranks on this machine; neighbors in rank order
     attendance: Attendance | None = None
 
     @property
@@ -65,7 +73,7 @@ class World:
         self.all_gather(None)
 
     def from_main(self, action: Callable[[], Value]) -> Value:
-        """What ``action`` returns on rank 0, on every rank; its exception likewise."""
+        """What ``action`` returns or raises on rank 0, on every rank."""
         outcome: tuple[Any, Exception | None] = (None, None)
         if self.is_main:
             try:
@@ -82,87 +90,117 @@ def start(timeout_s: float = 1800.0) -> World:
     """Joins the launch of torchrun (or a world of one) and selects this rank's device.
 
     Raises:
-        ValueError: some of torchrun's variables are set and others not, or torch is too old for CUDA.
+        ValueError: some of torchrun's variables are set and others not, or torch is too old for
+            CUDA.
     """
-    # CUDA reads it when it starts. The backward of a layer that is cut over ranks starts a collective,
-    # then a matrix product that is to run beside it. One queue of work to the device keeps this order;
-    # with several the product can come first and fill the device. A value of the user stays.
+    # CUDA reads it when it starts. The backward of a layer that is cut over ranks starts a
+    # collective, then a matrix product that is to run beside it. One queue of work to the device
+    # keeps this order; with several the product can come first and fill the device. A value of the
+    # user stays.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         refuse_old_torch(torch.__version__)
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    present = [name for name in names if name in os.environ]
-    if present and len(present) < len(names):
-        missing = ", ".join(sorted(set(names) - set(present)))
-        raise ValueError(f"launch: {missing} not set although {', '.join(present)} is; start with torchrun, or unset them")
-    if not present:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    _complete_variables()
+    local_rank = int(os.environ["LOCAL_RANK"])
+    local_size = int(os.environ["LOCAL_WORLD_SIZE"])
     prepare()
     if on_gpu:
         torch.cuda.set_device(local_rank)
     join("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout_s)
     control = dist.new_group(backend="gloo") if on_gpu else dist.group.WORLD
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     cards: list[Any] = [None] * size
     card = (uuid.uuid4().hex[:12], socket.gethostname(), os.getpid())
     dist.all_gather_object(cards, card, group=control)
     failure.joined(rank, [Peer(other, host, pid) for other, (_, host, pid) in enumerate(cards)])
+    launch_id = cards[0][0]
     attendance = Attendance(rank, size) if size > 1 else None
-    return World(rank, size, local_rank, cards[0][0], control, local_size, attendance)
+    return World(rank, size, local_rank, launch_id, control, local_size, attendance)
+
+
+def _complete_variables() -> None:
+    """Sets the variables of a world of one where torchrun has set none.
+
+    Raises:
+        ValueError: some are set and others not.
+    """
+    present = [name for name in _VARIABLES if name in os.environ]
+    if present and len(present) < len(_VARIABLES):
+        missing = ", ".join(sorted(set(_VARIABLES) - set(present)))
+        raise ValueError(
+            f"launch: {missing} not set although {', '.join(present)} is; start with torchrun, or"
+            " unset them"
+        )
+    if not present:
+        os.environ.update(
+            RANK="0",
+            WORLD_SIZE="1",
+            LOCAL_RANK="0",
+            LOCAL_WORLD_SIZE="1",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT="0",
+        )
 
 
 def refuse_old_torch(version: str) -> None:
-    """``version``: of a torch that uses CUDA, e.g. "2.13.0+cu130" or "2.11.0a0+eb65b36.nv26.02".
+    """Checks the version of a torch with CUDA, e.g. "2.13.0+cu130" or "2.11.0a0+eb65b36.nv26.02".
 
     Raises:
-        ValueError: it is older than ``FIRST_TORCH_ON_CUDA``; the first update would fail.
+        ValueError: it is older than ``_FIRST_TORCH_ON_CUDA``; the first update would fail.
     """
     major, minor = version.split(".")[:2]
-    if (int(major), int(minor)) >= FIRST_TORCH_ON_CUDA:
+    if (int(major), int(minor)) >= _FIRST_TORCH_ON_CUDA:
         return
-    wanted = ".".join(map(str, FIRST_TORCH_ON_CUDA))
+    wanted = ".".join(map(str, _FIRST_TORCH_ON_CUDA))
     raise ValueError(
-        f"launch: torch {version} cannot train on CUDA: it has no torch.addmm of bfloat16 matrices into "
-        f"a float32 one; torch {wanted} or newer is needed. Install the extra `gpu` of setup.py, which "
-        "names the tested versions, or use an image that Dockerfile.ngc builds"
+        f"launch: torch {version} cannot train on CUDA: it has no torch.addmm of bfloat16 matrices"
+        f" into a float32 one; torch {wanted} or newer is needed. Install the extra `gpu` of"
+        " setup.py, which names the tested versions, or use an image that Dockerfile.ngc builds"
     )
 
 
 def join(backend: str, timeout_s: float) -> None:
-    """``init_process_group``, whose errors do not name what the user can change."""
+    """``init_process_group``, with an error of the user's where the port is taken."""
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     except dist.DistNetworkError as error:
         if not re.search(r"EADDRINUSE|address already in use", str(error)):
             raise
         raise ValueError(
-            f"launch: port {os.environ['MASTER_PORT']} of this machine is taken by another program; "
-            "stop that, or choose another port (torchrun --standalone takes a free one)"
+            f"launch: port {os.environ['MASTER_PORT']} of this machine is taken by another program;"
+            " stop that, or choose another port (torchrun --standalone takes a free one)"
         ) from None
 
 
-class StderrHandler(logging.StreamHandler):
-    """Writes to what ``sys.stderr`` is at that moment: a live line of the display stands in for it
-    while it is shown, and lines printed past it would break it."""
+class _StderrHandler(logging.StreamHandler):
+    """Writes to what ``sys.stderr`` is at that moment.
+
+    While the display shows a live line, it replaces ``sys.stderr``; lines printed past it would
+    break that line.
+    """
 
     def __init__(self) -> None:
-        logging.Handler.__init__(self)
+        logging.Handler.__init__(self)  # StreamHandler would keep the present stream
 
     @property
     def stream(self) -> TextIO:
         return sys.stderr
 
 
-def set_up_messages(rank: int) -> None:
-    """Notices of this package from rank 0 and errors from every rank, on stderr. Of Python warnings only this package's own are
-    shown: those of libraries are for their developers (``python -W default`` brings them back)."""
-    handler = StderrHandler()
+def configure_logging(rank: int) -> None:
+    """Logs to stderr: INFO from rank 0, ERROR from all ranks.
+
+    Of Python warnings only this package's own are shown: those of libraries are for their
+    developers (``python -W default`` brings them back).
+    """
+    handler = _StderrHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger = logging.getLogger("megatron_rl")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-        warnings.filterwarnings("default", module=r"megatron_rl\.(?!runtime\.cpu)")  # runtime.cpu stands between torch and its callers
+        # runtime.device stands between torch and its callers, so torch's warnings name it.
+        warnings.filterwarnings("default", module=r"megatron_rl\.(?!runtime\.device)")

@@ -21,16 +21,17 @@ import socket
 import time
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
+
 NAME = ".lock"
-WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-log = logging.getLogger(__name__)
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 # Open for the life of the process: a record lock is lost when ANY descriptor of its file is closed,
 # so a folder that is held already must not be opened a second time.
 _held: dict[Path, int] = {}
 
 
 def hold(folder: Path, launch_id: str) -> None:
-    """Makes this process the only holder of ``folder`` until it ends; again is a no-op.
+    """Makes this process the only holder of ``folder`` until it ends; no-op the second time.
 
     Raises:
         ValueError: another process holds it; the message says which, on which host, since when.
@@ -43,11 +44,11 @@ def hold(folder: Path, launch_id: str) -> None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in WITHOUT_LOCKS:
+        if error.errno not in _WITHOUT_LOCKS:
             holder = _holder(descriptor)
             os.close(descriptor)
             raise _refusal(folder, holder, error) from None
-        log.warning(
+        logger.warning(
             "run_dir = %s: its file system has no locks (%s); a second run would not be noticed",
             folder,
             error.strerror,
@@ -57,19 +58,18 @@ def hold(folder: Path, launch_id: str) -> None:
 
 
 def release(folder: Path) -> None:
-    """Gives the folder back before the process ends; no-op where it is not held."""
+    """Releases the folder before the process ends; no-op where it is not held."""
     descriptor = _held.pop(folder.resolve() / NAME, None)
     if descriptor is not None:
         os.close(descriptor)
 
 
 def _sign(descriptor: int, launch_id: str) -> None:
-    started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     holder = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "launch": launch_id,
-        "since": started,
+        "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     }
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, (json.dumps(holder) + "\n").encode(), 0)
@@ -77,12 +77,12 @@ def _sign(descriptor: int, launch_id: str) -> None:
 
 
 def _holder(descriptor: int) -> str:
-    """Who signed last, in words. The file may be read between the lock and the signature."""
+    """Who signed last, as text."""
     try:
         holder = json.loads(os.pread(descriptor, 4096, 0))
         return "host {host}, process {pid}, launch {launch}, since {since}".format(**holder)
     except (ValueError, KeyError, TypeError):
-        return "a process that has not signed yet"
+        return "a process that has not signed yet"  # read between its lock and its signature
 
 
 def _refusal(folder: Path, holder: str, error: OSError) -> Exception:

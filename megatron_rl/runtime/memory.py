@@ -6,13 +6,15 @@ import logging
 import resource
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+logger = logging.getLogger(__name__)
+
 GIB = 2**30
-WINDOW_STEPS = 10
-log = logging.getLogger(__name__)
+_WINDOW_STEPS = 10
 
 
 def resident_gib() -> float:
@@ -22,9 +24,12 @@ def resident_gib() -> float:
 
 
 def memory_in_use(engine_bytes: Callable[[], int]) -> dict[str, float]:
-    """GiB in use now: ``host`` (resident set) and, with a CUDA device, ``allocated`` and ``reserved``
-    by torch, ``engine``, what the engine holds in an allocator of its own, and ``used``, all that is
-    taken of the device: by contexts, libraries and other processes, too."""
+    """GiB in use now, by kind.
+
+    ``host`` is the resident set. With a CUDA device there are ``allocated`` and ``reserved`` by
+    torch, ``engine`` in the engine's own allocator, and ``used`` of the whole device, by contexts,
+    libraries and other processes too.
+    """
     values = {"host": resident_gib()}
     if torch.cuda.is_available():
         values["allocated"] = torch.cuda.memory_allocated() / GIB
@@ -36,62 +41,117 @@ def memory_in_use(engine_bytes: Callable[[], int]) -> dict[str, float]:
 
 
 def available_gib(root: Path = Path("/")) -> float:
-    """Host memory that can still be taken without swapping, or what the control groups of this process leave where that is less.
-    ``root``: where proc and sys are."""
-    table = dict(line.split(":") for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines())
-    return min([int(table["MemAvailable"].split()[0]) * 1024, *_left_in_cgroups(root)]) / GIB
+    """Host memory that can still be taken without swapping, in GiB.
+
+    Less where the control groups of this process leave less. ``root``: where proc and sys are.
+    """
+    lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+    table = dict(line.split(":") for line in lines)
+    available_kib = int(table["MemAvailable"].split()[0])
+    return min([available_kib * 1024, *_left_in_cgroups(root)]) / GIB
+
+
+@dataclass(frozen=True)
+class _Controller:
+    """The files of a memory controller, one set for each version of control groups."""
+
+    top: str
+    limit: str
+    usage: str
+    stat_prefix: str
+
+
+_VERSION_1 = _Controller(
+    "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+)
+_VERSION_2 = _Controller("sys/fs/cgroup", "memory.max", "memory.current", "")
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:
-    """Bytes left in each control group above this process that limits memory (Slurm's --mem, a systemd slice, a container).
+    """Bytes left in each control group of this process that limits memory.
 
-    Pages of files do not count as used: they are dropped when memory is wanted. In a container /proc may name a folder that is not
-    mounted there; the container's own limit is then at the top of what is.
+    Such groups come from Slurm's --mem, a systemd slice or a container. In a container /proc may
+    name a folder that is not mounted there; the container's own limit is then at the top.
     """
     for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
-            top, limit_name, used_name, prefix = "sys/fs/cgroup", "memory.max", "memory.current", ""
+        if controllers == "":
+            files = _VERSION_2
         elif "memory" in controllers.split(","):
-            top, limit_name, used_name, prefix = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+            files = _VERSION_1
         else:
             continue
-        names = path.strip("/").split("/")
-        for group in (root.joinpath(top, *names[:depth]) for depth in range(len(names) + 1)):
-            if not (group / limit_name).is_file() or (limit := (group / limit_name).read_text(encoding="ascii").strip()) == "max":
-                continue
-            table = dict(row.split() for row in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-            files = int(table[f"{prefix}active_file"]) + int(table[f"{prefix}inactive_file"])
-            yield int(limit) - int((group / used_name).read_text(encoding="ascii")) + files
+        group = root / files.top
+        yield from _left_in(group, files)
+        for name in path.strip("/").split("/"):
+            group /= name
+            yield from _left_in(group, files)
+
+
+def _left_in(group: Path, files: _Controller) -> Iterator[int]:
+    """Bytes left in one control group; nothing where it has no limit."""
+    if not (group / files.limit).is_file():
+        return
+    limit = (group / files.limit).read_text(encoding="ascii").strip()
+    if limit == "max":
+        return
+    usage = int((group / files.usage).read_text(encoding="ascii"))
+    rows = (group / "memory.stat").read_text(encoding="ascii").splitlines()
+    stat = dict(row.split() for row in rows)
+    # Pages of files count as free: the kernel drops them when memory is needed.
+    prefix = files.stat_prefix
+    file_pages = int(stat[f"{prefix}active_file"]) + int(stat[f"{prefix}inactive_file"])
+    yield int(limit) - usage + file_pages
 
 
 class Ledger:
-    """Memory in use at the end of every phase of a step, and an alarm when the floor of a phase rises.
+    """Memory in use at the end of every phase of a step.
 
-    The floor is the least value of ``WINDOW_STEPS`` steps: peaks come and go, what is leaked stays.
+    It warns of leaks: when the minimum of a phase over ``_WINDOW_STEPS`` steps grows. Peaks come
+    and go, what is leaked stays.
     """
 
-    def __init__(self, measure: Callable[[], Mapping[str, float]], alarm_growth_gib: float | None) -> None:
-        """``measure`` gives GiB by kind; ``alarm_growth_gib``: growth of a floor from one window to the next that gets a warning
-        (None: no alarm)."""
-        self._measure, self._alarm = measure, alarm_growth_gib
+    def __init__(
+        self, measure: Callable[[], Mapping[str, float]], alarm_growth_gib: float | None
+    ) -> None:
+        """
+        Args:
+            measure: GiB in use, by kind.
+            alarm_growth_gib: growth of a minimum from one window to the next that gets a warning;
+                None: no warnings.
+        """
+        self._measure = measure
+        self._alarm_growth_gib = alarm_growth_gib
         self._step: dict[str, float] = {}
         self._history: dict[str, deque[float]] = {}
 
     def record(self, phase: str) -> None:
-        """Takes down the memory in use under the name of the phase that ends here; the last record of a step counts."""
-        self._step |= {f"memory/{phase}_{kind}_gib": value for kind, value in self._measure().items()}
+        """Records the memory in use at the end of ``phase``; the last record of a step counts."""
+        for kind, value in self._measure().items():
+            self._step[f"memory/{phase}_{kind}_gib"] = value
 
     def end_step(self) -> dict[str, float]:
-        """The metrics of the step, by name; warns about floors that rose."""
-        finished, self._step = self._step, {}
+        """The metrics of the step, by name; warns of leaks."""
+        finished = self._step
+        self._step = {}
         for key, value in finished.items():
-            history = self._history.setdefault(key, deque(maxlen=2 * WINDOW_STEPS))
+            history = self._history.setdefault(key, deque(maxlen=2 * _WINDOW_STEPS))
             history.append(value)
-            if self._alarm is not None and len(history) == 2 * WINDOW_STEPS:
-                values = list(history)
-                before, now = min(values[:WINDOW_STEPS]), min(values[WINDOW_STEPS:])
-                if now - before > self._alarm:
-                    log.warning("%s: the floor rose from %.2f to %.2f in %d steps", key, before, now, WINDOW_STEPS)
-                    history.clear()
+            self._warn_of_leak(key, history)
         return finished
+
+    def _warn_of_leak(self, key: str, history: deque[float]) -> None:
+        if self._alarm_growth_gib is None or len(history) < 2 * _WINDOW_STEPS:
+            return
+        values = list(history)
+        before = min(values[:_WINDOW_STEPS])
+        now = min(values[_WINDOW_STEPS:])
+        if now - before > self._alarm_growth_gib:
+            logger.warning(
+                "%s: the minimum over %d steps rose from %.2f to %.2f",
+                key,
+                _WINDOW_STEPS,
+                before,
+                now,
+            )
+            history.clear()  # the next warning needs two new windows

@@ -1,5 +1,8 @@
-"""Ranks end with their torchrun. Linux only: elsewhere a rank whose torchrun is killed runs on until
-it misses a message of another rank."""
+"""Ranks end with their torchrun.
+
+Linux only: elsewhere a rank whose torchrun is killed runs on until it misses a message of another
+rank.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 
-# The parent when this module is imported. Taken early: a torchrun that is killed before `end_with_it`
-# sends no signal, but it is no longer the parent then.
-PARENT = os.getppid()
+# Taken at import: a torchrun that is killed before `end_with_it` sends no signal, but then it is
+# no longer the parent.
+_PARENT = os.getppid()
 
 
 def end_with_it() -> None:
-    """From now on the kernel kills this process when its parent ends, however that ends.
+    """Makes the kernel kill this process when its parent ends, however that ends.
 
     SIGKILL and not SIGTERM: a rank that nobody supervises must not write another byte into a folder
     that the next start of the run already uses. What is on the disk stays whole, as after any kill.
@@ -26,5 +29,5 @@ def end_with_it() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != PARENT:
+    if os.getppid() != _PARENT:
         os.kill(os.getpid(), signal.SIGKILL)

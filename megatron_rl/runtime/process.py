@@ -1,5 +1,8 @@
-"""What every program of a launch does first: it ends with its torchrun, it ends at once on SIGTERM,
-and its errors are said once (``runtime/failure.py``)."""
+"""What every program of a launch sets up first.
+
+It ends with its torchrun, it ends at once on SIGTERM, and its errors are reported once
+(``runtime/failure.py``).
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,33 @@ import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from megatron_rl.runtime import parent
-from megatron_rl.runtime.failure import STATE, leave, report
+from megatron_rl.runtime.failure import STATE, exit_process, report
 from megatron_rl.runtime.termination import answer_termination
+
+
+class Launched(NamedTuple):
+    """What torchrun says of this process: ``local_size`` processes on its machine; None without
+    torchrun."""
+
+    rank: int
+    local_size: int | None
+
+
+def launched() -> Launched:
+    """How this process was started, before any process group exists."""
+    local_size = os.environ.get("LOCAL_WORLD_SIZE")
+    return Launched(
+        int(os.environ.get("RANK", "0")), None if local_size is None else int(local_size)
+    )
 
 
 @functools.cache
 def prepare() -> None:
     """Once per process, in its main thread. ``launch.start`` does it where ``reported`` did not."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # else the parent is a shell, which may end before
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # else the parent is a shell, which may end earlier
         parent.end_with_it()
     answer_termination()
     STATE.ballot.arrive()
@@ -24,15 +44,16 @@ def prepare() -> None:
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Around the whole of a program. An exception inside ends the process: that of the first rank is
-    said, see ``failure.report``. ``SystemExit`` passes.
+    """Around a whole program: an exception inside is reported once and ends the process.
+
+    See ``failure.report``. ``SystemExit`` passes.
 
     Example::
 
         with reported():
             world = start()
             ...
-        leave(0)
+        exit_process(0)
     """
     prepare()
     try:
@@ -40,4 +61,4 @@ def reported() -> Iterator[None]:
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001 (reported, then the process ends)
-        leave(report(error))
+        exit_process(report(error))

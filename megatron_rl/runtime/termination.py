@@ -1,7 +1,7 @@
-"""SIGTERM ends a rank at once, with one line, wherever it is.
+"""SIGTERM ends a rank at once, with one line, also inside a collective.
 
-A Python signal handler does not run while the main thread waits inside a collective. The byte that
-the interpreter writes to a pipe when the signal arrives does come, and a thread reads it.
+A Python signal handler does not run while the main thread waits inside a collective. But the
+interpreter writes a byte to a pipe when the signal arrives, and a thread reads that.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import threading
 from types import FrameType
 
 from megatron_rl.runtime import failure
-from megatron_rl.runtime.failure import STATE, Message, leave
+from megatron_rl.runtime.failure import STATE, Message, exit_process
 
 
 def answer_termination() -> None:
-    """From now on. Call it in the main thread, where alone Python lets one set handlers. Processes
-    made by a plain fork do not inherit it."""
+    """Ends this process on SIGTERM from now on; a plain fork does not inherit that.
+
+    For the main thread, where alone Python lets one set handlers.
+    """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -27,7 +29,7 @@ def answer_termination() -> None:
 
 
 def _arrived(number: int, frame: FrameType | None) -> None:
-    """All that counts is the byte in the pipe."""
+    """Nothing to do: the byte in the pipe is what counts."""
 
 
 def _forget() -> None:
@@ -37,7 +39,7 @@ def _forget() -> None:
 
 def _answer(reading: int) -> None:
     while os.read(reading, 1) != bytes([signal.SIGTERM]):
-        pass  # another signal with a handler of its own
+        pass  # another signal, which has a handler of its own
     if not STATE.reporting.acquire(blocking=False):
         STATE.terminated.set()
         return
@@ -46,10 +48,6 @@ def _answer(reading: int) -> None:
     text = "ended by SIGTERM"
     if gone:
         text = f"error: {failure.without_word(gone)}"
-    leave(_end(Message(text + failure.unsaved()), bool(gone)))
-
-
-def _end(message: Message, by_others: bool) -> int:
-    """The exit code: 0 where another rank of this machine has failed, else that of a SIGTERM."""
-    code = failure.say_or_follow(message, by_others=by_others)
-    return code and 128 + signal.SIGTERM
+    code = failure.say_or_follow(Message(text + failure.unsaved()), by_others=bool(gone))
+    # 0 where another rank of this machine has failed, else the exit code of a SIGTERM.
+    exit_process(code and 128 + signal.SIGTERM)

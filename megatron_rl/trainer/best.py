@@ -1,4 +1,4 @@
-"""The best held-out score of a run so far, and when to give up hope of a better one."""
+"""The best held-out score of a run so far, and when a better one is no longer waited for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Scores:
         self.without_better = 0
 
     def note(self, metrics: Mapping[str, Any]) -> bool:
-        """Takes the metrics of a step; whether they hold the best score so far (no score: False).
+        """Whether the metrics of a step hold the best score so far; False where they hold none.
 
         Raises:
             ValueError: an evaluation did not give the metric.
@@ -41,12 +41,14 @@ class Scores:
         if self.best is not None and value <= self.best:
             self.without_better += 1
             return False
-        self.best, self.best_step = value, int(metrics["step"])
+        self.best = value
+        self.best_step = int(metrics["step"])
         self.without_better = 0
         return True
 
     @property
     def exhausted(self) -> bool:
+        """Whether ``stop_after`` evaluations in a row brought no better score."""
         return self._stop_after is not None and self.without_better >= self._stop_after
 
     def as_text(self) -> str:

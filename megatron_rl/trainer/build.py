@@ -2,114 +2,248 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from functools import partial
 
 from megatron_rl.config.checks import num_optimizer_steps
 from megatron_rl.config.schema import Config
-from megatron_rl.data.reading import read_data, training_stream
+from megatron_rl.data.reading import Data, read_data, training_stream
 from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.engine.engine import VllmEngine
+from megatron_rl.engine.recorder import UndiscoveredError
 from megatron_rl.loss import Method
+from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.protocols import WeightSync
+from megatron_rl.policy.settings import PolicySettings
+from megatron_rl.protocols import Entropy, WeightSync
 from megatron_rl.rewards.build import build_reward
-from megatron_rl.rollout.engine import VllmEngine
+from megatron_rl.runtime.device import device
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import Ledger, memory_in_use
 from megatron_rl.runtime.signals import StopRequest
 from megatron_rl.trainer.bundle import write_bundle
-from megatron_rl.trainer.evaluate import Evaluator
-from megatron_rl.trainer.handover import HandOver
+from megatron_rl.trainer.colocation import ColocatedSync, Colocation
+from megatron_rl.trainer.evaluator import Evaluator
 from megatron_rl.trainer.health import Health
 from megatron_rl.trainer.hooks import RolloutHooks
+from megatron_rl.trainer.learner import Learner, MinibatchPlan
+from megatron_rl.trainer.logprob_check import CheckedSync, LogprobCheck, check_sequences
 from megatron_rl.trainer.objective import check_visual_entropy
 from megatron_rl.trainer.preflight import check_before_build
-from megatron_rl.trainer.rollouts import Generator, Rollouts
+from megatron_rl.trainer.rollouts import (
+    Rollouts,
+    Sampler,
+    evaluation_sampling,
+    rollout_sampling,
+    stop_token_ids,
+)
 from megatron_rl.trainer.run_folder import RunFolder
 from megatron_rl.trainer.run_record import data_fingerprint
-from megatron_rl.trainer.settings import evaluation_sampling, rollout_sampling, schedule, stop_token_ids
-from megatron_rl.trainer.sync import build_canary, build_sync
-from megatron_rl.trainer.trainer import Parts, Trainer
+from megatron_rl.trainer.sources import Colocated
+from megatron_rl.trainer.trainer import Trainer
+from megatron_rl.types import Prompt, TransferOptions
+from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rollout_shards
+from megatron_rl.weight_sync.gather import GatherSync
+from megatron_rl.weight_sync.reshard import ReshardSync
+from megatron_rl.weight_sync.shards import expand
+
+# What a method wants entropies for, and what the policy then computes.
+ENTROPY: dict[str, Entropy] = {"none": "none", "metric": "value", "grad": "grad"}
+
+logger = logging.getLogger(__name__)
 
 
 def build_trainer(config: Config, world: World, display: Display) -> Trainer:
-    """Everything that can be wrong with the input is read before the engines are built, which takes long."""
+    """Collective. Everything that can be wrong with the input is read before policy and engine are
+    built, which takes long."""
     stop_requested = StopRequest()  # first of all: a signal during the build must not be lost
     tokenizer = load_tokenizer(config.model.path)
     with display.phase("reading the prompts"):
         data = read_data(config, tokenizer)
-        train, held_out = data.train_prompts, data.held_out_prompts
         reward = build_reward(config.reward, lambda prompt: prompt.text)
-        reward.check([*train, *held_out])
-    method = Method(config.method, response_limit=config.rollout.max_response_tokens)
-    if config.batch.responses_per_prompt < method.needs.min_group:
-        raise ValueError(
-            f"batch.responses_per_prompt = {config.batch.responses_per_prompt}: method {method.name} compares the responses of a prompt "
-            f"and needs at least {method.needs.min_group}"
-        )
-    check_visual_entropy(train, method)
+        reward.check([*data.train_prompts, *data.held_out_prompts])
+    method = build_method(config, data)
     loader = training_stream(data, config)
     folder = RunFolder(config, world, display)
     start = folder.prepare(data_fingerprint(loader.state()))
     world.from_main(lambda: check_before_build(config, start, method.needs.ref_logprobs))
     with display.phase("building the policy"):
-        policy = build_policy(config, keep_reference=method.needs.ref_logprobs)
+        policy = build_policy(config, method)
     with display.phase("building the rollout engine"):
         engine, weight_sync = build_engine(config, world, policy)
-    generator = Generator(
-        engine, reward, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), world, display
-    )
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    sampler = Sampler(engine, reward, decode, world, display)
     stop_ids = stop_token_ids(tokenizer.eos_token_id)
     rollouts = Rollouts(
-        generator,
-        loader,
-        method,
-        rollout_sampling(config, stop_ids),
+        sampler=sampler,
+        loader=loader,
+        method=method,
+        sampling=rollout_sampling(config, stop_ids),
         prompts_per_step=config.batch.prompts_per_step,
-        share_prompts=config.batch.share_prompts,
         seed=config.seed,
         after_scoring=RolloutHooks(config.rollout_hooks, world),
+        log_samples=folder.log_samples,
     )
-    evaluator = Evaluator(
-        generator, held_out[: config.evaluation.num_prompts], evaluation_sampling(config, stop_ids), config.evaluation.pass_at
-    )
-    ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), config.memory.alarm_growth_gib)
-    parts = Parts(
-        policy=policy,
-        hand_over=HandOver(
-            policy, engine, weight_sync, config.memory.offload, ledger, build_canary(config, policy, engine, world, train)
-        ),
-        method=method,
-        rollouts=rollouts,
-        evaluator=evaluator,
+    memory = build_colocation(config, policy, engine)
+    weight_sync = ColocatedSync(weight_sync, memory)
+    if config.weight_sync.logprob_check_every > 0:
+        check = build_logprob_check(config, policy, engine, world, data.train_prompts)
+        weight_sync = CheckedSync(weight_sync, check)
+    held_out = data.held_out_prompts[: config.evaluation.num_prompts]
+    sampling = evaluation_sampling(config, stop_ids)
+    return Trainer(
+        config=config.trainer,
+        source=Colocated(rollouts, policy, engine, weight_sync, memory),
+        learner=build_learner(config, world, policy, method),
+        evaluator=Evaluator(config.evaluation, sampler, held_out, sampling),
         folder=folder,
         world=world,
-        stop_requested=stop_requested.__bool__,
         display=display,
-        health=Health(config.nonfinite, config.mismatch_alarm, partial(write_bundle, config, world, policy)),
+        stop_requested=stop_requested.__bool__,
     )
-    return Trainer(parts, schedule(config))
 
 
-def build_policy(config: Config, *, keep_reference: bool) -> MegatronPolicy:
+def build_method(config: Config, data: Data) -> Method:
+    """The method of the run.
+
+    Raises:
+        ValueError: the groups are too small for it, or the prompts lack what it reads.
+    """
+    method = Method(config.method, response_limit=config.rollout.max_response_tokens)
+    if config.batch.responses_per_prompt < method.needs.min_group:
+        raise ValueError(
+            f"batch.responses_per_prompt = {config.batch.responses_per_prompt}: method"
+            f" {method.name} compares the responses of a prompt and needs at least"
+            f" {method.needs.min_group}"
+        )
+    check_visual_entropy(data.train_prompts, method)
+    return method
+
+
+def build_policy(config: Config, method: Method) -> MegatronPolicy:
     """Collective. The policy with the weights of ``model.path``."""
-    return MegatronPolicy(
-        config.model,
-        config.parallel,
-        config.precision,
-        config.optim,
-        temperature=config.rollout.temperature,
-        keep_reference=keep_reference,
+    rollout = config.rollout
+    settings = PolicySettings(
+        temperature=rollout.temperature,
+        keep_reference=method.needs.ref_logprobs,
         total_optimizer_steps=num_optimizer_steps(config),
-        max_sequence_tokens=config.rollout.max_prompt_tokens + config.rollout.max_response_tokens,
+        max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_response_tokens,
+        tokens_per_microbatch=config.batch.tokens_per_microbatch,
+        share_prompts=config.batch.share_prompts,
+        entropy=ENTROPY[method.needs.entropy],
+    )
+    return MegatronPolicy(config.model, config.parallel, config.precision, config.optim, settings)
+
+
+def build_learner(config: Config, world: World, policy: MegatronPolicy, method: Method) -> Learner:
+    """The learner and what watches over it."""
+    fp8 = config.precision.fp8
+    return Learner(
+        policy=policy,
+        method=method,
+        health=Health(
+            config.nonfinite, config.mismatch_limits, partial(write_bundle, config, world, policy)
+        ),
+        plan=build_minibatch_plan(config),
+        update_matches_score=fp8 is None or fp8.logprobs == "same",
     )
 
 
-def build_engine(config: Config, world: World, policy: MegatronPolicy) -> tuple[VllmEngine, WeightSync]:
-    """The engine takes its memory when it is built: the policy makes room for it as it does in every step, and gets it back."""
+def build_minibatch_plan(config: Config) -> MinibatchPlan:
+    return MinibatchPlan(
+        prompts_per_minibatch=config.batch.prompts_per_minibatch,
+        epochs_per_rollout=config.trainer.epochs_per_rollout,
+        seed=config.seed,
+    )
+
+
+def build_engine(
+    config: Config, world: World, policy: MegatronPolicy
+) -> tuple[VllmEngine, WeightSync]:
+    """Collective. The engine takes its memory when it is built: the policy makes room for it as it
+    does in every step, and gets it back."""
     policy.offload(config.memory.offload)
-    engine = VllmEngine(config.model.path, config.rollout, seed=config.seed, launch_id=world.launch_id)
-    weight_sync = build_sync(config, policy, engine, world)  # before the engine sleeps: a plan looks at its weights
+    engine = VllmEngine(
+        config.model.path, config.rollout, seed=config.seed, launch_id=world.launch_id
+    )
+    # Before the engine sleeps: a plan looks at its weights.
+    weight_sync = build_sync(config, policy, engine, world)
     engine.sleep()
     policy.reload()
     return engine, weight_sync
+
+
+def build_colocation(config: Config, policy: MegatronPolicy, engine: VllmEngine) -> Colocation:
+    """Policy and sleeping engine on one device, which the policy has."""
+    ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), config.memory.alarm_growth_gib)
+    return Colocation(policy, engine, config.memory.offload, ledger)
+
+
+def build_sync(
+    config: Config, policy: MegatronPolicy, engine: VllmEngine, world: World
+) -> WeightSync:
+    """Collective. ``weight_sync.method``: gather; or reshard, whose plan is made here, and its cost
+    is logged.
+
+    Raises:
+        ValueError: policy and engine do not fit each other, or no plan is possible for the
+            architecture.
+    """
+    settings = config.weight_sync
+    if settings.method == "gather":
+        return GatherSync(policy, engine, verify=settings.verify)
+    layout = RolloutLayout(config.rollout.tensor, engine.num_replicas)
+    origin = find_shards(engine, policy.arch, config.rollout.dtype, layout, world.rank)
+    options = TransferOptions(settings.bucket_mib, settings.rounds_in_flight, settings.verify)
+    sync = ReshardSync(policy, engine, options, gpus_per_node=world.local_size, device=device())
+    if world.is_main:
+        plan = sync.plan
+        sizes = (plan.bytes_sent, plan.lower_bound, plan.gather_bytes, plan.bytes_local)
+        logger.info(
+            "weight sync: what the engine wants is %s; each sync sends %.1f MiB between processes"
+            " (least possible: %.1f; gathering: %.1f) and copies %.1f MiB inside them",
+            origin,
+            *(size / 2**20 for size in sizes),
+        )
+    return sync
+
+
+def find_shards(
+    engine: VllmEngine, arch: Architecture, dtype: str, layout: RolloutLayout, rank: int
+) -> str:
+    """Lets the engine find out what it wants, or tells it by the declared table; returns which of
+    the two, in words."""
+    try:
+        engine.weight_boxes()
+    except UndiscoveredError as error:
+        try:
+            shape = ModelShape.of(arch, dtype)
+        except ValueError as unknown:
+            raise ValueError(
+                f"weight_sync.method = reshard: {error}, and {unknown};"
+                " set weight_sync.method=gather"
+            ) from error
+        engine.declare_boxes(expand(rollout_shards(shape, layout, rank)))
+        return f"declared ({error})"
+    return "recorded from its loaders"
+
+
+def build_logprob_check(
+    config: Config,
+    policy: MegatronPolicy,
+    engine: VllmEngine,
+    world: World,
+    prompts: Sequence[Prompt],
+) -> LogprobCheck:
+    """Raises ValueError when no prompt serves."""
+    settings = config.weight_sync
+    return LogprobCheck(
+        partial(policy.score, temperature=1.0),
+        engine,
+        world,
+        check_sequences(prompts),
+        every=settings.logprob_check_every,
+        tolerance=settings.logprob_check_tolerance,
+    )

@@ -1,17 +1,20 @@
-"""A minibatch on disk, with all that its loss and gradient depend on; tools/replay_step.py computes them again.
+"""A minibatch on disk, with all that its loss and gradient depend on; tools/replay_step.py computes
+them again.
 
-``run_dir/nonfinite/step_NNNNNN``: ``batch.safetensors`` (tokens, lengths, logprobs, rewards, credit), ``bundle.json`` (rows,
-micro-batches, what the run saw), ``config.json``, ``random_states.pt`` (one a rank) and ``weights/`` (a HF directory: the policy's
-weights when the minibatch came).
+``run_dir/nonfinite/step_NNNNNN``: ``batch.safetensors`` (tokens, lengths, logprobs, rewards,
+credit), ``bundle.json`` (rows, micro-batches, what the run saw), ``config.json``,
+``random_states.pt`` (one a rank) and ``weights/`` (a HF directory: the policy's weights when the
+minibatch came).
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,51 +23,85 @@ from torch import Tensor
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import Config
 from megatron_rl.loss import Credit
-from megatron_rl.protocols import Entropy, Policy
 from megatron_rl.runtime import random_state
 from megatron_rl.runtime.launch import World
+from megatron_rl.trainer.experience import Experience
 from megatron_rl.trainer.health import Minibatch
-from megatron_rl.trainer.objective import Scored
-from megatron_rl.trainer.rollouts import Experience
 from megatron_rl.types import SequenceBatch, TokenScores, UpdateResult
 
-BATCH, FACTS, CONFIG, RANDOM, WEIGHTS = "batch.safetensors", "bundle.json", "config.json", "random_states.pt", "weights"
+BATCH = "batch.safetensors"
+FACTS = "bundle.json"
+CONFIG = "config.json"
+RANDOM = "random_states.pt"
+WEIGHTS = "weights"
+
+
+class Microbatches(Protocol):
+    """How a policy cuts rows into micro-batches: what a bundle keeps of it."""
+
+    def plan(self, batch: SequenceBatch, rows: Sequence[int]) -> list[list[int]]:
+        """Those of this data-parallel rank."""
+
+
+class BundledPolicy(Protocol):
+    """What a bundle asks of the policy."""
+
+    data_parallel_rank: int
+    batching: Microbatches
+
+    def export(self, path: Path) -> None:
+        """See protocols.Policy."""
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """What ``read_bundle`` finds. ``splits``: the micro-batches of every data-parallel rank. ``loss`` and ``grad_norm``: those of the
-    run; None where the bundle was written before the step."""
+    """What ``read_bundle`` finds. ``experience``: as it was scored, without responses. ``splits``:
+    the micro-batches of every data-parallel rank. ``loss`` and ``grad_norm``: those of the run;
+    None where the bundle was written before the update."""
 
     config: Config
     step: int
     number: int
     world_size: int
-    scored: Scored
-    credit: Credit
+    experience: Experience
     rows: list[int]
     splits: list[list[list[int]]]
-    entropy: Entropy
     uids: list[str]
     loss: float | None
     grad_norm: float | None
 
+    @property
+    def credit(self) -> Credit:
+        assert self.experience.credit is not None
+        return self.experience.credit
 
-def write_bundle(config: Config, world: World, policy: Policy, minibatch: Minibatch, result: UpdateResult | None) -> Path:
-    """Collective: writes the bundle of ``minibatch`` with the weights as they are now; returns its folder."""
+
+def write_bundle(
+    config: Config,
+    world: World,
+    policy: BundledPolicy,
+    minibatch: Minibatch,
+    result: UpdateResult | None,
+) -> Path:
+    """Collective: writes the bundle of ``minibatch`` with the weights as they are now; returns its
+    folder."""
     path = Path(config.run_dir) / "nonfinite" / f"step_{minibatch.step:06d}"
-    by_rank = world.all_gather((policy.data_parallel_rank, [list(rows) for rows in minibatch.microbatches]))
+    split = policy.batching.plan(minibatch.experience.sequences, minibatch.rows)
+    # Tensor, context and pipeline ranks of a data-parallel rank have the same split.
+    by_rank = dict(world.all_gather((policy.data_parallel_rank, split)))
+    splits = [by_rank[rank] for rank in sorted(by_rank)]
     states = world.all_gather(random_state.capture())
 
     def write() -> None:
         if path.exists():
             shutil.rmtree(path)
         path.mkdir(parents=True)
-        facts = _facts(minibatch, result, world.size, dict(by_rank))
+        facts = _facts(minibatch, result, world.size, splits)
         (path / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="ascii")
-        (path / CONFIG).write_text(json.dumps(config.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
+        values = json.dumps(config.model_dump(mode="json"), indent=1)
+        (path / CONFIG).write_text(values + "\n", encoding="utf-8")
         torch.save(states, path / RANDOM)
-        save_file(_tensors(minibatch), path / BATCH)
+        save_file(_tensors(minibatch.experience), path / BATCH)
 
     world.from_main(write)
     policy.export(path / WEIGHTS)
@@ -72,92 +109,98 @@ def write_bundle(config: Config, world: World, policy: Policy, minibatch: Miniba
 
 
 def _facts(
-    minibatch: Minibatch, result: UpdateResult | None, world_size: int, splits: dict[int, list[list[int]]]
+    minibatch: Minibatch,
+    result: UpdateResult | None,
+    world_size: int,
+    splits: list[list[list[int]]],
 ) -> dict[str, Any]:
-    responses = minibatch.scored.experience.responses
     return {
         "step": minibatch.step,
         "minibatch": minibatch.number,
         "world_size": world_size,
         "rows": list(minibatch.rows),
-        "splits": [splits[rank] for rank in sorted(splits)],
-        "entropy": minibatch.entropy,
-        "uids": [response.prompt.uid for response in responses],
+        "splits": splits,
+        "uids": [response.prompt.uid for response in minibatch.experience.responses],
         "loss": None if result is None else repr(result.loss),  # "nan" and "inf" are not JSON
         "grad_norm": None if result is None else repr(result.grad_norm),
     }
 
 
-def _tensors(minibatch: Minibatch) -> dict[str, Tensor]:
-    scored, credit = minibatch.scored, minibatch.credit
-    experience, sequences = scored.experience, scored.experience.sequences
+def _tensors(experience: Experience) -> dict[str, Tensor]:
+    sequences = experience.sequences
+    credit = experience.credit
+    assert credit is not None
     tensors = {
         "token_ids": sequences.token_ids,
         "prompt_lengths": sequences.prompt_lengths,
         "response_lengths": sequences.response_lengths,
-        "prompt_ids": sequences.prompt_ids,
+        "prompt_index": sequences.prompt_index,
         "group_ids": experience.group_ids,
         "rewards": experience.rewards,
         "correct": experience.correct,
         "truncated": experience.truncated,
         "sampler_logprobs": experience.sampler_logprobs,
-        "old_logprobs": None if scored.old is None else scored.old.logprobs,
-        "ref_logprobs": None if scored.ref is None else scored.ref.logprobs,
+        "old_logprobs": None if experience.old is None else experience.old.logprobs,
+        "ref_logprobs": None if experience.ref is None else experience.ref.logprobs,
         "advantages": credit.advantages,
         "kl_weights": credit.kl_weights,
         "keep": credit.keep,
     }
     # A copy each: safetensors refuses tensors that share memory.
-    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items() if tensor is not None}
+    return {
+        name: tensor.detach().cpu().clone().contiguous()
+        for name, tensor in tensors.items()
+        if tensor is not None
+    }
 
 
 def read_bundle(path: Path) -> Bundle:
-    """The inverse of ``write_bundle``, but for the weights, whose folder becomes ``config.model.path``.
+    """The inverse of ``write_bundle``, but for the weights, whose folder becomes
+    ``config.model.path``.
 
     Raises:
         ValueError: ``path`` is not a whole bundle.
     """
     missing = [name for name in (BATCH, FACTS, CONFIG, WEIGHTS) if not (path / name).exists()]
     if missing:
-        raise ValueError(f"{path}: no {', '.join(missing)} in it; give a folder run_dir/nonfinite/step_NNNNNN")
+        raise ValueError(
+            f"{path}: no {', '.join(missing)} in it; give a folder run_dir/nonfinite/step_NNNNNN"
+        )
     facts = json.loads((path / FACTS).read_text(encoding="ascii"))
     values = json.loads((path / CONFIG).read_text(encoding="utf-8"))
     values["model"]["path"] = str(path / WEIGHTS)
-    scored, credit = _restored(load_file(path / BATCH))
     return Bundle(
         config=validate(Config, values, str(path / CONFIG)),
         step=facts["step"],
         number=facts["minibatch"],
         world_size=facts["world_size"],
-        scored=scored,
-        credit=credit,
+        experience=_restored(load_file(path / BATCH)),
         rows=facts["rows"],
         splits=facts["splits"],
-        entropy=facts["entropy"],
         uids=facts["uids"],
         loss=None if facts["loss"] is None else float(facts["loss"]),
         grad_norm=None if facts["grad_norm"] is None else float(facts["grad_norm"]),
     )
 
 
-def _restored(tensors: dict[str, Tensor]) -> tuple[Scored, Credit]:
-    sequences = SequenceBatch(
-        tensors["token_ids"], tensors["prompt_lengths"], tensors["response_lengths"], tensors.get("prompt_ids")
-    )
-    experience = Experience(
+def _restored(tensors: dict[str, Tensor]) -> Experience:
+    def scores(name: str) -> TokenScores | None:
+        return TokenScores(tensors[name], None) if name in tensors else None
+
+    return Experience(
         responses=(),
-        sequences=sequences,
+        sequences=SequenceBatch(
+            tensors["token_ids"],
+            tensors["prompt_lengths"],
+            tensors["response_lengths"],
+            tensors.get("prompt_index"),
+        ),
         group_ids=tensors["group_ids"],
         rewards=tensors["rewards"],
         correct=tensors["correct"],
         truncated=tensors["truncated"],
         sampler_logprobs=tensors["sampler_logprobs"],
-        discarded_groups=0,
-        tries=1,
+        credit=Credit(tensors["advantages"], tensors["kl_weights"], tensors["keep"], {}),
+        ref=scores("ref_logprobs"),
+        old=scores("old_logprobs"),
     )
-    old, ref = (
-        TokenScores(tensors[name], None) if name in tensors else None for name in ("old_logprobs", "ref_logprobs")
-    )
-    credit = Credit(tensors["advantages"], tensors["kl_weights"], tensors["keep"], {})
-    return Scored(experience, old, ref), credit
-

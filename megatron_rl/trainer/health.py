@@ -1,4 +1,5 @@
-"""Is training still sane? Judges every optimizer step and the agreement of sampler and trainer, and stops a run that is not."""
+"""Is training still sane? Judges every optimizer step and the agreement of sampler and trainer, and
+stops a run that is not."""
 
 from __future__ import annotations
 
@@ -7,47 +8,50 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.config.schema import MismatchAlarmConfig, NonFiniteConfig
+from megatron_rl.config.schema import MismatchLimits, NonFiniteConfig
 from megatron_rl.errors import NonFiniteError, first_line
-from megatron_rl.loss import Credit
-from megatron_rl.protocols import Entropy
-from megatron_rl.trainer.objective import Scored
+from megatron_rl.trainer.experience import Experience
 from megatron_rl.types import UpdateResult
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Minibatch:
-    """All that goes into one optimizer step. ``microbatches``: rows of this data-parallel rank."""
+    """All that goes into one optimizer step: ``rows`` of a scored experience."""
 
     step: int
     number: int  # of the minibatch within the step, from 1
-    scored: Scored
-    credit: Credit
+    experience: Experience
     rows: Sequence[int]
-    microbatches: Sequence[Sequence[int]]
-    entropy: Entropy
 
 
-# Collective: writes the minibatch, with the weights as they are now, and returns where. The result is None where there is none yet.
+# Collective: writes the minibatch, with the weights as they are now, and returns where. The result
+# is None before the update.
 WriteBundle = Callable[[Minibatch, UpdateResult | None], Path]
 
 
 class Health:
     """Judges what every rank knows alike, so that all ranks come to the same verdict."""
 
-    def __init__(self, nonfinite: NonFiniteConfig, alarm: MismatchAlarmConfig, write_bundle: WriteBundle) -> None:
-        self._nonfinite, self._alarm, self._write_bundle = nonfinite, alarm, write_bundle
+    def __init__(
+        self, nonfinite: NonFiniteConfig, limits: MismatchLimits, write_bundle: WriteBundle
+    ) -> None:
+        self._nonfinite = nonfinite
+        self._limits = limits
+        self._write_bundle = write_bundle
         self._skipped_in_a_row = 0
 
     def before(self, minibatch: Minibatch) -> None:
-        """Collective where ``nonfinite.bundle_step`` asks for a bundle of this step (its first minibatch)."""
+        """Collective where ``nonfinite.bundle_step`` asks for a bundle of this step (its first
+        minibatch)."""
         if minibatch.step == self._nonfinite.bundle_step and minibatch.number == 1:
-            log.info("step %d: bundle written to %s", minibatch.step, self._write_bundle(minibatch, None))
+            path = self._write_bundle(minibatch, None)
+            logger.info("step %d: bundle written to %s", minibatch.step, path)
 
     def after(self, minibatch: Minibatch, result: UpdateResult) -> None:
-        """Collective where the run stops: the weights are then those that the skipped steps left alone.
+        """Collective where the run stops: the weights are then those that the skipped steps left
+        alone.
 
         Raises:
             NonFiniteError: ``nonfinite.stop_after`` optimizer steps in a row were skipped.
@@ -56,16 +60,22 @@ class Health:
             self._skipped_in_a_row = 0
             return
         self._skipped_in_a_row += 1
-        log.warning(
-            "step %d, minibatch %d: loss %g, gradient norm %g; not finite, so the optimizer step is skipped (%d in a row)",
-            minibatch.step, minibatch.number, result.loss, result.grad_norm, self._skipped_in_a_row,
-        )  # fmt: skip
+        logger.warning(
+            "step %d, minibatch %d: loss %g, gradient norm %g; not finite, so the optimizer step is"
+            " skipped (%d in a row)",
+            minibatch.step,
+            minibatch.number,
+            result.loss,
+            result.grad_norm,
+            self._skipped_in_a_row,
+        )
         if self._skipped_in_a_row == self._nonfinite.stop_after:
             raise NonFiniteError(
-                f"step {minibatch.step}, minibatch {minibatch.number}: loss {result.loss:g}, gradient norm {result.grad_norm:g}; "
-                f"{self._skipped_in_a_row} optimizer steps in a row were skipped (nonfinite.stop_after). "
-                f"{self._bundle(minibatch, result)} The usual causes are optim.learning_rate and optim.clip_grad; "
-                "resume=auto goes on from the last checkpoint"
+                f"step {minibatch.step}, minibatch {minibatch.number}: loss {result.loss:g},"
+                f" gradient norm {result.grad_norm:g}; {self._skipped_in_a_row} optimizer steps in"
+                f" a row were skipped (nonfinite.stop_after). {self._bundle(minibatch, result)} The"
+                " usual causes are optim.learning_rate and optim.clip_grad; resume=auto goes on"
+                " from the last checkpoint"
             )
 
     def _bundle(self, minibatch: Minibatch, result: UpdateResult) -> str:
@@ -77,17 +87,28 @@ class Health:
         return f"To see where it comes from: python tools/replay_step.py {path}."
 
     def check_mismatch(self, step: int, mismatch: Mapping[str, float], *, skipped: bool) -> None:
-        """A difference that is not a number is above every limit. ``skipped``: an optimizer step of this step was, which says more.
+        """A difference that is not a number is above every limit. ``skipped``: an optimizer step of
+        this step was skipped, which stops nothing by itself.
 
         Raises:
-            ValueError: the largest difference is above ``mismatch_alarm.abort_above``.
+            ValueError: the largest difference is above ``mismatch_limits.abort_above``.
         """
-        warn, mean = self._alarm.warn_above, "mismatch/logprob_abs_diff_mean"
-        if warn is not None and not mismatch[mean] <= warn:
-            log.warning("step %d: %s = %.3g is above mismatch_alarm.warn_above = %g", step, mean, mismatch[mean], warn)
-        limit, key = self._alarm.abort_above, "mismatch/logprob_abs_diff_max"
-        if limit is not None and not mismatch[key] <= limit and not skipped:
+        mean = mismatch["mismatch/logprob_abs_diff_mean"]
+        warn_above = self._limits.warn_above
+        if warn_above is not None and not mean <= warn_above:
+            logger.warning(
+                "step %d: mismatch/logprob_abs_diff_mean = %.3g is above"
+                " mismatch_limits.warn_above = %g",
+                step,
+                mean,
+                warn_above,
+            )
+        largest = mismatch["mismatch/logprob_abs_diff_max"]
+        abort_above = self._limits.abort_above
+        if abort_above is not None and not largest <= abort_above and not skipped:
             raise ValueError(
-                f"step {step}: {key} = {mismatch[key]:.3g} is above mismatch_alarm.abort_above = {limit:g}; the sampler and the trainer "
-                "hold different weights or compute a different model; compare precisions, or raise the limit"
+                f"step {step}: mismatch/logprob_abs_diff_max = {largest:.3g} is above"
+                f" mismatch_limits.abort_above = {abort_above:g}; the sampler and the trainer hold"
+                " different weights or compute a different model; compare precisions, or raise the"
+                " limit"
             )

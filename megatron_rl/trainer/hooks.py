@@ -29,7 +29,7 @@ from megatron_rl.config.pieces import Named
 from megatron_rl.config.registry import register_piece
 from megatron_rl.plugins import named, place
 from megatron_rl.runtime.launch import World
-from megatron_rl.trainer.rollouts import Groups, Response
+from megatron_rl.trainer.experience import Groups, Response
 
 METRIC = re.compile(r"[a-z0-9_]+")
 
@@ -43,13 +43,9 @@ class RolloutEdit:
         RolloutEdit(rewards=[[0.5, 0.0], [0.0, 0.0]], keep=[True, False], metrics={"dropped": 1})
     """
 
-    rewards: Sequence[Sequence[float]] | None = (
-        None  # the new total reward of every response, by group
-    )
+    rewards: Sequence[Sequence[float]] | None = None  # the new total of every response, by group
     keep: Sequence[bool] | None = None  # one flag per group
-    metrics: Mapping[str, float] = field(
-        default_factory=dict
-    )  # logged as hook/<name of the hook>/<key>
+    metrics: Mapping[str, float] = field(default_factory=dict)  # logged as hook/<its name>/<key>
 
 
 Hook = Callable[..., RolloutEdit]
@@ -57,7 +53,8 @@ _hooks: dict[str, Hook] = {}
 
 
 def register_rollout_hook(name: str) -> Callable[[Hook], Hook]:
-    """``f(step, groups, *, knobs)`` returns a ``RolloutEdit``; the head of this file says what holds.
+    """``f(step, groups, *, knobs)`` returns a ``RolloutEdit``; the head of this file says what
+    holds.
 
     Registering calls nothing: a run names its hooks, ``rollout_hooks.<name>={}``.
     Example::

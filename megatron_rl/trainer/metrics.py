@@ -1,4 +1,4 @@
-"""Step metrics: the table that defines every key, and those computed from a rollout phase."""
+"""Step metrics, computed from the parts of a step. ``reporting.metrics`` defines every key."""
 
 from __future__ import annotations
 
@@ -11,49 +11,8 @@ from statistics import fmean
 from jaxtyping import Float
 from torch import Tensor
 
-from megatron_rl.trainer.rollouts import Experience
+from megatron_rl.trainer.experience import Experience
 from megatron_rl.types import SyncReport, TokenScores, UpdateResult, largest
-
-# Every key of metrics.jsonl: an exact name, or a prefix that ends in "/" with the rule for what stands behind it.
-TABLE: Mapping[str, str] = {
-    "step": "number of the finished step; 0 is the state before training",
-    "reward/mean": "mean total reward of the responses of the step, after rollout hooks and before shaping",
-    "reward/std": "population standard deviation of the same",
-    "reward/accuracy": "share of responses whose accuracy reward is 1",
-    "reward/part/": "mean of one part of the reward, before its weight",
-    "rollout/response_tokens_mean": "mean response length in tokens",
-    "rollout/response_tokens_max": "longest response in tokens",
-    "rollout/truncated_share": "share of responses cut by the length limit",
-    "rollout/discarded_groups": "groups thrown away by dynamic sampling",
-    "rollout/tries": "rounds of generation of dynamic sampling",
-    "rollout/num_responses": "responses of the step",
-    "rollout/entropy": "mean entropy of the policy at step start, in nats",
-    "hook/": "hook/<name of a rollout hook>/<key>: what the hook reports of the step",
-    "credit/": "statistics of the advantage estimation, see the method's card",
-    "loss/": "minibatch losses, mean over the optimizer steps",
-    "loss/total": "policy loss + KL loss - entropy bonus",
-    "policy/": "ratio current / old and shares of clipped tokens, mean over the optimizer steps (largest for *_max)",
-    "entropy/": "entropy of the policy during the update, in nats",
-    "kl/": "divergence estimates during the update, in nats",
-    "optim/grad_norm": "gradient norm before clipping, mean over the optimizer steps",
-    "optim/learning_rate": "learning rate of the last optimizer step",
-    "optim/skipped": "optimizer steps left out because loss or gradient norm was not finite",
-    "optim/empty_minibatches": "minibatches without a response to train on",
-    "mismatch/logprob_abs_diff_mean": "mean |old logprob - sampler logprob| over response tokens, in nats",
-    "mismatch/logprob_abs_diff_max": "largest of the same",
-    "mismatch/ratio_mean": "mean exp(old - sampler); 1 when trainer and sampler agree",
-    "mismatch/kl_k3": "mean exp(d) - d - 1 with d = old - sampler: KL(sampler || trainer), in nats",
-    "sync/bytes_sent": "bytes rank 0 sent to other ranks in the weight sync",
-    "sync/bytes_total": "bytes of weights that rank 0 took over in the weight sync",
-    "sync/canary_logprob_diff": "mean |engine - policy| logprob of the fixed sequences after the weight sync, where compared, in nats",
-    "sync/canary_logprob_diff_max": "the same, of the token where it is largest",
-    "eval/": "held-out evaluation, at the steps that have one",
-    "time/": "seconds of one phase on rank 0",
-    "throughput/response_tokens_per_s": "response tokens of the step / whole step seconds",
-    "memory/rss_gib": "resident memory of rank 0",
-    "memory/": "<phase>_<what>_gib on rank 0 at the end of a phase: allocated and reserved by torch, engine (held by vLLM), used (all of "
-    "the device), host",
-}  # fmt: skip
 
 
 class Clock:
@@ -69,6 +28,11 @@ class Clock:
             yield
         finally:
             self.seconds[phase] += time.perf_counter() - begin
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Adds what another clock measured."""
+        for phase, value in seconds.items():
+            self.seconds[phase] += value
 
 
 def rollout_metrics(experience: Experience) -> dict[str, float]:
@@ -90,11 +54,16 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
         for name, value in response.score.parts.items():
             parts[name].append(value)
     metrics |= experience.hook_metrics
-    return metrics | {f"reward/part/{name}": sum(values) / len(values) for name, values in sorted(parts.items())}
+    for name, values in sorted(parts.items()):
+        metrics[f"reward/part/{name}"] = sum(values) / len(values)
+    return metrics
 
 
-def mismatch_metrics(old_logprobs: Float[Tensor, " tokens"], sampler_logprobs: Float[Tensor, " tokens"]) -> dict[str, float]:
-    """How far the trainer's probabilities are from the sampler's on the sampled tokens, same weights on both sides."""
+def mismatch_metrics(
+    old_logprobs: Float[Tensor, " tokens"], sampler_logprobs: Float[Tensor, " tokens"]
+) -> dict[str, float]:
+    """How far the trainer's probabilities are from the sampler's on the sampled tokens, same
+    weights on both sides."""
     difference = (old_logprobs - sampler_logprobs).double()
     if difference.numel() == 0:
         return {}
@@ -107,26 +76,45 @@ def mismatch_metrics(old_logprobs: Float[Tensor, " tokens"], sampler_logprobs: F
 
 
 def entropy_metrics(old: TokenScores) -> dict[str, float]:
-    return {} if old.entropy is None else {"rollout/entropy": old.entropy.double().mean().item()}
+    """The entropy of the old policy, where its scores have one."""
+    if old.entropy is None:
+        return {}
+    return {"rollout/entropy": old.entropy.double().mean().item()}
+
+
+def credit_metrics(experience: Experience) -> dict[str, float]:
+    """What the method's credit says of a scored experience."""
+    assert experience.credit is not None
+    return {key: float(value) for key, value in experience.credit.metrics.items()}
 
 
 def sync_metrics(report: SyncReport) -> dict[str, float]:
-    metrics: dict[str, float] = {"sync/bytes_sent": report.bytes_sent, "sync/bytes_total": report.bytes_total}
-    canary = {"sync/canary_logprob_diff": report.canary_logprob_diff, "sync/canary_logprob_diff_max": report.canary_logprob_diff_max}
-    return metrics | {key: value for key, value in canary.items() if value is not None}
+    """What a weight sync moved, and how far engine and policy differ where they were compared."""
+    metrics: dict[str, float] = {
+        "sync/bytes_sent": report.bytes_sent,
+        "sync/bytes_total": report.bytes_total,
+    }
+    if report.logprob_check_diff is not None:
+        metrics["sync/logprob_check_diff"] = report.logprob_check_diff
+    if report.logprob_check_diff_max is not None:
+        metrics["sync/logprob_check_diff_max"] = report.logprob_check_diff_max
+    return metrics
 
 
 def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
-    """Mean over optimizer steps; maximum for keys that end in ``_max``; sum of the skipped ones; last learning rate."""
+    """Mean over optimizer steps; maximum for keys that end in ``_max``; sum of the skipped ones;
+    last learning rate."""
     if not updates:
         return {}
-    rows = [{**update.metrics, "loss/total": update.loss, "optim/grad_norm": update.grad_norm} for update in updates]
-    keys = dict.fromkeys(key for row in rows for key in row)
-    values = {key: [row[key] for row in rows if key in row] for key in keys}
-    merged = {key: largest(found) if key.endswith("_max") else fmean(found) for key, found in values.items()}
-    return merged | {"optim/learning_rate": updates[-1].learning_rate, "optim/skipped": sum(update.skipped for update in updates)}
-
-
-def defined(key: str) -> bool:
-    """Whether the table defines ``key``."""
-    return key in TABLE or any(key.startswith(prefix) for prefix in TABLE if prefix.endswith("/"))
+    values: dict[str, list[float]] = defaultdict(list)
+    for update in updates:
+        for key, value in update.metrics.items():
+            values[key].append(value)
+        values["loss/total"].append(update.loss)
+        values["optim/grad_norm"].append(update.grad_norm)
+    metrics: dict[str, float] = {}
+    for key, of_steps in values.items():
+        metrics[key] = largest(of_steps) if key.endswith("_max") else fmean(of_steps)
+    metrics["optim/learning_rate"] = updates[-1].learning_rate
+    metrics["optim/skipped"] = sum(update.skipped for update in updates)
+    return metrics

@@ -1,9 +1,8 @@
-"""The bridge from the flat token layout to ``Method.loss``: one object per minibatch, called once per micro-batch."""
+"""The bridge from the flat token layout to ``Method``: credit of a rollout, loss of a minibatch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -11,84 +10,103 @@ from torch import Tensor
 
 from megatron_rl.loss import Credit, Method, ResponseBatch, TokenBatch
 from megatron_rl.runtime.transfer import to_device
-from megatron_rl.trainer.rollouts import Experience
+from megatron_rl.trainer.experience import Experience
 from megatron_rl.types import LossOutput, Prompt, SequenceBatch, TokenScores, TokenView
 
 
-@dataclass(frozen=True)
-class Scored:
-    """A rollout phase with the trainer's own probabilities of it. ``old`` is None until an only update, whose own forward has the old
-    logprobs, has run: they are then the current ones without gradient."""
-
-    experience: Experience
-    old: TokenScores | None
-    ref: TokenScores | None
-
-
 def on_cpu(scores: TokenScores) -> TokenScores:
-    """Credit and bookkeeping run on the host; a micro-batch takes what it needs back to the device."""
-    return TokenScores(scores.logprobs.cpu(), None if scores.entropy is None else scores.entropy.cpu())
+    """``scores`` on the host."""
+    entropy = scores.entropy
+    return TokenScores(scores.logprobs.cpu(), None if entropy is None else entropy.cpu())
 
 
-def response_batch(scored: Scored, method: Method) -> ResponseBatch:
-    """What the credit is computed from; ``visual_entropy`` comes with the prompts (``extra.visual_entropy``) when the method asks.
+def credit_of(experience: Experience, method: Method) -> Credit:
+    """Advantages, KL weights and kept rows of a whole rollout.
 
-    The prompts have passed ``check_visual_entropy``.
+    The prompts have passed ``check_visual_entropy``; ``experience`` has its old logprobs where the
+    method reads statistics of them.
     """
-    experience, sequences = scored.experience, scored.experience.sequences
-    statistics: dict[str, Tensor] = {}
-    if method.needs.response_statistics:
-        assert scored.old is not None
-        mask = torch.ones_like(scored.old.logprobs, dtype=torch.bool)
-        ref = None if scored.ref is None else scored.ref.logprobs
-        statistics = method.response_statistics(scored.old.logprobs, ref, sequences.response_ids, mask, sequences.num_responses)
-    return ResponseBatch(
-        rewards=method.shape_rewards(experience.rewards, sequences.response_lengths, experience.truncated, _response_tokens(sequences)),
-        correct=experience.correct,
-        group_ids=experience.group_ids,
-        response_tokens=sequences.response_lengths,
-        truncated=experience.truncated,
-        visual_entropy=_visual_entropy(experience) if method.needs.visual_entropy else None,
-        **statistics,
+    sequences = experience.sequences
+    rewards = method.shape_rewards(
+        experience.rewards,
+        sequences.response_lengths,
+        experience.truncated,
+        _response_tokens(sequences),
+    )
+    return method.credit(
+        ResponseBatch(
+            rewards=rewards,
+            correct=experience.correct,
+            group_ids=experience.group_ids,
+            response_tokens=sequences.response_lengths,
+            truncated=experience.truncated,
+            visual_entropy=_visual_entropy(experience) if method.needs.visual_entropy else None,
+            **_statistics(experience, method),
+        )
+    )
+
+
+def _statistics(experience: Experience, method: Method) -> dict[str, Tensor]:
+    """What the method wants to know of each response's old logprobs."""
+    if not method.needs.response_statistics:
+        return {}
+    old = experience.old_logprobs
+    ref = None if experience.ref is None else experience.ref.logprobs
+    sequences = experience.sequences
+    mask = torch.ones_like(old, dtype=torch.bool)
+    return method.response_statistics(
+        old, ref, sequences.response_index, mask, sequences.num_responses
     )
 
 
 def check_visual_entropy(prompts: Iterable[Prompt], method: Method) -> None:
     """Raises ValueError where the method needs visual_entropy and a prompt does not carry it."""
-    for prompt in prompts if method.needs.visual_entropy else ():
+    if not method.needs.visual_entropy:
+        return
+    for prompt in prompts:
         if "visual_entropy" not in prompt.extra:
             raise ValueError(
-                f"prompt {prompt.uid}: the method needs extra.visual_entropy; compute it with tools/visual_entropy.py, "
-                "or use a method without the perceptual part (method=durian_reasoning)"
+                f"prompt {prompt.uid}: the method needs extra.visual_entropy; compute it with"
+                " tools/visual_entropy.py, or use a method without the perceptual part"
+                " (method=durian_reasoning)"
             )
 
 
 def _visual_entropy(experience: Experience) -> Float[Tensor, " responses"]:
-    return torch.tensor([float(response.prompt.extra["visual_entropy"]) for response in experience.responses])
+    return torch.tensor(
+        [float(response.prompt.extra["visual_entropy"]) for response in experience.responses]
+    )
 
 
 def _response_tokens(sequences: SequenceBatch) -> Int[Tensor, " tokens"]:
     """The response tokens of all sequences, in the response-token layout."""
-    starts = sequences.offsets[:-1] + sequences.prompt_lengths
-    within = torch.arange(int(sequences.response_lengths.sum())) - sequences.response_offsets[sequences.response_ids]
-    return sequences.token_ids[starts[sequences.response_ids] + within]
+    row = sequences.response_index
+    first = sequences.offsets[:-1] + sequences.prompt_lengths
+    num_tokens = int(sequences.response_lengths.sum())
+    within = torch.arange(num_tokens) - sequences.response_offsets[row]
+    return sequences.token_ids[first[row] + within]
 
 
 class MinibatchLoss:
-    """The loss of one optimizer step, with the denominators of all its kept responses fixed before the first backward."""
+    """The loss of one optimizer step over ``rows`` of a scored experience.
 
-    def __init__(self, method: Method, scored: Scored, credit: Credit, rows: Sequence[int]) -> None:
-        experience = scored.experience
+    The denominators are those of all rows, fixed before the first backward.
+    """
+
+    def __init__(self, method: Method, experience: Experience, rows: Sequence[int]) -> None:
+        credit = experience.credit
+        assert credit is not None, "a loss needs a scored experience"
         lengths = experience.sequences.response_lengths
-        self._method, self._scored = method, scored
-        self._response_ids = experience.sequences.response_ids
-        self._per_response = dict(
-            advantages=credit.advantages,
-            kl_weights=credit.kl_weights,
-            correct=experience.correct,
-            group_ids=experience.group_ids,
-            response_loss_tokens=lengths,
-        )
+        self._method = method
+        self._experience = experience
+        self._response_index = experience.sequences.response_index
+        self._per_response = {
+            "advantages": credit.advantages,
+            "kl_weights": credit.kl_weights,
+            "correct": experience.correct,
+            "group_ids": experience.group_ids,
+            "response_loss_tokens": lengths,
+        }
         self._on_device: dict[str, Tensor] = {}
         self._num_responses = len(rows)
         self._num_tokens = int(lengths[list(rows)].sum())
@@ -97,20 +115,26 @@ class MinibatchLoss:
         """Between a forward and its backward: nothing here waits for the device."""
         device = view.logprobs.device
         if not self._on_device:
-            self._on_device = {name: to_device(values, device) for name, values in self._per_response.items()}
+            self._on_device = {
+                name: to_device(values, device) for name, values in self._per_response.items()
+            }
 
         def tokens(values: Tensor) -> Tensor:
             return to_device(values[view.index], device)
 
-        old, ref = self._scored.old, self._scored.ref
+        experience = self._experience
+        if experience.on_policy:
+            old_logprobs = view.logprobs.detach()
+        else:
+            old_logprobs = tokens(experience.old_logprobs)
         result = self._method.loss(
             TokenBatch(
                 logprobs=view.logprobs,
-                old_logprobs=view.logprobs.detach() if old is None else tokens(old.logprobs),
-                response_ids=tokens(self._response_ids),
+                old_logprobs=old_logprobs,
+                response_index=tokens(self._response_index),
                 loss_mask=torch.ones_like(view.logprobs, dtype=torch.bool),
-                ref_logprobs=None if ref is None else tokens(ref.logprobs),
-                sampler_logprobs=tokens(self._scored.experience.sampler_logprobs),
+                ref_logprobs=None if experience.ref is None else tokens(experience.ref.logprobs),
+                sampler_logprobs=tokens(experience.sampler_logprobs),
                 entropy=view.entropy,
                 num_responses=self._num_responses,
                 num_tokens=self._num_tokens,

@@ -1,23 +1,23 @@
-"""What can fail is found before the engines are built: folder, disk room, checkpoint, keys."""
+"""Checks before policy and engine are built: folder, room on the disk, checkpoint, keys."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
 
+from megatron_rl.checkpoints import directory, facts, safe_load
 from megatron_rl.config.schema import Config
-from megatron_rl.policy import checkpoint_info, safe_load
+from megatron_rl.engine.requirements import check_start
 from megatron_rl.policy.families import read_architecture
-from megatron_rl.rollout.engine import check_start
-from megatron_rl.runtime import checkpoint_dir, disk, lock
-from megatron_rl.runtime.row_file import check_rows
+from megatron_rl.reporting.row_file import check_rows
+from megatron_rl.runtime import disk, lock
 from megatron_rl.trainer.start import CHECKPOINTS, EXPORTS, METRICS, SAMPLES, Start
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def claim(config: Config, launch_id: str) -> None:
-    """Makes ``run_dir``, takes it for this process, removes what a dead run left half written.
+    """Makes ``run_dir``, locks it for this process, removes what a dead run left half written.
 
     Raises:
         ValueError: it cannot be made or written, another run is using it, or its rows are damaged.
@@ -32,8 +32,8 @@ def claim(config: Config, launch_id: str) -> None:
             f"run_dir = {folder}: cannot be written ({error.strerror}: {error.filename}); {remedy}"
         ) from None
     for root in (folder, folder / CHECKPOINTS, folder / EXPORTS):
-        for path in checkpoint_dir.clean(root):
-            log.info("removed %s, which a run that died had left", path)
+        for path in directory.clean(root):
+            logger.info("removed %s, which a run that died had left", path)
     for name in (METRICS, SAMPLES):
         check_rows(folder / name)
 
@@ -48,50 +48,49 @@ def check_before_build(config: Config, start: Start, keep_reference: bool) -> No
     check_start(config.rollout)
     arch, _ = read_architecture(Path(config.model.path))
     if start.checkpoint is not None:
-        info = checkpoint_dir.check(start.checkpoint)
+        info = directory.check(start.checkpoint)
         optimizer = config.parallel.distributed_optimizer
-        wanted = checkpoint_info.describe(
+        wanted = facts.describe(
             arch, config.precision.params, distributed_optimizer=optimizer, reference=keep_reference
         )
-        checkpoint_info.refuse_other(start.checkpoint, info, wanted)
+        facts.refuse_other(start.checkpoint, info, wanted)
         safe_load.check_files(start.checkpoint)
-    parameters = checkpoint_info.num_parameters(arch, config.model.make_vocab_divisible_by)
+    parameters = facts.num_parameters(arch, config.model.make_vocab_divisible_by)
     _check_room(config, parameters, keep_reference)
     _check_wandb(config)
 
 
 def _check_room(config: Config, parameters: int, keep_reference: bool) -> None:
-    precision, folder = config.precision, Path(config.run_dir)
-    one = checkpoint_info.checkpoint_bytes(
+    precision = config.precision
+    folder = Path(config.run_dir)
+    checkpoint_bytes = facts.checkpoint_bytes(
         parameters,
         precision.params,
         precision.adam_moments,
         distributed_optimizer=config.parallel.distributed_optimizer,
         reference=keep_reference,
     )
-    export = (
-        checkpoint_info.export_bytes(parameters, precision.params)
-        if config.checkpoint.export_at_end
-        else 0
-    )
+    export_bytes = 0
+    if config.checkpoint.export_at_end:
+        export_bytes = facts.export_bytes(parameters, precision.params)
     free = disk.free_bytes(folder)
-    said = f"one checkpoint takes {disk.as_text(one)}"
-    if export:
-        said += f" and the export {disk.as_text(export)}"
-    said += f", {disk.as_text(free)} are free there"
-    if free < one + export:
+    sizes = f"one checkpoint takes {disk.as_text(checkpoint_bytes)}"
+    if export_bytes:
+        sizes += f" and the export {disk.as_text(export_bytes)}"
+    sizes += f", {disk.as_text(free)} are free there"
+    if free < checkpoint_bytes + export_bytes:
         raise ValueError(
-            f"run_dir = {folder}: no space left for its checkpoints: {said}; make room, or give a "
-            "run_dir on another disk"
+            f"run_dir = {folder}: no space left for its checkpoints: {sizes}; make room, or give a"
+            " run_dir on another disk"
         )
     # A new checkpoint is written before the oldest one goes.
-    kept = config.checkpoint.keep + 1 + int(config.checkpoint.keep_best)
+    num_kept = config.checkpoint.keep + 1 + int(config.checkpoint.keep_best)
     present = disk.used_bytes(folder / CHECKPOINTS)
-    if free + present < kept * one + export:
-        log.warning(
+    if free + present < num_kept * checkpoint_bytes + export_bytes:
+        logger.warning(
             "run_dir = %s: %s; checkpoint.keep = %d will fill the disk",
             folder,
-            said,
+            sizes,
             config.checkpoint.keep,
         )
 

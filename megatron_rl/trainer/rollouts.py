@@ -1,73 +1,50 @@
-"""Prompts in, scored responses out: generation over the engine's replicas, rewards, dynamic sampling with refills."""
+"""Prompts in, scored responses out: generation over the engine's replicas, rewards, dynamic
+sampling with refills."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
 
+from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader, WeightedLoader
-from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.loss import Method
 from megatron_rl.protocols import Reward, RolloutEngine
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.exchange import flattened
-from megatron_rl.types import Completion, Prompt, Sampling, Score, SequenceBatch
+from megatron_rl.trainer.experience import Experience, Groups, Response, experience_of
+from megatron_rl.trainer.metrics import Clock
+from megatron_rl.types import Completion, Prompt, Sampling
 
-
-@dataclass(frozen=True)
-class Response:
-    """One completion with its text and verdict."""
-
-    prompt: Prompt
-    completion: Completion
-    text: str
-    score: Score
-
-
-@dataclass(frozen=True)
-class Experience:
-    """One rollout phase: N responses in canonical (prompt, rollout) order, equal on every rank.
-
-    ``discarded_groups`` counts the groups dynamic sampling threw away and ``tries`` its rounds of generation.
-    """
-
-    responses: Sequence[Response]
-    sequences: SequenceBatch
-    group_ids: Int[Tensor, " responses"]
-    rewards: Float[Tensor, " responses"]
-    correct: Bool[Tensor, " responses"]
-    truncated: Bool[Tensor, " responses"]
-    sampler_logprobs: Float[Tensor, " tokens"]
-    discarded_groups: int
-    tries: int
-    hook_metrics: Mapping[str, float] = field(default_factory=dict)  # of rollout hooks
-
-
-Groups = Sequence[Sequence[Response]]
 # Between scoring and credit: the groups that go on, and metrics (``trainer/hooks.py``).
 AfterScoring = Callable[[int, Groups], tuple[Groups, dict[str, float]]]
+# Told the responses of a step.
+LogSamples = Callable[[int, Sequence[Response]], None]
 
 
 def unchanged(step: int, groups: Groups) -> tuple[Groups, dict[str, float]]:
-    """The form of a run without rollout hooks."""
+    """The ``AfterScoring`` of a run without rollout hooks."""
     return groups, {}
 
 
-class NothingToLearn(ValueError):
-    """No group of a step is of use. ``responses``: those of the last round, to look at."""
-
-    def __init__(self, message: str, responses: Sequence[Response]) -> None:
-        super().__init__(message)
-        self.responses = responses
+def not_logged(step: int, responses: Sequence[Response]) -> None:
+    """The ``LogSamples`` of a run that logs none."""
 
 
-class Generator:
+@dataclass(frozen=True)
+class Sampled:
+    """Scored responses to each of some prompts, and the seconds that ``rollout`` and ``reward``
+    took."""
+
+    groups: list[list[Response]]
+    seconds: Mapping[str, float]
+
+
+class Sampler:
     """Generates and scores; the trainer and the evaluator share it."""
 
     def __init__(
@@ -84,128 +61,178 @@ class Generator:
         self._world = world
         self._display = display
 
-    def run(
-        self, prompts: Sequence[Prompt], sampling: Sampling, clock: Callable, what: str
-    ) -> list[list[Response]]:
-        """``sampling.num_responses`` scored responses for each prompt, on every rank. ``what`` names
-        this generation where its progress is shown."""
+    def run(self, prompts: Sequence[Prompt], sampling: Sampling, what: str) -> Sampled:
+        """Collective. ``sampling.num_responses`` scored responses for each prompt, on every rank.
+        ``what`` names this generation where its progress is shown."""
+        clock = Clock()
         with clock("rollout"), self._display.phase(f"{what}: generating", announced=False):
             completions = self._generate(prompts, sampling, what)
         with clock("reward"):
-            return self._score(prompts, completions)
+            groups = self._score(prompts, completions)
+        return Sampled(groups, clock.seconds)
 
-    def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, what: str) -> list[list[Completion]]:
-        engine, world = self._engine, self._world
-        mine = self._share(prompts, engine.replica, engine.num_replicas)
-        progress = self._display.generating(what, len(mine) * sampling.num_responses)
-        completions = engine.generate(mine, sampling, progress) if mine else []
+    def _generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, what: str
+    ) -> list[list[Completion]]:
+        """Every replica answers a contiguous share of the prompts."""
+        engine = self._engine
+        world = self._world
+        share = _share(prompts, engine.replica, engine.num_replicas)
+        progress = self._display.generating(what, len(share) * sampling.num_responses)
+        completions = engine.generate(share, sampling, progress) if share else []
+        # All ranks of a replica have the same completions; its first rank sends them. Replicas are
+        # runs of world.size / num_replicas ranks, so that rank is the one that this divides.
         leads_replica = world.rank * engine.num_replicas % world.size == 0
         by_rank = world.all_gather(flattened(completions if leads_replica else []))
-        return [group for part in by_rank for group in part.groups()]
+        return [group for flat in by_rank for group in flat.groups()]
 
-    def _score(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[list[Response]]:
+    def _score(
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
+    ) -> list[list[Response]]:
         """Every rank scores a contiguous share of the responses."""
-        pairs = [(prompt, completion) for prompt, group in zip(prompts, completions, strict=True) for completion in group]
-        share = self._share(pairs, self._world.rank, self._world.size)
+        pairs = [
+            (prompt, completion)
+            for prompt, group in zip(prompts, completions, strict=True)
+            for completion in group
+        ]
+        share = _share(pairs, self._world.rank, self._world.size)
         texts = [self._decode(list(completion.token_ids)) for _, completion in share]
-        scores = self._reward.score([prompt for prompt, _ in share], texts, [completion.truncated for _, completion in share])
-        gathered = [row for part in self._world.all_gather(list(zip(texts, scores, strict=True))) for row in part]
-        rows = iter(gathered)
+        truncated = [completion.truncated for _, completion in share]
+        scores = self._reward.score([prompt for prompt, _ in share], texts, truncated)
+        by_rank = self._world.all_gather(list(zip(texts, scores, strict=True)))
+        judged = iter([row for rows in by_rank for row in rows])
         return [
-            [Response(prompt, completion, *next(rows)) for completion in group] for prompt, group in zip(prompts, completions, strict=True)
+            [Response(prompt, completion, *next(judged)) for completion in group]
+            for prompt, group in zip(prompts, completions, strict=True)
         ]
 
-    @staticmethod
-    def _share(items: Sequence, part: int, parts: int) -> Sequence:
-        """Part ``part`` of a contiguous split into ``parts`` that differ by at most one item."""
-        return items[len(items) * part // parts : len(items) * (part + 1) // parts]
+
+def _share(items: Sequence, index: int, count: int) -> Sequence:
+    """The share ``index`` of a contiguous split into ``count`` that differ by at most one item."""
+    return items[len(items) * index // count : len(items) * (index + 1) // count]
 
 
+@dataclass(frozen=True)
 class Rollouts:
-    """The colocated form: every rank samples with the newest weights, then every rank trains."""
+    """The responses of a step, by the newest weights: every rank samples, then every rank trains.
 
-    def __init__(
-        self,
-        generator: Generator,
-        loader: PromptLoader | WeightedLoader,
-        method: Method,
-        sampling: Sampling,
-        *,
-        prompts_per_step: int,
-        share_prompts: bool,
-        seed: int,
-        after_scoring: AfterScoring = unchanged,
-    ) -> None:
-        self._after_scoring = after_scoring
-        self._generator, self._loader, self._method, self._sampling = generator, loader, method, sampling
-        self._prompts_per_step, self._share_prompts, self._seed = prompts_per_step, share_prompts, seed
+    ``sampling`` is that of a training step; its seed is replaced in every round of generation.
+    """
 
-    def collect(self, step: int, clock: Callable) -> Experience:
-        """The responses of one training step. Under dynamic sampling (DAPO, 2503.14476 eq 11) groups the method does not want
-        are replaced by those of further prompts, for a bounded number of rounds; what was found by then is used.
+    sampler: Sampler
+    loader: PromptLoader | WeightedLoader
+    method: Method
+    sampling: Sampling
+    prompts_per_step: int
+    seed: int
+    after_scoring: AfterScoring = unchanged
+    log_samples: LogSamples = not_logged
+
+    def collect(self, step: int) -> Experience:
+        """The responses of one training step. Under dynamic sampling (DAPO, 2503.14476 eq 11)
+        groups the method does not want are replaced by those of further prompts, for a bounded
+        number of rounds; what was found by then is used.
+
+        Some responses are logged, also when none was wanted: whatever stops the run in this step,
+        they show what the policy answered.
 
         Raises:
-            NothingToLearn: no group was wanted.
-            ValueError: a rollout hook failed.
+            ValueError: no group was wanted, or a rollout hook failed.
         """
+        clock = Clock()
         kept: list[list[Response]] = []
-        last: list[Response] = []
+        latest: list[list[Response]] = []
         discarded = tries = 0
-        while len(kept) < self._prompts_per_step and tries < self._method.needs.max_sampling_tries:
-            prompts = self._loader.take(self._prompts_per_step - len(kept))
-            sampling = replace(self._sampling, seed=sampling_seed(self._seed, step, tries))
-            what = f"step {step}" if tries == 0 else f"step {step}, round {tries + 1}"
-            groups = self._generator.run(prompts, sampling, clock, what)
-            last = [response for group in groups for response in group]
+        while len(kept) < self.prompts_per_step and tries < self.method.needs.max_sampling_tries:
+            latest = self._round(step, tries, self.prompts_per_step - len(kept), clock)
             tries += 1
-            wanted = [group for group, keep in zip(groups, self._wanted(groups), strict=True) if keep]
-            discarded += len(groups) - len(wanted)
+            wanted = self._wanted(latest)
+            discarded += len(latest) - len(wanted)
             kept += wanted
         if not kept:
-            raise NothingToLearn(
-                f"dynamic sampling: all {discarded} groups of step {step} were entirely right or entirely wrong in {tries} rounds "
-                "(samples.jsonl has some of the last); use easier or harder prompts, raise method.filters.dynamic_sampling.max_tries "
-                "or switch it off (null)",
-                last,
+            self.log_samples(step, [response for group in latest for response in group])
+            raise ValueError(
+                f"dynamic sampling: all {discarded} groups of step {step} were entirely right or"
+                f" entirely wrong in {tries} rounds (samples.jsonl has some of the last); use"
+                " easier or harder prompts, raise method.filters.dynamic_sampling.max_tries or"
+                " switch it off (null)"
             )
         with clock("reward"):
-            groups, metrics = self._after_scoring(step, kept)
-        result = experience(groups, discarded, tries, self._share_prompts)
-        return replace(result, hook_metrics=metrics)
+            groups, metrics = self.after_scoring(step, kept)
+        experience = experience_of(groups)
+        self.log_samples(step, experience.responses)
+        return replace(
+            experience,
+            discarded_groups=discarded,
+            tries=tries,
+            hook_metrics=metrics,
+            seconds=clock.seconds,
+        )
 
-    def _wanted(self, groups: Sequence[Sequence[Response]]) -> list[bool]:
+    def _round(
+        self, step: int, attempt: int, num_prompts: int, clock: Clock
+    ) -> list[list[Response]]:
+        prompts = self.loader.take(num_prompts)
+        sampling = replace(self.sampling, seed=sampling_seed(self.seed, step, attempt))
+        what = f"step {step}" if attempt == 0 else f"step {step}, round {attempt + 1}"
+        sampled = self.sampler.run(prompts, sampling, what)
+        clock.add(sampled.seconds)
+        return sampled.groups
+
+    def _wanted(self, groups: list[list[Response]]) -> list[list[Response]]:
+        """The groups that the method learns from."""
         sizes = torch.tensor([len(group) for group in groups])
         correct = torch.tensor([response.score.correct for group in groups for response in group])
-        rows = self._method.wants_groups(correct, torch.repeat_interleave(torch.arange(len(groups)), sizes))
-        return rows[sizes.cumsum(0) - sizes].tolist()
+        group_ids = torch.repeat_interleave(torch.arange(len(groups)), sizes)
+        rows = self.method.wants_groups(correct, group_ids)
+        first_rows = sizes.cumsum(0) - sizes
+        wants = rows[first_rows].tolist()
+        return [group for group, wanted in zip(groups, wants, strict=True) if wanted]
 
-    def state(self) -> dict:
-        return self._loader.state()
+    def state(self) -> dict[str, Any]:
+        """The position in the prompts."""
+        return self.loader.state()
 
-    def restore(self, state: dict) -> None:
-        self._loader.restore(state)
+    def restore(self, state: dict[str, Any]) -> None:
+        self.loader.restore(state)
 
 
 def sampling_seed(seed: int, step: int, attempt: int) -> int:
-    """A seed of its own for every round of generation (32 bits; evaluation uses step 0 only)."""
+    """A distinct seed per generation round (32 bits); evaluation uses step 0 only."""
     return (seed * 1_000_003 + step * 1_009 + attempt) % 2**32
 
 
-def experience(groups: Sequence[Sequence[Response]], discarded_groups: int, tries: int, share_prompts: bool) -> Experience:
-    """Flattens groups of responses into the two layouts of ``megatron_rl.types``. ``share_prompts``: the policy is told which rows
-    have the same prompt."""
-    responses = [response for group in groups for response in group]
-    logprobs = [np.asarray(response.completion.sampler_logprobs, dtype=np.float32) for response in responses]
-    pairs = [(response.prompt.token_ids, response.completion.token_ids) for response in responses]
-    group_ids = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(group) for group in groups]))
-    return Experience(
-        responses=responses,
-        sequences=sequence_batch(pairs, group_ids if share_prompts else None),
-        group_ids=group_ids,
-        rewards=torch.tensor([response.score.reward for response in responses], dtype=torch.float32),
-        correct=torch.tensor([response.score.correct for response in responses]),
-        truncated=torch.tensor([response.completion.truncated for response in responses]),
-        sampler_logprobs=torch.from_numpy(np.concatenate(logprobs)),
-        discarded_groups=discarded_groups,
-        tries=tries,
+def rollout_sampling(config: Config, stop_ids: tuple[int, ...]) -> Sampling:
+    """How a training step samples."""
+    rollout = config.rollout
+    return Sampling(
+        num_responses=config.batch.responses_per_prompt,
+        max_response_tokens=rollout.max_response_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop_token_ids=stop_ids,
+        stop=rollout.stop,
     )
+
+
+def evaluation_sampling(config: Config, stop_ids: tuple[int, ...]) -> Sampling:
+    """The same seed at every evaluation: two evaluations of the same weights give the same
+    answers."""
+    evaluation = config.evaluation
+    return Sampling(
+        num_responses=evaluation.responses_per_prompt,
+        max_response_tokens=config.rollout.max_response_tokens,
+        temperature=evaluation.temperature,
+        top_p=evaluation.top_p,
+        seed=sampling_seed(config.seed, 0, 0),
+        stop_token_ids=stop_ids,
+        stop=config.rollout.stop,
+    )
+
+
+def stop_token_ids(eos: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Token ids that end a response, from ``eos_token_id`` of a tokenizer."""
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)

@@ -1,9 +1,10 @@
-"""The folder of a run: what is in it, who writes it (rank 0), and how a run finds its way back into it.
+"""The folder of a run: what is in it, who writes it (rank 0), and how a run resumes from it.
 
-``config.json`` (resolved configuration, versions, commit), ``metrics.jsonl``, ``samples.jsonl``, ``checkpoints/step_NNNNNN``,
-``export`` (HF), ``exports/step_NNNNNN``, ``best.json``, ``curves.png``, ``tensorboard/``; ``changes.jsonl`` where a start with other
-settings was allowed; ``*.from-step-N.K.jsonl``: rows of steps that a later start repeated; ``requeue`` while a preempted run waits
-to go on; ``.lock``, held by the live run.
+``config.json`` (resolved configuration, versions, commit), ``metrics.jsonl``, ``samples.jsonl``,
+``checkpoints/step_NNNNNN``, ``export`` (HF), ``exports/step_NNNNNN``, ``best.json``,
+``curves.png``, ``tensorboard/``; ``changes.jsonl`` where a start with other settings was allowed;
+``*.from-step-N.K.jsonl``: rows of steps that a later start repeated; ``requeue`` while a preempted
+run waits to go on; ``.lock``, held by the live run.
 """
 
 from __future__ import annotations
@@ -15,24 +16,41 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoints.directory import PARTIAL, later_steps, prune, step_path
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import first_line
-from megatron_rl.evaluation.figures import draw_curves
-from megatron_rl.evaluation.report import report
-from megatron_rl.protocols import Policy
+from megatron_rl.protocols import Policy, RolloutSource
+from megatron_rl.reporting.figures import draw_curves
+from megatron_rl.reporting.report import report
+from megatron_rl.reporting.row_file import set_aside
+from megatron_rl.reporting.sinks import (
+    ConsoleLine,
+    Metrics,
+    MetricsFile,
+    tensorboard_writer,
+    wandb_writer,
+)
 from megatron_rl.runtime import disk, random_state
-from megatron_rl.runtime.checkpoint_dir import PARTIAL, later_steps, prune, step_path
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
-from megatron_rl.runtime.logging import ConsoleLine, Metrics, MetricsFile, tensorboard_writer, wandb_writer
-from megatron_rl.runtime.row_file import set_aside
 from megatron_rl.trainer.best import Scores
+from megatron_rl.trainer.experience import Response
 from megatron_rl.trainer.preflight import claim
-from megatron_rl.trainer.rollouts import Response, Rollouts
 from megatron_rl.trainer.run_record import describe, listed
-from megatron_rl.trainer.start import CHECKPOINTS, CONFIG, EXPORTS, METRICS, SAMPLES, Start, find_start, has_best, results, scores_until
+from megatron_rl.trainer.start import (
+    CHECKPOINTS,
+    CONFIG,
+    EXPORTS,
+    METRICS,
+    SAMPLES,
+    Start,
+    find_start,
+    has_best,
+    results,
+    scores_until,
+)
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class RunFolder:
@@ -49,7 +67,8 @@ class RunFolder:
         self.scores = Scores(config.checkpoint.best_metric, config.evaluation.stop_after)
 
     def prepare(self, data: str | None = None) -> Start:
-        """Collective: takes the folder for this run and finds where it goes on. Before the engines are built, which takes long.
+        """Collective: takes the folder for this run and finds where it goes on. Before the engines
+        are built, which takes long.
 
         Args:
             data: fingerprint of the training prompts.
@@ -57,18 +76,20 @@ class RunFolder:
         Raises:
             ValueError: the folder cannot be used, or holds another run.
         """
-        config, world = self._config, self._world
+        config = self._config
+        world = self._world
         world.from_main(lambda: claim(config, world.launch_id))
         self._record = world.from_main(lambda: describe(config, world.size, data))
         self._start = find_start(config, world, self._record)
         return self._start
 
-    def resume(self, policy: Policy, rollouts: Rollouts) -> int:
-        """Restores the state that ``prepare`` found and opens the logs; returns the last finished step (0 = from the start)."""
+    def resume(self, policy: Policy, source: RolloutSource) -> int:
+        """Restores the state that ``prepare`` found and opens the logs; returns the last finished
+        step (0 = from the start)."""
         start = self._start or self.prepare()
         if start.checkpoint is not None:
             extra = policy.load(start.checkpoint)
-            self._restore_data(rollouts, extra["rollouts"])
+            self._restore_data(source, extra["rollouts"])
             states = extra["random_states"]
             random_state.restore(states[self._world.rank % len(states)])
             start = Start(start.checkpoint, extra["step"], start.changes)
@@ -79,20 +100,44 @@ class RunFolder:
             print(f"resumed from {start.checkpoint} (step {start.step})", flush=True)
         return start.step
 
-    def save(self, step: int, policy: Policy, rollouts: Rollouts) -> None:
-        """Collective. ``checkpoints/step_NNNNNN``; keeps the newest ``checkpoint.keep`` and, with ``keep_best``, the best one."""
+    def save_due(self, step: int, improved: bool) -> bool:
+        """Whether a checkpoint follows ``step``. ``improved``: it has the best held-out score so
+        far."""
+        config = self._config.checkpoint
+        if config.keep_best and improved:
+            return True
+        return config.every_steps > 0 and step % config.every_steps == 0
+
+    def export_due(self, step: int) -> bool:
+        """Whether an export follows ``step``."""
+        every = self._config.checkpoint.export_every_steps
+        return every > 0 and step % every == 0
+
+    def save(self, step: int, policy: Policy, source: RolloutSource) -> None:
+        """Collective. ``checkpoints/step_NNNNNN``; keeps the newest ``checkpoint.keep`` and, with
+        ``keep_best``, the best one."""
         states = self._world.all_gather(random_state.capture())
-        extra = {"step": step, "rollouts": rollouts.state(), "random_states": states}
-        policy.save(step_path(self.path / CHECKPOINTS, step), extra, {"step": step, "run": self._record})
+        about = {"step": step, "run": self._record}
+        extra = {"step": step, "rollouts": source.state(), "random_states": states}
+        policy.save(step_path(self.path / CHECKPOINTS, step), extra, about)
         self._world.from_main(self._keep)
 
     def _keep(self) -> None:
-        keep_best, scores = self._config.checkpoint.keep_best, self.scores
+        """Removes old checkpoints, and says in ``best.json`` which is the best."""
+        keep_best = self._config.checkpoint.keep_best
+        scores = self.scores
         protected = [scores.best_step] if keep_best and scores.best_step is not None else []
         prune(self.path / CHECKPOINTS, self._config.checkpoint.keep, protected)
         if protected:
-            name = step_path(self.path / CHECKPOINTS, protected[0]).name if has_best(self._config, scores) else None
-            best = {"metric": scores.metric, "score": scores.best, "step": scores.best_step, "checkpoint": name}
+            name = None
+            if has_best(self._config, scores):
+                name = step_path(self.path / CHECKPOINTS, protected[0]).name
+            best = {
+                "metric": scores.metric,
+                "score": scores.best,
+                "step": scores.best_step,
+                "checkpoint": name,
+            }
             _replace(self.path / "best.json", json.dumps(best) + "\n")
 
     def export(self, step: int, policy: Policy) -> None:
@@ -101,15 +146,20 @@ class RunFolder:
         policy.export(step_path(self.path / EXPORTS, step))
 
     def log(self, metrics: Metrics) -> None:
+        """Adds a line to ``metrics.jsonl`` and to the other sinks (rank 0)."""
         with disk.room_for(self.path, 0, "a line of metrics"):
             for write in self._writers:
                 write(metrics)
 
     def log_samples(self, step: int, responses: Sequence[Response]) -> None:
-        """Some responses of the step, as text, in ``samples.jsonl``: of as many prompts as can be."""
+        """Writes some responses of the step, as text, to ``samples.jsonl``: of as many prompts as
+        can be."""
         if not self._world.is_main:
             return
-        with disk.room_for(self.path, 0, "samples"), (self.path / SAMPLES).open("a", encoding="utf-8") as file:
+        with (
+            disk.room_for(self.path, 0, "samples"),
+            (self.path / SAMPLES).open("a", encoding="utf-8") as file,
+        ):
             for response in of_different_prompts(responses, self._config.logging.log_samples):
                 row = {
                     "step": step,
@@ -124,7 +174,8 @@ class RunFolder:
                 file.write(json.dumps(row) + "\n")
 
     def request_requeue(self, step: int) -> None:
-        """Tells the launcher script that the run was preempted, not finished: exit codes do not survive torchrun."""
+        """Tells the launcher script that the run was preempted, not finished: exit codes do not
+        survive torchrun."""
         if self._world.is_main:
             (self.path / "requeue").write_text(f"{step}\n", encoding="ascii")
             print(f"stop requested: saved step {step}; start again with resume=auto", flush=True)
@@ -139,17 +190,18 @@ class RunFolder:
             print(report(self.path / METRICS), flush=True)
             print(f"finished: {results(self._config, self.scores)}", flush=True)
 
-    def _restore_data(self, rollouts: Rollouts, state: dict[str, Any]) -> None:
-        """The position in the prompts. Where other prompts are allowed, it starts anew with them."""
+    def _restore_data(self, source: RolloutSource, state: dict[str, Any]) -> None:
+        """The position in the prompts; the start of them where others are allowed."""
         try:
-            rollouts.restore(state)
+            source.restore(state)
         except ValueError as error:
             if self._config.resume.changed != "allow":
                 raise
-            log.warning("resume.changed = allow: the prompts start anew (%s)", first_line(error))
+            logger.warning("resume.changed = allow: the prompts start anew (%s)", first_line(error))
 
     def _open(self, start: Start) -> None:
-        config, wanted = self._config, self._config.logging
+        config = self._config
+        wanted = config.logging
         self._set_aside(start)
         self._note_changes(start)
         _replace(self.path / CONFIG, json.dumps(self._record, indent=2) + "\n")
@@ -159,29 +211,53 @@ class RunFolder:
         if wanted.tensorboard:
             self._writers.append(tensorboard_writer(self.path))
         if wanted.wandb != "disabled":
-            self._writers.append(wandb_writer(self.path, wanted.wandb_project, wanted.wandb, self._record))
+            self._writers.append(
+                wandb_writer(self.path, wanted.wandb_project, wanted.wandb, self._record)
+            )
 
     def _set_aside(self, start: Start) -> None:
-        """What the run is going to repeat is kept beside: rows, and checkpoints that an earlier one was chosen over."""
-        last = start.step if start.checkpoint is not None else -1
-        why = f"they come after {start.checkpoint.name}" if start.checkpoint is not None else "no checkpoint covers them"
+        """Moves aside what the run is going to repeat: rows, and checkpoints later than the one
+        that was chosen."""
+        last = -1
+        why = "no checkpoint covers them"
+        if start.checkpoint is not None:
+            last = start.step
+            why = f"they come after {start.checkpoint.name}"
         for name in (METRICS, SAMPLES):
             aside = set_aside(self.path / name, last)
             if aside is not None:
-                log.info("%s: rows from step %d on were moved to %s: %s and are repeated", name, last + 1, aside, why)
+                logger.info(
+                    "%s: rows from step %d on were moved to %s: %s and are repeated",
+                    name,
+                    last + 1,
+                    aside,
+                    why,
+                )
         for path in later_steps(self.path / CHECKPOINTS, start.step):
             aside = _unused(self.path / f"{CHECKPOINTS}.from-step-{start.step + 1}", path.name)
             aside.parent.mkdir(exist_ok=True)
             path.rename(aside)
-            log.info("checkpoint %s was moved to %s: the run goes on from an earlier step", path.name, aside)
+            logger.info(
+                "checkpoint %s was moved to %s: the run goes on from an earlier step",
+                path.name,
+                aside,
+            )
 
     def _note_changes(self, start: Start) -> None:
         if not start.changes:
             return
-        log.warning("resume.changed = allow: the run goes on with other settings:%s", listed(start.changes))
+        logger.warning(
+            "resume.changed = allow: the run goes on with other settings:%s", listed(start.changes)
+        )
         with (self.path / "changes.jsonl").open("a", encoding="utf-8") as file:
             for change in start.changes:
-                file.write(json.dumps({"step": start.step, "key": change.key, "old": change.old, "new": change.new}) + "\n")
+                row = {
+                    "step": start.step,
+                    "key": change.key,
+                    "old": change.old,
+                    "new": change.new,
+                }
+                file.write(json.dumps(row) + "\n")
 
 
 def of_different_prompts(responses: Sequence[Response], count: int) -> list[Response]:

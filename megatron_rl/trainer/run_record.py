@@ -58,7 +58,7 @@ FREE = (
     "evaluation",
     "logging",
     "memory",
-    "mismatch_alarm",
+    "mismatch_limits",
     "nonfinite",
 )
 BY_CONTENT = ("model.path", "data")
@@ -68,7 +68,7 @@ MODEL, DATA = "model_fingerprint", "data_fingerprint"
 NOT_SETTINGS = ("versions", "git_commit", "world_size", MODEL, DATA)
 SECTION = "set"  # stands for a section where the other record has null
 SHOWN = 8
-SAMPLES = 16
+NUM_SAMPLES = 16
 SAMPLE_BYTES = 1 << 16
 
 
@@ -116,7 +116,7 @@ def describe(config: Config, world_size: int, data: str | None) -> dict[str, Any
 def model_fingerprint(path: Path) -> str | None:
     """A digest of ``config.json`` and of names, sizes and samples of the weight files, if any.
 
-    Samples are ``SAMPLES`` spread pieces of 64 KiB a file: training moves every weight, so two
+    Samples are ``NUM_SAMPLES`` spread blocks of 64 KiB a file: training moves every weight, so two
     models that differ do so in the samples. Reads at most 1 MiB a file, not the model.
     """
     files = sorted([*path.glob("config.json"), *path.glob("*.safetensors")])
@@ -126,44 +126,48 @@ def model_fingerprint(path: Path) -> str | None:
     for file in files:
         size = file.stat().st_size
         state.update(f"{file.name} {size};".encode())
-        for piece in _samples(file, size):
-            state.update(piece)
+        for block in _samples(file, size):
+            state.update(block)
     return state.hexdigest()[:16]
 
 
 def data_fingerprint(state: Mapping[str, Any]) -> str:
-    """The fingerprint of the prompts of a stream, from its ``state``: of one source or of several."""
+    """The fingerprint of the prompts of a stream, from its ``state``: of one source or of
+    several."""
     sources = [state] if "prompts" in state else state["sources"]
     return "+".join(source["prompts"] for source in sources)
 
 
 def _samples(file: Path, size: int) -> Iterator[bytes]:
     with file.open("rb") as stream:
-        if size <= SAMPLES * SAMPLE_BYTES:
+        if size <= NUM_SAMPLES * SAMPLE_BYTES:
             yield stream.read()
             return
-        for number in range(SAMPLES):
-            stream.seek((size - SAMPLE_BYTES) * number // (SAMPLES - 1))
+        for number in range(NUM_SAMPLES):
+            # The first block starts the file, the last one ends it.
+            stream.seek((size - SAMPLE_BYTES) * number // (NUM_SAMPLES - 1))
             yield stream.read(SAMPLE_BYTES)
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
     """Keys that change what is trained and are not equal in two records of ``describe``.
 
-    A key that one of them does not have is passed over (it came or went with a version of the
-    program), but for a section that is null in the other. Where a fingerprint is missing, the keys
-    that it stands for are compared instead.
+    A key that only one of them has is ignored (it came or went with a version of the program),
+    unless it is a section that is null in the other. Where a fingerprint is missing, the keys that
+    it stands for are compared instead.
     """
-    before, now = dict(flat(old)), dict(flat(new))
-    found = []
+    before = dict(flat(old))
+    now = dict(flat(new))
+    changes = []
     for key in _comparable(before, now):
-        old_value, new_value = before.get(key, SECTION), now.get(key, SECTION)
+        old_value = before.get(key, SECTION)
+        new_value = now.get(key, SECTION)
         passed_over = _within(key, (*FREE, *BY_CONTENT, *NOT_SETTINGS)) and key not in ORDER
         if old_value != new_value and not passed_over:
-            found.append(Difference(key, old_value, new_value))
-    found += _content(before, now, MODEL, "model.path")
-    found += _content(before, now, DATA, "data")
-    return found
+            changes.append(Difference(key, old_value, new_value))
+    changes += _content(before, now, MODEL, "model.path")
+    changes += _content(before, now, DATA, "data")
+    return changes
 
 
 def _comparable(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -180,9 +184,9 @@ def _sections(key: str) -> Iterator[str]:
 
     Example: "a.b.c" is in "a" and "a.b".
     """
-    parts = key.split(".")
-    for length in range(1, len(parts)):
-        yield ".".join(parts[:length])
+    names = key.split(".")
+    for length in range(1, len(names)):
+        yield ".".join(names[:length])
 
 
 def _content(
@@ -214,11 +218,11 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def listed(found: Sequence[Difference]) -> str:
+def listed(changes: Sequence[Difference]) -> str:
     """One line a difference, at most ``SHOWN``."""
-    lines = [f"\n  - {difference}" for difference in found[:SHOWN]]
-    if len(found) > SHOWN:
-        lines.append(f"\n  - and {len(found) - SHOWN} more")
+    lines = [f"\n  - {difference}" for difference in changes[:SHOWN]]
+    if len(changes) > SHOWN:
+        lines.append(f"\n  - and {len(changes) - SHOWN} more")
     return "".join(lines)
 
 

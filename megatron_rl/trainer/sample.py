@@ -11,21 +11,20 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from megatron_rl.checkpoints import directory
+from megatron_rl.checkpoints.to_hf import checkpoint_to_hf
 from megatron_rl.config.checks import position_problems
 from megatron_rl.config.load import change_value, compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.prompts import load_prompts, text_prompts
 from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.errors import concerning
-from megatron_rl.policy.checkpoint_to_hf import checkpoint_to_hf
 from megatron_rl.rewards.build import build_reward
-from megatron_rl.rollout.engine import VllmEngine
-from megatron_rl.runtime import checkpoint_dir
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
-from megatron_rl.trainer.metrics import Clock
-from megatron_rl.trainer.rollouts import Generator, Response
-from megatron_rl.trainer.settings import evaluation_sampling, stop_token_ids
+from megatron_rl.trainer.experience import Groups, Response
+from megatron_rl.trainer.rollouts import Sampler, evaluation_sampling, stop_token_ids
 from megatron_rl.types import Prompt, Sampling, Score
 
 INDENT = " " * 11
@@ -33,8 +32,8 @@ INDENT = " " * 11
 
 @dataclass(frozen=True)
 class Source:
-    """What is sampled from. ``weights``: a HF directory or, with ``is_checkpoint``, a checkpoint of a
-    run. ``of_run``: its settings (prompts, template, reward) are those of a run."""
+    """What is sampled from. ``weights``: a HF directory or, with ``is_checkpoint``, a checkpoint of
+    a run. ``of_run``: its settings (prompts, template, reward) are those of a run."""
 
     weights: Path
     is_checkpoint: bool
@@ -75,27 +74,30 @@ def find_source(path: Path, overrides: Sequence[str], world_size: int) -> Source
         raise ValueError(
             f"{path}: no such folder; give a HF directory, the folder of a run, or a checkpoint"
         )
-    run = next((folder for folder in (path, path.parent, path.parent.parent) if _is_run(folder)), None)
+    run = next(
+        (folder for folder in (path, path.parent, path.parent.parent) if _is_run(folder)), None
+    )
     values = _values_of_model(path) if run is None else _values_of_run(run)
     for text in overrides:
         change_value(values, text)
     values["rollout"]["tensor"] = world_size
     config = validate(Config, values, "the settings of the sample")
     if run == path:
-        newest = checkpoint_dir.newest_valid(path / "checkpoints")
+        newest = directory.newest_valid(path / "checkpoints")
         weights = newest or path / "export"
     else:
         weights = path
-    is_checkpoint = (weights / checkpoint_dir.MANIFEST).is_file()
+    is_checkpoint = (weights / directory.MANIFEST).is_file()
     if not is_checkpoint and not (weights / "config.json").is_file():
         raise ValueError(
-            f"{path}: neither a checkpoint nor a HF directory (config.json and safetensors) is there; "
-            "give one of them, or the folder of a run that has saved one"
+            f"{path}: neither a checkpoint nor a HF directory (config.json and safetensors) is"
+            " there; give one of them, or the folder of a run that has saved one"
         )
     if is_checkpoint and run is None:
         raise ValueError(
-            f"{path}: a checkpoint outside of its run's folder, so its model is not known; write a HF "
-            "directory by tools/convert_checkpoint.py to-hf CHECKPOINT HF_DIRECTORY --config MODEL"
+            f"{path}: a checkpoint outside of its run's folder, so its model is not known; write a"
+            " HF directory by tools/convert_checkpoint.py to-hf CHECKPOINT HF_DIRECTORY --config"
+            " MODEL"
         )
     return Source(weights, is_checkpoint, config, run is not None)
 
@@ -125,11 +127,19 @@ def _values_of_model(path: Path) -> dict[str, Any]:
     nothing = "reasoning_gym:none"  # no prompts are read
     values = compose(
         "config",
-        [f"rollout={engine}", f"model.path='{path}'", f"data.train={nothing}", f"data.eval={nothing}"],
+        [
+            f"rollout={engine}",
+            f"model.path='{path}'",
+            f"data.train={nothing}",
+            f"data.eval={nothing}",
+        ],
     )
     limit = _read_config(path).get("max_position_embeddings")
     rollout = values["rollout"]
-    if isinstance(limit, int) and limit < rollout["max_prompt_tokens"] + rollout["max_response_tokens"]:
+    if (
+        isinstance(limit, int)
+        and limit < rollout["max_prompt_tokens"] + rollout["max_response_tokens"]
+    ):
         rollout["max_prompt_tokens"] = limit // 2
         rollout["max_response_tokens"] = limit - limit // 2
     return values
@@ -157,15 +167,15 @@ def answers(source: Source, question: Question, world: World, scratch: Path) -> 
     with display.phase("building the engine"):
         engine = VllmEngine(str(model), rollout, seed=config.seed, launch_id=world.launch_id)
     scored = not question.texts
-    generator = Generator(
+    sampler = Sampler(
         engine,
         build_reward(config.reward) if scored else NoReward(),
         lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         world,
         display,
     )
-    groups = generator.run(prompts, sampling, Clock(), "sample")
-    return shown(groups, scored=scored)
+    sampled = sampler.run(prompts, sampling, "sample")
+    return shown(sampled.groups, scored=scored)
 
 
 def _model_directory(source: Source, world: World, scratch: Path) -> Path:
@@ -196,9 +206,7 @@ def _prompts(
     return prompts[: question.num_prompts]
 
 
-def _sampling(
-    config: Config, question: Question, tokenizer: PreTrainedTokenizerBase
-) -> Sampling:
+def _sampling(config: Config, question: Question, tokenizer: PreTrainedTokenizerBase) -> Sampling:
     sampling = evaluation_sampling(config, stop_token_ids(tokenizer.eos_token_id))
     temperature = question.temperature
     if temperature is None:
@@ -216,7 +224,7 @@ def _sampling(
     )
 
 
-def shown(groups: Sequence[Sequence[Response]], *, scored: bool) -> str:
+def shown(groups: Groups, *, scored: bool) -> str:
     """Prompts, answers and verdicts as text; the last line is the accuracy where there is one."""
     lines: list[str] = []
     for number, group in enumerate(groups, start=1):

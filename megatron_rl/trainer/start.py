@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoints import directory
 from megatron_rl.config.schema import Config
-from megatron_rl.evaluation.report import report
-from megatron_rl.runtime import checkpoint_dir, disk
+from megatron_rl.reporting.metrics_file import read_metrics
+from megatron_rl.reporting.report import report
+from megatron_rl.reporting.row_file import check_rows
+from megatron_rl.runtime import disk
 from megatron_rl.runtime.launch import World
-from megatron_rl.runtime.metrics_file import read_metrics
-from megatron_rl.runtime.row_file import check_rows
 from megatron_rl.trainer.best import Scores
 from megatron_rl.trainer.run_record import Difference, describe, differences, listed, read_record
 
-CONFIG, METRICS, SAMPLES = "config.json", "metrics.jsonl", "samples.jsonl"
-CHECKPOINTS, EXPORTS = "checkpoints", "exports"
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+CHECKPOINTS = "checkpoints"
+EXPORTS = "exports"
 LARGE_BYTES = 10**10
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Start:
-    """Behind ``step``, from ``checkpoint`` (None: from the model). ``changes``: what is different
-    from the run so far, and allowed to be."""
+    """After ``step``, from ``checkpoint`` (None: from the model). ``changes``: settings that differ
+    from those of the run so far, and are allowed to."""
 
     checkpoint: Path | None
     step: int
@@ -53,25 +57,27 @@ def finished_text(config: Config) -> str | None:
     """
     folder = Path(config.run_dir)
     record = read_record(folder / CONFIG)
-    newest = checkpoint_dir.newest(folder / CHECKPOINTS)
+    newest = directory.newest(folder / CHECKPOINTS)
     if (
         config.resume.checkpoint != "auto"
         or record is None
         or newest is None
-        or checkpoint_dir.problem(newest)
+        or directory.problem(newest)
     ):
         return None
-    found = differences(record, describe(config, 1, None))
-    if [difference for difference in found if not difference.key.startswith("data.")]:
-        refuse_changes(config, f"{folder} holds", found)
-    step = checkpoint_dir.step_of(newest) or 0
+    changes = differences(record, describe(config, 1, None))
+    # The prompts have not been read: a change of ``data`` alone may still be the same content.
+    if any(not change.key.startswith("data.") for change in changes):
+        refuse_changes(config, f"{folder} holds", changes)
+    step = directory.step_of(newest) or 0
     refuse_fewer_steps(config, newest, step)
     check_rows(folder / METRICS)
     scores = scores_until(config, step)
     exported = not config.checkpoint.export_at_end or (folder / "export" / "config.json").is_file()
     # The figure is the last thing that a run writes.
     whole = exported and (folder / "curves.png").is_file() and not (folder / "requeue").exists()
-    if found or not whole or not (step == config.trainer.num_steps or scores.exhausted):
+    over = step == config.trainer.num_steps or scores.exhausted
+    if changes or not whole or not over:
         return None
     found_at = f"already finished at step {step}, nothing is left to do: {results(config, scores)}"
     return f"{report(folder / METRICS)}\n{found_at}"
@@ -80,22 +86,20 @@ def finished_text(config: Config) -> str | None:
 def results(config: Config, scores: Scores) -> str:
     """Where everything is, for the last line of a run."""
     folder = Path(config.run_dir)
-    found = [f"run_dir {folder} ({METRICS}, curves.png)"]
+    places = [f"run_dir {folder} ({METRICS}, curves.png)"]
     if config.checkpoint.export_at_end:
-        found.append(f"export {folder / 'export'}")
+        places.append(f"export {folder / 'export'}")
     if scores.best is not None:
-        kept = (
-            f" ({checkpoint_dir.step_path(folder / CHECKPOINTS, scores.best_step or 0)})"
-            if has_best(config, scores)
-            else ""
-        )
-        found.append(scores.as_text() + kept)
-    return ", ".join(found)
+        best = scores.as_text()
+        if has_best(config, scores):
+            best += f" ({directory.step_path(folder / CHECKPOINTS, scores.best_step or 0)})"
+        places.append(best)
+    return ", ".join(places)
 
 
 def has_best(config: Config, scores: Scores) -> bool:
     """Whether the checkpoint with the best score is kept. The model of the start has none."""
-    path = checkpoint_dir.step_path(Path(config.run_dir) / CHECKPOINTS, scores.best_step or 0)
+    path = directory.step_path(Path(config.run_dir) / CHECKPOINTS, scores.best_step or 0)
     return config.checkpoint.keep_best and path.is_dir()
 
 
@@ -118,28 +122,33 @@ def find_start(config: Config, world: World, record: dict[str, Any]) -> Start:
     Raises:
         ValueError: there is none where there must be one, it is damaged, or the run is another.
     """
-    resume, folder = config.resume.checkpoint, Path(config.run_dir)
+    resume = config.resume.checkpoint
     if resume == "never":
         world.from_main(lambda: _refuse_used(config))
         return Start(None, 0)
-    if resume != "auto":
-        path = Path(resume)
-        world.from_main(lambda: _refuse_foreign(config, path))
-        step = world.from_main(lambda: _step_of(path))
-        if config.checkpoint.verify and (wrong := digest_problem(world, path)):
-            raise ValueError(f"resume.checkpoint = {path}: {wrong}; choose another checkpoint")
-        written = world.from_main(lambda: checkpoint_dir.check(path).get("run"))
-        return world.from_main(
-            lambda: _compared(
-                config, written, record, Start(path, step), f"checkpoint {path} was written by"
-            )
-        )
-    found = newest_whole(world, folder / CHECKPOINTS, digests=config.checkpoint.verify)
-    world.from_main(lambda: _refuse_all_damaged(config, found))
-    start = Start(found, (checkpoint_dir.step_of(found) or 0) if found else 0)
-    used = world.from_main(lambda: found is not None or (folder / METRICS).is_file())
-    old = world.from_main(lambda: _record_of(folder, found)) if used else None
-    return world.from_main(lambda: _compared(config, old, record, start, f"{folder} holds"))
+    if resume == "auto":
+        return _newest_start(config, world, record)
+    path = Path(resume)
+    world.from_main(lambda: _refuse_foreign(config, path))
+    step = world.from_main(lambda: _step_of(path))
+    if config.checkpoint.verify and (wrong := digest_problem(world, path)):
+        raise ValueError(f"resume.checkpoint = {path}: {wrong}; choose another checkpoint")
+    written = world.from_main(lambda: directory.check(path).get("run"))
+    start = Start(path, step)
+    subject = f"checkpoint {path} was written by"
+    return world.from_main(lambda: _compared(config, written, record, start, subject))
+
+
+def _newest_start(config: Config, world: World, record: dict[str, Any]) -> Start:
+    """Collective: after the newest whole checkpoint of the folder; from the model where it has
+    none."""
+    folder = Path(config.run_dir)
+    newest = newest_whole(world, folder / CHECKPOINTS, digests=config.checkpoint.verify)
+    world.from_main(lambda: _refuse_all_damaged(config, newest))
+    start = Start(None, 0) if newest is None else Start(newest, directory.step_of(newest) or 0)
+    used = world.from_main(lambda: newest is not None or (folder / METRICS).is_file())
+    written = world.from_main(lambda: _record_of(folder, newest)) if used else None
+    return world.from_main(lambda: _compared(config, written, record, start, f"{folder} holds"))
 
 
 def _record_of(folder: Path, checkpoint: Path | None) -> dict[str, Any] | None:
@@ -147,30 +156,35 @@ def _record_of(folder: Path, checkpoint: Path | None) -> dict[str, Any] | None:
     record = read_record(folder / CONFIG)
     if record is not None:
         return record
-    inside = checkpoint_dir.check(checkpoint).get("run") if checkpoint is not None else None
-    how = f"that of {checkpoint.name} is taken" if inside and checkpoint else "settings are not compared"
-    log.warning("%s is missing; %s", folder / CONFIG, how)
+    inside = None
+    remedy = "settings are not compared"
+    if checkpoint is not None:
+        inside = directory.check(checkpoint).get("run")
+        if inside:
+            remedy = f"that of {checkpoint.name} is taken"
+    logger.warning("%s is missing; %s", folder / CONFIG, remedy)
     return inside
 
 
 def _compared(
     config: Config, old: dict[str, Any] | None, record: dict[str, Any], start: Start, subject: str
 ) -> Start:
-    found = differences(old, record) if old is not None else []
-    if found:
-        refuse_changes(config, subject, found)
+    """``start`` with what differs between the run of before and this one."""
+    changes = differences(old, record) if old is not None else []
+    if changes:
+        refuse_changes(config, subject, changes)
     if start.checkpoint is not None:
         refuse_fewer_steps(config, start.checkpoint, start.step)
-    return Start(start.checkpoint, start.step, tuple(found))
+    return replace(start, changes=tuple(changes))
 
 
-def refuse_changes(config: Config, subject: str, found: list[Difference]) -> None:
-    """Raises ValueError unless ``resume.changed`` allows the differences."""
+def refuse_changes(config: Config, subject: str, changes: list[Difference]) -> None:
+    """Raises ValueError unless ``resume.changed`` allows the changes."""
     if config.resume.changed == "allow":
         return
     raise ValueError(
         f"resume.checkpoint = {config.resume.checkpoint}: {subject} a run with other settings:"
-        f"{listed(found)}\ngive another run_dir for a new run, set these as they were to go on "
+        f"{listed(changes)}\ngive another run_dir for a new run, set these as they were to go on "
         "with the old one, or go on all the same with resume.changed=allow (recorded in "
         f"{config.run_dir}/changes.jsonl)"
     )
@@ -187,7 +201,7 @@ def refuse_fewer_steps(config: Config, checkpoint: Path, step: int) -> None:
 
 def _refuse_used(config: Config) -> None:
     folder = Path(config.run_dir)
-    if (folder / METRICS).exists() or checkpoint_dir.newest(folder / CHECKPOINTS) is not None:
+    if (folder / METRICS).exists() or directory.newest(folder / CHECKPOINTS) is not None:
         raise ValueError(
             f"resume.checkpoint = never: {folder} already holds a run; resume=auto goes on with "
             "it, or give another run_dir"
@@ -195,11 +209,11 @@ def _refuse_used(config: Config) -> None:
 
 
 def _refuse_foreign(config: Config, path: Path) -> None:
-    """A run that starts from a checkpoint of elsewhere needs a folder of its own."""
+    """A run that starts from a checkpoint of another folder needs a folder without a run."""
     folder = Path(config.run_dir)
     if path.resolve().is_relative_to(folder.resolve()):
         return
-    if (folder / METRICS).exists() or checkpoint_dir.newest(folder / CHECKPOINTS) is not None:
+    if (folder / METRICS).exists() or directory.newest(folder / CHECKPOINTS) is not None:
         raise ValueError(
             f"resume.checkpoint = {path}: {folder} already holds a run of its own; resume=auto "
             "goes on with it, or give another run_dir"
@@ -208,49 +222,49 @@ def _refuse_foreign(config: Config, path: Path) -> None:
 
 def _refuse_all_damaged(config: Config, found: Path | None) -> None:
     root = Path(config.run_dir) / CHECKPOINTS
-    newest = checkpoint_dir.newest(root)
+    newest = directory.newest(root)
     if found is None and newest is not None:
         raise ValueError(
-            f"resume.checkpoint = auto: no checkpoint of {root} is whole; bring one back, delete "
-            "them all to start from step 0 (the metrics so far are then kept aside), or give another "
-            "run_dir"
+            f"resume.checkpoint = auto: no checkpoint of {root} is whole; bring one back, delete"
+            " them all to start from step 0 (the metrics so far are then kept aside), or give"
+            " another run_dir"
         )
 
 
 def _step_of(path: Path) -> int:
     """The step in the manifest, else in the name; 0 where neither has it."""
-    wrong = checkpoint_dir.problem(path)
+    wrong = directory.problem(path)
     if wrong is not None:
         raise ValueError(
             f"resume.checkpoint = {path}: {wrong}; give one whole checkpoint "
             f"(run_dir/{CHECKPOINTS}/step_NNNNNN)"
         )
-    info = checkpoint_dir.check(path)
-    return int(info["step"]) if "step" in info else checkpoint_dir.step_of(path) or 0
+    info = directory.check(path)
+    return int(info["step"]) if "step" in info else directory.step_of(path) or 0
 
 
 def newest_whole(world: World, root: Path, *, digests: bool) -> Path | None:
     """Collective: the newest whole checkpoint, with ``digests`` to the last bit."""
     below: int | None = None
     while True:
-        path = world.from_main(partial(checkpoint_dir.newest_valid, root, below))
+        path = world.from_main(partial(directory.newest_valid, root, below))
         if path is None or not digests:
             return path
         wrong = digest_problem(world, path)
         if wrong is None:
             return path
-        log.warning("checkpoint %s is skipped: %s", path, wrong)
-        below = checkpoint_dir.step_of(path)
+        logger.warning("checkpoint %s is skipped: %s", path, wrong)
+        below = directory.step_of(path)
 
 
 def digest_problem(world: World, path: Path) -> str | None:
     """Collective: a file of a checkpoint that is not what was written; each rank reads a share."""
-    names = world.from_main(lambda: checkpoint_dir.file_names(path))
+    names = world.from_main(lambda: directory.file_names(path))
     if world.is_main and (size := disk.used_bytes(path)) > LARGE_BYTES:
-        log.info(
+        logger.info(
             "reading %s of %s to compare digests (checkpoint.verify=false does not)",
             disk.as_text(size),
             path,
         )
-    found = world.all_gather(checkpoint_dir.damaged(path, names[world.rank :: world.size]))
+    found = world.all_gather(directory.damaged(path, names[world.rank :: world.size]))
     return next((wrong for wrong in found if wrong is not None), None)

@@ -1,4 +1,5 @@
-"""The plain weight sync: every rank gathers every tensor whole, and its engine cuts out what it wants.
+"""The plain weight sync: every rank gathers every tensor whole, and its engine cuts out what it
+wants.
 
 Simple, and the reference for any faster one.
 """
@@ -10,65 +11,90 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from megatron_rl.protocols import Policy, RolloutEngine
+from megatron_rl.protocols import WholeWeightSink, WholeWeightSource
 from megatron_rl.runtime.digest import kind_on, quick_digest
 from megatron_rl.types import SyncReport
-from megatron_rl.weight_sync.verify import agree, verify_tensors
+from megatron_rl.weight_sync.checks import verify_tensors
+from megatron_rl.weight_sync.collectives import raise_everywhere
+from megatron_rl.weight_sync.failure import Progress, Stage
 
 
 class GatherSync:
     """Streams the policy's gathered weights into the engine, one tensor at a time."""
 
-    def __init__(self, policy: Policy, engine: RolloutEngine, verify: bool) -> None:
-        """``verify``: compare digests of every tensor, as it is handed to the engine, over all ranks, at every sync."""
-        self._policy, self._engine, self._verify = policy, engine, verify
+    def __init__(self, policy: WholeWeightSource, engine: WholeWeightSink, verify: bool) -> None:
+        """``verify``: compare digests of every tensor, as it is handed to the engine, over all
+        ranks, at every sync."""
+        self._policy = policy
+        self._engine = engine
+        self._verify = verify
 
     def sync(self, version: int) -> SyncReport:
-        """Collective. ``bytes_total`` is the size of the weights, ``bytes_sent`` what this rank gave to the policy's gathers for others.
+        """Collective. ``bytes_total`` is the size of the weights, ``bytes_sent`` what this rank
+        gave to the policy's gathers for others.
 
-        Where an engine refuses, its rank goes on gathering so that no peer waits, then all ranks raise; where the policy fails in the
-        middle of a gather, only a rank that ends can free the others.
+        Where an engine refuses, its rank goes on gathering so that no peer waits, then all ranks
+        raise; where the policy fails in the middle of a gather, only a rank that ends can free the
+        others.
 
         Raises:
-            WeightSyncError: on every rank: the tensors of two of them differ, or are not what the model wants; names the tensors. The
-                engine then refuses to generate, unless it had taken nothing yet.
+            WeightSyncError: on every rank: the tensors of two of them differ, or are not what the
+                model wants; names the tensors. The engine then refuses to generate, unless it had
+                taken nothing yet.
         """
-        start, sent_before = time.perf_counter(), self._policy.gathered_bytes_sent
-        weights = self._policy.gathered_weights()
-        digests: dict[str, str] = {}
-        num_tensors = num_bytes = 0
-        reached = "gathering"
-
-        def stream() -> Iterator[tuple[str, Tensor]]:
-            nonlocal num_tensors, num_bytes, reached
-            reached = "policy failed"
-            for name, tensor in weights:
-                reached = "gathering"
-                num_tensors += 1
-                num_bytes += tensor.numel() * tensor.element_size()
-                if self._verify:
-                    digests[name] = quick_digest(tensor, kind_on(tensor.device))
-                yield name, tensor
-                reached = "policy failed"
-            reached = "gathering"
+        start = time.perf_counter()
+        sent_before = self._policy.gathered_bytes_sent
+        progress = Progress(version, Stage.OPENING)
+        stream = _Stream(self._policy.gathered_weights(), progress, self._verify)
 
         def confirm() -> None:
-            nonlocal reached
-            reached = "comparison"
-            agree(None)
+            progress.stage = Stage.COMPARING
+            raise_everywhere(None)
             if self._verify:
-                verify_tensors(digests)
-            reached = "end"
+                verify_tensors(stream.digests)
+            progress.stage = Stage.FINISHING
 
         try:
-            self._engine.load_weights(stream(), version, confirm)
+            self._engine.load_weights(iter(stream), version, confirm)
         except Exception as error:
-            if reached == "gathering":
-                for _ in weights:
-                    pass
-            if reached in ("gathering", "end"):  # a comparison that fails is known to all
-                agree(error)
+            if progress.stage in (Stage.OPENING, Stage.MOVING):
+                stream.drain()
+            # A failing gather can only be left; a failing comparison is known to all.
+            if progress.stage not in (Stage.GATHERING, Stage.COMPARING):
+                raise_everywhere(error)
             raise
-        agree(None)
+        raise_everywhere(None)
         sent_bytes = self._policy.gathered_bytes_sent - sent_before
-        return SyncReport(version, num_tensors, sent_bytes, num_bytes, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return SyncReport(version, stream.num_tensors, sent_bytes, stream.num_bytes, seconds)
+
+
+class _Stream:
+    """The gathered tensors on their way to the engine: counted, and digested where asked for."""
+
+    def __init__(
+        self, weights: Iterator[tuple[str, Tensor]], progress: Progress, digested: bool
+    ) -> None:
+        self.weights = weights
+        self.progress = progress
+        self.digested = digested
+        self.digests: dict[str, str] = {}
+        self.num_tensors = 0
+        self.num_bytes = 0
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self.progress.stage = Stage.GATHERING
+        for name, tensor in self.weights:
+            self.progress.stage = Stage.MOVING
+            self.num_tensors += 1
+            self.num_bytes += tensor.numel() * tensor.element_size()
+            if self.digested:
+                self.digests[name] = quick_digest(tensor, kind_on(tensor.device))
+            yield name, tensor
+            self.progress.stage = Stage.GATHERING
+        self.progress.stage = Stage.MOVING
+
+    def drain(self) -> None:
+        """Takes part in the gathers that are left, for the peers."""
+        for _ in self.weights:
+            pass

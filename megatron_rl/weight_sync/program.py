@@ -1,31 +1,41 @@
-"""A plan as one rank carries it out: which strided views it packs, sends, receives, unpacks and copies, round by round."""
+"""A plan as one rank carries it out: which strided views it packs, sends, receives, unpacks and
+copies, round by round."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from megatron_rl.weight_sync.boxes import ITEMSIZE, Boxes, Rect, View, cut, intersect, slices, subview
-from megatron_rl.weight_sync.plan import Plan, TensorClass
-from megatron_rl.weight_sync.schedule import Bucket, Stream
+from megatron_rl.weight_sync.plan import Delivery, Plan, TensorClass
+from megatron_rl.weight_sync.rects import Rect, cut, intersect, slices
+from megatron_rl.weight_sync.schedule import Bucket, BucketId, Stream
+from megatron_rl.weight_sync.shards import ITEMSIZE, ShardGroup, View, extent, subview
+
+
+class Landing(NamedTuple):
+    """A part of a chunk and its place in a parameter; ``window`` counts from the chunk's corner."""
+
+    window: tuple[slice, ...]
+    view: View
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """``rect`` of a tensor, in row-major order from element ``begin`` of a bucket. ``views``: on the sender, the one place it
-    comes from; on the receiver, every place it goes to, each with the part of the chunk that goes there."""
+    """``rect`` of a tensor, in row-major order from element ``begin`` of a bucket. ``landings``: on
+    the sender, the one place it comes from; on the receiver, every place it goes to."""
 
     tensor: str
     begin: int
     rect: Rect
-    views: tuple[tuple[tuple[slice, ...], View], ...]
+    landings: tuple[Landing, ...]
 
 
 @dataclass(frozen=True)
 class Message:
-    """One bucket, seen from one of its ends: bytes ``[begin, begin + size)`` of the stream (source, destination, dtype)."""
+    """One bucket, seen from one of its ends: bytes ``[begin, begin + size)`` of the stream."""
 
     stream: Stream
     peer: int
@@ -34,9 +44,13 @@ class Message:
     chunks: tuple[Chunk, ...]
 
     @property
+    def bucket(self) -> BucketId:
+        return BucketId(self.stream, self.begin)
+
+    @property
     def contents(self) -> str:
         """First and last tensor of the bucket with their slices, for messages."""
-        ends = (self.chunks[0], self.chunks[-1]) if len(self.chunks) > 1 else self.chunks
+        ends = self.chunks[:1] if len(self.chunks) == 1 else (self.chunks[0], self.chunks[-1])
         return " .. ".join(chunk.tensor + slices(chunk.rect) for chunk in ends)
 
 
@@ -51,150 +65,242 @@ class Round:
 
 @dataclass(frozen=True)
 class Copy:
-    """A rectangle that the process already holds: from one of its views to another."""
+    """A rectangle that the process already has: from one of its views to another."""
 
     tensor: str
     source: View
-    destination: View
+    target: View
+
+
+class Extent(NamedTuple):
+    """What a parameter must be: its dtype, and the number of elements from its first to the last
+    one touched."""
+
+    dtype: str
+    elements: int
 
 
 @dataclass(frozen=True)
 class Program:
-    """``rounds`` and ``copies`` (in the order of the tensor names) of one rank, and what each parameter must be: its dtype, and the
-    number of elements from its first to the last one touched.
+    """``rounds`` and ``copies`` (in the order of the tensor names) of one rank, and what each of
+    its parameters must be.
 
-    ``writes``: destination parameter -> number of views that will be written, so that its owner can be told when it is complete.
+    ``writes``: target parameter -> number of views that will be written, so that its owner can be
+    told when it is complete.
     """
 
     rank: int
     rounds: tuple[Round, ...]
     copies: tuple[Copy, ...]
-    in_flight: int
-    sources: Mapping[str, tuple[str, int]]
-    destinations: Mapping[str, tuple[str, int]]
+    rounds_in_flight: int
+    sources: Mapping[str, Extent]
+    targets: Mapping[str, Extent]
     writes: Mapping[str, int]
 
 
-Place = tuple[Boxes, int]
-Index = dict[str, dict[Rect, list[Place]]]
-Item = tuple[int, int, str, Rect, Rect]  # (place of the tensor among all names, piece, tensor, rect, box it is held in)
+class _Member(NamedTuple):
+    """Shard ``index`` of a group."""
+
+    group: ShardGroup
+    index: int
 
 
-def compile_program(plan: Plan, rank: int, held: Sequence[Boxes], wanted: Sequence[Boxes]) -> Program:
-    """The program of ``rank``, whose own boxes, with their places, are ``held`` and ``wanted``; those given to ``make_plan``."""
-    sources, destinations = _index(held), _index(wanted)
-    streams: dict[Stream, list[Item]] = defaultdict(list)
-    for group in plan.classes:
-        for item, src, dst in _transfers(group, rank):
-            streams[src, dst, group.dtype].append(item)
-    local = sorted(item for (src, dst, _), items in streams.items() if src == dst for item in items)
+# tensor -> rectangle -> the shards that are that rectangle (several where a tensor is kept twice)
+_Index = Mapping[str, Mapping[Rect, Sequence[_Member]]]
+
+
+class _Parcel(NamedTuple):
+    """One tensor's rectangle on its way. The first two fields give the order inside a stream, which
+    both ends must follow: by tensor name, then by delivery."""
+
+    order: int  # place of the tensor among all names
+    delivery: int  # number of the delivery in its class
+    tensor: str
+    rect: Rect
+    within: Rect  # the source shard
+
+
+class _Packed(NamedTuple):
+    """A parcel, or a part of one, from element ``begin`` of its bucket."""
+
+    begin: int
+    parcel: _Parcel
+    rect: Rect
+
+
+def compile_program(
+    plan: Plan, rank: int, sources: Sequence[ShardGroup], targets: Sequence[ShardGroup]
+) -> Program:
+    """The program of ``rank``, whose own shards, with their places, are ``sources`` and
+    ``targets``: those given to ``make_plan``."""
+    at_source = _index(sources)
+    at_target = _index(targets)
+    parcels: dict[Stream, list[_Parcel]] = defaultdict(list)
+    for tensors in plan.classes:
+        for parcel, source, target in _parcels(tensors, rank):
+            parcels[Stream(source, target, tensors.dtype)].append(parcel)
+    local = [
+        parcel
+        for stream, own in parcels.items()
+        if stream.source == stream.target
+        for parcel in own
+    ]
     copies = tuple(
-        Copy(tensor, subview(*sources[tensor][box][0], part), view)
-        for _, _, tensor, rect, box in local
-        for part, view in _landing(destinations[tensor], rect)
+        Copy(parcel.tensor, _source_view(at_source, parcel, rect), view)
+        for parcel in sorted(local)
+        for rect, view in _landings(at_target[parcel.tensor], parcel.rect)
     )
-    buckets: dict[int, list[Bucket]] = defaultdict(list)
-    for bucket in plan.schedule.buckets:
-        if rank in bucket.stream[:2]:
-            buckets[bucket.round].append(bucket)
-    contents = {stream: _fill(sorted(items), plan, stream) for stream, items in streams.items() if stream[0] != stream[1]}
-    rounds = []
-    for number in sorted(buckets):
-        sends, receives = [], []
-        for bucket in buckets[number]:
-            src, dst, _ = bucket.stream
-            parts = contents[bucket.stream][bucket.begin]
-            if src == rank:
-                chunks = tuple(_packed(tensor, begin, rect, subview(*sources[tensor][box][0], rect)) for begin, tensor, rect, box in parts)
-                sends.append(Message(bucket.stream, dst, bucket.begin, bucket.size, chunks))
-            else:
-                chunks = tuple(_unpacked(tensor, begin, rect, destinations[tensor]) for begin, tensor, rect, _ in parts)
-                receives.append(Message(bucket.stream, src, bucket.begin, bucket.size, chunks))
-        rounds.append(Round(number, tuple(sends), tuple(receives)))
-    writes: dict[str, int] = defaultdict(int)
-    for key in _written_keys(rounds, copies):
-        writes[key] += 1
-    return Program(rank, tuple(rounds), copies, plan.schedule.in_flight, _extents(held), _extents(wanted), dict(writes))
+    rounds = tuple(_rounds(plan, rank, parcels, at_source, at_target))
+    return Program(
+        rank,
+        rounds,
+        copies,
+        plan.schedule.rounds_in_flight,
+        _extents(sources),
+        _extents(targets),
+        _count_writes(rounds, copies),
+    )
 
 
-def _index(boxes: Sequence[Boxes]) -> Index:
-    index: Index = defaultdict(lambda: defaultdict(list))
-    for group in boxes:
-        for i, tensor in enumerate(group.tensors):
-            index[tensor][group.start, group.shape].append((group, i))
+def _index(groups: Sequence[ShardGroup]) -> _Index:
+    index: dict[str, dict[Rect, list[_Member]]] = defaultdict(lambda: defaultdict(list))
+    for group in groups:
+        for i, tensor in enumerate(group.names):
+            index[tensor][group.rect].append(_Member(group, i))
     return index
 
 
-def _transfers(group: TensorClass, rank: int) -> Iterator[tuple[Item, int, int]]:
-    """The transfers of a class in which the rank takes part, with their source and destination."""
-    for number, piece in enumerate(group.pieces):
-        turns = len(piece.sources)
-        if piece.dst == rank:
-            mine: Sequence[int] = range(len(group.tensors))
-        elif rank in piece.sources:
-            mine = range(piece.sources.index(rank), len(group.tensors), turns)
-        else:
-            continue
-        for i in mine:
-            yield (group.order[i], number, group.tensors[i], piece.rect, piece.held), piece.sources[i % turns], piece.dst
+def _parcels(tensors: TensorClass, rank: int) -> Iterator[tuple[_Parcel, int, int]]:
+    """The parcels of a class that the rank sends, receives or keeps, with source and target."""
+    for number, delivery in enumerate(tensors.deliveries):
+        for i in _taking_part(delivery, rank, len(tensors.names)):
+            source = delivery.sources[i % len(delivery.sources)]
+            parcel = _Parcel(
+                tensors.order[i], number, tensors.names[i], delivery.rect, delivery.within
+            )
+            yield parcel, source, delivery.target
 
 
-def _fill(items: Sequence[Item], plan: Plan, stream: Stream) -> dict[int, list[tuple[int, str, Rect, Rect]]]:
-    """Contents of each bucket of a stream, by its first byte: ``(element in the bucket, tensor, rect, box it is held in)``."""
-    itemsize = ITEMSIZE[stream[2]]
-    limits = sorted((b.begin // itemsize, b.size // itemsize) for b in plan.schedule.buckets if b.stream == stream)
-    contents: dict[int, list[tuple[int, str, Rect, Rect]]] = {begin * itemsize: [] for begin, _ in limits}
-    number = used = 0
-    for _, _, tensor, rect, box in items:
-        todo = [rect]
-        while todo:
-            begin, size = limits[number]
-            part = todo.pop(0)
-            head, tail = cut(part, size - used)
-            for fitting in head:
-                contents[begin * itemsize].append((used, tensor, fitting, box))
-                used += math.prod(fitting[1])
-            todo = tail + todo
-            if used == size:
-                number, used = number + 1, 0
-    assert number == len(limits), f"stream {stream} holds less than was planned"
+def _taking_part(delivery: Delivery, rank: int, count: int) -> range:
+    """The tensors, of ``count``, that the rank receives or sends: the sources take turns."""
+    if delivery.target == rank:
+        return range(count)
+    if rank in delivery.sources:
+        return range(delivery.sources.index(rank), count, len(delivery.sources))
+    return range(0)
+
+
+def _rounds(
+    plan: Plan,
+    rank: int,
+    parcels: Mapping[Stream, Sequence[_Parcel]],
+    at_source: _Index,
+    at_target: _Index,
+) -> Iterator[Round]:
+    buckets: dict[int, list[Bucket]] = defaultdict(list)
+    of_stream: dict[Stream, list[Bucket]] = defaultdict(list)
+    for bucket in plan.schedule.buckets:
+        if rank in (bucket.stream.source, bucket.stream.target):
+            buckets[bucket.round].append(bucket)
+            of_stream[bucket.stream].append(bucket)
+    contents: dict[BucketId, list[_Packed]] = {}
+    for stream, own in of_stream.items():
+        contents |= _fill(sorted(parcels[stream]), own)
+    for number in sorted(buckets):
+        sends = []
+        receives = []
+        for bucket in buckets[number]:
+            stream = bucket.stream
+            packed = contents[BucketId(stream, bucket.begin)]
+            if stream.source == rank:
+                chunks = tuple(_chunk_out(part, at_source) for part in packed)
+                sends.append(Message(stream, stream.target, bucket.begin, bucket.size, chunks))
+            else:
+                chunks = tuple(_chunk_in(part, at_target) for part in packed)
+                receives.append(Message(stream, stream.source, bucket.begin, bucket.size, chunks))
+        yield Round(number, tuple(sends), tuple(receives))
+
+
+def _fill(parcels: Sequence[_Parcel], buckets: Sequence[Bucket]) -> dict[BucketId, list[_Packed]]:
+    """What is in each bucket of one stream: the parcels in their order, one cut in two wherever a
+    bucket is full."""
+    stream = buckets[0].stream
+    itemsize = ITEMSIZE[stream.dtype]
+    waiting = iter(sorted(buckets, key=lambda bucket: bucket.begin))
+    contents: dict[BucketId, list[_Packed]] = {}
+    packed: list[_Packed] = []
+    room = 0  # elements that still fit into the bucket
+    used = 0
+    for parcel in parcels:
+        left = deque([parcel.rect])
+        while left:
+            if room == used:
+                bucket = next(waiting)
+                packed = []
+                contents[BucketId(stream, bucket.begin)] = packed
+                room = bucket.size // itemsize
+                used = 0
+            head, tail = cut(left.popleft(), room - used)
+            for rect in head:
+                packed.append(_Packed(used, parcel, rect))
+                used += math.prod(rect.shape)
+            left.extendleft(reversed(tail))
+    assert next(waiting, None) is None, f"stream {stream} holds less than was planned"
     return contents
 
 
-def _landing(index: Mapping[Rect, list[Place]], rect: Rect) -> Iterator[tuple[Rect, View]]:
+def _landings(places: Mapping[Rect, Sequence[_Member]], rect: Rect) -> Iterator[tuple[Rect, View]]:
     """Every place of this process that wants a part of the rectangle, with that part."""
-    for wish, places in index.items():
-        part = intersect(wish, rect)
-        if part is not None:
-            for box, i in places:
-                yield part, subview(box, i, part)
+    for wanted, members in places.items():
+        common = intersect(wanted, rect)
+        if common is not None:
+            for group, index in members:
+                yield common, subview(group, index, common)
 
 
-def _packed(tensor: str, begin: int, rect: Rect, view: View) -> Chunk:
-    return Chunk(tensor, begin, rect, ((tuple(slice(0, n) for n in rect[1]), view),))
+def _source_view(at_source: _Index, parcel: _Parcel, rect: Rect) -> View:
+    """Any of the places where the source shard lies will do."""
+    group, index = at_source[parcel.tensor][parcel.within][0]
+    return subview(group, index, rect)
 
 
-def _unpacked(tensor: str, begin: int, rect: Rect, index: Mapping[Rect, list[Place]]) -> Chunk:
-    views = tuple(
-        (tuple(slice(a - b, a - b + n) for a, n, b in zip(*part, rect[0], strict=True)), view) for part, view in _landing(index, rect)
+def _chunk_out(part: _Packed, at_source: _Index) -> Chunk:
+    window = tuple(slice(0, size) for size in part.rect.shape)
+    view = _source_view(at_source, part.parcel, part.rect)
+    return Chunk(part.parcel.tensor, part.begin, part.rect, (Landing(window, view),))
+
+
+def _chunk_in(part: _Packed, at_target: _Index) -> Chunk:
+    landings = tuple(
+        Landing(_window(wanted, part.rect), view)
+        for wanted, view in _landings(at_target[part.parcel.tensor], part.rect)
     )
-    return Chunk(tensor, begin, rect, views)
+    return Chunk(part.parcel.tensor, part.begin, part.rect, landings)
 
 
-def _written_keys(rounds: Sequence[Round], copies: Sequence[Copy]) -> Iterator[str]:
+def _window(rect: Rect, outer: Rect) -> tuple[slice, ...]:
+    """``rect`` as an index into a tensor that holds ``outer``."""
+    firsts = [first - corner for first, corner in zip(rect.start, outer.start, strict=True)]
+    return tuple(slice(first, first + size) for first, size in zip(firsts, rect.shape, strict=True))
+
+
+def _count_writes(rounds: Sequence[Round], copies: Sequence[Copy]) -> dict[str, int]:
+    writes: dict[str, int] = defaultdict(int)
     for step in rounds:
         for message in step.receives:
             for chunk in message.chunks:
-                for _, (key, *_) in chunk.views:
-                    yield key
+                for landing in chunk.landings:
+                    writes[landing.view.key] += 1
     for copy in copies:
-        yield copy.destination[0]
+        writes[copy.target.key] += 1
+    return dict(writes)
 
 
-def _extents(boxes: Sequence[Boxes]) -> dict[str, tuple[str, int]]:
-    extents: dict[str, tuple[str, int]] = {}
-    for group in boxes:
-        end = group.offset + sum((n - 1) * s for n, s in zip(group.shape, group.stride, strict=True)) + 1
+def _extents(groups: Sequence[ShardGroup]) -> dict[str, Extent]:
+    extents: dict[str, Extent] = {}
+    for group in groups:
+        elements = extent(group.shard)
         for key in group.keys:
-            extents[key] = (group.dtype, max(end, extents[key][1]) if key in extents else end)
+            before = extents[key].elements if key in extents else 0
+            extents[key] = Extent(group.shard.dtype, max(elements, before))
     return extents

@@ -1,4 +1,5 @@
-"""The planned weight sync: every byte from the training shard that holds it to the place where the engine keeps it, once."""
+"""The planned weight sync: every byte from the training shard that holds it to the place where the
+engine keeps it, once."""
 
 from __future__ import annotations
 
@@ -11,40 +12,46 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.types import Box, SyncReport
-from megatron_rl.weight_sync.boxes import collect
+from megatron_rl.types import Shard, SyncReport, TransferOptions
+from megatron_rl.weight_sync.buckets import Parameters
+from megatron_rl.weight_sync.collectives import all_gather
+from megatron_rl.weight_sync.failure import Progress, Stage
 from megatron_rl.weight_sync.plan import make_plan
 from megatron_rl.weight_sync.program import compile_program
-from megatron_rl.weight_sync.transport import Parameters, Transport, TransportReport, exchange
+from megatron_rl.weight_sync.shards import ShardGroup, collect
+from megatron_rl.weight_sync.transport import Transport, TransportReport
 
 Transfer = Callable[[Parameters, Callable[[str], None]], None]
 
 
-class WeightHolder(Protocol):
+class WeightSource(Protocol):
     """The training side of one process."""
 
-    def weight_boxes(self) -> Sequence[Box]:
+    def weight_boxes(self) -> Sequence[Shard]:
         """What this process holds."""
 
-    def settle(self) -> None:
-        """Collective over the training side: finish what still changes the weights. Called once before each sync."""
+    def wait_for_param_gather(self) -> None:
+        """Collective over the training side: finish what still changes the weights. Called once
+        before each sync."""
 
     def weight(self, key: str) -> Tensor:
-        """The local parameter that the boxes call ``key``, as it is now."""
+        """The local parameter that the shards call ``key``, as it is now."""
 
 
-class WeightTaker(Protocol):
+class WeightSink(Protocol):
     """The rollout side of one process."""
 
     replica: int
 
-    def weight_boxes(self) -> Sequence[Box]:
-        """What this process wants; together the processes of one replica want every element of every tensor."""
+    def weight_boxes(self) -> Sequence[Shard]:
+        """What this process wants; together the processes of one replica want every element of
+        every tensor."""
 
     def update_weights(self, transfer: Transfer, version: int) -> None:
-        """Collective. Open the parameters for writing, call ``transfer(parameter, written)`` once, finish the update, drop caches
-        computed with the old weights and stamp ``version``. ``parameter(key)`` gives the tensor that a box is to be written
-        to; ``written(key)`` tells that the last box of it is in place. Any exception out of ``transfer`` leaves the engine
+        """Collective. Open the parameters for writing, call ``transfer(parameter, written)`` once,
+        finish the update, drop caches computed with the old weights and stamp ``version``.
+        ``parameter(key)`` gives the tensor that a shard is to be written to; ``written(key)`` tells
+        that the last shard of it is in place. Any exception out of ``transfer`` leaves the engine
         unusable, and it says so."""
 
 
@@ -53,100 +60,135 @@ class ReshardSync:
 
     def __init__(
         self,
-        policy: WeightHolder | None,
-        engine: WeightTaker | None,
+        source: WeightSource | None,
+        sink: WeightSink | None,
+        options: TransferOptions,
         *,
         gpus_per_node: int,
-        bucket_mib: int,
-        verify: bool,
-        in_flight: int = 2,
         device: torch.device | str = "cpu",
-        ignore: Sequence[str] = (),
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Collective over ``group`` (None: all processes). ``policy`` and ``engine`` are None on a process that has no such side.
+        """Collective over ``group`` (None: all processes). ``source`` and ``sink`` are None on a
+        process that has no such side.
 
-        ``verify``: compare checksums of every bucket as packed with those as arrived, at every sync.
-        Raises ValueError, on every rank, when the two sides do not fit each other: names tensor, ranks and slices.
+        Raises ValueError, on every rank, when the two sides do not fit each other: names tensor,
+        ranks and slices.
         """
-        self._policy, self._engine, self._verify = policy, engine, verify
-        held = collect(policy.weight_boxes()) if policy is not None else []
-        wanted = collect(engine.weight_boxes()) if engine is not None else []
-        self.num_tensors = len({name for group in wanted for name in group.tensors})
-        everyone_held, everyone_wants = exchange(held, wanted, group)
+        self._source = source
+        self._sink = sink
+        self._verify = options.verify
+        own_sources = [] if source is None else collect(source.weight_boxes())
+        own_targets = [] if sink is None else collect(sink.weight_boxes())
+        self.num_tensors = len({name for shards in own_targets for name in shards.names})
+        sources, targets = exchange(own_sources, own_targets, group)
         self.plan = make_plan(
-            everyone_held,
-            everyone_wants,
+            sources,
+            targets,
             gpus_per_node=gpus_per_node,
-            bucket_bytes=bucket_mib << 20,
-            in_flight=in_flight,
-            replicas=_replicas(None if engine is None else engine.replica, group),
-            ignore=ignore,
+            bucket_bytes=options.bucket_mib << 20,
+            rounds_in_flight=options.rounds_in_flight,
+            replicas=_replicas(None if sink is None else sink.replica, group),
         )
-        self._transport = Transport(compile_program(self.plan, dist.get_rank(group), held, wanted), device, group)
+        program = compile_program(self.plan, dist.get_rank(group), own_sources, own_targets)
+        self._transport = Transport(program, device, group)
 
     def sync(self, version: int) -> SyncReport:
-        """Collective. ``bytes_sent``: what this process sent; ``bytes_total``: what it was sent, plus what it copied from itself.
+        """Collective. ``bytes_sent``: what this process sent; ``bytes_total``: what it was sent,
+        plus what it copied from itself.
 
         Raises:
-            ValueError: a training parameter changed its dtype or shape; before anything moves, on every rank.
-            WeightSyncError: on every rank: something went wrong on one of them, or what arrived differs from what was sent; names
-                ranks, tensors and slices. On the ranks that notice it: a peer is gone. The engine is then unusable.
+            ValueError: a training parameter changed its dtype or shape; before anything moves, on
+                every rank.
+            WeightSyncError: on every rank: something went wrong on one of them, or what arrived
+                differs from what was sent; names ranks, tensors and slices. On the ranks that
+                notice it: a peer is gone. The engine is then unusable.
         """
+        return self.carry_out(Progress(version))
+
+    def carry_out(self, progress: Progress) -> SyncReport:
+        """``sync`` for a caller who wants to know how far it got: ``progress`` tells, also when
+        this raises."""
         start = time.perf_counter()
+        progress.stage = Stage.READYING
         self._ready()
-        moved: list[TransportReport] = []
-        begun = False
+        progress.stage = Stage.OPENING
+        reports: list[TransportReport] = []
 
         def transfer(parameter: Parameters, written: Callable[[str], None]) -> None:
-            nonlocal begun
-            begun = True
+            progress.stage = Stage.MOVING
             report = self._transport.run(self._weight, parameter, written, checked=self._verify)
             if self._verify:
+                progress.stage = Stage.COMPARING
                 self._transport.compare(report)
-            moved.append(report)
+            progress.stage = Stage.FINISHING
+            reports.append(report)
 
         try:
-            if self._engine is None:
-                transfer(_nothing, lambda key: None)
+            if self._sink is None:
+                transfer(_no_target, lambda key: None)
             else:
-                self._engine.update_weights(transfer, version)
+                self._sink.update_weights(transfer, progress.version)
         except Exception as error:
-            if not begun:
-                self._transport.run(_nothing, _nothing, failed=error)
-            elif moved:  # whatever else came out of ``transfer`` was raised on every rank
-                self._transport.agree(error)
+            self._tell_peers(progress.stage, error)
             raise
-        self._transport.agree(None)
-        (report,) = moved
+        self._transport.raise_everywhere(None)
+        progress.stage = Stage.COMPLETE
+        (report,) = reports
         total = report.bytes_received + report.bytes_copied
-        return SyncReport(version, self.num_tensors, report.bytes_sent, total, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return SyncReport(progress.version, self.num_tensors, report.bytes_sent, total, seconds)
 
     def _ready(self) -> None:
-        """Collective: the training side has what the plan wants of it. Raises on every rank, before anything moves."""
+        """Collective: the training side has what the plan wants of it. Raises on every rank, before
+        anything moves."""
         failed = None
         try:
-            if self._policy is not None:
-                self._policy.settle()
+            if self._source is not None:
+                self._source.wait_for_param_gather()
         except Exception as error:  # noqa: BLE001 (raised on every rank)
             failed = error
         self._transport.check_sources(self._weight, failed)
 
+    def _tell_peers(self, stage: Stage, error: Exception) -> None:
+        """Collective where the error is of this rank alone: peers must not wait for it."""
+        if stage is Stage.OPENING:  # they are sending already: this rank's messages keep their turn
+            self._transport.run(_no_target, _no_target, failed=error)
+        elif stage is Stage.FINISHING:
+            self._transport.raise_everywhere(error)
+        else:
+            assert stage in (Stage.MOVING, Stage.COMPARING), "which raise on every rank"
+
     def _weight(self, key: str) -> Tensor:
-        assert self._policy is not None, f"a process without training side was asked for {key}"
-        return self._policy.weight(key)
+        assert self._source is not None, f"a process without training side was asked for {key}"
+        return self._source.weight(key)
 
 
-def _nothing(key: str) -> Tensor:
+def _no_target(key: str) -> Tensor:
     raise AssertionError(f"a process without rollout side was to receive {key}")
+
+
+def exchange(
+    sources: Sequence[ShardGroup],
+    targets: Sequence[ShardGroup],
+    group: dist.ProcessGroup | None = None,
+) -> tuple[dict[int, list[ShardGroup]], dict[int, list[ShardGroup]]]:
+    """Collective: ``(sources, targets)`` of every rank that has such, geometry only but for the
+    caller's own."""
+    geometry = (
+        [shards.geometry() for shards in sources],
+        [shards.geometry() for shards in targets],
+    )
+    everyone = all_gather(geometry, group)
+    everyone[dist.get_rank(group)] = (list(sources), list(targets))
+    all_sources = {rank: sides[0] for rank, sides in enumerate(everyone) if sides[0]}
+    all_targets = {rank: sides[1] for rank, sides in enumerate(everyone) if sides[1]}
+    return all_sources, all_targets
 
 
 def _replicas(replica: int | None, group: dist.ProcessGroup | None) -> list[list[int]]:
     """Collective: the ranks of each replica."""
-    numbers: list[int | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(numbers, replica, group)
-    groups: dict[int, list[int]] = defaultdict(list)
-    for rank, number in enumerate(numbers):
+    ranks: dict[int, list[int]] = defaultdict(list)
+    for rank, number in enumerate(all_gather(replica, group)):
         if number is not None:
-            groups[number].append(rank)
-    return [groups[number] for number in sorted(groups)]
+            ranks[number].append(rank)
+    return [ranks[number] for number in sorted(ranks)]

@@ -1,18 +1,34 @@
-"""When each bucket travels: rounds in which no process sends, or receives, more than one bucket of bytes."""
+"""When each bucket travels: rounds in which no process sends, or receives, more than one bucket of
+bytes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-Stream = tuple[int, int, str]  # (source, destination, dtype)
 ALIGNMENT = 16  # bytes; a multiple of every item size, so that no element is cut
+
+
+class Stream(NamedTuple):
+    """All bytes of one dtype that go from one rank to another."""
+
+    source: int
+    target: int
+    dtype: str
+
+
+class BucketId(NamedTuple):
+    """A bucket is known by its stream and its first byte there."""
+
+    stream: Stream
+    begin: int
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Bytes ``[begin, begin + size)`` of a stream, on their way in one round."""
+    """Bytes ``[begin, begin + size)`` of a stream, sent in one round."""
 
     round: int
     stream: Stream
@@ -22,14 +38,15 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Buckets in the order (round, source, destination, dtype, begin), which every process follows.
+    """Buckets in the order (round, stream, begin), which every process follows.
 
-    ``peak_staging_bytes``: rank -> most bytes under way at once when ``in_flight`` rounds of the rank overlap. The buffers of the transport
-    are that large where rounds are full, else somewhat larger: each is used again by later rounds and has the size of the largest.
+    ``peak_staging_bytes``: rank -> most bytes under way at once when ``rounds_in_flight`` rounds of
+    the rank overlap. The buffers of the transport are that large where rounds are full, else
+    somewhat larger: later rounds use each again, so it has the size of the largest.
     """
 
     buckets: tuple[Bucket, ...]
-    in_flight: int
+    rounds_in_flight: int
     peak_staging_bytes: Mapping[int, int]
 
     @property
@@ -37,80 +54,119 @@ class Schedule:
         return max((bucket.round + 1 for bucket in self.buckets), default=0)
 
 
-def schedule(streams: Mapping[Stream, int], bucket_bytes: int, in_flight: int) -> Schedule:
-    """Cut each stream into buckets of at most ``bucket_bytes`` and give each the first round with room at both ends.
+class _Pending(NamedTuple):
+    """A bucket without a round. Sorted, the pending buckets are in the order of placement."""
 
-    A process issues its rounds in increasing order and waits for them in that order, so the earliest unfinished round can always
-    finish: no deadlock, whatever the number of rounds in flight. Raises ValueError for sizes that cannot work.
+    turn: int  # number of the bucket in its stream: the first of every stream, then the second, ...
+    distance: int  # from source to target; equal distances pair every rank with another one
+    source: int
+    target: int
+    dtype: str
+    begin: int
+    size: int
+
+
+def schedule(streams: Mapping[Stream, int], bucket_bytes: int, rounds_in_flight: int) -> Schedule:
+    """Cuts each stream into buckets of at most ``bucket_bytes``, each in the first round with room
+    at both ends.
+
+    A process issues its rounds in increasing order and waits for them in that order, so the
+    earliest unfinished round can always finish: no deadlock, however many rounds are in flight.
+    Raises ValueError for sizes that cannot work.
     """
-    if bucket_bytes < ALIGNMENT or in_flight < 1:
-        raise ValueError(f"bucket_bytes={bucket_bytes}, in_flight={in_flight}: need at least {ALIGNMENT} bytes and one round in flight")
+    if bucket_bytes < ALIGNMENT or rounds_in_flight < 1:
+        raise ValueError(
+            f"bucket_bytes={bucket_bytes}, rounds_in_flight={rounds_in_flight}: need at least"
+            f" {ALIGNMENT} bytes and one round in flight"
+        )
     limit = bucket_bytes // ALIGNMENT * ALIGNMENT
-    ranks = 1 + max((rank for src, dst, _ in streams for rank in (src, dst)), default=0)
-    pending = []
-    for src, dst, dtype in streams:
-        total = streams[src, dst, dtype]
-        pending += [
-            (begin // limit, (dst - src) % ranks, src, dst, dtype, begin, min(limit, total - begin)) for begin in range(0, total, limit)
-        ]
-    sent, received = _Lanes(limit), _Lanes(limit)
+    sent = _Load(limit)
+    received = _Load(limit)
     buckets = []
-    for _, _, src, dst, dtype, begin, size in sorted(pending):
-        now = first_room(sent, src, received, dst, size)
-        sent.add(src, now, size)
-        received.add(dst, now, size)
-        buckets.append(Bucket(now, (src, dst, dtype), begin, size))
+    for _, _, source, target, dtype, begin, size in sorted(_pending(streams, limit)):
+        number = _first_room(sent, source, received, target, size)
+        sent.add(source, number, size)
+        received.add(target, number, size)
+        buckets.append(Bucket(number, Stream(source, target, dtype), begin, size))
     buckets.sort(key=lambda bucket: (bucket.round, bucket.stream, bucket.begin))
-    return Schedule(tuple(buckets), in_flight, _peaks(sent, received, in_flight))
+    return Schedule(tuple(buckets), rounds_in_flight, _peaks(sent, received, rounds_in_flight))
 
 
-class _Lanes:
-    """Bytes of each rank in each round, in one direction. Sets of rounds are the bits of an integer, so that a search is one step."""
+def _pending(streams: Mapping[Stream, int], limit: int) -> list[_Pending]:
+    """Every bucket of every stream.
+
+    The order of placement matters: were all buckets of rank 0 placed first, its partners would have
+    to wait for one another. Round after round of equal distances, every rank has one partner to
+    send to and one to receive from, as in a round-robin tournament.
+    """
+    num_ranks = 1 + max((max(stream.source, stream.target) for stream in streams), default=0)
+    pending = []
+    for stream, total in streams.items():
+        distance = (stream.target - stream.source) % num_ranks
+        for turn, begin in enumerate(range(0, total, limit)):
+            size = min(limit, total - begin)
+            pending.append(_Pending(turn, distance, *stream, begin, size))
+    return pending
+
+
+class _Load:
+    """Bytes of each rank in each round, in one direction.
+
+    A set of rounds is kept as an integer whose bit n stands for round n. The first round that two
+    ranks have free is then one union and one search for the lowest zero, however many rounds there
+    are; with lists, a plan for hundreds of ranks would spend most of its time here.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.load: defaultdict[int, list[int]] = defaultdict(list)
+        self.bytes: defaultdict[int, list[int]] = defaultdict(list)
         self.used: defaultdict[int, int] = defaultdict(int)  # rounds with any bytes
         self.full: defaultdict[int, int] = defaultdict(int)  # rounds without room
 
-    def add(self, rank: int, now: int, size: int) -> None:
-        load = self.load[rank]
-        load += [0] * (now + 1 - len(load))
-        load[now] += size
-        self.used[rank] |= 1 << now
-        if load[now] >= self.limit:
-            self.full[rank] |= 1 << now
+    def add(self, rank: int, number: int, size: int) -> None:
+        load = self.bytes[rank]
+        load += [0] * (number + 1 - len(load))
+        load[number] += size
+        self.used[rank] |= 1 << number
+        if load[number] >= self.limit:
+            self.full[rank] |= 1 << number
 
-    def room(self, rank: int, now: int) -> int:
+    def room(self, rank: int, number: int) -> int:
         """Bytes that still fit."""
-        load = self.load[rank]
-        return self.limit - (load[now] if now < len(load) else 0)
+        load = self.bytes[rank]
+        return self.limit - load[number] if number < len(load) else self.limit
 
 
-def first_room(sent: _Lanes, src: int, received: _Lanes, dst: int, size: int) -> int:
-    """The first round in which ``src`` can still send and ``dst`` still receive ``size`` bytes."""
-    if size == sent.limit:
-        return _lowest_zero(sent.used[src] | received.used[dst])
-    taken = sent.full[src] | received.full[dst]
+def _first_room(sent: _Load, source: int, received: _Load, target: int, size: int) -> int:
+    """The first round in which ``source`` can still send and ``target`` still receive the bytes."""
+    if size == sent.limit:  # a full bucket needs a round that is empty at both ends
+        return _lowest_zero(sent.used[source] | received.used[target])
+    # The last, smaller bucket of a stream may share a round. One that is not full may still lack
+    # room for it, then it is crossed out and the search goes on.
+    taken = sent.full[source] | received.full[target]
     while True:
-        now = _lowest_zero(taken)
-        if sent.room(src, now) >= size and received.room(dst, now) >= size:
-            return now
-        taken |= 1 << now
+        number = _lowest_zero(taken)
+        if sent.room(source, number) >= size and received.room(target, number) >= size:
+            return number
+        taken |= 1 << number
 
 
 def _lowest_zero(bits: int) -> int:
+    """Position of the lowest zero bit: adding 1 carries through the ones below it, so it is the
+    only bit that ``bits + 1`` gains."""
     return (~bits & (bits + 1)).bit_length() - 1
 
 
-def _peaks(sent: _Lanes, received: _Lanes, in_flight: int) -> dict[int, int]:
+def _peaks(sent: _Load, received: _Load, rounds_in_flight: int) -> dict[int, int]:
+    """Rank -> most bytes in its consecutive rounds, out and in together. Rounds in which a rank has
+    nothing to do take none of its buffers."""
     peaks = {}
-    for rank in sorted({*sent.load, *received.load}):
-        out, into = sent.load[rank], received.load[rank]
-        busy = [
-            total
-            for now in range(max(len(out), len(into)))
-            if (total := (out[now] if now < len(out) else 0) + (into[now] if now < len(into) else 0))
-        ]
-        peaks[rank] = max(sum(busy[i : i + in_flight]) for i in range(len(busy)))
+    for rank in sorted({*sent.bytes, *received.bytes}):
+        both: defaultdict[int, int] = defaultdict(int)
+        for load in (sent.bytes[rank], received.bytes[rank]):
+            for number, size in enumerate(load):
+                both[number] += size
+        busy = [both[number] for number in sorted(both) if both[number]]
+        windows = (busy[i : i + rounds_in_flight] for i in range(len(busy)))
+        peaks[rank] = max(sum(window) for window in windows)
     return peaks

@@ -1,7 +1,8 @@
-"""Takes the place of the training program under the batch script: counts steps, keeps the same contract on SIGUSR1.
+"""Takes the place of the training program under the batch script: counts steps, keeps the same
+contract on SIGUSR1.
 
-The contract: ``run_dir=DIR``; on SIGUSR1 all ranks finish the step, rank 0 saves and writes ``<run_dir>/requeue``, exit code 0;
-``resume=auto`` goes on from what was saved.
+The contract: ``run_dir=DIR``; on SIGUSR1 all ranks finish the step, rank 0 saves and writes
+``<run_dir>/requeue``, exit code 0; ``resume=auto`` goes on from what was saved.
 """
 
 import os
@@ -23,7 +24,11 @@ def main(settings: dict[str, str]) -> None:
     folder, main_rank = Path(settings["run_dir"]), dist.get_rank() == 0
     saved = folder / "step"
     step = int(saved.read_text()) if settings["resume"] == "auto" and saved.exists() else 0
-    note(folder, f"start at {step}, world {dist.get_world_size()}, restart {os.environ.get('SLURM_RESTART_COUNT', '0')}")
+    note(
+        folder,
+        f"start at {step}, world {dist.get_world_size()}, restart"
+        f" {os.environ.get('SLURM_RESTART_COUNT', '0')}",
+    )
     while step < NUM_STEPS:
         time.sleep(0.5)
         step += 1

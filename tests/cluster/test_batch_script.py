@@ -1,4 +1,5 @@
-"""The batch script, without a cluster: the command it would run, its complaints, and shellcheck on every shell script."""
+"""The batch script, without a cluster: the command it would run, its complaints, and shellcheck on
+every shell script."""
 
 import os
 import shlex
@@ -19,12 +20,16 @@ SHELL_SCRIPTS = sorted(
 )
 
 
-def sbatch_script(*args: str, slurm: dict[str, str] | None = None, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+def sbatch_script(
+    *args: str, slurm: dict[str, str] | None = None, path: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     env.update(slurm or {})
     if path:
         env["PATH"] = f"{path}:{env['PATH']}"
-    return subprocess.run(["bash", str(SCRIPT), *args], capture_output=True, text=True, timeout=60, env=env, cwd=REPO)
+    return subprocess.run(
+        ["bash", str(SCRIPT), *args], capture_output=True, text=True, timeout=60, env=env, cwd=REPO
+    )
 
 
 def dry_run(*args: str, **kwargs) -> list[str]:
@@ -34,7 +39,8 @@ def dry_run(*args: str, **kwargs) -> list[str]:
 
 
 def test_the_command_of_a_job_on_four_nodes(tmp_path):
-    """Every part that matters: nodes, processes, a rendezvous on the first node under a name new at each restart, USR1 ignored."""
+    """Every part that matters: nodes, processes, a rendezvous on the first node under a name new at
+    each restart, USR1 ignored."""
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(
         '#!/bin/sh\nif [ "$2" = hostnames ]; then printf "gpu07\\ngpu08\\ngpu09\\ngpu10\\n"; else\n'
@@ -42,26 +48,64 @@ def test_the_command_of_a_job_on_four_nodes(tmp_path):
     )
     scontrol.chmod(0o755)
     slurm = {
-        "SLURM_JOB_ID": "123456", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "gpu[07-10]", "SLURM_RESTART_COUNT": "2",
-        "SLURM_GPUS_ON_NODE": "8", "SLURM_SUBMIT_DIR": "/project",
-    }  # fmt: skip
+        "SLURM_JOB_ID": "123456",
+        "SLURM_JOB_NUM_NODES": "4",
+        "SLURM_JOB_NODELIST": "gpu[07-10]",
+        "SLURM_RESTART_COUNT": "2",
+        "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_SUBMIT_DIR": "/project",
+    }
     words = dry_run("run_dir=/shared/a", "method=dapo", slurm=slurm, path=tmp_path)
     assert words == [
-        "srun", "--nodes=4", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "bash", "-c", 'trap "" USR1; exec "$@"', "torchrun",
-        "/project/.venv/bin/python", "-m", "torch.distributed.run", "--nnodes=4", "--nproc-per-node=8", "--max-restarts=0",
-        "--rdzv-backend=c10d", "--rdzv-endpoint=10.1.0.7:23456", "--rdzv-id=123456-2",
-        "-m", "megatron_rl.train", "run_dir=/shared/a", "method=dapo", "resume=auto",
-    ]  # fmt: skip
+        "srun",
+        "--nodes=4",
+        "--ntasks-per-node=1",
+        "--kill-on-bad-exit=1",
+        "bash",
+        "-c",
+        'trap "" USR1; exec "$@"',
+        "torchrun",
+        "/project/.venv/bin/python",
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=4",
+        "--nproc-per-node=8",
+        "--max-restarts=0",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=10.1.0.7:23456",
+        "--rdzv-id=123456-2",
+        "-m",
+        "megatron_rl.train",
+        "run_dir=/shared/a",
+        "method=dapo",
+        "resume=auto",
+    ]
 
 
 def test_plug_ins_are_handed_on_before_the_overrides():
     words = dry_run("--nproc", "8", "--plugin", "a.py", "--plugin", "b.c", "run_dir=/a/r")
     start = words.index("megatron_rl.train")
-    assert words[start:] == ["megatron_rl.train", "--plugin", "a.py", "--plugin", "b.c", "run_dir=/a/r", "resume=auto"]
+    assert words[start:] == [
+        "megatron_rl.train",
+        "--plugin",
+        "a.py",
+        "--plugin",
+        "b.c",
+        "run_dir=/a/r",
+        "resume=auto",
+    ]
 
 
 def test_the_container_gets_its_flags_and_its_own_python():
-    words = dry_run("--nproc", "8", "--container", "registry:5000#team/megatron_rl:1", "--mounts", "/a:/a,/b:/b", "run_dir=/a/r")
+    words = dry_run(
+        "--nproc",
+        "8",
+        "--container",
+        "registry:5000#team/megatron_rl:1",
+        "--mounts",
+        "/a:/a,/b:/b",
+        "run_dir=/a/r",
+    )
     assert "--container-image=registry:5000#team/megatron_rl:1" in words
     assert "--container-mounts=/a:/a,/b:/b" in words
     assert words[words.index("torchrun") + 1] == "python3"
@@ -75,7 +119,8 @@ def test_an_explicit_resume_is_kept():
 
 @pytest.mark.parametrize("spelling", ["{}", "'{}'", '"{}"', "+{}", "++'{}'"])
 def test_the_folder_is_found_behind_the_quotes_of_hydra(tmp_path, spelling):
-    """A marker of an earlier start is taken away before the step starts, which needs the folder itself."""
+    """A marker of an earlier start is taken away before the step starts, which needs the folder
+    itself."""
     folder = tmp_path / "a b,seed=1"
     folder.mkdir()
     for program in ("srun", "scancel", "scontrol"):
@@ -94,11 +139,17 @@ def test_torchrun_accepts_the_options(tmp_path):
     """The printed command, its program replaced by one that prints its rank, really starts."""
     words = dry_run("--python", sys.executable, "--nproc", "2", "run_dir=/r")
     worker = tmp_path / "worker.py"
-    worker.write_text("import os\nos.write(1, f\"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}\\n\".encode())\n")
+    worker.write_text(
+        "import os\nos.write(1, f\"rank {os.environ['RANK']} of"
+        " {os.environ['WORLD_SIZE']}\\n\".encode())\n"
+    )
     command = words[words.index("bash") : words.index("megatron_rl.train") - 1]
     done = subprocess.run([*command, str(worker)], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert sorted(line for line in done.stdout.splitlines() if line) == ["rank 0 of 2", "rank 1 of 2"]
+    assert sorted(line for line in done.stdout.splitlines() if line) == [
+        "rank 0 of 2",
+        "rank 1 of 2",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -119,12 +170,25 @@ def test_a_wrong_call_is_named(args, message):
     assert not done.stdout
 
 
-@pytest.mark.parametrize("path", [*SHELL_SCRIPTS, REPO / ".ci/run"], ids=lambda path: str(path.relative_to(REPO)))
+@pytest.mark.parametrize(
+    "path", [*SHELL_SCRIPTS, REPO / ".ci/run"], ids=lambda path: str(path.relative_to(REPO))
+)
 def test_shellcheck_is_content(path):
-    done = subprocess.run([str(Path(sys.executable).parent / "shellcheck"), "-x", str(path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "shellcheck"), "-x", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_shellcheck_can_find_something(tmp_path):
-    (tmp_path / "bad.sh").write_text('#!/bin/bash\nrm -rf $1/x\n')
-    assert subprocess.run([str(Path(sys.executable).parent / "shellcheck"), str(tmp_path / "bad.sh")], capture_output=True).returncode == 1
+    (tmp_path / "bad.sh").write_text("#!/bin/bash\nrm -rf $1/x\n")
+    assert (
+        subprocess.run(
+            [str(Path(sys.executable).parent / "shellcheck"), str(tmp_path / "bad.sh")],
+            capture_output=True,
+        ).returncode
+        == 1
+    )

@@ -36,58 +36,60 @@ ENGINE = "transformer_engine.pytorch"
 
 VLLM = (
     # What generation returns.
-    Contract("vllm.outputs.RequestOutput.outputs", "rollout/engine.py"),
-    Contract("vllm.outputs.RequestOutput.prompt_logprobs", "rollout/engine.py"),
-    Contract("vllm.outputs.RequestOutput.finished", "rollout/watch.py"),
-    Contract("vllm.logprobs.FlatLogprobs.token_ids", "rollout/engine.py"),
-    Contract("vllm.logprobs.FlatLogprobs.logprobs", "rollout/engine.py"),
-    Contract("vllm.logprobs.Logprob.logprob", "rollout/engine.py"),
-    Contract("vllm.v1.engine.llm_engine.LLMEngine.step", "rollout/watch.py"),
+    Contract("vllm.outputs.RequestOutput.outputs", "engine/engine.py"),
+    Contract("vllm.outputs.RequestOutput.prompt_logprobs", "engine/engine.py"),
+    Contract("vllm.outputs.RequestOutput.finished", "engine/watch.py"),
+    Contract("vllm.logprobs.FlatLogprobs.token_ids", "engine/engine.py"),
+    Contract("vllm.logprobs.FlatLogprobs.logprobs", "engine/engine.py"),
+    Contract("vllm.logprobs.Logprob.logprob", "engine/engine.py"),
+    Contract("vllm.v1.engine.llm_engine.LLMEngine.step", "engine/watch.py"),
     # Words in the arguments of the engine and of its commands.
-    Contract("vllm.config.parallel", "rollout/engine.py", words=("external_launcher",)),
-    Contract("vllm.config.quantization", "rollout/engine.py", words=("fp8_per_tensor",)),
-    Contract("vllm.config.model.LogprobsMode", "rollout/engine.py", words=("processed_logprobs",)),
+    Contract("vllm.config.parallel", "engine/arguments.py", words=("external_launcher",)),
+    Contract("vllm.config.quantization", "engine/arguments.py", words=("fp8_per_tensor",)),
     Contract(
-        "vllm.config.model.ModelConfig", "rollout/engine.py", words=("vllm",)
+        "vllm.config.model.LogprobsMode", "engine/arguments.py", words=("processed_logprobs",)
+    ),
+    Contract(
+        "vllm.config.model.ModelConfig", "engine/engine.py", words=("vllm",)
     ),  # generation_config
     Contract("vllm.v1.engine.PauseMode", "weight_sync/server.py", words=("abort", "wait", "keep")),
     Contract(
         "vllm.envs",
-        "rollout/engine.py",
+        "engine/side_effects.py",
         words=("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS"),
     ),
     # Its own allocator: the parts that are woken one by one, and what each allocation tells.
     Contract("vllm.v1.worker.gpu_worker.Worker", "protocols.py", words=("weights", "kv_cache")),
-    Contract("vllm.device_allocator.cumem.AllocationData.handle", "rollout/engine.py"),
-    Contract("vllm.device_allocator.cumem.AllocationData.is_asleep", "rollout/engine.py"),
+    Contract("vllm.device_allocator.cumem.AllocationData.handle", "engine/engine.py"),
+    Contract("vllm.device_allocator.cumem.AllocationData.is_asleep", "engine/engine.py"),
     # The segment of the tensor-parallel group.
     Contract(
         BROADCAST + ".MessageQueue.buffer",
-        "rollout/engine.py",
+        "engine/side_effects.py",
     ),
     Contract(
         BROADCAST + ".ShmRingBuffer.is_creator",
-        "rollout/engine.py",
+        "engine/side_effects.py",
     ),
     Contract(
         BROADCAST + ".ShmRingBuffer.shared_memory",
-        "rollout/engine.py",
+        "engine/side_effects.py",
     ),
     # The worker into which the receiver of weights is mixed.
-    Contract("vllm.config.vllm.VllmConfig.model_config", "rollout/worker.py"),
-    Contract("vllm.config.vllm.VllmConfig.device_config", "rollout/worker.py"),
-    Contract("vllm.config.model.ModelConfig.dtype", "rollout/worker.py"),
+    Contract("vllm.config.vllm.VllmConfig.model_config", "engine/worker.py"),
+    Contract("vllm.config.vllm.VllmConfig.device_config", "engine/worker.py"),
+    Contract("vllm.config.model.ModelConfig.dtype", "engine/worker.py"),
     Contract(
         "vllm.model_executor.model_loader.reload.types.LayerReloadingInfo.load_numel",
-        "rollout/worker.py",
+        "engine/worker.py",
     ),
-    Contract("vllm.model_executor.layers.linear.LinearBase.quant_method", "rollout/worker.py"),
+    Contract("vllm.model_executor.layers.linear.LinearBase.quant_method", "engine/worker.py"),
     Contract(
         "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",
-        "rollout/worker.py",
+        "engine/worker.py",
         words=(".cpu_linear",),
     ),
-    Contract("vllm.config.model.ModelConfig.model", "rollout/transfer_backend.py"),
+    Contract("vllm.config.model.ModelConfig.model", "engine/transfer_backend.py"),
 )
 
 MEGATRON = (
@@ -119,15 +121,15 @@ MEGATRON = (
     ),
     Contract(
         "megatron.core.model_parallel_config.ModelParallelConfig.finalize_model_grads_func",
-        "policy/megatron_policy.py",
+        "policy/forward.py",
     ),
     Contract(
         "megatron.core.model_parallel_config.ModelParallelConfig.no_sync_func",
-        "policy/megatron_policy.py",
+        "policy/forward.py",
     ),
     Contract(
         "megatron.core.model_parallel_config.ModelParallelConfig.grad_scale_func",
-        "policy/megatron_policy.py",
+        "policy/forward.py",
     ),
     # Layer specifications, whose parts are replaced.
     Contract(LAYER + ".input_layernorm", "policy/model.py"),
@@ -216,12 +218,15 @@ FORWARDED = {"vllm.entrypoints.llm.LLM": "vllm.engine.arg_utils.EngineArgs"}
 # Functions of ours that take the place of theirs, and are called with their arguments.
 STAND_INS = {
     (
-        "policy/cpu.py",
+        "policy/remedies.py",
         "_maybe_numpy",
     ): "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
-    ("policy/cpu.py", "_cpu_rng_state"): "megatron.core.tensor_parallel.random._get_cuda_rng_state",
     (
-        "policy/cpu.py",
+        "policy/remedies.py",
+        "_cpu_rng_state",
+    ): "megatron.core.tensor_parallel.random._get_cuda_rng_state",
+    (
+        "policy/remedies.py",
         "_set_cpu_rng_state",
     ): "megatron.core.tensor_parallel.random._set_cuda_rng_state",
 }

@@ -219,7 +219,9 @@ def test_an_older_vllm_lacks_what_this_project_needs(wheels):
     vendor = with_wheels(of_version(wheels, "vllm", "0.25.1"))
     problems = [problem.split(": ", 1)[1] for problem in broken_names(vendor)[0]]
     base = "vllm.distributed.weight_transfer.base.WeightTransferEngine"
-    assert f"BoxTransferEngine does not define trainer_send_weights, abstract in {base}" in problems
+    assert (
+        f"ShardTransferEngine does not define trainer_send_weights, abstract in {base}" in problems
+    )
     assert (
         "vllm.v1.engine.async_llm.AsyncLLM.finish_weight_update takes 0 by position, not 1"
         in problems

@@ -14,12 +14,15 @@ from tests.contracts.sources import Sources
 from tests.contracts.vendor import Vendor
 
 FILES = {
-    "vllm/__init__.py": """
+    "vllm/__init__.py": (
+        """
 from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.engine import Engine
-""",
-    "vllm/engine.py": """
+"""
+    ),
+    "vllm/engine.py": (
+        """
 from dataclasses import dataclass
 from abc import ABC, abstractmethod
 from .parts import Part as Piece
@@ -48,7 +51,8 @@ class Engine(Base):
     def get(cls) -> "Engine": ...
 
 def make(settings: Settings, **more) -> Engine: ...
-""",
+"""
+    ),
     "vllm/parts.py": "class Part:\n    tag: str\n    def turn(self, by=1): ...\n",
 }
 START = """

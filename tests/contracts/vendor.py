@@ -24,9 +24,20 @@ from tests.contracts.syntax import (
 
 # Bases that bring no member that anybody calls, so that a class is known when its other bases are.
 EMPTY_BASES = {
-    "object", "ABC", "Generic", "Protocol", "Enum", "IntEnum", "StrEnum", "NamedTuple", "TypedDict",
-    "Struct", "BaseModel", "str", "int",
-}  # fmt: skip
+    "object",
+    "ABC",
+    "Generic",
+    "Protocol",
+    "Enum",
+    "IntEnum",
+    "StrEnum",
+    "NamedTuple",
+    "TypedDict",
+    "Struct",
+    "BaseModel",
+    "str",
+    "int",
+}
 # Where the class of these names stands, so that no other file of torch has to be read.
 ELSEWHERE = dict.fromkeys(
     ("torch.nn.Module", "nn.Module", "Module"), "torch.nn.modules.module.Module"

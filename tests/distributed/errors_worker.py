@@ -1,6 +1,6 @@
 """torchrun program: joins the launch as a training run does, then fails in the way that is named.
 
-    errors_worker.py CASE [RANK]
+errors_worker.py CASE [RANK]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 
-from megatron_rl.runtime.failure import leave, saved
+from megatron_rl.runtime.failure import exit_process, saved
 from megatron_rl.runtime.process import reported
 
 
@@ -72,4 +72,4 @@ def main(case: str, rank: int) -> None:
 if __name__ == "__main__":
     with reported():
         main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 0)
-    leave(0)
+    exit_process(0)

@@ -1,7 +1,8 @@
 """Two ranks of one engine with layers whose shards agree on a scale when they are processed.
 
-The boxes of the two ranks arrive in opposite orders, and rank 1 waits in the middle for a message that
-rank 0 sends late: what happens with weights that come by a plan. Prints one line per case and rank.
+The shards of the two ranks arrive in opposite orders, and rank 1 waits in the middle for a message
+that rank 0 sends late: what happens with weights that come by a plan. Prints one line per case and
+rank.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.model_executor.model_loader.reload import layerwise
 
-from megatron_rl.rollout.worker import BoxReceiver
+from megatron_rl.engine.worker import ShardReceiver
 
 LAYERS = ("one", "two", "three")
 SIZE = 4
 
 
 class AgreedScale(QuantizeMethodBase):
-    """The scale is the largest absolute value of the whole matrix, of which each rank has a shard."""
+    """The scale is the largest absolute value of the whole matrix, of which each rank has a
+    shard."""
 
     def create_weights(self, layer: nn.Module, *arguments: object, **options: object) -> None:
         layer.weight = nn.Parameter(torch.zeros(SIZE, SIZE), requires_grad=False)
@@ -63,8 +65,8 @@ def value(name: str, rank: int) -> float:
 def write_all(
     order: tuple[str, ...], wait_before: str | None, group: dist.ProcessGroup
 ) -> Callable[..., None]:
-    """A transfer with the boxes of ``order``. Rank 1 waits for rank 0 before layer ``wait_before``;
-    rank 0 sends when its own boxes are written."""
+    """A transfer with the shards of ``order``. Rank 1 waits for rank 0 before layer
+    ``wait_before``; rank 0 sends when its own shards are written."""
     rank = dist.get_rank()
 
     def transfer(parameter: Callable[[str], Tensor], written: Callable[[str], None]) -> None:
@@ -90,14 +92,16 @@ def check(name: str, wait_before: str | None, group: dist.ProcessGroup) -> None:
         model_config=SimpleNamespace(dtype=torch.float32),
     )
     # What weight_boxes finds out from a loader: all parameters, written whole.
-    receiver = BoxReceiver(model, config)
+    receiver = ShardReceiver(model, config)
     receiver.keys = {f"{layer}.weight" for layer in LAYERS}
     receiver.receive(write_all(LAYERS if rank == 0 else LAYERS[::-1], wait_before, group))
     for layer in LAYERS:
         scale = max(value(layer, 0), value(layer, 1))
         module = model.get_submodule(layer)
         assert module.scale.tolist() == [scale], f"{layer}: {module.scale.tolist()}, not {scale}"
-        assert torch.equal(module.weight, torch.full((SIZE, SIZE), value(layer, rank)) / scale), layer
+        assert torch.equal(module.weight, torch.full((SIZE, SIZE), value(layer, rank)) / scale), (
+            layer
+        )
     now = {key: tensor.data_ptr() for key, tensor in model.named_parameters()}
     assert now == kernel_tensors, "a captured graph reads the old addresses"
     print(f"{name} passed on {rank}", flush=True)
@@ -105,7 +109,8 @@ def check(name: str, wait_before: str | None, group: dist.ProcessGroup) -> None:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    # Only what happens between the layers is limited: importing vLLM takes one rank longer than another.
+    # Only what happens between the layers is limited: importing vLLM takes one rank longer than
+    # another.
     among_workers = dist.new_group(timeout=datetime.timedelta(seconds=20))
     dist.barrier()
     quant_utils.get_tp_group = lambda: SimpleNamespace(device_group=among_workers)

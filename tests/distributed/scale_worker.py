@@ -10,18 +10,19 @@ import json
 import sys
 from pathlib import Path
 
+from megatron_rl.config.layout_rules import stage_layers
 from megatron_rl.config.load import compose
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.policy.memory import stage_layers
-from megatron_rl.types import Box, LossOutput, SequenceBatch, TokenView
-from megatron_rl.weight_sync.boxes import expand
-from megatron_rl.weight_sync.layout import ModelShape, train_boxes
+from megatron_rl.policy.settings import PolicySettings
+from megatron_rl.types import LossOutput, SequenceBatch, Shard, TokenView
+from megatron_rl.weight_sync.shards import expand
 from tests.distributed.big_models import CASES, Case, train_layout, write_narrow
 from tests.distributed.fake_world import Answers, Record, fake_world
 from tests.distributed.step_formula import Messages, Place, Step, Work, differences
+from tests.unit.weight_sync.training_tables import shape_from_hf, train_shards
 
 FOLDER = Path(sys.argv[1])
 DIVISIBLE_BY = 16
@@ -71,10 +72,13 @@ def check(case: Case, rank: int, arch: Architecture, folder: Path) -> None:
             parallel,
             PrecisionConfig(**compose("precision/bf16")),
             OptimConfig(**compose("optim/adam")),
-            temperature=1.0,
-            keep_reference=False,
-            total_optimizer_steps=10,
-            max_sequence_tokens=todo.length,
+            PolicySettings(
+                temperature=1.0,
+                keep_reference=False,
+                total_optimizer_steps=10,
+                max_sequence_tokens=todo.length,
+                tokens_per_microbatch=todo.length,
+            ),
         )
         assert (
             policy.data_parallel_size * parallel.tensor * parallel.context * parallel.pipeline
@@ -85,13 +89,13 @@ def check(case: Case, rank: int, arch: Architecture, folder: Path) -> None:
             stage, policy.ranks.context_rank, tuple(len(layers) for layers in chunks[stage])
         )
         step = Step(arch, parallel, case.ranks, here, todo, DIVISIBLE_BY)
-        check_boxes(case, rank, policy, folder)
+        check_shards(case, rank, policy, folder)
         rows, microbatches = batch(todo), [[row] for row in range(todo.microbatches)]
         with Record(answers) as record:
-            policy.logprobs(rows, microbatches)
+            policy.score_microbatches(rows, microbatches)
         report(case, rank, "logprobs", step.logprobs(), record)
         with Record(answers) as record:
-            policy.update(rows, microbatches, loss)
+            policy.update_microbatches(rows, microbatches, loss)
         report(case, rank, "update", step.update(), record)
         if not parallel.overlap_param_gather:
             with Record(answers) as record:
@@ -101,18 +105,19 @@ def check(case: Case, rank: int, arch: Architecture, folder: Path) -> None:
         policy.close()
 
 
-def check_boxes(case: Case, rank: int, policy: MegatronPolicy, folder: Path) -> None:
+def check_shards(case: Case, rank: int, policy: MegatronPolicy, folder: Path) -> None:
     """The parts of tensors that the policy holds are those that weight syncs are planned with."""
-    shape = ModelShape.from_hf(json.loads((folder / "config.json").read_text()))
+    shape = shape_from_hf(json.loads((folder / "config.json").read_text()))
     layout = train_layout(policy.parallel, case.ranks, DIVISIBLE_BY)
-    declared = expand(train_boxes(shape, layout, rank))
+    declared = expand(train_shards(shape, layout, rank))
     live = policy.weight_boxes()
     assert sorted(map(place, declared)) == sorted(map(place, live)), f"{case.name}, rank {rank}"
-    print(f"OK {case.name}, rank {rank}, boxes: {len(live)}", flush=True)
+    print(f"OK {case.name}, rank {rank}, shards: {len(live)}", flush=True)
 
 
-def place(box: Box) -> tuple[object, ...]:
-    return (box.tensor, box.start, box.shape, box.full, box.dtype, box.key, box.offset)
+def place(shard: Shard) -> tuple[object, ...]:
+    in_tensor = (shard.name, shard.start, shard.shape, shard.full)
+    return (*in_tensor, shard.dtype, shard.key, shard.offset)
 
 
 def report(case: Case, rank: int, what: str, expected: Messages, record: Record) -> None:

@@ -322,7 +322,8 @@ class Step:
     def _unit(
         self, found: Messages, group: str, ranks: int, size: int, here: int, everywhere: int
     ) -> None:
-        """``here`` units of this stage, ``everywhere`` of all stages; ``size`` numbers on a rank."""
+        """``here`` units of this stage, ``everywhere`` of all stages; ``size`` numbers on a
+        rank."""
         found.add("all_gather", group, ranks, HALF, here, size)
         stages = self.parallel.pipeline
         found.add("broadcast", "pipeline", stages, HALF, everywhere * (stages > 1), ranks * size)

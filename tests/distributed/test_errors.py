@@ -1,4 +1,5 @@
-"""Real launches that fail: one message, from the rank that failed first, and nothing left behind."""
+"""Real launches that fail: one message, from the rank that failed first, and nothing left
+behind."""
 
 from __future__ import annotations
 

@@ -15,22 +15,21 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.layout_rules import stage_layers
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
-from megatron_rl.policy import memory
+from megatron_rl.planning.advice import describe, problems
+from megatron_rl.planning.at_start import plan as memory_plan
+from megatron_rl.planning.parameter_counts import stage_counts
+from megatron_rl.planning.phases import Room
 from megatron_rl.policy.families import architecture_from
-from megatron_rl.trainer.memory_plan import plan as memory_plan
-from megatron_rl.weight_sync.layout import (
-    ModelShape,
-    RolloutLayout,
-    rollout_boxes,
-    train_boxes,
-)
+from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.plan import make_plan
 from tests.distributed.big_models import CASES, CONFIGS, Case, train_layout, write_config
 from tests.distributed.fake_world import Kind
 from tests.distributed.step_formula import Messages, Place, Step, Work, differences
 from tests.launch import REPO, run
+from tests.unit.weight_sync.training_tables import shape_from_hf, train_shards
 
 CORE = [case for case in CASES if not case.full]
 FULL = [case for case in CASES if case.full]
@@ -49,7 +48,7 @@ def played(cases: list[Case], folder: Path, timeout: float) -> None:
     for case in cases:
         for rank in case.looked_at:
             overlapped = "overlap_param_gather" in case.layout
-            for what in ("boxes", "logprobs", "update") + (() if overlapped else ("gathering",)):
+            for what in ("shards", "logprobs", "update") + (() if overlapped else ("gathering",)):
                 assert f"OK {case.name}, rank {rank}, {what}:" in done.stdout, done.stdout
 
 
@@ -81,7 +80,7 @@ def true_steps(case: Case) -> list[Step]:
         architecture_from(CONFIGS[case.model], CONFIGS[case.model].architectures[0]),
     )
     chunks = parallel.virtual_pipeline or 1
-    stages = [(count // chunks,) * chunks for count in memory.stage_layers(arch, parallel)]
+    stages = [(count // chunks,) * chunks for count in stage_layers(arch, parallel)]
     return [
         Step(arch, parallel, case.ranks, Place(stage, 0, layers), Work(8, 8192, 1024), 128)
         for stage, layers in enumerate(stages)
@@ -93,7 +92,7 @@ def test_true_widths(case):
     """Gradients that are summed are those of the memory plan's parameters, but for what is filled
     up; and the table."""
     steps = true_steps(case)
-    counts = memory.parameter_counts(steps[0].arch, steps[0].parallel, 128)
+    counts = stage_counts(steps[0].arch, steps[0].parallel, 128)
     for step, (dense, experts) in zip(steps, counts, strict=True):
         found = step.update()
         for group, numbers in (("data and context", dense), ("expert data", experts)):
@@ -142,12 +141,14 @@ def planned(case: Case, rollout_tensor: int) -> None:
     """Every byte of every engine rank arrives once, from itself or from another; the rounds are
     hardly more than the busiest needs."""
     config, parallel = CONFIGS[case.model], case.parallel(narrow=False)
-    model = ModelShape.from_hf(config.to_dict())
+    model = shape_from_hf(config.to_dict())
     train = train_layout(parallel, case.ranks)
     rollout = RolloutLayout(tp=rollout_tensor, dp=case.ranks // rollout_tensor)
-    held = {rank: train_boxes(model, train, rank) for rank in range(case.ranks)}
-    wanted = {rank: rollout_boxes(model, rollout, rank) for rank in rollout.ranks}
-    plan = make_plan(held, wanted, gpus_per_node=8, bucket_bytes=BUCKET, replicas=rollout.replicas)
+    sources = {rank: train_shards(model, train, rank) for rank in range(case.ranks)}
+    targets = {rank: rollout_shards(model, rollout, rank) for rank in rollout.ranks}
+    plan = make_plan(
+        sources, targets, gpus_per_node=8, bucket_bytes=BUCKET, replicas=rollout.replicas
+    )
     assert plan.bytes_local + plan.bytes_sent == rollout.dp * engine_bytes(model, rollout_tensor)
     assert plan.bytes_sent == plan.lower_bound
     sent: Counter[tuple[str, int]] = Counter()
@@ -234,10 +235,10 @@ def test_memory_plans(tmp_path, model, ranks, layout, gpu_gib, lacking):
         "memory.offload=[optimizer,gradients,weights]",
     ]
     config = validate(Config, compose("config", overrides), "test")
-    room = memory.Room("cuda", gpu_gib)
+    room = Room("cuda", gpu_gib)
     stages = memory_plan(config, ranks, room, fused=True)
-    found = memory.problems(stages, config, room)
-    print(memory.describe(stages, config, room))
+    found = problems(stages, config, room)
+    print(describe(stages, config, room))
     if lacking is None:
         assert found == []
     else:
@@ -251,6 +252,6 @@ def test_memory_plan_of_the_experiment(tmp_path, gpu_gib, fits):
     overrides = ["experiment=qwen2_5_7b_8gpu", f"model.path={tmp_path}"]
     overrides += ["data.train=-", "data.eval=-"]
     config = validate(Config, compose("config", overrides), "test")
-    room = memory.Room("cuda", gpu_gib)
-    found = memory.problems(memory_plan(config, 8, room, fused=True), config, room)
+    room = Room("cuda", gpu_gib)
+    found = problems(memory_plan(config, 8, room, fused=True), config, room)
     assert (found == []) == fits, found

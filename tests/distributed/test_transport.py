@@ -13,7 +13,8 @@ WORKER = Path(__file__).with_name("transport_worker.py")
 
 @pytest.mark.parametrize(("nproc", "cases"), [(2, 7), (4, 10)])
 def test_workers_receive_exactly_their_shards(nproc: int, cases: int) -> None:
-    """Bit-equal to shards cut from whole tensors, at the lower bound of bytes, twice; refusals and a dying peer are named."""
+    """Bit-equal to shards cut from whole tensors, at the lower bound of bytes, twice; refusals and
+    a dying peer are named."""
     output = launch(WORKER, nproc, ["die"], timeout=120).stdout
     for number in range(cases):
         assert f"case {number} passed" in output

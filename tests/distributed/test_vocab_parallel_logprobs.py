@@ -1,10 +1,91 @@
-"""Vocabulary-parallel logprobs on two gloo ranks equal those of one rank, gradients and entropy included."""
+"""Two ranks, each with half of a padded vocabulary, against one rank with all of it."""
 
-from pathlib import Path
+from __future__ import annotations
 
-from tests.launch import launch
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.policy.logprobs import response_logprobs
+from tests.ranks import on_ranks
+
+NUM_TOKENS, HIDDEN, PADDED_VOCAB = 13, 8, 24
 
 
-def test_two_ranks_equal_one():
-    result = launch(Path(__file__).with_name("logprobs_worker.py"), nproc=2)
-    assert result.stdout.count("OK ") == 7, result.stdout
+def assert_close(what: str, got: Tensor, want: Tensor, tolerance: float) -> None:
+    difference = (got.double() - want.double()).abs().max().item() if got.numel() else 0.0
+    assert got.shape == want.shape, what
+    assert difference <= tolerance, f"{what}: off by {difference}"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("dtype", "vocab_size", "entropy", "tolerance", "scale"),
+    [
+        pytest.param(torch.float64, 19, "none", 1e-12, 2.0, id="float64"),
+        pytest.param(torch.float64, 19, "grad", 1e-12, 2.0, id="float64 entropy gradient"),
+        pytest.param(torch.float32, 24, "value", 1e-5, 2.0, id="float32 entropy value"),
+        pytest.param(torch.float64, 11, "grad", 1e-12, 2.0, id="second rank all padding"),
+        # exp() of their distance overflows float32
+        pytest.param(torch.float32, 24, "grad", 1e-2, 100.0, id="maxima far apart"),
+        # gradients are rounded to bfloat16 before the sum over ranks or after
+        pytest.param(torch.bfloat16, 19, "grad", 0.1, 2.0, id="bfloat16"),
+    ],
+)
+def test_two_ranks_equal_one(
+    dtype: torch.dtype, vocab_size: int, entropy: str, tolerance: float, scale: float
+):
+    """Logprobs, entropy and gradients."""
+    draw = torch.Generator().manual_seed(5)
+    rank = dist.get_rank()
+    hidden = (scale * torch.randn(NUM_TOKENS, HIDDEN, generator=draw, dtype=torch.float64)).to(
+        dtype
+    )
+    weight = torch.randn(PADDED_VOCAB, HIDDEN, generator=draw, dtype=torch.float64).to(dtype)
+    targets = torch.randint(0, vocab_size, (NUM_TOKENS,), generator=draw)
+    factors = torch.randn(2, NUM_TOKENS, generator=draw)
+    factors = factors.to(torch.promote_types(dtype, torch.float32))
+    settings = {"temperature": 0.8, "vocab_size": vocab_size, "entropy": entropy}
+
+    def scores_and_gradients(weight: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+        inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        logprobs, entropies = response_logprobs(
+            *inputs, targets, chunk_tokens=5, group=group, **settings
+        )
+        loss = (factors[0] * logprobs).sum()
+        if entropy == "grad":
+            loss = loss + (factors[1] * entropies).sum()
+        gradients = torch.autograd.grad(loss, inputs)
+        shown = torch.zeros(0) if entropies is None else entropies.detach()
+        return [logprobs.detach(), shown, *gradients]
+
+    one = scores_and_gradients(weight, None)
+    two = scores_and_gradients(weight.chunk(2)[rank], dist.group.WORLD)
+    assert_close("logprobs", two[0], one[0], tolerance)
+    assert_close("entropy", two[1], one[1], tolerance)
+    assert_close("hidden gradient", two[2], one[2], tolerance)
+    assert_close("weight gradient", two[3], one[3].chunk(2)[rank], tolerance)
+    everyone = torch.empty(2, NUM_TOKENS, dtype=two[0].dtype)
+    dist.all_gather(list(everyone.unbind(0)), two[0])
+    assert torch.equal(everyone[0], everyone[1]), "ranks disagree"
+
+
+@on_ranks(2)
+def test_no_tokens():
+    weight = torch.ones(4, HIDDEN, requires_grad=True)
+    hidden = torch.empty(0, HIDDEN, requires_grad=True)
+    targets = torch.empty(0, dtype=torch.long)
+    logprobs, _ = response_logprobs(
+        hidden,
+        weight,
+        targets,
+        temperature=1.0,
+        vocab_size=8,
+        chunk_tokens=5,
+        group=dist.group.WORLD,
+    )
+    logprobs.sum().backward()
+    assert torch.equal(weight.grad, torch.zeros(4, HIDDEN))
+    assert hidden.grad.shape == (0, HIDDEN)
+    dist.barrier()  # still in step

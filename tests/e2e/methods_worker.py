@@ -1,6 +1,7 @@
-"""torchrun program: two training steps with each of the methods named, on one policy and one engine.
+"""torchrun program: two training steps with each of the methods named, on one policy and one
+engine.
 
-    methods_worker.py OUT.jsonl METHOD[,METHOD...] OVERRIDE...
+methods_worker.py OUT.jsonl METHOD[,METHOD...] OVERRIDE...
 """
 
 from __future__ import annotations
@@ -16,24 +17,25 @@ from megatron_rl.config.schema import Config
 from megatron_rl.loss import load_method
 from megatron_rl.runtime.digest import combined_digest, tensor_digest
 from megatron_rl.runtime.display import Display
-from megatron_rl.runtime.launch import leave, reported, start
+from megatron_rl.runtime.launch import exit_process, reported, start
 from megatron_rl.trainer.build import build_trainer
-from megatron_rl.trainer.rollouts import Rollouts
-from megatron_rl.trainer.settings import rollout_sampling
 from megatron_rl.trainer.trainer import Trainer
 
 
 def weights_digest(trainer: Trainer) -> str:
-    return combined_digest({name: tensor_digest(tensor) for name, tensor in trainer.parts.policy.gathered_weights()})
+    weights = trainer.learner.policy.gathered_weights()
+    return combined_digest({name: tensor_digest(tensor) for name, tensor in weights})
 
 
-def two_steps(trainer: Trainer, config: Config, name: str, first_step: int) -> dict:
+def with_method(trainer: Trainer, config: Config, name: str) -> Trainer:
+    """The same policy and engine, learning by another method."""
     method = load_method(name, response_limit=config.rollout.max_response_tokens)
-    old = trainer.parts.rollouts
-    batch = config.batch
-    sizes = dict(prompts_per_step=batch.prompts_per_step, share_prompts=batch.share_prompts, seed=config.seed)
-    rollouts = Rollouts(old._generator, old._loader, method, rollout_sampling(config, ()), **sizes)
-    trainer = Trainer(replace(trainer.parts, method=method, rollouts=rollouts), trainer.schedule)
+    source = trainer.source
+    source.rollouts = replace(source.rollouts, method=method)
+    return replace(trainer, learner=replace(trainer.learner, method=method))
+
+
+def two_steps(trainer: Trainer, name: str, first_step: int) -> dict:
     before = weights_digest(trainer)
     metrics = [trainer.step(first_step), trainer.step(first_step + 1)]
     return {"method": name, "steps": metrics, "moved": before != weights_digest(trainer)}
@@ -44,12 +46,15 @@ def main(out: Path, names: Sequence[str], overrides: Sequence[str]) -> None:
         world = start()
         config = validate(Config, compose("config", overrides), "the configuration")
         trainer = build_trainer(config, world, Display(shown=world.is_main))
-        trainer.parts.folder.resume(trainer.parts.policy, trainer.parts.rollouts)
-        trainer.parts.hand_over.to_engine(0)
-        rows = [two_steps(trainer, config, name, 1 + 2 * index) for index, name in enumerate(names)]
+        trainer.folder.resume(trainer.learner.policy, trainer.source)
+        trainer.source.publish(0)
+        rows = [
+            two_steps(with_method(trainer, config, name), name, 1 + 2 * index)
+            for index, name in enumerate(names)
+        ]
         if world.is_main:
             out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    leave(0)
+    exit_process(0)
 
 
 if __name__ == "__main__":

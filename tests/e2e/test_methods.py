@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.load import conf_dir
-from megatron_rl.trainer.metrics import defined
+from megatron_rl.reporting.metrics import defined
 from tests.e2e.toy import overrides, write_data, write_model
 from tests.launch import launch
 
@@ -20,8 +20,16 @@ CORE = ["dapo", "a_grae", "apo", "durian"]
 def run(tmp_path: Path, names: list[str]) -> list[dict]:
     write_model(tmp_path / "model")
     write_data(tmp_path / "data.jsonl")
-    settings = overrides(tmp_path, tmp_path / "run", "logging.console=false", "method=apo", "optim.learning_rate=1e-3")
-    launch("tests/e2e/methods_worker.py", 2, [tmp_path / "out.jsonl", ",".join(names), *settings], 600)
+    settings = overrides(
+        tmp_path,
+        tmp_path / "run",
+        "logging.console=false",
+        "method=apo",
+        "optim.learning_rate=1e-3",
+    )
+    launch(
+        "tests/e2e/methods_worker.py", 2, [tmp_path / "out.jsonl", ",".join(names), *settings], 600
+    )
     return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
 
 

@@ -16,8 +16,9 @@ EXAMPLES = ("clipped_advantage", "brevity", "one_sided", "drop_easy", "renamed_q
 
 @pytest.mark.full
 def test_a_run_with_an_estimator_a_shaper_a_loss_a_hook_and_a_family_of_ones_own(tmp_path: Path):
-    """The model has an architecture that neither the policy nor the engine knows without the plug-in;
-    the sampler's probabilities are the policy's (``mismatch_alarm.abort_above`` of the toy)."""
+    """The model has an architecture that neither the policy nor the engine knows without the
+    plug-in; the sampler's probabilities are the policy's (``mismatch_limits.abort_above`` of the
+    toy)."""
     write_model(tmp_path / "model")
     write_data(tmp_path / "data.jsonl")
     file = tmp_path / "model" / "config.json"

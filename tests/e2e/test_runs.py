@@ -1,4 +1,5 @@
-"""Runs keep their word, on the real engines: one live run a folder, damage and a full disk said, finished runs left alone."""
+"""Runs keep their word, on the real engines: one live run a folder, damage and a full disk said,
+finished runs left alone."""
 
 from __future__ import annotations
 
@@ -14,11 +15,10 @@ import pytest
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_rl.policy import checkpoint_info
+from megatron_rl.checkpoints import directory, facts
 from megatron_rl.policy.families import read_architecture
-from megatron_rl.runtime import checkpoint_dir
 from tests.e2e.toy import overrides, write_data, write_model
-from tests.launch import REPO, end, launch
+from tests.launch import REPO, end, launch, torchrun
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +98,15 @@ def test_what_cannot_go_on_is_refused_before_the_engines_are_built(folder, train
 
 def _check_the_size_that_is_asked_for(folder: Path, trained: Path) -> None:
     """The tensors of a real checkpoint take what was planned for them."""
-    written = FileSystemReader(trained / "checkpoints" / "step_000002").read_metadata().state_dict_metadata.values()
+    written = (
+        FileSystemReader(trained / "checkpoints" / "step_000002")
+        .read_metadata()
+        .state_dict_metadata.values()
+    )
     tensors = [entry for entry in written if isinstance(entry, TensorStorageMetadata)]
     size = sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in tensors)
-    parameters = checkpoint_info.num_parameters(read_architecture(folder / "model")[0], 4)
-    expected = checkpoint_info.checkpoint_bytes(
+    parameters = facts.num_parameters(read_architecture(folder / "model")[0], 4)
+    expected = facts.checkpoint_bytes(
         parameters, "float32", "float32", distributed_optimizer=True, reference=True
     )
     assert size == pytest.approx(expected, rel=0.01)
@@ -123,17 +127,10 @@ def test_a_finished_run_started_again_ends_at_once(folder, trained):
     } == before
 
 
+@pytest.mark.full  # in the core tier: test_lock, and the killed run of test_training
 def test_a_second_run_in_the_folder_is_refused_while_the_first_lives_and_not_after_its_kill(folder):
     run_dir = folder / "shared"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "megatron_rl.train",
-    ]
+    command = torchrun("megatron_rl.train")
     command += overrides(folder, run_dir, "trainer.num_steps=500", "checkpoint.every_steps=1")
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     with (folder / "first.log").open("w") as log:
@@ -142,7 +139,7 @@ def test_a_second_run_in_the_folder_is_refused_while_the_first_lives_and_not_aft
         )
     try:
         deadline = time.monotonic() + 150
-        while checkpoint_dir.newest(run_dir / "checkpoints") is None:
+        while directory.newest(run_dir / "checkpoints") is None:
             assert first.poll() is None and time.monotonic() < deadline, (
                 folder / "first.log"
             ).read_text()[-2000:]
@@ -157,14 +154,15 @@ def test_a_second_run_in_the_folder_is_refused_while_the_first_lives_and_not_aft
         holder = json.loads((run_dir / ".lock").read_text())
         assert second.returncode != 0
         assert (
-            f"another run is using it (host {holder['host']}, process {holder['pid']}, launch {holder['launch']}"
-            in second.stdout
+            f"another run is using it (host {holder['host']}, process {holder['pid']}, launch"
+            f" {holder['launch']}" in second.stdout
         )
         assert "policy: layers of" not in second.stdout
     finally:
         end(first)
-    reached = checkpoint_dir.step_of(checkpoint_dir.newest_valid(run_dir / "checkpoints"))
-    # One bit less in the newest checkpoint: the run goes on from the one before, as if it had been killed a step earlier.
+    reached = directory.step_of(directory.newest_valid(run_dir / "checkpoints"))
+    # One bit less in the newest checkpoint: the run goes on from the one before, as if it had been
+    # killed a step earlier.
     shard = max(
         (run_dir / "checkpoints" / f"step_{reached:06d}").glob("*.distcp"),
         key=lambda file: file.stat().st_size,
@@ -201,8 +199,7 @@ def test_a_disk_that_fills_says_so_keeps_the_last_checkpoint_and_is_cleaned_at_t
         and "make room and start again" in said[-1]
     ), full.stdout[-3000:]
     assert (
-        checkpoint_dir.newest_valid(run_dir / "checkpoints")
-        == run_dir / "checkpoints" / "step_000001"
+        directory.newest_valid(run_dir / "checkpoints") == run_dir / "checkpoints" / "step_000001"
     )
     assert list((run_dir / "checkpoints").glob("*.tmp-partial"))
     assert "no space left for its checkpoints" in refused(

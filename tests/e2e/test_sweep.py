@@ -1,7 +1,10 @@
-"""A sweep through the command line, with real runs: folders, table, a run that fails, and the same command once more."""
+"""A sweep through the command line, with real runs: folders, table, a run that fails, and the same
+command once more."""
 
 import shutil
 import sys
+
+import pytest
 
 from tests.e2e.toy import overrides, write_data, write_model
 from tests.launch import run
@@ -13,6 +16,7 @@ def without_run_dir(words: list[str]) -> list[str]:
     return [word for word in words if not word.startswith("run_dir=")]
 
 
+@pytest.mark.full  # in the core tier with stand-ins for the runs: tests/unit/test_sweep.py
 def test_a_failed_run_is_named_the_others_are_done_and_are_not_done_again(tmp_path):
     write_model(tmp_path / "model")
     write_data(tmp_path / "data.jsonl")
@@ -31,6 +35,10 @@ def test_a_failed_run_is_named_the_others_are_done_and_are_not_done_again(tmp_pa
     assert [row[1] for row in table] == ["0", "1", "1"], done.stdout
 
     exports = [(folder / "export" / "model.safetensors").stat().st_mtime_ns for folder in finished]
-    again = run([*SWEEP, "--out", str(out), *small, "data.eval=" + ",".join(map(str, files[1:]))], 60)
+    again = run(
+        [*SWEEP, "--out", str(out), *small, "data.eval=" + ",".join(map(str, files[1:]))], 60
+    )
     assert again.stdout.count(": finished before") == 2, again.stdout
-    assert exports == [(folder / "export" / "model.safetensors").stat().st_mtime_ns for folder in finished]
+    assert exports == [
+        (folder / "export" / "model.safetensors").stat().st_mtime_ns for folder in finished
+    ]

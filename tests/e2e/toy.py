@@ -1,4 +1,5 @@
-"""A model and a task so small that a run of the real engines takes seconds: repeat the letter that was asked for."""
+"""A model and a task so small that a run of the real engines takes seconds: repeat the letter that
+was asked for."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ VOCAB = ["<pad>", "<eos>", *LETTERS, "?"]
 
 def write_model(path: Path) -> Path:
     """Two layers, random weights, one token a letter."""
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(VOCAB)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: index for index, token in enumerate(VOCAB)}, merges=[])
+    )
     tokenizer.decoder = Fuse()
     tokenizer.add_special_tokens(["<pad>", "<eos>"])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
@@ -24,9 +27,19 @@ def write_model(path: Path) -> Path:
     fast.save_pretrained(path)
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=len(VOCAB), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        head_dim=32, max_position_embeddings=64, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=len(VOCAB),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
     Qwen3ForCausalLM(config).float().save_pretrained(path)
     return path
 
@@ -34,16 +47,28 @@ def write_model(path: Path) -> Path:
 def write_large_config(path: Path) -> Path:
     """The shape of a 72B model, without weights or tokenizer."""
     config = Qwen3Config(
-        vocab_size=151936, hidden_size=8192, intermediate_size=29568, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
-        head_dim=128, tie_word_embeddings=False, architectures=["Qwen3ForCausalLM"],
-    )  # fmt: skip
+        vocab_size=151936,
+        hidden_size=8192,
+        intermediate_size=29568,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=False,
+        architectures=["Qwen3ForCausalLM"],
+    )
     config.save_pretrained(path)
     return path
 
 
 def write_data(path: Path) -> Path:
     rows = [
-        {"prompt": letter, "answer": letter, "data_source": "repeat", "extra": {"visual_entropy": 0.1 * index}}
+        {
+            "prompt": letter,
+            "answer": letter,
+            "data_source": "repeat",
+            "extra": {"visual_entropy": 0.1 * index},
+        }
         for index, letter in enumerate(LETTERS)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -53,12 +78,28 @@ def write_data(path: Path) -> Path:
 def overrides(folder: Path, run_dir: Path, *more: str) -> list[str]:
     """Eight prompts x sixteen responses of two tokens; the first letter of a response counts."""
     return [
-        "parallel=tp2", "precision=fp32", "rollout=vllm_cpu", "rollout.tensor=2",
-        f"model.path={folder / 'model'}", "model.make_vocab_divisible_by=4",
-        f"data.train={folder / 'data.jsonl'}", f"data.eval={folder / 'data.jsonl'}", "data.drop_eval_overlap=false",
-        "reward.verifier=exact", "reward.answer_pattern='^(.)'",
-        "batch.prompts_per_step=8", "batch.responses_per_prompt=16", "batch.prompts_per_minibatch=4", "batch.tokens_per_microbatch=256",
-        "rollout.max_prompt_tokens=8", "rollout.max_response_tokens=2", "rollout.kv_cache_gib=0.03125",
-        "optim.learning_rate=3e-3", "evaluation.every_steps=0", "logging.tensorboard=false", "mismatch_alarm.abort_above=1e-4",
-        f"run_dir={run_dir}", *more,
-    ]  # fmt: skip
+        "parallel=tp2",
+        "precision=fp32",
+        "rollout=vllm_cpu",
+        "rollout.tensor=2",
+        f"model.path={folder / 'model'}",
+        "model.make_vocab_divisible_by=4",
+        f"data.train={folder / 'data.jsonl'}",
+        f"data.eval={folder / 'data.jsonl'}",
+        "data.drop_eval_overlap=false",
+        "reward.verifier=exact",
+        "reward.answer_pattern='^(.)'",
+        "batch.prompts_per_step=8",
+        "batch.responses_per_prompt=16",
+        "batch.prompts_per_minibatch=4",
+        "batch.tokens_per_microbatch=256",
+        "rollout.max_prompt_tokens=8",
+        "rollout.max_response_tokens=2",
+        "rollout.kv_cache_gib=0.03125",
+        "optim.learning_rate=3e-3",
+        "evaluation.every_steps=0",
+        "logging.tensorboard=false",
+        "mismatch_limits.abort_above=1e-4",
+        f"run_dir={run_dir}",
+        *more,
+    ]

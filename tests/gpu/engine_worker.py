@@ -1,7 +1,8 @@
-"""torchrun program (1 process, 1 GPU): hand-overs between a policy and an engine that really sleeps.
+"""torchrun program (1 process, 1 GPU): hand-overs between a policy and an engine that really
+sleeps.
 
-Arguments: a folder; the quantisation of the engine (null, fp8); its sleep level (one engine a process: they share an allocator).
-Written without a GPU at hand.
+Arguments: a folder; the quantisation of the engine (null, fp8); its sleep level (one engine a
+process: they share an allocator). Written without a GPU at hand.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from policy_worker import BATCH, MICROBATCHES, build, loss, write_model
 
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
+from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.runtime import launch
 from megatron_rl.runtime.memory import Ledger, memory_in_use
-from megatron_rl.trainer.handover import HandOver
+from megatron_rl.trainer.colocation import ColocatedSync, Colocation
+from megatron_rl.trainer.sources import Colocated
 from megatron_rl.types import Prompt, Sampling
 from megatron_rl.weight_sync.gather import GatherSync
 
@@ -30,32 +32,56 @@ PROMPTS = [Prompt(f"p{i}", (3 + i, 4, 5), "", "test") for i in range(4)]
 
 
 def hand_overs(policy: MegatronPolicy, path: Path, launch_id: str) -> None:
-    overrides = [f"rollout.sleep_level={LEVEL}", f"rollout.quantization={QUANTIZATION}", "rollout.gpu_memory_utilization=0.2"]
-    overrides += ["rollout.max_prompt_tokens=64", "rollout.max_response_tokens=64", f"model.path={path}", "data.train=-", "data.eval=-"]
-    overrides += os.environ.get("MEGATRON_RL_TEST_ENGINE", "").split()  # to look for what makes a test fail
+    overrides = [
+        f"rollout.sleep_level={LEVEL}",
+        f"rollout.quantization={QUANTIZATION}",
+        "rollout.gpu_memory_utilization=0.2",
+    ]
+    overrides += [
+        "rollout.max_prompt_tokens=64",
+        "rollout.max_response_tokens=64",
+        f"model.path={path}",
+        "data.train=-",
+        "data.eval=-",
+    ]
+    overrides += os.environ.get(
+        "MEGATRON_RL_TEST_ENGINE", ""
+    ).split()  # to look for what makes a test fail
     config = validate(Config, compose("config", overrides), "test")
     engine = VllmEngine(str(path), config.rollout, seed=1, launch_id=launch_id)
-    assert torch.cuda.current_stream() == torch.cuda.default_stream(), "the policy's gradients belong to this one"
+    assert torch.cuda.current_stream() == torch.cuda.default_stream(), (
+        "the policy's gradients belong to this one"
+    )
     ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), None)
-    steps = HandOver(policy, engine, GatherSync(policy, engine, verify=True), EVERYTHING, ledger)
-    before = policy.logprobs(BATCH, MICROBATCHES).logprobs
-    steps.to_engine(1)
-    with steps.generation():
+    memory = Colocation(policy, engine, EVERYTHING, ledger)
+    sync = ColocatedSync(GatherSync(policy, engine, verify=True), memory)
+    no_rollouts = None  # the engine is asked directly
+    source = Colocated(no_rollouts, policy, engine, sync, memory)
+    before = policy.score_microbatches(BATCH, MICROBATCHES).logprobs
+    source.publish(1)
+    with source.generation():
         first = engine.generate(PROMPTS, Sampling(2, 16, seed=7))
-    steps.to_policy()
+    memory.to_policy()
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert engine.memory_bytes() == 0
     assert engine.weight_version == (1 if LEVEL == 1 else -1)
     with pytest.raises(RuntimeError, match="asleep"):
         engine.generate(PROMPTS, Sampling(2, 16, seed=7))
-    with steps.generation():
-        assert engine.generate(PROMPTS, Sampling(2, 16, seed=7)) == first  # the same weights, by whatever way they came back
-    steps.to_policy()
+    with source.generation():
+        assert (
+            engine.generate(PROMPTS, Sampling(2, 16, seed=7)) == first
+        )  # the same weights, by whatever way they came back
+    memory.to_policy()
     values = ledger.end_step()
-    assert values["memory/sleep_engine_gib"] == 0 < values["memory/wake_weights_engine_gib"] < values["memory/wake_kv_cache_engine_gib"]
+    assert (
+        values["memory/sleep_engine_gib"]
+        == 0
+        < values["memory/wake_weights_engine_gib"]
+        < values["memory/wake_kv_cache_engine_gib"]
+    )
     assert values["memory/wake_kv_cache_allocated_gib"] < values["memory/reload_allocated_gib"]
-    assert torch.equal(policy.logprobs(BATCH, MICROBATCHES).logprobs, before)
-    policy.update(BATCH, MICROBATCHES, loss)
+    assert torch.equal(policy.score_microbatches(BATCH, MICROBATCHES).logprobs, before)
+    policy.update_microbatches(BATCH, MICROBATCHES, loss)
     print(f"OK level {LEVEL}", flush=True)
 
 
@@ -65,4 +91,4 @@ if __name__ == "__main__":
     trained = build(model, "precision=bf16")
     assert isinstance(trained, MegatronPolicy)
     hand_overs(trained, model, world.launch_id)
-    launch.leave(0)
+    launch.exit_process(0)

@@ -1,4 +1,5 @@
-"""torchrun program (1 process, 1 GPU): every number format that the machine has, against bfloat16; the memory that offloading frees.
+"""torchrun program (1 process, 1 GPU): every number format that the machine has, against bfloat16;
+the memory that offloading frees.
 
 Argument: a folder. Written without a GPU at hand.
 """
@@ -14,12 +15,13 @@ import torch.distributed as dist
 import transformers
 from megatron.core.optimizer import Adam
 
+from megatron_rl.config.hardware import machine_problems
 from megatron_rl.config.load import compose, validate
-from megatron_rl.config.machine import machine_problems
 from megatron_rl.config.schema import Config
 from megatron_rl.data.sequences import sequence_batch
-from megatron_rl.policy.machine import this_machine
+from megatron_rl.policy.hardware import this_machine
 from megatron_rl.policy.megatron_policy import MegatronPolicy
+from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.runtime import launch
 from megatron_rl.types import LossOutput, TokenView
 
@@ -32,29 +34,54 @@ LENGTHS = ((5, 20), (17, 33), (2, 7), (31, 64))
 def write_model() -> Path:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
-        max_position_embeddings=256, tie_word_embeddings=False, architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+    )
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(FOLDER / "model")
     return FOLDER / "model"
 
 
 def build(path: Path, *overrides: str, keep_reference: bool = False) -> MegatronPolicy | str:
     """The policy, or why this machine has none."""
-    config = validate(Config, compose("config", [f"model.path={path}", "data.train=-", "data.eval=-", *overrides]), "test")
-    problems = list(machine_problems(config, this_machine(), json.loads((path / "config.json").read_text())))
+    config = validate(
+        Config,
+        compose("config", [f"model.path={path}", "data.train=-", "data.eval=-", *overrides]),
+        "test",
+    )
+    problems = list(
+        machine_problems(config, this_machine(), json.loads((path / "config.json").read_text()))
+    )
     if problems:
         return problems[0]
     return MegatronPolicy(
-        config.model, config.parallel, config.precision, config.optim, temperature=1.0, keep_reference=keep_reference,
-        total_optimizer_steps=10, max_sequence_tokens=128,
-    )  # fmt: skip
+        config.model,
+        config.parallel,
+        config.precision,
+        config.optim,
+        PolicySettings(
+            temperature=1.0,
+            keep_reference=keep_reference,
+            total_optimizer_steps=10,
+            max_sequence_tokens=128,
+            tokens_per_microbatch=128,
+        ),
+    )
 
 
 def make_batch():
     draw = torch.Generator().manual_seed(1)
     return sequence_batch(
-        [tuple(torch.randint(3, 512, (size,), generator=draw).tolist() for size in lengths) for lengths in LENGTHS]
+        [
+            tuple(torch.randint(3, 512, (size,), generator=draw).tolist() for size in lengths)
+            for lengths in LENGTHS
+        ]
     )
 
 
@@ -62,18 +89,24 @@ BATCH, MICROBATCHES = make_batch(), [[0, 1], [2, 3]]
 
 
 def loss(view: TokenView) -> LossOutput:
-    return LossOutput(-(view.logprobs * torch.cos(view.index.to(view.logprobs.device).float())).sum() / 100, {})
+    return LossOutput(
+        -(view.logprobs * torch.cos(view.index.to(view.logprobs.device).float())).sum() / 100, {}
+    )
 
 
 def formats(path: Path) -> None:
     expected = None
     for name in PRECISIONS:
         for logprobs in ("same", "bfloat16") if name != "bf16" else ("",):
-            policy = build(path, f"precision={name}", *([f"precision.fp8.logprobs={logprobs}"] if logprobs else []))
+            policy = build(
+                path,
+                f"precision={name}",
+                *([f"precision.fp8.logprobs={logprobs}"] if logprobs else []),
+            )
             if isinstance(policy, str):
                 print(f"REFUSED {name}: {policy}", flush=True)
                 break
-            scores = policy.logprobs(BATCH, MICROBATCHES).logprobs
+            scores = policy.score_microbatches(BATCH, MICROBATCHES).logprobs
             assert torch.isfinite(scores).all(), name
             expected = scores if expected is None else expected
             difference = (scores - expected).abs()
@@ -81,23 +114,29 @@ def formats(path: Path) -> None:
                 assert 1e-4 < difference.mean() < 0.1, f"{name}: {difference.mean()}"
             else:
                 assert difference.max() < 1e-2, f"{name} without FP8: {difference.max()}"
-            result = policy.update(BATCH, MICROBATCHES, loss)
+            result = policy.update_microbatches(BATCH, MICROBATCHES, loss)
             assert not result.skipped and 0 < result.grad_norm < 1e3, f"{name}: {result}"
-            assert not torch.equal(policy.logprobs(BATCH, MICROBATCHES).logprobs, scores), f"{name}: the update changed nothing"
+            assert not torch.equal(
+                policy.score_microbatches(BATCH, MICROBATCHES).logprobs, scores
+            ), f"{name}: the update changed nothing"
             policy.close()
-            print(f"OK {name} {logprobs}: mean difference {difference.mean().item():.2e}", flush=True)
+            print(
+                f"OK {name} {logprobs}: mean difference {difference.mean().item():.2e}", flush=True
+            )
 
 
 def fused_adam() -> None:
     if this_machine().adam != "torch":
-        assert Adam.__module__.startswith(this_machine().adam), f"megatron took Adam of {Adam.__module__}"
+        assert Adam.__module__.startswith(this_machine().adam), (
+            f"megatron took Adam of {Adam.__module__}"
+        )
     print(f"OK adam {Adam.__module__}", flush=True)
 
 
 def memory(path: Path) -> None:
     policy = build(path, "precision=bf16")
     assert not isinstance(policy, str)
-    policy.update(BATCH, MICROBATCHES, loss)
+    policy.update_microbatches(BATCH, MICROBATCHES, loss)
     before_weights = [item.tensor.detach().clone().cpu() for item in policy.held]
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -109,28 +148,32 @@ def memory(path: Path) -> None:
         assert freed > 0.95 * num_bytes, f"{parts}: {freed} of {num_bytes} bytes freed"
     policy.reload()
     assert abs(torch.cuda.memory_allocated() - before) < 0.05 * 18 * count
-    assert all(torch.equal(item.tensor.cpu(), want) for item, want in zip(policy.held, before_weights, strict=True))
-    policy.update(BATCH, MICROBATCHES, loss)
+    assert all(
+        torch.equal(item.tensor.cpu(), want)
+        for item, want in zip(policy.held, before_weights, strict=True)
+    )
+    policy.update_microbatches(BATCH, MICROBATCHES, loss)
     policy.close()
     print("OK memory", flush=True)
 
 
 def starting_weights(path: Path) -> None:
-    """A pass with them takes no more device memory, and no bit of them or of the trained weights changes."""
+    """A pass with them takes no more device memory, and no bit of them or of the trained weights
+    changes."""
     policy = build(path, "precision=bf16", keep_reference=True)
     assert isinstance(policy, MegatronPolicy) and policy.reference is not None
-    start = policy.logprobs(BATCH, MICROBATCHES).logprobs
+    start = policy.score_microbatches(BATCH, MICROBATCHES).logprobs
     for _ in range(2):
-        policy.update(BATCH, MICROBATCHES, loss)
-        trained = policy.logprobs(BATCH, MICROBATCHES).logprobs
+        policy.update_microbatches(BATCH, MICROBATCHES, loss)
+        trained = policy.score_microbatches(BATCH, MICROBATCHES).logprobs
         torch.cuda.reset_peak_memory_stats()
-        policy.logprobs(BATCH, MICROBATCHES)
+        policy.score_microbatches(BATCH, MICROBATCHES)
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        again = policy.logprobs(BATCH, MICROBATCHES, reference=True).logprobs
+        again = policy.score_microbatches(BATCH, MICROBATCHES, reference=True).logprobs
         assert torch.cuda.max_memory_allocated() <= peak + 2**20
         assert torch.equal(again, start) and not torch.equal(trained, start)
-        assert torch.equal(policy.logprobs(BATCH, MICROBATCHES).logprobs, trained)
+        assert torch.equal(policy.score_microbatches(BATCH, MICROBATCHES).logprobs, trained)
     policy.close()
     print("OK reference", flush=True)
 

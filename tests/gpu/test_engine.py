@@ -14,5 +14,10 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("level", [2, 1])
 @pytest.mark.parametrize("quantization", ["null", "fp8"])
 def test_hand_overs_with_a_sleeping_engine(tmp_path, quantization, level):
-    done = launch(Path(__file__).with_name("engine_worker.py"), 1, [tmp_path, quantization, level], timeout=280)
+    done = launch(
+        Path(__file__).with_name("engine_worker.py"),
+        1,
+        [tmp_path, quantization, level],
+        timeout=280,
+    )
     assert f"OK level {level}" in done.stdout, done.stdout

@@ -1,4 +1,5 @@
-"""The policy on one GPU: every FP8 recipe that the machine has, and offloading. Written without a GPU at hand."""
+"""The policy on one GPU: every FP8 recipe that the machine has, and offloading. Written without a
+GPU at hand."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ pytestmark = pytest.mark.gpu
 
 def test_number_formats_and_memory(tmp_path):
     done = launch(Path(__file__).with_name("policy_worker.py"), 1, [tmp_path], timeout=280)
-    assert "OK bf16" in done.stdout and "OK adam" in done.stdout and "OK memory" in done.stdout, done.stdout
+    assert "OK bf16" in done.stdout and "OK adam" in done.stdout and "OK memory" in done.stdout, (
+        done.stdout
+    )
     assert "OK reference" in done.stdout, done.stdout
     for name in ("fp8_delayed", "fp8_tensorwise", "fp8_blockwise", "mxfp8"):
         assert f"OK {name} bfloat16" in done.stdout or f"REFUSED {name}" in done.stdout, done.stdout

@@ -1,5 +1,6 @@
-"""Two processes: policy and rollout engine side by side. Sampler logprobs equal those of the policy and of transformers after every
-update and sync, for policies split by tensor, by layer and by data."""
+"""Two processes: policy and rollout engine side by side. Sampler logprobs equal those of the policy
+and of transformers after every update and sync, for policies split by tensor, by layer and by
+data."""
 
 import sys
 from functools import partial
@@ -9,12 +10,13 @@ import torch
 
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.data.sequences import sequence_batch
+from megatron_rl.engine import worker
+from megatron_rl.engine.engine import VllmEngine
+from megatron_rl.errors import WeightSyncError
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.rollout import worker
-from megatron_rl.rollout.engine import VllmEngine
+from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.runtime import launch
-from megatron_rl.runtime.digest import WeightSyncError
-from megatron_rl.trainer.canary import Canary, canary_sequences
+from megatron_rl.trainer.logprob_check import LogprobCheck, check_sequences
 from megatron_rl.types import LossOutput, TokenView
 from megatron_rl.weight_sync.gather import GatherSync
 from tests.numerics import rollout_models as small
@@ -26,9 +28,16 @@ ROOT = FOLDER / WORLD.launch_id
 PROMPTS = small.make_prompts(8)
 TEMPERATURE = 0.7
 OPTIM = OptimConfig(
-    learning_rate=5e-3, min_learning_rate=0.0, schedule="constant", warmup_steps=0, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8,
+    learning_rate=5e-3,
+    min_learning_rate=0.0,
+    schedule="constant",
+    warmup_steps=0,
+    weight_decay=0.0,
+    beta1=0.9,
+    beta2=0.95,
+    eps=1e-8,
     clip_grad=1.0,
-)  # fmt: skip
+)
 ENGINES: dict[str, VllmEngine] = {}
 
 
@@ -36,18 +45,31 @@ def build_policy(path: Path, layout: dict) -> MegatronPolicy:
     return MegatronPolicy(
         ModelConfig(path=str(path), make_vocab_divisible_by=64),
         ParallelConfig(**{**DEFAULTS, **layout}),
-        PrecisionConfig(params="float32", grad_reduce_in_float32=True, fp8=None, adam="auto", adam_moments="float32"),
+        PrecisionConfig(
+            params="float32",
+            grad_reduce_in_float32=True,
+            fp8=None,
+            adam="auto",
+            adam_moments="float32",
+        ),
         OPTIM,
-        temperature=TEMPERATURE,
-        keep_reference=False,
-        total_optimizer_steps=10,
-        max_sequence_tokens=512,
+        PolicySettings(
+            temperature=TEMPERATURE,
+            keep_reference=False,
+            total_optimizer_steps=10,
+            max_sequence_tokens=512,
+            tokens_per_microbatch=512,
+        ),
     )
 
 
 def odd_tokens_are_good(batch):
-    """A loss with a gradient in every weight: minus the mean logprob of odd tokens plus that of even ones."""
-    responses = [batch.token_ids[end - n : end] for end, n in zip(batch.offsets[1:].tolist(), batch.response_lengths.tolist(), strict=True)]
+    """A loss with a gradient in every weight: minus the mean logprob of odd tokens plus that of
+    even ones."""
+    responses = [
+        batch.token_ids[end - n : end]
+        for end, n in zip(batch.offsets[1:].tolist(), batch.response_lengths.tolist(), strict=True)
+    ]
     sign = (torch.cat(responses) % 2) * 2.0 - 1.0
 
     def loss(view: TokenView) -> LossOutput:
@@ -63,60 +85,79 @@ def agree(arch: str, layout: dict) -> None:
     WORLD.barrier()
     policy = build_policy(path, layout)
     if arch not in ENGINES:
-        ENGINES[arch] = VllmEngine(str(path), small.engine_config(tensor=2), seed=0, launch_id=WORLD.launch_id)
+        ENGINES[arch] = VllmEngine(
+            str(path), small.engine_config(tensor=2), seed=0, launch_id=WORLD.launch_id
+        )
     engine, model = ENGINES[arch], small.build(arch, 1)
     sync = GatherSync(policy, engine, verify=True)
     # One sequence for two data-parallel ranks: one of them has nothing to score.
-    canary = Canary(policy, engine, WORLD, canary_sequences(PROMPTS[:1]), every=1, tolerance=1e-4)
+    score = partial(policy.score, temperature=1.0)
+    sequences = check_sequences(PROMPTS[:1])
+    logprob_check = LogprobCheck(score, engine, WORLD, sequences, every=1, tolerance=1e-4)
     before = scores = None
     for version in range(3):
         report = sync.sync(version)
         assert report.version == version == engine.weight_version
-        held = 4 * sum(item.tensor.numel() for item in policy.held)  # the other rank wants all of it, or has it already
+        held = 4 * sum(
+            item.tensor.numel() for item in policy.held
+        )  # the other rank wants all of it, or has it already
         assert report.bytes_sent == (held if layout.keys() & {"tensor", "pipeline"} else 0)
-        expected = canary.expected(version)
-        assert max(canary.check(version, expected)) <= 1e-4
+        expected = logprob_check.expected(version)
+        assert max(logprob_check.check(version, expected)) <= 1e-4
         if before is not None:
             assert (expected - scores).abs().max() > 0.05, "the update changed them"
         scores = expected
         groups = engine.generate(PROMPTS, small.sampling(temperature=TEMPERATURE))
         if before is not None:
-            assert small.logprob_gap(model, PROMPTS, groups, lambda x: x / TEMPERATURE) > 0.05, "the update changed the weights"
-        model.load_state_dict(dict(policy.gathered_weights()), strict=not model.config.tie_word_embeddings)
+            assert small.logprob_gap(model, PROMPTS, groups, lambda x: x / TEMPERATURE) > 0.05, (
+                "the update changed the weights"
+            )
+        model.load_state_dict(
+            dict(policy.gathered_weights()), strict=not model.config.tie_word_embeddings
+        )
         assert small.logprob_gap(model, PROMPTS, groups, lambda x: x / TEMPERATURE) <= 1e-4
-        rows = [(prompt.token_ids, one.token_ids) for prompt, group in zip(PROMPTS, groups, strict=True) for one in group]
+        rows = [
+            (prompt.token_ids, one.token_ids)
+            for prompt, group in zip(PROMPTS, groups, strict=True)
+            for one in group
+        ]
         batch = sequence_batch(rows)
         ranks, rank = policy.data_parallel_size, policy.data_parallel_rank
-        split = [list(range(rank, len(rows), 2 * ranks)), list(range(rank + ranks, len(rows), 2 * ranks))]
-        scored = policy.logprobs(batch, split).logprobs
+        split = [
+            list(range(rank, len(rows), 2 * ranks)),
+            list(range(rank + ranks, len(rows), 2 * ranks)),
+        ]
+        scored = policy.score_microbatches(batch, split).logprobs
         assert (scored.double() - small.logprobs(groups)).abs().max() <= 1e-4, "sampler and policy"
-        before = policy.update(batch, split, odd_tokens_are_good(batch))
+        before = policy.update_microbatches(batch, split, odd_tokens_are_good(batch))
         assert before.grad_norm > 0 and not before.skipped
     if arch == "qwen2_tied":
-        stale_head_is_noticed(sync, canary)
+        stale_head_is_noticed(sync, logprob_check)
     policy.close()
 
 
-def stale_head_is_noticed(sync: GatherSync, canary: Canary) -> None:
-    """The head of a tied model is not packed again: every byte arrives, the digests agree, and only the numbers tell, on every rank."""
+def stale_head_is_noticed(sync: GatherSync, logprob_check: LogprobCheck) -> None:
+    """The head of a tied model is not packed again: every byte arrives, the digests agree, and only
+    the numbers tell, on every rank."""
     repack, worker.repack_cpu = worker.repack_cpu, lambda model: None
     try:
         sync.sync(9)
     finally:
         worker.repack_cpu = repack
     try:
-        canary.check(9, canary.expected(9))
+        logprob_check.check(9, logprob_check.expected(9))
     except WeightSyncError as error:
         assert "step 9" in str(error) and "nats" in str(error), error
         assert len(set(WORLD.all_gather(str(error)))) == 1
     else:
         raise AssertionError("a stale head passed")
     sync.sync(10)
-    assert max(canary.check(10, canary.expected(10))) <= 1e-4
+    assert max(logprob_check.check(10, logprob_check.expected(10))) <= 1e-4
 
 
 def random_state_after_both() -> None:
-    """The global generators of the ranks are where the program left them: both draw what they would without any engine."""
+    """The global generators of the ranks are where the program left them: both draw what they would
+    without any engine."""
     torch.manual_seed(5)
     want = torch.rand(3)
     torch.manual_seed(5)

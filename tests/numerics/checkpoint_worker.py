@@ -1,11 +1,12 @@
-"""Phases of the resume test, each in processes of its own: ``write`` trains 2 updates, saves, trains 2 more and records every bit (and
-exports the untrained model); ``read`` loads and must record the same bits; ``reshape`` loads what another layout wrote;
-``converted`` reads checkpoints made of HF directories; ``measured`` compares planned with allocated memory."""
+"""Phases of the resume test, each in processes of its own: ``write`` trains 2 updates, saves,
+trains 2 more and records every bit (and exports the untrained model); ``read`` loads and must
+record the same bits; ``reshape`` loads what another layout wrote; ``converted`` reads checkpoints
+made of HF directories; ``measured`` compares planned with allocated memory.
+"""
 
 import json
 import math
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,76 +17,40 @@ from megatron.core.utils import get_attr_wrapped_model
 from safetensors.torch import load_file
 
 from megatron_rl.config.load import compose
-from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig, RolloutConfig
-from megatron_rl.policy import checkpoint, memory
+from megatron_rl.config.number_formats import ITEM_BYTES
+from megatron_rl.config.schema import (
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RolloutConfig,
+)
+from megatron_rl.planning import memory
+from megatron_rl.planning.workload import Workload
+from megatron_rl.policy import checkpoint
+from megatron_rl.policy.activations import layer_activations
 from megatron_rl.policy.checkpoint import _modules
-from megatron_rl.policy.convert import export_hf
+from megatron_rl.policy.export import export_hf
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.optimizer import create_state, parts
-from megatron_rl.runtime.cpu import platform
+from megatron_rl.policy.settings import PolicySettings
+from megatron_rl.runtime.device import platform
 from megatron_rl.types import LossOutput, SequenceBatch, TokenView
+from tests.numerics.checkpoint_cases import CASES, CONVERTED, MEASURED, RESHAPES, Case
+from tests.numerics.policy_state import record
 
 FOLDER = Path(sys.argv[2])
 OPTIM = OptimConfig(
-    learning_rate=3e-3, min_learning_rate=1e-4, schedule="cosine", warmup_steps=2, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8,
+    learning_rate=3e-3,
+    min_learning_rate=1e-4,
+    schedule="cosine",
+    warmup_steps=2,
+    weight_decay=0.1,
+    beta1=0.9,
+    beta2=0.95,
+    eps=1e-8,
     clip_grad=1.0,
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Case:
-    """A run: its layout (what differs from one rank), its number format, the model, whether a reference is kept."""
-
-    name: str
-    layout: dict[str, Any] = field(default_factory=dict)
-    dtype: str = "float32"
-    model: str = "llama"
-    reference: bool = False
-
-
-SHARDED = {"distributed_optimizer": True}
-CASES = {
-    2: [
-        Case("tp2", {"tensor": 2, "sequence": True}, reference=True),
-        Case("tp2_bf16", {"tensor": 2}, "bfloat16"),
-        Case("dp2", SHARDED),
-        Case("dp2_bf16", SHARDED, "bfloat16", reference=True),
-        Case("dp2_overlap", {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}, "bfloat16"),
-        Case("pp2_tied", {"pipeline": 2}, model="qwen2_tied", reference=True),
-        Case("ep2", {"expert": 2, **SHARDED}, model="qwen3_moe"),
-    ],
-    4: [
-        Case("tp2_pp2", {"tensor": 2, "pipeline": 2}, reference=True),
-        Case("tp2_pp2_bf16_vpp", {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2, **SHARDED}, "bfloat16"),
-        Case("tp2_dp2", {"tensor": 2, **SHARDED}, reference=True),
-    ],
-}  # fmt: skip
-# Checkpoint of one case read into another layout (of 2 ranks).
-RESHAPES = [
-    ("tp2", Case("dp2", reference=True)),
-    ("tp2", Case("pp2", {"pipeline": 2}, reference=True)),
-    ("tp2_pp2", Case("tp2", {"tensor": 2}, reference=True)),
-    ("tp2_dp2", Case("pp2", {"pipeline": 2, **SHARDED}, reference=True)),
-    ("pp2_tied", Case("tp2", {"tensor": 2}, model="qwen2_tied", reference=True)),
-    ("ep2", Case("tp2_ep2", {"tensor": 2, "sequence": True, "expert": 2, **SHARDED}, model="qwen3_moe")),
-]  # fmt: skip
-
-# Layouts into which the weights of a converted checkpoint are read.
-CONVERTED = [
-    Case("tp2", {"tensor": 2}),
-    Case("pp2", {"pipeline": 2}, "bfloat16", model="qwen2_tied"),
-    Case("tp2_tied", {"tensor": 2}, model="qwen2_tied"),
-    Case("ep2", {"expert": 2}, model="qwen3_moe"),
-]
-
-MEASURED = [
-    Case("tp2", {"tensor": 2, "sequence": True}),
-    Case("tp2_bf16", {"tensor": 2}, "bfloat16"),
-    Case("dp2", SHARDED),
-    Case("dp2_bf16", SHARDED, "bfloat16"),
-    Case("selective", {"tensor": 2, "recompute": "selective"}),
-    Case("pp2_tied", {"pipeline": 2}, model="qwen2_tied"),
-]
+)
 
 
 def precision(case: Case) -> PrecisionConfig:
@@ -100,17 +65,22 @@ def build(case: Case) -> MegatronPolicy:
         ParallelConfig(**layout),
         precision(case),
         OPTIM,
-        temperature=0.9,
-        keep_reference=case.reference,
-        total_optimizer_steps=6,
-        max_sequence_tokens=64,
+        PolicySettings(
+            temperature=0.9,
+            keep_reference=case.reference,
+            total_optimizer_steps=6,
+            max_sequence_tokens=64,
+            tokens_per_microbatch=64,
+        ),
     )
 
 
 def batch(step: int) -> SequenceBatch:
     g = torch.Generator().manual_seed(100 + step)
-    prompts, responses = torch.randint(2, 6, (8,), generator=g), torch.randint(3, 12, (8,), generator=g)
-    return SequenceBatch(torch.randint(3, 123, (int((prompts + responses).sum()),), generator=g), prompts, responses)
+    prompts = torch.randint(2, 6, (8,), generator=g)
+    responses = torch.randint(3, 12, (8,), generator=g)
+    num_tokens = int((prompts + responses).sum())
+    return SequenceBatch(torch.randint(3, 123, (num_tokens,), generator=g), prompts, responses)
 
 
 def shares(policy: MegatronPolicy, count: int) -> list[list[int]]:
@@ -122,40 +92,35 @@ def shares(policy: MegatronPolicy, count: int) -> list[list[int]]:
 def update(policy: MegatronPolicy, step: int) -> float:
     """One optimizer step on ``batch(step)``."""
     data = batch(step)
-    weights = torch.randn(int(data.response_lengths.sum()), generator=torch.Generator().manual_seed(step))
+    weights = torch.randn(
+        int(data.response_lengths.sum()), generator=torch.Generator().manual_seed(step)
+    )
 
     def loss(view: TokenView) -> LossOutput:
         value = -(view.logprobs * weights[view.index]).sum() / weights.numel()
         return LossOutput(value, {})
 
-    result = policy.update(data, shares(policy, 4), loss)
+    result = policy.update_microbatches(data, shares(policy, 4), loss)
     assert not result.skipped
     return result.grad_norm
 
 
-def record(policy: MegatronPolicy) -> list[torch.Tensor]:
-    """Every number that training goes on from, on this rank: weights, optimizer states and master weights, reference."""
-    list(policy.gathered_weights())  # ends an overlapped gathering of parameters that may be under way
-    found = [item.tensor.detach().clone() for item in policy.held]
-    for part in parts(policy.optimizer):
-        for group in part.optimizer.param_groups:
-            for parameter in group["params"]:
-                found.append(parameter.detach().clone())
-                state = part.optimizer.state[parameter]
-                found += [state[key].detach().clone() for key in ("step", "exp_avg", "exp_avg_sq")]
-            found.append(torch.tensor([group["lr"], group["weight_decay"]], dtype=torch.float64))
-    return found + ([] if policy.reference is None else [tensor.clone() for tensor in policy.reference.tensors().values()])
-
-
 def trajectory(policy: MegatronPolicy, steps: range) -> dict[str, Any]:
     norms = [update(policy, step) for step in steps]
-    logprobs = policy.logprobs(batch(9), shares(policy, 2)).logprobs
-    return {"norms": norms, "logprobs": logprobs, "state": record(policy), "optimizer_steps": policy.optimizer_steps}
+    logprobs = policy.score_microbatches(batch(9), shares(policy, 2)).logprobs
+    return {
+        "norms": norms,
+        "logprobs": logprobs,
+        "state": record(policy),
+        "optimizer_steps": policy.optimizer_steps,
+    }
 
 
 def export(policy: MegatronPolicy, case: Case) -> None:
-    """A model that was read and not trained leaves as it came, bit for bit, in one file or in several."""
-    source, path = FOLDER / case.model, FOLDER / "exported" / case.name
+    """A model that was read and not trained leaves as it came, bit for bit, in one file or in
+    several."""
+    source = FOLDER / case.model
+    path = FOLDER / "exported" / case.name
     export_hf(policy, path, max_file_bytes=100_000)
     export_hf(policy, path.with_name(f"{case.name}_whole"))
     if dist.get_rank() == 0:
@@ -165,16 +130,25 @@ def export(policy: MegatronPolicy, case: Case) -> None:
         assert len(files) > 3 and sorted(index) == sorted(want)
         whole = load_file(path.with_name(f"{case.name}_whole") / "model.safetensors")
         for got in ({name: files[file][name] for name, file in index.items()}, whole):
-            assert sorted(got) == sorted(want) and all(torch.equal(got[name], want[name]) for name in want), f"{case.name}: export"
-        assert json.loads((path / "config.json").read_text()) == json.loads((source / "config.json").read_text())
-        assert (path / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
+            assert sorted(got) == sorted(want) and all(
+                torch.equal(got[name], want[name]) for name in want
+            ), f"{case.name}: export"
+        assert json.loads((path / "config.json").read_text()) == json.loads(
+            (source / "config.json").read_text()
+        )
+        assert (path / "generation_config.json").read_bytes() == (
+            source / "generation_config.json"
+        ).read_bytes()
 
 
 def gathered_by_its_writer(policy: MegatronPolicy, case: Case) -> None:
-    """The first data-parallel rank writes the distributed optimizer and alone holds it unsharded."""
+    """The first data-parallel rank writes the distributed optimizer and alone holds it
+    unsharded."""
     state = checkpoint._optimizer_state(policy)
     held = state["param_state"] is not None
-    assert held == (policy.data_parallel_rank == 0), f"{case.name}: states on {policy.data_parallel_rank}: {held}"
+    assert held == (policy.data_parallel_rank == 0), (
+        f"{case.name}: states on {policy.data_parallel_rank}: {held}"
+    )
 
 
 def write(case: Case) -> None:
@@ -185,13 +159,19 @@ def write(case: Case) -> None:
         gathered_by_its_writer(policy, case)
     if case.dtype == "float32":
         export(policy, case)
-    policy.save(FOLDER / case.name / "step_000000", {"step": 0})  # an optimizer that has not stepped can be saved too
+    # An optimizer that has not stepped can be saved too.
+    policy.save(FOLDER / case.name / "step_000000", {"step": 0})
     start = trajectory(policy, range(1))
     torch.save(start, FOLDER / f"{case.name}.{dist.get_rank()}.start.pt")
     update(policy, 1)
     before = record(policy)
-    policy.save(FOLDER / case.name / "step_000002", {"step": 2, "state": (1, "x"), "tensor": torch.arange(3)})
-    assert all(torch.equal(a, b) for a, b in zip(before, record(policy), strict=True)), f"{case.name}: saving changed the state"
+    policy.save(
+        FOLDER / case.name / "step_000002",
+        {"step": 2, "state": (1, "x"), "tensor": torch.arange(3)},
+    )
+    assert all(torch.equal(a, b) for a, b in zip(before, record(policy), strict=True)), (
+        f"{case.name}: saving changed the state"
+    )
     written = len(list((FOLDER / case.name / "step_000002").glob("__0_*.distcp")))
     assert written == checkpoint.WRITER_THREADS["cpu"], f"{case.name}: {written} files of rank 0"
     torch.save(trajectory(policy, range(2, 4)), FOLDER / f"{case.name}.{dist.get_rank()}.end.pt")
@@ -200,20 +180,33 @@ def write(case: Case) -> None:
 
 def compare(case: Case, got: dict[str, Any], phase: str) -> None:
     want = torch.load(FOLDER / f"{case.name}.{dist.get_rank()}.{phase}.pt")
-    assert got["norms"] == want["norms"], f"{case.name} {phase}: gradient norms {got['norms']} after the load, {want['norms']} without"
+    assert got["norms"] == want["norms"], (
+        f"{case.name} {phase}: gradient norms {got['norms']} after the load, "
+        f"{want['norms']} without"
+    )
     assert got["optimizer_steps"] == want["optimizer_steps"]
     assert torch.equal(got["logprobs"], want["logprobs"]), f"{case.name} {phase}: logprobs"
-    different = [i for i, (a, b) in enumerate(zip(got["state"], want["state"], strict=True)) if a.dtype != b.dtype or not torch.equal(a, b)]
-    assert not different, f"{case.name} {phase}: {len(different)} of {len(want['state'])} tensors of the state differ"
+    different = [
+        i
+        for i, (a, b) in enumerate(zip(got["state"], want["state"], strict=True))
+        if a.dtype != b.dtype or not torch.equal(a, b)
+    ]
+    assert not different, (
+        f"{case.name} {phase}: {len(different)} of {len(want['state'])} tensors of the state differ"
+    )
 
 
 def read(case: Case) -> None:
     policy = build(case)
     update(policy, 7)  # whatever was there must be replaced
     if policy.reference is not None:
-        policy.reference.assign({name: torch.zeros_like(tensor) for name, tensor in policy.reference.tensors().items()})
+        policy.reference.assign(
+            {name: torch.zeros_like(tensor) for name, tensor in policy.reference.tensors().items()}
+        )
     extra = policy.load(FOLDER / case.name / "step_000002")
-    assert extra["step"] == 2 and extra["state"] == (1, "x") and extra["tensor"].tolist() == [0, 1, 2]
+    assert (
+        extra["step"] == 2 and extra["state"] == (1, "x") and extra["tensor"].tolist() == [0, 1, 2]
+    )
     compare(case, trajectory(policy, range(2, 4)), "end")
     # From before the first update.
     assert policy.load(FOLDER / case.name / "step_000000") == {"step": 0}
@@ -227,14 +220,17 @@ def reshape(source: str, case: Case) -> None:
     got = trajectory(policy, range(2, 4))
     want = torch.load(FOLDER / f"{source}.0.end.pt")
     for a, b in zip(got["norms"], want["norms"], strict=True):
-        assert math.isclose(a, b, rel_tol=1e-5), f"{source} -> {case.name}: gradient norms {got['norms']}, were {want['norms']}"
+        assert math.isclose(a, b, rel_tol=1e-5), (
+            f"{source} -> {case.name}: gradient norms {got['norms']}, were {want['norms']}"
+        )
     difference = (got["logprobs"] - want["logprobs"]).abs().max().item()
     assert difference <= 2e-5, f"{source} -> {case.name}: logprobs off by {difference}"
     policy.close()
 
 
 def converted(case: Case) -> None:
-    """What tools/convert_checkpoint.py made of the HF directory, read by megatron, is what the policy reads from that directory."""
+    """What tools/convert_checkpoint.py made of the HF directory, read by megatron, is what the
+    policy reads from that directory."""
     policy = build(case)
     want = [item.tensor.detach().clone() for item in policy.held]
     with torch.no_grad():
@@ -245,16 +241,18 @@ def converted(case: Case) -> None:
         for name, module in _modules(policy):
             module.load_state_dict(loaded[name])
     for item, tensor in zip(policy.held, want, strict=True):
-        rows = 123 if item.name in ("embedding.word_embeddings.weight", "output_layer.weight") and case.model == "llama" else None
-        first = 0 if rows is None else policy.ranks.tensor_rank * tensor.shape[0]
-        kept = slice(None) if rows is None else slice(0, max(0, min(rows - first, tensor.shape[0])))  # not the padding
+        kept = slice(None)
+        if case.model == "llama" and item.parameter.slot.kind == "vocab":
+            # Not the padding: the model has 123 tokens.
+            first_row = policy.ranks.tensor_rank * tensor.shape[0]
+            kept = slice(0, max(0, min(123 - first_row, tensor.shape[0])))
         assert torch.equal(item.tensor[kept], tensor[kept]), f"{case.name}: {item.name}"
     policy.close()
 
 
 def saved_bytes(policy: MegatronPolicy) -> tuple[int, int]:
     """(bytes that the second layer really keeps for its backward, tokens)."""
-    microbatch = policy._pack(batch(0), shares(policy, 1))[0]
+    microbatch = policy.batching.packed(batch(0), shares(policy, 1))[0]
     known = {tensor.untyped_storage().data_ptr() for tensor in policy.modules[0].parameters()}
     storages: dict[int, int] = {}
     alive: list[Any] = []  # else an address could be used twice
@@ -267,12 +265,17 @@ def saved_bytes(policy: MegatronPolicy) -> tuple[int, int]:
             alive.append(tensor)
         return tensor
 
-    layer = get_attr_wrapped_model(policy.modules[0], "decoder", return_model_obj=True).decoder.layers[1]
+    layer = get_attr_wrapped_model(
+        policy.modules[0], "decoder", return_model_obj=True
+    ).decoder.layers[1]
     layer.register_forward_pre_hook(lambda *_: storages.clear())
     layer.register_forward_hook(lambda *_: counted.append(sum(storages.values())))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), platform():
         policy.modules[0](
-            input_ids=microbatch.token_ids, position_ids=microbatch.position_ids, attention_mask=None, packed_seq_params=microbatch.packing
+            input_ids=microbatch.token_ids,
+            position_ids=microbatch.position_ids,
+            attention_mask=None,
+            packed_seq_params=microbatch.packing,
         )
     return counted[0], microbatch.token_ids.numel()
 
@@ -281,8 +284,9 @@ def measured(case: Case) -> None:
     """The planned memory is within a tenth of what is really allocated."""
     policy = build(case)
     rollout = RolloutConfig(**{**compose("rollout/vllm"), "kv_cache_gib": 1.0, "stop": ()})
-    sizes = memory.Sizes(2, 1024, 1024, logprob_chunk_tokens=256, make_vocab_divisible_by=8, fused=False)
-    planned = memory.plan(policy.arch, policy.parallel, precision(case), rollout, sizes, 1.0)[policy.ranks.pipeline_rank]
+    load = Workload(2, 1024, 1024, logprob_chunk_tokens=256, make_vocab_divisible_by=8, fused=False)
+    stages = memory.plan(policy.arch, policy.parallel, precision(case), rollout, load, 1.0)
+    planned = stages[policy.ranks.pipeline_rank]
     create_state(policy.optimizer)
     states = 0
     for part in parts(policy.optimizer):
@@ -297,8 +301,11 @@ def measured(case: Case) -> None:
     }
     if policy.ranks.pipeline == 1:
         saved, tokens = saved_bytes(policy)
-        element = memory.BYTES[case.dtype]
-        pairs["activations"] = (memory.layer_activations(policy.arch, policy.parallel, tokens, element, fused=False), saved)
+        element = ITEM_BYTES[case.dtype]
+        pairs["activations"] = (
+            layer_activations(policy.arch, policy.parallel, tokens, element, fused=False),
+            saved,
+        )
     for what, (plan, real) in pairs.items():
         assert 0.9 <= plan / real <= 1.1, f"{case.name}: {what} planned {plan}, allocated {real}"
     policy.close()
@@ -306,12 +313,17 @@ def measured(case: Case) -> None:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    phase, only = sys.argv[1], sys.argv[3:]
+    phase = sys.argv[1]
+    only = sys.argv[3:]
     if phase == "reshape":
-        work = [(f"{source} -> {case.name}", lambda s=source, c=case: reshape(s, c)) for source, case in RESHAPES]
+        work = [
+            (f"{source} -> {case.name}", lambda s=source, c=case: reshape(s, c))
+            for source, case in RESHAPES
+        ]
     else:
         action = {"write": write, "read": read, "converted": converted, "measured": measured}[phase]
-        cases = CONVERTED if phase == "converted" else MEASURED if phase == "measured" else CASES[dist.get_world_size()]
+        of_phase = {"converted": CONVERTED, "measured": MEASURED}
+        cases = of_phase.get(phase) or CASES[dist.get_world_size()]
         work = [(case.name, lambda c=case: action(c)) for case in cases]
     for name, run in work:
         if not only or name in only:

@@ -1,7 +1,7 @@
 """One process: an engine as on a GPU, with vLLM's V2 model runner and asynchronous scheduling.
 
-Run by triton_interpreter.py with VLLM_USE_V2_MODEL_RUNNER=1 and a folder as argument. The interpreter is
-slow: few prompts, short responses.
+Run by triton_interpreter.py with VLLM_USE_V2_MODEL_RUNNER=1 and a folder as argument. The
+interpreter is slow: few prompts, short responses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.rollout.engine import VllmEngine, prepare_import
+from megatron_rl.engine.engine import VllmEngine
+from megatron_rl.engine.side_effects import prepare_import
 from megatron_rl.runtime import launch
 from tests.numerics import rollout_models as small
 
@@ -92,15 +93,20 @@ def samples_depend_on_seed_prompt_and_index_only() -> None:
 
 def scores_are_those_of_generation() -> None:
     groups = ENGINE.generate(PROMPTS, sampling(num_responses=1))
-    scores = ENGINE.score([(*prompt.token_ids, *one.token_ids) for prompt, (one,) in zip(PROMPTS, groups, strict=True)])
+    scores = ENGINE.score(
+        [
+            (*prompt.token_ids, *one.token_ids)
+            for prompt, (one,) in zip(PROMPTS, groups, strict=True)
+        ]
+    )
     for prompt, (one,), row in zip(PROMPTS, groups, scores, strict=True):
         of_response = torch.tensor(row[len(prompt.token_ids) - 1 :])
         assert (of_response - torch.tensor(one.sampler_logprobs)).abs().max() <= 1e-4
 
 
 def the_cache_is_dropped_behind_a_step_too_many() -> None:
-    """Asynchronously, a step is queued before it is known that all responses are done. It holds no block of the cache, and what
-    it computes is nobody's."""
+    """Asynchronously, a step is queued before it is known that all responses are done. It holds no
+    block of the cache, and what it computes is nobody's."""
     before = small.tokens(ENGINE.generate(PROMPTS, sampling()))
     assert len(CORE.batch_queue) == 1, "else this shows nothing"
     assert ENGINE._llm.reset_prefix_cache()

@@ -1,12 +1,7 @@
-"""torchrun program (1 process): where the host would wait for the device in passes and updates of 2 and 4 layers.
-
-Arguments: a folder for the models, the file for the figures (JSON).
-"""
+"""Where the host would wait for the device in passes and updates of 2 and 4 layers."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,19 +9,18 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.common.embeddings import rope_utils
 from torch import Tensor
 
 from megatron_rl.loss import Credit, load_method
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.trainer.objective import MinibatchLoss, Scored, on_cpu
-from megatron_rl.trainer.rollouts import Experience
+from megatron_rl.trainer.experience import Experience
+from megatron_rl.trainer.objective import MinibatchLoss, on_cpu
 from megatron_rl.types import SequenceBatch, TokenScores
-from tests.numerics import models
+from tests import zoo
 from tests.numerics.policy_reference import NUM_ROWS, make_batch
-from tests.numerics.policy_worker import build
 from tests.numerics.simulated_device import SimulatedDevice
+from tests.zoo import tiny_policy
 
 # megatron's rotary embedding without Transformer Engine reads the boundaries of the sequences.
 VENDOR = ("_apply_rotary_pos_emb_thd",)
@@ -45,69 +39,83 @@ def fused_rotary(
     return t * angles.cos() + half * angles.sin()
 
 
-def scored(batch: SequenceBatch) -> tuple[Scored, Credit]:
+def scored(batch: SequenceBatch) -> Experience:
     draw = torch.Generator().manual_seed(5)
-    old, ref, sampler = torch.rand(3, int(batch.response_lengths.sum()), generator=draw).neg().unbind()
+    num_tokens = int(batch.response_lengths.sum())
+    old, ref, sampler = torch.rand(3, num_tokens, generator=draw).neg().unbind()
     rewards = torch.rand(NUM_ROWS, generator=draw)
-    experience = Experience(
-        responses=(), sequences=batch, group_ids=torch.arange(NUM_ROWS) // 3, rewards=rewards, correct=rewards > 0.5,
-        truncated=torch.zeros(NUM_ROWS, dtype=torch.bool), sampler_logprobs=sampler, discarded_groups=0, tries=1,
-    )  # fmt: skip
     credit = Credit(torch.randn(NUM_ROWS, generator=draw), torch.ones(NUM_ROWS), rewards >= 0, {})
-    return Scored(experience, TokenScores(old, None), TokenScores(ref, None)), credit
+    return Experience(
+        responses=(),
+        sequences=batch,
+        group_ids=torch.arange(NUM_ROWS) // 3,
+        rewards=rewards,
+        correct=rewards > 0.5,
+        truncated=torch.zeros(NUM_ROWS, dtype=torch.bool),
+        sampler_logprobs=sampler,
+        credit=credit,
+        ref=TokenScores(ref, None),
+        old=TokenScores(old, None),
+    )
 
 
 def counted(device: SimulatedDevice, action: Callable[[], Any]) -> dict[str, dict[str, int]]:
     device.clear()
     action()
-    return {"waits": dict(device.waits), "queued": dict(device.queued), "vendor": dict(device.vendor)}
+    return {
+        "waits": dict(device.waits),
+        "queued": dict(device.queued),
+        "vendor": dict(device.vendor),
+    }
 
 
 def trips(policy: MegatronPolicy, fused: bool) -> dict[str, Any]:
     """For 2 and 4 micro-batches, as a step of training calls the policy."""
-    batch = replace(make_batch(), prompt_ids=None)
-    evidence, credit = scored(batch)
+    batch = replace(make_batch(), prompt_index=None)
+    experience = scored(batch)
     method = load_method("grpo", ["mismatch.kind=tis", "entropy.coef=0.01"])
     device = SimulatedDevice(VENDOR)
-    for tensors in (policy._weight_tensors(), policy._gradient_tensors(), policy._optimizer_tensors()):
+    for tensors in (
+        policy._weight_tensors(),
+        policy._gradient_tensors(),
+        policy._optimizer_tensors(),
+    ):
         for tensor in tensors:
             if tensor.dim():
                 device.put(tensor)
 
     def logprobs(split: list[list[int]]) -> TokenScores:
-        return on_cpu(policy.logprobs(batch, split, entropy=True))
+        return on_cpu(policy.score_microbatches(batch, split))
 
     def update(split: list[list[int]]) -> None:
-        loss = MinibatchLoss(method, evidence, credit, range(NUM_ROWS))
-        result = policy.update(batch, split, loss, entropy="grad", scores=True)
+        loss = MinibatchLoss(method, experience, range(NUM_ROWS))
+        result = policy.update_microbatches(batch, split, loss, with_scores=True)
         assert result.scores is not None
         on_cpu(result.scores)
 
     policy.config.apply_rope_fusion = fused
     figures: dict[str, Any] = {}
-    with mock.patch.object(rope_utils, "fused_apply_rotary_pos_emb_thd", fused_rotary), device.watched():
+    with (
+        mock.patch.object(rope_utils, "fused_apply_rotary_pos_emb_thd", fused_rotary),
+        device.watched(),
+    ):
         figures["first"] = logprobs(SPLITS[2]).logprobs.tolist()
         update(SPLITS[2])  # tables and moments are made
         for number, split in SPLITS.items():
             for action in (logprobs, update):
-                figures[f"{action.__name__} {number}"] = counted(device, lambda action=action, split=split: action(split))
+                figures[f"{action.__name__} {number}"] = counted(
+                    device, lambda action=action, split=split: action(split)
+                )
     return figures
 
 
-def main() -> None:
-    folder, out = Path(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    figures: dict[str, Any] = {}
+def figures(folder: Path) -> dict[str, Any]:
+    """``trips`` of models of 2 and 4 layers, with and without the fused rotary embedding."""
+    found: dict[str, Any] = {}
     for layers in (2, 4):
-        path = models.save("qwen2", folder / f"qwen2-{layers}", layers=layers)
+        path = zoo.save_tiny_model("qwen2", folder / f"qwen2-{layers}", layers=layers)
         for fused in (False, True):
-            policy = build(path, {}, keep_reference=False)
-            figures[f"{layers} {'fused' if fused else 'plain'}"] = trips(policy, fused)
+            policy = tiny_policy(path, {}, keep_reference=False)
+            found[f"{layers} {'fused' if fused else 'plain'}"] = trips(policy, fused)
             policy.close()
-    out.write_text(json.dumps(figures))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return found

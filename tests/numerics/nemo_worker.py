@@ -1,7 +1,7 @@
 """Run by the Python of an environment with nemo-toolkit (extra ``nemo``), without this package:
 
-    nemo_worker.py open CHECKPOINT RESULT ...          NeMo loads each checkpoint; RESULT: its parameters and the logits of IDS
-    nemo_worker.py write HF_DIRECTORY CHECKPOINT ...   NeMo's own importer writes a checkpoint of each model
+nemo_worker.py open CHECKPOINT RESULT ...    NeMo loads each; RESULT: parameters, logits of IDS
+nemo_worker.py write HF_DIRECTORY CHECKPOINT ...  NeMo's own importer writes one of each model
 """
 
 from __future__ import annotations
@@ -15,13 +15,21 @@ from typing import Any
 import torch
 
 IDS = torch.arange(3, 35)
-# Without Transformer Engine NeMo builds megatron's own layers, whose norms are modules of their own.
+# Without Transformer Engine NeMo builds megatron's own layers, whose norms are modules of their
+# own.
 NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-GPU_ONLY = ("apply_rope_fusion", "moe_grouped_gemm", "moe_permute_fusion", "bias_activation_fusion", "bias_dropout_fusion",
-            "masked_softmax_fusion", "persist_layer_norm")  # fmt: skip
+GPU_ONLY = (
+    "apply_rope_fusion",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "masked_softmax_fusion",
+    "persist_layer_norm",
+)
 
 
 def pretend_gpu() -> None:
@@ -32,7 +40,9 @@ def pretend_gpu() -> None:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.moe import moe_utils
 
-    moe_utils.te_general_gemm = None  # a name that megatron forgets to define without Transformer Engine
+    moe_utils.te_general_gemm = (
+        None  # a name that megatron forgets to define without Transformer Engine
+    )
     random.initialize_rng_tracker()
     random._CUDA_RNG_STATE_TRACKER.fork = lambda *_, **__: contextlib.nullcontext()
     from nemo.lightning import io
@@ -46,7 +56,9 @@ def pretend_gpu() -> None:
         config.moe_token_dispatcher_type = "allgather"  # the other kinds use CUDA streams
         post_init(config)
 
-    def with_own_norms(source: Any, target: Any, mapping: dict[str, str], transforms: list[Any], **more: Any) -> Any:
+    def with_own_norms(
+        source: Any, target: Any, mapping: dict[str, str], transforms: list[Any], **more: Any
+    ) -> Any:
         for fused, own in NORMS.items():
             mapping = {theirs: name.replace(fused, own) for theirs, name in mapping.items()}
         return apply_transforms(source, target, mapping=mapping, transforms=transforms, **more)
@@ -66,9 +78,16 @@ def open_checkpoint(checkpoint: Path, result: Path) -> None:
     mask = torch.triu(torch.ones(len(IDS), len(IDS), dtype=torch.bool), 1)[None, None]
     with torch.no_grad():
         logits = network.eval()(IDS[None], torch.arange(len(IDS))[None], mask)[0]
-    tensors = {name: tensor.detach().clone() for name, tensor in network.state_dict().items() if torch.is_tensor(tensor)}
+    tensors = {
+        name: tensor.detach().clone()
+        for name, tensor in network.state_dict().items()
+        if torch.is_tensor(tensor)
+    }
     save_file({**tensors, "logits": logits.contiguous()}, result)
-    parts = [type(part).__name__ for part in (context.model, context.model.config, context.model.tokenizer, context.trainer)]
+    parts = [
+        type(part).__name__
+        for part in (context.model, context.model.config, context.model.tokenizer, context.trainer)
+    ]
     print(f"OK open {checkpoint.name}: {' '.join(parts)}", flush=True)
 
 
@@ -76,8 +95,12 @@ def write_checkpoint(source: Path, checkpoint: Path) -> None:
     from nemo.collections import llm
     from nemo.lightning.io import ModelConnector
 
-    save = ModelConnector.save_hf_tokenizer_assets  # into a folder of a fixed name outside, unless told otherwise
-    ModelConnector.save_hf_tokenizer_assets = lambda self, path: save(self, path, str(checkpoint.parent / "nemo_tokenizer"))
+    save = (
+        ModelConnector.save_hf_tokenizer_assets
+    )  # into a folder of a fixed name outside, unless told otherwise
+    ModelConnector.save_hf_tokenizer_assets = lambda self, path: save(
+        self, path, str(checkpoint.parent / "nemo_tokenizer")
+    )
     # The sizes of these configurations do not matter: the importer reads those of the source.
     models = {
         "llama": lambda: llm.LlamaModel(llm.Llama32Config1B()),

@@ -1,4 +1,5 @@
-"""torchrun program (2 processes): training with everything offloaded between the steps gives the bits of training without."""
+"""torchrun program (2 processes): training with everything offloaded between the steps gives the
+bits of training without."""
 
 from __future__ import annotations
 
@@ -11,22 +12,38 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from tests.numerics.checkpoint_worker import SHARDED, Case, batch, build, record, shares, update
+from tests.numerics.checkpoint_cases import SHARDED, Case
+from tests.numerics.checkpoint_worker import batch, build, shares, update
+from tests.numerics.policy_state import record
 
 CASES = [
     Case("tp2", {"tensor": 2, "sequence": True}, reference=True),
     Case("tp2_bf16", {"tensor": 2}, "bfloat16"),
     Case("dp2", SHARDED),
-    Case("dp2_overlap", {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}, "bfloat16"),
+    Case(
+        "dp2_overlap",
+        {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True},
+        "bfloat16",
+    ),
     Case("ep2", {"expert": 2, **SHARDED}, model="qwen3_moe"),
 ]
 
 
 def sizes(policy: MegatronPolicy) -> dict[str, int]:
-    """Bytes of the storages under the weights, the gradients and the optimizer's tensors of this rank."""
-    parts = {"weights": policy._weight_tensors, "gradients": policy._gradient_tensors, "optimizer": policy._optimizer_tensors}
+    """Bytes of the storages under the weights, the gradients and the optimizer's tensors of this
+    rank."""
+    parts = {
+        "weights": policy._weight_tensors,
+        "gradients": policy._gradient_tensors,
+        "optimizer": policy._optimizer_tensors,
+    }
     return {
-        part: sum({storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors())}.values())
+        part: sum(
+            {
+                storage._cdata: storage.nbytes()
+                for storage in (tensor.untyped_storage() for tensor in tensors())
+            }.values()
+        )
         for part, tensors in parts.items()
     }
 
@@ -36,14 +53,16 @@ def away_and_back(policy: MegatronPolicy, case: Case) -> None:
     assert all(before.values()), before
     wanted = {name: tensor.clone() for name, tensor in policy.gathered_weights()}
     policy.offload(("optimizer", "gradients"))
-    assert sizes(policy)["gradients"] == 0 and sizes(policy)["weights"] == before["weights"], f"{case.name}: {sizes(policy)}"
+    assert sizes(policy)["gradients"] == 0 and sizes(policy)["weights"] == before["weights"], (
+        f"{case.name}: {sizes(policy)}"
+    )
     synced = dict(policy.gathered_weights())  # what a weight sync reads
     assert all(torch.equal(synced[name], tensor) for name, tensor in wanted.items())
     policy.offload(("weights",))
     assert not any(sizes(policy).values()), f"{case.name}: {sizes(policy)}"
     work: Any = (batch(9), shares(policy, 2))
     for call in (
-        lambda: policy.logprobs(*work),
+        lambda: policy.score_microbatches(*work),
         lambda: update(policy, 1),
         lambda: next(policy.gathered_weights()),
         lambda: policy.export(Path("nowhere")),
@@ -51,7 +70,9 @@ def away_and_back(policy: MegatronPolicy, case: Case) -> None:
     ):
         with pytest.raises(RuntimeError, match=r"offloaded; call reload\(\)"):
             call()
-    junk = [torch.full((size,), 255, dtype=torch.uint8) for size in before.values()]  # in the memory that was freed
+    junk = [
+        torch.full((size,), 255, dtype=torch.uint8) for size in before.values()
+    ]  # in the memory that was freed
     del junk
     policy.reload()
     assert sizes(policy) == before, f"{case.name}: {sizes(policy)} after, {before} before"
@@ -64,7 +85,7 @@ def run(case: Case, offloading: bool) -> dict[str, Any]:
         norms.append(update(policy, step))
         if offloading:
             away_and_back(policy, case)
-        logprobs.append(policy.logprobs(batch(9), shares(policy, 2)).logprobs)
+        logprobs.append(policy.score_microbatches(batch(9), shares(policy, 2)).logprobs)
     found = {"norms": norms, "logprobs": logprobs, "state": record(policy)}
     policy.close()
     return found
@@ -74,9 +95,15 @@ def main() -> None:
     dist.init_process_group("gloo")
     for case in CASES:
         want, got = run(case, offloading=False), run(case, offloading=True)
-        assert got["norms"] == want["norms"], f"{case.name}: gradient norms {got['norms']}, without {want['norms']}"
+        assert got["norms"] == want["norms"], (
+            f"{case.name}: gradient norms {got['norms']}, without {want['norms']}"
+        )
         for key in ("logprobs", "state"):
-            different = [i for i, (a, b) in enumerate(zip(got[key], want[key], strict=True)) if not torch.equal(a, b)]
+            different = [
+                i
+                for i, (a, b) in enumerate(zip(got[key], want[key], strict=True))
+                if not torch.equal(a, b)
+            ]
             assert not different, f"{case.name}: {key} {different} differ"
         if dist.get_rank() == 0:
             print(f"OK {case.name}", flush=True)

@@ -28,11 +28,19 @@ def precision(params: str = "float32") -> PrecisionConfig:
 
 
 def optim(**more: Any) -> OptimConfig:
-    """AdamW with a large rate and epsilon: one step is then well conditioned, and may be compared."""
+    """AdamW with a large rate and epsilon: one step is then well conditioned, and may be
+    compared."""
     fields: dict[str, Any] = dict(
-        learning_rate=0.1, min_learning_rate=0.0, schedule="constant", warmup_steps=0, weight_decay=0.1, beta1=0.9, beta2=0.99, eps=0.1,
+        learning_rate=0.1,
+        min_learning_rate=0.0,
+        schedule="constant",
+        warmup_steps=0,
+        weight_decay=0.1,
+        beta1=0.9,
+        beta2=0.99,
+        eps=0.1,
         clip_grad=0.0,
-    )  # fmt: skip
+    )
     return OptimConfig(**(_defaults("optim/adam") | fields | more))
 
 
@@ -50,7 +58,9 @@ class Case:
         return bool(self.layout.get("distributed_optimizer"))
 
 
-def _case(model: str, processes: int, full: bool = False, layers: int | None = None, **layout: Any) -> Case:
+def _case(
+    model: str, processes: int, full: bool = False, layers: int | None = None, **layout: Any
+) -> Case:
     marks = "-".join(f"{key}_{value}" for key, value in layout.items()) or "plain"
     return Case(f"{model}-{processes}-{marks}", model, processes, layout, full, layers)
 
@@ -80,7 +90,9 @@ CASES = [
     _case("qwen3_moe", 2, expert=2, distributed_optimizer=True),
     _case("mixtral", 2, tensor=2, sequence=True, expert=2),
     _case("qwen2", 2, tensor=2, sequence=True, recompute="full"),
-    _case("llama", 2, distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True),
+    _case(
+        "llama", 2, distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+    ),
     _case("qwen2_tied", 2, pipeline=2, first_stage_layers=1, last_stage_layers=3, full=True),
     _case("mistral", 2, tensor=2, full=True),
     _case("mistral", 2, pipeline=2, virtual_pipeline=2, full=True),
@@ -105,8 +117,14 @@ CASES = [
 ]
 
 METHOD_NAMES = ("grpo", "gspo", "apo")
-AGGREGATIONS = ("seq_mean_token_mean", "token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
-# Layouts of the table of methods: name -> (processes, layout, nightly). "dense" and "experts" are the one-rank answers.
+AGGREGATIONS = (
+    "seq_mean_token_mean",
+    "token_mean",
+    "seq_mean_token_sum",
+    "seq_mean_token_sum_norm",
+)
+# Layouts of the table of methods: name -> (processes, layout, nightly). "dense" and "experts" are
+# the one-rank answers.
 TABLE: dict[str, tuple[int, dict[str, Any], bool]] = {
     "dense": (1, {}, False),
     "experts": (1, {}, False),

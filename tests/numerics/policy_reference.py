@@ -1,4 +1,5 @@
-"""The plain answer for every figure of the policy: transformers and autograd on whole sequences, one process."""
+"""The plain answer for every figure of the policy: transformers and autograd on whole sequences,
+one process."""
 
 from __future__ import annotations
 
@@ -16,14 +17,17 @@ NUM_ROWS = 6
 
 
 def make_batch(seed: int = 3, rows: int = NUM_ROWS, length: int | None = None) -> SequenceBatch:
-    """Random sequences, neighbours with the same prompt in groups of three; ``length``: all of that many tokens (half prompt), else
-    ragged."""
+    """Random sequences, neighbours with the same prompt in groups of three; ``length``: all of that
+    many tokens (half prompt), else ragged."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.arange(rows) // 3
     prompts = torch.randint(1, 9, (rows,), generator=generator)[ids]
     responses = torch.randint(1, 17, (rows,), generator=generator)
     if length is not None:
-        prompts, responses = torch.full((rows,), length // 2), torch.full((rows,), length - length // 2)
+        prompts, responses = (
+            torch.full((rows,), length // 2),
+            torch.full((rows,), length - length // 2),
+        )
     tokens = torch.randint(3, 120, (int((prompts + responses).sum()),), generator=generator)
     batch = SequenceBatch(tokens, prompts, responses, ids)
     for row in range(rows):
@@ -49,27 +53,41 @@ def scores(model: torch.nn.Module, batch: SequenceBatch) -> tuple[Tensor, Tensor
 
 
 class ClippedLoss:
-    """The loss of GRPO (clipped ratio, k3 divergence, mean over tokens of each sequence, mean over sequences) minus an entropy
-    bonus, on fixed data; plus a tenth of the square of each sequence's mean log-ratio, which a context rank cannot compute alone."""
+    """The loss of GRPO (clipped ratio, k3 divergence, mean over tokens of each sequence, mean over
+    sequences) minus an entropy bonus, on fixed data; plus a tenth of the square of each sequence's
+    mean log-ratio, which a context rank cannot compute alone.
+    """
 
     def __init__(self, batch: SequenceBatch, logprobs: Tensor) -> None:
         generator = torch.Generator().manual_seed(11)
         noise = torch.randn(2, len(logprobs), generator=generator)
         self.old, self.ref = logprobs.detach() + 0.3 * noise[0], logprobs.detach() + 0.2 * noise[1]
-        self.ids, self.rows = batch.response_ids, batch.num_responses
+        self.ids, self.rows = batch.response_index, batch.num_responses
         self.advantages = torch.randn(self.rows, generator=generator)
         self.per_row = batch.response_lengths.float()
 
-    def contribution(self, index: Tensor, logprobs: Tensor, entropy: Tensor | None, over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
+    def contribution(
+        self,
+        index: Tensor,
+        logprobs: Tensor,
+        entropy: Tensor | None,
+        over_ranks: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         ids = self.ids[index]
         weight = 1 / (self.per_row[ids] * self.rows)
         ratio = (logprobs - self.old[index]).exp()
         advantage = self.advantages[ids]
         gap = self.ref[index] - logprobs
-        token = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) + 0.1 * (gap.exp() - gap - 1)
+        token = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) + 0.1 * (
+            gap.exp() - gap - 1
+        )
         if entropy is not None:
             token = token - 0.01 * entropy
-        log_ratio = over_ranks(torch.zeros(self.rows).index_add(0, ids, (logprobs - self.old[index]) / self.per_row[ids]))
+        log_ratio = over_ranks(
+            torch.zeros(self.rows).index_add(
+                0, ids, (logprobs - self.old[index]) / self.per_row[ids]
+            )
+        )
         return ((token + 0.1 * log_ratio[ids] ** 2) * weight).sum()
 
     def __call__(self, view: TokenView) -> LossOutput:
@@ -79,7 +97,8 @@ class ClippedLoss:
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Gradients by the names of the checkpoint files: transformers keeps the experts of a layer in one tensor."""
+    """Gradients by the names of the checkpoint files: transformers keeps the experts of a layer in
+    one tensor."""
     found: dict[str, Tensor] = {}
     mixtral = model.config.model_type == "mixtral"
     names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
@@ -102,4 +121,6 @@ def relative_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     """||got - want|| / ||want|| over all tensors, which must be the same ones."""
     assert set(got) == set(want), f"different tensors: {sorted(set(got) ^ set(want))[:4]}"
     difference = sum(float((got[key].double() - want[key].double()).square().sum()) for key in want)
-    return (difference / sum(float(value.double().square().sum()) for value in want.values())) ** 0.5
+    return (
+        difference / sum(float(value.double().square().sum()) for value in want.values())
+    ) ** 0.5

@@ -1,15 +1,7 @@
-"""torchrun program: compares the policy with transformers for many layouts, one after another in the same processes.
-
-Arguments: a folder with the models, the file for the figures (JSON, written by rank 0), names of cases.
-"""
+"""The policy of one layout against transformers: what every rank runs."""
 
 from __future__ import annotations
 
-import gc
-import json
-import sys
-import traceback
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +9,28 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megatron_rl.config.schema import ModelConfig
 from megatron_rl.policy.forward import Passes, ScoreBoard
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.runtime.cpu import platform
+from megatron_rl.runtime.device import platform
 from megatron_rl.types import TokenScores
-from tests.numerics import models
-from tests.numerics.policy_cases import CASES, Case, optim, parallel, precision
+from tests import zoo
+from tests.numerics.policy_cases import Case, optim
 from tests.numerics.policy_reference import (
     NUM_ROWS,
-    TEMPERATURE,
     ClippedLoss,
     gradients,
     make_batch,
     relative_error,
     scores,
     sequences,
-)  # fmt: skip
+)
 
 OPTIM = optim()
 
 
-def build(path: Path, layout: dict[str, Any], params: str = "float32", **more: Any) -> MegatronPolicy:
-    settings = dict(temperature=TEMPERATURE, keep_reference=True, total_optimizer_steps=10, max_sequence_tokens=64) | more
-    model = ModelConfig(path=str(path), make_vocab_divisible_by=16)
-    return MegatronPolicy(model, parallel(**layout), precision(params), OPTIM, **settings)
-
-
-@cache
 def reference(model: str, layers: int | None) -> dict[str, Any]:
-    """Logits, scores, loss, gradients and the weights after one AdamW step, by transformers and torch."""
-    hf = models.make(model, layers=layers)
+    """Logits, scores, loss and gradients by transformers and torch."""
+    hf = zoo.tiny_model(model, layers=layers)
     batch = make_batch()
     logits = [hf(tokens[None]).logits[0].detach() for tokens in sequences(batch)]
     logprobs, entropy = scores(hf, batch)
@@ -55,25 +38,35 @@ def reference(model: str, layers: int | None) -> dict[str, Any]:
     value = loss.contribution(torch.arange(len(logprobs)), logprobs, entropy, lambda sums: sums)
     value.backward()
     return dict(
-        batch=batch, logits=logits, logprobs=logprobs.detach(), entropy=entropy.detach(), loss=loss, value=value.item(),
+        batch=batch,
+        logits=logits,
+        logprobs=logprobs.detach(),
+        entropy=entropy.detach(),
+        loss=loss,
+        value=value.item(),
         gradients=gradients(hf),
-    )  # fmt: skip
+    )
 
 
 def splits(policy: MegatronPolicy) -> dict[str, list[list[int]]]:
-    """Ways to cut this rank's rows into micro-batches; every rank has the same number, some are empty."""
+    """Ways to cut this rank's rows into micro-batches; every rank has the same number, some are
+    empty."""
     rows = list(range(NUM_ROWS))[policy.data_parallel_rank :: policy.data_parallel_size]
     multiple = policy.microbatch_multiple
     whole = [rows] + [[]] * (multiple - 1)
     each = [[row] for row in rows] + [[]] * (-len(rows) % multiple)
-    uneven = [[], rows[:1], rows[1:], []] if policy.data_parallel_rank % 2 == 0 else [rows, [], [], []]
+    uneven = (
+        [[], rows[:1], rows[1:], []] if policy.data_parallel_rank % 2 == 0 else [rows, [], [], []]
+    )
     return {"whole": whole, "each": each, "uneven": uneven}
 
 
 class Logits(Passes):
     """Collects the logits of whole sequences instead of logprobs."""
 
-    def _finish(self, chunk: Any, microbatch: Any, consume: Any, entropy: Any, output: torch.Tensor) -> Any:
+    def _finish(
+        self, chunk: Any, microbatch: Any, consume: Any, entropy: Any, output: torch.Tensor
+    ) -> Any:
         module = chunk
         while hasattr(module, "module"):
             module = module.module
@@ -81,7 +74,11 @@ class Logits(Passes):
         shards = [torch.empty_like(local) for _ in range(self.ranks.tensor)]
         dist.all_gather(shards, local.contiguous(), group=self.ranks.tensor_group)
         logits = torch.cat(shards, 1)[:, : self.vocab_size]
-        return logits.sum() * 0, torch.tensor(0, dtype=torch.int), (microbatch.position_ids[0], logits)
+        return (
+            logits.sum() * 0,
+            torch.tensor(0, dtype=torch.int),
+            (microbatch.position_ids[0], logits),
+        )
 
 
 def logits_error(policy: MegatronPolicy, wanted: dict[str, Any]) -> float:
@@ -89,7 +86,9 @@ def logits_error(policy: MegatronPolicy, wanted: dict[str, Any]) -> float:
     passes = Logits(policy.chunks, policy.ranks, policy.arch.vocab_size, 1.0)
     with platform():
         rows = [[row] for row in range(NUM_ROWS)] + [[]] * (-NUM_ROWS % policy.microbatch_multiple)
-        collected = passes.run(policy._pack(wanted["batch"], rows), None, backward=False, entropy="none")
+        collected = passes.run(
+            policy.batching.packed(wanted["batch"], rows), None, backward=False, entropy="none"
+        )
     worst = 0.0
     for (positions, logits), want in zip(collected, wanted["logits"], strict=False):
         real = positions < len(want)
@@ -97,25 +96,23 @@ def logits_error(policy: MegatronPolicy, wanted: dict[str, Any]) -> float:
     return worst
 
 
-def compare(case: Case, folder: Path) -> dict[str, Any]:
-    path = folder / f"{case.model}-{case.layers}"
-    if dist.get_rank() == 0 and not path.exists():
-        models.save(case.model, path, layers=case.layers)
-    dist.barrier()
-    wanted = reference(case.model, case.layers)
-    policy = build(path, case.layout)
-    figures: dict[str, Any] = {"rank_problems": []}
+def compare(case: Case, path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Distances between the policy and ``wanted``, which is what ``reference`` returned."""
+    policy = zoo.tiny_policy(path, case.layout)
+    figures: dict[str, Any] = {}
     stored = load_file(path / "model.safetensors")
     gathered = dict(policy.gathered_weights())
-    figures["round_trip"] = set(gathered) == set(stored) and all(torch.equal(gathered[key], stored[key]) for key in stored)
+    figures["round_trip"] = set(gathered) == set(stored) and all(
+        torch.equal(gathered[key], stored[key]) for key in stored
+    )
     figures["logits"] = logits_error(policy, wanted)
     batch, ways = wanted["batch"], splits(policy)
     first = None
     for name, split in ways.items():
-        got = policy.logprobs(batch, split, entropy=True)
+        got = policy.score_microbatches(batch, split)
         figures[f"logprobs_{name}"] = float((got.logprobs - wanted["logprobs"]).abs().max())
         figures[f"entropy_{name}"] = float((got.entropy - wanted["entropy"]).abs().max())
-        totals = policy.backward(batch, split, wanted["loss"], entropy="grad")
+        totals = policy.backward(batch, split, wanted["loss"])
         figures[f"loss_{name}"] = abs(totals.loss - wanted["value"]) / abs(wanted["value"])
         figures[f"metrics_{name}"] = totals.metrics
         if not case.sharded_gradients:
@@ -125,8 +122,6 @@ def compare(case: Case, folder: Path) -> dict[str, Any]:
             figures[f"split_{name}"] = relative_error(found, first)
     figures.update(after_update(policy, wanted, ways["uneven"], got, stored))
     policy.close()
-    del policy
-    gc.collect()
     return figures
 
 
@@ -135,28 +130,39 @@ def same(mine: TokenScores, other: TokenScores) -> bool:
 
 
 def after_update(
-    policy: MegatronPolicy, wanted: dict[str, Any], split: Any, before: TokenScores, stored: dict[str, Any]
+    policy: MegatronPolicy,
+    wanted: dict[str, Any],
+    split: Any,
+    before: TokenScores,
+    stored: dict[str, Any],
 ) -> dict[str, Any]:
-    """One optimizer step against torch's AdamW on the same gradients; the reference weights must not move. ``before``: the scores of
-    a pass of their own over ``split``."""
+    """One optimizer step against torch's AdamW on the same gradients; the reference weights must
+    not move. ``before``: the scores of a pass of their own over ``split``."""
     batch = wanted["batch"]
-    result = policy.update(batch, split, wanted["loss"], entropy="grad", scores=True)
-    weights = {key: torch.nn.Parameter(value.clone()) for key, value in stored.items() if key in wanted["gradients"]}
+    result = policy.update_microbatches(batch, split, wanted["loss"], with_scores=True)
+    weights = {
+        key: torch.nn.Parameter(value.clone())
+        for key, value in stored.items()
+        if key in wanted["gradients"]
+    }
     for key, weight in weights.items():
         weight.grad = wanted["gradients"][key].clone()
     decayed = [weight for weight in weights.values() if weight.dim() > 1]
     plain = [weight for weight in weights.values() if weight.dim() == 1]
     settings = dict(lr=OPTIM.learning_rate, betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.eps)
-    groups = [{"params": decayed, "weight_decay": OPTIM.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": OPTIM.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
     torch.optim.AdamW(groups, **settings).step()
     got = dict(policy.gathered_weights())
     moved = {key: got[key] - stored[key] for key in weights}
     expected = {key: weight.detach() - stored[key] for key, weight in weights.items()}
     norm = sum(float(g.square().sum()) for g in wanted["gradients"].values()) ** 0.5
-    kept = policy.logprobs(batch, split, reference=True).logprobs
-    now = policy.logprobs(batch, split, entropy=True)
+    kept = policy.score_microbatches(batch, split, reference=True).logprobs
+    now = policy.score_microbatches(batch, split)
     board = ScoreBoard(len(now.logprobs), True, policy.ranks, policy.device)
-    policy.backward(batch, split, wanted["loss"], entropy="value", board=board)
+    policy.backward(batch, split, wanted["loss"], board=board)
     again = board.everywhere()
     return dict(
         update=relative_error(moved, expected),
@@ -166,27 +172,3 @@ def after_update(
         reference_kept=torch.equal(kept, before.logprobs),
         policy_moved=float((now.logprobs - before.logprobs).abs().max()),
     )
-
-
-def main() -> None:
-    folder, out, names = Path(sys.argv[1]), Path(sys.argv[2]), set(sys.argv[3:])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    figures: dict[str, Any] = {}
-    for case in CASES:
-        if case.name in names:
-            gathered: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, compare(case, folder))
-            figures[case.name] = gathered
-            if dist.get_rank() == 0:
-                out.write_text(json.dumps(figures))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except Exception:
-        traceback.print_exc()
-        raise

@@ -15,7 +15,9 @@ from megatron.core.distributed import param_and_grad_buffer
 from megatron_rl.policy import host_memory
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.reference import Reference
-from tests.numerics.checkpoint_worker import SHARDED, Case, batch, build, record, shares, update
+from tests.numerics.checkpoint_cases import SHARDED, Case
+from tests.numerics.checkpoint_worker import batch, build, shares, update
+from tests.numerics.policy_state import record
 
 OVERLAP = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 CASES = [
@@ -39,14 +41,16 @@ def make(case: Case, *, staged: bool) -> MegatronPolicy:
     policy = build(case)
     if staged:
         # Pieces so small that parameters lie in several of them.
-        small = {"_allocate": ordinary_memory, "LARGEST_PIECE": 2**12, "SMALLEST_PIECE": 2**6}
+        small = {"_allocate": ordinary_memory, "LARGEST_BLOCK": 2**12, "SMALLEST_BLOCK": 2**6}
         with mock.patch.multiple(host_memory, **small):
             policy.reference = Reference(policy.held, policy.chunks, staged=True)
     return policy
 
 
 def scores(policy: MegatronPolicy, *, reference: bool = False) -> torch.Tensor:
-    return policy.logprobs(batch(9), shares(policy, 2), reference=reference).logprobs.clone()
+    return policy.score_microbatches(
+        batch(9), shares(policy, 2), reference=reference
+    ).logprobs.clone()
 
 
 def storages(tensors: Any) -> set[int]:
@@ -151,9 +155,9 @@ def gathered_once(case: Case) -> None:
     assert (
         gathers(policy, lambda: update(policy, 0)) == buckets
     )  # in the forward of the first update
-    assert gathers(policy, policy.settle) == buckets
+    assert gathers(policy, policy.wait_for_param_gather) == buckets
     again = {
-        "settle": policy.settle,
+        "wait_for_param_gather": policy.wait_for_param_gather,
         "reference pass": lambda: scores(policy, reference=True),
         "pass": lambda: scores(policy),
         "weights for the engine": lambda: list(policy.gathered_weights()),

@@ -1,4 +1,5 @@
-"""Small random models on disk, an engine for them, and what transformers says about their responses."""
+"""Small random models on disk, an engine for them, and what transformers says about their
+responses."""
 
 from __future__ import annotations
 
@@ -9,39 +10,59 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.types import Completion, Prompt, Sampling
+from tests.zoo import transformer
 
 VOCAB, EOS = 96, 2
 SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0,
-}  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None, "intermediate_size": 128}
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+}
+FAMILIES = {
+    "qwen3": {"head_dim": 32, "tie_word_embeddings": False},
+    "qwen2_tied": {"tie_word_embeddings": True},  # with qkv bias
+    "llama": {"tie_word_embeddings": False},
+    "qwen3_moe": {
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
+    "mixtral": {
+        "head_dim": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+        "intermediate_size": 128,
+        "tie_word_embeddings": False,
+    },
+}
 
 
 def build(arch: str, seed: int) -> PreTrainedModel:
-    """``arch``: qwen3, qwen2_tied (with qkv bias), llama, qwen3_moe or mixtral."""
+    """A model of one of FAMILIES, large enough for the kernels of vLLM."""
     torch.manual_seed(seed)
-    if arch == "qwen2_tied":
-        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES, tie_word_embeddings=True))
-    elif arch == "llama":
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=False))
-    elif arch == "qwen3_moe":
-        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=32, tie_word_embeddings=False))
-    elif arch == "mixtral":
-        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**SIZES, **MIXTRAL}, head_dim=32, tie_word_embeddings=False))
-    else:
-        assert arch == "qwen3"
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False))
+    model = transformer(arch, SIZES | FAMILIES[arch])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(1.0, 0.1) if "norm" in name else parameter.normal_(0.0, 0.12)
+            if "norm" in name:
+                parameter.normal_(1.0, 0.1)
+            else:
+                parameter.normal_(0.0, 0.12)
     return model.float().eval()
 
 
@@ -53,18 +74,36 @@ def write(arch: str, seed: int, directory: Path) -> Path:
 
 def engine_config(**changes: object) -> RolloutConfig:
     values = {
-        "tensor": 1, "dtype": "float32", "quantization": None, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_prompt_tokens": 300,
-        "max_response_tokens": 64, "stop": (), "max_num_seqs": 64, "kv_cache_gib": 0.03125, "gpu_memory_utilization": 0.5,
-        "enforce_eager": True, "enable_prefix_caching": True, "sleep_level": 0,
-    }  # fmt: skip
+        "tensor": 1,
+        "dtype": "float32",
+        "quantization": None,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "max_prompt_tokens": 300,
+        "max_response_tokens": 64,
+        "stop": (),
+        "max_num_seqs": 64,
+        "kv_cache_gib": 0.03125,
+        "gpu_memory_utilization": 0.5,
+        "enforce_eager": True,
+        "enable_prefix_caching": True,
+        "sleep_level": 0,
+    }
     return RolloutConfig(**{**values, **changes})
 
 
 def make_prompts(count: int, length: int = 6, seed: int = 0) -> list[Prompt]:
     """``count`` prompts of ``length``, ``length + 1``, ... random tokens."""
     generator = torch.Generator().manual_seed(seed)
-    rows = [torch.randint(3, VOCAB, (length + index,), generator=generator).tolist() for index in range(count)]
-    return [Prompt(uid=f"p{index}", token_ids=tuple(row), answer="", data_source="") for index, row in enumerate(rows)]
+    rows = [
+        torch.randint(3, VOCAB, (length + index,), generator=generator).tolist()
+        for index in range(count)
+    ]
+    return [
+        Prompt(uid=f"p{index}", token_ids=tuple(row), answer="", data_source="")
+        for index, row in enumerate(rows)
+    ]
 
 
 def sampling(**changes: object) -> Sampling:
@@ -79,15 +118,25 @@ def reference_logits(model: PreTrainedModel, prompt: Prompt, completion: Complet
 
 
 def logprob_gap(
-    model: PreTrainedModel, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], change: Callable[[Tensor], Tensor]
+    model: PreTrainedModel,
+    prompts: Sequence[Prompt],
+    groups: Sequence[Sequence[Completion]],
+    change: Callable[[Tensor], Tensor],
 ) -> float:
-    """Largest distance between the engine's logprobs and log softmax(change(logits)) of transformers."""
+    """Largest distance between the engine's logprobs and log softmax(change(logits)) of
+    transformers."""
     gap = 0.0
     for prompt, group in zip(prompts, groups, strict=True):
         for completion in group:
             logprobs = change(reference_logits(model, prompt, completion)).log_softmax(-1)
             want = logprobs.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-            gap = max(gap, (torch.tensor(completion.sampler_logprobs, dtype=torch.float64) - want).abs().max().item())
+            gap = max(
+                gap,
+                (torch.tensor(completion.sampler_logprobs, dtype=torch.float64) - want)
+                .abs()
+                .max()
+                .item(),
+            )
     return gap
 
 
@@ -96,11 +145,20 @@ def tokens(groups: Sequence[Sequence[Completion]]) -> list[list[list[int]]]:
 
 
 def logprobs(groups: Sequence[Sequence[Completion]]) -> Tensor:
-    return torch.tensor([value for group in groups for completion in group for value in completion.sampler_logprobs], dtype=torch.float64)
+    return torch.tensor(
+        [
+            value
+            for group in groups
+            for completion in group
+            for value in completion.sampler_logprobs
+        ],
+        dtype=torch.float64,
+    )
 
 
 def run_cases(cases: Mapping[str, Callable[[], None]]) -> None:
-    """Runs every case and prints ``OK name`` or ``FAILED name`` with the traceback; a failed case does not stop the others."""
+    """Runs every case and prints ``OK name`` or ``FAILED name`` with the traceback; a failed case
+    does not stop the others."""
     for name, case in cases.items():
         try:
             case()

@@ -1,6 +1,8 @@
-"""Two processes, ``tensor`` 2 or 1: the samples of one process, weight updates checked over ranks, names in shared memory.
+"""Two processes, ``tensor`` 2 or 1: the samples of one process, weight updates checked over ranks,
+names in shared memory.
 
-With ``die`` as third argument both ranks are killed while the engine starts, when its shared memory has names.
+With ``die`` as third argument both ranks are killed while the engine starts, when its shared memory
+has names.
 """
 
 import json
@@ -14,10 +16,10 @@ import torch
 import vllm
 from torch import Tensor
 
-from megatron_rl.rollout.engine import VllmEngine
-from megatron_rl.rollout.shared_memory import DIRECTORY, PREFIX
+from megatron_rl.engine.engine import VllmEngine
+from megatron_rl.engine.shared_memory import DIRECTORY, PREFIX
+from megatron_rl.errors import WeightSyncError
 from megatron_rl.runtime import launch
-from megatron_rl.runtime.digest import WeightSyncError
 from megatron_rl.weight_sync.gather import GatherSync
 from tests.numerics import rollout_models as small
 
@@ -47,7 +49,9 @@ for arch, seed in (("qwen3", 0), ("qwen2_tied", 1)):
         small.write(arch, seed, ROOT)
 WORLD.barrier()
 ENGINES = {
-    name: VllmEngine(str(ROOT / name), small.engine_config(tensor=TENSOR), seed=0, launch_id=WORLD.launch_id)
+    name: VllmEngine(
+        str(ROOT / name), small.engine_config(tensor=TENSOR), seed=0, launch_id=WORLD.launch_id
+    )
     for name in ("qwen3_0", "qwen2_tied_1")
 }
 PROMPTS = small.make_prompts(8)
@@ -81,12 +85,18 @@ def samples_equal_those_of_one_process() -> None:
     want_tokens, want_logprobs = json.loads((FOLDER / "one.json").read_text())
     groups = generate(ENGINES["qwen3_0"], small.sampling())
     assert small.tokens(groups) == want_tokens
-    assert (small.logprobs(groups) - torch.tensor(want_logprobs, dtype=torch.float64)).abs().max() <= 1e-4
+    assert (
+        small.logprobs(groups) - torch.tensor(want_logprobs, dtype=torch.float64)
+    ).abs().max() <= 1e-4
 
 
 def one_replica_may_be_idle() -> None:
     engine = ENGINES["qwen3_0"]
-    part = engine.generate(PROMPTS[:2], small.sampling()) if engine.replica == 0 else engine.generate([], small.sampling())
+    part = (
+        engine.generate(PROMPTS[:2], small.sampling())
+        if engine.replica == 0
+        else engine.generate([], small.sampling())
+    )
     assert len(part) == (2 if engine.replica == 0 else 0)
 
 
@@ -94,25 +104,35 @@ def update_is_verified_over_ranks() -> None:
     engine, model = ENGINES["qwen2_tied_1"], small.build("qwen2_tied", 2)
     report = GatherSync(HfPolicy(model), engine, verify=True).sync(1)
     groups = generate(engine, small.sampling())
-    assert small.logprob_gap(model, PROMPTS, groups, lambda x: x) <= 1e-4 and report.num_tensors == len(model.state_dict()) - 1
+    assert (
+        small.logprob_gap(model, PROMPTS, groups, lambda x: x) <= 1e-4
+        and report.num_tensors == len(model.state_dict()) - 1
+    )
     changed = "model.layers.0.self_attn.k_proj.bias"
     GatherSync(HfPolicy(model, changed), engine, verify=False).sync(2)  # what verify=False gives up
     try:
         GatherSync(HfPolicy(model, changed), engine, verify=True).sync(3)
     except WeightSyncError as error:
-        assert f"1 of 26 tensors differ: {changed} (other bytes on rank 1 than on rank 0)" in str(error)
+        assert f"1 of 26 tensors differ: {changed} (other bytes on rank 1 than on rank 0)" in str(
+            error
+        )
     else:
         raise AssertionError("ranks with different weights were accepted")
     one_rank_refuses(model)
 
 
 def one_rank_refuses(model: torch.nn.Module) -> None:
-    """The engine of rank 1 raises in the middle and its process stays: both ranks raise the same error, and neither engine goes on."""
+    """The engine of rank 1 raises in the middle and its process stays: both ranks raise the same
+    error, and neither engine goes on."""
     engine = ENGINES["qwen3_0"]
     load = engine.load_weights
 
     def fail(weights, version, confirm):
-        return load((item if index < 9 else broken() for index, item in enumerate(weights)), version, confirm)
+        return load(
+            (item if index < 9 else broken() for index, item in enumerate(weights)),
+            version,
+            confirm,
+        )
 
     def broken():
         raise OSError("no room for it")
@@ -135,7 +155,9 @@ def one_rank_refuses(model: torch.nn.Module) -> None:
 
 def world_must_divide() -> None:
     try:
-        VllmEngine(str(ROOT / "qwen3_0"), small.engine_config(tensor=3), seed=0, launch_id=WORLD.launch_id)
+        VllmEngine(
+            str(ROOT / "qwen3_0"), small.engine_config(tensor=3), seed=0, launch_id=WORLD.launch_id
+        )
     except ValueError as error:
         assert "rollout.tensor: 2 processes do not divide into groups of 3" in str(error)
     else:
@@ -152,7 +174,9 @@ def sleeping_is_harmless() -> None:
 
 def names_are_gone() -> None:
     WORLD.barrier()
-    assert segments() == [], "a name that is left would stop nobody, but nothing would ever remove it"
+    assert segments() == [], (
+        "a name that is left would stop nobody, but nothing would ever remove it"
+    )
 
 
 if __name__ == "__main__":
@@ -166,6 +190,6 @@ if __name__ == "__main__":
                 sleeping_is_harmless,
                 names_are_gone,
                 update_is_verified_over_ranks,  # the last: both engines are unusable afterwards
-            )  # fmt: skip
+            )
         }
     )

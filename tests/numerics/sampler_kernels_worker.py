@@ -60,7 +60,9 @@ def gumbel(seed: int, position: int, size: int) -> Tensor:
     return torch.tensor(noise, dtype=torch.float64)
 
 
-def sample(logits: Tensor, states: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> list[int]:
+def sample(
+    logits: Tensor, states: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
+) -> list[int]:
     return gumbel_sample(
         logits, states, temperature, seeds, positions, apply_temperature=False, is_drafting=False
     ).tolist()
@@ -116,12 +118,15 @@ def best_of_the_noised() -> None:
 
 def temperature_zero_is_greedy() -> None:
     logits = normal(2, VOCAB)
-    found = sample(logits, requests(0, 1), torch.tensor([0.0, 1.0]), torch.tensor([1, 1]), torch.tensor([0, 0]))
+    found = sample(
+        logits, requests(0, 1), torch.tensor([0.0, 1.0]), torch.tensor([1, 1]), torch.tensor([0, 0])
+    )
     assert found[0] == int(logits[0].argmax())
 
 
 def shares_of_the_samples() -> None:
-    """Chi-squared of 800 samples of 4 tokens over positions, and over the seeds of responses to a prompt."""
+    """Chi-squared of 800 samples of 4 tokens over positions, and over the seeds of responses to a
+    prompt."""
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
     count = 800
     logits = probabilities.log().expand(count, 4).contiguous()
@@ -137,7 +142,8 @@ def shares_of_the_samples() -> None:
 
 
 def smallest_sets(logits: Tensor, shares: list[float]) -> Tensor:
-    """Which tokens of each row are in the smallest set whose probability reaches the share, [rows, vocabulary]."""
+    """Which tokens of each row are in the smallest set whose probability reaches the share, [rows,
+    vocabulary]."""
     ordered, index = logits.double().softmax(-1).sort(descending=True)
     before = ordered.cumsum(-1) - ordered
     kept = before < torch.tensor(shares)[:, None]
@@ -163,7 +169,8 @@ def truncation() -> None:
 
 
 def truncation_of_small_batches() -> None:
-    """Where a GPU has more processors than the batch has rows, each row is shared out over several."""
+    """Where a GPU has more processors than the batch has rows, each row is shared out over
+    several."""
     logits = normal(3, VOCAB) * 3
     found = logits.clone()
     _apply_topp_split(found, None, torch.tensor([0.9, 0.6, 1.0]), -math.inf, 4)
@@ -171,8 +178,11 @@ def truncation_of_small_batches() -> None:
 
 
 def logprobs_of_prompts() -> None:
-    """Two prompts in one batch, the second with three tokens done before: each row scores the next token."""
-    tokens = torch.randint(0, VOCAB, (4, 32), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
+    """Two prompts in one batch, the second with three tokens done before: each row scores the next
+    token."""
+    tokens = torch.randint(
+        0, VOCAB, (4, 32), generator=torch.Generator().manual_seed(3), dtype=torch.int32
+    )
     starts = torch.tensor([0, 5, 9], dtype=torch.int32)
     states = requests(2, 1)
     done = torch.tensor([0, 3, 0, 0], dtype=torch.int32)

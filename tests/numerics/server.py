@@ -25,24 +25,22 @@ STARTS_WITHIN_S = 200
 def serving(model: Path, tensor: int, folder: Path) -> Iterator[str]:
     """The address of a server that answers. Every process of it is dead afterwards."""
     port = free_port()
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1", "--port", port,
-        "--tensor-parallel-size", tensor, "--weight-transfer-config", '{"backend": "megatron_rl"}', "--dtype", "float32",
-        "--enforce-eager", "--skip-tokenizer-init", "--max-model-len", 512, "--kv-cache-memory-bytes", 2**25, "--enable-scale-out",
-        "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
-    ]  # fmt: skip
-    env = {**os.environ, **with_entry_point(folder), "VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # two workers may share a socket
+    address = f"http://127.0.0.1:{port}"
     log = folder / "server.log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            [str(word) for word in command], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, start_new_session=True
+            command(model, tensor, port),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment(folder),
+            start_new_session=True,
         )
         mapped: set[Path] = set()
         try:
-            wait_for(process, HttpServer(f"http://127.0.0.1:{port}"), log)
+            wait_for(process, HttpServer(address), log)
             mapped = shared_memory(process.pid)
-            yield f"http://127.0.0.1:{port}"
+            yield address
         finally:
             mapped |= shared_memory(process.pid)
             end(process)
@@ -52,6 +50,37 @@ def serving(model: Path, tensor: int, folder: Path) -> Iterator[str]:
                 segment.unlink(missing_ok=True)  # workers that are killed leave theirs
 
 
+def command(model: Path, tensor: int, port: int) -> list[str]:
+    """The server's command line: float32, and the weight transfer of this package."""
+    options = {
+        "--model": model,
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--tensor-parallel-size": tensor,
+        "--weight-transfer-config": '{"backend": "megatron_rl"}',
+        "--dtype": "float32",
+        "--max-model-len": 512,
+        "--kv-cache-memory-bytes": 2**25,
+        "--logprobs-mode": "processed_logprobs",
+        "--generation-config": "vllm",
+    }
+    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    for option, value in options.items():
+        words += [option, str(value)]
+    return [*words, "--enforce-eager", "--skip-tokenizer-init", "--enable-scale-out"]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        **with_entry_point(folder),
+        "VLLM_SERVER_DEV_MODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two workers may share a socket
+    }
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -59,9 +88,14 @@ def free_port() -> int:
 
 
 def with_entry_point(folder: Path) -> dict[str, str]:
-    """Environment in which vLLM finds the plug-in as setup.py declares it, whatever was declared when the package was installed."""
-    subprocess.run([sys.executable, "setup.py", "-q", "egg_info", "--egg-base", folder], cwd=REPO, check=True, capture_output=True)
-    return {"PYTHONPATH": os.pathsep.join([str(folder), str(REPO), os.environ.get("PYTHONPATH", "")])}
+    """The variables by which vLLM finds the plug-in of setup.py.
+
+    Whatever was declared when the package was installed does not count.
+    """
+    words = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", folder]
+    subprocess.run(words, cwd=REPO, check=True, capture_output=True)
+    folders = [str(folder), str(REPO), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(folders)}
 
 
 def shared_memory(pid: int) -> set[Path]:
@@ -69,11 +103,12 @@ def shared_memory(pid: int) -> set[Path]:
     if not psutil.pid_exists(pid):
         return set()
     tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    found = set()
+    segments = set()
     for process in tree:
         with contextlib.suppress(psutil.Error):
-            found |= {Path(area.path) for area in process.memory_maps() if area.path.startswith("/dev/shm/")}
-    return found
+            paths = [area.path for area in process.memory_maps()]
+            segments |= {Path(path) for path in paths if path.startswith("/dev/shm/")}
+    return segments
 
 
 def wait_for(process: subprocess.Popen, server: HttpServer, log: Path) -> None:
@@ -84,11 +119,13 @@ def wait_for(process: subprocess.Popen, server: HttpServer, log: Path) -> None:
             server.call("health", method="GET")
             return
         time.sleep(1)
-    lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-    raise AssertionError(f"the server does not answer (exit code {process.poll()}):\n" + "\n".join(lines))
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+    raise AssertionError(f"the server does not answer (exit code {process.poll()}):\n{tail}")
 
 
-def ask(url: str, prompts: Sequence[Prompt], max_tokens: int = 16) -> tuple[list[list[Completion]], list[list[dict]]]:
+def ask(
+    url: str, prompts: Sequence[Prompt], max_tokens: int = 16
+) -> tuple[list[list[Completion]], list[list[dict]]]:
     """Greedy responses, one a prompt, and their spans of weight versions."""
     groups, spans = [], []
     for prompt in prompts:
@@ -96,6 +133,7 @@ def ask(url: str, prompts: Sequence[Prompt], max_tokens: int = 16) -> tuple[list
         body = {"token_ids": list(prompt.token_ids), "sampling_params": params}
         (choice,) = HttpServer(url).call("inference/v1/generate", body)["choices"]
         logprobs = tuple(token["logprob"] for token in choice["logprobs"]["content"])
-        groups.append([Completion(tuple(choice["token_ids"]), logprobs, truncated=True, weight_version=0)])
+        tokens = tuple(choice["token_ids"])
+        groups.append([Completion(tokens, logprobs, truncated=True, weight_version=0)])
         spans.append(choice["weight_versions"])
     return groups, spans

@@ -15,20 +15,22 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.config.schema import ModelConfig
+from megatron_rl.errors import WeightSyncError
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.runtime import launch
-from megatron_rl.runtime.digest import WeightSyncError
-from megatron_rl.types import Box, Prompt
+from megatron_rl.types import Prompt, Shard, TransferOptions
 from megatron_rl.weight_sync import transport
 from megatron_rl.weight_sync.server import HttpServer, ServerSync
-from tests.numerics import policy_cases
 from tests.numerics import rollout_models as small
 from tests.numerics.server import ask
+from tests.zoo import policy_beside_engine
 
 URL, ARCH, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 WORLD = launch.start()
-PROMPTS = [*small.make_prompts(3), *small.make_prompts(2, length=260)]  # the long ones fill blocks of the prefix cache
+PROMPTS = [
+    *small.make_prompts(3),
+    *small.make_prompts(2, length=260),
+]  # the long ones fill blocks of the prefix cache
 MAX_GAP = 1e-4
 
 
@@ -36,16 +38,7 @@ MAX_GAP = 1e-4
 def the_policy() -> MegatronPolicy:
     path = WORLD.from_main(lambda: small.write(ARCH, 2, FOLDER))
     more = {"sequence": True} if ARCH == "qwen3_moe" else {}
-    return MegatronPolicy(
-        ModelConfig(path=str(path), make_vocab_divisible_by=64),
-        policy_cases.parallel(tensor=2, **more),
-        policy_cases.precision(),
-        policy_cases.optim(),
-        temperature=1.0,
-        keep_reference=False,
-        total_optimizer_steps=1,
-        max_sequence_tokens=512,
-    )
+    return policy_beside_engine(path, {"tensor": 2, **more})
 
 
 def answers(version: int) -> tuple:
@@ -62,17 +55,23 @@ def answers(version: int) -> tuple:
 
 
 def gap(policy: MegatronPolicy, groups: list) -> float:
-    """Collective: between the server's logprobs and those of transformers with the policy's weights."""
+    """Collective: between the server's logprobs and those of transformers with the policy's
+    weights."""
     path = FOLDER / "export"
     policy.export(path)
-    return small.logprob_gap(AutoModelForCausalLM.from_pretrained(path, dtype="float32"), PROMPTS, groups, lambda logits: logits)
+    return small.logprob_gap(
+        AutoModelForCausalLM.from_pretrained(path, dtype="float32"),
+        PROMPTS,
+        groups,
+        lambda logits: logits,
+    )
 
 
 def pushed_equals_transformers() -> None:
     policy = the_policy()
     assert gap(policy, answers(0)[0]) > 0.1, "the server starts with other weights"
-    sync = ServerSync(policy, HttpServer(URL), WORLD, bucket_mib=1)
-    keys = {box.key for box in policy.weight_boxes()}
+    sync = ServerSync(policy, HttpServer(URL), WORLD, TransferOptions(bucket_mib=1))
+    keys = {shard.key for shard in policy.weight_boxes()}
     first = sync.sync(1)
     one = answers(1)
     assert gap(policy, one[0]) <= MAX_GAP, gap(policy, one[0])
@@ -92,7 +91,10 @@ def pushed_equals_transformers() -> None:
     assert sent == first.bytes_total == sync.plan.bytes_sent == sync.plan.lower_bound
     if WORLD.rank == 0:
         seconds = [round(report.seconds, 3) for report in (first, second, third)]
-        small.say(f"{ARCH}: {sync.plan.bytes_sent} bytes sent, least {sync.plan.lower_bound}, gather {sync.plan.gather_bytes}; {seconds} s")
+        small.say(
+            f"{ARCH}: {sync.plan.bytes_sent} bytes sent, least {sync.plan.lower_bound}, gather"
+            f" {sync.plan.gather_bytes}; {seconds} s"
+        )
     sync.close()
 
 
@@ -111,23 +113,34 @@ def refused(call: Callable[[], object], kind: type[Exception], *words: str) -> s
 
 
 def connect(policy: object) -> ServerSync:
-    return ServerSync(policy, HttpServer(URL), WORLD, bucket_mib=1, in_flight_requests="keep", timeout_s=60)
+    options = TransferOptions(bucket_mib=1, timeout_s=60.0)
+    return ServerSync(policy, HttpServer(URL), WORLD, options, in_flight_requests="keep")
 
 
 def misfits_are_refused_and_the_server_serves_on() -> None:
-    """Another model, a tensor that nobody holds, a weight that changed its kind: the old weights serve on."""
+    """Another model, a tensor that nobody holds, a weight that changed its kind: the old weights
+    serve on."""
     before, policy = answers(3), the_policy()
     tampered = Tampered(policy)
     for change, words in {
-        lambda box: [replace(box, full=(256, 128))]: (TARGET, "shape (256, 128)", "shape (128, 128)"),
-        lambda box: []: (TARGET, "held by no training rank"),
-        lambda box: [box, replace(box, tensor="model.layers.1.self_attn.sinks")]: ("sinks", "wanted by none of the rollout ranks"),
-        lambda box: [replace(box, dtype="bfloat16")]: (TARGET, "bfloat16", "float32"),
+        lambda shard: [replace(shard, full=(256, 128))]: (
+            TARGET,
+            "shape (256, 128)",
+            "shape (128, 128)",
+        ),
+        lambda shard: []: (TARGET, "held by no training rank"),
+        lambda shard: [shard, replace(shard, name="model.layers.1.self_attn.sinks")]: (
+            "sinks",
+            "wanted by none of the rollout ranks",
+        ),
+        lambda shard: [replace(shard, dtype="bfloat16")]: (TARGET, "bfloat16", "float32"),
     }.items():
-        tampered.box = lambda box, change=change: change(box) if box.tensor == TARGET else [box]
+        tampered.shard = lambda shard, change=change: (
+            change(shard) if shard.name == TARGET else [shard]
+        )
         refused(lambda: connect(tampered), ValueError, *words)
         assert answers(3)[1:] == before[1:]
-    tampered.box = lambda box: [box]
+    tampered.shard = lambda shard: [shard]
     sync = connect(tampered)
     sync.sync(3)
     tampered.value = lambda tensor: tensor.bfloat16()
@@ -140,38 +153,46 @@ def misfits_are_refused_and_the_server_serves_on() -> None:
 
 
 def request_under_way_goes_on_with_new_weights() -> None:
-    """Its answer says which tokens came from which weights; the later ones are those of the new weights with a cache made anew."""
+    """Its answer says which tokens came from which weights; the later ones are those of the new
+    weights with a cache made anew."""
     policy = the_policy()
     sync, path = connect(policy), FOLDER / "under_way"
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(ask, URL, PROMPTS[:1], 400) if WORLD.rank == 0 else None
         time.sleep(0.3)
         with torch.no_grad():
-            for key in {box.key for box in policy.weight_boxes()}:
+            for key in {shard.key for shard in policy.weight_boxes()}:
                 policy.weight(key).mul_(1.1)
         sync.sync(6)
         policy.export(path)
         if long is not None:
             ((completion,),), (spans,) = long.result()
-            assert [span["version"] for span in spans] == ["5", "6"] and spans[1]["end"] == 400, spans
+            assert [span["version"] for span in spans] == ["5", "6"] and spans[1]["end"] == 400, (
+                spans
+            )
             turn = spans[0]["end"]
             model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
             prompt = Prompt("", (*PROMPTS[0].token_ids, *completion.token_ids[:turn]), "", "")
-            rest = replace(completion, token_ids=completion.token_ids[turn:], sampler_logprobs=completion.sampler_logprobs[turn:])
+            rest = replace(
+                completion,
+                token_ids=completion.token_ids[turn:],
+                sampler_logprobs=completion.sampler_logprobs[turn:],
+            )
             assert small.logprob_gap(model, [prompt], [[rest]], lambda logits: logits) <= MAX_GAP
     sync.close()
 
 
 class Tampered:
-    """A policy of which rank 1 passes on other boxes, or other values of one weight."""
+    """A policy of which rank 1 passes on other shards, or other values of one weight."""
 
     def __init__(self, policy: MegatronPolicy) -> None:
-        self.policy, self.settle = policy, policy.settle
-        self.box: Callable[[Box], list[Box]] = lambda box: [box]
+        self.policy = policy
+        self.wait_for_param_gather = policy.wait_for_param_gather
+        self.shard: Callable[[Shard], list[Shard]] = lambda shard: [shard]
         self.value: Callable[[Tensor], Tensor] = lambda tensor: tensor
 
-    def weight_boxes(self) -> list[Box]:
-        return [new for box in self.policy.weight_boxes() for new in self.box(box)]
+    def weight_boxes(self) -> list[Shard]:
+        return [new for shard in self.policy.weight_boxes() for new in self.shard(shard)]
 
     def weight(self, key: str) -> Tensor:
         tensor = self.policy.weight(key)
@@ -179,11 +200,14 @@ class Tampered:
 
 
 def half_updated_server_never_answers(harm: Callable[[Tampered], None], *words: str) -> None:
-    """The last case of a server. ``harm`` makes the next sync of rank 1 fail after some weights have gone."""
+    """The last case of a server. ``harm`` makes the next sync of rank 1 fail after some weights
+    have gone."""
     tampered = Tampered(the_policy())
     sync = connect(tampered)
     harm(tampered)
-    message = refused(lambda: sync.sync(7), WeightSyncError, "weight version 7 failed", "stays paused")
+    message = refused(
+        lambda: sync.sync(7), WeightSyncError, "weight version 7 failed", "stays paused"
+    )
     assert WORLD.rank != 1 or all(word in message for word in words), message
     refused(lambda: sync.sync(8), WeightSyncError, "weight version 7 failed")
     if WORLD.rank == 0:
@@ -194,7 +218,9 @@ def half_updated_server_never_answers(harm: Callable[[Tampered], None], *words: 
     if WORLD.rank == 0:
         server.resume()
         refused(lambda: ask(URL, PROMPTS), ConnectionError)
-        assert "must be started anew, its weights are half replaced" in (FOLDER / "server.log").read_text(errors="replace")
+        assert "restart this engine: its weights are half replaced" in (
+            FOLDER / "server.log"
+        ).read_text(errors="replace")
 
 
 def rank_that_fails() -> None:
@@ -216,7 +242,10 @@ def changed_byte() -> None:
     def harm(_: Tampered) -> None:
         packed = transport._Run.packed
         if WORLD.rank == 1:
-            transport._Run.packed = lambda run, message, buffer: (packed(run, message, buffer), buffer.bitwise_xor_(1))
+            transport._Run.packed = lambda run, message, buffer: (
+                packed(run, message, buffer),
+                buffer.bitwise_xor_(1),
+            )
 
     half_updated_server_never_answers(harm, "other bytes arrived than were sent", "from rank 1")
 

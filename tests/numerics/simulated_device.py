@@ -1,7 +1,8 @@
 """A device played on the CPU: which tensors would be on it, and where the host would wait for it.
 
-A tensor is on the device when it was made there (``device=`` a ``torch.device``; the text "cpu" is the host), was moved there, or
-was computed from one that is. Storages are marked, so views and what autograd saves keep the mark.
+A tensor is on the device when it was made there (``device=`` a ``torch.device``; the text "cpu" is
+the host), was moved there, or was computed from one that is. Storages are marked, so views and what
+autograd saves keep the mark.
 """
 
 from __future__ import annotations
@@ -23,13 +24,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import megatron_rl
-from megatron_rl.runtime import cpu as torch_cpu
+from megatron_rl.runtime import device as torch_cpu
 
 # Their result, or its size, is known to the host only when the device has got so far.
 WAITS = {
-    "_local_scalar_dense", "_unique", "_unique2", "bincount", "equal", "is_nonzero", "masked_select", "nonzero", "repeat_interleave",
-    "unique_consecutive", "unique_dim",
-}  # fmt: skip
+    "_local_scalar_dense",
+    "_unique",
+    "_unique2",
+    "bincount",
+    "equal",
+    "is_nonzero",
+    "masked_select",
+    "nonzero",
+    "repeat_interleave",
+    "unique_consecutive",
+    "unique_dim",
+}
 INDEXED = {"index", "index_put_", "index_put", "_index_put_impl_"}
 TO_HOST = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu}
 FROM_DATA = {torch.tensor, torch.as_tensor}
@@ -38,7 +48,8 @@ WATCHED = tuple(f"{Path(package.__path__[0])}/" for package in (megatron_rl, meg
 
 
 def place_of_call() -> tuple[str, list[str]]:
-    """``file:function`` of the innermost frame of the program or of megatron, and the names of all functions around it."""
+    """``file:function`` of the innermost frame of the program or of megatron, and the names of all
+    functions around it."""
     frame, found, names = sys._getframe(1), "", []
     while frame is not None:
         path = frame.f_code.co_filename
@@ -51,8 +62,9 @@ def place_of_call() -> tuple[str, list[str]]:
 
 
 class SimulatedDevice:
-    """``waits``: how often the host waited, by ``place: kind``. ``queued``: copies that wait for nothing on a GPU (``to_device``).
-    ``vendor``: waits inside the functions named by ``of_vendor``, which are counted apart."""
+    """``waits``: how often the host waited, by ``place: kind``. ``queued``: copies that wait for
+    nothing on a GPU (``to_device``). ``vendor``: waits inside the functions named by ``of_vendor``,
+    which are counted apart."""
 
     def __init__(self, of_vendor: Iterable[str]) -> None:
         self.of_vendor = set(of_vendor)
@@ -116,7 +128,9 @@ class SimulatedDevice:
 class OnDevice(torch_cpu.CpuForCuda):
     """The platform's function mode, that says which CPU tensors are meant to be on the device."""
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = torch.device("cpu")
@@ -132,7 +146,9 @@ class Calls(TorchFunctionMode):
         super().__init__()
         self.device = device
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         device, kwargs = self.device, dict(kwargs or {})
         if func is torch.Tensor.to:
             return self._moved(func, args, kwargs)
@@ -209,9 +225,13 @@ class Kernels(TorchDispatchMode):
     def _judge(self, name: str, args: Any, tensors: list[Tensor], there: list[bool]) -> None:
         if name in WAITS:
             self.device.note(name)
-        elif name in INDEXED and any(tensor.dtype == torch.bool for tensor in tree_leaves(args[1]) if tensor is not None):
+        elif name in INDEXED and any(
+            tensor.dtype == torch.bool for tensor in tree_leaves(args[1]) if tensor is not None
+        ):
             self.device.note("index by a mask")
         elif name == "copy_" and there[0] != there[1]:
             self.device.note("copy to the device" if there[0] else "copy to the host")
-        elif not all(mine or tensor.dim() == 0 for tensor, mine in zip(tensors, there, strict=True)):
+        elif not all(
+            mine or tensor.dim() == 0 for tensor, mine in zip(tensors, there, strict=True)
+        ):
             self.device.note(f"a tensor of the host in {name}")

@@ -1,4 +1,5 @@
-"""HF -> megatron distributed checkpoint -> HF: bit-equal, and megatron itself reads what was written."""
+"""HF -> megatron distributed checkpoint -> HF: bit-equal, and megatron itself reads what was
+written."""
 
 import json
 import pickle
@@ -12,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.runtime.digest import combined_digest, tensor_digest
+from tests import zoo
 from tests.launch import launch, run
-from tests.numerics import models
 from tools.convert_checkpoint import main, to_hf, to_megatron
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
@@ -24,14 +25,16 @@ NAMES = ("llama", "qwen2_tied", "qwen3_moe")
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("convert")
     for name in NAMES:
-        models.save(name, path / name)
+        zoo.save_tiny_model(name, path / name)
         (path / name / "tokenizer.json").write_text("{}")
     return path
 
 
 def equal(one: Path, two: Path) -> bool:
     a, b = load_file(one / "model.safetensors"), load_file(two / "model.safetensors")
-    return sorted(a) == sorted(b) and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
+    return sorted(a) == sorted(b) and all(
+        a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -40,13 +43,20 @@ def test_there_and_back(folder, name):
     assert to_hf(folder / f"{name}_there", folder / f"{name}_back", None, 10**9) == digest
     assert equal(folder / name, folder / f"{name}_back")
     tensors = load_file(folder / name / "model.safetensors")
-    assert digest == combined_digest({key: tensor_digest(tensor) for key, tensor in tensors.items()})
-    assert json.loads((folder / f"{name}_back" / "config.json").read_text()) == json.loads((folder / name / "config.json").read_text())
+    assert digest == combined_digest(
+        {key: tensor_digest(tensor) for key, tensor in tensors.items()}
+    )
+    assert json.loads((folder / f"{name}_back" / "config.json").read_text()) == json.loads(
+        (folder / name / "config.json").read_text()
+    )
     assert (folder / f"{name}_back" / "tokenizer.json").read_text() == "{}"
 
 
 def test_number_format_is_kept_and_files_are_split(folder, tmp_path):
-    tensors = {key: tensor.bfloat16() for key, tensor in load_file(folder / "llama" / "model.safetensors").items()}
+    tensors = {
+        key: tensor.bfloat16()
+        for key, tensor in load_file(folder / "llama" / "model.safetensors").items()
+    }
     source = tmp_path / "bf16"
     source.mkdir()
     config = json.loads((folder / "llama" / "config.json").read_text())
@@ -54,7 +64,9 @@ def test_number_format_is_kept_and_files_are_split(folder, tmp_path):
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     to_megatron(source, tmp_path / "there")
     to_hf(tmp_path / "there", tmp_path / "back", None, 50_000)
-    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())["weight_map"]
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())[
+        "weight_map"
+    ]
     assert len(set(index.values())) > 2 and sorted(index) == sorted(tensors)
     for name, file in index.items():
         got = load_file(tmp_path / "back" / file)[name]
@@ -69,19 +81,38 @@ def test_what_does_not_fit_is_refused(folder, tmp_path):
     (source / "config.json").write_text((folder / "llama" / "config.json").read_text())
     tensors.pop("model.layers.2.mlp.up_proj.weight")
     save_file(tensors, source / "model.safetensors")
-    with pytest.raises(ValueError, match=r"1 tensors are missing \['model.layers.2.mlp.up_proj.weight'\]"):
+    with pytest.raises(
+        ValueError, match=r"1 tensors are missing \['model.layers.2.mlp.up_proj.weight'\]"
+    ):
         to_megatron(source, tmp_path / "there")
-    command = [sys.executable, "tools/convert_checkpoint.py", "to-hf", str(source), str(tmp_path / "x"), "--config", str(source)]
+    command = [
+        sys.executable,
+        "tools/convert_checkpoint.py",
+        "to-hf",
+        str(source),
+        str(tmp_path / "x"),
+        "--config",
+        str(source),
+    ]
     result = run(command, 60, check=False)
-    assert result.returncode == 1 and "is not a distributed checkpoint" in result.stdout and "Traceback" not in result.stdout
+    assert (
+        result.returncode == 1
+        and "is not a distributed checkpoint" in result.stdout
+        and "Traceback" not in result.stdout
+    )
     to_megatron(folder / "llama", tmp_path / "llama")
-    with pytest.raises(ValueError, match=r"holds no decoder\.layers\.self_attention\.linear_qkv\.bias"):
+    with pytest.raises(
+        ValueError, match=r"holds no decoder\.layers\.self_attention\.linear_qkv\.bias"
+    ):
         to_hf(tmp_path / "llama", tmp_path / "y", folder / "qwen2_tied", 10**9)
     narrow = tmp_path / "narrow"
     narrow.mkdir()
     config = json.loads((folder / "llama" / "config.json").read_text())
     (narrow / "config.json").write_text(json.dumps({**config, "intermediate_size": 80}))
-    with pytest.raises(ValueError, match=r"linear_fc1.weight has shape \(4, 192, 64\), but config.json means \(4, 160, 64\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"linear_fc1.weight has shape \(4, 192, 64\), but config.json means \(4, 160, 64\)",
+    ):
         to_hf(tmp_path / "llama", tmp_path / "z", narrow, 10**9)
 
 
@@ -110,27 +141,36 @@ def test_a_wrong_source_or_target_is_one_message_that_names_the_way_out(folder, 
     assert "is not a distributed checkpoint" in refused("to-hf", tmp_path, tmp_path / "x")
     assert "is not a directory" in refused("to-hf", tmp_path / "nowhere", tmp_path / "x")
     (tmp_path / "file").touch()
-    assert f"{tmp_path}/file/x: " in refused("to-megatron", folder / "llama", tmp_path / "file" / "x")
+    assert f"{tmp_path}/file/x: " in refused(
+        "to-megatron", folder / "llama", tmp_path / "file" / "x"
+    )
 
 
 def test_a_damaged_source_is_named(folder, tmp_path, refused):
     to_megatron(folder / "llama", tmp_path / "good")
     shard = max((tmp_path / "good").glob("*.distcp"), key=lambda path: path.stat().st_size)
     shard.write_bytes(shard.read_bytes()[:-3000])
-    assert f"{tmp_path}/good to {tmp_path}/x: " in refused("to-hf", tmp_path / "good", tmp_path / "x")
+    assert f"{tmp_path}/good to {tmp_path}/x: " in refused(
+        "to-hf", tmp_path / "good", tmp_path / "x"
+    )
     cut = tmp_path / "cut"
     shutil.copytree(folder / "llama", cut)
-    (cut / "model.safetensors").write_bytes((folder / "llama" / "model.safetensors").read_bytes()[:-100])
+    (cut / "model.safetensors").write_bytes(
+        (folder / "llama" / "model.safetensors").read_bytes()[:-100]
+    )
     assert f"{cut}" in refused("to-megatron", cut, tmp_path / "x")
     to_megatron(folder / "llama", tmp_path / "whole")
     to_hf(tmp_path / "whole", tmp_path / "split", None, 50_000)
-    part = sorted((tmp_path / "split").glob("model-*.safetensors"))[-1]  # met only while the first ones are being written
+    part = sorted((tmp_path / "split").glob("model-*.safetensors"))[
+        -1
+    ]  # met only while the first ones are being written
     part.write_bytes(part.read_bytes()[:-100])
     assert "split" in refused("to-megatron", tmp_path / "split", tmp_path / "x")
 
 
 def test_megatron_reads_it(folder):
-    """TP, PP with tied embeddings, EP: every parameter equals what the policy reads from the HF directory."""
+    """TP, PP with tied embeddings, EP: every parameter equals what the policy reads from the HF
+    directory."""
     for name in NAMES:
         to_megatron(folder / name, folder / f"{name}_converted")
     result = launch(WORKER, 2, ["converted", folder], timeout=300)
@@ -145,7 +185,8 @@ def test_a_training_checkpoint_becomes_a_hf_directory(folder):
 
 
 def test_keys_and_configuration_of_nemo_2(folder, tmp_path):
-    """A directory laid out as NeMo 2 does: weights/ with every key below "module.", norms under their own names, context/model.yaml."""
+    """A directory laid out as NeMo 2 does: weights/ with every key below "module.", norms under
+    their own names, context/model.yaml."""
     to_megatron(folder / "llama", tmp_path / "plain")
     weights, context = tmp_path / "nemo" / "weights", tmp_path / "nemo" / "context"
     (tmp_path / "plain").rename(tmp_path / "weights")
@@ -155,14 +196,23 @@ def test_keys_and_configuration_of_nemo_2(folder, tmp_path):
     own = {"self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight"}
 
     def renamed(key: str) -> str:
-        return "module." + next((key.replace(old, new) for old, new in own.items() if key.endswith(old)), key)
+        return "module." + next(
+            (key.replace(old, new) for old, new in own.items() if key.endswith(old)), key
+        )
 
-    metadata.state_dict_metadata = {renamed(key): value for key, value in metadata.state_dict_metadata.items()}
-    metadata.storage_data = {replace(index, fqn=renamed(index.fqn)): value for index, value in metadata.storage_data.items()}
+    metadata.state_dict_metadata = {
+        renamed(key): value for key, value in metadata.state_dict_metadata.items()
+    }
+    metadata.storage_data = {
+        replace(index, fqn=renamed(index.fqn)): value
+        for index, value in metadata.storage_data.items()
+    }
     (weights / ".metadata").write_bytes(pickle.dumps(metadata))
     to_hf(tmp_path / "nemo", tmp_path / "back", folder / "llama", 10**9)
     assert equal(folder / "llama", tmp_path / "back")
     context.mkdir()
     (context / "model.yaml").write_text("config:\n  num_layers: 4\n  rotary_base: 1000000.0\n")
-    with pytest.raises(ValueError, match=r"rotary_base is 1000000\.0 there, 10000\.0 in config.json"):
+    with pytest.raises(
+        ValueError, match=r"rotary_base is 1000000\.0 there, 10000\.0 in config.json"
+    ):
         to_hf(tmp_path / "nemo", tmp_path / "wrong", folder / "llama", 10**9)

@@ -1,8 +1,9 @@
-"""What of vLLM runs on GPUs alone, run on a CPU by the interpreter of Triton: the sampler's kernels, and the whole engine.
+"""What of vLLM runs on GPUs alone, run on a CPU by the interpreter of Triton: the sampler's
+kernels, and the whole engine.
 
 On a CPU vLLM has another model runner and another sampler. Triton is no requirement of this package
-there; give a folder that has it: ``pip install --no-deps --target FOLDER triton==3.7.1`` (the version of
-torch 2.13.0), ``pytest -m full tests/numerics/test_gpu_engine.py --triton-path FOLDER``.
+there; give a folder that has it: ``pip install --no-deps --target FOLDER triton==3.7.1`` (the
+version of torch 2.13.0), ``pytest -m full tests/numerics/test_gpu_engine.py --triton-path FOLDER``.
 """
 
 from __future__ import annotations
@@ -19,14 +20,26 @@ from tests.numerics.rollout_models import verdict
 HERE = Path(__file__).parent
 INTERPRETER = "tests.numerics.triton_interpreter"
 KERNELS = (
-    "temperature", "logprobs_of_the_sampled_token", "logprobs_of_rounded_logits", "best_of_the_noised", "temperature_zero_is_greedy",
-    "shares_of_the_samples", "truncation", "truncation_of_small_batches", "logprobs_of_prompts",
-)  # fmt: skip
+    "temperature",
+    "logprobs_of_the_sampled_token",
+    "logprobs_of_rounded_logits",
+    "best_of_the_noised",
+    "temperature_zero_is_greedy",
+    "shares_of_the_samples",
+    "truncation",
+    "truncation_of_small_batches",
+    "logprobs_of_prompts",
+)
 ENGINE = (
-    "is_what_gpus_run", "logprobs_are_of_the_sampled_distribution", "truncation_renormalises", "greedy",
-    "samples_depend_on_seed_prompt_and_index_only", "scores_are_those_of_generation", "the_cache_is_dropped_behind_a_step_too_many",
+    "is_what_gpus_run",
+    "logprobs_are_of_the_sampled_distribution",
+    "truncation_renormalises",
+    "greedy",
+    "samples_depend_on_seed_prompt_and_index_only",
+    "scores_are_those_of_generation",
+    "the_cache_is_dropped_behind_a_step_too_many",
     "updated_weights_are_used",
-)  # fmt: skip
+)
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 

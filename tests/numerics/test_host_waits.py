@@ -1,19 +1,17 @@
-"""A step of training waits for the device a fixed number of times, whatever the layers and micro-batches (real megatron-core on a
-device that is played on the CPU)."""
+"""A step of training waits for the device a fixed number of times, whatever the layers and
+micro-batches (real megatron-core on a device that is played on the CPU)."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.launch import launch
+from tests.numerics import host_waits_worker
 from tests.numerics.simulated_device import SimulatedDevice
+from tests.ranks import call
 
-WORKER = Path(__file__).parent / "host_waits_worker.py"
 LAYERS, MICROBATCHES = (2, 4), (2, 4)
 # Logprobs and entropies of all tokens, read once when the pass is over.
 SCORES = {"objective.py:on_cpu: cpu": 2}
@@ -30,9 +28,8 @@ ROTARY = "rope_utils.py:_apply_rotary_pos_emb_thd"
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("waits")
-    launch(WORKER, nproc=1, args=[folder, folder / "figures.json"], timeout=250)
-    return json.loads((folder / "figures.json").read_text())
+    (found,) = call(1, host_waits_worker.figures, tmp_path_factory.mktemp("waits"), timeout=250)
+    return found
 
 
 @pytest.mark.parametrize("action", list(BUDGET))
@@ -48,7 +45,8 @@ def test_with_the_fused_rotary_embedding_nothing_grows(figures, action, layers, 
 @pytest.mark.parametrize("action", list(BUDGET))
 @pytest.mark.parametrize("number", MICROBATCHES)
 def test_without_it_only_the_rotary_embedding_grows(figures, action, number):
-    """Twice a layer (query and key) and micro-batch it reads the boundaries, and asks for the last."""
+    """Twice a layer (query and key) and micro-batch it reads the boundaries, and asks for the
+    last."""
     for layers in LAYERS:
         found = figures[f"{layers} plain"][f"{action} {number}"]
         assert found["waits"] == BUDGET[action]
@@ -59,16 +57,22 @@ def test_without_it_only_the_rotary_embedding_grows(figures, action, number):
 
 @pytest.mark.parametrize("layers", LAYERS)
 def test_the_stand_in_for_the_fused_kernel_computes_the_same(figures, layers):
-    fused, plain = (torch.tensor(figures[f"{layers} {kind}"]["first"]) for kind in ("fused", "plain"))
+    fused, plain = (
+        torch.tensor(figures[f"{layers} {kind}"]["first"]) for kind in ("fused", "plain")
+    )
     torch.testing.assert_close(fused, plain, rtol=0, atol=1e-5)
 
 
 def test_copies_to_the_device_are_queued(figures):
-    """Of a micro-batch: what the model is given, and four vectors of its tokens; what belongs to responses goes once an update."""
+    """Of a micro-batch: what the model is given, and four vectors of its tokens; what belongs to
+    responses goes once an update."""
     for layers in LAYERS:
-        two, four = (figures[f"{layers} fused"][f"update {number}"]["queued"] for number in MICROBATCHES)
+        two, four = (
+            figures[f"{layers} fused"][f"update {number}"]["queued"] for number in MICROBATCHES
+        )
         assert {place: four[place] - two[place] for place in two} == {
-            "packing.py:pack": 2 * 5,
+            "microbatches.py:pack": 2 * 4,
+            "microbatches.py:_packing": 2 * 1,
             "objective.py:tokens": 2 * 4,
             "objective.py:<dictcomp>": 0,
             "forward.py:everywhere": 0,
@@ -137,9 +141,22 @@ def _in_backward(there, here):
 
 
 CASES = {
-    _scalar: 1, _truth: 1, _list: 1, _mask: 1, _mask_write: 1, _places: 1, _host_index: 1, _sum_with_host: 1, _to_host: 1,
-    _to_host_by_name: 1, _to_device: 1, _made_there: 1, _written_there: 1, _unknown_size: 1, _in_backward: 0,
-}  # fmt: skip
+    _scalar: 1,
+    _truth: 1,
+    _list: 1,
+    _mask: 1,
+    _mask_write: 1,
+    _places: 1,
+    _host_index: 1,
+    _sum_with_host: 1,
+    _to_host: 1,
+    _to_host_by_name: 1,
+    _to_device: 1,
+    _made_there: 1,
+    _written_there: 1,
+    _unknown_size: 1,
+    _in_backward: 0,
+}
 
 
 @pytest.mark.parametrize("action", CASES, ids=lambda action: action.__name__)

@@ -1,6 +1,7 @@
-"""nemo-toolkit opens what is written here, and what it writes is read here. It needs an environment of its own, hence an option:
+"""nemo-toolkit opens what is written here, and what it writes is read here. It needs an environment
+of its own, hence an option:
 
-    pytest -m full tests/numerics/test_nemo_toolkit.py --nemo-python=PYTHON
+pytest -m full tests/numerics/test_nemo_toolkit.py --nemo-python=PYTHON
 """
 
 import json
@@ -11,10 +12,10 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from megatron_rl.policy import dist_format
+from megatron_rl.checkpoints import megatron_format
 from megatron_rl.policy.families import read_architecture
+from tests import zoo
 from tests.launch import run
-from tests.numerics import models
 from tests.numerics.nemo_models import save_formula, save_tokenizer
 from tests.numerics.nemo_worker import IDS
 from tools.convert_checkpoint import to_hf, to_nemo
@@ -32,7 +33,11 @@ def nemo(request, tmp_path_factory):
         pytest.skip("needs nemo-toolkit in its own environment: --nemo-python=PYTHON")
     assert Path(python).is_file(), f"--nemo-python: there is no {python}"
     # No network; an environment of its own must not find this one's packages.
-    env = {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "NEMO_HOME": str(tmp_path_factory.mktemp("nemo_home"))}
+    env = {
+        "PYTHONPATH": "",
+        "HF_HUB_OFFLINE": "1",
+        "NEMO_HOME": str(tmp_path_factory.mktemp("nemo_home")),
+    }
 
     def call(action: str, *paths: Path) -> str:
         return run([python, str(WORKER), action, *map(str, paths)], 280, env=env).stdout
@@ -45,26 +50,31 @@ def expected(path: Path) -> dict[str, torch.Tensor]:
     arch, _ = read_architecture(path)
     tensors = load_file(path / "model.safetensors")
     found = {}
-    for slab in dist_format.slabs(arch, arch.vocab_size):
+    for slab in megatron_format.slabs(arch, arch.vocab_size):
         parameter = slab.parameter
-        expert = "" if parameter.expert is None else f"mlp.experts.local_experts.{parameter.expert}."
+        expert = (
+            "" if parameter.expert is None else f"mlp.experts.local_experts.{parameter.expert}."
+        )
         layer = "" if parameter.layer is None else f"decoder.layers.{parameter.layer}."
-        whole = dist_format.to_megatron(slab, arch, {name: tensors[name] for name in parameter.names})
+        whole = megatron_format.to_megatron(
+            slab, arch, {name: tensors[name] for name in parameter.names}
+        )
         found[f"{layer}{expert}{parameter.slot.megatron}"] = whole
     return found
 
 
 def test_nemo_opens_every_family(nemo, tmp_path):
-    """NeMo's loader builds the model from context/ and loads weights/: every parameter bit-equal, logits those of transformers."""
+    """NeMo's loader builds the model from context/ and loads weights/: every parameter bit-equal,
+    logits those of transformers."""
     paths = []
-    names = [*models.MODELS, "linear"]
-    models.save("qwen2", tmp_path / "linear")
+    names = [*zoo.FAMILIES, "linear"]
+    zoo.save_tiny_model("qwen2", tmp_path / "linear")
     config = json.loads((tmp_path / "linear" / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
     (tmp_path / "linear" / "config.json").write_text(json.dumps(config))
     for name in names:
-        if name in models.MODELS:
-            models.save(name, tmp_path / name)
+        if name in zoo.FAMILIES:
+            zoo.save_tiny_model(name, tmp_path / name)
         save_tokenizer(tmp_path / name)
         to_nemo(tmp_path / name, tmp_path / f"{name}_nemo")
         paths += [tmp_path / f"{name}_nemo", tmp_path / f"{name}.safetensors"]
@@ -76,7 +86,9 @@ def test_nemo_opens_every_family(nemo, tmp_path):
         wanted = expected(tmp_path / name)
         assert sorted(loaded) == sorted(wanted)
         assert all(torch.equal(loaded[key], wanted[key]) for key in wanted), name
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / name, dtype=torch.float32
+        )
         with torch.no_grad():
             reference = model(IDS[None]).logits[0]
         gap = (logits - reference).abs().max().item()
@@ -85,19 +97,27 @@ def test_nemo_opens_every_family(nemo, tmp_path):
 
 
 def test_nemo_writes_and_it_is_read(nemo, tmp_path):
-    """The kept checkpoint of test_nemo_checkpoint.py anew, and families that NeMo's importers take at these sizes."""
+    """The kept checkpoint of test_nemo_checkpoint.py anew, and families that NeMo's importers take
+    at these sizes."""
     names = ("llama", "qwen2_tied", "mistral", "mixtral")
     for name in names:
-        save_tokenizer(models.save(name, tmp_path / name))
+        save_tokenizer(zoo.save_tiny_model(name, tmp_path / name))
     save_formula(tmp_path / "formula")
     paths = []
     for name in (*names, "formula"):
         config = tmp_path / name / "tokenizer_config.json"
-        config.write_text(config.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast"))  # NeMo has transformers 4
+        config.write_text(
+            config.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast")
+        )  # NeMo has transformers 4
         paths += [tmp_path / name, tmp_path / f"{name}_nemo"]
     output = nemo("write", *paths)
     assert output.count("OK write ") == len(names) + 1, output
     for name in (*names, "formula"):
         to_hf(tmp_path / f"{name}_nemo", tmp_path / f"{name}_back", tmp_path / name, 10**9)
-        one, two = (load_file(path / "model.safetensors") for path in (tmp_path / name, tmp_path / f"{name}_back"))
-        assert sorted(one) == sorted(two) and all(torch.equal(one[key], two[key]) for key in one), name
+        one, two = (
+            load_file(path / "model.safetensors")
+            for path in (tmp_path / name, tmp_path / f"{name}_back")
+        )
+        assert sorted(one) == sorted(two) and all(torch.equal(one[key], two[key]) for key in one), (
+            name
+        )

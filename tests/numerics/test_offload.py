@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+from tests import zoo
 from tests.launch import launch
-from tests.numerics import models
 
 
 def test_training_with_everything_offloaded_at_every_step_is_training_without(tmp_path):
     """TP, the distributed optimizer (overlapped too), experts; float32 and bfloat16."""
     for name in ("llama", "qwen3_moe"):
-        models.save(name, tmp_path / name)
-    result = launch(Path(__file__).with_name("offload_worker.py"), 2, ["offload", tmp_path], timeout=300)
+        zoo.save_tiny_model(name, tmp_path / name)
+    result = launch(
+        Path(__file__).with_name("offload_worker.py"), 2, ["offload", tmp_path], timeout=300
+    )
     assert result.stdout.count("OK ") == 5, result.stdout

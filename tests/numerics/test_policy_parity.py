@@ -1,34 +1,35 @@
-"""The policy on real megatron-core, in many layouts, against transformers and torch on the same weights (float32)."""
+"""The policy on real megatron-core, in many layouts, against transformers and torch on the same
+weights (float32)."""
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launch import launch
+from tests import zoo
 from tests.numerics.policy_cases import CASES, Case
+from tests.numerics.policy_worker import compare, reference
+from tests.ranks import call
 
-WORKER = Path(__file__).parent / "policy_worker.py"
 TOKENS = 48  # response tokens of the batch
 
 
 @pytest.fixture(scope="module")
-def figures(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Figures of a case, on every rank: one launch for each (number of processes, tier)."""
-    folder = tmp_path_factory.mktemp("models")
+def answers(hf_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The directory of a case's model, and what transformers says about it."""
+    deeper = tmp_path_factory.mktemp("models")
 
     @cache
-    def run(processes: int, full: bool) -> dict[str, Any]:
-        out = folder / f"figures_{processes}_{full}.json"
-        names = [case.name for case in CASES if case.processes == processes and case.full == full]
-        launch(WORKER, nproc=processes, args=[folder, out, *names], timeout=900)
-        return json.loads(out.read_text())
+    def answer(model: str, layers: int | None) -> tuple[Path, dict[str, Any]]:
+        path = hf_models / model
+        if layers is not None:
+            path = zoo.save_tiny_model(model, deeper / f"{model}-{layers}", layers=layers)
+        return path, reference(model, layers)
 
-    return lambda case: run(case.processes, case.full)[case.name]
+    return answer
 
 
 def worst(ranks: list[dict[str, Any]], prefix: str) -> float:
@@ -37,10 +38,15 @@ def worst(ranks: list[dict[str, Any]], prefix: str) -> float:
     return max(values)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.full if case.full else (), id=case.name) for case in CASES])
-def test_policy_equals_transformers(case: Case, figures: Any) -> None:
-    ranks = figures(case)
-    assert len(ranks) == case.processes
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.full if case.full else (), id=case.name)
+        for case in CASES
+    ],
+)
+def test_policy_equals_transformers(case: Case, answers: Any) -> None:
+    ranks = call(case.processes, compare, case, *answers(case.model, case.layers), timeout=200)
     assert all(rank["round_trip"] for rank in ranks), "HF -> Megatron -> HF is not bit-equal"
     assert worst(ranks, "logits") <= 1e-5
     assert worst(ranks, "logprobs_") <= 1e-5
@@ -56,6 +62,10 @@ def test_policy_equals_transformers(case: Case, figures: Any) -> None:
     assert worst(ranks, "grad_norm") <= 2e-6
     assert worst(ranks, "update") <= 1e-5, "one optimizer step differs from torch.optim.AdamW"
     assert not any(rank["skipped"] for rank in ranks)
-    assert all(rank["own_scores"] for rank in ranks), "the scores of an update differ from those of a pass before it"
-    assert all(rank["reference_kept"] for rank in ranks), "the reference weights moved with the policy"
+    assert all(rank["own_scores"] for rank in ranks), (
+        "the scores of an update differ from those of a pass before it"
+    )
+    assert all(rank["reference_kept"] for rank in ranks), (
+        "the reference weights moved with the policy"
+    )
     assert worst(ranks, "policy_moved") > 0.1

@@ -1,34 +1,134 @@
-"""Loss and gradient of real methods do not depend on the layout: layouts x aggregations x methods x cuts, float32."""
+"""Loss and gradient of real methods do not depend on the layout: layouts x aggregations x methods x
+cuts, float32."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from tests.launch import launch
+from megatron_rl.loss import Method, ResponseBatch, TokenBatch, load_method
+from megatron_rl.policy.megatron_policy import MegatronPolicy
+from megatron_rl.types import LossOutput, SequenceBatch, TokenView
 from tests.numerics.policy_cases import AGGREGATIONS, METHOD_NAMES, TABLE
+from tests.numerics.policy_reference import make_batch, relative_error
+from tests.ranks import call
+from tests.zoo import tiny_policy
 
-WORKER = Path(__file__).parent / "policy_table_worker.py"
+ROWS = 8
+RESPONSE_LIMIT = 16
+
+
+class MethodLoss:
+    """A method on fixed data: two groups of four responses, old logprobs near the policy's,
+    reference logprobs further off (so that the loss is no small difference of large terms)."""
+
+    def __init__(self, method: Method, batch: SequenceBatch, base: Tensor) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.old = base + 0.1 * torch.randn(base.shape, generator=generator)
+        self.ref = base + 1.0 * torch.randn(base.shape, generator=generator)
+        self.ids, self.lengths, self.method = batch.response_index, batch.response_lengths, method
+        self.correct = torch.tensor([True, False, True, True, False, False, True, False])
+        self.groups = torch.arange(ROWS) // (ROWS // 2)
+        rewards = self.correct.float() + 0.5 * torch.tensor(
+            [1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0]
+        )
+        self.credit = method.credit(
+            ResponseBatch(
+                rewards=rewards,
+                correct=self.correct,
+                group_ids=self.groups,
+                response_tokens=self.lengths,
+            )
+        )
+
+    def __call__(self, view: TokenView) -> LossOutput:
+        index = view.index
+        batch = TokenBatch(
+            logprobs=view.logprobs,
+            old_logprobs=self.old[index],
+            response_index=self.ids[index],
+            loss_mask=torch.ones_like(index, dtype=torch.bool),
+            advantages=self.credit.advantages,
+            kl_weights=self.credit.kl_weights,
+            ref_logprobs=self.ref[index],
+            correct=self.correct,
+            group_ids=self.groups,
+            response_loss_tokens=self.lengths,
+            num_responses=ROWS,
+            num_tokens=int(self.lengths.sum()),
+        )
+        result = self.method.loss(batch, sequence_sum=view.sequence_sum)
+        return LossOutput(result.loss, result.metrics)
+
+
+def variants() -> dict[str, Callable[[], Method]]:
+    def make(method: str, aggregation: str) -> Callable[[], Method]:
+        overrides = [f"aggregate.name={aggregation}", "kl.coef=0.5"]
+        return lambda: load_method(method, overrides, response_limit=RESPONSE_LIMIT)
+
+    return {
+        f"{method}/{aggregation}": make(method, aggregation)
+        for method in METHOD_NAMES
+        for aggregation in AGGREGATIONS
+    }
+
+
+def cuts(policy: MegatronPolicy) -> dict[str, list[list[int]]]:
+    rows = list(range(ROWS))[policy.data_parallel_rank :: policy.data_parallel_size]
+    multiple = policy.microbatch_multiple
+    thirds = [rows[:1], rows[1:2], [], rows[2:]]
+    return {
+        "few": [rows] + [[]] * (multiple - 1),
+        "many": thirds + [[]] * (-len(thirds) % multiple),
+    }
+
+
+def logprobs_of_one_rank(path: Path) -> Tensor:
+    """What the old and the reference logprobs are made from."""
+    batch = make_batch(seed=8, rows=ROWS)
+    return (
+        tiny_policy(path, {}, keep_reference=False)
+        .score_microbatches(batch, [list(range(ROWS))])
+        .logprobs
+    )
+
+
+def losses_and_gradients(path: Path, layout: dict[str, Any], base: Tensor) -> dict[str, Any]:
+    """(loss, gradient) of every variant and cut, under "method/aggregation/cut"."""
+    batch = make_batch(seed=8, rows=ROWS)
+    policy = tiny_policy(path, layout, keep_reference=False)
+    results: dict[str, Any] = {}
+    for variant, make in variants().items():
+        loss = MethodLoss(make(), batch, base)
+        for cut, split in cuts(policy).items():
+            totals = policy.backward(batch, split, loss)
+            gradient = {key: value.clone() for key, value in policy.gathered_gradients()}
+            results[f"{variant}/{cut}"] = (totals.loss, gradient)
+    policy.close()
+    return results
 
 
 @pytest.fixture(scope="module")
-def figures(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("table")
+def one_rank(hf_models: Path) -> Callable[[str], Any]:
+    """Logprobs of a model, and the losses and gradients of all variants, on one rank."""
 
     @cache
-    def run(processes: int, full: bool) -> dict[str, Any]:
-        if processes > 1:
-            run(1, False)  # leaves the one-rank answers in the folder
-        out = folder / f"figures_{processes}_{full}.json"
-        names = [name for name, (size, _, nightly) in TABLE.items() if (size, nightly) == (processes, full)]
-        launch(WORKER, nproc=processes, args=[folder, out, *names], timeout=900)
-        return json.loads(out.read_text())
+    def answer(model: str) -> tuple[Tensor, dict[str, Any]]:
+        (base,) = call(1, logprobs_of_one_rank, hf_models / model)
+        (results,) = call(1, losses_and_gradients, hf_models / model, {}, base, timeout=250)
+        return base, results
 
-    return lambda name: run(TABLE[name][0], TABLE[name][2])[name]
+    return answer
+
+
+def model_of(name: str) -> str:
+    return "qwen3_moe" if name.startswith("experts") else "llama"
 
 
 def marks(name: str) -> Any:
@@ -36,18 +136,29 @@ def marks(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in TABLE])
-def test_a_layout_changes_neither_loss_nor_gradient(name: str, figures: Any) -> None:
-    ranks = figures(name)
-    assert len(ranks) == TABLE[name][0]
+def test_a_layout_changes_neither_loss_nor_gradient(
+    name: str, hf_models: Path, one_rank: Callable[[str], Any]
+) -> None:
+    processes, layout, _ = TABLE[name]
+    base, wanted = one_rank(model_of(name))
+    ranks = [wanted]
+    if processes > 1:
+        path = hf_models / model_of(name)
+        ranks = call(processes, losses_and_gradients, path, layout, base, timeout=250)
     for rank in ranks:
         assert len(rank) == 2 * len(METHOD_NAMES) * len(AGGREGATIONS)
-        wrong = {key: value for key, value in rank.items() if not (value["loss"] <= 1e-6 and value["gradient"] <= 2e-6)}
-        assert not wrong
+        for key, (loss, gradient) in rank.items():
+            # Both cuts are compared with one of them, on one rank.
+            wanted_loss, wanted_gradient = wanted[f"{key.rpartition('/')[0]}/few"]
+            assert abs(loss - wanted_loss) / abs(wanted_loss) <= 1e-6, key
+            assert relative_error(gradient, wanted_gradient) <= 2e-6, key
 
 
-def test_the_variants_differ(figures: Any) -> None:
+def test_the_variants_differ(one_rank: Callable[[str], Any]) -> None:
     """Twelve different losses, so that an axis that is ignored would show."""
-    values = sorted(value["value"] for key, value in figures("dense")[0].items() if key.endswith("/few"))
+    _, results = one_rank("llama")
+    values = sorted(loss for key, (loss, _) in results.items() if key.endswith("/few"))
     assert len(values) == len(METHOD_NAMES) * len(AGGREGATIONS)
-    # apo's loss has grpo's value where the lengths do not trigger its two factors; these responses do.
+    # apo's loss has grpo's value where the lengths do not trigger its two factors; these responses
+    # do.
     assert all(b - a > 1e-6 for a, b in zip(values, values[1:], strict=False))

@@ -1,25 +1,38 @@
-"""The rollout engine: logprobs and tokens of real vLLM against transformers, across layouts, and beside other jobs."""
+"""The rollout engine: logprobs and tokens of real vLLM against transformers, across layouts, and
+beside other jobs."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from megatron_rl.rollout import shared_memory
+from megatron_rl.engine import shared_memory
 from tests.launch import launch
 from tests.numerics.rollout_models import verdict
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 280
 ONE_PROCESS = (
-    "logprobs_are_of_the_sampled_distribution", "truncation_renormalises", "greedy", "ends", "stop_strings",
+    "logprobs_are_of_the_sampled_distribution",
+    "truncation_renormalises",
+    "greedy",
+    "ends",
+    "stop_strings",
     "a_small_cache_changes_nothing",
-    "samples_depend_on_seed_prompt_and_index_only", "unseeded_calls_differ", "global_generators_are_kept", "process_is_kept", "errors",
-)  # fmt: skip
+    "samples_depend_on_seed_prompt_and_index_only",
+    "unseeded_calls_differ",
+    "global_generators_are_kept",
+    "process_is_kept",
+    "errors",
+)
 TWO_PROCESSES = (
-    "samples_equal_those_of_one_process", "one_replica_may_be_idle", "update_is_verified_over_ranks", "world_must_divide",
-    "sleeping_is_harmless", "names_are_gone",
-)  # fmt: skip
+    "samples_equal_those_of_one_process",
+    "one_replica_may_be_idle",
+    "update_is_verified_over_ranks",
+    "world_must_divide",
+    "sleeping_is_harmless",
+    "names_are_gone",
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +48,9 @@ def one_process(folder):
 @pytest.fixture(scope="module")
 def killed_launch(folder):
     """What a launch left in shared memory that was killed while its engine started."""
-    result = launch(HERE / "rollout_ranks_worker.py", args=[folder, 2, "die"], timeout=TIMEOUT_S, check=False)
+    result = launch(
+        HERE / "rollout_ranks_worker.py", args=[folder, 2, "die"], timeout=TIMEOUT_S, check=False
+    )
     assert result.returncode != 0
     left = [name for name in result.stdout.split() if name.startswith(shared_memory.PREFIX)]
     assert left and all((shared_memory.DIRECTORY / name).exists() for name in left), result.stdout
@@ -47,12 +62,17 @@ def tensor_parallel_jobs(folder, one_process, killed_launch):
     """Two jobs of two ranks each, at the same time on this host, after one that was killed."""
     script, args = HERE / "rollout_ranks_worker.py", [folder, 2, "run"]
     with ThreadPoolExecutor(2) as pool:
-        return [job.result().stdout for job in [pool.submit(launch, script, args=args, timeout=TIMEOUT_S) for _ in range(2)]]
+        return [
+            job.result().stdout
+            for job in [pool.submit(launch, script, args=args, timeout=TIMEOUT_S) for _ in range(2)]
+        ]
 
 
 @pytest.fixture(scope="module")
 def data_parallel_job(folder, one_process):
-    return launch(HERE / "rollout_ranks_worker.py", args=[folder, 1, "run"], timeout=TIMEOUT_S).stdout
+    return launch(
+        HERE / "rollout_ranks_worker.py", args=[folder, 1, "run"], timeout=TIMEOUT_S
+    ).stdout
 
 
 @pytest.mark.parametrize("name", ONE_PROCESS)
@@ -62,7 +82,9 @@ def test_one_process(one_process, name):
 
 def test_a_killed_launch_leaves_names(killed_launch):
     """Else the next test shows nothing. All of them are this project's own."""
-    assert len(killed_launch) > 2 and all(name.startswith(shared_memory.PREFIX) for name in killed_launch)
+    assert len(killed_launch) > 2 and all(
+        name.startswith(shared_memory.PREFIX) for name in killed_launch
+    )
 
 
 @pytest.mark.parametrize("name", TWO_PROCESSES)

@@ -1,5 +1,5 @@
-"""Weight updates of real vLLM: equal to a fresh engine, every silent fault shown to be one, every loud one named; and the loop with
-the Megatron policy."""
+"""Weight updates of real vLLM: equal to a fresh engine, every silent fault shown to be one, every
+loud one named; and the loop with the Megatron policy."""
 
 from pathlib import Path
 
@@ -10,21 +10,36 @@ from tests.numerics.rollout_models import verdict
 
 HERE = Path(__file__).parent
 UPDATES = (
-    "updated_equals_fresh qwen3", "updated_equals_fresh qwen2_tied", "updated_equals_fresh llama", "updated_equals_fresh qwen3_moe",
-    "unpacked_is_wrong qwen2_tied", "unpacked_is_wrong qwen3_moe", "prefix_cache", "bf16_engine_takes_float32", "not_confirmed", "faults",
+    "updated_equals_fresh qwen3",
+    "updated_equals_fresh qwen2_tied",
+    "updated_equals_fresh llama",
+    "updated_equals_fresh qwen3_moe",
+    "unpacked_is_wrong qwen2_tied",
+    "unpacked_is_wrong qwen3_moe",
+    "prefix_cache",
+    "bf16_engine_takes_float32",
+    "not_confirmed",
+    "faults",
     "interrupted",
-)  # fmt: skip
+)
 BOTH = ("agree tensor", "agree pipeline", "agree data", "random_state_after_both")
 
 
 @pytest.fixture(scope="module")
 def updates(tmp_path_factory):
-    return launch(HERE / "weight_sync_worker.py", nproc=1, args=[tmp_path_factory.mktemp("updates")], timeout=280).stdout
+    return launch(
+        HERE / "weight_sync_worker.py",
+        nproc=1,
+        args=[tmp_path_factory.mktemp("updates")],
+        timeout=280,
+    ).stdout
 
 
 @pytest.fixture(scope="module")
 def both_engines(tmp_path_factory):
-    return launch(HERE / "both_engines_worker.py", args=[tmp_path_factory.mktemp("both")], timeout=280).stdout
+    return launch(
+        HERE / "both_engines_worker.py", args=[tmp_path_factory.mktemp("both")], timeout=280
+    ).stdout
 
 
 @pytest.mark.parametrize("name", UPDATES)

@@ -1,7 +1,8 @@
-"""Runs a program where vLLM finds Triton although there is no GPU: python -m THIS PROGRAM.py [ARGUMENT ...].
+"""Runs a program where vLLM finds Triton although there is no GPU: python -m THIS PROGRAM.py
+[ARGUMENT ...].
 
-With TRITON_INTERPRET=1 kernels are interpreted. vLLM uses Triton where it finds a driver; on a CPU it
-looks for one of that name, which the wheels of Triton do not have, and interpreting needs none.
+With TRITON_INTERPRET=1 kernels are interpreted. vLLM uses Triton where it finds a driver; on a CPU
+it looks for one of that name, which the wheels of Triton do not have, and interpreting needs none.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Driver:
 
 
 class Index(int):
-    """The variable of a kernel's loop. A compiled kernel may convert it; the interpreter has a plain int."""
+    """The variable of a kernel's loop. A compiled kernel may convert it; the interpreter has a
+    plain int."""
 
     def to(self, dtype: Any) -> Index:
         return self

@@ -1,4 +1,5 @@
-"""One process: a weight update of the engine, against an engine started on the new weights, and everything that may go wrong."""
+"""One process: a weight update of the engine, against an engine started on the new weights, and
+everything that may go wrong."""
 
 import contextlib
 import sys
@@ -10,11 +11,11 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
+from megatron_rl.engine import worker
+from megatron_rl.engine.engine import VllmEngine
+from megatron_rl.errors import WeightSyncError
 from megatron_rl.protocols import RolloutEngine
-from megatron_rl.rollout import worker
-from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.runtime import launch
-from megatron_rl.runtime.digest import WeightSyncError
 from megatron_rl.weight_sync.gather import GatherSync
 from tests.numerics import rollout_models as small
 
@@ -40,12 +41,16 @@ class HfPolicy:
 class Tampering:
     """An engine that receives its weights through ``change``."""
 
-    def __init__(self, engine: RolloutEngine, change: Callable[[str, Tensor], tuple[str, Tensor] | None]) -> None:
+    def __init__(
+        self, engine: RolloutEngine, change: Callable[[str, Tensor], tuple[str, Tensor] | None]
+    ) -> None:
         self.engine, self.change = engine, change
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int, confirm):
         changed = (self.change(name, tensor) for name, tensor in weights)
-        return self.engine.load_weights((item for item in changed if item is not None), version, confirm)
+        return self.engine.load_weights(
+            (item for item in changed if item is not None), version, confirm
+        )
 
 
 @cache
@@ -54,8 +59,11 @@ def path_of(arch: str, seed: int) -> Path:
 
 
 def start(arch: str, seed: int) -> VllmEngine:
-    _ROPE_DICT.clear()  # engines of one process share rotary tables; a failed update leaves them without data
-    return VllmEngine(str(path_of(arch, seed)), small.engine_config(), seed=0, launch_id=WORLD.launch_id)
+    # engines of one process share rotary tables; a failed update leaves them without data
+    _ROPE_DICT.clear()
+    return VllmEngine(
+        str(path_of(arch, seed)), small.engine_config(), seed=0, launch_id=WORLD.launch_id
+    )
 
 
 fresh = cache(start)  # engines that are never updated
@@ -66,9 +74,13 @@ def update(engine: RolloutEngine, arch: str, seed: int, version: int = 1):
 
 
 def gap_to_fresh(engine: VllmEngine, arch: str, seed: int) -> float:
-    """Largest distance of greedy logprobs from those of an engine started on the weights; infinite when a token differs."""
+    """Largest distance of greedy logprobs from those of an engine started on the weights; infinite
+    when a token differs."""
     prompts = small.make_prompts(8)
-    one, two = (small_engine.generate(prompts, small.sampling(**GREEDY)) for small_engine in (engine, fresh(arch, seed)))
+    one, two = (
+        small_engine.generate(prompts, small.sampling(**GREEDY))
+        for small_engine in (engine, fresh(arch, seed))
+    )
     if small.tokens(one) != small.tokens(two):
         return float("inf")
     return (small.logprobs(one) - small.logprobs(two)).abs().max().item()
@@ -82,9 +94,16 @@ def updated_equals_fresh(arch: str) -> None:
         assert gap_to_fresh(engine, arch, seed) == 0.0
     groups = engine.generate(prompts, small.sampling())
     assert small.logprob_gap(small.build(arch, 2), prompts, groups, lambda x: x) <= 1e-4
-    assert {completion.weight_version for group in groups for completion in group} == {3} == {report.version}
+    assert (
+        {completion.weight_version for group in groups for completion in group}
+        == {3}
+        == {report.version}
+    )
     files = [tensor for _, tensor in HfPolicy(path_of(arch, 2)).gathered_weights()]
-    assert (report.num_tensors, report.bytes_total) == (len(files), 4 * sum(tensor.numel() for tensor in files))
+    assert (report.num_tensors, report.bytes_total) == (
+        len(files),
+        4 * sum(tensor.numel() for tensor in files),
+    )
 
 
 def unpacked_is_wrong(arch: str) -> None:
@@ -109,21 +128,38 @@ def prefix_cache() -> None:
             engine._llm.reset_prefix_cache = lambda: True
         update(engine, "qwen3", 2)
         got = engine.generate(prompt, small.sampling(**GREEDY))
-        same = small.tokens(got) == small.tokens(want) and torch.equal(small.logprobs(got), small.logprobs(want))
+        same = small.tokens(got) == small.tokens(want) and torch.equal(
+            small.logprobs(got), small.logprobs(want)
+        )
         assert same == reset, "stale keys and values change the answer, unless the cache is dropped"
 
 
 def bf16_engine_takes_float32() -> None:
     """The loader rounds once: the same as rounding before."""
     config = small.engine_config(dtype="bfloat16")
-    one, two = (VllmEngine(str(path_of("qwen3", 1)), config, seed=0, launch_id=WORLD.launch_id) for _ in range(2))
+    one, two = (
+        VllmEngine(str(path_of("qwen3", 1)), config, seed=0, launch_id=WORLD.launch_id)
+        for _ in range(2)
+    )
     one.load_weights(HfPolicy(path_of("qwen3", 2)).gathered_weights(), 1)
-    two.load_weights(((name, tensor.bfloat16()) for name, tensor in HfPolicy(path_of("qwen3", 2)).gathered_weights()), 1)
-    answers = [engine.generate(small.make_prompts(8), small.sampling(**GREEDY)) for engine in (one, two)]
-    assert torch.equal(small.logprobs(answers[0]), small.logprobs(answers[1])) and small.tokens(answers[0]) == small.tokens(answers[1])
+    two.load_weights(
+        (
+            (name, tensor.bfloat16())
+            for name, tensor in HfPolicy(path_of("qwen3", 2)).gathered_weights()
+        ),
+        1,
+    )
+    answers = [
+        engine.generate(small.make_prompts(8), small.sampling(**GREEDY)) for engine in (one, two)
+    ]
+    assert torch.equal(small.logprobs(answers[0]), small.logprobs(answers[1])) and small.tokens(
+        answers[0]
+    ) == small.tokens(answers[1])
 
 
-def refused(change: Callable[[str, Tensor], tuple[str, Tensor] | None], *messages: str, usable: bool = False) -> None:
+def refused(
+    change: Callable[[str, Tensor], tuple[str, Tensor] | None], *messages: str, usable: bool = False
+) -> None:
     engine = start("qwen3", 1)
     before = engine.generate(small.make_prompts(4), small.sampling())
     try:
@@ -133,10 +169,15 @@ def refused(change: Callable[[str, Tensor], tuple[str, Tensor] | None], *message
     else:
         raise AssertionError("the update was accepted")
     if usable:
-        assert small.tokens(engine.generate(small.make_prompts(4), small.sampling())) == small.tokens(before)
+        assert small.tokens(
+            engine.generate(small.make_prompts(4), small.sampling())
+        ) == small.tokens(before)
         assert engine.weight_version == 0
         return
-    for attempt in (lambda: engine.generate(small.make_prompts(1), small.sampling()), lambda: update(engine, "qwen3", 2)):
+    for attempt in (
+        lambda: engine.generate(small.make_prompts(1), small.sampling()),
+        lambda: update(engine, "qwen3", 2),
+    ):
         try:
             attempt()
         except RuntimeError as error:
@@ -149,12 +190,15 @@ TARGET = "model.layers.1.mlp.up_proj.weight"
 FIRST = "lm_head.weight"
 
 
-def at(target: str, change: Callable[[str, Tensor], tuple[str, Tensor] | None]) -> Callable[[str, Tensor], tuple[str, Tensor] | None]:
+def at(
+    target: str, change: Callable[[str, Tensor], tuple[str, Tensor] | None]
+) -> Callable[[str, Tensor], tuple[str, Tensor] | None]:
     return lambda name, tensor: change(name, tensor) if name == target else (name, tensor)
 
 
 def not_confirmed() -> None:
-    """All weights are in, but the ranks' digests differ: what ``update_is_verified_over_ranks`` finds. The engine stays unusable."""
+    """All weights are in, but the ranks' digests differ: what ``update_is_verified_over_ranks``
+    finds. The engine stays unusable."""
     engine = start("qwen3", 1)
 
     def confirm() -> None:
@@ -179,12 +223,30 @@ def faults() -> None:
     assert next(HfPolicy(path_of("qwen3", 2)).gathered_weights())[0] == FIRST
     refused(at(TARGET, lambda name, tensor: None), TARGET, "1 of 25 tensors were not sent")
     refused(
-        at(TARGET, lambda name, tensor: ("model.layers.1.mlp.up.weight", tensor)), "model.layers.1.mlp.up.weight", "no such tensor", TARGET
+        at(TARGET, lambda name, tensor: ("model.layers.1.mlp.up.weight", tensor)),
+        "model.layers.1.mlp.up.weight",
+        "no such tensor",
+        TARGET,
     )
-    refused(at(TARGET, lambda name, tensor: (name, tensor[:-1])), TARGET, "shape [159, 128], the model has [160, 128]")
-    refused(at(TARGET, lambda name, tensor: (name, tensor.half())), TARGET, "torch.float16", "torch.float32")
-    refused(at(TARGET, lambda name, tensor: ("model.norm.weight", torch.ones(128))), "model.norm.weight", "twice")
-    refused(at(FIRST, lambda name, tensor: (name, tensor[:-1])), FIRST, "shape [95, 128]", usable=True)
+    refused(
+        at(TARGET, lambda name, tensor: (name, tensor[:-1])),
+        TARGET,
+        "shape [159, 128], the model has [160, 128]",
+    )
+    refused(
+        at(TARGET, lambda name, tensor: (name, tensor.half())),
+        TARGET,
+        "torch.float16",
+        "torch.float32",
+    )
+    refused(
+        at(TARGET, lambda name, tensor: ("model.norm.weight", torch.ones(128))),
+        "model.norm.weight",
+        "twice",
+    )
+    refused(
+        at(FIRST, lambda name, tensor: (name, tensor[:-1])), FIRST, "shape [95, 128]", usable=True
+    )
     refused(lambda name, tensor: None, "25 of 25 tensors were not sent", usable=True)
 
 
@@ -209,9 +271,31 @@ def interrupted() -> None:
 
 
 if __name__ == "__main__":
-    archs = ("qwen3_moe", "qwen3", "qwen2_tied", "llama")  # the first engine decides whether the process has expert groups
-    cases: dict[str, Callable[[], None]] = {f"updated_equals_fresh {arch}": partial(updated_equals_fresh, arch) for arch in archs}
-    cases |= {f"unpacked_is_wrong {arch}": partial(unpacked_is_wrong, arch) for arch in ("qwen2_tied", "qwen3_moe")}
+    archs = (
+        "qwen3_moe",
+        "qwen3",
+        "qwen2_tied",
+        "llama",
+    )  # the first engine decides whether the process has expert groups
+    cases: dict[str, Callable[[], None]] = {
+        f"updated_equals_fresh {arch}": partial(updated_equals_fresh, arch) for arch in archs
+    }
+    cases |= {
+        f"unpacked_is_wrong {arch}": partial(unpacked_is_wrong, arch)
+        for arch in ("qwen2_tied", "qwen3_moe")
+    }
     small.run_cases(
-        {**cases, **{case.__name__: case for case in (prefix_cache, bf16_engine_takes_float32, not_confirmed, faults, interrupted)}}
+        {
+            **cases,
+            **{
+                case.__name__: case
+                for case in (
+                    prefix_cache,
+                    bf16_engine_takes_float32,
+                    not_confirmed,
+                    faults,
+                    interrupted,
+                )
+            },
+        }
     )

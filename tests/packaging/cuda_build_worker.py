@@ -30,13 +30,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_rl.config.hardware import Machine
 from megatron_rl.config.load import compose, validate
-from megatron_rl.config.machine import Machine
 from megatron_rl.config.schema import Config
 from megatron_rl.policy import megatron_policy, weights
 from megatron_rl.policy import model as model_room
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.policy.packing import Microbatch, pack
+from megatron_rl.policy.microbatches import Microbatch, Packer
+from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.types import SequenceBatch
 
 LAYERS = 2
@@ -136,10 +137,13 @@ def build(fake: FakeTensorMode, tensor: int, folder: Path) -> MegatronPolicy:
             run.parallel,
             run.precision,
             run.optim,
-            temperature=1.0,
-            keep_reference=False,
-            total_optimizer_steps=10,
-            max_sequence_tokens=2048,
+            PolicySettings(
+                temperature=1.0,
+                keep_reference=False,
+                total_optimizer_steps=10,
+                max_sequence_tokens=2048,
+                tokens_per_microbatch=2048,
+            ),
         )
     policy.config.apply_rope_fusion = True
     # The sum over data-parallel ranks is one message that torch cannot send without data.
@@ -167,7 +171,8 @@ def microbatch(policy: MegatronPolicy) -> Microbatch:
     prompts, responses = torch.tensor(PROMPTS), torch.tensor(RESPONSES)
     total = int((prompts + responses).sum())
     batch = SequenceBatch(torch.zeros(total, dtype=torch.long), prompts, responses)
-    packed = pack(batch, [0, 1], policy._multiples, 0, 1, torch.device("cpu"))
+    packer = Packer(policy.batching.multiples, 0, 1, torch.device("cpu"))
+    packed = packer.pack(batch, [0, 1])
     assert packed.packing.groups
     return packed
 

@@ -49,7 +49,7 @@ def python(request) -> str:
 @pytest.mark.full
 @pytest.mark.timeout(650)
 def test_what_is_taken_from_vllm_is_imported(python):
-    names = [*taken_from_vllm(), "megatron_rl.trainer.vllm_plugin:register"]
+    names = [*taken_from_vllm(), "megatron_rl.vllm_plugin:register"]
     done = run([python, str(WORKER), "imports", *names], timeout=600)
     said = dict(reversed(line.split()) for line in done.stdout.splitlines() if MARK.match(line))
     # Its library of its own allocations calls the driver; nothing else does when it is imported.

@@ -1,7 +1,8 @@
-"""Dockerfile.ngc: hadolint is content, its versions are those of setup.py, and each RUN is run or has a reason.
+"""Dockerfile.ngc: hadolint is content, its versions are those of setup.py, and each RUN is run or
+has a reason.
 
-The image is built only where it is asked for: some GB of wheels are downloaded, and 25 GB of disk are
-needed for a while. buildah does it as root and without a daemon, on a stand-in for the base::
+The image is built only where it is asked for: some GB of wheels are downloaded, and 25 GB of disk
+are needed for a while. buildah does it as root and without a daemon, on a stand-in for the base::
 
     pytest -m full tests/packaging/test_dockerfile.py --build-image
 """
@@ -30,7 +31,8 @@ NEEDS_NVIDIA_BASE = {"transformer-engine[pytorch]": "headers of CUDA 13, cuDNN a
 # Versions of tools that the image names and setup.py does not.
 TOOLS = {"WHEEL_VERSION"}
 PROGRAMS = ("buildah", "debootstrap")
-# How this machine reaches the package index; both are files of the distribution where it is default.
+# How this machine reaches the package index; both are files of the distribution where it is
+# default.
 SETTINGS = ("/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt")
 STAND_IN = f"localhost/megatron_rl_base_{os.getpid()}"
 IMAGE = f"localhost/megatron_rl_image_{os.getpid()}"
@@ -98,11 +100,48 @@ def test_hadolint_can_find_something(tmp_path):
     assert hadolint(tmp_path / "Dockerfile").returncode == 1
 
 
+def copied(dockerfile: str) -> list[str]:
+    """What the COPY instructions take from the build context."""
+    copies = re.findall(r"^COPY (.+) \S+$", dockerfile, re.MULTILINE)
+    return [name for line in copies for name in line.split()]
+
+
+def context_problems(dockerfile: str, ignore: str) -> list[str]:
+    """Differences between what is copied and what .dockerignore lets into the build context."""
+    lines = [line for line in ignore.splitlines() if line and not line.startswith("#")]
+    allowed = [line[1:] for line in lines if line.startswith("!")]
+    problems = [] if lines[:1] == ["*"] else ["does not begin with *: everything is let in"]
+    problems += [
+        f"copied, and left out: {name}" for name in sorted({*copied(dockerfile)} - {*allowed})
+    ]
+    problems += [
+        f"let in, not copied: {name}" for name in sorted({*allowed} - {*copied(dockerfile)})
+    ]
+    return problems
+
+
 def test_copied_files_exist():
-    copies = re.findall(r"^COPY (.+) \S+$", text(), re.MULTILINE)
-    sources = [name for line in copies for name in line.split()]
-    assert "megatron_rl" in sources
-    assert [name for name in sources if not (REPO / name).exists()] == []
+    assert "megatron_rl" in copied(text())
+    assert [name for name in copied(text()) if not (REPO / name).exists()] == []
+
+
+def test_the_build_context_is_what_is_copied():
+    ignore = (REPO / ".dockerignore").read_text(encoding="utf-8")
+    assert context_problems(text(), ignore) == []
+    assert "**/__pycache__" in ignore.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("ignore", "problem"),
+    [
+        ("*\n!a", "copied, and left out: b"),
+        ("*\n!a\n!b\n!c", "let in, not copied: c"),
+        ("# *\n!a\n!b", "does not begin with *: everything is let in"),
+        ("*\n# !a\n!b", "copied, and left out: a"),
+    ],
+)
+def test_a_wrong_build_context_is_found(ignore, problem):
+    assert context_problems("FROM x\nCOPY a b ./\n", ignore) == [problem]
 
 
 def test_the_versions_are_those_of_setup():
@@ -135,7 +174,8 @@ def test_the_base_image_can_be_chosen():
 
 
 def test_the_default_base_has_what_the_left_out_runs_need():
-    """CUDA of the major and minor number of torch's wheel, the compiler, and the headers of cuDNN."""
+    """CUDA of the major and minor number of torch's wheel, the compiler, and the headers of
+    cuDNN."""
     base = re.search(r"^ARG BASE_IMAGE=(\S+)$", text(), re.MULTILINE)
     assert base is not None
     assert re.fullmatch(r"nvcr\.io/nvidia/cuda:13\.0\.\d-cudnn-devel-ubuntu\d\d\.04", base[1])
@@ -191,7 +231,9 @@ def test_every_run_that_needs_no_gpu_base_works(stand_in, tmp_path):
     container = ""
     try:
         run(["buildah", "build", *options, base, f"--tag={IMAGE}", str(REPO)], 4800)
-        made = subprocess.run(["buildah", "from", IMAGE], capture_output=True, text=True, check=True)
+        made = subprocess.run(
+            ["buildah", "from", IMAGE], capture_output=True, text=True, check=True
+        )
         container = made.stdout.strip()
         config = json.loads(run(["buildah", "inspect", container], 60).stdout)["Docker"]["config"]
         assert config["Healthcheck"]["Test"] == ["CMD", "nvidia-smi", "--list-gpus"]

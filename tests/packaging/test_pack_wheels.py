@@ -33,7 +33,9 @@ def test_parts_of_any_size_give_the_files_back(wheels, tmp_path, part, count):
     parts = pack_wheels.pack(wheels, tmp_path / "parts", part)
     assert len(parts) == count and all(path.stat().st_size <= part for path in parts)
     pack_wheels.join(tmp_path / "parts", tmp_path / "back")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir()} == {p.name: p.read_bytes() for p in wheels.iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir()} == {
+        p.name: p.read_bytes() for p in wheels.iterdir()
+    }
 
 
 def test_damage_and_loss_are_named_before_anything_is_written(wheels, tmp_path):
@@ -54,9 +56,21 @@ def test_nothing_to_pack_and_a_used_folder_are_refused(wheels, tmp_path):
 
 
 def test_the_command_needs_python_alone(wheels, tmp_path):
-    for source, target, command in ((wheels, "parts", "pack"), (tmp_path / "parts", "back", "join")):
-        subprocess.run([sys.executable, "-I", "-S", SCRIPT, command, source, tmp_path / target], check=True, timeout=60, cwd=tmp_path)
+    for source, target, command in (
+        (wheels, "parts", "pack"),
+        (tmp_path / "parts", "back", "join"),
+    ):
+        subprocess.run(
+            [sys.executable, "-I", "-S", SCRIPT, command, source, tmp_path / target],
+            check=True,
+            timeout=60,
+            cwd=tmp_path,
+        )
     assert (tmp_path / "back/a.whl").read_bytes() == (wheels / "a.whl").read_bytes()
     used = [sys.executable, "-I", "-S", SCRIPT, "pack", wheels, tmp_path / "parts"]
     again = subprocess.run(used, capture_output=True, text=True, timeout=60)
-    assert again.returncode == 1 and again.stderr.startswith("error: ") and "Traceback" not in again.stderr
+    assert (
+        again.returncode == 1
+        and again.stderr.startswith("error: ")
+        and "Traceback" not in again.stderr
+    )

@@ -1,4 +1,5 @@
-"""The set-up: dependency lists agree, stand-in wheels are empty, .ci/run really runs README's command and keeps its exit code."""
+"""The set-up: dependency lists agree, stand-in wheels are empty, .ci/run really runs README's
+command and keeps its exit code."""
 
 import ast
 import re
@@ -17,13 +18,21 @@ from tools.write_stub_wheels import VERSION, main, write_stub_wheel
 def dependencies() -> dict[str, list[str]]:
     """``REQUIRED`` (under "") and the extras, read from setup.py without running it."""
     tree = ast.parse((REPO / "setup.py").read_text(encoding="utf-8"))
-    values = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    values = {
+        ast.unparse(node.targets[0]): node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+    }
     return {"": ast.literal_eval(values["REQUIRED"]), **ast.literal_eval(values["EXTRAS"])}
 
 
 def constraints() -> dict[str, str]:
     lines = (REPO / "tools/constraints_cpu.txt").read_text(encoding="utf-8").splitlines()
-    return {line.split("==")[0].lower().replace("_", "-"): line.split("==")[1] for line in lines if line and not line.startswith("#")}
+    return {
+        line.split("==")[0].lower().replace("_", "-"): line.split("==")[1]
+        for line in lines
+        if line and not line.startswith("#")
+    }
 
 
 @pytest.mark.parametrize("extra", ["", "cpu", "test"])
@@ -32,7 +41,9 @@ def test_the_tested_versions_satisfy_what_is_asked_for(extra):
     for text in dependencies()[extra]:
         requirement = Requirement(text)
         version = pinned[requirement.name.lower().replace("_", "-")]
-        assert requirement.specifier.contains(version, prereleases=True), f"{text}: constraints_cpu.txt has {version}"
+        assert requirement.specifier.contains(version, prereleases=True), (
+            f"{text}: constraints_cpu.txt has {version}"
+        )
 
 
 def test_the_stand_ins_are_not_constrained():
@@ -42,13 +53,16 @@ def test_the_stand_ins_are_not_constrained():
 
 def test_stub_wheel_has_metadata_and_nothing_to_import(tmp_path):
     archive = zipfile.ZipFile(write_stub_wheel(tmp_path, "torchvision"))
-    assert {name.split("/")[0] for name in archive.namelist()} == {f"torchvision-{VERSION}.dist-info"}
+    assert {name.split("/")[0] for name in archive.namelist()} == {
+        f"torchvision-{VERSION}.dist-info"
+    }
     metadata = archive.read(f"torchvision-{VERSION}.dist-info/METADATA").decode()
     assert f"Version: {VERSION}\n" in metadata
 
 
 def test_pip_takes_the_stub_where_it_is_told_to_stay_below_a_release(tmp_path):
-    """A company's constraint, and a higher version beside the stub: the stub is installed all the same."""
+    """A company's constraint, and a higher version beside the stub: the stub is installed all the
+    same."""
     stubs, others = tmp_path / "stubs", tmp_path / "others"
     main(str(stubs), "torchvision")
     others.mkdir()
@@ -56,21 +70,45 @@ def test_pip_takes_the_stub_where_it_is_told_to_stay_below_a_release(tmp_path):
     content = {}
     with zipfile.ZipFile(stub) as archive:
         for name in archive.namelist():
-            content[name.replace(VERSION, "0.29.0")] = archive.read(name).decode().replace(VERSION, "0.29.0")
+            content[name.replace(VERSION, "0.29.0")] = (
+                archive.read(name).decode().replace(VERSION, "0.29.0")
+            )
     with zipfile.ZipFile(others / "torchvision-0.29.0-py3-none-any.whl", "w") as archive:
         for name, text in content.items():
             archive.writestr(name, text)
     (tmp_path / "cap.txt").write_text("torchvision<=0.29.1\n")
     places = ["--no-index", "--find-links", str(stubs), "--find-links", str(others)]
-    limits = ["--constraint", str(tmp_path / "cap.txt"), "--constraint", str(stubs / "constraints.txt")]
-    command = [sys.executable, "-m", "pip", "install", *places, *limits, "--target", str(tmp_path / "site"), "torchvision"]
+    limits = [
+        "--constraint",
+        str(tmp_path / "cap.txt"),
+        "--constraint",
+        str(stubs / "constraints.txt"),
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        *places,
+        *limits,
+        "--target",
+        str(tmp_path / "site"),
+        "torchvision",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [path.name for path in (tmp_path / "site").glob("*.dist-info")] == [f"torchvision-{VERSION}.dist-info"]
+    assert [path.name for path in (tmp_path / "site").glob("*.dist-info")] == [
+        f"torchvision-{VERSION}.dist-info"
+    ]
 
 
 def set_up(*args: str) -> subprocess.CompletedProcess:
-    return subprocess.run(["bash", str(REPO / "tools/setup_cpu.sh"), *args], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        ["bash", str(REPO / "tools/setup_cpu.sh"), *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 def test_set_up_names_an_unusable_python(tmp_path):
@@ -80,7 +118,11 @@ def test_set_up_names_an_unusable_python(tmp_path):
     old.chmod(0o755)
     done = set_up("--venv", str(tmp_path / "venv"), "--python", str(old))
     assert done.returncode == 1
-    assert re.fullmatch(r"setup_cpu: \S+/python3\.8 \(Python 3\.8\.1\) cannot be used: Python 3\.11.*--python EXE\.\n", done.stderr)
+    assert re.fullmatch(
+        r"setup_cpu: \S+/python3\.8 \(Python 3\.8\.1\) cannot be used: Python 3\.11.*--python"
+        r" EXE\.\n",
+        done.stderr,
+    )
     assert not (tmp_path / "venv").exists()
 
 
@@ -95,11 +137,16 @@ def ci_run(folder, readme: str, *args: str) -> subprocess.CompletedProcess:
     (folder / ".ci").mkdir()
     shutil.copy(REPO / ".ci/run", folder / ".ci/run")
     (folder / "README.md").write_text(readme)
-    return subprocess.run(["bash", str(folder / ".ci/run"), *args], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        ["bash", str(folder / ".ci/run"), *args], capture_output=True, text=True, timeout=60
+    )
 
 
 def test_ci_runs_in_a_copy_and_keeps_the_exit_code(tmp_path):
-    done = ci_run(tmp_path, "# x\n```bash\n# train\ntouch first\n\n# test\ntouch second && pwd && ls && exit 3\n```\n")
+    done = ci_run(
+        tmp_path,
+        "# x\n```bash\n# train\ntouch first\n\n# test\ntouch second && pwd && ls && exit 3\n```\n",
+    )
     assert done.returncode == 3
     assert "+ touch second" in done.stdout
     assert "README.md" in done.stdout.splitlines()

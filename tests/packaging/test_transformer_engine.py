@@ -1,6 +1,8 @@
-"""What the policy relies on in Transformer Engine, checked with the real one, on a machine without a GPU or a driver.
+"""What the policy relies on in Transformer Engine, checked with the real one, on a machine without
+a GPU or a driver.
 
-It needs an environment with the GPU stack of setup.py, which ``tools/setup_cuda_no_driver.sh`` makes::
+It needs an environment with the GPU stack of setup.py, which ``tools/setup_cuda_no_driver.sh``
+makes::
 
     bash tools/setup_cuda_no_driver.sh DIR
     pytest tests/packaging/test_transformer_engine.py --te-python DIR/bin/python
@@ -16,10 +18,23 @@ from tests.launch import run
 
 WORKER = Path(__file__).with_name("transformer_engine_worker.py")
 CHECKS = (
-    "names", "adam", "bf16", "bf16_moments", "fp8_delayed", "fp8_tensorwise", "fp8_blockwise", "mxfp8", "fp8_tensorwise_moments", "moe",
-    "moe_recomputed", "ends_in_bf16", "fusions", "selective", "both_layouts",
+    "names",
+    "adam",
+    "bf16",
+    "bf16_moments",
+    "fp8_delayed",
+    "fp8_tensorwise",
+    "fp8_blockwise",
+    "mxfp8",
+    "fp8_tensorwise_moments",
+    "moe",
+    "moe_recomputed",
+    "ends_in_bf16",
+    "fusions",
+    "selective",
+    "both_layouts",
     "param_gather",
-)  # fmt: skip
+)
 
 
 @pytest.fixture

@@ -28,7 +28,19 @@ def wheel(tmp_path_factory):
     for name in ("megatron_rl", "conf", "setup.py", "README.md", "LICENSE"):
         subprocess.run(["cp", "-r", str(REPO / name), str(source)], check=True)
     out = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--use-pep517", "-w", out, source]
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--use-pep517",
+        "-w",
+        out,
+        source,
+    ]
     done = subprocess.run(build, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     return next(out.glob("*.whl"))
@@ -36,18 +48,30 @@ def wheel(tmp_path_factory):
 
 def test_every_settings_file_is_inside(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    wanted = {f"megatron_rl/conf/{path.relative_to(conf_dir())}" for path in conf_dir().rglob("*.yaml")}
+    wanted = {
+        f"megatron_rl/conf/{path.relative_to(conf_dir())}" for path in conf_dir().rglob("*.yaml")
+    }
     assert len(wanted) > 10
     assert wanted <= names, wanted - names
 
 
 def test_every_module_is_inside_and_nothing_else(wheel):
-    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name and not name.startswith("megatron_rl/conf/")}
+    names = {
+        name
+        for name in zipfile.ZipFile(wheel).namelist()
+        if ".dist-info/" not in name and not name.startswith("megatron_rl/conf/")
+    }
     assert names == {str(path.relative_to(REPO)) for path in (REPO / "megatron_rl").rglob("*.py")}
 
 
 def test_a_method_loads_from_the_wheel_alone(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    done = subprocess.run([sys.executable, "-I", "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", SCRIPT, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "method: grpo"

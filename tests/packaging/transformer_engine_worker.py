@@ -1,9 +1,7 @@
-"""Run by an interpreter that has Transformer Engine, on a machine without a GPU. Arguments: a
-folder; a second one, whatever it is, asks for the check that two processes make together.
-
-Its layers and its optimizer are really built, with weights on the CPU; only forward, backward and step cannot run. For that one
-question is answered for a GPU that is not there: "is there a CUDA device?", when a module of Transformer Engine asks, and in the place
-where the policy chooses its layers.
+"""Run by an interpreter that has Transformer Engine, on a machine without a GPU.
+Arguments: a folder; a second one asks for the check of two processes.
+Layers and optimizer are built, with weights on the CPU; forward, backward and step cannot run.
+"Is there a CUDA device?" is answered for a GPU that is not there.
 """
 
 from __future__ import annotations
@@ -28,30 +26,47 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from safetensors.torch import load_file
 from transformer_engine.pytorch.optimizers import FusedAdam
 
+from megatron_rl.config.hardware import Machine
 from megatron_rl.config.load import compose, validate
-from megatron_rl.config.machine import Machine
 from megatron_rl.config.schema import Config
 from megatron_rl.policy import model as model_room
-from megatron_rl.policy.machine import transformer_engine_version
+from megatron_rl.policy.hardware import transformer_engine_version
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.optimizer import create_state, parts
 from megatron_rl.policy.precision import logprob_format
+from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.runtime import launch
 
 FOLDER = Path(sys.argv[1])
 SIZES = dict(
-    vocab_size=512, hidden_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256
+    vocab_size=512,
+    hidden_size=256,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
 )
 MODELS = {
-    "llama": (transformers.LlamaConfig(**SIZES, intermediate_size=512, tie_word_embeddings=False), transformers.LlamaForCausalLM),
+    "llama": (
+        transformers.LlamaConfig(**SIZES, intermediate_size=512, tie_word_embeddings=False),
+        transformers.LlamaForCausalLM,
+    ),
     "moe": (
         transformers.Qwen3MoeConfig(
-            **SIZES, head_dim=64, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True,
-            intermediate_size=512, tie_word_embeddings=False, mlp_only_layers=[], decoder_sparse_step=1,
+            **SIZES,
+            head_dim=64,
+            moe_intermediate_size=128,
+            num_experts=4,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            intermediate_size=512,
+            tie_word_embeddings=False,
+            mlp_only_layers=[],
+            decoder_sparse_step=1,
         ),
         transformers.Qwen3MoeForCausalLM,
     ),
-}  # fmt: skip
+}
 RECIPES = {
     "delayed": "DelayedScaling",
     "tensorwise": "Float8CurrentScaling",
@@ -68,11 +83,24 @@ def build(name: str, *overrides: str) -> MegatronPolicy:
         config, kind = MODELS[name]
         config.architectures = [kind.__name__]
         kind(config).to(torch.bfloat16).save_pretrained(path)
-    run = validate(Config, compose("config", [f"model.path={path}", "data.train=-", "data.eval=-", *overrides]), "test")
+    run = validate(
+        Config,
+        compose("config", [f"model.path={path}", "data.train=-", "data.eval=-", *overrides]),
+        "test",
+    )
     return MegatronPolicy(
-        run.model, run.parallel, run.precision, run.optim, temperature=1.0, keep_reference=False, total_optimizer_steps=10,
-        max_sequence_tokens=128,
-    )  # fmt: skip
+        run.model,
+        run.parallel,
+        run.precision,
+        run.optim,
+        PolicySettings(
+            temperature=1.0,
+            keep_reference=False,
+            total_optimizer_steps=10,
+            max_sequence_tokens=128,
+            tokens_per_microbatch=128,
+        ),
+    )
 
 
 def states(policy: MegatronPolicy) -> list[tuple[str, torch.Tensor]]:
@@ -83,7 +111,10 @@ def states(policy: MegatronPolicy) -> list[tuple[str, torch.Tensor]]:
             for parameter in group["params"]:
                 found.append(("parameter", parameter.detach().clone()))
                 names = sorted(part.optimizer.state[parameter])
-                found += [(name, part.optimizer.get_unscaled_state(parameter, name).clone()) for name in names]
+                found += [
+                    (name, part.optimizer.get_unscaled_state(parameter, name).clone())
+                    for name in names
+                ]
     return found
 
 
@@ -93,7 +124,8 @@ def same(before: list[tuple[str, torch.Tensor]], after: list[tuple[str, torch.Te
 
 
 def trained(policy: MegatronPolicy) -> None:
-    """Leaves what training leaves: moments that are not zero, float32 weights that are not the rounded ones, a count of steps."""
+    """Leaves what training leaves: moments that are not zero, float32 weights that are not the
+    rounded ones, a count of steps."""
     create_state(policy.optimizer)
     draw = torch.Generator().manual_seed(1)
     for part in parts(policy.optimizer):
@@ -111,22 +143,40 @@ def trained(policy: MegatronPolicy) -> None:
 
 
 def layers_and_checkpoint(name: str, model: str, *overrides: str) -> None:
-    """Layers are Transformer Engine's; weights come in and go out bit for bit; what is offloaded comes back; a checkpoint brings back
-    weights, moments and count."""
+    """Layers are Transformer Engine's; weights come in and go out bit for bit; what is offloaded
+    comes back; a checkpoint brings back weights, moments and count."""
     policy = build(model, *overrides)
     kinds = {type(module).__name__ for chunk in policy.modules for module in chunk.modules()}
-    assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"} <= kinds, kinds
-    assert model != "moe" or {"TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"} <= kinds, kinds
-    linear = [module for chunk in policy.modules for module in chunk.modules() if type(module).__name__ == "TERowParallelLinear"]
-    assert all(isinstance(module._fp8_workspaces, dict) for module in linear), "offloading empties these"
+    assert {
+        "TELayerNormColumnParallelLinear",
+        "TERowParallelLinear",
+        "TEDotProductAttention",
+    } <= kinds, kinds
+    assert (
+        model != "moe" or {"TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"} <= kinds
+    ), kinds
+    linear = [
+        module
+        for chunk in policy.modules
+        for module in chunk.modules()
+        if type(module).__name__ == "TERowParallelLinear"
+    ]
+    assert all(isinstance(module._fp8_workspaces, dict) for module in linear), (
+        "offloading empties these"
+    )
     weights = load_file(FOLDER / model / "model.safetensors")
     gathered = dict(policy.gathered_weights())
-    assert weights.keys() == gathered.keys() and all(torch.equal(weights[key], gathered[key]) for key in weights)
+    assert weights.keys() == gathered.keys() and all(
+        torch.equal(weights[key], gathered[key]) for key in weights
+    )
     assert all(type(part.optimizer) is FusedAdam for part in parts(policy.optimizer))
     moments = torch.bfloat16 if MOMENTS in overrides else torch.float32
     trained(policy)
     for part in parts(policy.optimizer):
-        assert all(state["exp_avg"].dtype == state["exp_avg_sq"].dtype == moments for state in part.optimizer.state.values())
+        assert all(
+            state["exp_avg"].dtype == state["exp_avg_sq"].dtype == moments
+            for state in part.optimizer.state.values()
+        )
     written = states(policy)
     policy.offload(("optimizer", "gradients", "weights"))
     policy.reload()
@@ -136,15 +186,20 @@ def layers_and_checkpoint(name: str, model: str, *overrides: str) -> None:
     other = build(model, *overrides)
     other.load(FOLDER / f"{name}_checkpoint")
     same(written, states(other))
-    assert {group["step"] for part in parts(other.optimizer) for group in part.optimizer.param_groups} == {3}
+    assert {
+        group["step"] for part in parts(other.optimizer) for group in part.optimizer.param_groups
+    } == {3}
     recipe(other)
     other.close()
 
 
 def recipe(policy: MegatronPolicy) -> None:
-    """megatron turns our settings into the recipe of that name, and asks for it in words that Transformer Engine knows."""
+    """megatron turns our settings into the recipe of that name, and asks for it in words that
+    Transformer Engine knows."""
     fp8 = policy.precision.fp8
-    inside = get_fp8_context(policy.config, 0)  # a generator whose arguments are bound now; it is not entered
+    inside = get_fp8_context(
+        policy.config, 0
+    )  # a generator whose arguments are bound now; it is not entered
     if fp8 is None:
         assert isinstance(inside, contextlib.nullcontext)
         return
@@ -154,7 +209,10 @@ def recipe(policy: MegatronPolicy) -> None:
     assert RECIPES[fp8.recipe] in kinds, kinds
     assert found.fp8_format.name == fp8.format.upper()
     if fp8.recipe == "delayed":
-        assert (found.amax_history_len, found.amax_compute_algo) == (fp8.amax_history_len, fp8.amax_compute_algo)
+        assert (found.amax_history_len, found.amax_compute_algo) == (
+            fp8.amax_history_len,
+            fp8.amax_compute_algo,
+        )
     bfloat16 = fp8.model_copy(update={"logprobs": "bfloat16"})
     with logprob_format(policy.config, policy.precision.model_copy(update={"fp8": bfloat16})):
         assert isinstance(get_fp8_context(policy.config, 0), contextlib.nullcontext)
@@ -166,27 +224,46 @@ def names() -> None:
     assert transformer_engine_version() == transformer_engine.__version__
     initialised = inspect.signature(te.fp8_model_init).parameters
     assert {"enabled", "recipe", "preserve_high_precision_init_val"} <= set(initialised)
-    assert "_high_precision_init_val" in inspect.getsource(te.module.base), "assign() writes unrounded weights there"
+    assert "_high_precision_init_val" in inspect.getsource(te.module.base), (
+        "assign() writes unrounded weights there"
+    )
 
 
 def adam() -> None:
     """The arguments that megatron gives, and how the state of a parameter is made."""
-    wanted = "lr weight_decay betas eps adam_w_mode exp_avg_dtype exp_avg_sq_dtype master_weights use_decoupled_grad master_weight_dtype "
-    assert set((wanted + "store_param_remainders").split()) <= set(inspect.signature(FusedAdam.__init__).parameters)
-    assert list(inspect.signature(FusedAdam.initialize_state).parameters) == ["self", "param", "store_param_remainders"]
-    assert list(inspect.signature(FusedAdam.get_unscaled_state).parameters) == ["self", "param", "state_name"]
+    wanted = (
+        "lr weight_decay betas eps adam_w_mode exp_avg_dtype exp_avg_sq_dtype master_weights"
+        " use_decoupled_grad master_weight_dtype "
+    )
+    assert set((wanted + "store_param_remainders").split()) <= set(
+        inspect.signature(FusedAdam.__init__).parameters
+    )
+    assert list(inspect.signature(FusedAdam.initialize_state).parameters) == [
+        "self",
+        "param",
+        "store_param_remainders",
+    ]
+    assert list(inspect.signature(FusedAdam.get_unscaled_state).parameters) == [
+        "self",
+        "param",
+        "state_name",
+    ]
 
 
 def ends_in_bf16() -> None:
     ends = [f"precision.fp8.num_layers_at_{end}_in_bf16=1" for end in ("start", "end")]
     policy = build("llama", "precision=fp8_tensorwise", *ends)
-    inside = [not isinstance(get_fp8_context(policy.config, layer), contextlib.nullcontext) for layer in range(3)]
+    inside = [
+        not isinstance(get_fp8_context(policy.config, layer), contextlib.nullcontext)
+        for layer in range(3)
+    ]
     assert inside == [False, True, False], inside
     policy.close()
 
 
 def param_gather() -> None:
-    """Weights in FP8 are quantised by a kernel, so that a layer cannot be built here; megatron asks for them in known words."""
+    """Weights in FP8 are quantised by a kernel, so that a layer cannot be built here; megatron asks
+    for them in known words."""
     try:
         build("llama", "precision=fp8_tensorwise", "precision.fp8.param_gather=true").close()
     except RuntimeError as error:
@@ -207,7 +284,8 @@ def fusions() -> None:
 
 
 def selective() -> None:
-    """Recomputation saves something: the feed-forward part; of experts the activation and the norm."""
+    """Recomputation saves something: the feed-forward part; of experts the activation and the
+    norm."""
     dense = build("llama", "precision=bf16", "parallel.recompute=selective")
     layers = [each for each in dense.modules[0].modules() if type(each) is TransformerLayer]
     assert len(layers) == SIZES["num_hidden_layers"]
@@ -255,7 +333,9 @@ def sequence() -> None:
     assert len(linear) == 4 * SIZES["num_hidden_layers"]
     assert all(each.sequence_parallel and each.tp_size == 2 for each in linear)
     norms = [each.layer_norm_weight for each in linear if isinstance(each, te.LayerNormLinear)]
-    assert all(weight.sequence_parallel for weight in norms), "their gradients are summed over ranks"
+    assert all(weight.sequence_parallel for weight in norms), (
+        "their gradients are summed over ranks"
+    )
     weights = load_file(FOLDER / "llama" / "model.safetensors")
     gathered = dict(policy.gathered_weights())
     assert weights.keys() == gathered.keys()
@@ -277,29 +357,43 @@ def answer(*callers: str) -> None:
 
 def main() -> None:
     together = len(sys.argv) > 2
-    answer("transformer_engine", *(["megatron_rl.policy.cpu"] if together else []))
-    model_room.this_machine = lambda: Machine((9, 0), transformer_engine.__version__, "transformer_engine")
+    answer("transformer_engine", *(["megatron_rl.policy.remedies"] if together else []))
+    model_room.this_machine = lambda: Machine(
+        (9, 0), transformer_engine.__version__, "transformer_engine"
+    )
     launch.start()
     if together:
         sequence()
         print("OK sequence", flush=True)
-        launch.leave(0)
+        launch.exit_process(0)
     checks = {
-        "names": names, "adam": adam, "ends_in_bf16": ends_in_bf16,
-        "fusions": fusions, "selective": selective, "both_layouts": both_layouts,
+        "names": names,
+        "adam": adam,
+        "ends_in_bf16": ends_in_bf16,
+        "fusions": fusions,
+        "selective": selective,
+        "both_layouts": both_layouts,
         "bf16": lambda: layers_and_checkpoint("bf16", "llama", "precision=bf16"),
-        "bf16_moments": lambda: layers_and_checkpoint("bf16_moments", "llama", "precision=bf16", MOMENTS),
-        "fp8_tensorwise_moments": lambda: layers_and_checkpoint("fp8_moments", "llama", "precision=fp8_tensorwise", MOMENTS),
+        "bf16_moments": lambda: layers_and_checkpoint(
+            "bf16_moments", "llama", "precision=bf16", MOMENTS
+        ),
+        "fp8_tensorwise_moments": lambda: layers_and_checkpoint(
+            "fp8_moments", "llama", "precision=fp8_tensorwise", MOMENTS
+        ),
         "moe": lambda: layers_and_checkpoint("moe", "moe", "precision=bf16"),
-        "moe_recomputed": lambda: layers_and_checkpoint("moe_fp8", "moe", "precision=fp8_tensorwise", "parallel.recompute=selective"),
-    }  # fmt: skip
+        "moe_recomputed": lambda: layers_and_checkpoint(
+            "moe_fp8", "moe", "precision=fp8_tensorwise", "parallel.recompute=selective"
+        ),
+    }
     for precision in ("fp8_delayed", "fp8_tensorwise", "fp8_blockwise", "mxfp8"):
-        checks[precision] = lambda precision=precision: layers_and_checkpoint(precision, "llama", f"precision={precision}")
+        checks[precision] = lambda precision=precision: layers_and_checkpoint(
+            precision, "llama", f"precision={precision}"
+        )
     checks["param_gather"] = param_gather  # last: it breaks off
     for name, check in checks.items():
         check()
         print(f"OK {name}", flush=True)
-    launch.leave(0)
+    launch.exit_process(0)
 
 
 if __name__ == "__main__":

@@ -19,14 +19,18 @@ def both(spoil: Callable[[Path], object]) -> Callable[[Path], None]:
 
 
 def again_from_1(run_dir: Path, outcome: Outcome) -> list[str]:
-    return [] if "step_000001" in outcome.text else ["it did not go on from the older whole checkpoint"]
+    if "step_000001" in outcome.text:
+        return []
+    return ["it did not go on from the older whole checkpoint"]
 
 
 def kept(run_dir: Path, outcome: Outcome) -> list[str]:
     """Rows of steps 1 and 2 of the first run are still somewhere in the folder."""
-    old = {row["reward/mean"] for row in json.loads((run_dir / "first.json").read_text()) if row["step"]}
-    found = {row.get("reward/mean") for file in run_dir.rglob("metrics*") if file.is_file() for row in _rows(file)}
-    return [] if old <= found else ["rows of metrics of the first run are gone"]
+    first = json.loads((run_dir / "first.json").read_text())
+    old = {row["reward/mean"] for row in first if row["step"]}
+    files = [file for file in run_dir.rglob("metrics*") if file.is_file()]
+    now = {row.get("reward/mean") for file in files for row in _rows(file)}
+    return [] if old <= now else ["rows of metrics of the first run are gone"]
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
@@ -40,7 +44,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 
 def remember(then: Callable[[Path], object]) -> Callable[[Path], None]:
-    """Writes down the rows of the first run under another name, with unlike numbers, then spoils."""
+    """Keeps the rows of the first run under another name, with unlike numbers, then spoils."""
 
     def spoil(run_dir: Path) -> None:
         rows = looks.metrics(run_dir)
@@ -54,18 +58,25 @@ def remember(then: Callable[[Path], object]) -> Callable[[Path], None]:
     return spoil
 
 
-def damaged() -> list[Case]:
-    """Checkpoints that are not what was written."""
+def skipped() -> list[Case]:
+    """The newest checkpoint is damaged: the run goes on from the one before."""
     three = ["trainer.num_steps=3"]
-    skipped = Ends(("skip|damaged", "step_000002"), harm=True)
-    afresh = (Ends(("kept|aside|moved|renamed",), harm=True), Refused(("checkpoint|metrics",)))
+    older = Ends(("skip|damaged", "step_000002"), harm=True)
     return [
-        resumed("res_trunc", "a cut shard", three, skipped, spoil=lambda run: cut(newest(run)), steps=3, look=again_from_1),
+        resumed(
+            "res_trunc",
+            "a cut shard",
+            three,
+            older,
+            spoil=lambda run: cut(newest(run)),
+            steps=3,
+            look=again_from_1,
+        ),
         resumed(
             "res_nomanifest",
             "no manifest",
             three,
-            skipped,
+            older,
             spoil=lambda run: (newest(run) / "manifest.json").unlink(),
             steps=3,
             look=again_from_1,
@@ -74,23 +85,46 @@ def damaged() -> list[Case]:
             "res_badmanifest",
             "a manifest that is no JSON",
             three,
-            skipped,
+            older,
             spoil=lambda run: (newest(run) / "manifest.json").write_text("{"),
             steps=3,
             look=again_from_1,
         ),
-        resumed("res_flip", "4000 bytes inverted", three, skipped, spoil=lambda run: flip(newest(run)), steps=3, look=again_from_1),
+        resumed(
+            "res_flip",
+            "4000 bytes inverted",
+            three,
+            older,
+            spoil=lambda run: flip(newest(run)),
+            steps=3,
+            look=again_from_1,
+        ),
         resumed(
             "res_noextra",
             "a file is missing",
             three,
-            skipped,
+            older,
             spoil=lambda run: (newest(run) / "extra.pt").unlink(),
             steps=3,
             look=again_from_1,
         ),
+    ]
+
+
+def nothing_left() -> list[Case]:
+    """No checkpoint is left: the rows of the first run are kept."""
+    three = ["trainer.num_steps=3"]
+    afresh = (Ends(("kept|aside|moved|renamed",), harm=True), Refused(("checkpoint|metrics",)))
+    return [
         resumed("res_allbad", "both are cut", three, *afresh, spoil=remember(both(cut)), look=kept),
-        resumed("res_allflip", "both are inverted", three, *afresh, spoil=remember(both(flip)), look=kept),
+        resumed(
+            "res_allflip",
+            "both are inverted",
+            three,
+            *afresh,
+            spoil=remember(both(flip)),
+            look=kept,
+        ),
         resumed(
             "res_nock",
             "metrics but no checkpoint",
@@ -99,7 +133,21 @@ def damaged() -> list[Case]:
             spoil=remember(lambda run: shutil.rmtree(run / "checkpoints")),
             look=kept,
         ),
-        resumed("res_emptyck", "an empty folder of checkpoints", three, *afresh, spoil=remember(empty_checkpoints), look=kept),
+        resumed(
+            "res_emptyck",
+            "an empty folder of checkpoints",
+            three,
+            *afresh,
+            spoil=remember(empty_checkpoints),
+            look=kept,
+        ),
+    ]
+
+
+def strange() -> list[Case]:
+    """Hostile checkpoints, and what does not belong."""
+    three = ["trainer.num_steps=3"]
+    return [
         resumed(
             "res_pickle",
             "a pickle that runs code",
@@ -109,8 +157,23 @@ def damaged() -> list[Case]:
             spoil=pickled,
             look=no_harm,
         ),
-        resumed("res_partial", "what a dead writer left", three, Ends(("resumed from",)), spoil=partial, steps=3, look=no_partial),
-        resumed("res_strangers", "files that are no checkpoints", three, Ends(("resumed from",)), spoil=strangers, steps=3),
+        resumed(
+            "res_partial",
+            "what a dead writer left",
+            three,
+            Ends(("resumed from",)),
+            spoil=partial,
+            steps=3,
+            look=no_partial,
+        ),
+        resumed(
+            "res_strangers",
+            "files that are no checkpoints",
+            three,
+            Ends(("resumed from",)),
+            spoil=strangers,
+            steps=3,
+        ),
     ]
 
 
@@ -137,7 +200,7 @@ def strangers(run_dir: Path) -> None:
 
 
 def pickled(run_dir: Path) -> None:
-    """Both checkpoints hold a pickle that makes a folder when it is loaded, sealed by a manifest that fits."""
+    """Both checkpoints hold a pickle that makes a folder when loaded; the manifest fits."""
     from tests.trials.tensor_cases import harmful_pickle
 
     for step in (1, 2):
@@ -154,7 +217,8 @@ def reseal(path: Path, file: Path) -> None:
     if isinstance(entry, dict):
         from megatron_rl.runtime import digest
 
-        manifest["files"][file.name] = {"bytes": file.stat().st_size, "xxh3": digest.file_digest(file)}
+        sealed = {"bytes": file.stat().st_size, "xxh3": digest.file_digest(file)}
+        manifest["files"][file.name] = sealed
     else:
         manifest["files"][file.name] = file.stat().st_size
     (path / "manifest.json").write_text(json.dumps(manifest))
@@ -165,4 +229,4 @@ def no_harm(run_dir: Path, outcome: Outcome) -> list[str]:
 
 
 def cases() -> list[Case]:
-    return damaged()
+    return [*skipped(), *nothing_left(), *strange()]

@@ -15,22 +15,47 @@ from tests.trials.verdicts import Ends, Outcome, Refused
 GSM = "data.answer_after='####'"
 
 
-def chats() -> list[Case]:
-    """Prompts that are conversations, prompts that are long."""
+def said(*turns: tuple[str, Any]) -> Writer:
+    """Rows of which one is the conversation ``turns``: (role, content) each."""
+    messages = [{"role": role, "content": content} for role, content in turns]
+    return rows_with({"prompt": messages})
 
-    def said(*turns: tuple[str, Any]) -> Writer:
-        messages = [{"role": role, "content": content} for role, content in turns]
-        return rows_with({"prompt": messages})
 
-    long = "1 + " * 500000
+def conversations() -> list[Case]:
+    """Prompts that are conversations."""
     row3 = (r"data\.jsonl", r"\b3\b")
     return [
-        data_case("dat_chat", "a conversation", said(("user", "a"), ("assistant", "b"), ("user", "c")), Ends()),
-        data_case("dat_role", "a role that does not exist", said(("robot", "a")), Refused((*row3, "role"))),
-        data_case("dat_ends_assistant", "the assistant speaks last", said(("user", "a"), ("assistant", "b")), Refused(row3)),
-        data_case("dat_content_null", "a message without content", said(("user", None)), Refused(row3)),
-        data_case("dat_image", "a message with an image", said(("user", [{"type": "image_url", "image_url": "x.png"}])), Refused(row3)),
-        data_case("dat_system", "a system prompt", said(("user", "a")), Ends(), more=["data.system_prompt=Think"]),
+        data_case(
+            "dat_chat",
+            "a conversation",
+            said(("user", "a"), ("assistant", "b"), ("user", "c")),
+            Ends(),
+        ),
+        data_case(
+            "dat_role", "a role that does not exist", said(("robot", "a")), Refused((*row3, "role"))
+        ),
+        data_case(
+            "dat_ends_assistant",
+            "the assistant speaks last",
+            said(("user", "a"), ("assistant", "b")),
+            Refused(row3),
+        ),
+        data_case(
+            "dat_content_null", "a message without content", said(("user", None)), Refused(row3)
+        ),
+        data_case(
+            "dat_image",
+            "a message with an image",
+            said(("user", [{"type": "image_url", "image_url": "x.png"}])),
+            Refused(row3),
+        ),
+        data_case(
+            "dat_system",
+            "a system prompt",
+            said(("user", "a")),
+            Ends(),
+            more=["data.system_prompt=Think"],
+        ),
         data_case(
             "dat_system_twice",
             "a system prompt twice",
@@ -38,7 +63,20 @@ def chats() -> list[Case]:
             Refused((*row3, r"data\.system_prompt")),
             more=["data.system_prompt=Think"],
         ),
-        data_case("dat_2mb", "a prompt of 2 MB", rows_with({"prompt": long}), Refused((*row3, r"max_prompt_tokens"))),
+    ]
+
+
+def long_prompts() -> list[Case]:
+    """Prompts that are long, or need a template."""
+    long = "1 + " * 500000
+    row3 = (r"data\.jsonl", r"\b3\b")
+    return [
+        data_case(
+            "dat_2mb",
+            "a prompt of 2 MB",
+            rows_with({"prompt": long}),
+            Refused((*row3, r"max_prompt_tokens")),
+        ),
         data_case(
             "dat_long_drop",
             "a prompt of 2 MB, dropped",
@@ -65,9 +103,12 @@ def chats() -> list[Case]:
 
 def columns() -> list[Case]:
     """Which column is what."""
-    nested = [{"q": {"text": row["prompt"]}, "a": {"value": row["answer"]}} for row in plain_rows(8)]
+    rows = plain_rows(8)
+    nested = [{"q": {"text": row["prompt"]}, "a": {"value": row["answer"]}} for row in rows]
     return [
-        data_case("dat_good", "the four columns", lambda path: write_rows(path, plain_rows(8)), Ends()),
+        data_case(
+            "dat_good", "the four columns", lambda path: write_rows(path, plain_rows(8)), Ends()
+        ),
         data_case("dat_naive", "prompt and answer only", only("prompt", "answer"), Ends()),
         data_case(
             "dat_naive2",
@@ -111,7 +152,13 @@ def marked() -> list[Case]:
     gsm = [{"question": f"{n} and one?", "answer": f"we add.\n#### {n + 1}"} for n in range(8)]
     as_gsm = ["data.columns.prompt=question", "reward.verifier=number"]
     return [
-        data_case("dat_gsm", "GSM8K with its marker", lambda path: write_rows(path, gsm), Ends(), more=[*as_gsm, GSM]),
+        data_case(
+            "dat_gsm",
+            "GSM8K with its marker",
+            lambda path: write_rows(path, gsm),
+            Ends(),
+            more=[*as_gsm, GSM],
+        ),
         data_case(
             "dat_gsm_noafter",
             "GSM8K without its marker",
@@ -143,7 +190,9 @@ def marked() -> list[Case]:
     ]
 
 
-def several(name: str, title: str, write: Callable[[Path], Sequence[str]], *expected: Refused | Ends) -> Case:
+def several(
+    name: str, title: str, write: Callable[[Path], Sequence[str]], *expected: Refused | Ends
+) -> Case:
     """``write`` makes files in a folder and returns the overrides that name them."""
 
     def play(place: Place) -> Outcome:
@@ -197,13 +246,14 @@ def hub_copy(folder: Path) -> Path:
 
     copy = folder / "sums"
     (copy / "data").mkdir(parents=True)
-    table = datasets.Dataset.from_list([{"prompt": r["prompt"], "answer": r["answer"]} for r in plain_rows(8)])
+    rows = [{"prompt": row["prompt"], "answer": row["answer"]} for row in plain_rows(8)]
+    table = datasets.Dataset.from_list(rows)
     table.to_parquet(copy / "data" / "train-00000-of-00001.parquet")
     return copy
 
 
-def collections() -> list[Case]:
-    """Several files, data sets."""
+def several_files() -> list[Case]:
+    """Lists, globs and weights of files."""
     return [
         several("dat_list_of_files", "a list of two files", listed, Ends()),
         several("dat_glob", "a glob", with_glob, Ends()),
@@ -214,13 +264,51 @@ def collections() -> list[Case]:
             Refused((r"data\.train", r"\*\.jsonl")),
         ),
         several("dat_weights", "weights between files", weighted("[3,1]"), Ends()),
-        several("dat_weight_negative", "a negative weight", weighted("[-1,1]"), Refused((r"data\.train_weights",))),
-        several("dat_weights_count", "more weights than files", weighted("[1,1,1]"), Refused((r"data\.train_weights",))),
-        several("dat_weights_zero", "weights of zero", weighted("[0,0]"), Refused((r"data\.train_weights",))),
-        several("dat_list_empty", "an empty list", lambda folder: ["data.train=[]"], Refused((r"data\.train",))),
-        several("dat_one_bad", "one of two files is broken", one_bad, Refused((r"b\.jsonl", r"\b7\b"))),
-        several("dat_one_missing", "one of two files is missing", one_missing, Refused((r"nowhere\.jsonl",))),
-        several("dat_hf", "a data set of the datasets library", lambda folder: [f"data.train='hf:{hub_copy(folder)}:train'"], Ends()),
+        several(
+            "dat_weight_negative",
+            "a negative weight",
+            weighted("[-1,1]"),
+            Refused((r"data\.train_weights",)),
+        ),
+        several(
+            "dat_weights_count",
+            "more weights than files",
+            weighted("[1,1,1]"),
+            Refused((r"data\.train_weights",)),
+        ),
+        several(
+            "dat_weights_zero",
+            "weights of zero",
+            weighted("[0,0]"),
+            Refused((r"data\.train_weights",)),
+        ),
+        several(
+            "dat_list_empty",
+            "an empty list",
+            lambda folder: ["data.train=[]"],
+            Refused((r"data\.train",)),
+        ),
+        several(
+            "dat_one_bad", "one of two files is broken", one_bad, Refused((r"b\.jsonl", r"\b7\b"))
+        ),
+        several(
+            "dat_one_missing",
+            "one of two files is missing",
+            one_missing,
+            Refused((r"nowhere\.jsonl",)),
+        ),
+    ]
+
+
+def data_sets() -> list[Case]:
+    """Data sets of the datasets library."""
+    return [
+        several(
+            "dat_hf",
+            "a data set of the datasets library",
+            lambda folder: [f"data.train='hf:{hub_copy(folder)}:train'"],
+            Ends(),
+        ),
         several(
             "dat_hf_split",
             "a split that does not exist",
@@ -239,12 +327,13 @@ def collections() -> list[Case]:
 def generated() -> list[Case]:
     """Generated tasks, and how many prompts there are."""
     task = "data.train='reasoning_gym:chain_sum?min_terms=2&max_terms=2&max_digits=1&size=8&seed=1'"
+    held_out = f"data.eval={task.partition('=')[2]}"
     twice = [plain_rows(1)[0]] * 8
     return [
         several(
             "dat_gym",
             "a generated task",
-            lambda folder: [task, "reward.verifier=reasoning_gym", f"data.eval={task.partition('=')[2]}"],
+            lambda folder: [task, held_out, "reward.verifier=reasoning_gym"],
             Ends(),
         ),
         several(
@@ -259,9 +348,17 @@ def generated() -> list[Case]:
             lambda folder: ["data.train='reasoning_gym:chain_sum?size=8&seed=1&max_term=2'"],
             Refused(("max_term",)),
         ),
-        several("dat_gym_seed", "no seed", lambda folder: ["data.train='reasoning_gym:chain_sum?size=8'"], Refused(("seed",))),
         several(
-            "dat_overlap", "all of train is also in eval", lambda folder: ["data.drop_eval_overlap=true"], Refused((r"drop_eval_overlap",))
+            "dat_gym_seed",
+            "no seed",
+            lambda folder: ["data.train='reasoning_gym:chain_sum?size=8'"],
+            Refused(("seed",)),
+        ),
+        several(
+            "dat_overlap",
+            "all of train is also in eval",
+            lambda folder: ["data.drop_eval_overlap=true"],
+            Refused((r"drop_eval_overlap",)),
         ),
         several(
             "dat_few",
@@ -280,4 +377,12 @@ def generated() -> list[Case]:
 
 
 def cases() -> list[Case]:
-    return [*chats(), *columns(), *marked(), *collections(), *generated()]
+    return [
+        *conversations(),
+        *long_prompts(),
+        *columns(),
+        *marked(),
+        *several_files(),
+        *data_sets(),
+        *generated(),
+    ]

@@ -1,4 +1,5 @@
-"""Scores hostile responses through ``build_reward`` as the trainer does, in a process of its own."""
+"""Scores hostile responses through ``build_reward`` as the trainer does, in a process of its
+own."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def score(request: Mapping[str, Any]) -> int:
         source = request.get("data_source", "trial")
         responses = [text_of(item) for item in request["responses"]] * request.get("repeat", 1)
         extra = request.get("extra", {})
-        prompts = [Prompt(f"trial:{row}", (1,), answer, source, extra) for row in range(len(responses))]
+        prompts = [
+            Prompt(f"trial:{row}", (1,), answer, source, extra) for row in range(len(responses))
+        ]
         reward.check(prompts)
         started = time.perf_counter()
         scores = reward.score(prompts, responses, [False] * len(responses))
@@ -35,7 +38,9 @@ def score(request: Mapping[str, Any]) -> int:
     except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
-    rows = [{"reward": one.reward, "correct": one.correct, "parts": dict(one.parts)} for one in scores]
+    rows = [
+        {"reward": one.reward, "correct": one.correct, "parts": dict(one.parts)} for one in scores
+    ]
     print("scores " + json.dumps({"seconds": seconds, "scores": rows}), flush=True)
     return 0
 

@@ -1,4 +1,5 @@
-"""What people do with it: methods, models and layouts, sweeps, samples, plug-ins, keeping the best."""
+"""What people do with it: methods, models and layouts, sweeps, samples, plug-ins, keeping the
+best."""
 
 from __future__ import annotations
 
@@ -9,69 +10,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.launch import REPO
-from tests.trials import looks, own_code_cases, tool_cases
-from tests.trials.makers import looked_at
+from tests.trials import looks
+from tests.trials.makers import finished_run, looked_at
 from tests.trials.material import plain_rows, small, toy, toy_alone, write_rows
 from tests.trials.place import Case, Place
 from tests.trials.verdicts import Ends, Expected, Outcome, Refused
-
-FILES = ("metrics.jsonl", "config.json", "curves.png", "samples.jsonl", "export/*.safetensors", "tensorboard/*")
-
-
-def gsm_rows(path: Path) -> Path:
-    """A file of the user's own in the form of GSM8K."""
-    rows = [{"question": f"{n} and one?", "answer": f"we add.\n#### {n + 1}"} for n in range(12)]
-    return write_rows(path, rows)
-
-
-GSM = (
-    "data.columns.prompt=question",
-    "data.answer_after='####'",
-    "reward.verifier=number",
-    "logging.tensorboard=true",
-)
-
-
-def method_case(name: str, title: str, family: str, *words: str, expert: int = 1) -> Case:
-    """Three steps of a method on two ranks; ``transformers`` loads what comes out."""
-
-    def play(place: Place) -> Outcome:
-        run_dir = place.folder / "run"
-        data = gsm_rows(place.folder / "gsm.jsonl")
-        common = small(place.material.model(family), data, run_dir, *GSM, "trainer.num_steps=3", f"parallel.expert={expert}")
-        outcome = looked_at(place.torchrun([*common, *words]), run_dir, 3)
-        if outcome.code == 0:
-            outcome = outcome.noting([*looks.files(run_dir, *FILES), *looks.generates(run_dir / "export")])
-        return outcome
-
-    return Case(name, "journeys", title, play, (Ends(),), "torchrun 2", limit_s=150)
-
-
-def methods() -> list[Case]:
-    text = "method.estimator.perceptual=0"
-    form = ("reward.format_pattern='.*'", "reward.format_weight=0.5")
-    return [
-        method_case("jrn_a_grae", "a_grae on Llama", "llama", "method=a_grae"),
-        method_case("jrn_durian", "durian on text", "qwen2", "method=durian", text),
-        method_case("jrn_durian_reasoning", "durian_reasoning", "llama", "method=durian_reasoning"),
-        method_case("jrn_apo", "apo with a format", "qwen2", "method=apo", *form),
-        method_case("jrn_mapo", "mapo", "llama", "method=mapo"),
-        method_case("jrn_pass_at_k", "pass_at_k", "llama", "method=pass_at_k", "method.estimator.k=2"),
-        method_case(
-            "jrn_dapo_plain",
-            "dapo without dynamic sampling, Mixtral with two expert ranks",
-            "mixtral",
-            "method=dapo",
-            "method.filters.dynamic_sampling=null",
-            expert=2,
-        ),
-    ]
 
 
 def gives_up(place: Place) -> Outcome:
     """Dynamic sampling on a task that no answer solves: the samples are there when it gives up."""
     run_dir = place.folder / "run"
-    rows = [{"prompt": letter, "answer": "never", "data_source": "repeat", "extra": {}} for letter in "abcdefgh"]
+    rows = [
+        {"prompt": letter, "answer": "never", "data_source": "repeat", "extra": {}}
+        for letter in "abcdefgh"
+    ]
     data = write_rows(place.folder / "never.jsonl", rows)
     outcome = place.torchrun(toy(place.material, run_dir, f"data.train={data}", "method=dapo"))
     return outcome.noting(looks.files(run_dir, "samples.jsonl"))
@@ -79,9 +31,8 @@ def gives_up(place: Place) -> Outcome:
 
 def in_bfloat16(place: Place) -> Outcome:
     run_dir = place.folder / "run"
-    words = toy(
-        place.material, run_dir, "precision=bf16", "rollout.dtype=bfloat16", "mismatch_alarm.abort_above=null", "trainer.num_steps=3"
-    )
+    formats = ("precision=bf16", "rollout.dtype=bfloat16", "mismatch_limits.abort_above=null")
+    words = toy(place.material, run_dir, *formats, "trainer.num_steps=3")
     return looked_at(place.torchrun(words), run_dir, 3)
 
 
@@ -89,8 +40,8 @@ def samples(place: Place) -> Outcome:
     """samples.jsonl: what was asked, of several prompts in a step."""
     run_dir = place.folder / "run"
     data = place.material.rows()
-    words = small(place.material.model("llama"), data, run_dir, "trainer.num_steps=2", "logging.log_samples=4")
-    outcome = place.warm(words)
+    more = ("trainer.num_steps=2", "logging.log_samples=4")
+    outcome = place.warm(small(place.material.model("llama"), data, run_dir, *more))
     rows = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     texts = [json.dumps(row) for row in rows if row.get("step") == 1]
     asked = [prompt["prompt"] for prompt in plain_rows(12)]
@@ -103,14 +54,17 @@ def samples(place: Place) -> Outcome:
 def ended_in_time(place: Place) -> Outcome:
     """Progress: where results go, how many prompts there are."""
     run_dir = place.folder / "run"
-    return looked_at(place.warm(toy_alone(place.material, run_dir, "trainer.num_steps=3")), run_dir, 3)
+    words = toy_alone(place.material, run_dir, "trainer.num_steps=3")
+    return looked_at(place.warm(words), run_dir, 3)
 
 
 def sweep_words(place: Place, *more: str) -> list[str]:
     """README's sweep, on the toy."""
-    common = [word for word in toy(place.material, Path("unused")) if not word.startswith("run_dir=")]
-    sweep = [sys.executable, "-m", "megatron_rl.sweep", "--out", str(place.folder / "runs"), "--nproc", "2"]
-    return [*sweep, *common, "checkpoint.every_steps=1", *more]
+    words = toy(place.material, Path("unused"))
+    common = [word for word in words if not word.startswith("run_dir=")]
+    sweep = [sys.executable, "-m", "megatron_rl.sweep", "--nproc", "2"]
+    out = ["--out", str(place.folder / "runs")]
+    return [*sweep, *out, *common, "checkpoint.every_steps=1", *more]
 
 
 def swept(place: Place) -> Outcome:
@@ -136,13 +90,13 @@ def swept_again(place: Place) -> Outcome:
 
 
 def layouts(place: Place) -> Outcome:
-    """TP2, then data parallel, then TP2 x PP2 on four processes, then the planned sync, in one folder."""
+    """TP2, data parallel, TP2 x PP2 on four processes, the planned sync: in one folder."""
     run_dir = place.folder / "run"
     stages: list[tuple[int, Sequence[str]]] = [
         (2, ()),
         (2, ("parallel=single",)),
         (4, ("parallel=tp2_pp2",)),
-        (2, ("weight_sync.path=plan",)),
+        (2, ("weight_sync.method=reshard",)),
     ]
     outcome = Outcome(1, "", 0.0)
     for step, (ranks, words) in enumerate(stages, 1):
@@ -153,109 +107,74 @@ def layouts(place: Place) -> Outcome:
     return outcome.noting(looks.trained(run_dir, 4))
 
 
-def finished_run(place: Place, *more: str, name: str = "journey") -> Path:
-    """A finished run of two steps, made once, for commands that only read it."""
-
-    def train(path: Path) -> None:
-        words = toy_alone(place.material, path, "trainer.num_steps=2", "checkpoint.every_steps=1", *more)
-        outcome = place.warm(words)
-        assert outcome.code == 0, outcome.text[-1500:]
-
-    return place.material.made(f"runs/{name}", train)
-
-
-def sample(name: str, title: str, words: Callable[[Place], Sequence[object]], *expected: Expected) -> Case:
-    def play(place: Place) -> Outcome:
-        return place.command([sys.executable, "-m", "megatron_rl.sample", *words(place)])
-
-    return Case(name, "journeys", title, play, expected, "command")
-
-
-def looking() -> list[Case]:
-    """A command that shows what a model answers."""
-    engine = (
-        "rollout.dtype=float32",
-        "rollout.max_response_tokens=4",
-        "rollout.max_prompt_tokens=64",
-        "rollout.kv_cache_gib=0.03125",
-    )
-    return [
-        sample("jrn_sample_run", "sample from a run", lambda place: [finished_run(place)], Ends(("a",))),
-        sample("jrn_sample_ckpt", "sample from a checkpoint", lambda place: [finished_run(place) / "checkpoints" / "step_000001"], Ends()),
-        sample(
-            "jrn_sample_hf",
-            "sample from a HF directory",
-            lambda place: [place.material.model("llama"), "--prompt", "1 + 1 =", *engine],
-            Ends(("1 \\+ 1 =",)),
-        ),
-        sample(
-            "jrn_sample_export",
-            "sample from an export",
-            lambda place: [finished_run(place) / "export", "--prompt", "a", *engine, "rollout.max_prompt_tokens=32"],
-            Ends(),
-        ),
-        sample(
-            "jrn_sample_positions",
-            "more tokens than the model has positions",
-            lambda place: [finished_run(place) / "export", "--prompt", "a", *engine],
-            Refused((r"max_response_tokens = 68", "64 positions"), before="", codes=(1, 2)),
-        ),
-        sample("jrn_sample_nothing", "sample from nothing", lambda place: ["/nowhere"], Refused(("/nowhere",), codes=(1, 2))),
-        sample(
-            "jrn_sample_empty",
-            "sample from an empty folder",
-            lambda place: [place.material.made("empty2", Path.mkdir)],
-            Refused(("empty2",), codes=(1, 2)),
-        ),
-        sample(
-            "jrn_sample_long",
-            "a prompt longer than the engine takes",
-            lambda place: [place.material.model("llama"), "--prompt", "1 + " * 500, *engine],
-            Refused(("max_prompt_tokens|longer",), before="", codes=(1, 2)),
-        ),
-    ]
-
-
-def case(name: str, title: str, play: Callable[[Place], Outcome], *expected: Expected, how: str = "warm", limit_s: float = 150) -> Case:
-    return Case(name, "journeys", title, play, expected, how, limit_s)
+def case(
+    name: str,
+    title: str,
+    play: Callable[[Place], Outcome],
+    *expected: Expected,
+    how: str = "warm",
+    limit_s: float = 150,
+    needs: tuple[str, ...] = (),
+) -> Case:
+    return Case(name, "journeys", title, play, expected, how, limit_s, needs=needs)
 
 
 def best(place: Place) -> Outcome:
     """The checkpoint with the best held-out score is kept although newer ones push it out."""
     run_dir = place.folder / "run"
-    more = ("trainer.num_steps=6", "checkpoint.every_steps=1", "checkpoint.keep=1", "checkpoint.keep_best=true", "evaluation.every_steps=1")
+    more = (
+        "trainer.num_steps=6",
+        "checkpoint.every_steps=1",
+        "checkpoint.keep=1",
+        "checkpoint.keep_best=true",
+        "evaluation.every_steps=1",
+    )
     outcome = looked_at(place.warm(toy_alone(place.material, run_dir, *more)), run_dir, 6)
     if outcome.code != 0:
         return outcome
-    scores = {row["step"]: row["eval/accuracy"] for row in looks.metrics(run_dir) if row["step"] and "eval/accuracy" in row}
+    scores = {
+        row["step"]: row["eval/accuracy"]
+        for row in looks.metrics(run_dir)
+        if row["step"] and "eval/accuracy" in row
+    }
     kept = [int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_??????")]
     top = max(scores.values())
-    wrong = [] if any(scores.get(step) == top for step in kept) else [f"kept {sorted(kept)}, scores {scores}"]
-    return outcome.noting(wrong)
+    if any(scores.get(step) == top for step in kept):
+        return outcome
+    return outcome.noting([f"kept {sorted(kept)}, scores {scores}"])
 
 
 def early_stop(place: Place) -> Outcome:
     """A rate that changes nothing: no evaluation is better, the run stops."""
     run_dir = place.folder / "run"
-    more = ("trainer.num_steps=30", "optim.learning_rate=1e-12", "evaluation.every_steps=1", "evaluation.stop_after=3")
+    more = (
+        "trainer.num_steps=30",
+        "optim.learning_rate=1e-12",
+        "evaluation.every_steps=1",
+        "evaluation.stop_after=3",
+    )
     outcome = place.warm(toy_alone(place.material, run_dir, *more))
     steps = len(looks.metrics(run_dir)) - 1
     wrong = [] if 0 < steps < 10 else [f"stopped after {steps} steps"]
-    return outcome.noting(wrong + (looks.finite_export(run_dir / "export") if outcome.code == 0 else []))
+    if outcome.code == 0:
+        wrong += looks.finite_export(run_dir / "export")
+    return outcome.noting(wrong)
 
 
 def periodic(place: Place) -> Outcome:
     run_dir = place.folder / "run"
-    outcome = looked_at(
-        place.warm(toy_alone(place.material, run_dir, "trainer.num_steps=4", "checkpoint.export_every_steps=2")), run_dir, 4
-    )
-    return outcome.noting(looks.files(run_dir, "exports/step_000002/*.safetensors") if outcome.code == 0 else [])
+    more = ("trainer.num_steps=4", "checkpoint.export_every_steps=2")
+    outcome = looked_at(place.warm(toy_alone(place.material, run_dir, *more)), run_dir, 4)
+    if outcome.code != 0:
+        return outcome
+    return outcome.noting(looks.files(run_dir, "exports/step_000002/*.safetensors"))
 
 
 def go_on_from_export(place: Place) -> Outcome:
     source = finished_run(place)
     run_dir = place.folder / "run"
-    return looked_at(place.warm(toy_alone(place.material, run_dir, f"model.path={source / 'export'}")), run_dir)
+    words = toy_alone(place.material, run_dir, f"model.path={source / 'export'}")
+    return looked_at(place.warm(words), run_dir)
 
 
 def replayed(place: Place) -> Outcome:
@@ -265,8 +184,8 @@ def replayed(place: Place) -> Outcome:
         "optim.learning_rate=1e30",
         "trainer.num_steps=20",
         "nonfinite.stop_after=3",
-        "mismatch_alarm.abort_above=null",
-        "weight_sync.canary_every=0",
+        "mismatch_limits.abort_above=null",
+        "weight_sync.logprob_check_every=0",
     )
     stopped = place.warm(toy_alone(place.material, run_dir, *more))
     bundles = sorted((run_dir / "nonfinite").glob("*")) if (run_dir / "nonfinite").is_dir() else []
@@ -279,17 +198,22 @@ def quickstart(place: Place) -> Outcome:
     """README's first command, three steps."""
     run_dir = place.folder / "run"
     script = REPO / "examples" / "quickstart_cpu" / "run.sh"
-    outcome = place.command(["bash", script, f"run_dir={run_dir}", "trainer.num_steps=3", "evaluation.num_prompts=8"])
-    return looked_at(outcome, run_dir, 3)
+    words = [f"run_dir={run_dir}", "trainer.num_steps=3", "evaluation.num_prompts=8"]
+    return looked_at(place.command(["bash", script, *words]), run_dir, 3)
 
 
-def keeping() -> list[Case]:
-    needed = Case("jrn_quickstart", "journeys", "the quickstart, three steps", quickstart, (Ends(),), "command", limit_s=600)
-    if not (REPO / ".venv").is_dir():
-        needed = Case(needed.name, needed.group, needed.title, needed.play, needed.expected, needed.how, needed.limit_s, needs=(".venv",))
-    said = (r"finished|ends at|done",)
+def first_days() -> list[Case]:
+    """The first command, number formats, what a run says and leaves."""
     return [
-        needed,
+        case(
+            "jrn_quickstart",
+            "the quickstart, three steps",
+            quickstart,
+            Ends(),
+            how="command",
+            limit_s=600,
+            needs=() if (REPO / ".venv").is_dir() else (".venv",),
+        ),
         case(
             "jrn_dapo_gives_up",
             "dynamic sampling on a task that nothing solves",
@@ -305,16 +229,56 @@ def keeping() -> list[Case]:
             ended_in_time,
             Ends((r"\b8 prompts|prompts[^\n]*\b8\b", "run_dir|/run\\b", "export")),
         ),
-        case("jrn_sweep", "README's sweep: two methods, two seeds", swept, Ends(("combination",)), how="command", limit_s=300),
-        case("jrn_sweep_again", "a sweep that was stopped, again", swept_again, Ends(("combination",)), how="command", limit_s=240),
-        case("jrn_layouts", "four layouts in one folder", layouts, Ends(("resumed from",)), how="torchrun 2", limit_s=200),
+    ]
+
+
+def sweeps_and_layouts() -> list[Case]:
+    """Sweeps, and one folder with several layouts."""
+    return [
+        case(
+            "jrn_sweep",
+            "README's sweep: two methods, two seeds",
+            swept,
+            Ends(("combination",)),
+            how="command",
+            limit_s=300,
+        ),
+        case(
+            "jrn_sweep_again",
+            "a sweep that was stopped, again",
+            swept_again,
+            Ends(("combination",)),
+            how="command",
+            limit_s=240,
+        ),
+        case(
+            "jrn_layouts",
+            "four layouts in one folder",
+            layouts,
+            Ends(("resumed from",)),
+            how="torchrun 2",
+            limit_s=200,
+        ),
+    ]
+
+
+def keeping() -> list[Case]:
+    """Checkpoints and exports that are kept, and what goes on from them."""
+    said = (r"finished|ends at|done",)
+    return [
         case("jrn_keep_best", "the best checkpoint is kept", best, Ends()),
         case("jrn_early_stop", "early stop", early_stop, Ends(("stop",))),
         case("jrn_periodic", "an export every two steps", periodic, Ends()),
         case("jrn_from_export", "go on from an export", go_on_from_export, Ends(said)),
-        case("jrn_replay", "a step that is not finite is computed again", replayed, Ends(("nan|not finite|inf",)), limit_s=200),
+        case(
+            "jrn_replay",
+            "a step that is not finite is computed again",
+            replayed,
+            Ends(("nan|not finite|inf",)),
+            limit_s=200,
+        ),
     ]
 
 
 def cases() -> list[Case]:
-    return [*keeping(), *methods(), *looking(), *own_code_cases.cases(), *tool_cases.cases()]
+    return [*first_days(), *sweeps_and_layouts(), *keeping()]

@@ -1,5 +1,6 @@
 """SIGKILL at random moments of a run, the same command again, and the end must be that of a run
-that nothing disturbed: every row of the metrics but time and memory, every exported weight, bit for bit.
+that nothing disturbed: every row of the metrics but time and memory, every exported weight, bit for
+bit.
 
     python -m tests.trials.kills [--count 20] [--seed 1] [--only checkpoint]
 """
@@ -62,7 +63,9 @@ def place_of(material: Material, folder: Path) -> Place:
     return Place(folder, material, no_server, LIMIT_S)  # type: ignore[arg-type]
 
 
-def disturbed(number: int, moment: str, draw: random.Random, material: Material, folder: Path, reference: Path) -> Kill:
+def disturbed(
+    number: int, moment: str, draw: random.Random, material: Material, folder: Path, reference: Path
+) -> Kill:
     """Starts, kills once at ``moment``, starts again until the run is finished, and compares."""
     place = place_of(material, folder)
     run_dir = folder / "run"
@@ -84,13 +87,22 @@ def disturbed(number: int, moment: str, draw: random.Random, material: Material,
         outcome = place.command(words)
         starts, code = starts + 1, outcome.code
     if code != 0:
-        return Kill(number, moment, victim, after, starts, (*found, f"did not finish: {outcome.text[-300:]}"))
+        return Kill(
+            number,
+            moment,
+            victim,
+            after,
+            starts,
+            (*found, f"did not finish: {outcome.text[-300:]}"),
+        )
     found += looks.same_metrics(reference, run_dir)
     found += looks.same_weights(reference / "export", run_dir / "export")
     return Kill(number, moment, victim, after, starts, tuple(found))
 
 
-def wait_for(moment: str, running: Running, run_dir: Path, draw: random.Random, reference: Path) -> int:
+def wait_for(
+    moment: str, running: Running, run_dir: Path, draw: random.Random, reference: Path
+) -> int:
     """Returns at the moment, with the number of finished steps (0: before the first)."""
     if moment == "export":
         running.wait_for(lambda: exporting(run_dir))
@@ -121,7 +133,11 @@ def offset_s(moment: str, step: int, draw: random.Random, reference: Path) -> fl
         "update": row["time/rollout_s"] + row["time/reward_s"],
         "sync": row["time/step_s"] - row["time/sync_s"],
     }[moment]
-    lasts = {"rollout": row["time/rollout_s"], "update": row["time/update_s"], "sync": row["time/sync_s"]}[moment]
+    lasts = {
+        "rollout": row["time/rollout_s"],
+        "update": row["time/update_s"],
+        "sync": row["time/sync_s"],
+    }[moment]
     return draw.uniform(0, 0.3) + begins + draw.uniform(0, lasts)
 
 
@@ -141,7 +157,8 @@ def strike(running: Running, victim: str, place: Place) -> None:
 
 
 def campaign(count: int, seed: int, folder: Path, only: str | None = None) -> list[Kill]:
-    """The undisturbed run, then ``count`` disturbed ones, the moments in turn; prints a line each."""
+    """The undisturbed run, then ``count`` disturbed ones, the moments in turn; prints a line
+    each."""
     material = Material(folder / "shared")
     reference = folder / "reference"
     outcome = place_of(material, folder / "undisturbed").command(command(material, reference))
@@ -160,12 +177,16 @@ def campaign(count: int, seed: int, folder: Path, only: str | None = None) -> li
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.trials.kills", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m tests.trials.kills",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=MOMENTS)
-    parser.add_argument("--folder", type=Path, help="where it runs; kept (default: a temporary one)")
+    parser.add_argument(
+        "--folder", type=Path, help="where it runs; kept (default: a temporary one)"
+    )
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="kills.") as temporary:
         folder = options.folder or Path(temporary)

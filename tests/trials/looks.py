@@ -1,4 +1,5 @@
-"""What a run left, looked at: each function returns what is wrong, in words; nothing when all is well."""
+"""What a run left, looked at: each function returns what is wrong, in words; nothing when all is
+well."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def trained(run_dir: Path, steps: int, *, export: bool = True) -> list[str]:
 
 
 def not_trained(run_dir: Path, *, began: bool = False) -> list[str]:
-    """A refused start leaves no export and no rows; one that stopped in the middle may have rows."""
+    """A refused start leaves no export and no rows; one that stopped in the middle may have
+    rows."""
     found = ["an export was written"] if (run_dir / "export").exists() else []
     return found + (["rows of metrics were written"] if metrics(run_dir) and not began else [])
 
@@ -50,7 +52,9 @@ def finite_export(folder: Path) -> list[str]:
     count = 0
     for file in files:
         for tensor in load_file(file).values():
-            count += int((~tensor.isfinite()).sum()) if tensor.is_floating_point() else tensor.numel()
+            count += (
+                int((~tensor.isfinite()).sum()) if tensor.is_floating_point() else tensor.numel()
+            )
     return [f"{count} exported weights are not finite numbers"] if count else []
 
 
@@ -78,7 +82,11 @@ def same_weights(first: Path, second: Path) -> list[str]:
     from safetensors.torch import load_file
 
     def tensors(folder: Path) -> dict[str, Any]:
-        return {key: value for file in sorted(folder.glob("*.safetensors")) for key, value in load_file(file).items()}
+        return {
+            key: value
+            for file in sorted(folder.glob("*.safetensors"))
+            for key, value in load_file(file).items()
+        }
 
     one, two = tensors(first), tensors(second)
     if one.keys() != two.keys() or not one:
@@ -115,5 +123,9 @@ def shown(values: Sequence[Any]) -> str:
 def trained_from(run_dir: Path, last: int) -> list[str]:
     """A run that went on in a new folder wrote its last step and its export."""
     rows = metrics(run_dir)
-    found = [] if rows and rows[-1]["step"] == last else [f"metrics.jsonl does not end with step {last}"]
+    found = (
+        []
+        if rows and rows[-1]["step"] == last
+        else [f"metrics.jsonl does not end with step {last}"]
+    )
     return found + finite_export(run_dir / "export")

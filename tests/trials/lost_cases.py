@@ -18,7 +18,9 @@ def several(mistake: Mistake, ranks: int, busy: int) -> Callable[[Place], Outcom
         results = []
         with load(busy):
             for number in range(STARTS):
-                results.append(started(place.material, place.folder / f"start_{number}", mistake, ranks))
+                results.append(
+                    started(place.material, place.folder / f"start_{number}", mistake, ranks)
+                )
         worst, outcome = max(results, key=lambda result: WEIGHT[result[0].name])
         bad = sum(verdict.name == "bad" for verdict, _ in results)
         return outcome.noting([f"{bad} of {STARTS} starts"] if worst.name == "bad" else [])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.trials import looks
-from tests.trials.material import small, toy
+from tests.trials.material import small, toy, toy_alone
 from tests.trials.place import Case, Place
 from tests.trials.verdicts import BUILT, Ends, Expected, Outcome, Refused
 
+CODES = (1, 2)  # of commands that refuse: their own, or argparse's
 Change = Sequence[str] | Callable[[Place], Sequence[str]]
 
 
@@ -17,7 +19,15 @@ def settled(change: Change, place: Place) -> list[str]:
     return list(change(place) if callable(change) else change)
 
 
-def toy_case(name: str, title: str, change: Change, *expected: Expected, group: str = "config", nproc: int = 2, steps: int = 1) -> Case:
+def toy_case(
+    name: str,
+    title: str,
+    change: Change,
+    *expected: Expected,
+    group: str = "config",
+    nproc: int = 2,
+    steps: int = 1,
+) -> Case:
     """``change`` on top of the toy's overrides, by torchrun."""
 
     def play(place: Place) -> Outcome:
@@ -48,7 +58,7 @@ def refused_toy(
     nproc: int = 2,
     warns: tuple[str, ...] = (),
 ) -> Case:
-    """Refused before the policy is built; with ``warns``, training on with that warning is as good."""
+    """Refused before the policy is built. ``warns``: or trained, with that warning."""
     also = (Ends(warns),) if warns else ()
     return toy_case(name, title, change, Refused(says, harm, codes=codes), *also, nproc=nproc)
 
@@ -81,7 +91,7 @@ def data_case(
     file: str = "data.jsonl",
     more: Sequence[str] = (),
 ) -> Case:
-    """``write`` makes the data file (None: it does not exist); the model is the Llama of the material."""
+    """``write`` makes the data file (None: it does not exist); the model is a Llama."""
 
     def make(place: Place) -> tuple[Path, Path]:
         path = place.folder / file
@@ -108,3 +118,35 @@ def model_case(
         return model, place.material.rows()
 
     return warm_case(name, title, make, *expected, group="model", more=more)
+
+
+def tool(
+    name: str,
+    title: str,
+    words: Callable[[Place], Sequence[object]],
+    *expected: Expected,
+    limit_s: float = 90,
+    needs: tuple[str, ...] = (),
+) -> Case:
+    """A command of Python; ``words`` follow the interpreter."""
+
+    def play(place: Place) -> Outcome:
+        return place.command([sys.executable, *words(place)])
+
+    return Case(name, "journeys", title, play, expected, "command", limit_s, needs=needs)
+
+
+def refused(*says: str) -> Refused:
+    """What a command of this repository does with wrong words."""
+    return Refused(says, before="", codes=CODES)
+
+
+def finished_run(place: Place, *more: str, name: str = "journey") -> Path:
+    """A finished run of two steps, made once, for commands that only read it."""
+
+    def train(path: Path) -> None:
+        two_steps = ("trainer.num_steps=2", "checkpoint.every_steps=1")
+        outcome = place.warm(toy_alone(place.material, path, *two_steps, *more))
+        assert outcome.code == 0, outcome.text[-1500:]
+
+    return place.material.made(f"runs/{name}", train)

@@ -1,4 +1,5 @@
-"""Inputs that several cases share: tiny models of four families, data files, a run with checkpoints.
+"""Inputs that several cases share: tiny models of four families, data files, a run with
+checkpoints.
 Made once for a launch of the program; a case that changes one works on a copy."""
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ class Material:
 def plain_rows(count: int, first: int = 0) -> list[dict[str, Any]]:
     """Sums: {"prompt": "1 + 2 =", "answer": "3", "data_source": "sums", "extra": {}}."""
     numbers = range(first, first + count)
-    return [{"prompt": f"{n} + {n + 1} =", "answer": str(2 * n + 1), "data_source": "sums", "extra": {}} for n in numbers]
+    return [
+        {"prompt": f"{n} + {n + 1} =", "answer": str(2 * n + 1), "data_source": "sums", "extra": {}}
+        for n in numbers
+    ]
 
 
 def write_rows(path: Path, rows: Sequence[Any]) -> Path:
@@ -84,9 +88,16 @@ def write_tokenizer(path: Path, **more: Any) -> int:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<pad>", "<eos>"]
-    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=sorted(alphabet), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=special,
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
+    )
     tokenizer.train_from_iterator([TEXT] * 4, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", **more)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", **more
+    )
     fast.chat_template = TEMPLATE
     fast.save_pretrained(path)
     return len(fast)
@@ -111,10 +122,19 @@ def write_model(path: Path, family: str, seed: int = 0, **sizes: Any) -> Path:
     }
     tokens = write_tokenizer(path)
     values = {
-        "vocab_size": -(-tokens // 8) * 8, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256,
-        "tie_word_embeddings": False, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None,
-    }  # fmt: skip
+        "vocab_size": -(-tokens // 8) * 8,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
     if family == "mixtral":
         values |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
     torch.manual_seed(seed)
@@ -159,13 +179,28 @@ def toy_alone(material: Material, run_dir: Path, *more: str) -> list[str]:
 def small(model: Path, data: Path, run_dir: Path, *more: str) -> list[str]:
     """One step of a model that reads any text, on a world of one."""
     return [
-        "parallel=single", "precision=fp32", "rollout=vllm_cpu", "rollout.tensor=1",
-        f"model.path={model}", "model.make_vocab_divisible_by=8",
-        f"data.train={data}", f"data.eval={data}", "data.drop_eval_overlap=false",
-        "reward.verifier=exact", "trainer.num_steps=1",
-        "batch.prompts_per_step=4", "batch.responses_per_prompt=4", "batch.prompts_per_minibatch=4",
+        "parallel=single",
+        "precision=fp32",
+        "rollout=vllm_cpu",
+        "rollout.tensor=1",
+        f"model.path={model}",
+        "model.make_vocab_divisible_by=8",
+        f"data.train={data}",
+        f"data.eval={data}",
+        "data.drop_eval_overlap=false",
+        "reward.verifier=exact",
+        "trainer.num_steps=1",
+        "batch.prompts_per_step=4",
+        "batch.responses_per_prompt=4",
+        "batch.prompts_per_minibatch=4",
         "batch.tokens_per_microbatch=1024",
-        "rollout.max_prompt_tokens=96", "rollout.max_response_tokens=4", "rollout.kv_cache_gib=0.03125",
-        "evaluation.every_steps=0", "evaluation.at_start=false", "evaluation.num_prompts=4",
-        "logging.tensorboard=false", f"run_dir={run_dir}", *more,
-    ]  # fmt: skip
+        "rollout.max_prompt_tokens=96",
+        "rollout.max_response_tokens=4",
+        "rollout.kv_cache_gib=0.03125",
+        "evaluation.every_steps=0",
+        "evaluation.at_start=false",
+        "evaluation.num_prompts=4",
+        "logging.tensorboard=false",
+        f"run_dir={run_dir}",
+        *more,
+    ]

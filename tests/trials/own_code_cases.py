@@ -27,11 +27,15 @@ def letters(tasks, responses):
 """
 
 
-def case(name: str, title: str, play: Callable[[Place], Outcome], *expected: Expected, how: str = "warm") -> Case:
+def case(
+    name: str, title: str, play: Callable[[Place], Outcome], *expected: Expected, how: str = "warm"
+) -> Case:
     return Case(name, "journeys", title, play, tuple(expected), how, 150)
 
 
-def with_file(name: str, content: str, words: Callable[[Path], Sequence[str]], *, torch: bool = False) -> Callable[[Place], Outcome]:
+def with_file(
+    name: str, content: str, words: Callable[[Path], Sequence[str]], *, torch: bool = False
+) -> Callable[[Place], Outcome]:
     """A file of the user's and a run that names it."""
 
     def play(place: Place) -> Outcome:
@@ -46,16 +50,24 @@ def with_file(name: str, content: str, words: Callable[[Path], Sequence[str]], *
     return play
 
 
-METHOD = "name: mine\nestimator: {name: zscore}\npolicy_loss: {name: ppo_clip}\naggregate: {name: token_mean}\nkl: {coef: 0.0}\n"
+METHOD = (
+    "name: mine\nestimator: {name: zscore}\npolicy_loss: {name: ppo_clip}\naggregate: {name:"
+    " token_mean}\nkl: {coef: 0.0}\n"
+)
 
 
-def cases() -> list[Case]:
+def plugins() -> list[Case]:
+    """Methods and estimators of the user's."""
     mine = ["method.estimator={name: my_rewards}"]
     return [
         case(
             "jrn_config_dir",
             "a method from --config-dir",
-            with_file("conf/method/mine.yaml", METHOD, lambda file: ["--config-dir", str(file.parents[1]), "method=mine"]),
+            with_file(
+                "conf/method/mine.yaml",
+                METHOD,
+                lambda file: ["--config-dir", str(file.parents[1]), "method=mine"],
+            ),
             Ends(),
         ),
         case(
@@ -77,13 +89,23 @@ def cases() -> list[Case]:
             with_file("mine.py", "1 / 0\n", lambda file: ["--plugin", str(file)]),
             Refused(("mine.py", "ZeroDivisionError|division")),
         ),
+    ]
+
+
+def rewards() -> list[Case]:
+    """Reward functions of the user's."""
+    return [
         case(
             "jrn_reward",
             "a reward function of the user's",
             with_file(
                 "mine.py",
                 REWARD,
-                lambda file: ["reward.verifier=auto", "reward.answer_pattern=null", f"reward.function={file}:letters"],
+                lambda file: [
+                    "reward.verifier=auto",
+                    "reward.answer_pattern=null",
+                    f"reward.function={file}:letters",
+                ],
                 torch=True,
             ),
             Ends(),
@@ -95,9 +117,18 @@ def cases() -> list[Case]:
             with_file(
                 "mine.py",
                 "def f(tasks, responses):\n    raise RuntimeError('no judge')\n",
-                lambda file: ["reward.verifier=auto", "reward.answer_pattern=null", f"reward.function={file}:f", "trainer.num_steps=5"],
+                lambda file: [
+                    "reward.verifier=auto",
+                    "reward.answer_pattern=null",
+                    f"reward.function={file}:f",
+                    "trainer.num_steps=5",
+                ],
             ),
             Refused((r"reward\.function", "no judge"), before="", within_s=90),
             Ends(("no judge",)),
         ),
     ]
+
+
+def cases() -> list[Case]:
+    return [*plugins(), *rewards()]

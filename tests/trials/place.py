@@ -236,8 +236,11 @@ class Case:
 
 
 def shared_segments() -> set[str]:
-    """Names of what lies in /dev/shm; the empty lock file of an engine that was not built does not count."""
-    return {path.name for path in Path("/dev/shm").iterdir() if path.is_file() and path.stat().st_size}
+    """Names of what lies in /dev/shm; the empty lock file of an engine that was not built does not
+    count."""
+    return {
+        path.name for path in Path("/dev/shm").iterdir() if path.is_file() and path.stat().st_size
+    }
 
 
 def marked_processes(mark: str) -> list[int]:
@@ -252,7 +255,9 @@ def _read_from(log: Path, offset: int) -> str:
 
 
 def _processes() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+    return [
+        int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()
+    ]
 
 
 def _variables(pid: int) -> dict[str, str]:
@@ -261,7 +266,9 @@ def _variables(pid: int) -> dict[str, str]:
     except OSError:
         return {}
     pairs = (item.partition(b"=") for item in raw.split(b"\0") if item)
-    return {key.decode("utf-8", "replace"): value.decode("utf-8", "replace") for key, _, value in pairs}
+    return {
+        key.decode("utf-8", "replace"): value.decode("utf-8", "replace") for key, _, value in pairs
+    }
 
 
 def _marked(pid: int, mark: str) -> bool:

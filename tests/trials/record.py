@@ -1,4 +1,5 @@
-"""Rows of the trials as lines, as a table by group, and as a markdown record without paths of a machine."""
+"""Rows of the trials as lines, as a table by group, and as a markdown record without paths of a
+machine."""
 
 from __future__ import annotations
 
@@ -33,18 +34,30 @@ class Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Counts by group; then each row that is not good, with why it is accepted where that was argued."""
-    counts = {name: Counter(row.verdict.name for row in rows if row.case.group == name) for name in NAMES}
+    """Counts by group; then each row that is not good, with why it is accepted where that was
+    argued."""
+    counts = {
+        name: Counter(row.verdict.name for row in rows if row.case.group == name) for name in NAMES
+    }
     lines = [f"{'group':10} {'cases':>6} " + " ".join(f"{name:>11}" for name in VERDICTS)]
     for name, count in counts.items():
         if count:
-            lines.append(f"{name:10} {count.total():6} " + " ".join(f"{count[verdict]:11}" for verdict in VERDICTS))
+            lines.append(
+                f"{name:10} {count.total():6} "
+                + " ".join(f"{count[verdict]:11}" for verdict in VERDICTS)
+            )
     everything = Counter(row.verdict.name for row in rows)
-    lines.append(f"{'all':10} {everything.total():6} " + " ".join(f"{everything[verdict]:11}" for verdict in VERDICTS))
+    lines.append(
+        f"{'all':10} {everything.total():6} "
+        + " ".join(f"{everything[verdict]:11}" for verdict in VERDICTS)
+    )
     for verdict in ("bad", "poor", "not counted"):
         found = [row for row in rows if row.verdict.name == verdict]
         lines += [f"{verdict}:"] if found else []
-        lines += [f"  {row.case.name}: {row.case.title}: {'; '.join(row.verdict.reasons)}{_argued(row)}" for row in found]
+        lines += [
+            f"  {row.case.name}: {row.case.title}: {'; '.join(row.verdict.reasons)}{_argued(row)}"
+            for row in found
+        ]
     return "\n".join(lines)
 
 
@@ -60,9 +73,12 @@ def record(rows: Sequence[Row], seconds: float) -> str:
     parts = [
         "# Trials of users and faults",
         "",
-        f"{len(rows)} cases in {seconds / 60:.0f} minutes on {cores} cores ({platform.machine()}), by "
-        "`python -m tests.trials.run --record tests/trials/RECORD.md`. The rules that make a verdict are in "
-        "`tests/trials/verdicts.py`.",
+        (
+            f"{len(rows)} cases in {seconds / 60:.0f} minutes on {cores} cores"
+            f" ({platform.machine()}), by `python -m tests.trials.run --record"
+            " tests/trials/RECORD.md`. The rules that make a verdict are in"
+            " `tests/trials/verdicts.py`."
+        ),
         "",
         "```",
         _clean(table(rows)),
@@ -72,7 +88,13 @@ def record(rows: Sequence[Row], seconds: float) -> str:
         mine = [row for row in rows if row.case.group == name]
         if not mine:
             continue
-        parts += ["", f"## {name}", "", "| case | what | how | verdict | s | said |", "|---|---|---|---|---|---|"]
+        parts += [
+            "",
+            f"## {name}",
+            "",
+            "| case | what | how | verdict | s | said |",
+            "|---|---|---|---|---|---|",
+        ]
         parts += [_markdown(row) for row in mine]
     return "\n".join(parts) + "\n"
 
@@ -80,7 +102,14 @@ def record(rows: Sequence[Row], seconds: float) -> str:
 def _markdown(row: Row) -> str:
     said = _clean(row.said).replace("|", "\\|").replace("`", "'")
     verdict = "; ".join([row.verdict.name, *row.verdict.reasons]).replace("|", "\\|")
-    cells = [row.case.name, row.case.title.replace("|", "\\|"), row.case.how, _clean(verdict), f"{row.seconds:.1f}", said]
+    cells = [
+        row.case.name,
+        row.case.title.replace("|", "\\|"),
+        row.case.how,
+        _clean(verdict),
+        f"{row.seconds:.1f}",
+        said,
+    ]
     return "| " + " | ".join(cells) + " |"
 
 

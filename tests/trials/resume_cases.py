@@ -18,7 +18,9 @@ ALLOWED = "resume.changed=allow"
 
 def start_words(place: Place, run_dir: Path, *more: str) -> list[str]:
     """Two steps with a checkpoint each, of which both are kept."""
-    return toy_alone(place.material, run_dir, f"trainer.num_steps={STEPS}", SAVED, "checkpoint.keep=2", *more)
+    return toy_alone(
+        place.material, run_dir, f"trainer.num_steps={STEPS}", SAVED, "checkpoint.keep=2", *more
+    )
 
 
 def base(place: Place) -> Path:
@@ -75,12 +77,18 @@ def recorded(run_dir: Path, outcome: Outcome) -> list[str]:
 
 def other_weights(place: Place) -> list[str]:
     model = place.material.copy_of("toy", place.folder / "model")
-    edit_weights(model, lambda tensors: tensors.update({key: value * 1.5 for key, value in tensors.items()}))
+    edit_weights(
+        model, lambda tensors: tensors.update({key: value * 1.5 for key, value in tensors.items()})
+    )
     return [f"model.path={model}", "trainer.num_steps=3"]
 
 
 def other_shape(place: Place) -> list[str]:
-    return [f"model.path={place.material.model('llama')}", "model.make_vocab_divisible_by=8", "trainer.num_steps=3"]
+    return [
+        f"model.path={place.material.model('llama')}",
+        "model.make_vocab_divisible_by=8",
+        "trainer.num_steps=3",
+    ]
 
 
 def other_data(place: Place) -> list[str]:
@@ -93,23 +101,51 @@ def other_data(place: Place) -> list[str]:
 def settings() -> list[Case]:
     """The same folder, other settings."""
     three = "trainer.num_steps=3"
-    bf16 = ["precision=bf16", "rollout.dtype=bfloat16", "mismatch_alarm.abort_above=null", three]
+    bf16 = ["precision=bf16", "rollout.dtype=bfloat16", "mismatch_limits.abort_above=null", three]
     return [
-        resumed("res_more", "more steps", ["trainer.num_steps=4"], Ends(("resumed from",)), steps=4),
+        resumed(
+            "res_more", "more steps", ["trainer.num_steps=4"], Ends(("resumed from",)), steps=4
+        ),
         resumed("res_same", "the same command again", [], Ends(), steps=2),
-        resumed("res_method", "another method", ["method=dapo", three], Refused(("method", r"resume\.changed"))),
-        resumed("res_method_done", "another method, the run is finished", ["method=dapo"], Refused(("method", r"resume\.changed"))),
-        resumed("res_method_allow", "another method, allowed", ["method=dapo", three, ALLOWED], Ends(("method",)), steps=3, look=recorded),
+        resumed(
+            "res_method",
+            "another method",
+            ["method=dapo", three],
+            Refused(("method", r"resume\.changed")),
+        ),
+        resumed(
+            "res_method_done",
+            "another method, the run is finished",
+            ["method=dapo"],
+            Refused(("method", r"resume\.changed")),
+        ),
+        resumed(
+            "res_method_allow",
+            "another method, allowed",
+            ["method=dapo", three, ALLOWED],
+            Ends(("method",)),
+            steps=3,
+            look=recorded,
+        ),
         resumed(
             "res_knob",
             "another knob of the method",
             ["method.policy_loss.high=0.28", three],
             Refused((r"policy_loss\.high", r"resume\.changed")),
         ),
-        resumed("res_seed", "another seed", ["seed=7", three], Refused(("seed", r"resume\.changed"))),
-        resumed("res_data", "other data", other_data, Refused((r"data\.train", r"resume\.changed"))),
+        resumed(
+            "res_seed", "another seed", ["seed=7", three], Refused(("seed", r"resume\.changed"))
+        ),
+        resumed(
+            "res_data", "other data", other_data, Refused((r"data\.train", r"resume\.changed"))
+        ),
         resumed("res_model", "a model of another shape", other_shape, Refused((r"model",))),
-        resumed("res_model_weights", "other weights of the same shape", other_weights, Refused((r"model\.path", r"resume\.changed"))),
+        resumed(
+            "res_model_weights",
+            "other weights of the same shape",
+            other_weights,
+            Refused((r"model\.path", r"resume\.changed")),
+        ),
         resumed("res_precision", "another number format", bf16, Refused(("precision",))),
     ]
 
@@ -185,8 +221,22 @@ def metrics_files() -> list[Case]:
     bad = Refused((r"metrics\.jsonl",))
     config = Refused((r"config\.json",))
     return [
-        resumed("res_metricsbad", "a broken line in the metrics", three, bad, Ends(("aside|kept|skipped",), harm=True), spoil=broken),
-        resumed("res_metricshalf", "half a last line", three, Ends(("resumed from",)), spoil=half, steps=3),
+        resumed(
+            "res_metricsbad",
+            "a broken line in the metrics",
+            three,
+            bad,
+            Ends(("aside|kept|skipped",), harm=True),
+            spoil=broken,
+        ),
+        resumed(
+            "res_metricshalf",
+            "half a last line",
+            three,
+            Ends(("resumed from",)),
+            spoil=half,
+            steps=3,
+        ),
         resumed(
             "res_metricsgone",
             "no metrics, but checkpoints",
@@ -194,7 +244,14 @@ def metrics_files() -> list[Case]:
             Ends(("resumed from",)),
             spoil=lambda run: (run / "metrics.jsonl").unlink(),
         ),
-        resumed("res_configgone", "no config.json", three, config, Ends((r"config\.json",)), spoil=lost_config),
+        resumed(
+            "res_configgone",
+            "no config.json",
+            three,
+            config,
+            Ends((r"config\.json",)),
+            spoil=lost_config,
+        ),
         resumed(
             "res_configbad",
             "config.json is no JSON",
@@ -219,9 +276,15 @@ def from_path(
     def play(place: Place) -> Outcome:
         source = base(place)
         spoil(source)
-        words = start_words(place, place.folder / "new", "trainer.num_steps=3", f"resume={target(source)}", *more)
+        words = start_words(
+            place, place.folder / "new", "trainer.num_steps=3", f"resume={target(source)}", *more
+        )
         outcome = place.warm(words)
-        return outcome.noting(looks.trained_from(place.folder / "new", 3)) if outcome.code == 0 else outcome
+        return (
+            outcome.noting(looks.trained_from(place.folder / "new", 3))
+            if outcome.code == 0
+            else outcome
+        )
 
     return Case(name, "resume", title, play, expected, "warm")
 
@@ -265,7 +328,9 @@ def flip(path: Path) -> None:
 
 def by_path() -> list[Case]:
     return [
-        from_path("res_path_new", "a checkpoint into a new folder", newest, Ends(("resumed from",))),
+        from_path(
+            "res_path_new", "a checkpoint into a new folder", newest, Ends(("resumed from",))
+        ),
         from_path(
             "res_path_flip",
             "a checkpoint with inverted bytes",
@@ -273,13 +338,45 @@ def by_path() -> list[Case]:
             Refused(("step_000002", "digest|damaged|written")),
             spoil=lambda run: flip(newest(run)),
         ),
-        from_path("res_path_cut", "a cut checkpoint", newest, Refused(("step_000002",)), spoil=lambda run: cut(newest(run))),
-        from_path("res_path_run", "the folder of a run", lambda run: run, Refused(("resume", "checkpoint"))),
-        from_path("res_path_export", "an export", lambda run: run / "export", Refused(("resume|checkpoint", "export"))),
-        from_path("res_path_file", "a file", lambda run: run / "config.json", Refused(("resume", r"config\.json"))),
-        Case("res_moved", "resume", "the folder was moved", moved, (Ends(("resumed from",)),), "warm"),
-        Case("res_never_used", "resume", "resume=never on a used folder", never, (Refused(("resume", "never", "run_dir")),), "warm"),
-        Case("res_never_new", "resume", "resume=never on a new folder", never_new, (Ends(),), "warm"),
+        from_path(
+            "res_path_cut",
+            "a cut checkpoint",
+            newest,
+            Refused(("step_000002",)),
+            spoil=lambda run: cut(newest(run)),
+        ),
+        from_path(
+            "res_path_run",
+            "the folder of a run",
+            lambda run: run,
+            Refused(("resume", "checkpoint")),
+        ),
+        from_path(
+            "res_path_export",
+            "an export",
+            lambda run: run / "export",
+            Refused(("resume|checkpoint", "export")),
+        ),
+        from_path(
+            "res_path_file",
+            "a file",
+            lambda run: run / "config.json",
+            Refused(("resume", r"config\.json")),
+        ),
+        Case(
+            "res_moved", "resume", "the folder was moved", moved, (Ends(("resumed from",)),), "warm"
+        ),
+        Case(
+            "res_never_used",
+            "resume",
+            "resume=never on a used folder",
+            never,
+            (Refused(("resume", "never", "run_dir")),),
+            "warm",
+        ),
+        Case(
+            "res_never_new", "resume", "resume=never on a new folder", never_new, (Ends(),), "warm"
+        ),
     ]
 
 

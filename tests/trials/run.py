@@ -5,7 +5,8 @@
     python -m tests.trials.run --case dat_utf16 --case cfg1* --show
     python -m tests.trials.run --record tests/trials/RECORD.md
 
-Prints a line a case and a table by group. Exit code 1: any verdict is bad, or more than 5 % are poor.
+Prints a line a case and a table by group. Exit code 1: any verdict is bad, or more than 5 % are
+poor.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ MAX_POOR = 0.05
 
 
 class Program:
-    """One launch of the trials: the folder, the shared inputs, the warm server (made when needed)."""
+    """One launch of the trials: the folder, the shared inputs, the warm server (made when
+    needed)."""
 
     def __init__(self, folder: Path, *, show: bool = False, alone: bool = True) -> None:
         """``alone``: one case at a time, so that what a case leaves in /dev/shm can be told."""
@@ -78,7 +80,11 @@ class Program:
             print(f"----- {case.name}\n{outcome.text[-6000:]}\n-----", flush=True)
         if verdict.name == "good":
             shutil.rmtree(folder, ignore_errors=True)
-        said = first_words(outcome.text).replace(str(folder), "RUN").replace(str(self.folder), "TRIALS")
+        said = (
+            first_words(outcome.text)
+            .replace(str(folder), "RUN")
+            .replace(str(self.folder), "TRIALS")
+        )
         return Row(case, verdict, time.monotonic() - started, said)
 
 
@@ -93,13 +99,17 @@ def chosen(names: Sequence[str], patterns: Sequence[str]) -> list[Case]:
     if names:
         found = [case for case in found if case.group in names]
     if patterns:
-        found = [case for case in found if any(fnmatch.fnmatch(case.name, pattern) for pattern in patterns)]
+        found = [
+            case
+            for case in found
+            if any(fnmatch.fnmatch(case.name, pattern) for pattern in patterns)
+        ]
     return found
 
 
 def run(cases: Sequence[Case], folder: Path, jobs: int = 1, *, show: bool = False) -> list[Row]:
-    """A row for each case, in order; prints them as they come. Cases that load the machine or measure
-    its time (``faults``, ``lost``) do not share it with others."""
+    """A row for each case, in order; prints them as they come. Cases that load the machine or
+    measure its time (``faults``, ``lost``) do not share it with others."""
     before = shared_segments()
     program = Program(folder, show=show, alone=jobs == 1)
     shared = [case for case in cases if case.group not in groups.ALONE]
@@ -126,18 +136,28 @@ def run(cases: Sequence[Case], folder: Path, jobs: int = 1, *, show: bool = Fals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.trials.run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.trials.run",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("--group", action="append", default=[], choices=groups.NAMES)
     parser.add_argument("--case", action="append", default=[], metavar="PATTERN")
     parser.add_argument("--jobs", type=int, default=2, help="cases at once (default 2)")
-    parser.add_argument("--record", type=Path, help="write the table of all rows there, as markdown")
-    parser.add_argument("--folder", type=Path, help="where the cases run; kept (default: a temporary one)")
+    parser.add_argument(
+        "--record", type=Path, help="write the table of all rows there, as markdown"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where the cases run; kept (default: a temporary one)"
+    )
     parser.add_argument("--list", action="store_true", help="print the cases and leave")
     parser.add_argument("--show", action="store_true", help="print the output of every case")
     options = parser.parse_args(argv)
     cases = chosen(options.group, options.case)
     if options.list:
-        print("\n".join(f"{case.group:8} {case.name:22} {case.how:11} {case.title}" for case in cases))
+        print(
+            "\n".join(f"{case.group:8} {case.name:22} {case.how:11} {case.title}" for case in cases)
+        )
         return 0
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="trials.") as temporary:

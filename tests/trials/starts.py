@@ -1,5 +1,6 @@
-"""Many starts that meet an error of the user's, with 2 to 8 ranks on a loaded machine: each must end with
-exactly one message, whole and of at most 15 lines, whether all ranks meet the error or one alone.
+"""Many starts that meet an error of the user's, with 2 to 8 ranks on a loaded machine: each must
+end with exactly one message, whole and of at most 15 lines, whether all ranks meet the error or one
+alone.
 
     python -m tests.trials.starts [--count 100] [--seed 1] [--idle] [--ranks 2,4,8]
 """
@@ -29,7 +30,8 @@ LAYER = "model.layers.1.mlp.down_proj.weight"  # of the last stage, whatever the
 
 @dataclass(frozen=True)
 class Mistake:
-    """An error of the user's: the overrides that make it, what its message must say, on how many ranks."""
+    """An error of the user's: the overrides that make it, what its message must say, on how many
+    ranks."""
 
     name: str
     change: Callable[[Material], list[str]]
@@ -43,28 +45,54 @@ def narrow(material: Material) -> Path:
 
     def write(path: Path) -> None:
         material.copy_of("toy", path)
-        edit_weights(path, lambda tensors: tensors.update({LAYER: tensors[LAYER][:, :-8].contiguous()}))
+        edit_weights(
+            path, lambda tensors: tensors.update({LAYER: tensors[LAYER][:, :-8].contiguous()})
+        )
 
     return material.made("narrow", write)
 
 
 def broken(material: Material) -> Path:
-    rows = ['{"prompt": "a", "answer": "a", "data_source": "x", "extra": {}}', '{"prompt": "b", "ans']
+    rows = [
+        '{"prompt": "a", "answer": "a", "data_source": "x", "extra": {}}',
+        '{"prompt": "b", "ans',
+    ]
     return material.made("broken.jsonl", lambda path: write_rows(path, rows))
 
 
 ALONE = ["parallel=single", "rollout.tensor=1", "batch.prompts_per_step=8"]
 MISTAKES = (
-    Mistake("typo of a key", lambda _: [*ALONE, "optim.learning_rat=1"], (r"optim\.learning_rate",)),
-    Mistake("no such model", lambda _: [*ALONE, "model.path=/nowhere/model"], (r"model\.path", "/nowhere/model")),
-    Mistake("broken data", lambda material: [*ALONE, f"data.train={broken(material)}"], (r"broken\.jsonl", r"\b2\b")),
-    Mistake("wrong sizes", lambda _: ["batch.prompts_per_minibatch=3", "parallel.tensor=16"], (r"prompts_per_minibatch", "16")),
-    Mistake("wrong types", lambda _: [*ALONE, "seed=one", "trainer.num_steps=1.5"], ("seed", r"num_steps")),
     Mistake(
-        "a wrong shape in the last stage", lambda material: ["parallel=pp2", "rollout.tensor=1", f"model.path={narrow(material)}"],
-        ("down_proj", "88|96"), (2, 4, 8), one_rank_alone=True,
+        "typo of a key", lambda _: [*ALONE, "optim.learning_rat=1"], (r"optim\.learning_rate",)
     ),
-)  # fmt: skip
+    Mistake(
+        "no such model",
+        lambda _: [*ALONE, "model.path=/nowhere/model"],
+        (r"model\.path", "/nowhere/model"),
+    ),
+    Mistake(
+        "broken data",
+        lambda material: [*ALONE, f"data.train={broken(material)}"],
+        (r"broken\.jsonl", r"\b2\b"),
+    ),
+    Mistake(
+        "wrong sizes",
+        lambda _: ["batch.prompts_per_minibatch=3", "parallel.tensor=16"],
+        (r"prompts_per_minibatch", "16"),
+    ),
+    Mistake(
+        "wrong types",
+        lambda _: [*ALONE, "seed=one", "trainer.num_steps=1.5"],
+        ("seed", r"num_steps"),
+    ),
+    Mistake(
+        "a wrong shape in the last stage",
+        lambda material: ["parallel=pp2", "rollout.tensor=1", f"model.path={narrow(material)}"],
+        ("down_proj", "88|96"),
+        (2, 4, 8),
+        one_rank_alone=True,
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -79,10 +107,15 @@ class Start:
 
     def line(self) -> str:
         reasons = "; ".join(self.verdict.reasons)
-        return f"{self.number:3}  {self.verdict.name:5} {self.seconds:6.1f} s  {self.ranks} ranks  {self.mistake:32} {reasons}"
+        return (
+            f"{self.number:3}  {self.verdict.name:5} {self.seconds:6.1f} s  {self.ranks} ranks "
+            f" {self.mistake:32} {reasons}"
+        )
 
 
-def started(material: Material, folder: Path, mistake: Mistake, ranks: int) -> tuple[Verdict, Outcome]:
+def started(
+    material: Material, folder: Path, mistake: Mistake, ranks: int
+) -> tuple[Verdict, Outcome]:
     """One start of ``ranks`` processes."""
     place = place_of(material, folder)
     words = toy(material, folder / "run", *mistake.change(material))
@@ -102,8 +135,11 @@ def load(processes: int) -> Iterator[None]:
             process.wait()
 
 
-def campaign(count: int, seed: int, folder: Path, busy: int, ranks: Sequence[int] = RANKS) -> list[Start]:
-    """``count`` starts: the mistakes in turn, the number of ranks drawn; small numbers more often."""
+def campaign(
+    count: int, seed: int, folder: Path, busy: int, ranks: Sequence[int] = RANKS
+) -> list[Start]:
+    """``count`` starts: the mistakes in turn, the number of ranks drawn; small numbers more
+    often."""
     material = Material(folder / "shared")
     material.letters()
     draw = random.Random(seed)
@@ -122,13 +158,21 @@ def campaign(count: int, seed: int, folder: Path, busy: int, ranks: Sequence[int
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.trials.starts", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m tests.trials.starts",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--idle", action="store_true", help="without processes that load the machine")
-    parser.add_argument("--ranks", default=",".join(map(str, RANKS)), help="numbers of ranks to draw from")
-    parser.add_argument("--folder", type=Path, help="where it runs; kept (default: a temporary one)")
+    parser.add_argument(
+        "--idle", action="store_true", help="without processes that load the machine"
+    )
+    parser.add_argument(
+        "--ranks", default=",".join(map(str, RANKS)), help="numbers of ranks to draw from"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where it runs; kept (default: a temporary one)"
+    )
     options = parser.parse_args(argv)
     busy = 0 if options.idle else os.cpu_count() or 1
     sizes = [int(size) for size in options.ranks.split(",")]

@@ -48,7 +48,10 @@ def to(name: str) -> Callable[[Any], Any]:
 
 
 def all_to(name: str) -> Callable[[Path], object]:
-    return weights(lambda tensors: tensors.update({key: to(name)(value) for key, value in tensors.items()}))
+    convert = to(name)
+    return weights(
+        lambda tensors: tensors.update({key: convert(value) for key, value in tensors.items()})
+    )
 
 
 def cut(folder: Path) -> None:
@@ -74,7 +77,8 @@ def sharded(folder: Path) -> dict[str, str]:
 
 
 def _index(folder: Path, where: dict[str, str]) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    index = {"metadata": {}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def index_lies(folder: Path) -> None:
@@ -82,6 +86,16 @@ def index_lies(folder: Path) -> None:
     other = {"model-00001-of-00002.safetensors": "model-00002-of-00002.safetensors"}
     name = min(where)
     _index(folder, where | {name: other[where[name]]})
+
+
+def index_missing(folder: Path) -> None:
+    sharded(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def index_bad(folder: Path) -> None:
+    sharded(folder)
+    (folder / "model.safetensors.index.json").write_text("{")
 
 
 def pickled(folder: Path) -> None:
@@ -98,8 +112,11 @@ def other_head(folder: Path) -> None:
 
 
 def equal_head(folder: Path) -> None:
+    def copy_the_embedding(tensors: dict[str, Any]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
     edit_json(folder / "config.json", tie_word_embeddings=True)
-    edit_weights(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    edit_weights(folder, copy_the_embedding)
 
 
 def tied(folder: Path) -> None:
@@ -111,15 +128,30 @@ def weight_files() -> list[Case]:
     """Weight files that are none."""
     return [
         model_case("mod_trunc_st", "a cut weight file", cut, Refused((WEIGHTS,), before="engine")),
-        model_case("mod_zero_st", "a weight file of zeros", bytes_of(bytes(5000)), Refused((WEIGHTS,), before="engine")),
-        model_case("mod_empty_st", "an empty weight file", bytes_of(b""), Refused((WEIGHTS,), before="engine")),
+        model_case(
+            "mod_zero_st",
+            "a weight file of zeros",
+            bytes_of(bytes(5000)),
+            Refused((WEIGHTS,), before="engine"),
+        ),
+        model_case(
+            "mod_empty_st",
+            "an empty weight file",
+            bytes_of(b""),
+            Refused((WEIGHTS,), before="engine"),
+        ),
         model_case(
             "mod_header_bomb",
             "a header of 2**60 bytes",
             bytes_of((2**60).to_bytes(8, "little") + bytes(100)),
             Refused((WEIGHTS,), before="engine"),
         ),
-        model_case("mod_lfs_pointer", "a pointer of Git LFS", bytes_of(POINTER.encode()), Refused((WEIGHTS, "LFS"), before="engine")),
+        model_case(
+            "mod_lfs_pointer",
+            "a pointer of Git LFS",
+            bytes_of(POINTER.encode()),
+            Refused((WEIGHTS, "LFS"), before="engine"),
+        ),
         model_case(
             "mod_lfs_tokenizer",
             "a pointer for tokenizer.json",
@@ -127,26 +159,28 @@ def weight_files() -> list[Case]:
             Refused((r"tokenizer", "LFS")),
         ),
         model_case(
-            "mod_index_lies", "an index that names the wrong file", index_lies, Refused((r"index\.json|" + WEIGHTS,), before="engine")
+            "mod_index_lies",
+            "an index that names the wrong file",
+            index_lies,
+            Refused((r"index\.json|" + WEIGHTS,), before="engine"),
         ),
         model_case(
             "mod_index_missing",
             "an index that names no file",
-            lambda folder: (sharded(folder), (folder / "model-00002-of-00002.safetensors").unlink()),
+            index_missing,
             Refused((r"model-00002",), before="engine"),
         ),
         model_case(
             "mod_index_bad",
             "an index that is no JSON",
-            lambda folder: (sharded(folder), (folder / "model.safetensors.index.json").write_text("{")),
+            index_bad,
             Refused((r"index\.json",), before="engine"),
         ),
     ]
 
 
-def weights_inside() -> list[Case]:
-    """Tensors that are missing, odd or no numbers."""
-    finite = ("finite|nan|inf", "down_proj|layers")
+def tensors() -> list[Case]:
+    """Tensors that are missing, unknown or of another shape."""
     head = "lm_head.weight"
     return [
         model_case(
@@ -161,16 +195,40 @@ def weights_inside() -> list[Case]:
             weights(lambda found: found.update({"foo.weight": found["model.norm.weight"].clone()})),
             Refused(("unknown", r"foo\.weight"), before="engine"),
         ),
-        model_case("mod_no_head", "not tied and no head", weights(lambda found: found.pop(head)), Refused((r"lm_head",), before="engine")),
+        model_case(
+            "mod_no_head",
+            "not tied and no head",
+            weights(lambda found: found.pop(head)),
+            Refused((r"lm_head",), before="engine"),
+        ),
         model_case(
             "mod_shape",
             "a matrix of another shape",
             first_matrix(lambda tensor: tensor[:, :-8].contiguous()),
             Refused(("down_proj", "96|88"), before="engine"),
         ),
-        model_case("mod_one_nan", "a row of NaN", first_matrix(one_nan), Refused(finite, before="engine")),
-        model_case("mod_all_nan", "a matrix of NaN", first_matrix(lambda tensor: tensor * float("nan")), Refused(finite, before="engine")),
-        model_case("mod_inf", "one infinite weight", first_matrix(one_inf), Refused(finite, before="engine")),
+    ]
+
+
+def numbers() -> list[Case]:
+    """Numbers that are not finite, or of formats that no model is trained in."""
+    finite = ("finite|nan|inf", "down_proj|layers")
+    return [
+        model_case(
+            "mod_one_nan", "a row of NaN", first_matrix(one_nan), Refused(finite, before="engine")
+        ),
+        model_case(
+            "mod_all_nan",
+            "a matrix of NaN",
+            first_matrix(lambda tensor: tensor * float("nan")),
+            Refused(finite, before="engine"),
+        ),
+        model_case(
+            "mod_inf",
+            "one infinite weight",
+            first_matrix(one_inf),
+            Refused(finite, before="engine"),
+        ),
         model_case(
             "mod_nan_norm",
             "a norm of NaN",
@@ -178,7 +236,10 @@ def weights_inside() -> list[Case]:
             Refused(("finite|nan",), before="engine"),
         ),
         model_case(
-            "mod_int8_tensor", "an int8 matrix", first_matrix(to("int8")), Refused(("down_proj", "int8|float|dtype"), before="engine")
+            "mod_int8_tensor",
+            "an int8 matrix",
+            first_matrix(to("int8")),
+            Refused(("down_proj", "int8|float|dtype"), before="engine"),
         ),
         model_case(
             "mod_fp8_tensor",
@@ -186,8 +247,15 @@ def weights_inside() -> list[Case]:
             first_matrix(to("float8_e4m3fn")),
             Refused(("down_proj", "float8|fp8|dtype|format"), before="engine"),
         ),
-        model_case("mod_head_differs", "said to be tied, another head", other_head, Refused((r"lm_head", "tie"), before="engine")),
-        model_case("mod_bin", "weights as .bin only", pickled, Refused(("safetensors",), before="engine")),
+        model_case(
+            "mod_head_differs",
+            "said to be tied, another head",
+            other_head,
+            Refused((r"lm_head", "tie"), before="engine"),
+        ),
+        model_case(
+            "mod_bin", "weights as .bin only", pickled, Refused(("safetensors",), before="engine")
+        ),
     ]
 
 
@@ -203,7 +271,13 @@ def forms() -> list[Case]:
         model_case("mod_sharded", "two files and an index", sharded, Ends()),
         model_case("mod_bf16", "weights in bfloat16", all_to("bfloat16"), Ends()),
         model_case("mod_f16", "weights in float16", all_to("float16"), Ends()),
-        model_case("mod_f64", "weights in float64", all_to("float64"), Ends(), Refused(("float64|dtype",), before="engine")),
+        model_case(
+            "mod_f64",
+            "weights in float64",
+            all_to("float64"),
+            Ends(),
+            Refused(("float64|dtype",), before="engine"),
+        ),
         model_case(
             "mod_mixed",
             "one matrix in bfloat16",
@@ -212,8 +286,20 @@ def forms() -> list[Case]:
             Refused(("down_proj|number format|dtype",), before="engine"),
         ),
         model_case("mod_eos_list", "two end tokens", settings(eos_token_id=[1, 0]), Ends()),
-        model_case("mod_more_files", "files that do not belong", lambda folder: (folder / "notes.txt").write_text("x"), Ends()),
-        Case("mod_pickle", "model", "a pickle that runs code", pickle_runs, (Refused(("safetensors",), before="engine"), Ends()), "warm"),
+        model_case(
+            "mod_more_files",
+            "files that do not belong",
+            lambda folder: (folder / "notes.txt").write_text("x"),
+            Ends(),
+        ),
+        Case(
+            "mod_pickle",
+            "model",
+            "a pickle that runs code",
+            pickle_runs,
+            (Refused(("safetensors",), before="engine"), Ends()),
+            "warm",
+        ),
     ]
 
 
@@ -225,7 +311,9 @@ def pickle_runs(place: Place) -> Outcome:
     (model / "pytorch_model.bin").write_bytes(harmful_pickle(proof))
     outcome = place.warm(small(model, place.material.rows(), place.folder / "run"))
     wrong = ["the pickle ran code"] if proof.exists() else []
-    return outcome.noting([*wrong, *(looks.not_trained(place.folder / "run") if outcome.code else [])])
+    if outcome.code:
+        wrong += looks.not_trained(place.folder / "run")
+    return outcome.noting(wrong)
 
 
 def harmful_pickle(proof: Path) -> bytes:
@@ -241,4 +329,4 @@ def harmful_pickle(proof: Path) -> bytes:
 
 
 def cases() -> list[Case]:
-    return [*weight_files(), *weights_inside(), *forms()]
+    return [*weight_files(), *tensors(), *numbers(), *forms()]

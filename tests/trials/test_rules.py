@@ -7,9 +7,19 @@ import pytest
 from tests.trials.groups import all_cases
 from tests.trials.record import Row, record, table
 from tests.trials.run import chosen, passed
-from tests.trials.verdicts import Dies, Ends, Outcome, Refused, Verdict, judge, message, without_torchrun
+from tests.trials.verdicts import (
+    Dies,
+    Ends,
+    Outcome,
+    Refused,
+    Verdict,
+    judge,
+    message,
+    without_torchrun,
+)
 
-BOX = """E1121 12:00:00.000000 77 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 1) local_rank: 0
+BOX = """E1121 12:00:00.000000 77 torch/distributed/elastic/multiprocessing/api.py:984] \
+failed (exitcode: 1) local_rank: 0
 Traceback (most recent call last):
   File "<frozen runpy>", line 198, in _run_module_as_main
   File "/v/torch/distributed/run.py", line 995, in <module>
@@ -25,11 +35,16 @@ Root Cause (first observed failure):
 ============================================================
 """
 CLEAR = "error: 1 problem in the configuration:\n  - optim.beta1 = 1.0: must be below 1; lower it\n"
-OURS = "Traceback (most recent call last):\n  File \"/r/megatron_rl/train.py\", line 3, in main\n    x()\nKeyError: 'y'\n"
+OURS = (
+    'Traceback (most recent call last):\n  File "/r/megatron_rl/train.py", line 3, in main\n   '
+    " x()\nKeyError: 'y'\n"
+)
 BETA = Refused((r"optim\.beta1",))
 
 
-def verdict(text: str, *expected: Refused | Ends | Dies, code: int | None = 1, seconds: float = 3.0) -> str:
+def verdict(
+    text: str, *expected: Refused | Ends | Dies, code: int | None = 1, seconds: float = 3.0
+) -> str:
     return judge(expected or (BETA,), Outcome(code, text, seconds)).name
 
 
@@ -100,7 +115,10 @@ def test_the_program_fails_on_one_bad_or_many_poor():
 
     def rows(good: int, poor: int, bad: int) -> list[Row]:
         names = ["good"] * good + ["poor"] * poor + ["bad"] * bad
-        return [Row(case, Verdict(name, ("reason",) if name != "good" else ()), 1.0, "said") for name in names]
+        return [
+            Row(case, Verdict(name, ("reason",) if name != "good" else ()), 1.0, "said")
+            for name in names
+        ]
 
     assert passed(rows(95, 5, 0))
     assert not passed(rows(94, 6, 0))
@@ -110,7 +128,12 @@ def test_the_program_fails_on_one_bad_or_many_poor():
 
 
 def test_the_record_holds_no_path_of_a_machine(tmp_path):
-    row = Row(all_cases()[0], Verdict("bad", (f"lost {tmp_path}/run",)), 1.0, f"error: {tmp_path}/data.jsonl: no \u00e9")
+    row = Row(
+        all_cases()[0],
+        Verdict("bad", (f"lost {tmp_path}/run",)),
+        1.0,
+        f"error: {tmp_path}/data.jsonl: no \u00e9",
+    )
     text = record([row], 60.0)
     assert str(tmp_path) not in text
     assert text.isascii()

@@ -1,8 +1,8 @@
 """The rules that make a verdict of what a command did: good, poor or bad.
 
-bad: a promised command fails, an error without a message, lost data, no end within the limit, a wrong
-result without a word, processes left behind. poor: late, a traceback, more than 15 lines, a message
-that lacks the key or what to do, silence about something harmless. good: anything else.
+bad: a promised command fails, an error without a message, lost data, no end within the limit, a
+wrong result without a word, processes left behind. poor: late, a traceback, more than 15 lines, a
+message that lacks the key or what to do, silence about something harmless. good: anything else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 MAX_LINES = 15
-ERROR = re.compile(r"^(?:\S+: )?(?:\[rank \d+\] )?error: |^plan_sync: --?\w|^plan_sync: \w+=", re.MULTILINE)
+ERROR = re.compile(
+    r"^(?:\S+: )?(?:\[rank \d+\] )?error: |^plan_sync: --?\w|^plan_sync: \w+=", re.MULTILINE
+)
 # What a message must say besides the key or the file: something to do. Deliberately generous in its
 # words, for the wording belongs to the package; a bare "invalid value" does not pass.
 REMEDY = re.compile(
@@ -20,7 +22,7 @@ REMEDY = re.compile(
     r"quote|start|stop|delete|free|check|add|name|pull|fetch|convert|merge|download|upgrade|update|"
     r"must|should|one of|there are|see|make|divisor|needs?|pass|wait|try|repair|load|leave|keep|"
     r"increase|end|kill|put|login|log in|mount|spell|pick|split|restore|reinstall|allows?|"
-    r"type|mend|here it is|shows|is it up)\b",
+    r"type|mend|fix|here it is|shows|is it up)\b",
     re.IGNORECASE,
 )
 BUILT = {
@@ -96,7 +98,11 @@ class Dies:
     """
 
     says: tuple[str, ...] = ()
-    consequences: tuple[str, ...] = ("GLHF", "Connection reset by peer", "Connection closed by peer")
+    consequences: tuple[str, ...] = (
+        "GLHF",
+        "Connection reset by peer",
+        "Connection closed by peer",
+    )
     codes: tuple[int, ...] = (1,)
     within_s: float = 120.0
     max_lines: int = MAX_LINES
@@ -148,7 +154,12 @@ def _against(expected: Expected, outcome: Outcome) -> list[tuple[str, str]]:
 
 def _not_ended(expected: Ends, outcome: Outcome) -> list[tuple[str, str]]:
     if outcome.code not in expected.codes:
-        return [("bad", f"should work, ended with exit code {outcome.code}: {first_words(outcome.text)}")]
+        return [
+            (
+                "bad",
+                f"should work, ended with exit code {outcome.code}: {first_words(outcome.text)}",
+            )
+        ]
     kind = "bad" if expected.harm else "poor"
     missing = [pattern for pattern in expected.says if not _search(pattern, outcome.text)]
     found = [(kind, f"not said: {pattern}") for pattern in missing]
@@ -164,9 +175,16 @@ def _not_died(expected: Dies, outcome: Outcome) -> list[tuple[str, str]]:
         return [("bad", "exit code 0 although it was ended from outside")]
     found = [] if outcome.code in expected.codes else [("poor", f"exit code {outcome.code}")]
     missing = [pattern for pattern in expected.says if not _search(pattern, outcome.text)]
-    found += [("bad" if len(missing) == len(expected.says) else "poor", f"not said: {pattern}") for pattern in missing]
+    found += [
+        ("bad" if len(missing) == len(expected.says) else "poor", f"not said: {pattern}")
+        for pattern in missing
+    ]
     said = message(outcome.text)
-    found += [("poor", f"a consequence is shown: {word}") for word in expected.consequences if word in said]
+    found += [
+        ("poor", f"a consequence is shown: {word}")
+        for word in expected.consequences
+        if word in said
+    ]
     if "Traceback (most recent" in said and not expected.fault:
         found.append(("poor", "traceback"))
     lines = [line for line in said.splitlines() if line.strip()]
@@ -194,7 +212,11 @@ def _not_refused(expected: Refused, outcome: Outcome) -> list[tuple[str, str]]:
         found.append(("poor", f"{len(lines)} lines"))
     if len(ERROR.findall(without_torchrun(outcome.text))) > 1:
         found.append(("poor", "more than one message"))
-    found += [("poor", f"unclear: no /{pattern}/") for pattern in expected.says if not _search(pattern, said)]
+    found += [
+        ("poor", f"unclear: no /{pattern}/")
+        for pattern in expected.says
+        if not _search(pattern, said)
+    ]
     if not REMEDY.search(said):
         found.append(("poor", "unclear: nothing to do is named"))
     if expected.before and BUILT[expected.before].search(outcome.text):

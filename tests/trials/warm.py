@@ -1,9 +1,10 @@
-"""A process that has imported the engines once and forks for each case, so that a case costs the seconds
-of its own work. The fork happens before any process group or engine exists; the child does everything
-and ends by ``os._exit``.
+"""A process that has imported the engines once and forks for each case, so that a case costs the
+seconds of its own work. The fork happens before any process group or engine exists; the child does
+everything and ends by ``os._exit``.
 
 Server (``python -m tests.trials.warm``): reads one JSON request a line, ``{"id", "argv" or "score",
-"log", "cwd", "env"}``; writes ``{"id", "pid"}`` when the child runs and ``{"id", "code"}`` when it ended.
+"log", "cwd", "env"}``; writes ``{"id", "pid"}`` when the child runs and ``{"id", "code"}`` when it
+ended.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from typing import Any
 def serve(answers: int) -> None:
     """Runs until standard input closes. ``answers``: file descriptor for the JSON answers; what the
     libraries print at import goes to standard output and is nobody's answer."""
-    import megatron_rl.policy.machine
+    import megatron_rl.planning.at_start
+    import megatron_rl.policy.hardware
     import megatron_rl.train
-    import megatron_rl.trainer.build
-    import megatron_rl.trainer.memory_plan  # noqa: F401
+    import megatron_rl.trainer.build  # noqa: F401
 
     running: dict[int, str] = {}
     _say(answers, {"id": "ready"})
@@ -90,14 +91,17 @@ def _child(request: Mapping[str, Any], answers: int) -> None:
 
 
 def _note_builds() -> None:
-    """A line of our own when policy and engine begin to be built: the texts of the package may change."""
+    """A line of our own when policy and engine begin to be built: the texts of the package may
+    change."""
+    from megatron_rl.engine.engine import VllmEngine
     from megatron_rl.policy.megatron_policy import MegatronPolicy
-    from megatron_rl.rollout.engine import VllmEngine
 
     for name, part in (("policy", MegatronPolicy), ("engine", VllmEngine)):
         original = part.__init__
 
-        def noting(self: Any, *args: Any, _name: str = name, _original: Any = original, **knobs: Any) -> None:
+        def noting(
+            self: Any, *args: Any, _name: str = name, _original: Any = original, **knobs: Any
+        ) -> None:
             print(f"built: {_name}", flush=True)
             _original(self, *args, **knobs)
 

@@ -11,14 +11,24 @@ from megatron_rl.config.schema import Config, PrecisionConfig
 from megatron_rl.policy.families import Architecture, architecture_from
 
 SMALL: dict[str, Any] = dict(
-    hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, vocab_size=128, tie_word_embeddings=False
+    hidden_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_hidden_layers=2,
+    vocab_size=128,
+    tie_word_embeddings=False,
 )
 DENSE = architecture_from(Qwen2Config(**SMALL, intermediate_size=96), "Qwen2ForCausalLM")
 
 
 def experts(number: int) -> Architecture:
     config = Qwen3MoeConfig(
-        **SMALL, head_dim=16, num_experts=number, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
+        **SMALL,
+        head_dim=16,
+        num_experts=number,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
     )
     return architecture_from(config, "Qwen3MoeForCausalLM")
 

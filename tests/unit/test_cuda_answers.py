@@ -1,5 +1,5 @@
-"""Every place that asks whether there is a CUDA device is run here with the answer yes; what it calls
-of the device is played."""
+"""Every place that asks whether there is a CUDA device is run here with the answer yes; what it
+calls of the device is played."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_rl.config.hardware import Machine
 from megatron_rl.config.load import compose, validate
-from megatron_rl.config.machine import Machine
 from megatron_rl.config.schema import Config, RolloutConfig
 from tests.unit.cuda_sites import askers, sites
 
@@ -66,19 +66,19 @@ def rollout(**more: Any) -> RolloutConfig:
     return RolloutConfig(**{**compose("rollout/vllm"), "stop": (), **more})
 
 
-@asked_at("runtime.cpu:platform")
+@asked_at("runtime.device:platform")
 def nothing_is_replaced(_: Patch, __: Any) -> None:
-    from megatron_rl.runtime import cpu
+    from megatron_rl.runtime.device import STAND_INS, platform
 
-    before = {name: getattr(torch.cuda, name) for name in cpu.STAND_INS}
-    with cpu.platform():
-        assert {name: getattr(torch.cuda, name) for name in cpu.STAND_INS} == before
+    before = {name: getattr(torch.cuda, name) for name in STAND_INS}
+    with platform():
+        assert {name: getattr(torch.cuda, name) for name in STAND_INS} == before
         assert torch.zeros(1).type() == "torch.FloatTensor", "a function mode is in force"
 
 
-@asked_at("runtime.cpu:device")
+@asked_at("runtime.device:device")
 def the_device_is_this_rank_s(_: Patch, __: Any) -> None:
-    from megatron_rl.runtime.cpu import device
+    from megatron_rl.runtime.device import device
 
     assert device() == torch.device("cuda", 3)
 
@@ -89,7 +89,14 @@ def nccl_beside_gloo(patch: Patch, _: Any) -> None:
 
     seen: dict[str, Any] = {}
     control = object()
-    given = dict(RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=1)
+    given = dict(
+        RANK=1,
+        WORLD_SIZE=2,
+        LOCAL_RANK=1,
+        LOCAL_WORLD_SIZE=2,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=1,
+    )
     for name, value in given.items():
         patch.setenv(name, str(value))
 
@@ -157,49 +164,51 @@ def samples_come_from_the_engine_of_a_gpu(_: Patch, folder: Any) -> None:
     assert compose("rollout/vllm") != compose("rollout/vllm_cpu")
 
 
-@asked_at("trainer.memory_plan:smallest_room")
+@asked_at("planning.at_start:smallest_room")
 def the_smallest_device_and_host_count(patch: Patch, _: Any) -> None:
-    from megatron_rl.policy import memory
-    from megatron_rl.trainer import memory_plan
+    from megatron_rl.planning import at_start
+    from megatron_rl.planning.phases import Room
 
-    patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
-    patch.setattr(memory_plan, "available_gib", lambda: 512.0)
+    patch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB)
+    )
+    patch.setattr(at_start, "available_gib", lambda: 512.0)
     world = SimpleNamespace(local_size=8, all_gather=lambda mine: [mine, (79.0, 100.0)])
-    assert memory_plan.smallest_room(world) == memory.Room("cuda", 79.0, 64.0)
+    assert at_start.smallest_room(world) == Room("cuda", 79.0, 64.0)
 
 
-@asked_at("policy.cpu:_without_cuda")
-@asked_at("policy.cpu:")
+@asked_at("policy.remedies:_without_cuda")
+@asked_at("policy.remedies:")
 def no_remedy_for_a_cpu_is_installed(patch: Patch, _: Any) -> None:
     from megatron.core.tensor_parallel import random as megatron_random
 
-    from megatron_rl.policy import cpu
+    from megatron_rl.policy import remedies
 
-    assert not cpu._without_cuda()
-    needed = [remedy.name for remedy in cpu.REMEDIES if remedy.needed()]
+    assert not remedies._without_cuda()
+    needed = [remedy.name for remedy in remedies.REMEDIES if remedy.needed()]
     assert set(needed) <= {"te_general_gemm"}, needed
     # A new process, where nobody has made a tracker yet.
-    patch.setattr(cpu, "REMEDIES", ())
+    patch.setattr(remedies, "REMEDIES", ())
     patch.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER", None)
     patch.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False)
-    cpu.apply()
+    remedies.apply()
     tracker = megatron_random.get_cuda_rng_tracker()
     with tracker.fork(), tracker.fork(megatron_random.get_expert_parallel_rng_tracker_name()):
         pass
     assert not tracker.is_initialized(), "layers of Transformer Engine would take it"
 
 
-@asked_at("policy.machine:this_machine")
+@asked_at("policy.hardware:this_machine")
 def the_facts_of_a_gpu(patch: Patch, _: Any) -> None:
-    from megatron_rl.policy import machine
+    from megatron_rl.policy import hardware
 
     patch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    patch.setattr(machine, "transformer_engine_version", lambda: "2.11.0")
-    machine.this_machine.cache_clear()
+    patch.setattr(hardware, "transformer_engine_version", lambda: "2.11.0")
+    hardware.this_machine.cache_clear()
     try:
-        assert machine.this_machine() == Machine((9, 0), "2.11.0", "transformer_engine")
+        assert hardware.this_machine() == Machine((9, 0), "2.11.0", "transformer_engine")
     finally:
-        machine.this_machine.cache_clear()
+        hardware.this_machine.cache_clear()
 
 
 @asked_at("policy.model:transformer_config")
@@ -211,7 +220,10 @@ def weights_are_made_on_the_device(patch: Patch, _: Any) -> None:
     patch.setattr(model, "this_machine", lambda: Machine((9, 0), None, "torch"))
     assert not model.transformer_config(DENSE, parallel(), precision()).use_cpu_initialization
     split = parallel(tensor=2, sequence=True, expert_tensor=2)
-    assert model.transformer_config(EXPERTS, split, precision()).moe_token_dispatcher_type == "alltoall"
+    assert (
+        model.transformer_config(EXPERTS, split, precision()).moe_token_dispatcher_type
+        == "alltoall"
+    )
 
 
 @asked_at("policy.model:one_length")
@@ -222,7 +234,9 @@ def micro_batches_of_a_pipeline_have_one_length(patch: Patch, _: Any) -> None:
 
     assert model.one_length()
     patch.setattr(model, "this_machine", lambda: Machine((9, 0), None, "torch"))
-    assert not model.transformer_config(DENSE, parallel(pipeline=2), precision()).variable_seq_lengths
+    assert not model.transformer_config(
+        DENSE, parallel(pipeline=2), precision()
+    ).variable_seq_lengths
 
 
 @asked_at("policy.model:build_chunks")
@@ -243,14 +257,16 @@ def chunks_go_to_the_device(patch: Patch, _: Any) -> None:
     patch.setattr(model, "layer_spec", lambda *_: None)
     for end in ("first", "last"):
         patch.setattr(model.parallel_state, f"is_pipeline_{end}_stage", lambda **_: True)
-    config = SimpleNamespace(virtual_pipeline_model_parallel_size=2, tensor_model_parallel_size=1, bf16=False)
+    config = SimpleNamespace(
+        virtual_pipeline_model_parallel_size=2, tensor_model_parallel_size=1, bf16=False
+    )
     chunks = model.build_chunks(config, DENSE, None, 8, 64)
     assert len(chunks) == 2 and moved == [3, 3]
 
 
-@asked_at("rollout.engine:engine_arguments")
+@asked_at("engine.arguments:engine_arguments")
 def a_share_of_the_gpu_and_sleep(_: Patch, __: Any) -> None:
-    from megatron_rl.rollout.engine import engine_arguments
+    from megatron_rl.engine.arguments import engine_arguments
 
     found = engine_arguments("m", rollout(gpu_memory_utilization=0.4, sleep_level=2), 1)
     assert (found["gpu_memory_utilization"], found["enable_sleep_mode"]) == (0.4, True)
@@ -258,13 +274,18 @@ def a_share_of_the_gpu_and_sleep(_: Patch, __: Any) -> None:
     assert not engine_arguments("m", rollout(sleep_level=0), 1)["enable_sleep_mode"]
 
 
-@asked_at("rollout.engine:prepare_import")
+@asked_at("engine.side_effects:prepare_import")
 def vllm_may_compile(patch: Patch, _: Any) -> None:
     import os
 
-    from megatron_rl.rollout.engine import prepare_import
+    from megatron_rl.engine.side_effects import prepare_import
 
-    names = ("TORCHDYNAMO_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS")
+    names = (
+        "TORCHDYNAMO_DISABLE",
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+        "VLLM_LOGGING_LEVEL",
+        "VLLM_NO_USAGE_STATS",
+    )
     for name in names:
         patch.setenv(name, "")  # noted, so that it is put back
         patch.delenv(name)
@@ -273,9 +294,10 @@ def vllm_may_compile(patch: Patch, _: Any) -> None:
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
-@asked_at("rollout.engine:VllmEngine.__init__")
+@asked_at("engine.engine:VllmEngine._build")
+@asked_at("engine.engine:VllmEngine.__init__")
 def the_engine_can_sleep(patch: Patch, folder: Any) -> None:
-    from megatron_rl.rollout import engine
+    from megatron_rl.engine import engine
 
     class Llm:
         def __init__(self, **arguments: Any) -> None:
@@ -305,9 +327,9 @@ def the_engine_can_sleep(patch: Patch, folder: Any) -> None:
     assert built._llm.slept == [2] and built.weight_version == -1
 
 
-@asked_at("rollout.engine:check_start")
+@asked_at("engine.requirements:check_start")
 def segments_that_cannot_be_shared_are_refused(patch: Patch, _: Any) -> None:
-    from megatron_rl.rollout.engine import check_start
+    from megatron_rl.engine.requirements import check_start
 
     patch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     check_start(rollout(tensor=1))
@@ -315,9 +337,9 @@ def segments_that_cannot_be_shared_are_refused(patch: Patch, _: Any) -> None:
         check_start(rollout(tensor=2))
 
 
-@asked_at("rollout.streams:EngineStream.__init__")
+@asked_at("engine.streams:EngineStream.__init__")
 def the_engine_works_in_a_stream_of_its_own(patch: Patch, _: Any) -> None:
-    from megatron_rl.rollout.streams import EngineStream
+    from megatron_rl.engine.streams import EngineStream
 
     class Stream:
         def __init__(self) -> None:

@@ -17,8 +17,8 @@ from megatron_rl.loss import ResponseBatch, TokenBatch, load_method
 from megatron_rl.plugins import load_plugins, loaded, sources
 from megatron_rl.policy.families import read_architecture
 from megatron_rl.runtime.launch import World
+from megatron_rl.trainer.experience import Response
 from megatron_rl.trainer.hooks import RolloutHooks
-from megatron_rl.trainer.rollouts import Response
 from megatron_rl.types import Completion, Prompt, Score
 from tests.launch import REPO
 
@@ -39,7 +39,8 @@ def batch(rewards: list[float], lengths: list[int]) -> ResponseBatch:
 
 
 def test_the_estimator_cuts_the_z_score():
-    """One of eight right: z = 7/8 / (sqrt(7)/8) = sqrt(7) = 2.65, cut at 1.5; the others -1/sqrt(7)."""
+    """One of eight right: z = 7/8 / (sqrt(7)/8) = sqrt(7) = 2.65, cut at 1.5; the others
+    -1/sqrt(7)."""
     load("clipped_advantage")
     method = load_method("clipped_grpo", ["eps=0"])
     found = method.credit(batch([1, 0, 0, 0, 0, 0, 0, 0], [5] * 8)).advantages
@@ -66,7 +67,8 @@ def test_the_shaper_takes_from_long_correct_responses():
 
 
 def test_the_policy_loss_clips_from_above():
-    """Ratios 1.5 and 0.5, advantages 2 and -1: -1.2 * 2 = -2.4 and 0.5 * 1 = 0.5; their mean is -0.95.
+    """Ratios 1.5 and 0.5, advantages 2 and -1: -1.2 * 2 = -2.4 and 0.5 * 1 = 0.5; their mean is
+    -0.95.
     The clipped token has no gradient, the other one d(rho)/d(logp) = 0.5, halved by the mean."""
     load("one_sided")
     method = load_method(
@@ -76,7 +78,7 @@ def test_the_policy_loss_clips_from_above():
     tokens = TokenBatch(
         logprobs=logprobs,
         old_logprobs=torch.zeros(2, dtype=torch.float64),
-        response_ids=torch.tensor([0, 1]),
+        response_index=torch.tensor([0, 1]),
         loss_mask=torch.tensor([True, True]),
         advantages=torch.tensor([2.0, -1.0], dtype=torch.float64),
         kl_weights=torch.ones(2, dtype=torch.float64),

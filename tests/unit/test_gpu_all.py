@@ -1,5 +1,5 @@
-"""The program that runs everything for a GPU: in order, nothing behind a failure; what fails or hangs is a row, what it started is gone;
-all of it runs on a CPU when tiny."""
+"""The program that runs everything for a GPU: in order, nothing behind a failure; what fails or
+hangs is a row, what it started is gone; all of it runs on a CPU when tiny."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def test_results_become_rows(tmp_path):
     assert lines[3] == "| it | x | seconds 2 |  |"
 
 
-@pytest.mark.parametrize(("program", "failure"), [("raise SystemExit(3)", "exit code 3"), ("", "no results")])
+@pytest.mark.parametrize(
+    ("program", "failure"), [("raise SystemExit(3)", "exit code 3"), ("", "no results")]
+)
 def test_a_failure_is_a_row_and_old_results_do_not_count(tmp_path, program, failure):
     (tmp_path / "results.json").write_text('[{"seconds": 1.0}]')
     found = outcome(tmp_path, program)
@@ -66,18 +68,42 @@ def test_what_does_not_end_is_ended_with_its_children(tmp_path):
 
 def test_unknown_names_are_refused():
     assert [one.name for one in gpu_all.chosen("steps,policy", dry_run=True)] == ["steps", "policy"]
-    with pytest.raises(ValueError, match="--only: polcy: no such part; there are probe, test_policy, test_engine, waits, policy, logprob,"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "--only: polcy: no such part; there are probe, test_policy, test_engine, waits, policy,"
+            " logprob,"
+        ),
+    ):
         gpu_all.chosen("polcy", dry_run=False)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
-    done = subprocess.run([sys.executable, SCRIPT, "--folder", tmp_path / "x"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--folder", tmp_path / "x"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 2 and done.stdout == "" and not (tmp_path / "x").exists()
-    assert done.stderr == "error: no CUDA device on this machine; --dry-run runs everything with tiny models\n"
+    assert (
+        done.stderr
+        == "error: no CUDA device on this machine; --dry-run runs everything with tiny models\n"
+    )
 
 
-ORDER = ["probe", "test_policy", "test_engine", "waits", "policy", "logprob", "refit", "refit_plan", "steps"]
+ORDER = [
+    "probe",
+    "test_policy",
+    "test_engine",
+    "waits",
+    "policy",
+    "logprob",
+    "refit",
+    "refit_plan",
+    "steps",
+]
 
 
 def test_what_decides_much_comes_first():
@@ -101,28 +127,52 @@ def test_behind_a_failure_nothing_is_run(tmp_path):
     assert [one.failure for one in found] == [None, "exit code 1", "not run", "not run"]
     lines = gpu_all.table(found).splitlines()
     assert lines[-3].startswith("| it | FAILED | exit code 1 |")
-    assert lines[-2:] == ["| policy | NOT RUN | waits failed | |", "| steps | NOT RUN | waits failed | |"]
+    assert lines[-2:] == [
+        "| policy | NOT RUN | waits failed | |",
+        "| steps | NOT RUN | waits failed | |",
+    ]
 
 
 @pytest.mark.full
 def test_every_part_runs_with_a_tiny_model(tmp_path):
-    run([sys.executable, str(SCRIPT), "--folder", str(tmp_path), "--dry-run", "--limit-s", "120"], timeout=290)
+    run(
+        [sys.executable, str(SCRIPT), "--folder", str(tmp_path), "--dry-run", "--limit-s", "120"],
+        timeout=290,
+    )
     rows = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in ORDER}
     outcomes = {row["probe"]: row["outcome"] for row in rows["probe"]}
     if not torch.cuda.is_available():
         done = {name for name, outcome in outcomes.items() if outcome == "PASS"}
-        assert done == {"head_gradient", "emptied_storage", "clipped_gradients"} and set(outcomes.values()) == {"PASS", "SKIP"}
-        assert all(row["outcome"].startswith("skipped: no CUDA device") for row in rows["test_policy"] + rows["test_engine"])
+        assert done == {"head_gradient", "emptied_storage", "clipped_gradients"} and set(
+            outcomes.values()
+        ) == {"PASS", "SKIP"}
+        assert all(
+            row["outcome"].startswith("skipped: no CUDA device")
+            for row in rows["test_policy"] + rows["test_engine"]
+        )
         assert [row["waits"] for row in rows["waits"]] == ["not counted: no CUDA device"] * 2
     bf16, fp8, *kernels = rows["policy"]
     assert bf16["x bf16"] == 1.0 and bf16["share"] > 0 and len(kernels) >= 10
     assert bf16["update_s"] > bf16["logprobs_s"] > 0 and bf16["difference_max"] == 0
     assert "refused" in fp8 if not torch.cuda.is_available() else fp8["difference_max"] > 0
     logprobs = [row["mean_logprob"] for row in rows["logprob"]]
-    assert len(logprobs) == 8 and max(logprobs) - min(logprobs) < 0.02, "eight ways to the same numbers, in bfloat16"
+    assert len(logprobs) == 8 and max(logprobs) - min(logprobs) < 0.02, (
+        "eight ways to the same numbers, in bfloat16"
+    )
     assert rows["refit"][0]["weights_GB"] == rows["refit_plan"][0]["weights_GB"] > 0
-    assert {row["memory of"] for row in rows["refit"][1:]} >= {"offload_host", "sync_host", "generate_host", "reload_host"}
+    assert {row["memory of"] for row in rows["refit"][1:]} >= {
+        "offload_host",
+        "sync_host",
+        "generate_host",
+        "reload_host",
+    }
     steps = rows["steps"][0]
-    assert steps["step_s"] >= steps["update_s"] > 0 and steps["mismatch max"] < (1.0 if torch.cuda.is_available() else 1e-4)
+    assert steps["step_s"] >= steps["update_s"] > 0 and steps["mismatch max"] < (
+        1.0 if torch.cuda.is_available() else 1e-4
+    )
     record = (tmp_path / "record.md").read_text()
-    assert record.startswith("# GPU benchmarks\n") and "FAILED" not in record and "| steps | defaults | steps 1, step_s" in record
+    assert (
+        record.startswith("# GPU benchmarks\n")
+        and "FAILED" not in record
+        and "| steps | defaults | steps 1, step_s" in record
+    )

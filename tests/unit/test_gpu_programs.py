@@ -1,4 +1,5 @@
-"""Parts of the GPU programs that need no GPU: the number of operations of an update, what is compared with what, rows of reports."""
+"""Parts of the GPU programs that need no GPU: the number of operations of an update, what is
+compared with what, rows of reports."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ def test_waits_are_counted_by_their_place(monkeypatch):
 
 
 def test_attention_by_hand_is_that_of_whole_sequences():
-    """Two sequences, packed, against masked attention over the whole square with rotations as complex numbers."""
+    """Two sequences, packed, against masked attention over the whole square with rotations as
+    complex numbers."""
     draw = torch.Generator().manual_seed(0)
     lengths, dim = [3, 5], 8
     query, key, value = (torch.randn(8, 2, dim, generator=draw) for _ in range(3))
@@ -141,7 +143,8 @@ def test_a_difference_that_is_too_large_fails_a_probe():
 
 REPORT = """<testsuites><testsuite><testcase name="a" time="1.5"/>
 <testcase name="b" time="2"><failure message="no\n such | thing">text</failure></testcase>
-<testcase name="c" time="0"><skipped message="no CUDA device"/></testcase></testsuite></testsuites>"""
+<testcase name="c" time="0"><skipped message="no CUDA device"/></testcase>
+</testsuite></testsuites>"""
 
 
 def test_rows_of_a_report_of_pytest():

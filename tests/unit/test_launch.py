@@ -7,10 +7,12 @@ import pytest
 
 from tests.launch import launch, run
 
-# A child in a session of its own, as torchrun starts its ranks: killing the process group would miss it.
+# A child in a session of its own, as torchrun starts its ranks: killing the process group would
+# miss it.
 PARENT = """
 import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
+child = subprocess.Popen(sleeper, start_new_session=True)
 print("child", child.pid, flush=True)
 time.sleep(60)
 """

@@ -30,7 +30,9 @@ def test_two_files_of_one_name_are_two_modules(tmp_path):
     for number in (1, 2):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "reward.py").write_text(f"def score(): return {number}\n")
-    functions = [plugins.import_function(f"{tmp_path}/{number}/reward.py:score", "k") for number in (1, 2)]
+    functions = [
+        plugins.import_function(f"{tmp_path}/{number}/reward.py:score", "k") for number in (1, 2)
+    ]
     assert [function() for function in functions] == [1, 2]
 
 
@@ -40,7 +42,10 @@ def test_two_files_of_one_name_are_two_modules(tmp_path):
         ("score", "k = score: write path.py:name or package.module:name"),
         ("{}/none.py:f", r"cannot be imported \(FileNotFoundError: no such file .*none.py\)"),
         ("no_such_module_at_all:f", r"cannot be imported \(ModuleNotFoundError"),
-        ("{}/broken.py:f", r"broken.py: cannot be imported \(ZeroDivisionError: division by zero\)"),
+        (
+            "{}/broken.py:f",
+            r"broken.py: cannot be imported \(ZeroDivisionError: division by zero\)",
+        ),
         ("{}/good.py:g", r"good.py has no 'g'; correct the name behind the colon"),
         ("{}/good.py:NUMBER", "is no function"),
     ],
@@ -55,7 +60,10 @@ def test_what_cannot_be_used_says_why(tmp_path, spec, message):
 
 def test_an_error_of_a_library_gets_the_name_of_what_it_concerns():
     message = r"^weights\.safetensors: header too large; copy it again$"
-    with pytest.raises(ValueError, match=message) as caught, concerning("weights.safetensors", "copy it again"):
+    with (
+        pytest.raises(ValueError, match=message) as caught,
+        concerning("weights.safetensors", "copy it again"),
+    ):
         raise OSError("header too large\nat offset 3")
     assert isinstance(caught.value.__cause__, OSError)
     with pytest.raises(KeyError), concerning("a", "b", (OSError,)):
@@ -85,5 +93,7 @@ def test_installed_packages_are_imported_by_entry_point(tmp_path, monkeypatch):
     assert set(plugins.sources()) == {"my_installed_plugin"}
     (tmp_path / "my_installed_plugin.py").write_text("1 / 0\n")
     monkeypatch.delitem(sys.modules, "my_installed_plugin")
-    with pytest.raises(ValueError, match=r"^entry point megatron_rl.plugins: mine = my_installed_plugin: cannot"):
+    with pytest.raises(
+        ValueError, match=r"^entry point megatron_rl.plugins: mine = my_installed_plugin: cannot"
+    ):
         plugins.load_plugins([])

@@ -14,13 +14,33 @@ MEMORY = ["experiment=qwen2_5_7b_8gpu", "model.path=/nowhere"]
     [
         ("plan_sync", ["--model", "{folder}/broken.json", *SIZES], "broken.json: Expecting value"),
         ("plan_sync", ["--model", "{folder}/list.json", *SIZES], "list.json: "),
-        ("plan_sync", ["--model", "{folder}/empty.json", *SIZES], "empty.json: KeyError: 'model_type'; give the config.json of a HF model"),
-        ("plan_memory", ["--world-size", "0", "--gpu-gib", "80", *MEMORY], "--world-size 0: give the number of processes"),
-        ("plan_memory", ["--world-size", "8", "--gpu-gib", "nan", *MEMORY], "--gpu-gib nan: give the memory of a GPU"),
+        (
+            "plan_sync",
+            ["--model", "{folder}/empty.json", *SIZES],
+            "empty.json: KeyError: 'model_type'; give the config.json of a HF model",
+        ),
+        (
+            "plan_memory",
+            ["--world-size", "0", "--gpu-gib", "80", *MEMORY],
+            "--world-size 0: give the number of processes",
+        ),
+        (
+            "plan_memory",
+            ["--world-size", "8", "--gpu-gib", "nan", *MEMORY],
+            "--gpu-gib nan: give the memory of a GPU",
+        ),
         ("plan_memory", ["--world-size", "8", "--gpu-gib", "80", *MEMORY], "/nowhere"),
-        ("visual_entropy", ["{folder}/none", "--cache", "{folder}/c", "x.png"], "none: no config.json there; give a Hugging"),
+        (
+            "visual_entropy",
+            ["{folder}/none", "--cache", "{folder}/c", "x.png"],
+            "none: no config.json there; give a Hugging",
+        ),
         ("mutate_loss", ["--sample", "0"], "--sample 0: give a number from 1 to"),
-        ("convert_checkpoint", ["to-hf", "{folder}/none", "{folder}/x"], "none is not a directory; give a checkpoint"),
+        (
+            "convert_checkpoint",
+            ["to-hf", "{folder}/none", "{folder}/x"],
+            "none is not a directory; give a checkpoint",
+        ),
         ("bench.pack_wheels", ["join", "{folder}/none", "{folder}/x"], "none/manifest.json"),
     ],
 )

@@ -1,4 +1,5 @@
-"""The import hook of conftest.py really executes annotations: a wrong dtype or shape raises at the call."""
+"""The import hook of conftest.py really executes annotations: a wrong dtype or shape raises at the
+call."""
 
 import pytest
 import torch
@@ -16,5 +17,7 @@ def test_two_different_sizes_under_one_name_raise():
     """``responses`` must have one size in both vectors."""
     with pytest.raises(TypeCheckError):
         SequenceBatch(
-            token_ids=torch.arange(6), prompt_lengths=torch.tensor([2, 1]), response_lengths=torch.tensor([1, 1, 1])
+            token_ids=torch.arange(6),
+            prompt_lengths=torch.tensor([2, 1]),
+            response_lengths=torch.tensor([1, 1, 1]),
         )

@@ -1,11 +1,14 @@
-"""Response logprobs on a GPU: seconds and peak memory of the chunked operation against two that hold all logits.
+"""Response logprobs on a GPU: seconds and peak memory of the chunked operation against two that
+hold all logits.
 
-    python tools/bench/gpu_logprob.py --folder DIR [--rows 8192] [--hidden 4096] [--vocab 128256] [--chunks 256,1024]
+    python tools/bench/gpu_logprob.py --folder DIR [--rows 8192] [--hidden 4096] [--vocab 128256]
+    [--chunks 256,1024]
 
-Weights and hidden states in bfloat16. ``full``: float32 logits, log_softmax, gather; ``megatron``: its vocab_parallel_cross_entropy over
-the whole sequence; ``chunked_N``: this package's, in chunks of N rows. Every measurement is a process of its own;
-"train" is forward and backward. Peak memory is counted above weights and states. One that does not fit is listed so. This program has
-not run on a GPU yet.
+Weights and hidden states in bfloat16. ``full``: float32 logits, log_softmax, gather; ``megatron``:
+its vocab_parallel_cross_entropy over the whole sequence; ``chunked_N``: this package's, in chunks
+of N rows. Every measurement is a process of its own; "train" is forward and backward. Peak memory
+is counted above weights and states. One that does not fit is listed so. This program has not run on
+a GPU yet.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from gpu_model import SHAPE_8B, add_options, seconds, show
 from logprob import FUNCTIONS
 
 from megatron_rl.runtime import launch
-from megatron_rl.runtime.cpu import device, platform
+from megatron_rl.runtime.device import device, platform
 
 ROW = "ROW "
 
@@ -37,7 +40,10 @@ def measure(variant: str, mode: str, options: argparse.Namespace) -> dict[str, o
         parallel_state.initialize_model_parallel()
     draw, where = torch.Generator(device()).manual_seed(0), device()
     hidden = torch.randn(options.rows, options.hidden, generator=draw, device=where).bfloat16()
-    weight = (torch.randn(options.vocab, options.hidden, generator=draw, device=where) * options.hidden**-0.5).bfloat16()
+    weight = (
+        torch.randn(options.vocab, options.hidden, generator=draw, device=where)
+        * options.hidden**-0.5
+    ).bfloat16()
     targets = torch.randint(options.vocab, (options.rows,), generator=draw, device=where)
     train = mode == "train"
     hidden.requires_grad_(train), weight.requires_grad_(train)
@@ -73,15 +79,27 @@ def main() -> None:
     options = parser.parse_args()
     if options.one:
         print(ROW + json.dumps(measure(*options.one, options)), flush=True)
-        launch.leave(0)
+        launch.exit_process(0)
     rows = []
-    variants = [name for name in FUNCTIONS if name != "chunked"] + [f"chunked_{chunk}" for chunk in options.chunks.split(",")]
+    variants = [name for name in FUNCTIONS if name != "chunked"] + [
+        f"chunked_{chunk}" for chunk in options.chunks.split(",")
+    ]
     for mode in ("no_grad", "train"):
         for variant in variants:
             command = [sys.executable, Path(__file__), *sys.argv[1:], "--one", variant, mode]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-            found = [json.loads(line.removeprefix(ROW)) for line in done.stdout.splitlines() if line.startswith(ROW)]
-            rows += found or [{"pass": mode, "variant": variant, "outcome": f"the process ended with code {done.returncode}"}]
+            found = [
+                json.loads(line.removeprefix(ROW))
+                for line in done.stdout.splitlines()
+                if line.startswith(ROW)
+            ]
+            rows += found or [
+                {
+                    "pass": mode,
+                    "variant": variant,
+                    "outcome": f"the process ended with code {done.returncode}",
+                }
+            ]
     show([rows], options)
 
 

@@ -1,4 +1,5 @@
-"""What the GPU benchmarks share: a random model of any size, its policy, a batch, a clock that waits for the device."""
+"""What the GPU benchmarks share: a random model of any size, its policy, a batch, a clock that
+waits for the device."""
 
 from __future__ import annotations
 
@@ -15,13 +16,15 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from megatron_rl.config.load import ConfigError, compose, validate
-from megatron_rl.config.machine import machine_problems
+from megatron_rl.config.hardware import machine_problems
+from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.sequences import sequence_batch
-from megatron_rl.policy.machine import this_machine
+from megatron_rl.errors import ConfigError
+from megatron_rl.policy.hardware import this_machine
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.runtime.cpu import device
+from megatron_rl.policy.settings import PolicySettings
+from megatron_rl.runtime.device import device
 from megatron_rl.types import LossOutput, SequenceBatch, TokenView
 
 EOS = 2
@@ -34,7 +37,8 @@ SHAPE_1B = dict(layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=8, vocab=12
 
 
 def add_options(parser: argparse.ArgumentParser, shape: dict[str, int]) -> None:
-    """What all programs take: the shape of the model (``shape``: its default), a folder, a file for the results."""
+    """What all programs take: the shape of the model (``shape``: its default), a folder, a file for
+    the results."""
     for name, value in shape.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--folder", type=Path, required=True, help="where models are written, once")
@@ -42,39 +46,72 @@ def add_options(parser: argparse.ArgumentParser, shape: dict[str, int]) -> None:
 
 
 def write_model(options: argparse.Namespace) -> Path:
-    """A HF directory with random weights in bfloat16, one safetensors file a layer. An existing one of these sizes is used again."""
-    sizes = [options.layers, options.hidden, options.ffn, options.heads, options.kv_heads, options.vocab]
+    """A HF directory with random weights in bfloat16, one safetensors file a layer. An existing one
+    of these sizes is used again."""
+    sizes = [
+        options.layers,
+        options.hidden,
+        options.ffn,
+        options.heads,
+        options.kv_heads,
+        options.vocab,
+    ]
     path: Path = options.folder / f"llama_{'_'.join(map(str, sizes))}"
     if (path / "model.safetensors.index.json").is_file():
         return path
     path.mkdir(parents=True, exist_ok=True)
     config = transformers.LlamaConfig(
-        num_hidden_layers=options.layers, hidden_size=options.hidden, intermediate_size=options.ffn, num_attention_heads=options.heads,
-        num_key_value_heads=options.kv_heads, vocab_size=options.vocab, max_position_embeddings=8192, tie_word_embeddings=False,
-        bos_token_id=1, eos_token_id=EOS, pad_token_id=0, architectures=["LlamaForCausalLM"], dtype="bfloat16",
-    )  # fmt: skip
+        num_hidden_layers=options.layers,
+        hidden_size=options.hidden,
+        intermediate_size=options.ffn,
+        num_attention_heads=options.heads,
+        num_key_value_heads=options.kv_heads,
+        vocab_size=options.vocab,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+    )
     with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in transformers.LlamaForCausalLM(config).named_parameters()}
+        shapes = {
+            name: tensor.shape
+            for name, tensor in transformers.LlamaForCausalLM(config).named_parameters()
+        }
     files: dict[str, dict[str, torch.Tensor]] = {}
     where = torch.Generator(device()).manual_seed(0)
     index = {}
     for name, shape in shapes.items():
         index[name] = f"{name.split('.')[2] if '.layers.' in name else 'outer'}.safetensors"
         scale = 1.0 if "norm" in name else shape[-1] ** -0.5
-        values = torch.ones(shape) if "norm" in name else torch.randn(shape, generator=where, device=device()) * scale
+        values = (
+            torch.ones(shape)
+            if "norm" in name
+            else torch.randn(shape, generator=where, device=device()) * scale
+        )
         files.setdefault(index[name], {})[name] = values.to("cpu", torch.bfloat16)
     for file, tensors in files.items():
         save_file(tensors, path / file, metadata={"format": "pt"})
     config.save_pretrained(path)
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
     return path
 
 
 def read_config(model: Path, *overrides: str) -> Config:
     """The package's own configuration. Raises ConfigError for what this machine has not."""
     overrides = (*CPU_OVERRIDES, *overrides) if not torch.cuda.is_available() else overrides
-    config = validate(Config, compose("config", [f"model.path={model}", "data.train=-", "data.eval=-", *overrides]), "the benchmark")
-    problems = list(machine_problems(config, this_machine(), json.loads((model / "config.json").read_text())))
+    config = validate(
+        Config,
+        compose("config", [f"model.path={model}", "data.train=-", "data.eval=-", *overrides]),
+        "the benchmark",
+    )
+    problems = list(
+        machine_problems(config, this_machine(), json.loads((model / "config.json").read_text()))
+    )
     if problems:
         raise ConfigError(problems, "the benchmark")
     return config
@@ -82,9 +119,18 @@ def read_config(model: Path, *overrides: str) -> Config:
 
 def build_policy(config: Config, max_tokens: int) -> MegatronPolicy:
     return MegatronPolicy(
-        config.model, config.parallel, config.precision, config.optim, temperature=1.0, keep_reference=False,
-        total_optimizer_steps=1000, max_sequence_tokens=max_tokens,
-    )  # fmt: skip
+        config.model,
+        config.parallel,
+        config.precision,
+        config.optim,
+        PolicySettings(
+            temperature=1.0,
+            keep_reference=False,
+            total_optimizer_steps=1000,
+            max_sequence_tokens=max_tokens,
+            tokens_per_microbatch=max_tokens,
+        ),
+    )
 
 
 def random_batch(sequences: int, length: int, vocab: int) -> SequenceBatch:
@@ -96,7 +142,9 @@ def random_batch(sequences: int, length: int, vocab: int) -> SequenceBatch:
 
 def policy_gradient(view: TokenView) -> LossOutput:
     """Any loss with a gradient everywhere."""
-    return LossOutput(-(view.logprobs * torch.cos(view.index.to(view.logprobs.device).float())).sum() / 1e4, {})
+    return LossOutput(
+        -(view.logprobs * torch.cos(view.index.to(view.logprobs.device).float())).sum() / 1e4, {}
+    )
 
 
 def seconds(action: Callable[[], object], repeat: int, warm: int = 1) -> float:
@@ -114,10 +162,11 @@ def seconds(action: Callable[[], object], repeat: int, warm: int = 1) -> float:
 
 @contextlib.contextmanager
 def host_waits() -> Iterator[Counter[str]]:
-    """Counts, in the ``with``, the times that the host waits for the device, by the place in the code: ``file:line``. Needs CUDA.
+    """Counts, in the ``with``, the times that the host waits for the device, by the place in the
+    code: ``file:line``. Needs CUDA.
 
-    torch counts copies to pageable memory, numbers that Python asks for, and shapes that depend on values; an explicit
-    ``torch.cuda.synchronize()`` is not among them."""
+    torch counts copies to pageable memory, numbers that Python asks for, and shapes that depend on
+    values; an explicit ``torch.cuda.synchronize()`` is not among them."""
     found: Counter[str] = Counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -134,7 +183,8 @@ def host_waits() -> Iterator[Counter[str]]:
 def place(filename: str, line: int) -> str:
     """The last three parts of the path, and the line.
 
-    Example: ``place("/a/b/megatron/core/optimizer/clip_grads.py", 90)`` is ``"core/optimizer/clip_grads.py:90"``.
+    Example: ``place("/a/b/megatron/core/optimizer/clip_grads.py", 90)`` is
+    ``"core/optimizer/clip_grads.py:90"``.
     """
     return f"{'/'.join(Path(filename).parts[-3:])}:{line}"
 
@@ -143,7 +193,9 @@ def show(tables: list[list[dict[str, object]]], options: argparse.Namespace) -> 
     """Prints the tables, and writes their rows where ``--json`` says."""
     print("\n\n".join(map(table, tables)), flush=True)
     if options.json:
-        options.json.write_text(json.dumps([row for rows in tables for row in rows], indent=1), encoding="ascii")
+        options.json.write_text(
+            json.dumps([row for rows in tables for row in rows], indent=1), encoding="ascii"
+        )
 
 
 def table(rows: list[dict[str, object]]) -> str:

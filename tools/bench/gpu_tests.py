@@ -2,8 +2,9 @@
 
     python tools/bench/gpu_tests.py --folder DIR tests/gpu/test_engine.py [--again-with NAME=VALUE]
 
-Stops at the first test that fails. ``--again-with`` then runs that file once more with these variables set, which tells where to look
-(``VLLM_USE_V2_MODEL_RUNNER=0``: the other model runner of vLLM); the exit code stays 1. This program has not run on a GPU yet.
+Stops at the first test that fails. ``--again-with`` then runs that file once more with these
+variables set, which tells where to look (``VLLM_USE_V2_MODEL_RUNNER=0``: the other model runner of
+vLLM); the exit code stays 1. This program has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -20,10 +21,24 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 
 
-def run(tests: str, report: Path, variables: Mapping[str, str]) -> tuple[list[dict[str, object]], bool]:
+def run(
+    tests: str, report: Path, variables: Mapping[str, str]
+) -> tuple[list[dict[str, object]], bool]:
     """The outcomes of one run of pytest, and whether it ended well."""
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "gpu", "-p", "no:cacheprovider", tests, f"--junitxml={report}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-m",
+        "gpu",
+        "-p",
+        "no:cacheprovider",
+        tests,
+        f"--junitxml={report}",
+    ]
     done = subprocess.run(command, cwd=REPO, env={**os.environ, **variables})
     rows = outcomes(report.read_text(encoding="utf-8")) if report.is_file() else []
     added = ", ".join(f"{name}={value}" for name, value in variables.items())
@@ -40,22 +55,30 @@ def outcomes(report: str) -> list[dict[str, object]]:
             if found is not None:
                 text = " ".join(found.get("message", "").split())
                 outcome = f"{kind}: {text[:200]}".replace("|", "/")
-        rows.append({"test": case.get("name"), "outcome": outcome, "seconds": float(case.get("time", "0"))})
+        rows.append(
+            {"test": case.get("name"), "outcome": outcome, "seconds": float(case.get("time", "0"))}
+        )
     return rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("tests", help="file of tests, from the top of the repository")
     parser.add_argument("--folder", type=Path, required=True, help="for pytest's report")
     parser.add_argument("--json", type=Path, help="also write the rows there")
-    parser.add_argument("--again-with", action="append", default=[], help="NAME=VALUE, may be given several times")
+    parser.add_argument(
+        "--again-with", action="append", default=[], help="NAME=VALUE, may be given several times"
+    )
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     report = options.folder / f"{Path(options.tests).stem}.xml"
     rows, good = run(options.tests, report, {})
     if not good and options.again_with:
-        more, _ = run(options.tests, report, dict(each.split("=", 1) for each in options.again_with))
+        more, _ = run(
+            options.tests, report, dict(each.split("=", 1) for each in options.again_with)
+        )
         rows += more
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1), encoding="ascii")

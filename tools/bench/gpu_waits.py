@@ -1,9 +1,11 @@
-"""Where the host waits for the device: every place in one logprob pass and in one update, with the times it did.
+"""Where the host waits for the device: every place in one logprob pass and in one update, with the
+times it did.
 
-    python tools/bench/gpu_waits.py --folder DIR [--layers 4] [--sequences 8] [--length 2048] [--override key=value]
+    python tools/bench/gpu_waits.py --folder DIR [--layers 4] [--sequences 8] [--length 2048]
+    [--override key=value]
 
-A wait drains the queue of kernels, and the device idles until the host has filled it again. Needs CUDA; without it the passes run and
-nothing is counted. This program has not run on a GPU yet.
+A wait drains the queue of kernels, and the device idles until the host has filled it again. Needs
+CUDA; without it the passes run and nothing is counted. This program has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -13,26 +15,45 @@ import contextlib
 from collections import Counter
 
 import torch
-from gpu_model import SHAPE_8B, add_options, build_policy, host_waits, policy_gradient, random_batch, read_config, show, write_model
+from gpu_model import (
+    SHAPE_8B,
+    add_options,
+    build_policy,
+    host_waits,
+    policy_gradient,
+    random_batch,
+    read_config,
+    show,
+    write_model,
+)
 
 from megatron_rl.runtime import launch
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Times that the host waits for the device on this machine.")
+    parser = argparse.ArgumentParser(
+        description="Times that the host waits for the device on this machine."
+    )
     add_options(parser, SHAPE_8B | {"layers": 4})
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--override", action="append", default=[], help="key=value of the configuration, may be given several times")
+    parser.add_argument(
+        "--override",
+        action="append",
+        default=[],
+        help="key=value of the configuration, may be given several times",
+    )
     options = parser.parse_args()
     launch.start()
-    config = read_config(write_model(options), f"batch.tokens_per_microbatch={options.length * 2}", *options.override)
+    config = read_config(
+        write_model(options), f"batch.tokens_per_microbatch={options.length * 2}", *options.override
+    )
     policy = build_policy(config, options.length)
     batch = random_batch(options.sequences, options.length, options.vocab)
     microbatches = [[row, row + 1] for row in range(0, options.sequences - 1, 2)]
     actions = {
-        "logprobs": lambda: policy.logprobs(batch, microbatches),
-        "update": lambda: policy.update(batch, microbatches, policy_gradient),
+        "logprobs": lambda: policy.score_microbatches(batch, microbatches),
+        "update": lambda: policy.update_microbatches(batch, microbatches, policy_gradient),
     }
     totals, places = [], []
     for name, action in actions.items():
@@ -42,9 +63,11 @@ def main() -> None:
             action()
         counted = found.total() if torch.cuda.is_available() else "not counted: no CUDA device"
         totals.append({"pass": name, "micro-batches": len(microbatches), "waits": counted})
-        places += [{"pass": name, "place": where, "times": count} for where, count in found.most_common()]
+        places += [
+            {"pass": name, "place": where, "times": count} for where, count in found.most_common()
+        ]
     show([totals, *([places] if places else [])], options)
-    launch.leave(0)
+    launch.exit_process(0)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""Time and peak memory of response log-probabilities: the chunked operation against two that hold all logits.
+"""Time and peak memory of response log-probabilities: the chunked operation against two that hold
+all logits.
 
-    python tools/bench/logprob.py [--tokens 4096] [--vocab 152064] [--hidden 1024] [--chunk 256] [--repeats 5] [--record FILE]
+    python tools/bench/logprob.py [--tokens 4096] [--vocab 152064] [--hidden 1024] [--chunk 256]
+    [--repeats 5] [--record FILE]
 
-Every measurement is a process of its own (peak memory is a high-water mark of a process). ``full``: float32 logits, log_softmax,
-gather. ``megatron``: output layer, then megatron's vocab_parallel_cross_entropy over the whole sequence. ``chunked``: ours. The
-variants take turns; a factor is that of two measurements of one round. Medians and quartiles of all rounds.
+Every measurement is a process of its own (peak memory is a high-water mark of a process). ``full``:
+float32 logits, log_softmax, gather. ``megatron``: output layer, then megatron's
+vocab_parallel_cross_entropy over the whole sequence. ``chunked``: ours. The variants take turns; a
+factor is that of two measurements of one round. Medians and quartiles of all rounds.
 """
 
 from __future__ import annotations
@@ -54,10 +57,22 @@ def megatron(hidden: Tensor, weight: Tensor, targets: Tensor, _: int) -> Tensor:
 
 
 def chunked(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    return response_logprobs(hidden, weight, targets, temperature=1.0, vocab_size=weight.shape[0], chunk_tokens=chunk, group=None)[0]
+    return response_logprobs(
+        hidden,
+        weight,
+        targets,
+        temperature=1.0,
+        vocab_size=weight.shape[0],
+        chunk_tokens=chunk,
+        group=None,
+    )[0]
 
 
-FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, int], Tensor]] = {"full": full, "megatron": megatron, "chunked": chunked}
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, int], Tensor]] = {
+    "full": full,
+    "megatron": megatron,
+    "chunked": chunked,
+}
 
 
 def peak_bytes() -> int:
@@ -78,7 +93,9 @@ def measure(variant: str, mode: str, sizes: argparse.Namespace) -> dict[str, flo
     weight = torch.randn(sizes.vocab, sizes.hidden, generator=generator).mul_(sizes.hidden**-0.5)
     targets = torch.randint(0, sizes.vocab, (sizes.tokens,), generator=generator)
     train = mode == "train"
-    few = slice(0, min(8, sizes.tokens))  # libraries set up their threads and buffers outside the measurement
+    few = slice(
+        0, min(8, sizes.tokens)
+    )  # libraries set up their threads and buffers outside the measurement
     with torch.no_grad():
         function(hidden[few], weight[:64], targets[few] % 64, 4)
     hidden.requires_grad_(train), weight.requires_grad_(train)
@@ -87,28 +104,43 @@ def measure(variant: str, mode: str, sizes: argparse.Namespace) -> dict[str, flo
         logprobs = function(hidden, weight, targets, sizes.chunk)
         if train:
             (logprobs * torch.linspace(-1, 1, sizes.tokens)).sum().backward()
-    result = {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall, "peak_mib": (peak_bytes() - baseline) / 2**20}
+    result = {
+        "cpu_s": time.process_time() - cpu,
+        "wall_s": time.perf_counter() - wall,
+        "peak_mib": (peak_bytes() - baseline) / 2**20,
+    }
     result["mean_logprob"] = logprobs.detach().double().mean().item()
     result["gradient_norm"] = weight.grad.double().norm().item() if weight.grad is not None else 0.0
     return result
 
 
 def table(results: Measurements, sizes: argparse.Namespace, watch: Watch) -> str:
-    """Markdown: a line for each measurement, then the factors over ``full`` against their targets."""
+    """Markdown: a line for each measurement, then the factors over ``full`` against their
+    targets."""
     lines = [
-        f"Tokens {sizes.tokens}, vocabulary {sizes.vocab}, hidden {sizes.hidden}, float32, chunk {sizes.chunk} tokens, "
-        f"{torch.get_num_threads()} thread; {sizes.repeats} rounds, median (quartiles).",
+        (
+            f"Tokens {sizes.tokens}, vocabulary {sizes.vocab}, hidden {sizes.hidden}, float32,"
+            f" chunk {sizes.chunk} tokens, {torch.get_num_threads()} thread; {sizes.repeats}"
+            " rounds, median (quartiles)."
+        ),
         "",
         f"{description()}, torch {torch.__version__}; {watch.load()}.",
         "",
-        "| pass | variant | wall s | processor s | peak MiB above inputs | mean logprob | gradient norm |",
+        (
+            "| pass | variant | wall s | processor s | peak MiB above inputs | mean logprob |"
+            " gradient norm |"
+        ),
         "|---|---|---|---|---|---|---|",
     ]
     for key, runs in results.items():
         mode, variant = key.split("/")
-        wall, cpu, peak = (spread([run[name] for run in runs]) for name in ("wall_s", "cpu_s", "peak_mib"))
+        wall, cpu, peak = (
+            spread([run[name] for run in runs]) for name in ("wall_s", "cpu_s", "peak_mib")
+        )
         same = f"{runs[0]['mean_logprob']:.6f} | {runs[0]['gradient_norm']:.6f}"
-        lines.append(f"| {mode} | {variant} | {wall.text()} | {cpu.text()} | {peak.text(0)} | {same} |")
+        lines.append(
+            f"| {mode} | {variant} | {wall.text()} | {cpu.text()} | {peak.text(0)} | {same} |"
+        )
     lines += ["", "| chunked / full, of one round | median (quartiles) | target |", "|---|---|---|"]
     for name, (mode, figure) in FACTORS.items():
         pairs = zip(results[f"{mode}/chunked"], results[f"{mode}/full"], strict=True)
@@ -128,10 +160,14 @@ def measure_apart(variant: str, mode: str, sizes: argparse.Namespace) -> dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in (("tokens", 4096), ("vocab", 152064), ("hidden", 1024), ("chunk", 256)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--repeats", type=int, default=5, help="rounds in which every variant is measured once")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="rounds in which every variant is measured once"
+    )
     parser.add_argument("--record", type=Path, help="also write the table there")
     parser.add_argument("--one", nargs=2, metavar=("VARIANT", "PASS"), help=argparse.SUPPRESS)
     sizes = parser.parse_args()
@@ -140,11 +176,16 @@ def main() -> None:
         return
     watch = Watch()
     keys = [(mode, variant) for mode in ("no_grad", "train") for variant in VARIANTS]
-    variants = {f"{mode}/{variant}": partial(measure_apart, variant, mode, sizes) for mode, variant in keys}
+    variants = {
+        f"{mode}/{variant}": partial(measure_apart, variant, mode, sizes) for mode, variant in keys
+    }
     text = table(in_turns(variants, sizes.repeats), sizes, watch)
     print(text)
     if sizes.record:
-        sizes.record.write_text(f"# Log-probabilities of response tokens\n\n`python tools/bench/logprob.py`\n\n{text}", encoding="ascii")
+        sizes.record.write_text(
+            f"# Log-probabilities of response tokens\n\n`python tools/bench/logprob.py`\n\n{text}",
+            encoding="ascii",
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Time and memory of credit and loss at scale, beside the padded-matrix formulation of the same method.
+"""Time and memory of credit and loss at scale, beside padded matrices for the same method.
 
     python tools/bench/loss.py --responses 1000000 --tokens 8000000
 
-Two sizes: ``credit`` over --responses rows in groups of 8, and ``loss`` with its backward over --tokens tokens in responses of
-uneven length. The padded formulation holds a [responses, longest] matrix with a mask, loops over groups in Python for the
-advantages and averages each row: the usual way elsewhere, written plainly here. Its size is --padded-responses, so that it ends.
-Memory is the highest resident set of a child process for each case, less that of a child which only imports torch. The cases take
-turns in rounds; medians and quartiles of all repeats.
+Two sizes: ``credit`` over --responses rows in groups of 8, and ``loss`` with its backward over
+--tokens tokens in responses of uneven length. The padded formulation holds a [responses, longest]
+matrix with a mask, loops over groups in Python for the advantages and averages each row: the usual
+way elsewhere, written plainly here. Its size is --padded-responses, so that it ends. Memory is the
+highest resident set of a child process for each case, less that of a child which only imports
+torch. The cases take turns in rounds; medians and quartiles of all repeats.
 """
 
 from __future__ import annotations
@@ -29,25 +30,44 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron_rl.loss import Credit, ResponseBatch, TokenBatch, load_method
 
 GROUP = 8
+DEFAULT_METHODS = (
+    "grpo,apo,a_grae,mapo,durian,krpo,grpo_lead,reinforce_pp,pass_at_k,gspo,cispo,dapo"
+)
 
 
 def responses(num: int, mean_tokens: int) -> ResponseBatch:
-    """Groups of 8 with mixed outcomes; lengths are exponential (long tail), at least 1 token, cut at 8 times the mean."""
+    """Groups of 8 with mixed outcomes.
+
+    Lengths are exponential (long tail), at least 1 token, cut at 8 times the mean.
+    """
     source = torch.Generator().manual_seed(0)
     correct = torch.rand(num, generator=source) < 0.4
-    lengths = torch.empty(num).exponential_(1 / mean_tokens, generator=source).clamp(1, 8 * mean_tokens).long()
+    drawn = torch.empty(num).exponential_(1 / mean_tokens, generator=source)
+    lengths = drawn.clamp(1, 8 * mean_tokens).long()
     logprobs = -torch.rand(num, generator=source)
     ids = torch.arange(num) // GROUP
-    return ResponseBatch(0.9 * correct + 0.1, correct, ids, lengths, mean_logprobs=logprobs, visual_entropy=(ids % 97).float())
+    return ResponseBatch(
+        0.9 * correct + 0.1,
+        correct,
+        ids,
+        lengths,
+        mean_logprobs=logprobs,
+        visual_entropy=(ids % 97).float(),
+    )
 
 
 def tokens(batch: ResponseBatch, credit: Credit) -> TokenBatch:
     ids = torch.repeat_interleave(torch.arange(batch.rewards.numel()), batch.response_tokens)
     old = -torch.rand(ids.numel(), generator=torch.Generator().manual_seed(1))
     return TokenBatch(
-        logprobs=(0.98 * old).requires_grad_(), old_logprobs=old, response_ids=ids, loss_mask=torch.ones_like(ids, dtype=torch.bool),
-        advantages=credit.advantages, kl_weights=credit.kl_weights, ref_logprobs=1.02 * old,
-    )  # fmt: skip
+        logprobs=(0.98 * old).requires_grad_(),
+        old_logprobs=old,
+        response_index=ids,
+        loss_mask=torch.ones_like(ids, dtype=torch.bool),
+        advantages=credit.advantages,
+        kl_weights=credit.kl_weights,
+        ref_logprobs=1.02 * old,
+    )
 
 
 def padded_credit(batch: ResponseBatch) -> torch.Tensor:
@@ -62,8 +82,13 @@ def padded_credit(batch: ResponseBatch) -> torch.Tensor:
     return advantages
 
 
-def padded_loss(batch: TokenBatch, lengths: torch.Tensor, clip: float, coef: float) -> Callable[[], torch.Tensor]:
-    """The padded matrices are built first, since a padded trainer holds them anyway; the returned function is what is timed."""
+def padded_loss(
+    batch: TokenBatch, lengths: torch.Tensor, clip: float, coef: float
+) -> Callable[[], torch.Tensor]:
+    """The function that is timed.
+
+    The padded matrices are built before it, since a padded trainer holds them anyway.
+    """
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
 
     def padded(values: torch.Tensor) -> torch.Tensor:
@@ -72,8 +97,11 @@ def padded_loss(batch: TokenBatch, lengths: torch.Tensor, clip: float, coef: flo
         return matrix
 
     assert batch.ref_logprobs is not None
-    new, old, ref = padded(batch.logprobs).requires_grad_(), padded(batch.old_logprobs), padded(batch.ref_logprobs)
-    advantages, ones = batch.advantages[:, None], mask.float()
+    new = padded(batch.logprobs).requires_grad_()
+    old = padded(batch.old_logprobs)
+    ref = padded(batch.ref_logprobs)
+    advantages = batch.advantages[:, None]
+    ones = mask.float()
 
     def run() -> torch.Tensor:
         ratio = (new - old).exp()
@@ -87,18 +115,22 @@ def padded_loss(batch: TokenBatch, lengths: torch.Tensor, clip: float, coef: flo
 
 
 def timed(repeats: int, function: Callable[[], object]) -> dict[str, list[float]]:
-    """Wall-clock and processor seconds (all threads) of every repeat after one that does not count."""
+    """Wall-clock and processor seconds (all threads) of every repeat after a first one."""
     function()
-    walls, processors = [], []
+    walls = []
+    processors = []
     for _ in range(repeats):
-        wall, processor = time.perf_counter(), time.process_time()
+        wall = time.perf_counter()
+        processor = time.process_time()
         function()
         walls.append(time.perf_counter() - wall)
         processors.append(time.process_time() - processor)
     return {"wall_s": walls, "processor_s": processors}
 
 
-def case(name: str, num: int, mean_tokens: int, method_name: str, repeats: int) -> dict[str, list[float]]:
+def case(
+    name: str, num: int, mean_tokens: int, method_name: str, repeats: int
+) -> dict[str, list[float]]:
     """One measurement."""
     method = load_method(method_name, response_limit=8 * mean_tokens)
     batch = responses(num, mean_tokens)
@@ -106,7 +138,9 @@ def case(name: str, num: int, mean_tokens: int, method_name: str, repeats: int) 
         return timed(repeats, lambda: method.credit(batch))
     if name == "padded_credit":
         # In groups without spread the plain std is 1e-8, not 0, and its advantages are up to 0.01.
-        torch.testing.assert_close(padded_credit(batch), method.credit(batch).advantages, rtol=1e-4, atol=2e-2)
+        torch.testing.assert_close(
+            padded_credit(batch), method.credit(batch).advantages, rtol=1e-4, atol=2e-2
+        )
         return timed(repeats, lambda: padded_credit(batch))
     data = tokens(batch, method.credit(batch))
     if name == "padded_loss":
@@ -118,36 +152,76 @@ def case(name: str, num: int, mean_tokens: int, method_name: str, repeats: int) 
 
 def child(*arguments: object) -> dict[str, list[float]]:
     """What the case measured, in a process of its own, with its highest resident set in GiB."""
-    result = subprocess.run([sys.executable, __file__, *map(str, arguments)], stdout=subprocess.PIPE, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, __file__, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
     return json.loads(result.stdout)
 
 
-def show(results: dict[tuple[str, int, str], list[dict[str, list[float]]]], mean_tokens: int, floor: float) -> None:
+def show(
+    results: dict[tuple[str, int, str], list[dict[str, list[float]]]],
+    mean_tokens: int,
+    floor: float,
+) -> None:
     """A line for each case, all rounds together."""
     print("| case | method | size | wall s | processor s | GiB |\n|---|---|---|---|---|---|")
     for (name, rows, method), rounds in results.items():
-        wall, processor = (spread([value for one in rounds for value in one[key]]) for key in ("wall_s", "processor_s"))
-        peak = spread([one["peak_gib"][0] - floor for one in rounds])
+        wall = spread([value for turn in rounds for value in turn["wall_s"]])
+        processor = spread([value for turn in rounds for value in turn["processor_s"]])
+        peak = spread([turn["peak_gib"][0] - floor for turn in rounds])
         size = f"{rows} responses" if "credit" in name else f"about {rows * mean_tokens} tokens"
-        print(f"| {name} | {method} | {size} | {wall.text()} | {processor.text()} | {peak.median:.2f} |", flush=True)
+        print(
+            f"| {name} | {method} | {size} | {wall.text()} | {processor.text()} |"
+            f" {peak.median:.2f} |",
+            flush=True,
+        )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--responses", type=int, default=1_000_000)
     parser.add_argument("--tokens", type=int, default=8_000_000)
     parser.add_argument("--mean-tokens", type=int, default=400)
     parser.add_argument("--padded-responses", type=int, default=20_000)
-    parser.add_argument("--methods", default="grpo,apo,a_grae,mapo,durian,krpo,grpo_lead,reinforce_pp,pass_at_k,gspo,cispo,dapo")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of every case, each in a process of its own")
+    parser.add_argument("--methods", default=DEFAULT_METHODS)
+    rounds = "turns of every case, each in a process of its own"
+    parser.add_argument("--rounds", type=int, default=2, help=rounds)
     parser.add_argument("--repeats", type=int, default=3, help="in each of them")
-    parser.add_argument("--case", nargs=4, metavar=("NAME", "ROWS", "MEAN_TOKENS", "METHOD"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--case", nargs=4, metavar=("NAME", "ROWS", "MEAN_TOKENS", "METHOD"), help=argparse.SUPPRESS
+    )
+    return parser
+
+
+def measure(options: argparse.Namespace) -> None:
+    """The one case of a child process: its measurements and its highest resident set, as JSON."""
+    name, rows, mean_tokens, method = options.case
+    found = {}
+    if name != "nothing":
+        found = case(name, int(rows), int(mean_tokens), method, options.repeats)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(json.dumps({**found, "peak_gib": [peak]}))
+
+
+def all_cases(options: argparse.Namespace) -> list[tuple[str, int, str]]:
+    """(what, responses, method): every method at full size, then GRPO beside padded matrices."""
+    methods = options.methods.split(",")
+    cases = [("credit", options.responses, method) for method in methods]
+    cases += [("loss", options.tokens // options.mean_tokens, method) for method in methods]
+    padded = ("padded_credit", "credit", "padded_loss", "loss")
+    return cases + [(name, options.padded_responses, "grpo") for name in padded]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_line()
     options = parser.parse_args(arguments)
     if options.case:
-        name, rows, mean_tokens, method = options.case
-        found = {} if name == "nothing" else case(name, int(rows), int(mean_tokens), method, options.repeats)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print(json.dumps({**found, "peak_gib": [peak]}))
+        measure(options)
         return 0
     try:
         for method in options.methods.split(","):
@@ -156,16 +230,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--methods: {error}")
     watch = Watch()
     floor = child("--case", "nothing", 1, 1, "grpo")["peak_gib"][0]
-    rows_of_tokens = options.tokens // options.mean_tokens
-    cases = [("credit", options.responses, method) for method in options.methods.split(",")]
-    cases += [("loss", rows_of_tokens, method) for method in options.methods.split(",")]
-    cases += [(name, options.padded_responses, "grpo") for name in ("padded_credit", "credit", "padded_loss", "loss")]
+    repeats = ("--repeats", options.repeats)
     variants = {
-        key: partial(child, "--repeats", options.repeats, "--case", key[0], key[1], options.mean_tokens, key[2]) for key in cases
+        (name, rows, method): partial(
+            child, *repeats, "--case", name, rows, options.mean_tokens, method
+        )
+        for name, rows, method in all_cases(options)
     }
     results = in_turns(variants, options.rounds)
-    print(f"{description()}, torch {torch.__version__}, {torch.get_num_threads()} threads; {watch.load()}.")
-    print(f"Median (quartiles) of {options.rounds} rounds x {options.repeats} repeats; memory above import {floor:.2f} GiB.\n")
+    machine = f"{description()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    print(f"{machine}; {watch.load()}.")
+    print(
+        f"Median (quartiles) of {options.rounds} rounds x {options.repeats} repeats; memory above"
+        f" import {floor:.2f} GiB.\n"
+    )
     show(results, options.mean_tokens, floor)
     return 0
 

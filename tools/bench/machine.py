@@ -28,9 +28,11 @@ STAT = Path("/proc/stat")
 
 
 def busy_seconds(stat: str) -> float:
-    """Seconds that all cores together were busy since the start of the machine, from the text of ``/proc/stat``.
+    """Seconds that all cores together were busy since the start of the machine, from the text of
+    ``/proc/stat``.
 
-    Columns of its first line: user, nice, system, idle, iowait, irq, softirq, steal; guest time is in user time already.
+    Columns of its first line: user, nice, system, idle, iowait, irq, softirq, steal; guest time is
+    in user time already.
     """
     columns = [int(word) for word in stat.splitlines()[0].split()[1:9]]
     idle = columns[3] + columns[4]
@@ -45,8 +47,10 @@ def own_seconds() -> float:
 
 @dataclass(frozen=True)
 class Load:
-    """``average``: load averages of 1, 5 and 15 minutes at the start. ``before`` and ``meanwhile``: cores that other programs
-    kept busy just before the start, and during the benchmark (None where the system does not tell)."""
+    """``average``: load averages of 1, 5 and 15 minutes at the start. ``before`` and ``meanwhile``:
+    cores that other programs kept busy just before the start, and during the benchmark (None where
+    the system does not tell).
+    """
 
     cores: int
     average: tuple[float, float, float]
@@ -60,7 +64,10 @@ class Load:
 
     def __str__(self) -> str:
         average = " ".join(f"{value:.2f}" for value in self.average)
-        text = f"load average {average} at the start; other programs kept {_cores(self.before)} of {self.cores} cores busy before, "
+        text = (
+            f"load average {average} at the start; other programs kept {_cores(self.before)} of"
+            f" {self.cores} cores busy before, "
+        )
         text += f"{_cores(self.meanwhile)} meanwhile"
         return f"{text}: {MARK}" if self.is_high else text
 
@@ -92,10 +99,13 @@ class Watch:
         return own_seconds() - self.own
 
     def load(self, own: float | None = None) -> Load:
-        """What the machine did. ``own``: processor seconds of the whole benchmark, where it is more than this process and its
-        children (the ranks of a launch: the sum of their ``own_since``)."""
+        """What the machine did. ``own``: processor seconds of the whole benchmark, where it is more
+        than this process and its children (the ranks of a launch: the sum of their
+        ``own_since``)."""
         spent = self.own_since() if own is None else own
-        return Load(os.cpu_count() or 1, self.average, self.before, _others(self.start, self._now(), spent))
+        return Load(
+            os.cpu_count() or 1, self.average, self.before, _others(self.start, self._now(), spent)
+        )
 
     @staticmethod
     def _now() -> tuple[float, float] | None:
@@ -105,7 +115,9 @@ class Watch:
         return time.perf_counter(), busy_seconds(STAT.read_text(encoding="ascii"))
 
 
-def _others(start: tuple[float, float] | None, end: tuple[float, float] | None, own: float) -> float | None:
+def _others(
+    start: tuple[float, float] | None, end: tuple[float, float] | None, own: float
+) -> float | None:
     """Cores that others kept busy between two readings."""
     if start is None or end is None:
         return None
@@ -118,7 +130,10 @@ def description() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    return (
+        f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, Python"
+        f" {platform.python_version()}"
+    )
 
 
 @dataclass(frozen=True)
@@ -148,8 +163,9 @@ def spread(values: Sequence[float]) -> Spread:
 def in_turns(
     variants: Mapping[Key, Callable[[], Value]], rounds: int, *, same_order: bool = False
 ) -> dict[Key, list[Value]]:
-    """What every variant returned, ``rounds`` times. They take turns, every second round backwards, so that a change of the
-    machine meets all of them; ``same_order`` for variants that read what an earlier one wrote."""
+    """What every variant returned, ``rounds`` times. They take turns, every second round backwards,
+    so that a change of the machine meets all of them; ``same_order`` for variants that read what an
+    earlier one wrote."""
     results: dict[Key, list[Value]] = {name: [] for name in variants}
     for number in range(rounds):
         names = list(variants)

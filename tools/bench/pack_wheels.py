@@ -1,10 +1,12 @@
-"""Carry a folder of wheels to a machine without a package registry: parts of limited size, each with its digest.
+"""Carry a folder of wheels to a machine without a package registry: parts of limited size, each
+with its digest.
 
     python tools/bench/pack_wheels.py pack WHEELS PARTS [--part-mib 60]     here
-    python pack_wheels.py join PARTS WHEELS                                  there (needs Python alone, no package)
+    python pack_wheels.py join PARTS WHEELS  there (needs Python alone, no package)
 
-PARTS gets part_000, part_001, ... and manifest.json, which names every part and every file with its size and SHA-256. ``join``
-refuses parts that are missing or damaged before it writes anything, and files that are not what was packed.
+PARTS gets part_000, part_001, ... and manifest.json, which names every part and every file with its
+size and SHA-256. ``join`` refuses parts that are missing or damaged before it writes anything, and
+files that are not what was packed.
 """
 
 from __future__ import annotations
@@ -26,14 +28,19 @@ def digest(path: Path) -> str:
 
 
 def pack(wheels: Path, parts: Path, part_bytes: int) -> list[Path]:
-    """Writes the files of ``wheels`` (not of its folders), one after the other, into parts of ``part_bytes`` and the manifest.
+    """Writes the files of ``wheels`` (not of its folders), one after the other, into parts of
+    ``part_bytes`` and the manifest.
 
     Raises:
-        ValueError: there is nothing to pack, ``parts`` holds something already, or the size of a part is not positive.
+        ValueError: there is nothing to pack, ``parts`` holds something already, or the size of a
+        part is not positive.
     """
     files = sorted(path for path in wheels.iterdir() if path.is_file())
     if not files:
-        raise ValueError(f"{wheels}: no file in it; download the wheels first (pip download --no-deps -d {wheels} ...)")
+        raise ValueError(
+            f"{wheels}: no file in it; download the wheels first (pip download --no-deps -d"
+            f" {wheels} ...)"
+        )
     if part_bytes < 1:
         raise ValueError(f"--part-mib: a part of {part_bytes} bytes; give 1 or more")
     parts.mkdir(parents=True, exist_ok=True)
@@ -43,7 +50,10 @@ def pack(wheels: Path, parts: Path, part_bytes: int) -> list[Path]:
     for number, block in enumerate(_blocks(files, part_bytes)):
         written.append(parts / f"part_{number:03d}")
         written[-1].write_bytes(block)
-    manifest = {kind: [_entry(path) for path in paths] for kind, paths in (("files", files), ("parts", written))}
+    manifest = {
+        kind: [_entry(path) for path in paths]
+        for kind, paths in (("files", files), ("parts", written))
+    }
     (parts / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="ascii")
     return written
 
@@ -70,7 +80,8 @@ def join(parts: Path, wheels: Path) -> list[Path]:
     """The inverse of ``pack``.
 
     Raises:
-        ValueError: names every part that is missing or damaged; nothing is written then. Or a file that came out wrong.
+        ValueError: names every part that is missing or damaged; nothing is written then. Or a file
+        that came out wrong.
     """
     manifest = json.loads((parts / MANIFEST).read_text(encoding="ascii"))
     bad = [entry["name"] for entry in manifest["parts"] if not _is(parts / entry["name"], entry)]
@@ -94,7 +105,9 @@ def join(parts: Path, wheels: Path) -> list[Path]:
 
 
 def _is(path: Path, entry: dict[str, str | int]) -> bool:
-    return path.is_file() and path.stat().st_size == entry["bytes"] and digest(path) == entry["sha256"]
+    return (
+        path.is_file() and path.stat().st_size == entry["bytes"] and digest(path) == entry["sha256"]
+    )
 
 
 def _read(path: Path) -> Iterator[bytes]:

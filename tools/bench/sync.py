@@ -1,10 +1,13 @@
-"""Time of a planned weight sync against gather and broadcast, same run, same shards, median and quartiles of the repetitions.
+"""Time of a planned weight sync against gather and broadcast, same run, same shards, median and
+quartiles of the repetitions.
 
-    torchrun --standalone --nproc-per-node 4 tools/bench/sync.py --train tp=2,pp=2 --rollout tp=1,dp=4 --hidden 1024 --layers 8
+    torchrun --standalone --nproc-per-node 4 tools/bench/sync.py --train tp=2,pp=2 \\
+--rollout tp=1,dp=4 --hidden 1024 --layers 8
 
-Shards of a Qwen2-shaped model (random, not trained) stand in for both engines; what is timed is the movement alone. The two ways take
-turns within each repetition, and both must leave the same bytes behind. Gather: every tensor whole on every process, from its first
-holders, then cut. Prints one JSON object on rank 0; its `machine` says what else ran.
+Shards of a Qwen2-shaped model (random, not trained) stand in for both engines; what is timed is the
+movement alone. The two ways take turns within each repetition, and both must leave the same bytes
+behind. Gather: every tensor whole on every process, from its first holders, then cut. Prints one
+JSON object on rank 0; its `machine` says what else ran.
 """
 
 from __future__ import annotations
@@ -13,86 +16,114 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import xxhash
 from machine import Watch, description, spread
 from torch import Tensor
+from transformers import AutoConfig
 
-from megatron_rl.weight_sync.boxes import Boxes, Rect
-from megatron_rl.weight_sync.layout import ModelShape, RolloutLayout, TrainLayout, rollout_boxes, train_boxes
-from megatron_rl.weight_sync.plan import Side, make_plan
+from megatron_rl.planning.training_shards import parse_rollout, parse_training, training_shards
+from megatron_rl.policy.families import Architecture, architecture_from
+from megatron_rl.weight_sync.buckets import strided
+from megatron_rl.weight_sync.engine_tables import ModelShape, rollout_shards
+from megatron_rl.weight_sync.plan import Plan, Side, make_plan
 from megatron_rl.weight_sync.program import compile_program
-from megatron_rl.weight_sync.transport import Transport, exchange, strided, tensors
+from megatron_rl.weight_sync.rects import Rect
+from megatron_rl.weight_sync.reshard import exchange
+from megatron_rl.weight_sync.shards import ShardGroup, extent, subview
+from megatron_rl.weight_sync.transport import Transport, TransportReport, tensors
+
+HEAD_DIM = 128
 
 
-def layout(kind: type, text: str) -> TrainLayout | RolloutLayout:
-    """``"tp=2,pp=2"`` as a layout; an unknown name raises ValueError."""
-    sizes = dict(item.split("=") for item in text.split(","))
-    unknown = set(sizes) - {field.name for field in fields(kind)}
-    if unknown:
-        raise ValueError(f"unknown sizes {sorted(unknown)} in {text!r}; known: {[field.name for field in fields(kind)]}")
-    return kind(**{name: int(value) for name, value in sizes.items()})
+def qwen2(layers: int, hidden: int) -> Architecture:
+    """The architecture of a Qwen2-shaped model."""
+    heads = hidden // HEAD_DIM
+    config = AutoConfig.for_model(
+        "qwen2",
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 4),
+        intermediate_size=4 * hidden,
+        vocab_size=32000,
+        tie_word_embeddings=False,
+    )
+    return architecture_from(config, "Qwen2ForCausalLM")
 
 
-def allocate(boxes: Sequence[Boxes], fill: float | None) -> dict[str, Tensor]:
-    """A flat tensor for each parameter that the boxes name: random, or all ``fill``."""
+def allocate(groups: Sequence[ShardGroup], fill: float | None) -> dict[str, Tensor]:
+    """A flat tensor for each parameter that the shards name: random, or all ``fill``."""
     sizes: dict[str, int] = {}
-    for box in boxes:
-        end = box.offset + sum((n - 1) * s for n, s in zip(box.shape, box.stride)) + 1
-        for key in box.keys:
-            sizes[key] = max(end, sizes[key]) if key in sizes else end
-    dtype = getattr(torch, boxes[0].dtype) if boxes else torch.bfloat16
-    return {key: torch.randn(n).to(dtype) if fill is None else torch.full((n,), fill, dtype=dtype) for key, n in sizes.items()}
+    for group in groups:
+        for key in group.keys:
+            sizes[key] = max(extent(group.shard), sizes.get(key, 0))
+    dtype = getattr(torch, groups[0].shard.dtype) if groups else torch.bfloat16
+    if fill is None:
+        return {key: torch.randn(size).to(dtype) for key, size in sizes.items()}
+    return {key: torch.full((size,), fill, dtype=dtype) for key, size in sizes.items()}
 
 
-def owners(held: Side) -> dict[str, list[tuple[Rect, int]]]:
-    """For each tensor its distinct boxes and the first rank that holds each."""
-    found: dict[str, dict[Rect, int]] = {}
-    for rank in sorted(held):
-        for box in held[rank]:
-            for name in box.tensors:
-                found.setdefault(name, {}).setdefault((box.start, box.shape), rank)
-    return {name: list(rects.items()) for name, rects in found.items()}
+def place(parameters: Mapping[str, Tensor], group: ShardGroup, index: int) -> Tensor:
+    """Shard ``index`` of the group, as a view of its parameter."""
+    return strided(parameters[group.keys[index]], subview(group, index, group.rect))
+
+
+def make_copies_equal(groups: Sequence[ShardGroup], parameters: Mapping[str, Tensor]) -> None:
+    """Several processes have one slice: in a run their copies are equal, here they are made so."""
+    for group in groups:
+        for index, name in enumerate(group.names):
+            seed = xxhash.xxh32_intdigest(f"{name}{group.rect}".encode())
+            draw = torch.Generator().manual_seed(seed)
+            place(parameters, group, index).copy_(torch.randn(group.shard.shape, generator=draw))
 
 
 class Gather:
-    """Every tensor whole on every process, one after the other."""
+    """Every tensor whole on every process, one after the other, from its first holders."""
 
-    def __init__(self, held: Side, mine: Sequence[Boxes], wishes: Sequence[Boxes]) -> None:
-        self.owners = owners(held)
-        self.full = {name: (box.full, box.dtype) for boxes in held.values() for box in boxes for name in box.tensors}
-        self.mine = {(name, (box.start, box.shape)): (box, i) for box in mine for i, name in enumerate(box.tensors)}
-        self.wishes: dict[str, list[tuple[Boxes, int]]] = {}
-        for box in wishes:
-            for i, name in enumerate(box.tensors):
-                self.wishes.setdefault(name, []).append((box, i))
+    def __init__(
+        self, sources: Side, own_sources: Sequence[ShardGroup], own_targets: Sequence[ShardGroup]
+    ) -> None:
+        self.owners: dict[str, dict[Rect, int]] = {}
+        self.whole: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for rank in sorted(sources):
+            for group in sources[rank]:
+                for name in group.names:
+                    self.owners.setdefault(name, {}).setdefault(group.rect, rank)
+                    self.whole[name] = (group.shard.full, getattr(torch, group.shard.dtype))
+        self.own: dict[tuple[str, Rect], tuple[ShardGroup, int]] = {}
+        for group in own_sources:
+            for index, name in enumerate(group.names):
+                self.own[name, group.rect] = (group, index)
+        self.targets: dict[str, list[tuple[ShardGroup, int]]] = {}
+        for group in own_targets:
+            for index, name in enumerate(group.names):
+                self.targets.setdefault(name, []).append((group, index))
 
     def run(self, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
         for name, rects in self.owners.items():
-            full, dtype = self.full[name]
-            whole = torch.empty(full, dtype=getattr(torch, dtype))
-            for rect, owner in rects:
-                part = torch.empty(rect[1], dtype=whole.dtype)
+            full, dtype = self.whole[name]
+            whole = torch.empty(full, dtype=dtype)
+            for rect, owner in rects.items():
+                part = torch.empty(rect.shape, dtype=dtype)
                 if owner == dist.get_rank():
-                    box, i = self.mine[name, rect]
-                    part.copy_(strided(source[box.keys[i]], (box.keys[i], box.offset, box.shape, box.stride)))
+                    part.copy_(place(source, *self.own[name, rect]))
                 dist.broadcast(part, owner)
                 whole[window(rect)] = part
-            for box, i in self.wishes[name] if name in self.wishes else ():
-                view = (box.keys[i], box.offset, box.shape, box.stride)
-                strided(target[box.keys[i]], view).copy_(whole[window((box.start, box.shape))])
+            for group, index in self.targets.get(name, []):
+                place(target, group, index).copy_(whole[window(group.rect)])
 
 
 def window(rect: Rect) -> tuple[slice, ...]:
     """The rectangle as an index."""
-    return tuple(slice(a, a + n) for a, n in zip(*rect))
+    return tuple(slice(first, first + size) for first, size in zip(rect.start, rect.shape))
 
 
-def timed(action) -> float:
+def timed(action: Callable[[], object]) -> float:
     """Seconds from a common start until the last process is done."""
     dist.barrier()
     start = time.perf_counter()
@@ -101,8 +132,71 @@ def timed(action) -> float:
     return time.perf_counter() - start
 
 
-def main() -> None:
-    """Build both ways, run them in turn, compare what they left, print."""
+@dataclass
+class Measured:
+    """Seconds of every repetition, the first of which warms up."""
+
+    planned: list[float]
+    verified: list[float]
+    gathered: list[float]
+
+
+def measure(
+    plan: Plan,
+    sources: Side,
+    own_sources: Sequence[ShardGroup],
+    own_targets: Sequence[ShardGroup],
+    repetitions: int,
+) -> tuple[Measured, TransportReport]:
+    """Runs the ways in turn, and compares what they leave behind."""
+    torch.manual_seed(0)
+    source = allocate(own_sources, None)
+    make_copies_equal(own_sources, source)
+    planned = allocate(own_targets, 0.0)
+    gathered = allocate(own_targets, 0.0)
+    program = compile_program(plan, dist.get_rank(), own_sources, own_targets)
+    transport = Transport(program)
+    gather = Gather(sources, own_sources, own_targets)
+    reports = []
+
+    def run() -> None:
+        reports.append(transport.run(tensors(source), tensors(planned)))
+
+    def run_verified() -> None:
+        transport.compare(transport.run(tensors(source), tensors(planned), checked=True))
+
+    times = Measured([], [], [])
+    for _ in range(repetitions + 1):
+        times.planned.append(timed(run))
+        times.verified.append(timed(run_verified))
+        times.gathered.append(timed(lambda: gather.run(source, gathered)))
+        assert all(torch.equal(planned[key], gathered[key]) for key in planned), (
+            "the two ways left different bytes"
+        )
+    return times, reports[-1]
+
+
+def figures(times: Measured, plan: Plan, report: TransportReport) -> dict[str, object]:
+    """What is printed."""
+    ways = {"plan": times.planned, "plan_verified": times.verified, "gather": times.gathered}
+    rows: dict[str, object] = {}
+    for way, seconds in ways.items():
+        times_of_way = spread(seconds[1:])
+        rows[f"{way}_seconds"] = round(times_of_way.median, 4)
+        rows[f"{way}_quartiles"] = [round(times_of_way.low, 4), round(times_of_way.high, 4)]
+    pairs = list(zip(times.verified[1:], times.planned[1:]))
+    share = spread([(checked - plain) / checked for checked, plain in pairs])
+    rows["digest_share"] = round(share.median, 4)
+    rows["bytes_sent"] = plan.bytes_sent
+    rows["lower_bound"] = plan.lower_bound
+    rows["gather_bytes"] = plan.gather_bytes
+    rows["bytes_local"] = plan.bytes_local
+    rows["peak_staging_bytes"] = report.peak_staging_bytes
+    return rows
+
+
+def options() -> argparse.ArgumentParser:
+    """What the command line takes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--train", default="tp=2")
     parser.add_argument("--rollout", default="tp=1,dp=2")
@@ -110,51 +204,45 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--bucket-mib", type=int, default=16)
     parser.add_argument("--repetitions", type=int, default=10)
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Builds both ways, runs them in turn, prints."""
+    parser = options()
+    arguments = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("start it with torchrun: torchrun --standalone --nproc-per-node 4 tools/bench/sync.py ...")
+        parser.error(
+            "start it with torchrun: torchrun --standalone --nproc-per-node 4"
+            " tools/bench/sync.py ..."
+        )
     try:
-        train, rollout = layout(TrainLayout, options.train), layout(RolloutLayout, options.rollout)
+        train = parse_training("--train", arguments.train)
+        rollout = parse_rollout("--rollout", arguments.rollout)
     except ValueError as error:
         parser.error(str(error))
     watch = Watch()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    heads = options.hidden // 128
-    model = ModelShape(options.layers, options.hidden, heads, max(1, heads // 4), 128, ffn=4 * options.hidden, vocab=32000, qkv_bias=True)
-    mine = train_boxes(model, train, rank) if rank < train.ranks else []
-    wishes = rollout_boxes(model, rollout, rank) if rank in rollout.ranks else []
-    held, wanted = exchange(mine, wishes)
-    plan = make_plan(held, wanted, gpus_per_node=dist.get_world_size(), bucket_bytes=options.bucket_mib << 20, replicas=rollout.replicas)
-    torch.manual_seed(0)
-    source, one, other = allocate(mine, None), allocate(wishes, 0.0), allocate(wishes, 0.0)
-    for box in mine:  # copies of one slice on several processes are equal in a run; make them so
-        for name, key in zip(box.tensors, box.keys):
-            seed = xxhash.xxh32_intdigest(f"{name}{box.start}{box.shape}".encode())
-            values = torch.randn(box.shape, generator=torch.Generator().manual_seed(seed)).to(source[key].dtype)
-            strided(source[key], (key, box.offset, box.shape, box.stride)).copy_(values)
-    transport, gather = Transport(compile_program(plan, rank, mine, wishes)), Gather(held, mine, wishes)
-    reports, seconds = [], {"plan": [], "plan_verified": [], "gather": []}
-
-    def verified() -> None:
-        transport.compare(transport.run(tensors(source), tensors(one), checked=True))
-
-    for _ in range(options.repetitions + 1):
-        seconds["plan"].append(timed(lambda: reports.append(transport.run(tensors(source), tensors(one)))))
-        seconds["plan_verified"].append(timed(verified))
-        seconds["gather"].append(timed(lambda: gather.run(source, other)))
-        assert all(torch.equal(one[key], other[key]) for key in one), "the two ways left different bytes"
+    arch = qwen2(arguments.layers, arguments.hidden)
+    own_sources = training_shards(arch, train, rank) if rank < train.world_size else []
+    own_targets = []
+    if rank in rollout.ranks:
+        own_targets = rollout_shards(ModelShape.of(arch), rollout, rank)
+    sources, targets = exchange(own_sources, own_targets)
+    plan = make_plan(
+        sources,
+        targets,
+        gpus_per_node=dist.get_world_size(),
+        bucket_bytes=arguments.bucket_mib << 20,
+        replicas=rollout.replicas,
+    )
+    times, report = measure(plan, sources, own_sources, own_targets, arguments.repetitions)
     own = torch.tensor(watch.own_since(), dtype=torch.float64)
     dist.all_reduce(own)
     if rank == 0:
-        found = {way: spread(times[1:]) for way, times in seconds.items()}  # the first warms up
-        figures = {f"{way}_seconds": round(times.median, 4) for way, times in found.items()}
-        figures |= {f"{way}_quartiles": [round(times.low, 4), round(times.high, 4)] for way, times in found.items()}
-        pairs = list(zip(seconds["plan_verified"][1:], seconds["plan"][1:]))
-        figures["digest_share"] = round(spread([(checked - plain) / checked for checked, plain in pairs]).median, 4)
-        figures |= {"bytes_sent": plan.bytes_sent, "lower_bound": plan.lower_bound, "gather_bytes": plan.gather_bytes}
-        figures |= {"bytes_local": plan.bytes_local, "peak_staging_bytes": reports[-1].peak_staging_bytes}
-        print(json.dumps(figures | {"machine": f"{description()}; {watch.load(own.item())}"}))
+        machine = f"{description()}; {watch.load(own.item())}"
+        print(json.dumps(figures(times, plan, report) | {"machine": machine}))
     dist.destroy_process_group()
 
 

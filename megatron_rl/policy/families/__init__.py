@@ -8,12 +8,14 @@ from typing import Any
 from transformers import AutoConfig
 
 from megatron_rl.config.model_config import read_model_config
-from megatron_rl.errors import concerning
-from megatron_rl.plugins import RegistrationError
+from megatron_rl.errors import RegistrationError, concerning
 from megatron_rl.policy.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from megatron_rl.policy.families.base import Architecture, Family, Slot
 
-FAMILIES = {module.FAMILY.architecture: module.FAMILY for module in (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)}
+FAMILIES = {
+    module.FAMILY.architecture: module.FAMILY
+    for module in (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)
+}
 
 __all__ = [
     "FAMILIES",
@@ -48,15 +50,25 @@ def read_architecture(path: Path) -> tuple[Architecture, Any]:
     """The architecture of a HF model directory, and its transformers configuration.
 
     Raises:
-        ValueError: no such directory, no config.json, one that cannot be read, an architecture or an option the policy does not implement.
+        ValueError: no such directory, no config.json, one that cannot be read, an architecture or
+        an option the policy does not implement.
     """
     if not path.is_dir():
-        raise ValueError(f"model.path: {path} is not a directory; give a local HF model directory (config.json and safetensors)")
+        raise ValueError(
+            f"model.path: {path} is not a directory; give a local HF model directory (config.json"
+            " and safetensors)"
+        )
     if not (path / "config.json").is_file():
-        raise ValueError(f"model.path: {path} holds no config.json; give a HF model directory (config.json and safetensors)")
+        raise ValueError(
+            f"model.path: {path} holds no config.json; give a HF model directory (config.json and"
+            " safetensors)"
+        )
     values = read_model_config(path / "config.json", FAMILIES)
     # transformers checks the types of some keys, by errors of its own that do not name the file.
-    with concerning(f"model.path: {path / 'config.json'}", "correct the key, or copy the file again from the model"):
+    with concerning(
+        f"model.path: {path / 'config.json'}",
+        "correct the key, or copy the file again from the model",
+    ):
         hf = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     return architecture_from(hf, values["architectures"][0]), hf
 

@@ -1,4 +1,4 @@
-"""What a model family declares: its sizes and options in plain numbers, and which HF tensors make up each Megatron parameter.
+"""What a model family declares: its sizes and options, and its parameters as HF tensors.
 
 Nothing here imports megatron, so that planners can read an architecture without building it.
 """
@@ -6,12 +6,15 @@ Nothing here imports megatron, so that planners can read an architecture without
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-# How the HF tensors of a slot are laid out in the Megatron parameter, and along which axis that is cut over tensor-parallel
-# ranks: whole (not cut), rows and columns (one tensor, cut along axis 0 / 1), vocab (rows, padded), qkv (heads interleaved
-# by query group, rows), gate_up (each rank holds its gate rows, then its up rows).
+from megatron_rl.config.model_config import DENSE_SIZES, ModelSizes, model_sizes
+
+# How the HF tensors of a slot are laid out in the Megatron parameter, and along which axis that is
+# cut over tensor-parallel ranks: whole (not cut), rows and columns (one tensor, cut along axis 0 /
+# 1), vocab (rows, padded), qkv (heads interleaved by query group, rows), gate_up (each rank holds
+# its gate rows, then its up rows).
 Kind = Literal["whole", "rows", "columns", "vocab", "qkv", "gate_up"]
 
 
@@ -29,11 +32,17 @@ class Slot:
 
 ATTENTION = (
     Slot("input_layernorm.weight", "whole", ("input_layernorm.weight",)),
-    Slot("self_attention.linear_qkv.weight", "qkv", tuple(f"self_attn.{x}_proj.weight" for x in "qkv")),
+    Slot(
+        "self_attention.linear_qkv.weight",
+        "qkv",
+        tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
+    ),
     Slot("self_attention.linear_proj.weight", "columns", ("self_attn.o_proj.weight",)),
     Slot("pre_mlp_layernorm.weight", "whole", ("post_attention_layernorm.weight",)),
 )
-QKV_BIAS = (Slot("self_attention.linear_qkv.bias", "qkv", tuple(f"self_attn.{x}_proj.bias" for x in "qkv")),)
+QKV_BIAS = (
+    Slot("self_attention.linear_qkv.bias", "qkv", tuple(f"self_attn.{x}_proj.bias" for x in "qkv")),
+)
 QK_NORM = (
     Slot("self_attention.q_layernorm.weight", "whole", ("self_attn.q_norm.weight",)),
     Slot("self_attention.k_layernorm.weight", "whole", ("self_attn.k_norm.weight",)),
@@ -44,22 +53,15 @@ DENSE_MLP = (
 )
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """A decoder-only transformer with RMSNorm, rotary positions and gated SiLU, in plain numbers.
+@dataclass(frozen=True, kw_only=True)
+class Architecture(ModelSizes):
+    """A decoder-only transformer with RMSNorm, rotary positions and gated SiLU.
 
-    ``head_dim`` need not be ``hidden_size / num_heads``. ``expert_slots`` are relative to one expert (empty: dense);
-    ``expert_prefix`` is where HF numbers the experts of a layer.
+    ``expert_slots`` are relative to one expert (empty: dense); ``expert_prefix`` is where HF
+    numbers the experts of a layer.
     """
 
     family: str
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_hidden_size: int
-    vocab_size: int
     norm_eps: float
     rope_theta: float
     rope_type: str
@@ -68,47 +70,53 @@ class Architecture:
     layer_slots: tuple[Slot, ...]
     qkv_bias: bool = False
     qk_norm: bool = False
-    num_experts: int = 0
     experts_per_token: int = 0
-    expert_ffn_hidden_size: int = 0
     expert_slots: tuple[Slot, ...] = ()
     expert_prefix: str = ""
 
 
 @dataclass(frozen=True)
 class Family:
-    """``read`` turns the HF configuration into an Architecture, or raises ValueError for an option it cannot honour."""
+    """``read`` turns a transformers configuration into an Architecture.
+
+    It raises ValueError for an option that the policy does not implement.
+    """
 
     architecture: str  # the entry of "architectures" in config.json
     read: Callable[[Any], Architecture]
 
 
 def refuse(hf: Any, allowed: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises ValueError when an option of ``hf`` has a value outside ``allowed[option]`` (an absent option counts as allowed:
-    the family's code in transformers does not have it)."""
+    """Raises ValueError when an option of ``hf`` has a value outside ``allowed[option]``.
+
+    An absent option is allowed: the family's code in transformers does not have it.
+    """
     for option, values in allowed.items():
         if hasattr(hf, option) and getattr(hf, option) not in values:
             shown = " or ".join(repr(value) for value in values)
             raise ValueError(
-                f"config.json of {hf.model_type}: {option} is {getattr(hf, option)!r}, which the policy does not implement; "
-                f"only {shown} is supported, give another model"
+                f"config.json of {hf.model_type}: {option} is {getattr(hf, option)!r}, which the"
+                f" policy does not implement; only {shown} is supported, give another model"
             )
 
 
 def common(hf: Any, **more: Any) -> Architecture:
-    """The fields every family shares, plus ``more``. Refuses activations and rotary types that are not implemented."""
+    """The fields every family shares, plus ``more``.
+
+    Refuses activations and rotary types that are not implemented.
+    """
     refuse(hf, {"hidden_act": ("silu",)})
     rope = dict(hf.rope_parameters)
     rope_type = rope["rope_type"]
     if rope_type not in ("default", "llama3", "linear"):
         raise ValueError(
-            f"config.json of {hf.model_type}: rope type is {rope_type!r}, which the policy does not implement; "
-            "only 'default', 'llama3' and 'linear' are supported, give another model"
+            f"config.json of {hf.model_type}: rope type is {rope_type!r}, which the policy does not"
+            " implement; only 'default', 'llama3' and 'linear' are supported, give another model"
         )
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
-            f"config.json of {hf.model_type}: partial_rotary_factor is {rope['partial_rotary_factor']}; "
-            "only 1.0 is supported, give another model"
+            f"config.json of {hf.model_type}: partial_rotary_factor is"
+            f" {rope['partial_rotary_factor']}; only 1.0 is supported, give another model"
         )
     layer_types = set(getattr(hf, "layer_types", None) or ["full_attention"])
     if layer_types != {"full_attention"}:
@@ -116,20 +124,14 @@ def common(hf: Any, **more: Any) -> Architecture:
             f"config.json of {hf.model_type}: layer_types has {sorted(layer_types)}; "
             "only 'full_attention' is supported, give another model"
         )
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    # A family with experts adds their sizes itself, beside their tensors.
+    sizes = asdict(model_sizes({key: getattr(hf, key, None) for key in DENSE_SIZES}))
     fields: dict[str, Any] = {
         "family": hf.model_type,
-        "num_layers": hf.num_hidden_layers,
-        "hidden_size": hf.hidden_size,
-        "num_heads": hf.num_attention_heads,
-        "num_kv_heads": hf.num_key_value_heads or hf.num_attention_heads,
-        "head_dim": head_dim,
-        "ffn_hidden_size": hf.intermediate_size,
-        "vocab_size": hf.vocab_size,
         "norm_eps": hf.rms_norm_eps,
         "rope_theta": rope["rope_theta"],
         "rope_type": rope_type,
         "tied_embeddings": bool(hf.tie_word_embeddings),
         "max_positions": hf.max_position_embeddings,
     }
-    return Architecture(**(fields | more))
+    return Architecture(**(sizes | fields | more))

@@ -2,7 +2,14 @@
 
 from typing import Any
 
-from megatron_rl.policy.families.base import ATTENTION, DENSE_MLP, Architecture, Family, common, refuse
+from megatron_rl.policy.families.base import (
+    ATTENTION,
+    DENSE_MLP,
+    Architecture,
+    Family,
+    common,
+    refuse,
+)
 
 
 def read(hf: Any) -> Architecture:

@@ -2,7 +2,15 @@
 
 from typing import Any
 
-from megatron_rl.policy.families.base import ATTENTION, DENSE_MLP, QKV_BIAS, Architecture, Family, common, refuse
+from megatron_rl.policy.families.base import (
+    ATTENTION,
+    DENSE_MLP,
+    QKV_BIAS,
+    Architecture,
+    Family,
+    common,
+    refuse,
+)
 
 
 def read(hf: Any) -> Architecture:

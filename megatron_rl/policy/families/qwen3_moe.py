@@ -2,7 +2,15 @@
 
 from typing import Any
 
-from megatron_rl.policy.families.base import ATTENTION, QK_NORM, Architecture, Family, Slot, common, refuse
+from megatron_rl.policy.families.base import (
+    ATTENTION,
+    QK_NORM,
+    Architecture,
+    Family,
+    Slot,
+    common,
+    refuse,
+)
 
 ROUTER = (Slot("mlp.router.weight", "whole", ("mlp.gate.weight",)),)
 EXPERT = (

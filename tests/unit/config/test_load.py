@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.load import ConfigError, compose, known_keys, validate
+from megatron_rl.config.load import compose, known_keys, validate
 from megatron_rl.config.schema import Config
+from megatron_rl.errors import ConfigError
 
 REQUIRED = ("model.path=/m", "data.train=t.jsonl", "data.eval=e.jsonl")
 
@@ -22,7 +23,8 @@ def problems(*overrides: str) -> list[str]:
 
 
 def test_an_override_reaches_its_key_and_nothing_else():
-    base, changed = load(), load("batch.prompts_per_step=64")
+    base = load()
+    changed = load("batch.prompts_per_step=64")
     assert changed.batch.prompts_per_step == 64
     assert base.batch.prompts_per_step == 128
     assert changed.model_copy(update={"batch": base.batch}) == base
@@ -43,7 +45,14 @@ def test_lists_become_tuples():
 
 
 @pytest.mark.parametrize(
-    "text", ["resume=never", "+resume=never", "++resume=never", "resume.checkpoint=never", "resume={checkpoint: never}"]
+    "text",
+    [
+        "resume=never",
+        "+resume=never",
+        "++resume=never",
+        "resume.checkpoint=never",
+        "resume={checkpoint: never}",
+    ],
 )
 def test_resume_alone_is_short_for_its_checkpoint(text):
     assert load(text).resume.checkpoint == "never" and load(text).resume.changed == "refuse"
@@ -51,7 +60,10 @@ def test_resume_alone_is_short_for_its_checkpoint(text):
 
 
 def test_a_path_with_an_equals_sign_survives_the_short_form():
-    assert load("resume='runs/seed=1,x/checkpoints/step_000002'").resume.checkpoint == "runs/seed=1,x/checkpoints/step_000002"
+    assert (
+        load("resume='runs/seed=1,x/checkpoints/step_000002'").resume.checkpoint
+        == "runs/seed=1,x/checkpoints/step_000002"
+    )
 
 
 @pytest.mark.parametrize("seed", ["-1", "4294967296", "9223372036854775807"])
@@ -61,7 +73,12 @@ def test_a_seed_has_32_bits(seed):
 
 
 def test_all_problems_come_at_once_each_with_key_value_and_remedy():
-    found = problems("batch.prompt_per_step=3", "trainer.prompts_per_step=3", "seed=true", "batch.responses_per_prompt=0")
+    found = problems(
+        "batch.prompt_per_step=3",
+        "trainer.prompts_per_step=3",
+        "seed=true",
+        "batch.responses_per_prompt=0",
+    )
     assert len(found) == 4
     text = "\n".join(found)
     assert "batch.prompt_per_step: unknown key; did you mean batch.prompts_per_step" in text
@@ -77,7 +94,11 @@ def test_a_string_is_not_a_number():
 def test_missing_values_are_named():
     with pytest.raises(ConfigError) as caught:
         validate(Config, compose("config", []), "the configuration")
-    assert [problem.split(":")[0] for problem in caught.value.problems] == ["model.path", "data.train", "data.eval"]
+    assert [problem.split(":")[0] for problem in caught.value.problems] == [
+        "model.path",
+        "data.train",
+        "data.eval",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ HOSTILE = [
     "runs/ablation/method=grpo,seed=1",
     "runs/a b",
     " leading and trailing ",
-    "it's \"quoted\"",
+    'it\'s "quoted"',
     "back\\slash\\",
     "back\\'slash\\\\'",
     "~/x",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,8 +11,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from megatron_rl.config.load import ConfigError, add_config_dir, compose
+from megatron_rl.config.load import add_config_dir, compose
 from megatron_rl.config.method import reward_scheme_errors
+from megatron_rl.errors import ConfigError, RegistrationError
 from megatron_rl.loss import (
     EstimatorNeeds,
     Evidence,
@@ -21,7 +23,7 @@ from megatron_rl.loss import (
     register_policy_loss,
     register_shaper,
 )
-from megatron_rl.plugins import RegistrationError, load_plugins
+from megatron_rl.plugins import load_plugins
 from megatron_rl.policy.families import Family, register_family
 from megatron_rl.trainer.hooks import register_rollout_hook
 from tests.unit.loss.batches import response_batch, rollout, token_batch
@@ -48,6 +50,13 @@ def refused(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load_method("grpo", overrides)
     return str(caught.value)
+
+
+@pytest.mark.parametrize("built", [functools.partial(plain, factor=2.0), Terms])
+def test_what_is_no_plain_function_is_refused(built):
+    """Its knobs could not be read."""
+    with pytest.raises(RegistrationError, match="is no plain function; write one by def"):
+        register_estimator("built")(built)
 
 
 def test_knobs_of_a_plug_in_are_as_strict_as_built_in_ones():
@@ -154,11 +163,9 @@ def test_needs_reach_the_trainer_and_the_batch():
         method.needs.response_statistics,
         method.needs.ref_logprobs,
     ) == (3, True, True)
-    old, ids, mask = (
-        torch.tensor([-1.0, -3.0, -2.0]),
-        torch.tensor([0, 0, 1]),
-        torch.ones(3, dtype=torch.bool),
-    )
+    old = torch.tensor([-1.0, -3.0, -2.0])
+    ids = torch.tensor([0, 0, 1])
+    mask = torch.ones(3, dtype=torch.bool)
     statistics = method.response_statistics(old, old, ids, mask, 2)
     assert statistics["mean_logprobs"].tolist() == [-2, -2] and statistics["kl"].tolist() == [0, 0]
     rows = response_batch(rollout(0))
@@ -173,7 +180,9 @@ def test_needs_reach_the_trainer_and_the_batch():
         ValueError, match=r"ResponseBatch\.kl is missing, but estimator confident reads it"
     ):
         method.credit(replace(rows, kl=None))
-    with pytest.raises(ValueError, match=r"k = 9 exceeds a group of 4 responses; lower estimator\.k"):
+    with pytest.raises(
+        ValueError, match=r"k = 9 exceeds a group of 4 responses; lower estimator\.k"
+    ):
         load_method("grpo", ["estimator={name: confident, k: 9}", "kl.coef=0"]).credit(rows)
     with pytest.raises(ValueError, match=r"needs rewards in \[0, 1\] and got \[0, 2\]"):
         method.credit(replace(rows, rewards=2 * rows.rewards.round()))
@@ -224,7 +233,8 @@ def test_a_plug_in_that_repeats_a_built_in_loss_gives_its_numbers():
         load_method("grpo", [f"policy_loss={{name: {name}}}"]) for name in ("gspo", "again")
     )
     tokens = token_batch(rows, built_in.credit(response_batch(rows)))
-    expected, found = built_in.loss(tokens), mine.loss(tokens)
+    expected = built_in.loss(tokens)
+    found = mine.loss(tokens)
     assert found.loss.item() == expected.loss.item()
     assert {key: value.item() for key, value in found.metrics.items()} == {
         key: value.item() for key, value in expected.metrics.items()
@@ -234,7 +244,8 @@ def test_a_plug_in_that_repeats_a_built_in_loss_gives_its_numbers():
 def test_a_folder_of_a_plug_in_is_searched(tmp_path: Path):
     (tmp_path / "conf/method").mkdir(parents=True)
     (tmp_path / "conf/method/mine.yaml").write_text(
-        "name: mine\nestimator: {name: centered}\npolicy_loss: {name: ppo_clip}\naggregate: {name: token_mean}\nkl: {coef: 0}\n"
+        "name: mine\nestimator: {name: centered}\npolicy_loss: {name: ppo_clip}\naggregate: {name:"
+        " token_mean}\nkl: {coef: 0}\n"
     )
     with pytest.raises(ConfigError, match="method=mine: no such option"):
         compose("config", ["method=mine"])
@@ -257,7 +268,8 @@ def test_a_folder_of_a_plug_in_is_searched(tmp_path: Path):
 def test_a_refused_registration_is_one_message_with_the_file(tmp_path: Path):
     file = tmp_path / "mine.py"
     file.write_text(
-        "from megatron_rl.loss import register_estimator\n\n\n@register_estimator('rloo')\ndef f(e): ...\n"
+        "from megatron_rl.loss import register_estimator\n\n\n@register_estimator('rloo')\ndef"
+        " f(e): ...\n"
     )
     with pytest.raises(
         ValueError,

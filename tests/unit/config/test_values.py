@@ -10,14 +10,19 @@ import pytest
 
 from megatron_rl.config.cache import least_cache_bytes
 from megatron_rl.config.checks import check, num_optimizer_steps
-from megatron_rl.config.load import ConfigError, compose, validate
-from megatron_rl.config.machine import Machine
+from megatron_rl.config.hardware import Machine
+from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
+from megatron_rl.errors import ConfigError
 
 MODEL = {
-    "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 28, "hidden_size": 1024, "head_dim": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 28,
+    "hidden_size": 1024,
+    "head_dim": 128,
     "max_position_embeddings": 4096,
-}  # fmt: skip
+}
 
 
 def config(*overrides: str) -> Config:
@@ -96,8 +101,8 @@ def test_a_warm_up_that_never_ends_is_said(checked, caplog):
     with caplog.at_level(logging.WARNING, "megatron_rl"):
         assert checked(*overrides) == []
     assert (
-        "optim.warmup_steps = 1000: the run has 10 optimizer steps, so the learning rate ends at 1e-05"
-        in caplog.text
+        "optim.warmup_steps = 1000: the run has 10 optimizer steps, so the learning rate ends at"
+        " 1e-05" in caplog.text
     )
     caplog.clear()
     assert checked("optim.warmup_steps=10", "trainer.num_steps=10") == [] and not caplog.text
@@ -106,8 +111,18 @@ def test_a_warm_up_that_never_ends_is_said(checked, caplog):
 def test_a_cache_too_small_for_one_sequence_is_refused_with_the_least_value(checked):
     # 65 blocks of 16 tokens, keys and values, 28 layers, 2 heads of 128 on this rank, 2 bytes each
     least = 65 * 16 * 2 * 28 * 2 * 128 * 2
-    assert least_cache_bytes(config("rollout.max_prompt_tokens=512", "rollout.max_response_tokens=512", "rollout.tensor=2").rollout,
-                             MODEL, 16) == least  # fmt: skip
+    assert (
+        least_cache_bytes(
+            config(
+                "rollout.max_prompt_tokens=512",
+                "rollout.max_response_tokens=512",
+                "rollout.tensor=2",
+            ).rollout,
+            MODEL,
+            16,
+        )
+        == least
+    )
     (problem,) = checked("rollout.kv_cache_gib=1e-5")
     assert (
         "rollout.kv_cache_gib = 1e-05: one sequence of" in problem

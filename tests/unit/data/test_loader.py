@@ -33,7 +33,14 @@ def test_a_prompt_that_comes_again_in_one_portion_has_a_name_of_its_own():
     assert [prompt.uid for prompt in loader.take(5)] == ["p:0", "p:1", "p:0#2", "p:1#2", "p:0#3"]
     assert [prompt.uid for prompt in loader.take(2)] == ["p:1", "p:0"]
     mixed = WeightedLoader([named("a", 1), named("b", 1)], [2.0, 1.0], seed=1, shuffle=True)
-    assert [prompt.uid for prompt in mixed.take(6)] == ["a:0", "b:0", "a:0#2", "a:0#3", "b:0#2", "a:0#4"]
+    assert [prompt.uid for prompt in mixed.take(6)] == [
+        "a:0",
+        "b:0",
+        "a:0#2",
+        "a:0#3",
+        "b:0#2",
+        "a:0#4",
+    ]
     assert len({prompt.token_ids for prompt in loader.take(4)}) == 2
 
 
@@ -99,7 +106,9 @@ def test_shares_are_exact_and_a_small_source_is_passed_over_again():
     assert "".join(prompt.data_source for prompt in taken[:8]) == "aabaaaba"
     mine = [prompt.uid.partition("#")[0] for prompt in taken if prompt.data_source == "a"]
     assert len(mine) == 60
-    assert all(sorted(mine[start : start + 5]) == sorted(mine[:5]) for start in range(0, 60, 5)), "whole epochs of its own"
+    assert all(sorted(mine[start : start + 5]) == sorted(mine[:5]) for start in range(0, 60, 5)), (
+        "whole epochs of its own"
+    )
 
 
 @given(weights=st.lists(st.integers(1, 40), min_size=1, max_size=5), count=st.integers(1, 200))
@@ -133,7 +142,10 @@ def test_a_mixture_depends_on_the_seed_and_not_on_portions():
 
 
 def test_states_of_other_weights_or_of_one_stream_are_refused():
-    with pytest.raises(ValueError, match=r"resume: .*data\.train_weights = \[3\.0, 1\.0\], this run has \[1\.0, 1\.0\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"resume: .*data\.train_weights = \[3\.0, 1\.0\], this run has \[1\.0, 1\.0\]",
+    ):
         mixture(weights=(1.0, 1.0)).restore(mixture().state())
     with pytest.raises(ValueError, match=r"resume: .*data\.train_weights = None"):
         mixture().restore(PromptLoader(prompts(5), seed=1, shuffle=True).state())

@@ -32,7 +32,12 @@ def row(prompt="2+2", answer="4", data_source="toy", **more):
 def test_rows_of_a_jsonl_file(tmp_path):
     spec = jsonl(tmp_path, row(), row("1+1", 2, extra={"level": 3}))
     first, second = load_prompts(spec, data_config(columns={"extra": "extra"}), TOKENIZER, 40)
-    assert (first.uid, first.answer, first.data_source, dict(first.extra)) == ("train:1", "4", "toy", {})
+    assert (first.uid, first.answer, first.data_source, dict(first.extra)) == (
+        "train:1",
+        "4",
+        "toy",
+        {},
+    )
     assert (second.uid, second.answer, dict(second.extra)) == ("train:2", "2", {"level": 3})
     assert text_of(first) == "<user>2+2<assistant>"
 
@@ -44,41 +49,81 @@ def test_system_prompt_and_suffix(tmp_path):
 
 
 def test_without_template_the_text_is_encoded_as_it_stands(tmp_path):
-    (prompt,) = load_prompts(jsonl(tmp_path, row()), data_config(apply_chat_template=False), character_tokenizer(None), 9)
+    (prompt,) = load_prompts(
+        jsonl(tmp_path, row()), data_config(apply_chat_template=False), character_tokenizer(None), 9
+    )
     assert text_of(prompt) == "2+2"
 
 
 def test_messages_and_dotted_columns_of_a_parquet_file(tmp_path):
-    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "2+2"}]
-    rows = [{"prompt": messages, "reward_model": {"ground_truth": "4"}, "data_source": "math_dapo", "extra_info": {"index": 7}}]
+    messages = [
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "2+2"},
+    ]
+    rows = [
+        {
+            "prompt": messages,
+            "reward_model": {"ground_truth": "4"},
+            "data_source": "math_dapo",
+            "extra_info": {"index": 7},
+        }
+    ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "dapo.parquet")
     config = data_config(columns={"answer": "reward_model.ground_truth", "extra": "extra_info"})
     (prompt,) = load_prompts(str(tmp_path / "dapo.parquet"), config, TOKENIZER, 99)
     assert text_of(prompt) == "<user>1+1<assistant>2<user>2+2<assistant>"
-    assert (prompt.answer, prompt.data_source, dict(prompt.extra), prompt.uid) == ("4", "math_dapo", {"index": 7}, "dapo:1")
+    assert (prompt.answer, prompt.data_source, dict(prompt.extra), prompt.uid) == (
+        "4",
+        "math_dapo",
+        {"index": 7},
+        "dapo:1",
+    )
 
 
 def test_the_answer_behind_a_marker(tmp_path):
     spec = jsonl(tmp_path, {"question": "q", "answer": "3 #### 4\n#### 1,234 "})
     columns = {"prompt": "question", "data_source": None}
-    assert load_prompts(spec, data_config(columns=columns, answer_after="####"), TOKENIZER, 99)[0].answer == "1,234"
-    assert load_prompts(spec, data_config(columns=columns), TOKENIZER, 99)[0].answer == "3 #### 4\n#### 1,234"
+    assert (
+        load_prompts(spec, data_config(columns=columns, answer_after="####"), TOKENIZER, 99)[
+            0
+        ].answer
+        == "1,234"
+    )
+    assert (
+        load_prompts(spec, data_config(columns=columns), TOKENIZER, 99)[0].answer
+        == "3 #### 4\n#### 1,234"
+    )
     assert load_prompts(spec, data_config(columns=columns), TOKENIZER, 99)[0].data_source == "train"
 
 
 BAD_FILES = [
     ("", r"train\.jsonl: the file has no row"),
     ("{}\n[1]\nnope\n", r"(?s)row 2: not a JSON object: \[1\].*row 3: not JSON"),
-    (json.dumps(row(answer=None)) + "\n\n" + json.dumps(row(answer=" ")), r"rows 1, 3: no answer .*: None; give the row an answer"),
+    (
+        json.dumps(row(answer=None)) + "\n\n" + json.dumps(row(answer=" ")),
+        r"rows 1, 3: no answer .*: None; give the row an answer",
+    ),
     (json.dumps(row(answer=True)), r"row 1: no answer"),
-    (json.dumps({"prompt": "a", "anwser": "b", "data_source": "c"}), r"did you mean anwser\? data\.columns\.answer=anwser; there"),
-    (json.dumps(row(prompt="a" * 50)), r"row 1: prompt longer than rollout\.max_prompt_tokens = 40: \(67, .*; raise the limit"),
+    (
+        json.dumps({"prompt": "a", "anwser": "b", "data_source": "c"}),
+        r"did you mean anwser\? data\.columns\.answer=anwser; there",
+    ),
+    (
+        json.dumps(row(prompt="a" * 50)),
+        r"row 1: prompt longer than rollout\.max_prompt_tokens = 40: \(67, .*; raise the limit",
+    ),
     (json.dumps(row(prompt=3)), r"row 1: the prompt is neither a text nor a list"),
     (json.dumps(row(prompt=[{"role": "user", "text": "a"}])), r"row 1: the prompt is neither"),
-    (json.dumps(row(prompt=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])), r"row 1: the prompt is neither"),
+    (
+        json.dumps(
+            row(prompt=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+        ),
+        r"row 1: the prompt is neither",
+    ),
     (json.dumps(row(prompt=" ")), r"row 1: empty prompt"),
     (json.dumps(row(data_source=3)), r"row 1: data_source is not a text: 3"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("content", "message"), BAD_FILES)
@@ -94,10 +139,14 @@ def test_many_bad_rows_are_counted_not_listed(tmp_path):
 
 
 def test_two_system_messages_a_missing_marker_and_other_files_are_refused(tmp_path):
-    spec = jsonl(tmp_path, row([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]))
+    spec = jsonl(
+        tmp_path, row([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}])
+    )
     with pytest.raises(ValueError, match=r"set data\.system_prompt=null"):
         load_prompts(spec, data_config(system_prompt="x"), TOKENIZER, 99)
-    with pytest.raises(ValueError, match=r"nothing after data\.answer_after = '####' in the answer: '4'"):
+    with pytest.raises(
+        ValueError, match=r"nothing after data\.answer_after = '####' in the answer: '4'"
+    ):
         load_prompts(spec, data_config(answer_after="####"), TOKENIZER, 99)
     with pytest.raises(ValueError, match=r"none\.jsonl: no such file"):
         load_prompts(str(tmp_path / "none.jsonl"), data_config(), TOKENIZER, 99)
@@ -111,22 +160,42 @@ def test_two_system_messages_a_missing_marker_and_other_files_are_refused(tmp_pa
 
 def test_long_prompts_can_be_dropped_but_not_all(tmp_path):
     spec = jsonl(tmp_path, row("a" * 50), row())
-    assert [prompt.uid for prompt in load_prompts(spec, data_config(on_long_prompt="drop"), TOKENIZER, 40)] == ["train:2"]
+    assert [
+        prompt.uid
+        for prompt in load_prompts(spec, data_config(on_long_prompt="drop"), TOKENIZER, 40)
+    ] == ["train:2"]
     with pytest.raises(ValueError, match="prompt longer than"):
         load_prompts(spec, data_config(on_long_prompt="drop"), TOKENIZER, 4)
 
 
 def test_generated_tasks_take_turns_and_share_a_query():
-    prompts = load_prompts("reasoning_gym:chain_sum+gcd?size=3&seed=1", data_config(), TOKENIZER, 200)
-    assert [prompt.data_source.removeprefix("reasoning_gym:") for prompt in prompts] == ["chain_sum", "gcd"] * 3
+    prompts = load_prompts(
+        "reasoning_gym:chain_sum+gcd?size=3&seed=1", data_config(), TOKENIZER, 200
+    )
+    assert [prompt.data_source.removeprefix("reasoning_gym:") for prompt in prompts] == [
+        "chain_sum",
+        "gcd",
+    ] * 3
     assert all(prompt.extra["answer"] == prompt.answer for prompt in prompts)
-    other = load_prompts("reasoning_gym:chain_sum?size=1&seed=1&max_terms=2+gcd?size=2&seed=4", data_config(), TOKENIZER, 200)
-    assert [prompt.data_source.removeprefix("reasoning_gym:") for prompt in other] == ["chain_sum", "gcd", "gcd"]
+    other = load_prompts(
+        "reasoning_gym:chain_sum?size=1&seed=1&max_terms=2+gcd?size=2&seed=4",
+        data_config(),
+        TOKENIZER,
+        200,
+    )
+    assert [prompt.data_source.removeprefix("reasoning_gym:") for prompt in other] == [
+        "chain_sum",
+        "gcd",
+        "gcd",
+    ]
     assert text_of(other[1]) != text_of(prompts[1]), "the second task has a seed of its own"
 
 
 def test_a_plus_inside_a_value_starts_no_task():
-    spec = 'reasoning_gym:simple_equations?size=20&seed=1&operators=["+"]&operators_weights=[1.0]&max_terms=2'
+    spec = (
+        "reasoning_gym:simple_equations?size=20&seed=1"
+        '&operators=["+"]&operators_weights=[1.0]&max_terms=2'
+    )
     prompts = load_prompts(spec, data_config(), TOKENIZER, 200)
     assert all("-" not in text_of(prompt).split("=")[0] for prompt in prompts)
 
@@ -134,7 +203,9 @@ def test_a_plus_inside_a_value_starts_no_task():
 def test_generating_leaves_the_global_generator_of_numpy_alone():
     numpy.random.seed(1)
     before = numpy.random.get_state()[1].copy()
-    load_prompts("reasoning_gym:chain_sum+pool_matrix?size=2&seed=1", data_config(), TOKENIZER, 9999)
+    load_prompts(
+        "reasoning_gym:chain_sum+pool_matrix?size=2&seed=1", data_config(), TOKENIZER, 9999
+    )
     assert (numpy.random.get_state()[1] == before).all()
 
 
@@ -142,9 +213,15 @@ def test_generating_leaves_the_global_generator_of_numpy_alone():
     ("query", "message"),
     [
         ("chain_sun?size=2&seed=1", r"no such task: 'chain_sun'; did you mean chain_sum"),
-        ("chain_sum?size=2&seed=1&max_digit=1", r"unknown key: 'max_digit'; did you mean max_digits\?"),
+        (
+            "chain_sum?size=2&seed=1&max_digit=1",
+            r"unknown key: 'max_digit'; did you mean max_digits\?",
+        ),
         ("chain_sum?seed=1", r"size must be a whole number: None; write chain_sum\?size=N&seed=S"),
-        ("chain_sum?size=2&seed=1&min_terms=9", r"its configuration is refused: .*max_terms must be >= min_terms"),
+        (
+            "chain_sum?size=2&seed=1&min_terms=9",
+            r"its configuration is refused: .*max_terms must be >= min_terms",
+        ),
         ("chain_sum?size", r"not of the form key=value: 'size'"),
         ("chain_sum?size=2&seed=1&max_digits=x", r"its configuration is refused"),
     ],
@@ -155,7 +232,9 @@ def test_a_bad_generator_spec_gives_one_error(query, message):
 
 
 def test_held_out_prompts_leave_the_training_set(tmp_path):
-    train = load_prompts(jsonl(tmp_path, row(), row("1+1", 2), row("3", 3)), data_config(), TOKENIZER, 40)
+    train = load_prompts(
+        jsonl(tmp_path, row(), row("1+1", 2), row("3", 3)), data_config(), TOKENIZER, 40
+    )
     assert [prompt.uid for prompt in without_overlap(train, train[1:2])] == ["train:1", "train:3"]
     assert without_overlap(train, train) == []
 

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.load import ConfigError, compose, validate
+from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.columns import column_roles
 from megatron_rl.data.prompts import load_prompts, load_sources
 from megatron_rl.data.reading import read_data, training_stream
 from megatron_rl.data.rows import Problems
+from megatron_rl.errors import ConfigError
 from tests.unit.data.toy import character_tokenizer, data_config, write
 
 TOKENIZER = character_tokenizer()
@@ -95,8 +96,10 @@ def test_several_files_and_patterns_with_names_of_their_own(folder):
 
 def test_a_list_of_one_and_the_name_alone_are_the_same(folder):
     write(folder / "mine.jsonl", plain(*"abcdefg"))
-    streams = [training_stream(read(f"data.train={spelling}"), config("data.train=x", "data.eval=y"))
-               for spelling in ("mine.jsonl", "[mine.jsonl]", "'m*.jsonl'")]  # fmt: skip
+    streams = [
+        training_stream(read(f"data.train={spelling}"), config("data.train=x", "data.eval=y"))
+        for spelling in ("mine.jsonl", "[mine.jsonl]", "'m*.jsonl'")
+    ]
     assert streams[0].take(20) == streams[1].take(20) == streams[2].take(20)
     assert streams[0].state() == streams[1].state()
 
@@ -130,7 +133,10 @@ def test_what_was_read_dropped_and_kept_is_said(folder, caplog):
         )
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     assert said == [
-        "data.train: 4 rows of train.jsonl, 1 longer than 20 tokens dropped, 1 also in data.eval dropped, 2 prompts kept",
+        (
+            "data.train: 4 rows of train.jsonl, 1 longer than 20 tokens dropped, 1 also in"
+            " data.eval dropped, 2 prompts kept"
+        ),
         "data.eval: 2 rows of eval.jsonl, 2 prompts kept",
     ]
     assert dict(data.train[0].dropped) == {"longer than 20 tokens": 1, "also in data.eval": 1}
@@ -171,14 +177,29 @@ def test_boxed_answers_name_the_verifier_that_reads_them(folder, caplog):
 
 
 ENCODINGS = [
-    (plain("1+1").encode("utf-16"), r"t\.jsonl: row 1: not UTF-8 .*UTF-16.*iconv -f UTF-16 -t UTF-8"),
+    (
+        plain("1+1").encode("utf-16"),
+        r"t\.jsonl: row 1: not UTF-8 .*UTF-16.*iconv -f UTF-16 -t UTF-8",
+    ),
     (plain("1+1").encode("utf-16-le"), r"t\.jsonl: row 1: not UTF-8"),
-    (plain("1") + '{"prompt": "caf\u00e9", "answer": "1"}\n', r"t\.jsonl: row 2: not UTF-8 \(byte 0xe9 at character 16\)"),
-    (plain("1") + '{"prompt": 1' + "1" * 5000 + "}", r"t\.jsonl: row 2: not JSON \(Exceeds the limit"),
+    (
+        plain("1") + '{"prompt": "caf\u00e9", "answer": "1"}\n',
+        r"t\.jsonl: row 2: not UTF-8 \(byte 0xe9 at character 16\)",
+    ),
+    (
+        plain("1") + '{"prompt": 1' + "1" * 5000 + "}",
+        r"t\.jsonl: row 2: not JSON \(Exceeds the limit",
+    ),
     (plain("1") + "[" * 100000, r"t\.jsonl: row 2: not JSON \("),
-    (plain("1") + '{"prompt": "\\ud83d", "answer": "1"}', r"t\.jsonl: row 2: half of a surrogate pair in the prompt"),
-    (plain("1") + '{"prompt": "x", "answer": "\\ud83d"}', r"t\.jsonl: row 2: half of a surrogate pair in the answer"),
-]  # fmt: skip
+    (
+        plain("1") + '{"prompt": "\\ud83d", "answer": "1"}',
+        r"t\.jsonl: row 2: half of a surrogate pair in the prompt",
+    ),
+    (
+        plain("1") + '{"prompt": "x", "answer": "\\ud83d"}',
+        r"t\.jsonl: row 2: half of a surrogate pair in the answer",
+    ),
+]
 
 
 @pytest.mark.parametrize(("content", "message"), ENCODINGS)
@@ -244,11 +265,14 @@ def test_an_error_of_many_kinds_stays_short(tmp_path):
 
 
 BAD_NAMES = [
-    (["data.train={a.jsonl: 0.7, b.jsonl: 0.3}"], r"data\.train=\[a\.jsonl,b\.jsonl\] data\.train_weights=\[0\.7,0\.3\]"),
+    (
+        ["data.train={a.jsonl: 0.7, b.jsonl: 0.3}"],
+        r"data\.train=\[a\.jsonl,b\.jsonl\] data\.train_weights=\[0\.7,0\.3\]",
+    ),
     (["data.train=5"], "data.train = 5: give a name, or a list of names"),
     (["data.train=[a.jsonl,5]"], "give a name, or a list of names"),
     (["data.train=a.jsonl", "data.train_weights=[0]"], "greater than 0"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("overrides", "message"), BAD_NAMES)

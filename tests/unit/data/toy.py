@@ -10,11 +10,19 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.config.schema import DataConfig
 
-TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if"
+    " add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def character_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    vocab = {token: index for index, token in enumerate(["@", *map(chr, range(32, 64)), *map(chr, range(65, 127)), "\n"])}
+    vocab = {
+        token: index
+        for index, token in enumerate(
+            ["@", *map(chr, range(32, 64)), *map(chr, range(65, 127)), "\n"]
+        )
+    }
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     core.decoder = Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="@")
@@ -23,12 +31,27 @@ def character_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerF
 
 
 def data_config(**changes) -> DataConfig:
-    columns = {"prompt": "prompt", "answer": "answer", "data_source": "data_source", "extra": None, **changes.pop("columns", {})}
+    columns = {
+        "prompt": "prompt",
+        "answer": "answer",
+        "data_source": "data_source",
+        "extra": None,
+        **changes.pop("columns", {}),
+    }
     values = {
-        "train": "-", "train_weights": None, "eval": "-", "columns": columns, "system_prompt": None,
-        "prompt_suffix": "", "answer_after": None, "apply_chat_template": True,
-        "on_long_prompt": "error", "drop_eval_overlap": True, "shuffle": True, **changes,
-    }  # fmt: skip
+        "train": "-",
+        "train_weights": None,
+        "eval": "-",
+        "columns": columns,
+        "system_prompt": None,
+        "prompt_suffix": "",
+        "answer_after": None,
+        "apply_chat_template": True,
+        "on_long_prompt": "error",
+        "drop_eval_overlap": True,
+        "shuffle": True,
+        **changes,
+    }
     return DataConfig(**values)
 
 

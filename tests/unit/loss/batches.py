@@ -1,4 +1,5 @@
-"""Random rollouts with every kind of group, as rows for the plain reference and as batches for the methods."""
+"""Random rollouts with every kind of group, as rows for the plain reference and as batches for the
+methods."""
 
 import random
 
@@ -8,20 +9,38 @@ from megatron_rl.loss import Credit, ResponseBatch, TokenBatch
 from tests.unit.loss.reference import Row
 
 LIMIT = 12  # longest response, tokens
-CASES = (  # correct responses of each group: mixed, all right, all wrong, 1 of 8, 7 of 8, small ones
-    (1, 0, 0, 1), (1,) * 4, (0,) * 5, (1, *(0,) * 7), (*(1,) * 7, 0), (0, 1, 1, 0, 1), (1, 0, 0, 0), (0, 0, 1, 0, 1, 1),
-)  # fmt: skip
+# correct responses of each group: mixed, all right, all wrong, 1 of 8, 7 of 8, small ones
+CASES = (
+    (1, 0, 0, 1),
+    (1,) * 4,
+    (0,) * 5,
+    (1, *(0,) * 7),
+    (*(1,) * 7, 0),
+    (0, 1, 1, 0, 1),
+    (1, 0, 0, 0),
+    (0, 0, 1, 0, 1, 1),
+)
 
 
 def rollout(seed: int) -> list[Row]:
-    """Rewards 0.9 accuracy + 0.1 format, in [0, 1]; no two prompts share an entropy or a confidence."""
+    """Rewards 0.9 accuracy + 0.1 format, in [0, 1]; no two prompts share an entropy or a
+    confidence."""
     source = random.Random(seed)
     rows = []
     for group, correct in enumerate(CASES):
         for right in correct:
             form = group in (1, 6) or source.random() < 0.7
             length = source.choice([1, 2, 3, 5, LIMIT])
-            rows.append(Row(0.9 * right + 0.1 * form, bool(right), group, length, -source.random(), float(group * 1.7 % 3 + 0.1 * group)))
+            rows.append(
+                Row(
+                    0.9 * right + 0.1 * form,
+                    bool(right),
+                    group,
+                    length,
+                    -source.random(),
+                    float(group * 1.7 % 3 + 0.1 * group),
+                )
+            )
     return rows
 
 
@@ -38,16 +57,24 @@ def response_batch(rows: list[Row], dtype: torch.dtype = torch.float64) -> Respo
     )
 
 
-def token_batch(rows: list[Row], credit: Credit, seed: int = 0, dtype: torch.dtype = torch.float64, scale: float = 0.4) -> TokenBatch:
+def token_batch(
+    rows: list[Row],
+    credit: Credit,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    scale: float = 0.4,
+) -> TokenBatch:
     """Old, current and reference logprobs about ``scale`` apart, so that clips bind."""
     lengths = torch.tensor([row.length for row in rows])
     ids = torch.repeat_interleave(torch.arange(len(rows)), lengths)
-    noise = torch.randn(4, ids.numel(), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    noise = torch.randn(
+        4, ids.numel(), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     old = -1.5 + 0.3 * noise[0]
     return TokenBatch(
         logprobs=(old + scale * noise[1]).to(dtype).requires_grad_(),
         old_logprobs=old.to(dtype),
-        response_ids=ids,
+        response_index=ids,
         loss_mask=torch.ones(ids.numel(), dtype=torch.bool),
         advantages=credit.advantages,
         kl_weights=credit.kl_weights,

@@ -1,4 +1,5 @@
-"""A plain second implementation of every named method: one response after another, Python floats, no tensors.
+"""A plain second implementation of every named method: one response after another, Python floats,
+no tensors.
 
 Written from the equations; it shares no code, no table and no default with the package.
 """
@@ -67,9 +68,24 @@ NAMED = {
     "easy_focused": Choice(shaping=("easy",)),
     "a_grae_dapo": Choice(shaping=("ddas", "ass"), high=0.28, aggregate="token"),
     "a_grae_dr_grpo": Choice("centered", shaping=("ddas", "ass"), aggregate="norm"),
-    "durian": Choice("durian", aggregate="token", kl=1e-2, knobs={"group": 0.6, "perceptual": 0.2, "reasoning": 0.2}),
-    "durian_perceptual": Choice("durian", aggregate="token", kl=1e-2, knobs={"group": 0.5, "perceptual": 0.5, "reasoning": 0.0}),
-    "durian_reasoning": Choice("durian", aggregate="token", kl=1e-2, knobs={"group": 0.5, "perceptual": 0.0, "reasoning": 0.5}),
+    "durian": Choice(
+        "durian",
+        aggregate="token",
+        kl=1e-2,
+        knobs={"group": 0.6, "perceptual": 0.2, "reasoning": 0.2},
+    ),
+    "durian_perceptual": Choice(
+        "durian",
+        aggregate="token",
+        kl=1e-2,
+        knobs={"group": 0.5, "perceptual": 0.5, "reasoning": 0.0},
+    ),
+    "durian_reasoning": Choice(
+        "durian",
+        aggregate="token",
+        kl=1e-2,
+        knobs={"group": 0.5, "perceptual": 0.0, "reasoning": 0.5},
+    ),
 }
 
 EPS = 1e-6
@@ -95,14 +111,18 @@ def quantile(values: list[float], share: float) -> float:
 def advantages(rows: list[Row], choice: Choice) -> list[float]:
     result = [estimate(row, rows, choice) for row in rows]
     for name in choice.shaping:
-        result = [value * factor(name, value, row, rows, choice) for value, row in zip(result, rows, strict=True)]
+        result = [
+            value * factor(name, value, row, rows, choice)
+            for value, row in zip(result, rows, strict=True)
+        ]
     return result
 
 
 def estimate(row: Row, rows: list[Row], choice: Choice) -> float:
     group = [other for other in rows if other.group == row.group]
     rewards = [other.reward for other in group]
-    mean, name = average(rewards), choice.estimator
+    mean = average(rewards)
+    name = choice.estimator
     if name == "signed":
         return choice.knobs["positive"] if row.correct else -choice.knobs["negative"]
     if name == "krpo":
@@ -119,9 +139,15 @@ def estimate(row: Row, rows: list[Row], choice: Choice) -> float:
     if name == "rloo":
         return row.reward - average([other.reward for other in group if other is not row])
     if name == "opo":
-        return row.reward - sum(other.length * other.reward for other in group) / sum(other.length for other in group)
+        return row.reward - sum(other.length * other.reward for other in group) / sum(
+            other.length for other in group
+        )
     if name == "gpg":
-        flat = sum(1 for other in rows if len({peer.reward for peer in rows if peer.group == other.group}) == 1)
+        flat = sum(
+            1
+            for other in rows
+            if len({peer.reward for peer in rows if peer.group == other.group}) == 1
+        )
         return len(rows) / (len(rows) - flat) * (row.reward - mean)
     if name == "mixed":
         share = average([float(abs(other.reward - 1) < 1e-6) for other in group])
@@ -131,15 +157,22 @@ def estimate(row: Row, rows: list[Row], choice: Choice) -> float:
         return best_of(row, len(group), round(accuracy * len(group)), int(choice.knobs["k"]))
     if name == "durian":
         return durian(row, rows, mean, zscore, choice.knobs)
-    return {"zscore": zscore, "centered": row.reward - mean, "tree": (row.reward - mean) / (mean * (1 - mean)), "apd": percent}[name]
+    return {
+        "zscore": zscore,
+        "centered": row.reward - mean,
+        "tree": (row.reward - mean) / (mean * (1 - mean)),
+        "apd": percent,
+    }[name]
 
 
 def kalman(row: Row, group: list[Row]) -> float:
-    state, variance = 0.0, 1.0
+    state = 0.0
+    variance = 1.0
     for other in group:
         prior = variance + 1e-5
         gain = prior / (prior + 1e-2)
-        state, variance = state + gain * (other.reward - state), (1 - gain) * prior
+        state = state + gain * (other.reward - state)
+        variance = (1 - gain) * prior
         if other is row:
             break
     return (row.reward - state) / (math.sqrt(variance) + 1e-8)
@@ -183,9 +216,16 @@ def best_of(row: Row, size: int, right: int, k: int) -> float:
 
 def durian(row: Row, rows: list[Row], mean: float, zscore: float, knobs: dict[str, float]) -> float:
     prompts = sorted({other.group for other in rows})
-    entropy = {prompt: average([other.visual_entropy for other in rows if other.group == prompt]) for prompt in prompts}
-    confidence = {prompt: average([other.mean_logprob for other in rows if other.group == prompt]) for prompt in prompts}
-    low, high = quantile(list(entropy.values()), 0.25), quantile(list(entropy.values()), 0.75)
+    entropy = {
+        prompt: average([other.visual_entropy for other in rows if other.group == prompt])
+        for prompt in prompts
+    }
+    confidence = {
+        prompt: average([other.mean_logprob for other in rows if other.group == prompt])
+        for prompt in prompts
+    }
+    low = quantile(list(entropy.values()), 0.25)
+    high = quantile(list(entropy.values()), 0.75)
     edges = [quantile(list(confidence.values()), j / 12) for j in range(1, 12)]
 
     def quarter(prompt: int) -> int:
@@ -202,7 +242,11 @@ def durian(row: Row, rows: list[Row], mean: float, zscore: float, knobs: dict[st
 
     by_entropy = part({prompt: quarter(prompt) for prompt in prompts})
     by_confidence = part({prompt: bin_of(prompt) for prompt in prompts})
-    return knobs["group"] * zscore + knobs["perceptual"] * by_entropy + knobs["reasoning"] * by_confidence
+    return (
+        knobs["group"] * zscore
+        + knobs["perceptual"] * by_entropy
+        + knobs["reasoning"] * by_confidence
+    )
 
 
 def factor(name: str, advantage: float, row: Row, rows: list[Row], choice: Choice) -> float:
@@ -222,7 +266,8 @@ def factor(name: str, advantage: float, row: Row, rows: list[Row], choice: Choic
         return 2 - 1.0001 ** (average(right) - row.length)
     if p in (0.0, 1.0):
         return 1.0
-    hard, easy = 0.5 / math.sqrt(p), 0.5 / math.sqrt(1 - p)
+    hard = 0.5 / math.sqrt(p)
+    easy = 0.5 / math.sqrt(1 - p)
     return {"hard": hard, "easy": easy, "ddas": omega * hard + (1 - omega) * easy}[name]
 
 
@@ -242,15 +287,27 @@ def loss(
     """The minibatch loss: responses and their tokens, one after another."""
     tokens = sum(len(response) for response in logprobs)
     total = 0.0
-    for row, advantage, new_row, old_row, ref_row in zip(rows, advantages(rows, choice), logprobs, old, ref, strict=True):
-        weight = {"response_mean": 1 / len(rows) / len(new_row), "token": 1 / tokens, "norm": 1 / len(rows) / norm_len}[choice.aggregate]
-        sequence = math.exp(average([new - past for new, past in zip(new_row, old_row, strict=True)]))
+    for row, advantage, new_row, old_row, ref_row in zip(
+        rows, advantages(rows, choice), logprobs, old, ref, strict=True
+    ):
+        weight = {
+            "response_mean": 1 / len(rows) / len(new_row),
+            "token": 1 / tokens,
+            "norm": 1 / len(rows) / norm_len,
+        }[choice.aggregate]
+        sequence = math.exp(
+            average([new - past for new, past in zip(new_row, old_row, strict=True)])
+        )
         for new, past, frozen in zip(new_row, old_row, ref_row, strict=True):
             ratio = sequence if choice.loss == "gspo" else math.exp(new - past)
             clipped = min(max(ratio, 1 - choice.low), 1 + choice.high)
             value = {"reinforce": -advantage * new, "cispo": -clipped * advantage * new}.get(
                 choice.loss, -min(ratio * advantage, clipped * advantage)
             )
-            penalty = choice.kl * kl_weight(row, rows, choice) * (math.exp(frozen - new) - (frozen - new) - 1)
+            penalty = (
+                choice.kl
+                * kl_weight(row, rows, choice)
+                * (math.exp(frozen - new) - (frozen - new) - 1)
+            )
             total += weight * (value + penalty)
     return total

@@ -5,7 +5,8 @@ import torch
 from megatron_rl.loss import aggregate
 from tests.unit.loss.groups import flags, same, vector
 
-IDS, LENGTHS = torch.tensor([0, 0, 1]), torch.tensor([2, 1])
+IDS = torch.tensor([0, 0, 1])
+LENGTHS = torch.tensor([2, 1])
 
 
 def test_weights_by_hand() -> None:
@@ -17,7 +18,12 @@ def test_weights_by_hand() -> None:
 
 def test_denominators_are_those_given_not_those_of_the_batch() -> None:
     same(aggregate.token_mean(30, IDS, torch.float64), *[1 / 30] * 3)
-    same(aggregate.seq_mean_token_mean(20, torch.tensor([4, 5]), IDS, torch.float64), 1 / 80, 1 / 80, 1 / 100)
+    same(
+        aggregate.seq_mean_token_mean(20, torch.tensor([4, 5]), IDS, torch.float64),
+        1 / 80,
+        1 / 80,
+        1 / 100,
+    )
 
 
 def test_nothing_to_average_gives_zero() -> None:
@@ -27,4 +33,9 @@ def test_nothing_to_average_gives_zero() -> None:
 
 
 def test_mask_is_true_where_a_token_takes_part() -> None:
-    assert aggregate.weighted_sum(vector(1, 10, float("nan")), vector(0.5, 0.25, 1), flags(1, 1, 0)).item() == 3.0
+    assert (
+        aggregate.weighted_sum(
+            vector(1, 10, float("nan")), vector(0.5, 0.25, 1), flags(1, 1, 0)
+        ).item()
+        == 3.0
+    )

@@ -23,6 +23,10 @@ def test_cards_are_up_to_date(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_tests_named_in_the_table_exist() -> None:
-    named = set(re.findall(r"`(test_\w+_by_hand)`", (ROOT / "examples" / "methods" / "README.md").read_text()))
+    named = set(
+        re.findall(
+            r"`(test_\w+_by_hand)`", (ROOT / "examples" / "methods" / "README.md").read_text()
+        )
+    )
     assert len(named) > 15
     assert named <= set(vars(test_advantages)) | set(vars(test_shaping))

@@ -1,4 +1,5 @@
-"""The composition of estimator, shapers, KL placement and filters, by hand; and every error of the domain."""
+"""The composition of estimator, shapers, KL placement and filters, by hand; and every error of the
+domain."""
 
 import dataclasses
 from typing import Any
@@ -11,10 +12,23 @@ from megatron_rl.loss.credit import CreditPlan, credit
 from tests.unit.loss.groups import flags, same, vector
 
 PLAN = CreditPlan(
-    estimator="centered", estimator_knobs={}, shaping=(), kl_curve=None, kl_in_reward=False, kl_coef=(0.0, 0.0),
-    drop_all_correct=False, eps=0.0, ddof=0,
-)  # fmt: skip
-DURIAN = {"group": 0.6, "perceptual": 0.2, "reasoning": 0.2, "reasoning_bins": 12, "normalise": True}
+    estimator="centered",
+    estimator_knobs={},
+    shaping=(),
+    kl_weights=("constant", {}),
+    kl_in_reward=False,
+    kl_coef=(0.0, 0.0),
+    drop_all_correct=False,
+    eps=0.0,
+    ddof=0,
+)
+DURIAN = {
+    "group": 0.6,
+    "perceptual": 0.2,
+    "reasoning": 0.2,
+    "reasoning_bins": 12,
+    "normalize": True,
+}
 
 
 def plan(**changes: Any) -> CreditPlan:
@@ -22,7 +36,8 @@ def plan(**changes: Any) -> CreditPlan:
 
 
 def batch(**changes: Any) -> ResponseBatch:
-    """Two prompts of two responses: one right and one wrong, then both right. Rewards hold a format part of 0.5."""
+    """Two prompts of two responses: one right and one wrong, then both right. Rewards hold a format
+    part of 0.5."""
     return ResponseBatch(
         **{
             "rewards": vector(1.5, 0.5, 1.5, 1),
@@ -45,35 +60,53 @@ def test_omega_is_clipped_to_one() -> None:
     found = credit(batch(), plan(shaping=(("ddas", {}),)))
     same(found.advantages, 0.353553, -0.353553, 0.25, -0.25)
     same(found.metrics["credit/omega"][None], 1)
-    lower = credit(batch(rewards=vector(0.5, -0.5, -1, -2)), plan(shaping=(("ass", {"alpha": 1.0}),)))
+    lower = credit(
+        batch(rewards=vector(0.5, -0.5, -1, -2)), plan(shaping=(("ass", {"alpha": 1.0}),))
+    )
     same(lower.advantages, 0, -0.5, 0, -0.5)
 
 
 def test_kl_in_the_reward() -> None:
-    """r - coef weight kl, weights f(1/2) = 0.743118 for the correct response of the first group, else 1.
+    """r - coef weight kl, weights f(1/2) = 0.743118 for the correct response of the first group,
+    else 1.
 
     omega stays that of the plain rewards: (0.4 + 0 + 0.4 + 0) / 4 = 0.2."""
     data = batch(rewards=vector(0.4, 0, 0.4, 0), kl=vector(1, 2, 3, 4))
-    chosen = plan(kl_in_reward=True, kl_coef=(0.1, 0.1), kl_curve="exponential")
+    chosen = plan(
+        kl_in_reward=True, kl_coef=(0.1, 0.1), kl_weights=("dads", {"curve": "exponential"})
+    )
     found = credit(data, chosen)
     same(found.advantages, 0.262844, -0.262844, 0.25, -0.25)
     same(found.kl_weights, 0.743118, 1, 1, 1)
     same(found.metrics["credit/omega"][None], 0.2)
-    by_sign = credit(data, dataclasses.replace(chosen, kl_coef=(0.2, 0.1), kl_curve=None))
+    by_sign = credit(
+        data, dataclasses.replace(chosen, kl_coef=(0.2, 0.1), kl_weights=("constant", {}))
+    )
     same(by_sign.advantages, 0.2, -0.2, 0.3, -0.3)
 
 
 def test_kl_in_the_reward_does_not_move_the_success_count() -> None:
-    """Rewards are 1, 0.5, 0, 0 before the KL: p = 1/4, l = 1/4, although no reward is 1 after it."""
-    data = batch(rewards=vector(1, 0.5, 0, 0), group_ids=torch.zeros(4, dtype=torch.int64), kl=vector(1, 1, 1, 1))
-    chosen = plan(estimator="mixed", estimator_knobs={"success": "reward_is_one"}, kl_in_reward=True, kl_coef=(0.1, 0.1))
+    """Rewards are 1, 0.5, 0, 0 before the KL: p = 1/4, l = 1/4, although no reward is 1 after
+    it."""
+    data = batch(
+        rewards=vector(1, 0.5, 0, 0),
+        group_ids=torch.zeros(4, dtype=torch.int64),
+        kl=vector(1, 1, 1, 1),
+    )
+    chosen = plan(
+        estimator="mixed",
+        estimator_knobs={"success": "reward_is_one"},
+        kl_in_reward=True,
+        kl_coef=(0.1, 0.1),
+    )
     found = credit(data, chosen)
     mean, std = 0.275, (0.171875) ** 0.5  # rewards minus 0.1; the variance is that of 1, 0.5, 0, 0
     same(found.advantages[:1], 0.75 * (0.9 - mean) / std + 0.25 * (0.9 - mean) / mean)
 
 
 def test_mixed_counts_success_by_correctness_on_request() -> None:
-    """Rewards 0.9 and 0 never reach 1: by reward l = 1 and apd remains, by correctness p = 1/2 and zscore remains."""
+    """Rewards 0.9 and 0 never reach 1: by reward l = 1 and apd remains, by correctness p = 1/2 and
+    zscore remains."""
     data = batch(rewards=vector(0.9, 0, 0, 0), correct=flags(1, 0, 0, 0))
     by_reward = credit(data, plan(estimator="mixed", estimator_knobs={"success": "reward_is_one"}))
     same(by_reward.advantages, 1, -1, 0, 0)
@@ -85,7 +118,8 @@ def test_mixed_counts_success_by_correctness_on_request() -> None:
 
 
 def test_stcr_window() -> None:
-    """Mean correct length of the group 2, of the batch 4; the wrong response has 8 tokens. mu = 2."""
+    """Mean correct length of the group 2, of the batch 4; the wrong response has 8 tokens. mu =
+    2."""
     for window, alpha in (("group", 2 - 2.0**-6), ("batch", 2 - 2.0**-4)):
         shaper = ("stcr", {"mu": 2.0, "window": window, "only_negative": False})
         same(credit(batch(), plan(shaping=(shaper,))).advantages, 0.5, -0.5 * alpha, 0.25, -0.25)
@@ -94,12 +128,17 @@ def test_stcr_window() -> None:
 def test_durian_confidence_mean_or_sum() -> None:
     """Sums rank the prompts the other way round than means; the buckets follow."""
     data = batch(
-        group_ids=torch.tensor([0, 0, 1, 1]), rewards=vector(1, 0, 1, 1), visual_entropy=None,
-        mean_logprobs=vector(-1, -1, -1, -1), sum_logprobs=vector(-1, -1, -9, -9),
-    )  # fmt: skip
+        group_ids=torch.tensor([0, 0, 1, 1]),
+        rewards=vector(1, 0, 1, 1),
+        visual_entropy=None,
+        mean_logprobs=vector(-1, -1, -1, -1),
+        sum_logprobs=vector(-1, -1, -9, -9),
+    )
     knobs = DURIAN | {"group": 0.0, "perceptual": 0.0, "reasoning": 1.0, "reasoning_bins": 2}
-    same(credit(data, plan(estimator="durian", estimator_knobs=knobs)).advantages, 1, -1, 0, 0)  # one bucket of four, std 1/2
-    apart = credit(data, plan(estimator="durian", estimator_knobs=knobs | {"normalise": False}))
+    same(
+        credit(data, plan(estimator="durian", estimator_knobs=knobs)).advantages, 1, -1, 0, 0
+    )  # one bucket of four, std 1/2
+    apart = credit(data, plan(estimator="durian", estimator_knobs=knobs | {"normalize": False}))
     same(apart.advantages, 0.707107, -0.707107, 0, 0)
 
 
@@ -113,7 +152,12 @@ def test_drop_all_correct_keeps_the_statistics() -> None:
 
 def test_metrics_by_hand() -> None:
     data = batch(rewards=vector(1, 0, 1, 1), kl=None)
-    metrics = {key: value.item() for key, value in credit(data, plan(kl_curve="linear")).metrics.items()}
+    metrics = {
+        key: value.item()
+        for key, value in credit(
+            data, plan(kl_weights=("dads", {"curve": "linear"}))
+        ).metrics.items()
+    }
     assert metrics == pytest.approx(
         {
             "credit/zero_spread_group_share": 0.5,
@@ -129,9 +173,15 @@ def test_metrics_by_hand() -> None:
             "credit/kept_response_share": 1.0,
         }
     )
-    thirds = batch(rewards=vector(0, 1, 1, 0, 0, 0), correct=flags(0, 1, 1, 0, 0, 0), group_ids=torch.tensor([0, 0, 0, 0, 1, 1]),
-                   response_tokens=torch.ones(6, dtype=torch.int64))  # fmt: skip
-    found = credit(dataclasses.replace(thirds, group_ids=torch.tensor([0, 0, 1, 1, 2, 2])), PLAN).metrics
+    thirds = batch(
+        rewards=vector(0, 1, 1, 0, 0, 0),
+        correct=flags(0, 1, 1, 0, 0, 0),
+        group_ids=torch.tensor([0, 0, 0, 0, 1, 1]),
+        response_tokens=torch.ones(6, dtype=torch.int64),
+    )
+    found = credit(
+        dataclasses.replace(thirds, group_ids=torch.tensor([0, 0, 1, 1, 2, 2])), PLAN
+    ).metrics
     assert found["credit/zero_spread_group_share"].item() == pytest.approx(1 / 3)
     assert found["credit/none_correct_group_share"].item() == pytest.approx(1 / 3)
     assert credit(thirds, PLAN).metrics["credit/extreme_group_share"].item() == 0
@@ -141,7 +191,10 @@ def test_metrics_by_hand() -> None:
 
 def test_groups_of_one_are_refused_by_group_relative_methods() -> None:
     data = batch(group_ids=torch.tensor([0, 0, 0, 7]))
-    with pytest.raises(ValueError, match=r"centered .* a group has 1 response; sample at least 2 .*responses_per_prompt"):
+    with pytest.raises(
+        ValueError,
+        match=r"centered .* a group has 1 response; sample at least 2 .*responses_per_prompt",
+    ):
         credit(data, PLAN)
     knobs = {"positive": 1.0, "negative": 1.0}
     same(credit(data, plan(estimator="signed", estimator_knobs=knobs)).advantages, 1, -1, 1, 1)
@@ -149,25 +202,35 @@ def test_groups_of_one_are_refused_by_group_relative_methods() -> None:
 
 def test_rewards_outside_the_unit_interval_are_refused() -> None:
     for name, knobs in (("tree", {}), ("apd", {}), ("mixed", {"success": "reward_is_one"})):
-        with pytest.raises(ValueError, match=rf"{name} needs rewards in \[0, 1\] and got \[0.5, 1.5\]; .*/ 1\.5.* sum to 1"):
+        with pytest.raises(
+            ValueError,
+            match=rf"{name} needs rewards in \[0, 1\] and got \[0.5, 1.5\]; .*/ 1\.5.* sum to 1",
+        ):
             credit(batch(), plan(estimator=name, estimator_knobs=knobs))
         with pytest.raises(ValueError, match=r"got \[-1, 1\]; rescale them by \(r - -1\) / 2"):
             credit(batch(rewards=vector(-1, 1, 1, 1)), plan(estimator=name, estimator_knobs=knobs))
 
 
 def test_k_above_the_group_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"k = 4 exceeds a group of 2 responses; lower estimator\.k"):
+    with pytest.raises(
+        ValueError, match=r"k = 4 exceeds a group of 2 responses; lower estimator\.k"
+    ):
         credit(batch(), plan(estimator="pass_at_k", estimator_knobs={"k": 4}))
 
 
 def test_missing_fields_are_named() -> None:
     durian = plan(estimator="durian", estimator_knobs=DURIAN)
-    with pytest.raises(ValueError, match=r"ResponseBatch\.visual_entropy is missing.*estimator\.perceptual=0"):
+    with pytest.raises(
+        ValueError, match=r"ResponseBatch\.visual_entropy is missing.*estimator\.perceptual=0"
+    ):
         credit(batch(mean_logprobs=vector(0, 0, 0, 0)), durian)
     with pytest.raises(ValueError, match=r"ResponseBatch\.mean_logprobs is missing"):
         credit(batch(visual_entropy=vector(1, 1, 2, 2)), durian)
     with pytest.raises(ValueError, match=r"ResponseBatch\.sum_logprobs is missing"):
-        credit(batch(visual_entropy=vector(1, 1, 2, 2)), plan(estimator="durian", estimator_knobs=DURIAN | {"normalise": False}))
+        credit(
+            batch(visual_entropy=vector(1, 1, 2, 2)),
+            plan(estimator="durian", estimator_knobs=DURIAN | {"normalize": False}),
+        )
     with pytest.raises(ValueError, match=r"ResponseBatch\.kl is missing.*kl\.placement=loss"):
         credit(batch(), plan(kl_in_reward=True, kl_coef=(0.1, 0.1)))
 
@@ -175,6 +238,8 @@ def test_missing_fields_are_named() -> None:
 def test_bad_rewards_and_an_empty_batch_are_refused() -> None:
     with pytest.raises(ValueError, match=r"rewards\[1\] = nan"):
         credit(batch(rewards=vector(1, float("nan"), 1, 1)), PLAN)
-    empty = ResponseBatch(vector(), flags(), torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64))
+    empty = ResponseBatch(
+        vector(), flags(), torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64)
+    )
     with pytest.raises(ValueError, match="no responses"):
         credit(empty, PLAN)

@@ -15,13 +15,15 @@ def test_informative_groups() -> None:
 
 
 def test_not_all_correct() -> None:
-    assert filters.not_all_correct(CORRECT, GROUPS).tolist() == [True, True, False, False, True, True]
+    kept = filters.not_all_correct(CORRECT, GROUPS).tolist()
+    assert kept == [True, True, False, False, True, True]
 
 
 def test_overlong_penalty_by_hand() -> None:
     """Lmax 10, buffer 4: nothing up to 6, -1/4 a token from there, -1 at 10 and above."""
     lengths = torch.tensor([1, 6, 7, 9, 10, 500])
-    same(filters.overlong_penalty(lengths, torch.float64, max_tokens=10, buffer_tokens=4.0), 0, 0, -0.25, -0.75, -1, -1)
+    penalty = filters.overlong_penalty(lengths, torch.float64, max_tokens=10, buffer_tokens=4.0)
+    same(penalty, 0, 0, -0.25, -0.75, -1, -1)
 
 
 def test_repeated_tail_by_hand() -> None:
@@ -30,12 +32,22 @@ def test_repeated_tail_by_hand() -> None:
     tokens = torch.tensor([token for response in responses for token in response])
     lengths = torch.tensor([len(response) for response in responses])
     candidates = flags(1, 1, 1, 1, 1, 0)
-    assert filters.repeated_tail(tokens, lengths, candidates, min_block=1, max_block=8).tolist() == [True, True, False, True, False, False]
-    assert filters.repeated_tail(tokens, lengths, candidates, min_block=2, max_block=8).tolist() == [True, True, False, False, False, False]
-    assert filters.repeated_tail(tokens, lengths, candidates, min_block=1, max_block=2).tolist() == [True, False, False, True, False, False]
+    for shortest, longest, expected in (
+        (1, 8, [True, True, False, True, False, False]),
+        (2, 8, [True, True, False, False, False, False]),
+        (1, 2, [True, False, False, True, False, False]),
+    ):
+        blocks = {"min_block": shortest, "max_block": longest}
+        assert filters.repeated_tail(tokens, lengths, candidates, **blocks).tolist() == expected
 
 
 def test_repetition_penalty_needs_truncation() -> None:
-    tokens, lengths = torch.tensor([1, 1, 1, 1, 1, 2]), torch.tensor([2, 2, 2])
-    same(filters.repetition_penalty(tokens, lengths, flags(1, 0, 1), torch.float64), -0.1, 0, 0)
-    same(filters.repetition_penalty(tokens, lengths, flags(1, 1, 1), torch.float64, penalty=0.5), -0.5, -0.5, 0)
+    tokens = torch.tensor([1, 1, 1, 1, 1, 2])
+    lengths = torch.tensor([2, 2, 2])
+    for truncated, penalty, expected in (
+        (flags(1, 0, 1), 0.1, (-0.1, 0, 0)),
+        (flags(1, 1, 1), 0.5, (-0.5, -0.5, 0)),
+    ):
+        knobs = {"penalty": penalty, "min_block": 1, "max_block": 256}
+        found = filters.repetition_penalty(tokens, lengths, truncated, torch.float64, **knobs)
+        same(found, *expected)

@@ -1,4 +1,5 @@
-"""What must hold for any rollout, as properties. Binary rewards, std_ddof 0 and eps 0 unless a property says otherwise."""
+"""What must hold for any rollout, as properties. Binary rewards, std_ddof 0 and eps 0 unless a
+property says otherwise."""
 
 import math
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from megatron_rl.loss import advantages as adv
 from megatron_rl.loss import aggregate, filters, kl, shaping
 from megatron_rl.loss import policy_losses as losses
 from megatron_rl.loss.segments import Segments, segments_of
+from tests.unit.loss.groups import evidence
 
 
 def holds(*strategies: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -21,7 +23,9 @@ def holds(*strategies: Any) -> Callable[[Callable[..., None]], Callable[..., Non
 
 
 OUTCOMES = st.lists(st.lists(st.booleans(), min_size=2, max_size=9), min_size=1, max_size=6)
-MIXED_GROUP = st.lists(st.booleans(), min_size=2, max_size=12).filter(lambda group: any(group) and not all(group))
+MIXED_GROUP = st.lists(st.booleans(), min_size=2, max_size=12).filter(
+    lambda group: any(group) and not all(group)
+)
 OMEGA = st.floats(0, 1)
 LENGTHS = st.integers(1, 4000)
 
@@ -45,7 +49,8 @@ def zscore(rewards: Tensor, groups: Segments) -> Tensor:
 def test_zscore_sums(outcomes: list[list[bool]]) -> None:
     """sum A = 0 and sum |A+| = sum |A-| = G sqrt(p (1 - p))."""
     rewards, _, groups = binary(outcomes)
-    found, p = zscore(rewards, groups), groups.mean(rewards)
+    found = zscore(rewards, groups)
+    p = groups.mean(rewards)
     expected = groups.count * (p * (1 - p)).sqrt()
     close(groups.sum(found), torch.zeros_like(p))
     close(groups.sum(found.clamp(min=0)), expected)
@@ -62,17 +67,24 @@ def test_centered_sums(outcomes: list[list[bool]]) -> None:
 @holds(OUTCOMES)
 def test_rloo_is_scaled_centered(outcomes: list[list[bool]]) -> None:
     rewards, _, groups = binary(outcomes)
-    close(adv.rloo(rewards, groups), adv.centered(rewards, groups) * groups.broadcast(groups.count.double() / (groups.count - 1)))
+    close(
+        adv.rloo(rewards, groups),
+        adv.centered(rewards, groups)
+        * groups.broadcast(groups.count.double() / (groups.count - 1)),
+    )
 
 
 @holds(OUTCOMES)
 def test_hard_and_easy_sums(outcomes: list[list[bool]]) -> None:
     """sum |A| = G sqrt(1 - p) and G sqrt(p), for p strictly inside (0, 1); 0 outside."""
     rewards, _, groups = binary(outcomes)
-    found, p = zscore(rewards, groups), groups.mean(rewards)
+    found = zscore(rewards, groups)
+    p = groups.mean(rewards)
     inside = (p > 0) & (p < 1)
     share = groups.broadcast(p)
-    close(groups.sum(shaping.hard_focused(found, share).abs()), inside * groups.count * (1 - p).sqrt())
+    close(
+        groups.sum(shaping.hard_focused(found, share).abs()), inside * groups.count * (1 - p).sqrt()
+    )
     close(groups.sum(shaping.easy_focused(found, share).abs()), inside * groups.count * p.sqrt())
 
 
@@ -81,14 +93,21 @@ def test_ddas_sums(outcomes: list[list[bool]], omega: float) -> None:
     """sum |A| = omega G sqrt(1 - p) + (1 - omega) G sqrt(p) and sum A = 0."""
     rewards, _, groups = binary(outcomes)
     p = groups.mean(rewards)
-    found = shaping.ddas(zscore(rewards, groups), groups.broadcast(p), torch.tensor(omega, dtype=torch.float64))
+    found = shaping.ddas(
+        zscore(rewards, groups), groups.broadcast(p), torch.tensor(omega, dtype=torch.float64)
+    )
     inside = (p > 0) & (p < 1)
-    close(groups.sum(found.abs()), inside * groups.count * (omega * (1 - p).sqrt() + (1 - omega) * p.sqrt()))
+    close(
+        groups.sum(found.abs()),
+        inside * groups.count * (omega * (1 - p).sqrt() + (1 - omega) * p.sqrt()),
+    )
     close(groups.sum(found), torch.zeros_like(p))
 
 
 @holds(OUTCOMES, OMEGA, st.floats(0.05, 1))
-def test_ass_is_the_identity_once_omega_reaches_alpha(outcomes: list[list[bool]], omega: float, alpha: float) -> None:
+def test_ass_is_the_identity_once_omega_reaches_alpha(
+    outcomes: list[list[bool]], omega: float, alpha: float
+) -> None:
     rewards, _, groups = binary(outcomes)
     before = zscore(rewards, groups)
     found = shaping.ass(before, torch.tensor(omega, dtype=torch.float64), alpha=alpha)
@@ -105,7 +124,8 @@ def test_mapo_is_a_multiple_of_zscore(group: list[bool]) -> None:
     p = groups.mean(rewards)
     certainty = 1 - 4 * p * (1 - p)
     rho = (1 - certainty) + certainty * ((1 - p) / p).sqrt()
-    close(adv.mixed(rewards, p, groups, eps=0.0, ddof=0), rho * zscore(rewards, groups))
+    found = adv.mixed(rewards, rewards, rewards == 1, groups, eps=0.0, ddof=0)
+    close(found, rho * zscore(rewards, groups))
     if p.item() == 0.5:
         assert rho.item() == 1
 
@@ -135,16 +155,22 @@ def test_dads_curves_decrease(curve: str) -> None:
 def test_durian_reductions(outcomes: list[list[bool]], data: st.DataObject) -> None:
     """(1, 0, 0) is zscore; one prompt is the sample-std zscore; zero sum inside a prompt."""
     rewards, _, groups = binary(outcomes)
-    draws = torch.tensor([data.draw(st.floats(-5, 0)) for _ in range(groups.num)], dtype=torch.float64)
+    draws = torch.tensor(
+        [data.draw(st.floats(-5, 0)) for _ in range(groups.num)], dtype=torch.float64
+    )
     confidence = groups.broadcast(draws)
 
     def durian(which: Segments, values: Tensor, *weights: float) -> Tensor:
         knobs = dict(zip(("group", "perceptual", "reasoning"), weights, strict=True))
-        size = which.index.numel()
-        return adv.durian(values, confidence[:size], confidence[:size], which, reasoning_bins=12, eps=0.0, ddof=0, **knobs)
+        some = confidence[: which.index.numel()]
+        read = evidence(values, which, mean_logprobs=some, visual_entropy=some)
+        return adv.durian(read, **knobs)
 
     close(durian(groups, rewards, 1.0, 0.0, 0.0), zscore(rewards, groups))
-    close(groups.sum(durian(groups, rewards, 0.6, 0.2, 0.2)), torch.zeros(groups.num, dtype=torch.float64))
+    close(
+        groups.sum(durian(groups, rewards, 0.6, 0.2, 0.2)),
+        torch.zeros(groups.num, dtype=torch.float64),
+    )
     alone = segments_of(torch.zeros(len(outcomes[0]), dtype=torch.int64))
     first = rewards[: len(outcomes[0])]
     for weights in ((0.0, 1.0, 0.0), (0.0, 0.0, 1.0)):
@@ -161,16 +187,20 @@ def test_pass_at_1_is_zscore(outcomes: list[list[bool]]) -> None:
 def test_groups_without_spread_give_zero(size: int, right: bool, data: st.DataObject) -> None:
     rewards, correct, groups = binary([[right] * size])
     lengths = torch.tensor([data.draw(LENGTHS) for _ in range(size)])
-    p = groups.mean(rewards)
-    confidence = torch.zeros(size, dtype=torch.float64)
-    durian = adv.durian(
-        rewards, confidence, confidence, groups, group=0.6, perceptual=0.2, reasoning=0.2, reasoning_bins=12, eps=0.0, ddof=0
-    )
+    alike = torch.zeros(size, dtype=torch.float64)
+    durian = adv.durian(evidence(rewards, groups, mean_logprobs=alike, visual_entropy=alike))
     for found in (
-        zscore(rewards, groups), adv.centered(rewards, groups), adv.rloo(rewards, groups), adv.opo(rewards, lengths, groups),
-        adv.gpg(rewards, groups), adv.tree(rewards, groups), adv.apd(rewards, groups, eps=0.0),
-        adv.mixed(rewards, p, groups, eps=0.0, ddof=0), adv.pass_at_k(correct, torch.float64, groups, k=1), durian,
-    ):  # fmt: skip
+        zscore(rewards, groups),
+        adv.centered(rewards, groups),
+        adv.rloo(rewards, groups),
+        adv.opo(rewards, lengths, groups),
+        adv.gpg(rewards, groups),
+        adv.tree(rewards, groups),
+        adv.apd(rewards, groups, eps=0.0),
+        adv.mixed(rewards, rewards, correct, groups, eps=0.0, ddof=0),
+        adv.pass_at_k(correct, torch.float64, groups, k=1),
+        durian,
+    ):
         assert not found.any()
     assert adv.signed(correct, torch.float64, positive=1.0, negative=1.0).all()
 
@@ -179,18 +209,28 @@ def test_groups_without_spread_give_zero(size: int, right: bool, data: st.DataOb
 def test_permutation_inside_groups(outcomes: list[list[bool]], source: object) -> None:
     """Shuffling all responses shuffles the advantages, for every estimator but krpo."""
     rewards, correct, groups = binary(outcomes)
-    order = torch.tensor(source.sample(range(rewards.numel()), rewards.numel()))  # type: ignore[attr-defined]
+    places = range(rewards.numel())
+    order = torch.tensor(source.sample(places, len(places)))  # type: ignore[attr-defined]
     lengths = torch.arange(1, rewards.numel() + 1)
     mixed_up = segments_of(groups.index[order])
 
     def every(r: Tensor, c: Tensor, n: Tensor, g: Segments) -> list[Tensor]:
         return [
-            zscore(r, g), adv.rloo(r, g), adv.opo(r, n, g), adv.reinforce_pp_baseline(r, n, g), adv.gpg(r, g), adv.tree(r, g),
-            adv.lead(c, n, g.mean(r), g, eps=0.0, ddof=0), adv.pass_at_k(c, torch.float64, g, k=2), shaping.stcr(zscore(r, g), c, n, g),
-        ]  # fmt: skip
+            zscore(r, g),
+            adv.rloo(r, g),
+            adv.opo(r, n, g),
+            adv.reinforce_pp_baseline(r, n, g),
+            adv.gpg(r, g),
+            adv.tree(r, g),
+            adv.lead(c, n, g.mean(r), g, eps=0.0, ddof=0),
+            adv.pass_at_k(c, torch.float64, g, k=2),
+            shaping.stcr(zscore(r, g), c, n, g),
+        ]
 
     for plain, shuffled in zip(
-        every(rewards, correct, lengths, groups), every(rewards[order], correct[order], lengths[order], mixed_up), strict=True
+        every(rewards, correct, lengths, groups),
+        every(rewards[order], correct[order], lengths[order], mixed_up),
+        strict=True,
     ):
         close(shuffled, plain[order])
 
@@ -223,18 +263,26 @@ def test_on_policy_gradients_equal_reinforce(tokens: list[tuple[float, float]]) 
 @holds(RATIOS)
 def test_gspo_with_one_token_responses_is_ppo_clip(tokens: list[tuple[float, float]]) -> None:
     log_ratio = torch.tensor([value for value, _ in tokens], dtype=torch.float64)
-    ids, ones = torch.arange(len(tokens)), torch.ones(len(tokens), dtype=torch.int64)
-    close(losses.sequence_log_ratio(log_ratio, ones.bool(), ids, ones, lambda sums: sums), log_ratio)
+    ids = torch.arange(len(tokens))
+    ones = torch.ones(len(tokens), dtype=torch.int64)
+    close(
+        losses.sequence_log_ratio(log_ratio, ones.bool(), ids, ones, lambda sums: sums), log_ratio
+    )
 
 
 @holds(RATIOS)
 def test_ppo_clip_bounds_reinforcement(tokens: list[tuple[float, float]]) -> None:
-    """The clipped objective never exceeds the plain one; dual clipping never lowers the objective below dual_c A."""
-    log_ratio, advantages = (torch.tensor(column, dtype=torch.float64) for column in zip(*tokens, strict=True))
+    """The clipped objective never exceeds the plain one; dual clipping never lowers the objective
+    below dual_c A."""
+    log_ratio, advantages = (
+        torch.tensor(column, dtype=torch.float64) for column in zip(*tokens, strict=True)
+    )
     clipped = losses.ppo_clip(log_ratio, advantages, low=0.2, high=0.2)
     assert (clipped >= losses.ratio(log_ratio, advantages) - 1e-12).all()
     dual = losses.ppo_clip(log_ratio, advantages, low=0.2, high=0.2, dual_c=3.0)
-    assert (dual <= clipped + 1e-12).all() and (dual[advantages < 0] <= -3 * advantages[advantages < 0] + 1e-12).all()
+    assert (dual <= clipped + 1e-12).all() and (
+        dual[advantages < 0] <= -3 * advantages[advantages < 0] + 1e-12
+    ).all()
 
 
 @holds(st.integers(1, 6), st.integers(1, 6))
@@ -261,7 +309,9 @@ def test_k3_is_a_divergence(differences: list[float]) -> None:
 @holds(st.integers(1, 200), st.integers(2, 60), st.floats(0.05, 1))
 def test_overlong_penalty_is_monotone_and_bounded(length: int, limit: int, share: float) -> None:
     lengths = torch.tensor([length, length + 1])
-    now, longer = filters.overlong_penalty(lengths, torch.float64, max_tokens=limit, buffer_tokens=share * limit).tolist()
+    now, longer = filters.overlong_penalty(
+        lengths, torch.float64, max_tokens=limit, buffer_tokens=share * limit
+    ).tolist()
     assert -1 <= longer <= now <= 0
     assert now == 0 or length > limit * (1 - share) - 1e-9
     assert length < limit or math.isclose(now, -1)

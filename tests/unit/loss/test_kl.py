@@ -31,7 +31,11 @@ def test_derivatives_by_hand() -> None:
 
 
 def test_k3_is_not_clamped_and_keeps_small_differences() -> None:
-    same(kl.k3(vector(-30), vector(0)), torch.tensor(30.0, dtype=torch.float64).exp().item() - 31, tolerance=1)
+    same(
+        kl.k3(vector(-30), vector(0)),
+        torch.tensor(30.0, dtype=torch.float64).exp().item() - 31,
+        tolerance=1,
+    )
     assert abs(kl.k3(vector(-1), vector(-1 + 1e-9)).item() / 5e-19 - 1) < 1e-3
 
 
@@ -43,7 +47,8 @@ def test_curves_by_hand() -> None:
 
 
 def test_dads_by_hand() -> None:
-    """Half right: correct ones get f(1/2); 1 of 8 right: f(7/8); all right: 1 (not f(0)); all wrong: 1."""
+    """Half right: correct ones get f(1/2); 1 of 8 right: f(7/8); all right: 1 (not f(0)); all
+    wrong: 1."""
     correct = flags(1, 0, 1, *[0] * 7, 1, 1, 0, 0)
     groups = segments_of(torch.tensor([0, 0, *[1] * 8, 2, 2, 3, 3]))
     found = kl.dads(correct, groups.mean(correct.double()), groups, curve="exponential")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_rl.config.load import ConfigError
 from megatron_rl.config.method import reward_scheme_errors
+from megatron_rl.errors import ConfigError
 from megatron_rl.loss import load_method
 from tests.unit.loss.batches import response_batch, rollout, token_batch
 from tests.unit.loss.groups import flags, same, vector
@@ -17,34 +17,60 @@ def refused(name: str, *overrides: str) -> str:
 
 
 def test_overrides_are_relative_to_the_method() -> None:
-    method = load_method("a_grae", ["kl.coef=0.001", "shaping.ass.alpha=0.5", "policy_loss.high=0.28"])
+    method = load_method(
+        "a_grae", ["kl.coef=0.001", "shaping.ass.alpha=0.5", "policy_loss.high=0.28"]
+    )
     assert method.config.kl.coef == 0.001
     assert method.config.shaping["ass"].model_dump() == {"name": "ass", "alpha": 0.5}
-    assert method.config.policy_loss.model_dump() == {"name": "ppo_clip", "low": 0.2, "high": 0.28, "dual_c": None}
+    assert method.config.policy_loss.model_dump() == {
+        "name": "ppo_clip",
+        "low": 0.2,
+        "high": 0.28,
+        "dual_c": None,
+    }
 
 
 def test_switching_a_piece_takes_its_own_defaults() -> None:
-    assert load_method("grpo", ["policy_loss.name=gspo"]).config.policy_loss.model_dump()["high"] == 4e-4
-    assert load_method("grpo", ["kl.weights.name=dads"]).config.kl.weights.model_dump()["curve"] == "exponential"
+    gspo = load_method("grpo", ["policy_loss.name=gspo"]).config.policy_loss
+    assert gspo.knobs["high"] == 4e-4
+    dads = load_method("grpo", ["kl.weights.name=dads"]).config.kl.weights
+    assert dads.knobs["curve"] == "exponential"
 
 
 def test_a_knob_of_another_piece_is_refused_by_name() -> None:
     message = refused("durian", "estimator.name=krpo")
-    assert "estimator.reasoning_bins = 12: is a knob of durian, but the estimator is krpo" in message
+    assert (
+        "estimator.reasoning_bins = 12: is a knob of durian, but the estimator is krpo" in message
+    )
     assert "its knobs are initial_mean" in message
-    assert "shaping.ass.mu = 2: is a knob of stcr, but the shaper is ass (its knobs are alpha)" in refused("a_grae", "shaping.ass.mu=2")
-    assert "policy_loss.dual_c = 3: is a knob of ppo_clip, but the policy loss is cispo" in refused("cispo", "policy_loss.dual_c=3")
+    assert (
+        "shaping.ass.mu = 2: is a knob of stcr, but the shaper is ass (its knobs are alpha)"
+        in refused("a_grae", "shaping.ass.mu=2")
+    )
+    assert "policy_loss.dual_c = 3: is a knob of ppo_clip, but the policy loss is cispo" in refused(
+        "cispo", "policy_loss.dual_c=3"
+    )
 
 
 def test_every_problem_is_reported_at_once() -> None:
-    message = refused("grpo", "kl.cof=1", "estimator.name=zscor", "shaping.fokal={}", "eps=-1", "policy_loss.lo=0.1")
+    message = refused(
+        "grpo",
+        "kl.cof=1",
+        "estimator.name=zscor",
+        "shaping.fokal={}",
+        "eps=-1",
+        "policy_loss.lo=0.1",
+    )
     assert message.startswith("5 problems in method grpo")
     for part in (
         "kl.cof: unknown key; did you mean kl.coef",
         "estimator.name = 'zscor': is not one of the estimators zscore, centered",
         "shaping.fokal = {}: is not one of the shapers stcr",
         "eps = -1",
-        "policy_loss.lo = 0.1: is no knob of policy loss ppo_clip (its knobs are low, high, dual_c)",
+        (
+            "policy_loss.lo = 0.1: is no knob of policy loss ppo_clip (its knobs are low, high,"
+            " dual_c)"
+        ),
     ):
         assert part in message
 
@@ -59,7 +85,9 @@ def test_wrong_values_are_refused() -> None:
     assert "shaping.ass = 3: must be a mapping of knobs" in refused("a_grae", "shaping.ass=3")
     assert "give both or none" in refused("grpo", "kl.coef_positive=0.1")
     assert "set coef to 0" in refused("grpo", "kl.coef_positive=0.1", "kl.coef_negative=0.2")
-    assert "all 0" in refused("durian", "estimator.group=0", "estimator.perceptual=0", "estimator.reasoning=0")
+    assert "all 0" in refused(
+        "durian", "estimator.group=0", "estimator.perceptual=0", "estimator.reasoning=0"
+    )
 
 
 @pytest.mark.parametrize("name", ["mapo", "mapo_apd", "tree_rpo"])
@@ -70,10 +98,18 @@ def test_unit_reward_methods_refuse_what_leaves_the_unit_interval(name: str) -> 
 
 def test_reward_schemes() -> None:
     mapo, apd, grpo = (load_method(name).config for name in ("mapo", "mapo_apd", "grpo"))
-    assert reward_scheme_errors(grpo, 1.0, 0.5) == reward_scheme_errors(mapo, 0.9, 0.1) == reward_scheme_errors(apd, 0.5, 0.1) == []
+    assert (
+        reward_scheme_errors(grpo, 1.0, 0.5)
+        == reward_scheme_errors(mapo, 0.9, 0.1)
+        == reward_scheme_errors(apd, 0.5, 0.1)
+        == []
+    )
     assert "they reach 1.5; divide both weights" in reward_scheme_errors(apd, 1.0, 0.5)[0]
     assert "no response can reach a reward of exactly 1" in reward_scheme_errors(mapo, 0.5, 0.1)[0]
-    assert reward_scheme_errors(load_method("mapo", ["estimator.success=correct"]).config, 0.5, 0.1) == []
+    assert (
+        reward_scheme_errors(load_method("mapo", ["estimator.success=correct"]).config, 0.5, 0.1)
+        == []
+    )
 
 
 def test_dr_grpo_needs_a_length_only_when_the_loss_is_computed() -> None:
@@ -82,25 +118,61 @@ def test_dr_grpo_needs_a_length_only_when_the_loss_is_computed() -> None:
     credit = without.credit(response_batch(rows))
     with pytest.raises(ValueError, match=r"aggregate\.norm_len is null.*response_limit"):
         without.loss(token_batch(rows, credit))
-    by_limit, by_knob = load_method("dr_grpo", response_limit=50), load_method("dr_grpo", ["aggregate.norm_len=50"], response_limit=7)
-    assert by_limit.loss(token_batch(rows, credit)).loss.item() == by_knob.loss(token_batch(rows, credit)).loss.item() != 0
+    by_limit = load_method("dr_grpo", response_limit=50)
+    by_knob = load_method("dr_grpo", ["aggregate.norm_len=50"], response_limit=7)
+    assert (
+        by_limit.loss(token_batch(rows, credit)).loss.item()
+        == by_knob.loss(token_batch(rows, credit)).loss.item()
+        != 0
+    )
 
 
 def test_needs_of_the_trainer() -> None:
-    needs = {name: load_method(name).needs for name in ("grpo", "dapo", "durian", "durian_reasoning", "w_reinforce", "pass_at_k", "krpo")}
-    assert [name for name, need in needs.items() if need.ref_logprobs] == ["grpo", "durian", "durian_reasoning"]
+    needs = {
+        name: load_method(name).needs
+        for name in (
+            "grpo",
+            "dapo",
+            "durian",
+            "durian_reasoning",
+            "w_reinforce",
+            "pass_at_k",
+            "krpo",
+        )
+    }
+    assert [name for name, need in needs.items() if need.ref_logprobs] == [
+        "grpo",
+        "durian",
+        "durian_reasoning",
+    ]
     assert [name for name, need in needs.items() if need.visual_entropy] == ["durian"]
-    assert [name for name, need in needs.items() if need.response_statistics] == ["durian", "durian_reasoning"]
+    assert [name for name, need in needs.items() if need.response_statistics] == [
+        "durian",
+        "durian_reasoning",
+    ]
     assert [name for name, need in needs.items() if need.dynamic_sampling] == ["dapo"]
     assert {name: need.min_group for name, need in needs.items()} == {
-        "grpo": 2, "dapo": 2, "durian": 2, "durian_reasoning": 2, "w_reinforce": 1, "pass_at_k": 4, "krpo": 1,
-    }  # fmt: skip
+        "grpo": 2,
+        "dapo": 2,
+        "durian": 2,
+        "durian_reasoning": 2,
+        "w_reinforce": 1,
+        "pass_at_k": 4,
+        "krpo": 1,
+    }
     assert needs["dapo"].max_sampling_tries == 10 and needs["grpo"].max_sampling_tries == 1
     asked = load_method(
-        "grpo", ["entropy.coef=0.01", "kl={coef: 0, coef_positive: 0.1, coef_negative: 0.2}", "reward_shaping.repetition={}"]
+        "grpo",
+        [
+            "entropy.coef=0.01",
+            "kl={coef: 0, coef_positive: 0.1, coef_negative: 0.2}",
+            "reward_shaping.repetition={}",
+        ],
     )
-    assert asked.needs.entropy == "grad" and asked.needs.correct and asked.needs.ref_logprobs and asked.needs.token_ids
-    assert load_method("grpo").needs.entropy == "metric" and load_method("grpo", ["entropy.metric=false"]).needs.entropy == "none"
+    assert asked.needs.entropy == "grad" and asked.needs.correct
+    assert asked.needs.ref_logprobs and asked.needs.token_ids
+    assert load_method("grpo").needs.entropy == "metric"
+    assert load_method("grpo", ["entropy.metric=false"]).needs.entropy == "none"
     assert load_method("grpo", ["kl.placement=reward"]).needs.response_statistics
 
 
@@ -108,10 +180,13 @@ def test_shape_rewards_by_hand() -> None:
     """Limit 10, buffer 2 of it: -1/2 at 9 tokens. Repetition -0.1 for the truncated "1 1"."""
     overrides = ["reward_shaping.overlong={}", "reward_shaping.repetition={}"]
     method = load_method("grpo", overrides, response_limit=10)
-    lengths, truncated = torch.tensor([9, 2, 2]), flags(0, 1, 0)
+    lengths = torch.tensor([9, 2, 2])
+    truncated = flags(0, 1, 0)
     tokens = torch.tensor([*range(9), 1, 1, 1, 1])
     same(method.shape_rewards(vector(1, 1, 1), lengths, truncated, tokens), 0.5, 0.9, 1)
-    fixed = load_method("grpo", ["reward_shaping.overlong={max_tokens: 20, factor: 3}"], response_limit=10)
+    fixed = load_method(
+        "grpo", ["reward_shaping.overlong={max_tokens: 20, factor: 3}"], response_limit=10
+    )
     same(fixed.shape_rewards(vector(1, 1), torch.tensor([18, 20]), flags(0, 0)), -0.5, -2)
     plain = load_method("grpo")
     same(plain.shape_rewards(vector(1, 1, 1), lengths, truncated), 1, 1, 1)
@@ -122,18 +197,25 @@ def test_shape_rewards_by_hand() -> None:
 
 
 def test_dynamic_sampling_keeps_groups_with_both_outcomes() -> None:
-    correct, ids = flags(1, 0, 1, 1, 0, 0), torch.tensor([0, 0, 1, 1, 2, 2])
-    assert load_method("dapo").wants_groups(correct, ids).tolist() == [True, True, False, False, False, False]
+    correct = flags(1, 0, 1, 1, 0, 0)
+    ids = torch.tensor([0, 0, 1, 1, 2, 2])
+    wanted = load_method("dapo").wants_groups(correct, ids).tolist()
+    assert wanted == [True, True, False, False, False, False]
     assert load_method("grpo").wants_groups(correct, ids).all()
 
 
 def test_response_statistics_by_hand() -> None:
-    """Tokens -1, -3 (and a masked -9) of response 0, -2 of response 1; the reference is 0.5 lower: k2 = 0.125 a token."""
-    old, ids, mask = vector(-1, -3, -9, -2), torch.tensor([0, 0, 0, 1]), flags(1, 1, 0, 1)
+    """Tokens -1, -3 (and a masked -9) of response 0, -2 of response 1; the reference is 0.5 lower:
+    k2 = 0.125 a token."""
+    old = vector(-1, -3, -9, -2)
+    ids = torch.tensor([0, 0, 0, 1])
+    mask = flags(1, 1, 0, 1)
     durian = load_method("durian_reasoning").response_statistics(old, None, ids, mask, 2)
     same(durian["mean_logprobs"], -2, -2)
     same(durian["sum_logprobs"], -4, -2)
-    rewarded = load_method("grpo", ["kl.placement=reward", "kl.estimator=k2"]).response_statistics(old, old - 0.5, ids, mask, 2)
+    rewarded = load_method("grpo", ["kl.placement=reward", "kl.estimator=k2"]).response_statistics(
+        old, old - 0.5, ids, mask, 2
+    )
     assert set(rewarded) == {"kl"}
     same(rewarded["kl"], 0.25, 0.125)
     assert load_method("grpo").response_statistics(old, None, ids, mask, 2) == {}

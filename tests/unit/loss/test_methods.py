@@ -1,4 +1,5 @@
-"""Every named method: against the plain reference, under splits, and the documentation in its yaml."""
+"""Every named method: against the plain reference, under splits, and the documentation in its
+yaml."""
 
 import dataclasses
 import functools
@@ -33,67 +34,96 @@ def test_the_reference_covers_every_method() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_credit_and_loss_equal_the_plain_reference(name: str) -> None:
-    method, choice = named(name), reference.NAMED[name]
+    method = named(name)
+    choice = reference.NAMED[name]
     for seed in range(3):
         rows = rollout(seed)
         credit = method.credit(response_batch(rows))
         expected = torch.tensor(reference.advantages(rows, choice), dtype=torch.float64)
         torch.testing.assert_close(credit.advantages, expected, rtol=1e-9, atol=1e-9)
-        weights = torch.tensor([reference.kl_weight(row, rows, choice) for row in rows], dtype=torch.float64)
+        weights = torch.tensor(
+            [reference.kl_weight(row, rows, choice) for row in rows], dtype=torch.float64
+        )
         torch.testing.assert_close(credit.kl_weights, weights, rtol=1e-9, atol=1e-9)
         batch = token_batch(rows, credit, seed)
         assert batch.ref_logprobs is not None
-        parts = [per_response(values, rows) for values in (batch.logprobs, batch.old_logprobs, batch.ref_logprobs)]
+        parts = [
+            per_response(values, rows)
+            for values in (batch.logprobs, batch.old_logprobs, batch.ref_logprobs)
+        ]
         found = method.loss(batch).loss.item()
-        assert found == pytest.approx(reference.loss(rows, choice, *parts, LIMIT), rel=1e-9, abs=1e-10)
+        assert found == pytest.approx(
+            reference.loss(rows, choice, *parts, LIMIT), rel=1e-9, abs=1e-10
+        )
 
 
 def micro_batches(batch: TokenBatch, num_rows: int, seed: int) -> list[TokenBatch]:
     """The same tokens in three uneven micro-batches, with the denominators of the whole."""
     order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
-    lengths = torch.bincount(batch.response_ids, minlength=num_rows)
+    lengths = torch.bincount(batch.response_index, minlength=num_rows)
     parts = []
     for rows in (order[:1], order[1:5], order[5:]):
-        at = torch.isin(batch.response_ids, rows)
+        at = torch.isin(batch.response_index, rows)
         fields = {
             item.name: value.detach()[at] if value.shape[:1] == at.shape else value
             for item in dataclasses.fields(batch)
             if isinstance(value := getattr(batch, item.name), torch.Tensor)
         }
         fields["logprobs"].requires_grad_()
-        parts.append(TokenBatch(**fields, response_loss_tokens=lengths, num_responses=num_rows, num_tokens=at.numel()))
+        parts.append(
+            TokenBatch(
+                **fields,
+                response_loss_tokens=lengths,
+                num_responses=num_rows,
+                num_tokens=at.numel(),
+            )
+        )
     return parts
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_micro_batches_add_up(name: str) -> None:
     """Loss, gradient and metrics of any split are those of the whole."""
-    method, rows = (
-        Method(config(name).model_copy(update={"mismatch": MismatchConfig(kind="sequence_mask")}), response_limit=LIMIT),
-        rollout(1),
+    method = Method(
+        config(name).model_copy(update={"mismatch": MismatchConfig(kind="sequence_mask")}),
+        response_limit=LIMIT,
     )
+    rows = rollout(1)
     batch = token_batch(rows, method.credit(response_batch(rows)))
     whole = method.loss(batch)
     whole.loss.backward()
-    total, metrics, gradient = 0.0, dict.fromkeys(whole.metrics, 0.0), torch.zeros_like(batch.logprobs)
+    total = 0.0
+    metrics = dict.fromkeys(whole.metrics, 0.0)
+    gradient = torch.zeros_like(batch.logprobs)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(3))
-    for part, chosen in zip(micro_batches(batch, len(rows), 3), (order[:1], order[1:5], order[5:]), strict=True):
+    for part, chosen in zip(
+        micro_batches(batch, len(rows), 3), (order[:1], order[1:5], order[5:]), strict=True
+    ):
         result = method.loss(part)
         result.loss.backward()
         total += result.loss.item()
-        gradient[torch.isin(batch.response_ids, chosen)] = part.logprobs.grad
+        gradient[torch.isin(batch.response_index, chosen)] = part.logprobs.grad
         for key, value in result.metrics.items():
-            metrics[key] = max(metrics[key], value.item()) if key.endswith("_max") else metrics[key] + value.item()
+            metrics[key] = (
+                max(metrics[key], value.item())
+                if key.endswith("_max")
+                else metrics[key] + value.item()
+            )
     assert total == pytest.approx(whole.loss.item(), rel=1e-10, abs=1e-12)
     torch.testing.assert_close(gradient, batch.logprobs.grad, rtol=1e-10, atol=1e-12)
-    assert metrics == pytest.approx({key: value.item() for key, value in whole.metrics.items()}, rel=1e-9, abs=1e-12)
+    assert metrics == pytest.approx(
+        {key: value.item() for key, value in whole.metrics.items()}, rel=1e-9, abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_dtypes(name: str) -> None:
-    """float64 stays, float32 agrees with it to rounding, bfloat16 logprobs are lifted to float32."""
-    method, rows = named(name), rollout(2)
-    exact, single = method.credit(response_batch(rows)), method.credit(response_batch(rows, torch.float32))
+    """float64 stays, float32 agrees with it to rounding, bfloat16 logprobs are lifted to
+    float32."""
+    method = named(name)
+    rows = rollout(2)
+    exact = method.credit(response_batch(rows))
+    single = method.credit(response_batch(rows, torch.float32))
     assert exact.advantages.dtype == torch.float64 and single.advantages.dtype == torch.float32
     torch.testing.assert_close(single.advantages.double(), exact.advantages, rtol=2e-4, atol=2e-4)
     half = method.loss(token_batch(rows, single, dtype=torch.bfloat16))
@@ -103,7 +133,11 @@ def test_dtypes(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_yaml_head_says_what_the_method_is(name: str) -> None:
-    head = [line[1:] for line in (conf_dir() / "method" / f"{name}.yaml").read_text().splitlines() if line.startswith("#")]
+    head = [
+        line[1:]
+        for line in (conf_dir() / "method" / f"{name}.yaml").read_text().splitlines()
+        if line.startswith("#")
+    ]
     keys = [line.strip().split(":")[0] for line in head[1:] if not line.startswith("   ")]
     assert tuple(keys) == HEAD
     assert "arXiv" in next(line for line in head if line.strip().startswith("paper:"))
@@ -112,28 +146,42 @@ def test_yaml_head_says_what_the_method_is(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_on_policy_every_method_has_the_gradient_of_reinforce(name: str) -> None:
-    """At ratio 1: d loss / d logprob = -weight A, plus the KL's weight coef (1 - exp(d)) which is 0 at the reference."""
-    method, rows = named(name), rollout(0)
+    """At ratio 1: d loss / d logprob = -weight A, plus the KL's weight coef (1 - exp(d)) which is 0
+    at the reference."""
+    method = named(name)
+    rows = rollout(0)
     credit = method.credit(response_batch(rows))
     batch = token_batch(rows, credit)
     logprobs = batch.old_logprobs.clone().requires_grad_()
-    method.loss(dataclasses.replace(batch, logprobs=logprobs, ref_logprobs=batch.old_logprobs)).loss.backward()
+    method.loss(
+        dataclasses.replace(batch, logprobs=logprobs, ref_logprobs=batch.old_logprobs)
+    ).loss.backward()
     weights = {
-        "seq_mean_token_mean": 1 / len(rows) / torch.bincount(batch.response_ids).double()[batch.response_ids],
+        "seq_mean_token_mean": (
+            1 / len(rows) / torch.bincount(batch.response_index).double()[batch.response_index]
+        ),
         "token_mean": torch.full_like(logprobs, 1 / logprobs.numel()),
         "seq_mean_token_sum_norm": torch.full_like(logprobs, 1 / len(rows) / LIMIT),
     }[method.config.aggregate.name]
-    torch.testing.assert_close(logprobs.grad, (-weights * credit.advantages[batch.response_ids]).detach(), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        logprobs.grad,
+        (-weights * credit.advantages[batch.response_index]).detach(),
+        rtol=1e-9,
+        atol=1e-12,
+    )
 
 
 def test_load_is_light_and_quick() -> None:
     """Neither megatron nor vllm comes in, and a method is there in under a second after torch."""
     script = (
-        "import sys, time, torch; start = time.process_time(); from megatron_rl.loss import load_method; load_method('a_grae');"
-        "took = time.process_time() - start; loaded = {name.split('.')[0] for name in sys.modules};"
-        "print(took, sorted(loaded & {'megatron', 'vllm', 'transformers'}))"
+        "import sys, time, torch; start = time.process_time(); from megatron_rl.loss import"
+        " load_method; load_method('a_grae');took = time.process_time() - start; loaded ="
+        " {name.split('.')[0] for name in sys.modules};print(took, sorted(loaded & {'megatron',"
+        " 'vllm', 'transformers'}))"
     )
-    took, loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split(" ", 1)
+    took, loaded = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout.split(" ", 1)
     assert loaded.strip() == "[]"
     print(f"load_method: {float(took):.2f} s of processor time")
 
@@ -142,15 +190,24 @@ def test_compositions_without_code() -> None:
     """STCR on A-GRAE, focal on DAPO: the factors multiply."""
     rows = rollout(4)
     batch = response_batch(rows)
-    base, shaped = load_method("a_grae"), load_method("a_grae", ["shaping.stcr.mu=1.5"])
+    base = load_method("a_grae")
+    shaped = load_method("a_grae", ["shaping.stcr.mu=1.5"])
     longer = reference.Choice(shaping=("ddas", "ass"))
     torch.testing.assert_close(
-        base.credit(batch).advantages, torch.tensor(reference.advantages(rows, longer), dtype=torch.float64), rtol=1e-9, atol=1e-9
+        base.credit(batch).advantages,
+        torch.tensor(reference.advantages(rows, longer), dtype=torch.float64),
+        rtol=1e-9,
+        atol=1e-9,
     )
     ratio = shaped.credit(batch).advantages / base.credit(batch).advantages
     assert ratio[~ratio.isnan()].max() > 1.3 and ratio[~ratio.isnan()].min() == 1
     focal = load_method("dapo", ["shaping.focal={}"]).credit(batch).advantages
-    torch.testing.assert_close(focal, torch.tensor(reference.advantages(rows, reference.Choice(shaping=("focal",))), dtype=torch.float64))
+    torch.testing.assert_close(
+        focal,
+        torch.tensor(
+            reference.advantages(rows, reference.Choice(shaping=("focal",))), dtype=torch.float64
+        ),
+    )
 
 
 def test_shaping_order_is_yaml_order_and_null_leaves_out() -> None:

@@ -20,10 +20,16 @@ def test_icepop_by_hand() -> None:
 
 
 def test_sequence_mask_by_hand() -> None:
-    """Geometric means: sqrt(1 * 4) = 2 is kept, sqrt(0.25 * 0.6) = 0.39 is dropped; the masked token does not count."""
+    """Geometric means: sqrt(1 * 4) = 2 is kept, sqrt(0.25 * 0.6) = 0.39 is dropped; the masked
+    token does not count."""
     gap = vector(*[math.log(ratio) for ratio in (1, 3.99, 100, 0.25, 0.6)])
     found = mismatch.sequence_mask(
-        gap, flags(1, 1, 0, 1, 1), torch.tensor([0, 0, 0, 1, 1]), torch.tensor([2, 2]), lambda sums: sums, cap=2.0
+        gap,
+        flags(1, 1, 0, 1, 1),
+        torch.tensor([0, 0, 0, 1, 1]),
+        torch.tensor([2, 2]),
+        lambda sums: sums,
+        cap=2.0,
     )
     same(found, 1, 1, 1, 0, 0)
 

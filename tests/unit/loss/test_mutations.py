@@ -12,7 +12,13 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "tools/mutate_loss.py", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "tools/mutate_loss.py", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_a_sample_of_planted_bugs_is_noticed() -> None:
@@ -29,4 +35,6 @@ def test_every_planted_bug_is_noticed() -> None:
 
 def test_every_formula_has_three_planted_bugs() -> None:
     formulas = {mutation.formula for mutation in MUTATIONS}
-    assert all(sum(mutation.formula == formula for mutation in MUTATIONS) >= 3 for formula in formulas)
+    assert all(
+        sum(mutation.formula == formula for mutation in MUTATIONS) >= 3 for formula in formulas
+    )

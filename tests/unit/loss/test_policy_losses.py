@@ -1,4 +1,5 @@
-"""Policy losses: values and d loss / d logprob worked out by hand, in float64. old_logprobs are logprobs - log(rho)."""
+"""Policy losses: values and d loss / d logprob worked out by hand, in float64. old_logprobs are
+logprobs - log(rho)."""
 
 import math
 from collections.abc import Callable
@@ -10,8 +11,12 @@ from megatron_rl.loss import policy_losses as losses
 from tests.unit.loss.groups import flags, same, vector
 
 
-def check(function: Callable[[Tensor, Tensor, Tensor], Tensor], cases: list[tuple[float, float, float, float]]) -> None:
-    """Cases of (rho, A, loss, d loss / d logprob) at logprob -0.7; ``function(logprobs, log_ratio, advantages)``."""
+def check(
+    function: Callable[[Tensor, Tensor, Tensor], Tensor],
+    cases: list[tuple[float, float, float, float]],
+) -> None:
+    """Cases of (rho, A, loss, d loss / d logprob) at logprob -0.7; ``function(logprobs, log_ratio,
+    advantages)``."""
     logprobs = torch.full((len(cases),), -0.7, dtype=torch.float64, requires_grad=True)
     old = logprobs.detach() - vector(*[math.log(case[0]) for case in cases])
     found = function(logprobs, logprobs - old, vector(*[case[1] for case in cases]))
@@ -24,7 +29,14 @@ def check(function: Callable[[Tensor, Tensor, Tensor], Tensor], cases: list[tupl
 def test_ppo_clip() -> None:
     check(
         lambda _, log_ratio, a: losses.ppo_clip(log_ratio, a, low=0.2, high=0.2),
-        [(1.5, 1, -1.2, 0), (0.5, 1, -0.5, -0.5), (0.5, -1, 0.8, 0), (1.5, -1, 1.5, 1.5), (1.1, 2, -2.2, -2.2), (0.9, -2, 1.8, 1.8)],
+        [
+            (1.5, 1, -1.2, 0),
+            (0.5, 1, -0.5, -0.5),
+            (0.5, -1, 0.8, 0),
+            (1.5, -1, 1.5, 1.5),
+            (1.1, 2, -2.2, -2.2),
+            (0.9, -2, 1.8, 1.8),
+        ],
     )
 
 
@@ -43,16 +55,22 @@ def test_dual_clip() -> None:
 
 
 def test_cispo() -> None:
-    """loss = -w A logp, logp = -0.7; the weight stops at 1 + high = 3 but the gradient is never cut."""
+    """loss = -w A logp, logp = -0.7; the weight stops at 1 + high = 3 but the gradient is never
+    cut."""
     check(
         lambda logprobs, log_ratio, a: losses.cispo(logprobs, log_ratio, a, low=1.0, high=2.0),
         [(5, 1, 2.1, -3), (0.001, 1, 0.0007, -0.001), (5, -1, -2.1, 3), (2, 0.5, 0.7, -1)],
     )
-    check(lambda logprobs, log_ratio, a: losses.cispo(logprobs, log_ratio, a, low=0.2, high=2.0), [(0.5, 1, 0.56, -0.8)])
+    check(
+        lambda logprobs, log_ratio, a: losses.cispo(logprobs, log_ratio, a, low=0.2, high=2.0),
+        [(0.5, 1, 0.56, -0.8)],
+    )
 
 
 def test_reinforce() -> None:
-    check(lambda logprobs, _, a: losses.reinforce(logprobs, a), [(5, 1, 0.7, -1), (0.1, -2, -1.4, 2)])
+    check(
+        lambda logprobs, _, a: losses.reinforce(logprobs, a), [(5, 1, 0.7, -1), (0.1, -2, -1.4, 2)]
+    )
 
 
 def test_ratio() -> None:
@@ -60,10 +78,14 @@ def test_ratio() -> None:
 
 
 def test_sequence_log_ratio() -> None:
-    """Response 0: mean of 0.2 and -0.1 (the third token is masked); response 1: 0.3; response 2 has no loss token."""
+    """Response 0: mean of 0.2 and -0.1 (the third token is masked); response 1: 0.3; response 2 has
+    no loss token."""
     log_ratio = vector(0.2, -0.1, 9, 0.3, 7).requires_grad_()
-    mask, ids = flags(1, 1, 0, 1, 0), torch.tensor([0, 0, 0, 1, 2])
-    found = losses.sequence_log_ratio(log_ratio, mask, ids, torch.tensor([2, 1, 0]), lambda sums: sums)
+    mask = flags(1, 1, 0, 1, 0)
+    ids = torch.tensor([0, 0, 0, 1, 2])
+    found = losses.sequence_log_ratio(
+        log_ratio, mask, ids, torch.tensor([2, 1, 0]), lambda sums: sums
+    )
     same(found.detach(), 0.05, 0.05, 0.05, 0.3, 0)
     found[0].backward()
     assert log_ratio.grad is not None
@@ -73,15 +95,22 @@ def test_sequence_log_ratio() -> None:
 def test_sequence_log_ratio_divides_the_sum_over_ranks() -> None:
     """Half of a response of four tokens, the other rank's half adds 0.6: (0.1 + 0.6) / 4."""
     found = losses.sequence_log_ratio(
-        vector(0.2, -0.1), flags(1, 1), torch.tensor([0, 0]), torch.tensor([4]), lambda sums: sums + vector(0.6)
+        vector(0.2, -0.1),
+        flags(1, 1),
+        torch.tensor([0, 0]),
+        torch.tensor([4]),
+        lambda sums: sums + vector(0.6),
     )
     same(found, 0.175, 0.175)
 
 
 def test_gspo_by_hand() -> None:
-    """s = exp(0.05) = 1.051271 > 1.0004: clipped for A > 0, kept for A < 0 with s / 2 per token of the two."""
+    """s = exp(0.05) = 1.051271 > 1.0004: clipped for A > 0, kept for A < 0 with s / 2 per token of
+    the two."""
     log_ratio = vector(0.2, -0.1).requires_grad_()
-    sequence = losses.sequence_log_ratio(log_ratio, flags(1, 1), torch.tensor([0, 0]), torch.tensor([2]), lambda sums: sums)
+    sequence = losses.sequence_log_ratio(
+        log_ratio, flags(1, 1), torch.tensor([0, 0]), torch.tensor([2]), lambda sums: sums
+    )
     same(losses.ppo_clip(sequence, vector(1, 1), low=3e-4, high=4e-4).detach(), -1.0004, -1.0004)
     loss = losses.ppo_clip(sequence, vector(-1, -1), low=3e-4, high=4e-4)
     same(loss.detach(), 1.051271, 1.051271)

@@ -12,20 +12,27 @@ ONE_GROUP = segments_of(torch.zeros(6, dtype=torch.int64))
 
 
 def test_stcr_by_hand() -> None:
-    """mu = 2: alpha = 2 - 2^(3 - 5) = 1.75 at length 5, 2 at length 1000; not at length 3 (strict), not for shorter ones."""
+    """mu = 2: alpha = 2 - 2^(3 - 5) = 1.75 at length 5, 2 at length 1000; not at length 3 (strict),
+    not for shorter ones."""
     found = shaping.stcr(vector(1, 1, -1, -1, -1, -1), CORRECT, LENGTHS, ONE_GROUP, mu=2.0)
     same(found, 1, 1, -1.75, -1, -1, -2)
 
 
 def test_stcr_default_mu() -> None:
-    found = shaping.stcr(vector(0.5, -1), flags(1, 0), torch.tensor([10, 1010]), segments_of(torch.zeros(2, dtype=torch.int64)))
+    found = shaping.stcr(
+        vector(0.5, -1),
+        flags(1, 0),
+        torch.tensor([10, 1010]),
+        segments_of(torch.zeros(2, dtype=torch.int64)),
+    )
     same(found, 0.5, -1.095158)
 
 
 def test_stcr_multiplies_positive_advantages_unless_told() -> None:
     advantages = vector(1, 1, 1, 1, 1, -1)
     same(shaping.stcr(advantages, CORRECT, LENGTHS, ONE_GROUP, mu=2.0), 1, 1, 1.75, 1, 1, -2)
-    same(shaping.stcr(advantages, CORRECT, LENGTHS, ONE_GROUP, mu=2.0, only_negative=True), 1, 1, 1, 1, 1, -2)
+    negative = shaping.stcr(advantages, CORRECT, LENGTHS, ONE_GROUP, mu=2.0, only_negative=True)
+    same(negative, 1, 1, 1, 1, 1, -2)
 
 
 def test_stcr_without_a_correct_response_is_the_identity() -> None:
@@ -33,22 +40,29 @@ def test_stcr_without_a_correct_response_is_the_identity() -> None:
 
 
 def test_stcr_windows() -> None:
-    """Two groups of which only the first has a correct response: the batch's mean length reaches the second."""
-    correct, lengths = flags(1, 0, 0, 0), torch.tensor([2, 2, 3, 3])
+    """Two groups of which only the first has a correct response: the batch's mean length reaches
+    the second."""
+    correct = flags(1, 0, 0, 0)
+    lengths = torch.tensor([2, 2, 3, 3])
     two = segments_of(torch.tensor([0, 0, 1, 1]))
-    whole = segments_of(torch.zeros(4, dtype=torch.int64))
-    same(shaping.stcr(vector(1, -1, -1, -1), correct, lengths, two, mu=2.0), 1, -1, -1, -1)
-    same(shaping.stcr(vector(1, -1, -1, -1), correct, lengths, whole, mu=2.0), 1, -1, -1.5, -1.5)
+    advantages = vector(1, -1, -1, -1)
+    by_group = shaping.stcr(advantages, correct, lengths, two, mu=2.0)
+    same(by_group, 1, -1, -1, -1)
+    by_batch = shaping.stcr(advantages, correct, lengths, two, mu=2.0, window="batch")
+    same(by_batch, 1, -1, -1.5, -1.5)
 
 
 def test_ddas_by_hand() -> None:
     """p = 1/4, omega 0.4: 0.2 * 2 / 0.5 + 0.3 * 2 / 0.866025."""
-    found = shaping.ddas(vector(2, -2, 2, 2), vector(0.25, 0.64, 0, 1), torch.tensor(0.4, dtype=torch.float64))
+    found = shaping.ddas(
+        vector(2, -2, 2, 2), vector(0.25, 0.64, 0, 1), torch.tensor(0.4, dtype=torch.float64)
+    )
     same(found, 1.492820, -1.5, 2, 2)
 
 
 def test_ass_by_hand() -> None:
-    low, high = torch.tensor(0.25, dtype=torch.float64), torch.tensor(0.8, dtype=torch.float64)
+    low = torch.tensor(0.25, dtype=torch.float64)
+    high = torch.tensor(0.8, dtype=torch.float64)
     same(shaping.ass(vector(2, -2, 0), low, alpha=0.5), 1, -2, 0)
     same(shaping.ass(vector(2, -2, 0), low), 0.5, -2, 0)
     same(shaping.ass(vector(2, -2, 0), high, alpha=0.5), 2, -2, 0)
@@ -59,12 +73,14 @@ def test_sign_scale_by_hand() -> None:
 
 
 def test_hard_and_easy_focused_by_hand() -> None:
-    advantages, accuracy = vector(1, -1, 1, 3, 3), vector(0.25, 0.64, 0.75, 0, 1)
+    advantages = vector(1, -1, 1, 3, 3)
+    accuracy = vector(0.25, 0.64, 0.75, 0, 1)
     same(shaping.hard_focused(advantages, accuracy), 1, -0.625, 0.577350, 3, 3)
     same(shaping.easy_focused(advantages, accuracy), 0.577350, -0.833333, 1, 3, 3)
 
 
 def test_focal_by_hand() -> None:
-    advantages, accuracy = vector(1, -2, 5, 4), vector(0.75, 0.75, 1, 0)
+    advantages = vector(1, -2, 5, 4)
+    accuracy = vector(0.75, 0.75, 1, 0)
     same(shaping.focal(advantages, accuracy), 0.5, -1, 0, 4)
     same(shaping.focal(advantages, accuracy, gamma=2.0), 0.0625, -0.125, 0, 4)

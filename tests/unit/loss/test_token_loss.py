@@ -1,4 +1,5 @@
-"""The composition of policy term, KL, entropy and corrections, by hand on three tokens of two responses."""
+"""The composition of policy term, KL, entropy and corrections, by hand on three tokens of two
+responses."""
 
 import dataclasses
 import math
@@ -12,19 +13,30 @@ from megatron_rl.loss.token_loss import LossPlan, token_loss
 from tests.unit.loss.groups import flags, same, vector
 
 PLAN = LossPlan(
-    policy_loss="reinforce", policy_knobs={}, aggregate=("seq_mean_token_mean", None), kl_aggregate=("seq_mean_token_mean", None),
-    kl_estimator="k1", kl_coef=(0.0, 0.0), entropy_coef=0.0, mismatch="none", mismatch_cap=2.0,
-)  # fmt: skip
-PPO: dict[str, Any] = {"policy_loss": "ppo_clip", "policy_knobs": {"low": 0.2, "high": 0.2, "dual_c": None}}
+    policy_loss="reinforce",
+    policy_knobs={},
+    aggregate=("seq_mean_token_mean", {}),
+    kl_aggregate=("seq_mean_token_mean", {}),
+    kl_estimator="k1",
+    kl_coef=(0.0, 0.0),
+    entropy_coef=0.0,
+    mismatch="none",
+    mismatch_cap=2.0,
+)
+PPO: dict[str, Any] = {
+    "policy_loss": "ppo_clip",
+    "policy_knobs": {"low": 0.2, "high": 0.2, "dual_c": None},
+}
 
 
 def batch(**changes: Any) -> TokenBatch:
-    """Response 0: tokens -1, -2 with A = 1; response 1: token -3 with A = -2. k1 against the reference: 0.5, 0, -1."""
+    """Response 0: tokens -1, -2 with A = 1; response 1: token -3 with A = -2. k1 against the
+    reference: 0.5, 0, -1."""
     return TokenBatch(
         **{
             "logprobs": vector(-1, -2, -3).requires_grad_(),
             "old_logprobs": vector(-1, -2, -3),
-            "response_ids": torch.tensor([0, 0, 1]),
+            "response_index": torch.tensor([0, 0, 1]),
             "loss_mask": flags(1, 1, 1),
             "advantages": vector(1, -2),
             "kl_weights": vector(1, 0.5),
@@ -46,25 +58,27 @@ def plan(**changes: Any) -> LossPlan:
 def test_aggregations_by_hand() -> None:
     """Per-token losses -A logp are 1, 2 and -6."""
     for name, expected in (
-        (("seq_mean_token_mean", None), (1.5 - 6) / 2),
-        (("token_mean", None), -1.0),
-        (("seq_mean_token_sum", None), -1.5),
-        (("seq_mean_token_sum_norm", 10), -0.15),
+        (("seq_mean_token_mean", {}), (1.5 - 6) / 2),
+        (("token_mean", {}), -1.0),
+        (("seq_mean_token_sum", {}), -1.5),
+        (("seq_mean_token_sum_norm", {"norm_len": 10}), -0.15),
     ):
         same(run(plan(aggregate=name, kl_aggregate=name)).loss[None].detach(), expected)
 
 
 def test_kl_by_hand() -> None:
-    """Weighted k1: 0.5, 0, -0.5. Sequence mean: (0.25 - 0.5) / 2; token mean: 0. The coefficient is 0.1."""
+    """Weighted k1: 0.5, 0, -0.5. Sequence mean: (0.25 - 0.5) / 2; token mean: 0. The coefficient is
+    0.1."""
     result = run(plan(kl_coef=(0.1, 0.1)))
     same(result.kl_loss[None].detach(), -0.0125)
     same(result.loss[None].detach(), -2.25 - 0.0125)
-    same(run(plan(kl_coef=(0.1, 0.1), kl_aggregate=("token_mean", None))).kl_loss[None].detach(), 0)
+    same(run(plan(kl_coef=(0.1, 0.1), kl_aggregate=("token_mean", {}))).kl_loss[None].detach(), 0)
     same(result.metrics["kl/reference_mean"][None], -0.5 / 3)
 
 
 def test_kl_coefficients_by_sign() -> None:
-    """0.1 for the correct response, 0.4 for the incorrect one, times its weight 0.5: (0.025 - 0.2) / 2."""
+    """0.1 for the correct response, 0.4 for the incorrect one, times its weight 0.5: (0.025 - 0.2)
+    / 2."""
     same(run(plan(kl_coef=(0.1, 0.4))).kl_loss[None].detach(), -0.0875)
 
 
@@ -87,52 +101,96 @@ def test_entropy_by_hand() -> None:
 def test_masked_tokens_are_never_used() -> None:
     """NaN and infinity outside the mask reach neither value nor gradient, whatever the loss."""
     bad = vector(-1, math.nan, -3)
-    for changes in ({}, PPO, {**PPO, "policy_loss": "gspo"}, {"policy_loss": "cispo", "policy_knobs": {"low": 1.0, "high": 2.0}}):
+    for changes in (
+        {},
+        PPO,
+        {"policy_loss": "gspo", "policy_knobs": {"low": 0.2, "high": 0.2}},
+        {"policy_loss": "cispo", "policy_knobs": {"low": 1.0, "high": 2.0}},
+    ):
         for mismatch in ("none", "tis", "icepop", "sequence_mask"):
             data = batch(
-                logprobs=bad.clone().requires_grad_(), old_logprobs=vector(-1, math.inf, -3), ref_logprobs=bad, entropy=bad,
-                sampler_logprobs=bad, loss_mask=flags(1, 0, 1),
-            )  # fmt: skip
-            result = token_loss(data, plan(kl_coef=(0.1, 0.1), entropy_coef=0.1, mismatch=mismatch, **changes), lambda sums: sums)
+                logprobs=bad.clone().requires_grad_(),
+                old_logprobs=vector(-1, math.inf, -3),
+                ref_logprobs=bad,
+                entropy=bad,
+                sampler_logprobs=bad,
+                loss_mask=flags(1, 0, 1),
+            )
+            result = token_loss(
+                data,
+                plan(kl_coef=(0.1, 0.1), entropy_coef=0.1, mismatch=mismatch, **changes),
+                lambda sums: sums,
+            )
             result.loss.backward()
             assert data.logprobs.grad is not None
-            assert result.loss.isfinite() and data.logprobs.grad.isfinite().all() and data.logprobs.grad[1] == 0
+            assert (
+                result.loss.isfinite()
+                and data.logprobs.grad.isfinite().all()
+                and data.logprobs.grad[1] == 0
+            )
             assert all(value.isfinite() for value in result.metrics.values())
 
 
 def test_an_empty_mask_and_an_empty_batch_give_zero() -> None:
     for changes in ({"loss_mask": flags(0, 0, 0), "sampler_logprobs": vector(-1, -2, -3)}, EMPTY):
         data = batch(**changes)
-        result = token_loss(data, plan(kl_coef=(0.1, 0.1), mismatch="tis", **PPO), lambda sums: sums)
+        result = token_loss(
+            data, plan(kl_coef=(0.1, 0.1), mismatch="tis", **PPO), lambda sums: sums
+        )
         result.loss.backward()
-        assert result.loss.item() == 0 and data.logprobs.grad is not None and not data.logprobs.grad.any()
+        assert (
+            result.loss.item() == 0
+            and data.logprobs.grad is not None
+            and not data.logprobs.grad.any()
+        )
         assert all(value.isfinite() for value in result.metrics.values())
 
 
 EMPTY: dict[str, Any] = {
-    "logprobs": vector().requires_grad_(), "old_logprobs": vector(), "ref_logprobs": vector(), "sampler_logprobs": vector(),
-    "response_ids": torch.tensor([], dtype=torch.int64), "loss_mask": flags(),
-}  # fmt: skip
+    "logprobs": vector().requires_grad_(),
+    "old_logprobs": vector(),
+    "ref_logprobs": vector(),
+    "sampler_logprobs": vector(),
+    "response_index": torch.tensor([], dtype=torch.int64),
+    "loss_mask": flags(),
+}
 
 
 def test_correction_weights_the_policy_term_alone() -> None:
-    """w = min(exp(old - sampler), 2) = 0.5, 2, 1 on losses 1, 2, -6: (0.25 + 2 - 6) / 2; the KL stays."""
+    """w = min(exp(old - sampler), 2) = 0.5, 2, 1 on losses 1, 2, -6: (0.25 + 2 - 6) / 2; the KL
+    stays."""
     sampler = vector(-1 - math.log(0.5), -2 - math.log(8), -3)
     result = run(plan(mismatch="tis", kl_coef=(0.1, 0.1)), sampler_logprobs=sampler)
     same(result.policy_loss[None].detach(), (0.25 + 2 - 6) / 2)
     same(result.kl_loss[None].detach(), -0.0125)
     same(result.metrics["policy/ratio_mean"][None], 1)
     same(result.metrics["policy/correction_weight_mean"][None], 3.5 / 3)
-    same(run(plan(mismatch="tis"), old_logprobs=sampler, sampler_logprobs=sampler).metrics["policy/correction_weight_mean"][None], 1)
+    same(
+        run(plan(mismatch="tis"), old_logprobs=sampler, sampler_logprobs=sampler).metrics[
+            "policy/correction_weight_mean"
+        ][None],
+        1,
+    )
     dropped = run(plan(mismatch="icepop"), sampler_logprobs=sampler)
     same(dropped.metrics["policy/correction_dropped_share"][None], 1 / 3)
 
 
 def test_clip_shares_by_hand() -> None:
-    """rho = 1.5 and 0.5 with A > 0, 1.5 with A < 0; shares are of the loss tokens of the minibatch (here said to be 6)."""
+    """rho = 1.5 and 0.5 with A > 0, 1.5 with A < 0; shares are of the loss tokens of the minibatch
+    (here said to be 6)."""
     old = vector(-1 - math.log(1.5), -2 - math.log(0.5), -3 - math.log(1.5))
-    metrics = run(plan(**PPO), old_logprobs=old, num_tokens=6, num_responses=2, response_loss_tokens=torch.tensor([2, 1])).metrics
-    found = [metrics[f"policy/clip_{side}_{sign}_share"].item() for sign in ("positive", "negative") for side in ("up", "down")]
+    metrics = run(
+        plan(**PPO),
+        old_logprobs=old,
+        num_tokens=6,
+        num_responses=2,
+        response_loss_tokens=torch.tensor([2, 1]),
+    ).metrics
+    found = [
+        metrics[f"policy/clip_{side}_{sign}_share"].item()
+        for sign in ("positive", "negative")
+        for side in ("up", "down")
+    ]
     assert found == pytest.approx([1 / 6, 1 / 6, 1 / 6, 0])
     assert metrics["policy/ratio_max"].item() == pytest.approx(1.5)
     assert metrics["policy/ratio_mean"].item() == pytest.approx(3.5 / 6)
@@ -141,11 +199,19 @@ def test_clip_shares_by_hand() -> None:
 def test_sequence_sum_reaches_the_ratio_and_the_mask() -> None:
     """Two ranks hold halves of one response of two tokens: log ratios 0.2 here and 0.4 there."""
     data = dict(
-        logprobs=vector(-1).requires_grad_(), old_logprobs=vector(-1.2), response_ids=torch.tensor([0]), loss_mask=flags(1),
-        advantages=vector(-1), kl_weights=vector(1), ref_logprobs=None, correct=None, response_loss_tokens=torch.tensor([2]),
-        num_responses=1, num_tokens=2,
-    )  # fmt: skip
-    gspo = plan(policy_loss="gspo", policy_knobs={"low": 3e-4, "high": 4e-4, "dual_c": None})
+        logprobs=vector(-1).requires_grad_(),
+        old_logprobs=vector(-1.2),
+        response_index=torch.tensor([0]),
+        loss_mask=flags(1),
+        advantages=vector(-1),
+        kl_weights=vector(1),
+        ref_logprobs=None,
+        correct=None,
+        response_loss_tokens=torch.tensor([2]),
+        num_responses=1,
+        num_tokens=2,
+    )
+    gspo = plan(policy_loss="gspo", policy_knobs={"low": 3e-4, "high": 4e-4})
     result = token_loss(TokenBatch(**data), gspo, lambda sums: sums + 0.4)
     same(result.loss[None].detach(), math.exp(0.3) / 2)
 
@@ -160,4 +226,4 @@ def test_missing_fields_are_named() -> None:
     with pytest.raises(ValueError, match=r"TokenBatch\.sampler_logprobs .* tis"):
         run(plan(mismatch="tis"))
     with pytest.raises(ValueError, match=r"aggregate\.norm_len is null"):
-        run(plan(aggregate=("seq_mean_token_sum_norm", None)))
+        run(plan(aggregate=("seq_mean_token_sum_norm", {"norm_len": None})))

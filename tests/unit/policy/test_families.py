@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import doctest
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 
+from megatron_rl.policy import families
 from megatron_rl.policy.families import FAMILIES, architecture_from, read_architecture
-from megatron_rl.policy.parallel import layout_problems
-from tests.numerics.models import MODELS, SMALL
-from tests.numerics.policy_cases import parallel
+from megatron_rl.policy.parameter_map import layer_parameters, shards
+from tests.zoo import FAMILIES as TINY
+from tests.zoo import SMALL
+
+FAMILIES_FOLDER = Path(families.__file__).parent
 
 
 def config(kind: str, **more: Any) -> Any:
     name = {"Qwen3Moe": "qwen3_moe"}.get(kind, kind.lower())
-    return getattr(transformers, f"{kind}Config")(**(SMALL | MODELS[name][1] | more))
+    return getattr(transformers, f"{kind}Config")(**(SMALL | TINY[name] | more))
 
 
 def read(kind: str, **more: Any) -> Any:
@@ -48,12 +53,21 @@ def test_options_of_each_family() -> None:
         ("Qwen3Moe", dict(mlp_only_layers=[0]), r"mlp_only_layers is \[0\]"),
         (
             "Llama",
-            dict(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32}),
+            dict(
+                rope_parameters={
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 32,
+                }
+            ),
             "rope type is 'yarn'",
         ),
     ],
 )
-def test_an_option_that_is_not_implemented_is_refused_by_name(kind: str, option: dict[str, Any], named: str) -> None:
+def test_an_option_that_is_not_implemented_is_refused_by_name(
+    kind: str, option: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ValueError, match=named):
         read(kind, **option)
 
@@ -64,41 +78,24 @@ def test_directories_that_are_no_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no config\.json"):
         read_architecture(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLN"]}))
-    with pytest.raises(ValueError, match=r"\['Qwen3ForCausalLN'\].*nearest: Qwen3ForCausalLM.*LlamaForCausalLM"):
+    words = r"\['Qwen3ForCausalLN'\].*did you mean Qwen3ForCausalLM\?.*LlamaForCausalLM"
+    with pytest.raises(ValueError, match=words):
         read_architecture(tmp_path)
 
 
-def problems(kind: str = "Qwen2", world: int = 8, **layout: Any) -> str:
-    return "\n".join(layout_problems(read(kind), parallel(**layout), world))
+README = FAMILIES_FOLDER / "README.md"
 
 
-def test_layouts_that_fit_have_no_problem() -> None:
-    assert problems(tensor=2, pipeline=2, context=2, sequence=True) == ""
-    assert problems("Mixtral", tensor=2, sequence=True, expert=4, pipeline=2) == ""
-    assert problems(pipeline=2, first_stage_layers=1, last_stage_layers=3, tensor=4) == ""
+def test_the_page_shows_the_file_as_it_is() -> None:
+    (shown, _) = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    assert shown in (FAMILIES_FOLDER / "qwen3.py").read_text()
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout", "named"),
-    [
-        ("Qwen2", dict(tensor=3), "tensor 3 x pipeline 1 x context 1 = 3 does not divide the world size 8"),
-        ("Qwen2", dict(tensor=8), "parallel.tensor is 8, which does not divide the model's 4 attention heads"),
-        ("Llama", dict(pipeline=8), "parallel.pipeline is 8: 4 layers"),
-        ("Qwen2", dict(virtual_pipeline=2), "parallel.virtual_pipeline is 2 but parallel.pipeline is 1"),
-        ("Qwen2", dict(pipeline=2, virtual_pipeline=4), "parallel.virtual_pipeline is 4, which does not divide"),
-        ("Qwen2", dict(pipeline=2, first_stage_layers=1, last_stage_layers=2), "do not split evenly"),
-        ("Qwen2", dict(first_stage_layers=1), "but parallel.pipeline is 1"),
-        ("Qwen2", dict(sequence=True), "parallel.sequence is true but parallel.tensor is 1"),
-        ("Qwen2", dict(expert=2), "parallel.expert is 2, but qwen2 has no experts"),
-        ("Mixtral", dict(expert=8), "parallel.expert is 8, which does not divide the 4 experts"),
-        ("Mixtral", dict(tensor=2), "needs parallel.sequence=true"),
-        ("Qwen2", dict(overlap_param_gather=True), "needs parallel.distributed_optimizer=true"),
-    ],
-)
-def test_a_layout_that_does_not_fit_names_key_value_and_remedy(kind: str, layout: dict[str, Any], named: str) -> None:
-    assert named in problems(kind, **layout)
-
-
-def test_all_problems_are_told_at_once() -> None:
-    text = problems(tensor=3, virtual_pipeline=2, sequence=True, expert=2)
-    assert len(text.splitlines()) >= 4
+def test_the_shards_on_the_page_are_those_of_the_map() -> None:
+    names = {
+        "arch": read("Qwen3", hidden_size=64, head_dim=16),
+        "shards": shards,
+        "layer_parameters": layer_parameters,
+    }
+    failed, tried = doctest.testfile(str(README), module_relative=False, globs=names)
+    assert (failed, tried) == (0, 2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_rl.policy import host_memory, offload
-from megatron_rl.policy.host_memory import HostBuffer, piece_sizes, pinned_bytes, rounded
+from megatron_rl.policy.host_memory import HostBuffer, block_sizes, pinned_bytes, rounded
 
 MIB = 2**20
 
@@ -15,12 +15,16 @@ MIB = 2**20
 @pytest.mark.parametrize(
     ("num_bytes", "sizes"),
     [
-        (0, []), (1, [1]), (2**18, [2**18]), (MIB + 3, [MIB, 3]), (64 * MIB, [64 * MIB]),
+        (0, []),
+        (1, [1]),
+        (2**18, [2**18]),
+        (MIB + 3, [MIB, 3]),
+        (64 * MIB, [64 * MIB]),
         (130 * MIB + 300 * 1024, [64 * MIB, 64 * MIB, 2 * MIB, 256 * 1024, 44 * 1024]),
     ],
-)  # fmt: skip
-def test_pieces_by_hand(num_bytes, sizes):
-    assert piece_sizes(num_bytes) == sizes
+)
+def test_blocks_by_hand(num_bytes, sizes):
+    assert block_sizes(num_bytes) == sizes
 
 
 def test_one_tensor_would_take_the_next_power_of_two():
@@ -34,13 +38,13 @@ def test_one_tensor_would_take_the_next_power_of_two():
 @pytest.mark.parametrize(
     "num_bytes", [1, 7168, 2**17 + 1, 2**18 + 1, 67_895_296, 544_997_376, 3_812_000_001]
 )
-def test_pieces_lose_less_than_half_of_the_smallest(num_bytes):
-    sizes = piece_sizes(num_bytes)
-    assert sum(sizes) == num_bytes and max(sizes) <= host_memory.LARGEST_PIECE
+def test_blocks_lose_less_than_half_of_the_smallest(num_bytes):
+    sizes = block_sizes(num_bytes)
+    assert sum(sizes) == num_bytes and max(sizes) <= host_memory.LARGEST_BLOCK
     assert (
         num_bytes
         <= sum(rounded(size) for size in sizes)
-        < num_bytes + host_memory.SMALLEST_PIECE // 2
+        < num_bytes + host_memory.SMALLEST_BLOCK // 2
     )
     assert [rounded(size) for size in sizes[:-1]] == sizes[:-1], "only the last is no power of two"
 
@@ -57,8 +61,8 @@ def pinned(monkeypatch):
         return torch.full((num_bytes,), 99, dtype=torch.uint8)
 
     monkeypatch.setattr(host_memory, "_allocate", allocate)
-    monkeypatch.setattr(host_memory, "LARGEST_PIECE", 64)
-    monkeypatch.setattr(host_memory, "SMALLEST_PIECE", 8)
+    monkeypatch.setattr(host_memory, "LARGEST_BLOCK", 64)
+    monkeypatch.setattr(host_memory, "SMALLEST_BLOCK", 8)
     return asked
 
 
@@ -78,7 +82,7 @@ def test_ordinary_memory_is_one_piece():
     assert host.whole.numel() == 2**27 + 1 and not host.whole.is_pinned()
 
 
-def test_parts_offloaded_through_pieces_come_back_bit_for_bit(pinned, monkeypatch):
+def test_parts_offloaded_through_blocks_come_back_bit_for_bit(pinned, monkeypatch):
     monkeypatch.setattr(
         offload, "HostBuffer", lambda num_bytes, pinned: HostBuffer(num_bytes, pinned=True)
     )

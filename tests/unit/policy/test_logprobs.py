@@ -6,10 +6,15 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
-with install_import_hook("megatron_rl.policy.logprobs", "beartype.beartype"):  # annotations of shape and dtype are executed
+with install_import_hook(
+    "megatron_rl.policy.logprobs", "beartype.beartype"
+):  # annotations of shape and dtype are executed
     from megatron_rl.policy.logprobs import response_logprobs
 
-T, H, PADDED, VOCAB = 11, 6, 24, 19
+T = 11
+H = 6
+PADDED = 24
+VOCAB = 19
 
 
 def plain(hidden, weight, targets, temperature, vocab_size):
@@ -22,12 +27,26 @@ def inputs(dtype=torch.float64, seed=0, scale=3.0):
     g = torch.Generator().manual_seed(seed)
     hidden = (torch.randn(T, H, generator=g, dtype=torch.float64) * scale).to(dtype)
     weight = torch.randn(PADDED, H, generator=g, dtype=torch.float64).to(dtype)
-    return hidden, weight, torch.randint(0, VOCAB, (T,), generator=g), torch.randn(2, T, generator=g, dtype=torch.float64)
+    return (
+        hidden,
+        weight,
+        torch.randint(0, VOCAB, (T,), generator=g),
+        torch.randn(2, T, generator=g, dtype=torch.float64),
+    )
 
 
-def run(hidden, weight, targets, *, entropy="none", temperature=1.0, chunk_tokens=4, vocab_size=VOCAB):
+def run(
+    hidden, weight, targets, *, entropy="none", temperature=1.0, chunk_tokens=4, vocab_size=VOCAB
+):
     return response_logprobs(
-        hidden, weight, targets, temperature=temperature, vocab_size=vocab_size, chunk_tokens=chunk_tokens, group=None, entropy=entropy
+        hidden,
+        weight,
+        targets,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        chunk_tokens=chunk_tokens,
+        group=None,
+        entropy=entropy,
     )
 
 
@@ -37,15 +56,20 @@ def gradients(values, hidden, weight):
 
 
 def test_value_by_hand():
-    # Logits (ln 1, ln 2, ln 5) from a one-dimensional hidden state; the fourth row is padding and must take no share.
+    # Logits (ln 1, ln 2, ln 5) from a one-dimensional hidden state; the fourth row is padding and
+    # must take no share.
     weight = torch.tensor([[0.0], [math.log(2)], [math.log(5)], [9.0]])
-    logp, entropy = run(torch.ones(2, 1), weight, torch.tensor([1, 2]), vocab_size=3, entropy="value")
+    logp, entropy = run(
+        torch.ones(2, 1), weight, torch.tensor([1, 2]), vocab_size=3, entropy="value"
+    )
     assert logp.tolist() == pytest.approx([math.log(2 / 8), math.log(5 / 8)], abs=1e-6)
     h = -sum(p * math.log(p) for p in (1 / 8, 2 / 8, 5 / 8))
     assert entropy.tolist() == pytest.approx([h, h], abs=1e-6)
     # Temperature 2: weights are the square roots of 1, 2, 5.
     logp, _ = run(torch.ones(1, 1), weight, torch.tensor([2]), vocab_size=3, temperature=2.0)
-    assert logp.item() == pytest.approx(math.log(math.sqrt(5) / (1 + math.sqrt(2) + math.sqrt(5))), abs=1e-6)
+    assert logp.item() == pytest.approx(
+        math.log(math.sqrt(5) / (1 + math.sqrt(2) + math.sqrt(5))), abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 11, 100])
@@ -55,7 +79,9 @@ def test_equals_plain_in_float64(chunk_tokens, temperature, entropy):
     hidden, weight, targets, c = inputs()
     for leaf in (hidden, weight):
         leaf.requires_grad_()
-    logp, ent = run(hidden, weight, targets, entropy=entropy, temperature=temperature, chunk_tokens=chunk_tokens)
+    logp, ent = run(
+        hidden, weight, targets, entropy=entropy, temperature=temperature, chunk_tokens=chunk_tokens
+    )
     want_logp, want_ent = plain(hidden, weight, targets, temperature, VOCAB)
     torch.testing.assert_close(logp, want_logp, rtol=0, atol=1e-12)
     if entropy == "none":
@@ -63,10 +89,13 @@ def test_equals_plain_in_float64(chunk_tokens, temperature, entropy):
     else:
         torch.testing.assert_close(ent, want_ent, rtol=0, atol=1e-12)
         assert ent.requires_grad == (entropy == "grad")
-    loss, want = (c[0] * logp).sum(), (c[0] * want_logp).sum()
+    loss = (c[0] * logp).sum()
+    want = (c[0] * want_logp).sum()
     if entropy == "grad":
         loss, want = loss + (c[1] * ent).sum(), want + (c[1] * want_ent).sum()
-    for got, expected in zip(gradients(loss, hidden, weight), gradients(want, hidden, weight), strict=True):
+    for got, expected in zip(
+        gradients(loss, hidden, weight), gradients(want, hidden, weight), strict=True
+    ):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
 
 
@@ -100,7 +129,8 @@ def test_float32_stays_close_with_large_logits(scale):
 
 
 def test_bfloat16_operands_are_not_rounded_on_the_way():
-    # The reference multiplies the same bfloat16 numbers in float64; logits rounded to bfloat16 would be off by 1e-2.
+    # The reference multiplies the same bfloat16 numbers in float64; logits rounded to bfloat16
+    # would be off by 1e-2.
     hidden, weight, targets, c = inputs(torch.bfloat16)
     exact = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
     hidden.requires_grad_(), weight.requires_grad_()
@@ -109,7 +139,9 @@ def test_bfloat16_operands_are_not_rounded_on_the_way():
     assert logp.dtype == ent.dtype == torch.float32
     torch.testing.assert_close(logp.double(), want_logp, rtol=0, atol=1e-5)
     torch.testing.assert_close(ent.double(), want_ent, rtol=0, atol=1e-5)
-    got = torch.autograd.grad((c[0].float() * logp).sum() + (c[1].float() * ent).sum(), [hidden, weight])
+    got = torch.autograd.grad(
+        (c[0].float() * logp).sum() + (c[1].float() * ent).sum(), [hidden, weight]
+    )
     want = gradients((c[0] * want_logp).sum() + (c[1] * want_ent).sum(), *exact)
     for a, b in zip(got, want, strict=True):
         assert a.dtype == torch.bfloat16  # rounded once, at the end: half a unit of 2^-8
@@ -118,11 +150,21 @@ def test_bfloat16_operands_are_not_rounded_on_the_way():
 
 def test_frozen_parts_and_no_grad():
     hidden, weight, targets, c = inputs()
-    want = gradients((c[0] * plain(hidden.requires_grad_(), weight.requires_grad_(), targets, 1.0, VOCAB)[0]).sum(), hidden, weight)
+    want = gradients(
+        (
+            c[0] * plain(hidden.requires_grad_(), weight.requires_grad_(), targets, 1.0, VOCAB)[0]
+        ).sum(),
+        hidden,
+        weight,
+    )
     logp, _ = run(hidden, weight.detach(), targets)
-    torch.testing.assert_close(torch.autograd.grad((c[0] * logp).sum(), hidden)[0], want[0], rtol=0, atol=1e-11)
+    torch.testing.assert_close(
+        torch.autograd.grad((c[0] * logp).sum(), hidden)[0], want[0], rtol=0, atol=1e-11
+    )
     logp, _ = run(hidden.detach(), weight, targets)
-    torch.testing.assert_close(torch.autograd.grad((c[0] * logp).sum(), weight)[0], want[1], rtol=0, atol=1e-11)
+    torch.testing.assert_close(
+        torch.autograd.grad((c[0] * logp).sum(), weight)[0], want[1], rtol=0, atol=1e-11
+    )
     with torch.no_grad():
         quiet, _ = run(hidden, weight, targets)
     assert not quiet.requires_grad and torch.equal(quiet, logp.detach())
@@ -138,7 +180,9 @@ def test_inputs_are_left_alone_and_backward_can_be_repeated():
     first = torch.autograd.grad(loss, [hidden, weight], retain_graph=True)
     second = torch.autograd.grad(loss, [hidden, weight])
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert all(torch.equal(a, b.detach()) for a, b in zip(before, (hidden, weight, targets), strict=True))
+    assert all(
+        torch.equal(a, b.detach()) for a, b in zip(before, (hidden, weight, targets), strict=True)
+    )
     assert torch.equal(kept, logp.detach())
 
 
@@ -149,7 +193,9 @@ def test_no_tokens():
     logp, ent = run(hidden, weight, torch.empty(0, dtype=torch.long), entropy="grad")
     assert logp.numel() == 0 and ent.numel() == 0
     (logp.sum() + ent.sum()).backward()
-    assert hidden.grad.shape == (0, H) and torch.equal(weight.grad, torch.zeros_like(weight))  # the gradient exists and is 0
+    assert hidden.grad.shape == (0, H) and torch.equal(
+        weight.grad, torch.zeros_like(weight)
+    )  # the gradient exists and is 0
 
 
 def test_a_padding_token_has_probability_zero():
@@ -159,7 +205,10 @@ def test_a_padding_token_has_probability_zero():
     assert logp[3] == -math.inf and torch.isfinite(logp[torch.arange(T) != 3]).all()
 
 
-@pytest.mark.parametrize(("change", "message"), [({"temperature": 0.0}, "temperature is 0.0"), ({"chunk_tokens": 0}, "chunk_tokens is 0")])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"temperature": 0.0}, "temperature is 0.0"), ({"chunk_tokens": 0}, "chunk_tokens is 0")],
+)
 def test_bad_settings_are_named(change, message):
     with pytest.raises(ValueError, match=message):
         run(*inputs()[:3], **change)

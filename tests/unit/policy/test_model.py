@@ -1,4 +1,5 @@
-"""What is switched on with layers of Transformer Engine, checked by megatron's own validation; names of experts in both layouts."""
+"""What is switched on with layers of Transformer Engine, checked by megatron's own validation;
+names of experts in both layouts."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from megatron.core.extensions import transformer_engine as extension
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.moe import moe_utils
 
-from megatron_rl.config.machine import Machine
+from megatron_rl.config.hardware import Machine
 from megatron_rl.policy import model, weights
 from megatron_rl.policy.activations import selective_modules
 from tests.numerics.policy_cases import parallel
@@ -18,16 +19,25 @@ from tests.unit.small_models import DENSE, EXPERTS, experts, precision
 
 ROTARY = ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd")
 PERMUTE = (
-    "fused_permute", "fused_permute_with_probs", "fused_sort_chunks_by_index", "fused_sort_chunks_by_index_with_probs", "fused_unpermute",
-)  # fmt: skip
+    "fused_permute",
+    "fused_permute_with_probs",
+    "fused_sort_chunks_by_index",
+    "fused_sort_chunks_by_index_with_probs",
+    "fused_unpermute",
+)
 KERNELS = ("apply_rope_fusion", "bias_activation_fusion", "moe_permute_fusion", "moe_grouped_gemm")
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with Transformer Engine; megatron finds its kernels, and a version that is new enough."""
-    monkeypatch.setattr(model, "this_machine", lambda: Machine((9, 0), "2.11.0", "transformer_engine"))
-    monkeypatch.setattr("megatron.core.transformer.transformer_config.is_te_min_version", lambda *_, **__: True)
+    """A machine with Transformer Engine; megatron finds its kernels, and a version that is new
+    enough."""
+    monkeypatch.setattr(
+        model, "this_machine", lambda: Machine((9, 0), "2.11.0", "transformer_engine")
+    )
+    monkeypatch.setattr(
+        "megatron.core.transformer.transformer_config.is_te_min_version", lambda *_, **__: True
+    )
     for module, names in ((rope_utils, ROTARY), (moe_utils, PERMUTE)):
         for name in names:
             monkeypatch.setattr(module, name, lambda *_, **__: None, raising=False)
@@ -52,9 +62,13 @@ def test_accumulation_into_gradients_is_not_fused(engine: None) -> None:
     assert not model.transformer_config(DENSE, parallel(), precision()).gradient_accumulation_fusion
 
 
-def test_layers_of_transformer_engine_are_asked_for_grouped_experts(engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_transformer_engine_are_asked_for_grouped_experts(
+    engine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(model, "get_gpt_layer_with_transformer_engine_spec", lambda **given: asked.append(given))
+    monkeypatch.setattr(
+        model, "get_gpt_layer_with_transformer_engine_spec", lambda **given: asked.append(given)
+    )
     monkeypatch.setattr(model, "get_num_layers_to_build", lambda *_, **__: 2)
     for arch in (DENSE, EXPERTS):
         spec = model.layer_spec(model.transformer_config(arch, parallel(), precision()), None)
@@ -64,7 +78,9 @@ def test_layers_of_transformer_engine_are_asked_for_grouped_experts(engine: None
 
 def test_only_a_pipeline_without_cuda_asks_for_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     def asks(pipeline: int) -> bool:
-        return model.transformer_config(DENSE, parallel(pipeline=pipeline), precision()).variable_seq_lengths
+        return model.transformer_config(
+            DENSE, parallel(pipeline=pipeline), precision()
+        ).variable_seq_lengths
 
     assert [asks(1), asks(2)] == [False, True]
     monkeypatch.setattr(model, "one_length", lambda: True)
@@ -81,7 +97,10 @@ def test_what_is_run_again(engine: None) -> None:
     assert fields(DENSE, "selective") == ("selective", ["mlp"])
     assert fields(DENSE, "selective", "precision=fp8_delayed") == ("selective", ["mlp"])
     assert fields(EXPERTS, "selective") == ("selective", ["moe_act", "layernorm"])
-    assert fields(EXPERTS, "selective", "precision=fp8_tensorwise") == ("selective", ["moe_act", "layernorm"])
+    assert fields(EXPERTS, "selective", "precision=fp8_tensorwise") == (
+        "selective",
+        ["moe_act", "layernorm"],
+    )
     assert fields(EXPERTS, "selective", "precision=fp8_delayed") == ("selective", ["moe"])
 
 
@@ -104,7 +123,9 @@ RANKS = SimpleNamespace(expert=4, expert_rank=3)
         ("mlp.router.weight", "mlp.router.weight", None),
     ],
 )
-def test_both_layouts_of_experts_have_the_names_of_the_checkpoint(rest: str, slot: str, expert: int | None) -> None:
+def test_both_layouts_of_experts_have_the_names_of_the_checkpoint(
+    rest: str, slot: str, expert: int | None
+) -> None:
     # The second of two layers of this stage is layer 5 of a model; 8 experts, 2 on each of 4 ranks.
     found = weights._identify(f"decoder.layers.1.{rest}", [4, 5], EXPERTS, RANKS)
     assert (found.slot.megatron, found.layer, found.expert) == (slot, 5, expert)
@@ -113,7 +134,9 @@ def test_both_layouts_of_experts_have_the_names_of_the_checkpoint(rest: str, slo
 
 
 def test_numbered_weights_keep_their_order_from_ten_on() -> None:
-    found = weights._identify("decoder.layers.0.mlp.experts.linear_fc1.weight11", [0], experts(48), RANKS)
+    found = weights._identify(
+        "decoder.layers.0.mlp.experts.linear_fc1.weight11", [0], experts(48), RANKS
+    )
     assert found.expert == 3 * 12 + 11
 
 

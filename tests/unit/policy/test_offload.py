@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.policy.offload import Offload, dispatcher_tensors, release_caches
-from megatron_rl.runtime.cpu import platform
+from megatron_rl.runtime.device import platform
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,9 @@ def test_views_of_one_storage_come_back_with_their_values():
     assert storage.nbytes() == 0 and moments[0].untyped_storage().nbytes() == 0
     junk()
     offload.reload()
-    assert views[0].tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]] and views[1].tolist() == list(range(10, 64))
+    assert views[0].tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]] and views[1].tolist() == list(
+        range(10, 64)
+    )
     assert moments[0].tolist() == [3.0] * 64 and moments[1].item() == 2.0
     views[1][0] = -1.0
     assert views[0]._base is views[1]._base and views[0]._base[10] == -1.0
@@ -79,16 +81,21 @@ def test_reading_what_is_away_is_refused():
     offload.require("optimizer")
     with pytest.raises(RuntimeError, match=r"the policy's weights are offloaded; call reload\(\)"):
         offload.require("optimizer", "weights")
-    with pytest.raises(ValueError, match="no part is called activations; there are weights, optimizer"):
+    with pytest.raises(
+        ValueError, match="no part is called activations; there are weights, optimizer"
+    ):
         offload.offload(["activations"])
 
 
 def test_what_a_dispatcher_learned_in_a_pass_is_released_and_what_it_was_built_with_stays():
     class Dispatcher:
         def __init__(self) -> None:
-            self.order, self.probs, self.count = torch.arange(3), None, 3
+            self.order = torch.arange(3)
+            self.probs = None
+            self.count = 3
 
-    layer, outer = torch.nn.Linear(1, 1), torch.nn.Module()
+    layer = torch.nn.Linear(1, 1)
+    outer = torch.nn.Module()
     layer.token_dispatcher = Dispatcher()
     layer._fp8_workspaces = {"weight": torch.ones(3)}
     outer.layer = layer

@@ -1,4 +1,5 @@
-"""Losses and metrics of micro-batches, read from the device once: the numbers are those read one by one."""
+"""Losses and metrics of micro-batches, read from the device once: the numbers are those read one by
+one."""
 
 from __future__ import annotations
 
@@ -13,12 +14,16 @@ def test_the_numbers_are_those_read_one_by_one():
     def contribution(**metrics: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return torch.randn((), generator=draw), metrics
 
-    single, double = torch.randn((), generator=draw) / 3, torch.randn((), generator=draw, dtype=torch.float64) / 3
+    single = torch.randn((), generator=draw) / 3
+    double = torch.randn((), generator=draw, dtype=torch.float64) / 3
     contributions = [
         contribution(a=single, b_max=double, tokens=torch.tensor(12_345_678)),
         contribution(),
         contribution(half=single.bfloat16(), of_one=single[None], bad=torch.tensor(float("inf"))),
     ]
-    wanted = [(float(loss), {key: float(value) for key, value in metrics.items()}) for loss, metrics in contributions]
+    wanted = [
+        (float(loss), {key: float(value) for key, value in metrics.items()})
+        for loss, metrics in contributions
+    ]
     assert _numbers(contributions) == wanted
     assert _numbers([]) == []

@@ -11,10 +11,10 @@ import time
 import psutil
 import pytest
 
+from megatron_rl.rewards.base import Options, Task
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rewards.code import CodeVerifier, program, read_tests
 from megatron_rl.rewards.sandbox import refusal
-from megatron_rl.rewards.verdict import Options, Task
 from tests.unit.rewards.cases import config, prompt
 
 NO_BWRAP = "bwrap is not installed or user namespaces are off" if refusal("bubblewrap") else None
@@ -44,10 +44,15 @@ def accuracy(
 @pytest.mark.parametrize(
     ("answer", "source"),
     [
-        ("a\n```python\n1\n```\nb\n```py\n2\n```\nc", "2"), ("```\n3\n```", "3"), ("4", "4"), ("```python\n5\n", "```python\n5\n"),
-        ("```bash\nls\n```", "```bash\nls\n```"), ("```python\n6\n```\n```bash\nls\n```", "6"), ("``` Python \n7\n```", "7"),
+        ("a\n```python\n1\n```\nb\n```py\n2\n```\nc", "2"),
+        ("```\n3\n```", "3"),
+        ("4", "4"),
+        ("```python\n5\n", "```python\n5\n"),
+        ("```bash\nls\n```", "```bash\nls\n```"),
+        ("```python\n6\n```\n```bash\nls\n```", "6"),
+        ("``` Python \n7\n```", "7"),
     ],
-)  # fmt: skip
+)
 def test_the_program_is_the_last_block_of_python(answer, source):
     assert program(answer) == source
 
@@ -74,7 +79,10 @@ def test_asserts_pass_or_fail(kind):
 def test_values_are_compared_by_their_own_types_only(kind):
     task = Task("a", "assert f() == {'a': [1, 2.5, (True, None)], 'b': {1, 2}}", "x")
     assert accuracy(kind, "def f(): return {'a': [1, 2.5, (True, None)], 'b': {2, 1}}", task) == 1
-    counted = "from collections import *\nP = namedtuple('P', 'x y')\ndef f(): return OrderedDict(b={1, 2}, a=[1, 2.5, P(True, None)])"
+    counted = (
+        "from collections import *\nP = namedtuple('P', 'x y')\ndef f(): return OrderedDict(b={1,"
+        " 2}, a=[1, 2.5, P(True, None)])"
+    )
     assert accuracy(kind, counted, task) == 1
     shows = "def __repr__(s): return \"{'a': [1, 2.5, (True, None)], 'b': {1, 2}}\""
     everything = f"class E(list):\n  def __eq__(s, o): return True\n  {shows}\n"
@@ -103,10 +111,17 @@ CHEATS = {
     "os._exit": "import os\nos._exit(0)",
     "sys.exit": "import sys\nsys.exit(0)",
     "prints": "print('{\"done\": true}')\nprint('passed')\nimport os\nos._exit(0)",
-    "answers without the number": 'import os\nfor fd in range(3, 64):\n  try: os.write(fd, b\'{"nonce": "", "done": true}\\n\' * 9)\n'
-    "  except OSError: pass",
-    "equals everything": "class E:\n  def __eq__(s, o): return True\n  def __bool__(s): return False\ndef add(a, b): return E()",
-    "raises nothing": "import sys\nsys.excepthook = lambda *a: None\ndef add(a, b): raise SystemExit(0)",
+    "answers without the number": (
+        'import os\nfor fd in range(3, 64):\n  try: os.write(fd, b\'{"nonce": "", "done":'
+        " true}\\n' * 9)\n  except OSError: pass"
+    ),
+    "equals everything": (
+        "class E:\n  def __eq__(s, o): return True\n  def __bool__(s): return False\ndef add(a, b):"
+        " return E()"
+    ),
+    "raises nothing": (
+        "import sys\nsys.excepthook = lambda *a: None\ndef add(a, b): raise SystemExit(0)"
+    ),
     "atexit": "import atexit, os\natexit.register(os._exit, 0)\ndef add(a, b): return 0",
     "endless": "while True: pass",
     "sleeps": "import time\ntime.sleep(100)",
@@ -118,8 +133,10 @@ CHEATS = {
     "leaves its group": "import os\nos.setsid()\n" + GOOD,
     "another program": "import os\nos.execv('/bin/true', ['true'])",
     "a process": "import subprocess\nsubprocess.run(['true'])\n" + GOOD,
-    "large file": "import os\nf = os.open('big', os.O_CREAT | os.O_WRONLY)\nfor _ in range(64): os.write(f, b'x' * (1 << 20))\n"
-    + GOOD,
+    "large file": (
+        "import os\nf = os.open('big', os.O_CREAT | os.O_WRONLY)\nfor _ in range(64): os.write(f,"
+        " b'x' * (1 << 20))\n" + GOOD
+    ),
     "nothing": "",
     "NUL": "\x00",
     "a thousand brackets": "(" * 1000,
@@ -182,7 +199,8 @@ def test_files_of_this_machine_are_neither_read_nor_written(tmp_path):
     tries = f"""
 import os
 refused = 0
-for path, how in (({str(note)!r}, "r"), ({str(note)!r}, "w"), ("/etc/passwd", "r"), ("/usr/lib/x", "w"), (os.__file__, "a"),
+for path, how in (({str(note)!r}, "r"), ({str(note)!r}, "w"),
+                  ("/etc/passwd", "r"), ("/usr/lib/x", "w"), (os.__file__, "a"),
                   ("/proc/1/environ", "w"), ({os.path.abspath(__file__)!r}, "r")):
     try:
         open(path, how)
@@ -220,7 +238,9 @@ def test_without_bubblewrap_the_remedy_is_named(monkeypatch):
     try:
         with pytest.raises(
             ValueError,
-            match=r"bwrap is not installed; install it \(apt-get install bubblewrap\).*rlimits_only",
+            match=(
+                r"bwrap is not installed; install it \(apt-get install bubblewrap\).*rlimits_only"
+            ),
         ):
             build_reward(config(verifier="code", sandbox="bubblewrap")).check(
                 [prompt("assert f() == 1")]

@@ -143,10 +143,15 @@ def test_a_value_that_is_no_reward_costs_its_own_response(function):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (float("nan"), "reward is nan"), ("1", "'1', not a number"), ({"accuracy": 1}, "without 'reward'"), (None, "not a number"),
-        ({"reward": 1, "accuracy": 2}, "accuracy 2.0 is not"), ({"reward": 1, "format": 1}, "a part called format"), ([1], "TypeError"),
+        (float("nan"), "reward is nan"),
+        ("1", "'1', not a number"),
+        ({"accuracy": 1}, "without 'reward'"),
+        (None, "not a number"),
+        ({"reward": 1, "accuracy": 2}, "accuracy 2.0 is not"),
+        ({"reward": 1, "format": 1}, "a part called format"),
+        ([1], "TypeError"),
     ],
-)  # fmt: skip
+)
 def test_the_reason_says_what_is_wrong_with_a_value(value, words):
     assert words in function_worker.score(value)["problem"]
 
@@ -173,7 +178,10 @@ def test_a_function_that_always_fails_stops_the_run(function):
         score(reward, "raise")
     with pytest.raises(
         ValueError,
-        match="3 calls in a row gave no response a reward; the last one: RuntimeError: the service is down",
+        match=(
+            "3 calls in a row gave no response a reward; the last one: RuntimeError: the service is"
+            " down"
+        ),
     ):
         score(reward, "raise")
 
@@ -181,10 +189,11 @@ def test_a_function_that_always_fails_stops_the_run(function):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("none", r"my_rewards.py has no 'none'"), ("value", "is no function"),
+        ("none", r"my_rewards.py has no 'none'"),
+        ("value", "is no function"),
         ("one_argument", r"cannot be called as function\(tasks, responses\)"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_name_or_signature_is_refused_at_the_start(function, name, message):
     with pytest.raises(ValueError, match=message):
         function(name)
@@ -193,11 +202,18 @@ def test_a_wrong_name_or_signature_is_refused_at_the_start(function, name, messa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"function": "nowhere.py:f"}, "nowhere.py: cannot be imported"), ({"function": "f"}, "write path.py:name"),
-        ({"function": "os.path:join", "verifier": "math"}, r"takes the place of reward\.verifier = math"),
-        ({"function": "os.path:join", "answer_pattern": "(a)"}, r"is given whole responses; remove reward\.answer_pattern"),
+        ({"function": "nowhere.py:f"}, "nowhere.py: cannot be imported"),
+        ({"function": "f"}, "write path.py:name"),
+        (
+            {"function": "os.path:join", "verifier": "math"},
+            r"takes the place of reward\.verifier = math",
+        ),
+        (
+            {"function": "os.path:join", "answer_pattern": "(a)"},
+            r"is given whole responses; remove reward\.answer_pattern",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_bad_configuration_of_it_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         reward = build_reward(config(**{"verifier": "auto", **changes}))

@@ -9,12 +9,14 @@ import pytest
 
 from megatron_rl.rewards import registry
 from megatron_rl.rewards.build import build_reward
-from megatron_rl.rewards.generated import ARITHMETIC_ONLY, PREFIX
+from megatron_rl.rewards.reasoning_gym import ARITHMETIC_ONLY, PREFIX
 from megatron_rl.types import Prompt
 from tests.unit.rewards.cases import config, hostile_texts
 
 TIMEOUT_S = 2.0
-CODE_TIMEOUT_S = 20.0  # each text is a process of its own: on a busy machine it takes seconds to start
+CODE_TIMEOUT_S = (
+    20.0  # each text is a process of its own: on a busy machine it takes seconds to start
+)
 FORMAT = r"(<think>.*</think>\s*)+(<answer>.*</answer>\s*)+"
 
 

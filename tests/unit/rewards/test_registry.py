@@ -67,7 +67,10 @@ def test_a_class_checks_prompts_and_prepares_its_worker(plugin):
 def test_an_unknown_name_is_refused_with_its_neighbors(plugin):
     with pytest.raises(
         ValueError,
-        match=r"reward\.verifier = hlaf: no such verifier; did you mean half\?.* there are auto, careful, code",
+        match=(
+            r"reward\.verifier = hlaf: no such verifier; did you mean half\?.* there are auto,"
+            r" careful, code"
+        ),
     ):
         build_reward(config(verifier="hlaf"))
 
@@ -94,6 +97,8 @@ def test_a_verifier_that_no_worker_can_prepare_is_an_error_of_its_author(plugin,
     )
     plugins.load_plugins([str(path)])
     reward = build_reward(config(verifier="unready"))
-    with pytest.raises(ValueError, match=r"unready: no worker can prepare it \(OSError: no such table\)"):
+    with pytest.raises(
+        ValueError, match=r"unready: no worker can prepare it \(OSError: no such table\)"
+    ):
         reward.score([prompt()], ["4"], [False])
     reward.close()

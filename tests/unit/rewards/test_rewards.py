@@ -9,9 +9,9 @@ import time
 import pytest
 
 from megatron_rl.rewards.build import build_reward
-from megatron_rl.rewards.generated import REFUSED
 from megatron_rl.rewards.math_answers import last_boxed
 from megatron_rl.rewards.number import last_number
+from megatron_rl.rewards.reasoning_gym import REFUSED
 from megatron_rl.types import Prompt
 from tests.unit.rewards.cases import accuracies, config, prompt
 
@@ -32,10 +32,20 @@ def test_exact():
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        ("so 3 + 4 = 7.", "7"), ("$1,234.50", "1234.5"), ("9-3", "3"), ("x = -3", "-3"), ("(2)-5", "5"), ("1,2", "2"), ("1,2345", "2345"),
-        ("1e3", "1000"), ("5%", "5"), ("7.00", "7"), ("none", None), ("", None),
+        ("so 3 + 4 = 7.", "7"),
+        ("$1,234.50", "1234.5"),
+        ("9-3", "3"),
+        ("x = -3", "-3"),
+        ("(2)-5", "5"),
+        ("1,2", "2"),
+        ("1,2345", "2345"),
+        ("1e3", "1000"),
+        ("5%", "5"),
+        ("7.00", "7"),
+        ("none", None),
+        ("", None),
     ],
-)  # fmt: skip
+)
 def test_last_number(text, number):
     found = last_number(text)
     assert (found is None) == (number is None) and (number is None or float(found) == float(number))
@@ -121,7 +131,7 @@ def test_a_scorer_that_raises_gives_zero_and_the_reason_is_kept(caplog):
     assert good.correct and bad.parts == {"accuracy": 0.0, "verifier_problem": 1.0}
     assert reward.problems == {"reasoning_gym:prime_factorization: ValueError": 2}
     assert sum("could not be judged" in record.message for record in caplog.records) == 1, (
-        "said once"
+        "logged once"
     )
 
 
@@ -161,10 +171,15 @@ def test_prompts_that_cannot_be_verified_are_all_named():
     ]
     with pytest.raises(
         ValueError,
-        match=r"(?s)data source 'mine'; set reward\.verifier.*is not a number: 'x'.*task none: no such task",
+        match=(
+            r"(?s)data source 'mine'; set reward\.verifier.*is not a number: 'x'.*task none: no"
+            r" such task"
+        ),
     ):
         reward.check(wrong)
-    with pytest.raises(ValueError, match=r"for data sources 'a', 'b'; set reward\.verifier=number .*math .*exact"):
+    with pytest.raises(
+        ValueError, match=r"for data sources 'a', 'b'; set reward\.verifier=number .*math .*exact"
+    ):
         reward.check([prompt(source="b"), prompt(source="a")])
     with pytest.raises(ValueError, match="has no metadata"):
         reward.check([prompt(source="reasoning_gym:chain_sum")])
@@ -200,10 +215,13 @@ def test_a_bad_reward_configuration_is_refused(changes, message):
 @pytest.mark.parametrize(
     ("text", "content"),
     [
-        (r"\boxed{1} no, \boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{3} and \boxed{4", "3"), (r"\boxed{}", ""), ("4", None),
+        (r"\boxed{1} no, \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{3} and \boxed{4", "3"),
+        (r"\boxed{}", ""),
+        ("4", None),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
     ],
-)  # fmt: skip
+)
 def test_last_boxed(text, content):
     assert last_boxed(text) == content
 
@@ -244,11 +262,19 @@ def test_math_answers_off_the_main_thread_with_time_outs():
     """One pool for all cases: its start takes a second. The power of powers blocks the worker,
     which is killed and replaced."""
     cases = [
-        ("1/2", r"\boxed{0.5}", 1), ("1/2", r"so it is $\frac{1}{2}$", 1), ("3", r"\boxed{4}, no, \boxed{3}", 1),
-        ("3", r"\boxed{3}, no, \boxed{4}", 0), ("0.5", r"\boxed{50\%}", 0), ("x^2+1", r"\boxed{1+x^2}", 1), ("(1,2)", r"\boxed{(2, 1)}", 0),
-        ("2", r"\boxed{9^{9^{9^{9}}}}", 0), ("4", r"\boxed{2+2}", 1), ("$ $", r"\boxed{5}", 0),
-        ("$5", r"\boxed{5}", 1), ("7", "no idea", 0),
-    ]  # fmt: skip
+        ("1/2", r"\boxed{0.5}", 1),
+        ("1/2", r"so it is $\frac{1}{2}$", 1),
+        ("3", r"\boxed{4}, no, \boxed{3}", 1),
+        ("3", r"\boxed{3}, no, \boxed{4}", 0),
+        ("0.5", r"\boxed{50\%}", 0),
+        ("x^2+1", r"\boxed{1+x^2}", 1),
+        ("(1,2)", r"\boxed{(2, 1)}", 0),
+        ("2", r"\boxed{9^{9^{9^{9}}}}", 0),
+        ("4", r"\boxed{2+2}", 1),
+        ("$ $", r"\boxed{5}", 0),
+        ("$5", r"\boxed{5}", 1),
+        ("7", "no idea", 0),
+    ]
     reward = build_reward(config(verifier="math"))
     found: list[float] = []
 

@@ -23,7 +23,9 @@ CHECKSUMS = [word_sums, partial(checksum, kind="hash"), partial(checksum, kind="
 BASE = torch.arange(24, dtype=torch.float32).reshape(4, 6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool]
+)
 @pytest.mark.parametrize("digest", DIGESTS)
 def test_one_byte_makes_the_difference(digest, dtype):
     tensor = (BASE % 2).to(dtype)
@@ -43,7 +45,15 @@ def test_strides_and_offsets_do_not_matter(digest):
 
 @pytest.mark.parametrize("digest", DIGESTS)
 def test_shape_and_dtype_matter(digest):
-    views = [BASE, BASE.reshape(6, 4), BASE.reshape(-1), BASE.view(torch.int32), BASE.double(), torch.zeros(0), torch.zeros(0, 3)]
+    views = [
+        BASE,
+        BASE.reshape(6, 4),
+        BASE.reshape(-1),
+        BASE.view(torch.int32),
+        BASE.double(),
+        torch.zeros(0),
+        torch.zeros(0, 3),
+    ]
     assert len({digest(view) for view in views}) == len(views)
 
 
@@ -68,13 +78,20 @@ def test_combined_digest_ignores_order_only():
 def plain_sums(data: bytes) -> bytes:
     """``word_sums`` in integers of Python, one word at a time."""
     rows, width = len(data) // ROW_BYTES, ROW_BYTES // 8
-    words = [[int.from_bytes(data[ROW_BYTES * r + 8 * c :][:8], "little") for c in range(width)] for r in range(rows)]
-    sums = [sum(row) % 2**64 for row in words] + [sum(row[c] for row in words) % 2**64 for c in range(width)]
+    words = [
+        [int.from_bytes(data[ROW_BYTES * r + 8 * c :][:8], "little") for c in range(width)]
+        for r in range(rows)
+    ]
+    sums = [sum(row) % 2**64 for row in words] + [
+        sum(row[c] for row in words) % 2**64 for c in range(width)
+    ]
     return b"".join(value.to_bytes(8, "little") for value in sums) + data[ROW_BYTES * rows :]
 
 
 def random_bytes(size: int) -> torch.Tensor:
-    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    return torch.randint(
+        0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size)
+    )
 
 
 @pytest.mark.parametrize("size", [0, 1, 8, 4095, 4096, 4097, 3 * 4096 + 13, 20 * 4096])
@@ -86,7 +103,10 @@ def test_word_sums_are_those_of_plain_integers(size):
 
 
 def exchanged(data, one, other):
-    data[one : one + 8], data[other : other + 8] = data[other : other + 8].clone(), data[one : one + 8].clone()
+    data[one : one + 8], data[other : other + 8] = (
+        data[other : other + 8].clone(),
+        data[one : one + 8].clone(),
+    )
 
 
 FAULTS = {
@@ -95,7 +115,9 @@ FAULTS = {
     "words of a row exchanged": lambda data: exchanged(data, 8, 80),
     "words of a column exchanged": lambda data: exchanged(data, 8, 8 + 2 * ROW_BYTES),
     "words exchanged": lambda data: exchanged(data, 8, 80 + 3 * ROW_BYTES),
-    "rows exchanged": lambda data: data.__setitem__(slice(0, 2 * ROW_BYTES), data[: 2 * ROW_BYTES].view(2, -1).flip(0).reshape(-1).clone()),
+    "rows exchanged": lambda data: data.__setitem__(
+        slice(0, 2 * ROW_BYTES), data[: 2 * ROW_BYTES].view(2, -1).flip(0).reshape(-1).clone()
+    ),
     "one byte late": lambda data: data.copy_(data.roll(1)),
     "one word late": lambda data: data.copy_(data.roll(8)),
     "one row late": lambda data: data.copy_(data.roll(ROW_BYTES)),
@@ -116,12 +138,15 @@ def test_faults_are_noticed(digest, fault):
 
 
 def test_the_one_class_of_faults_that_sums_miss():
-    """As the docstring says: four words in two rows and two columns, wrong by opposite amounts. The hash of a CPU sees it."""
+    """As the docstring says: four words in two rows and two columns, wrong by opposite amounts. The
+    hash of a CPU sees it."""
     data = torch.zeros(2 * ROW_BYTES, dtype=torch.uint8)
     wrong = data.clone()
     words = wrong.view(torch.int64).view(2, -1)
     words[0, 3], words[0, 9], words[1, 3], words[1, 9] = 5, -5, -5, 5
-    assert torch.equal(word_sums(wrong), word_sums(data)) and not torch.equal(checksum(wrong, "hash"), checksum(data, "hash"))
+    assert torch.equal(word_sums(wrong), word_sums(data)) and not torch.equal(
+        checksum(wrong, "hash"), checksum(data, "hash")
+    )
 
 
 def test_changed_spans():
@@ -135,5 +160,7 @@ def test_changed_spans():
 
     assert spans(lambda x: x[ROW_BYTES + 3].add_(1)) == [(ROW_BYTES, 2 * ROW_BYTES)]
     assert spans(lambda x: x[-1:].add_(1)) == [(5 * ROW_BYTES, size)]
-    assert spans(lambda x: exchanged(x, 8, 80)) == [(0, 5 * ROW_BYTES)], "a row whose sum is right: only the columns tell"
+    assert spans(lambda x: exchanged(x, 8, 80)) == [(0, 5 * ROW_BYTES)], (
+        "a row whose sum is right: only the columns tell"
+    )
     assert changed_spans(checksum(data, "hash"), checksum(data[:-1], "hash"), size) == [(0, size)]

@@ -1,4 +1,5 @@
-"""A full disk says so, whatever the library that met it says. On a real file system of 8 MB where one may be mounted."""
+"""A full disk says so, whatever the library that met it says. On a real file system of 8 MB where
+one may be mounted."""
 
 import errno
 import os

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
+from megatron_rl.reporting.sinks import ConsoleLine
 from megatron_rl.runtime.display import Display, duration
-from megatron_rl.runtime.logging import ConsoleLine
 
 
 class Watch:
@@ -22,7 +22,9 @@ class Watch:
 
 
 def console(*, terminal: bool = False) -> Console:
-    return Console(file=io.StringIO(), force_terminal=terminal, width=200, soft_wrap=True, highlight=False)
+    return Console(
+        file=io.StringIO(), force_terminal=terminal, width=200, soft_wrap=True, highlight=False
+    )
 
 
 def text(shown: Console) -> str:
@@ -39,7 +41,11 @@ def test_a_log_gets_a_line_when_a_phase_begins_and_one_when_it_took_long():
         watch.now += 75
     with display.phase("step 1: generating", announced=False):
         watch.now += 500
-    lines = ["building [the] policy ...", "building the engine ...", "building the engine: 1 min 15 s"]
+    lines = [
+        "building [the] policy ...",
+        "building the engine ...",
+        "building the engine: 1 min 15 s",
+    ]
     assert text(shown).splitlines() == lines
 
 
@@ -105,5 +111,10 @@ def test_the_time_left_is_that_of_the_steps_as_they_took():
 
 def test_durations_read_as_people_say_them():
     assert [duration(s) for s in (0.4, 59.4, 61, 3599, 3600, 7500)] == [
-        "0 s", "59 s", "1 min 01 s", "59 min 59 s", "1 h 00 min", "2 h 05 min",
-    ]  # fmt: skip
+        "0 s",
+        "59 s",
+        "1 min 01 s",
+        "59 min 59 s",
+        "1 h 00 min",
+        "2 h 05 min",
+    ]

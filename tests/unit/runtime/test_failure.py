@@ -47,12 +47,20 @@ def test_a_message_has_at_most_twelve_lines():
     ("error", "text"),
     [
         (MemoryError(), "rank 0 is out of memory: MemoryError."),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"), "out of memory"),
-        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "out of memory: CUDA out of"),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"
+            ),
+            "out of memory",
+        ),
+        (
+            RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+            "out of memory: CUDA out of",
+        ),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory"),
         (RuntimeError("Resource temporarily unavailable"), "out of memory or of threads"),
     ],
-)  # fmt: skip
+)
 def test_memory_is_said_in_words(error, text):
     message = describe(raised(error))
     assert text in message.text
@@ -61,21 +69,35 @@ def test_memory_is_said_in_words(error, text):
 
 
 def test_a_lock_that_is_taken_is_no_lack_of_memory():
-    assert "memory" not in describe(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")).text
+    assert (
+        "memory"
+        not in describe(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")).text
+    )
 
 
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:554] Connection closed by peer [1]"), True),
-        (RuntimeError("Rank 1 successfully reached monitoredBarrier ... Connection reset by peer GLHF!"), True),
+        (
+            RuntimeError(
+                "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:554] Connection closed by"
+                " peer [1]"
+            ),
+            True,
+        ),
+        (
+            RuntimeError(
+                "Rank 1 successfully reached monitoredBarrier ... Connection reset by peer GLHF!"
+            ),
+            True,
+        ),
         (dist.DistBackendError("NCCL communicator was aborted"), True),
         (dist.DistStoreError("wait timeout after 1000ms"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), False),  # of a server
         (ValueError("model.path: x"), False),
     ],
-)  # fmt: skip
+)
 def test_broken_connections_follow_from_another_error(error, expected):
     assert is_consequence(error) is expected
 
@@ -94,7 +116,10 @@ def test_the_error_file_has_the_form_that_torchrun_reads(tmp_path, monkeypatch):
     write_error_file("error: a\nb")
     read = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
     assert read.message["extraInfo"]["py_callstack"] == "error: a\nb"
-    assert abs(read.timestamp - int(json.loads(file.read_text())["message"]["extraInfo"]["timestamp"])) == 0
+    assert (
+        abs(read.timestamp - int(json.loads(file.read_text())["message"]["extraInfo"]["timestamp"]))
+        == 0
+    )
 
 
 def test_what_was_saved(monkeypatch):
@@ -107,11 +132,16 @@ def test_what_was_saved(monkeypatch):
 
 
 def test_too_many_open_files_is_said_in_words_and_is_no_consequence_of_another_rank():
-    error = RuntimeError("[enforce fail at gloo/loop.cc:105] fd_ != -1. epoll_create: Too many open files")
+    error = RuntimeError(
+        "[enforce fail at gloo/loop.cc:105] fd_ != -1. epoll_create: Too many open files"
+    )
     assert not is_consequence(error)
     message = describe(error)
     assert not message.traceback
-    assert re.search(r"cannot open more files.*gloo.*\nThe limit is \d+ open files \(ulimit -n\): raise it", message.text)
+    assert re.search(
+        r"cannot open more files.*gloo.*\nThe limit is \d+ open files \(ulimit -n\): raise it",
+        message.text,
+    )
     assert "ulimit" in describe(OSError(24, "Too many open files")).text
 
 

@@ -18,6 +18,7 @@ really = torch.cuda.is_available
 torch.cuda.is_available = lambda: (seen.append(os.environ.get("{NAME}")), really())[1]
 launch.start()
 print("at first", seen[0])
+launch.exit_process(0)
 """
 
 

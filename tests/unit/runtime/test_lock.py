@@ -38,7 +38,9 @@ def holder(tmp_path: Path):
 def test_a_second_process_is_told_who_holds_the_folder(tmp_path, holder):
     with pytest.raises(
         ValueError,
-        match=rf"run_dir = .*: another run is using it .*process {holder.pid}, launch first, since 20",
+        match=(
+            rf"run_dir = .*: another run is using it .*process {holder.pid}, launch first, since 20"
+        ),
     ):
         lock.hold(tmp_path, "second")
     with pytest.raises(ValueError, match="launch first"):

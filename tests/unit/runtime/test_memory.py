@@ -11,7 +11,9 @@ import torch
 from megatron_rl.runtime.memory import GIB, Ledger, available_gib, memory_in_use, resident_gib
 
 
-def run(values: list[float], alarm: float | None, phase: str = "sleep") -> Iterator[dict[str, float]]:
+def run(
+    values: list[float], alarm: float | None, phase: str = "sleep"
+) -> Iterator[dict[str, float]]:
     source = iter(values)
     ledger = Ledger(lambda: {"host": next(source)}, alarm)
     for _ in values:
@@ -33,18 +35,28 @@ def test_the_last_record_of_a_phase_counts_and_a_step_starts_empty():
     [
         ([4.0] * 10 + [4.4] * 10, 0),  # less than the threshold
         ([4.0] * 10 + [4.6] * 10, 1),
-        ([4.0] * 10 + [9.0] * 9 + [4.1], 0),  # peaks, but the floor is where it was
+        ([4.0] * 10 + [9.0] * 9 + [4.1], 0),  # peaks, but the minimum is what it was
         ([9.0] * 9 + [4.0] + [4.6] * 10, 1),
         ([4.6] * 10 + [4.0] * 10, 0),
         ([4.0] * 10 + [4.6] * 9, 0),  # too early to tell
-        ([4.0] * 10 + [5.0] * 10 + [6.0] * 20, 1),  # counted anew after an alarm: the second rise has no window of its own before it
+        (
+            [4.0] * 10 + [5.0] * 10 + [6.0] * 20,
+            1,
+        ),  # counted anew after an alarm: the second rise has no window of its own before it
         ([0.1 * step for step in range(40)], 2),
     ],
 )
-def test_an_alarm_when_the_floor_of_ten_steps_is_above_that_of_the_ten_before(values, alarms, caplog):
+def test_an_alarm_when_the_floor_of_ten_steps_is_above_that_of_the_ten_before(
+    values, alarms, caplog
+):
     list(run(values, 0.5))
     assert len(caplog.records) == alarms
-    assert all(record.getMessage().startswith("memory/sleep_host_gib: the floor rose from ") for record in caplog.records)
+    assert all(
+        record.getMessage().startswith(
+            "memory/sleep_host_gib: the minimum over 10 steps rose from "
+        )
+        for record in caplog.records
+    )
 
 
 def test_without_a_threshold_there_is_no_alarm(caplog):
@@ -65,7 +77,8 @@ def test_without_a_device_only_the_host_is_measured():
 
 
 def test_memory_in_use_with_a_device(monkeypatch):
-    """Of 80 GiB 30 are free; torch has 20 of them, the engine 7; what is left is contexts and libraries."""
+    """Of 80 GiB 30 are free; torch has 20 of them, the engine 7; what is left is contexts and
+    libraries."""
     answers = {"is_available": True, "memory_allocated": 18 * GIB, "memory_reserved": 20 * GIB}
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
@@ -76,7 +89,8 @@ def test_memory_in_use_with_a_device(monkeypatch):
 
 
 def write_machine(root: Path, cgroup: str, **groups: tuple[object, int]) -> Path:
-    """A made-up machine with 64 GiB available. ``groups``: folder below /sys/fs/cgroup, / written as __: its limit and use in GiB."""
+    """A made-up machine with 64 GiB available. ``groups``: folder below /sys/fs/cgroup, / written
+    as __: its limit and use in GiB."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {64 * 2**20} kB\n")
     (root / "proc/self/cgroup").write_text(cgroup)
@@ -84,10 +98,16 @@ def write_machine(root: Path, cgroup: str, **groups: tuple[object, int]) -> Path
         first = name.startswith("memory")
         folder = root / "sys/fs/cgroup" / name.replace("top", "").replace("__", "/")
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ("memory.limit_in_bytes" if first else "memory.max")).write_text(f"{limit if limit == 'max' else limit * GIB}\n")
-        (folder / ("memory.usage_in_bytes" if first else "memory.current")).write_text(f"{used * GIB}\n")
+        (folder / ("memory.limit_in_bytes" if first else "memory.max")).write_text(
+            f"{limit if limit == 'max' else limit * GIB}\n"
+        )
+        (folder / ("memory.usage_in_bytes" if first else "memory.current")).write_text(
+            f"{used * GIB}\n"
+        )
         total = "total_" if first else ""
-        (folder / "memory.stat").write_text(f"anon 5\n{total}inactive_file {GIB}\n{total}active_file {2 * GIB}\n")
+        (folder / "memory.stat").write_text(
+            f"anon 5\n{total}inactive_file {GIB}\n{total}active_file {2 * GIB}\n"
+        )
     return root
 
 
@@ -99,9 +119,17 @@ FIRST = "9:name=systemd:/\n4:cpu,memory:/slurm/job_7\n0::/\n"
     ("cgroup", "groups", "left"),
     [
         ("0::/\n", {}, 64),
-        (SLURM, {"slurm": ("max", 50), "slurm__job_7": (20, 13), "slurm__job_7__step_0": ("max", 13)}, 20 - 13 + 3),
+        (
+            SLURM,
+            {"slurm": ("max", 50), "slurm__job_7": (20, 13), "slurm__job_7__step_0": ("max", 13)},
+            20 - 13 + 3,
+        ),
         (SLURM, {"slurm__job_7": (20, 13), "slurm__job_7__step_0": (12, 4)}, 10),
-        (SLURM, {"slurm__job_7": (20, 3), "slurm__job_7__step_0": (12, 4), "slurm__job_8": (5, 4)}, 11),
+        (
+            SLURM,
+            {"slurm__job_7": (20, 3), "slurm__job_7__step_0": (12, 4), "slurm__job_8": (5, 4)},
+            11,
+        ),
         (SLURM, {"slurm__job_7": (90, 5)}, 64),
         ("0::/docker/3f\n", {"top": (30, 10)}, 23),  # a container sees its own group at the top
         (FIRST, {"memory": (2**30, 60), "memory__slurm__job_7": (20, 13)}, 10),

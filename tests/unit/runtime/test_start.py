@@ -33,11 +33,15 @@ def test_an_old_torch_is_refused_before_any_work(monkeypatch, version):
     monkeypatch.setattr(torch.cuda, "set_device", touched)
     monkeypatch.setattr(launch, "prepare", touched)
     monkeypatch.setattr(dist, "init_process_group", touched)
-    with pytest.raises(ValueError, match=rf"torch {re.escape(version)} .* torch 2\.11 or newer .* extra `gpu`"):
+    with pytest.raises(
+        ValueError, match=rf"torch {re.escape(version)} .* torch 2\.11 or newer .* extra `gpu`"
+    ):
         launch.start()
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.11.0a0+eb65b36914.nv26.02", "2.13.0+cu130", "3.0.0"])
+@pytest.mark.parametrize(
+    "version", ["2.11.0", "2.11.0a0+eb65b36914.nv26.02", "2.13.0+cu130", "3.0.0"]
+)
 def test_a_torch_that_can_is_not_refused(version):
     launch.refuse_old_torch(version)
 

@@ -26,7 +26,14 @@ def test_on_cuda_the_host_does_not_wait():
         calls.append((str(device), how))
         return tensor
 
-    with mock.patch.object(torch.Tensor, "pin_memory", pin), mock.patch.object(torch.Tensor, "to", move):
+    with (
+        mock.patch.object(torch.Tensor, "pin_memory", pin),
+        mock.patch.object(torch.Tensor, "to", move),
+    ):
         to_device(torch.arange(3), torch.device("cuda", 1))
         to_device(torch.arange(0), torch.device("cuda", 1))
-    assert calls == ["pin", ("cuda:1", {"non_blocking": True}), ("cuda:1", {})], "nothing to copy: nothing to pin"
+    assert calls == [
+        "pin",
+        ("cuda:1", {"non_blocking": True}),
+        ("cuda:1", {}),
+    ], "nothing to copy: nothing to pin"

@@ -1,4 +1,5 @@
-"""A bandit in the four roles: one logit per token of a small vocabulary. Real arithmetic, no engine; one process."""
+"""A bandit in the roles of ``protocols``: one logit per token of a small vocabulary. Real
+arithmetic, no engine; one process."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import NonFiniteError
-from megatron_rl.protocols import ENGINE_PARTS, Entropy
+from megatron_rl.policy.packing_plan import plan_microbatches
+from megatron_rl.policy.prefix_sharing import plan_shared_prompts
+from megatron_rl.protocols import ENGINE_PARTS
 from megatron_rl.types import (
     Completion,
     Prompt,
@@ -27,72 +30,107 @@ from megatron_rl.types import (
     UpdateResult,
 )
 
-VOCAB, LENGTH = 4, 3
+VOCAB = 4
+LENGTH = 3
+
+
+class BanditBatching:
+    """Micro-batches of whole prompts' responses, planned as the real policy does."""
+
+    def __init__(self, tokens_per_microbatch: int) -> None:
+        self.tokens_per_microbatch = tokens_per_microbatch
+
+    def plan(self, batch: SequenceBatch, rows: Sequence[int]) -> list[list[int]]:
+        sizes = dict(
+            data_parallel_size=1,
+            tokens_per_microbatch=self.tokens_per_microbatch,
+            multiple=1,
+        )
+        if batch.prompt_index is None:
+            return plan_microbatches(batch.lengths.tolist(), rows, **sizes)[0]
+        return plan_shared_prompts(batch, rows, **sizes)[0]
 
 
 class BanditPolicy:
-    data_parallel_rank, data_parallel_size, microbatch_multiple, shares_prompts, one_format = 0, 1, 1, True, True
+    data_parallel_rank = 0
     gathered_bytes_sent = 0
 
-    def __init__(self, learning_rate: float = 0.5) -> None:
+    def __init__(self, tokens_per_microbatch: int = 4096, has_entropy: bool = False) -> None:
+        self.batching = BanditBatching(tokens_per_microbatch)
+        self.has_entropy = has_entropy
         self.passes: list[str] = []
         self.logits = torch.zeros(VOCAB, dtype=torch.float64)
-        self.learning_rate = learning_rate
+        self.learning_rate = 0.5
         self.microbatch_sizes: list[list[int]] = []
         self.exported: Path | None = None
         self.away: dict[str, Tensor | None] = {}
 
     def _view(self, batch: SequenceBatch, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        index = torch.cat([torch.arange(int(batch.response_offsets[row]), int(batch.response_offsets[row + 1])) for row in rows])
-        tokens = torch.cat([batch.token_ids[batch.offsets[row] + batch.prompt_lengths[row] : batch.offsets[row + 1]] for row in rows])
-        return index, tokens
+        """Places in the response-token layout of the responses of ``rows``, and their tokens."""
+        index: list[Tensor] = []
+        tokens: list[Tensor] = []
+        for row in rows:
+            first, last = batch.response_offsets[row : row + 2].tolist()
+            index.append(torch.arange(first, last))
+            end = int(batch.offsets[row + 1])
+            tokens.append(batch.token_ids[end - (last - first) : end])
+        return torch.cat(index), torch.cat(tokens)
 
-    def logprobs(
-        self,
-        batch: SequenceBatch,
-        microbatches: Sequence[Sequence[int]],
-        *,
-        reference: bool = False,
-        entropy: bool = False,
-        temperature: float | None = None,
+    def score(
+        self, batch: SequenceBatch, *, reference: bool = False, temperature: float | None = None
     ) -> TokenScores:
-        self.passes.append("reference" if reference else "logprobs")
-        result = torch.zeros(int(batch.response_lengths.sum()))
+        self.passes.append("reference" if reference else "score")
+        return self._scores(batch, range(batch.num_responses), reference)
+
+    def _scores(
+        self, batch: SequenceBatch, rows: Sequence[int], reference: bool = False
+    ) -> TokenScores:
         logits = torch.zeros_like(self.logits) if reference else self.logits
-        for rows in microbatches:
-            index, tokens = self._view(batch, rows)
-            result[index] = torch.log_softmax(logits, -1)[tokens].float()
+        logprobs = torch.zeros(int(batch.response_lengths.sum()))
+        index, tokens = self._view(batch, rows)
+        logprobs[index] = torch.log_softmax(logits, -1)[tokens].float()
+        if reference or not self.has_entropy:
+            return TokenScores(logprobs, None)
         probabilities = logits.softmax(-1)
         value = -(probabilities * probabilities.log()).sum().float()
-        return TokenScores(result, torch.full_like(result, float(value)) if entropy else None)
+        return TokenScores(logprobs, torch.full_like(logprobs, float(value)))
 
     def update(
         self,
         batch: SequenceBatch,
-        microbatches: Sequence[Sequence[int]],
+        rows: Sequence[int],
         loss: TokenLoss,
         *,
-        entropy: Entropy = "none",
-        scores: bool = False,
+        with_scores: bool = False,
     ) -> UpdateResult:
         assert not self.away
-        own = self.logprobs(batch, microbatches, entropy=entropy != "none") if scores else None
-        self.passes[len(self.passes) - scores :] = ["update"]
-        self.microbatch_sizes.append([len(rows) for rows in microbatches])
+        self.passes.append("update")
+        scores = self._scores(batch, rows) if with_scores else None
+        microbatches = self.batching.plan(batch, rows)
+        self.microbatch_sizes.append([len(members) for members in microbatches])
         logits = self.logits.clone().requires_grad_()
-        total, metrics = 0.0, {}
-        for rows in microbatches:
-            index, tokens = self._view(batch, rows)
-            output = loss(TokenView(index, torch.log_softmax(logits, -1)[tokens].float(), None, lambda sums: sums))
+        total = 0.0
+        metrics: dict[str, float] = {}
+        for members in microbatches:
+            index, tokens = self._view(batch, members)
+            output = loss(
+                TokenView(
+                    index, torch.log_softmax(logits, -1)[tokens].float(), None, lambda sums: sums
+                )
+            )
             output.loss.backward()
             total += output.loss.item()
             for key, value in output.metrics.items():
-                metrics[key] = max(metrics.get(key, 0.0), float(value)) if key.endswith("_max") else metrics.get(key, 0.0) + float(value)
+                metrics[key] = (
+                    max(metrics.get(key, 0.0), float(value))
+                    if key.endswith("_max")
+                    else metrics.get(key, 0.0) + float(value)
+                )
         norm = logits.grad.norm().item()
         skipped = not (math.isfinite(norm) and math.isfinite(total))
         if not skipped:
             self.logits -= self.learning_rate * logits.grad
-        return UpdateResult(total, norm, self.learning_rate, skipped, metrics, own)
+        return UpdateResult(total, norm, self.learning_rate, skipped, metrics, scores)
 
     def check_weights(self, step: int) -> None:
         if not self.logits.isfinite().all():
@@ -112,7 +150,9 @@ class BanditPolicy:
     def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield "logits", self.logits
 
-    def save(self, path: Path, extra: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self, path: Path, extra: Mapping[str, Any], about: Mapping[str, Any] | None = None
+    ) -> None:
         assert not self.away
         path.mkdir(parents=True)
         torch.save({"logits": self.logits, "extra": dict(extra)}, path / "state.pt")
@@ -129,7 +169,8 @@ class BanditPolicy:
 
 
 class BanditEngine:
-    replica, num_replicas = 0, 1
+    replica = 0
+    num_replicas = 1
 
     def __init__(self) -> None:
         self.logits = torch.zeros(VOCAB, dtype=torch.float64)
@@ -137,10 +178,15 @@ class BanditEngine:
         self.asleep: set[str] = set()
         self.requests = 0
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, progress=None) -> list[list[Completion]]:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, progress=None
+    ) -> list[list[Completion]]:
         assert not self.asleep
         self.requests += len(prompts)
-        return [[self._sample(prompt, sampling, j) for j in range(sampling.num_responses)] for prompt in prompts]
+        return [
+            [self._sample(prompt, sampling, j) for j in range(sampling.num_responses)]
+            for prompt in prompts
+        ]
 
     def _sample(self, prompt: Prompt, sampling: Sampling, j: int) -> Completion:
         if sampling.temperature == 0:
@@ -153,9 +199,13 @@ class BanditEngine:
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         assert not self.asleep
-        return [torch.log_softmax(self.logits, -1)[list(tokens[1:])].tolist() for tokens in sequences]
+        return [
+            torch.log_softmax(self.logits, -1)[list(tokens[1:])].tolist() for tokens in sequences
+        ]
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int, confirm=None) -> None:
+    def load_weights(
+        self, weights: Iterator[tuple[str, Tensor]], version: int, confirm=None
+    ) -> None:
         assert "weights" not in self.asleep
         self.logits = dict(weights)["logits"].clone()
         self.weight_version = version
@@ -172,7 +222,8 @@ class BanditEngine:
 
 class BanditSync:
     def __init__(self, policy: BanditPolicy, engine: BanditEngine) -> None:
-        self.policy, self.engine = policy, engine
+        self.policy = policy
+        self.engine = engine
 
     def sync(self, version: int) -> SyncReport:
         self.engine.load_weights(self.policy.gathered_weights(), version)
@@ -182,8 +233,13 @@ class BanditSync:
 class FirstTokenIsAnswer:
     """Correct when the first token is the prompt's answer."""
 
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str], truncated: Sequence[bool]) -> list[Score]:
-        correct = [response.split()[0] == prompt.answer for prompt, response in zip(prompts, responses, strict=True)]
+    def score(
+        self, prompts: Sequence[Prompt], responses: Sequence[str], truncated: Sequence[bool]
+    ) -> list[Score]:
+        correct = [
+            response.split()[0] == prompt.answer
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
         return [Score(float(value), value, {"accuracy": float(value)}) for value in correct]
 
 

@@ -2,61 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron_rl.config.hooks import ROLLOUT_HOOKS
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.loss import load_method
-from megatron_rl.runtime.display import Display
-from megatron_rl.runtime.launch import World
+from megatron_rl.reporting.metrics import defined
 from megatron_rl.trainer.hooks import RolloutEdit, RolloutHooks, register_rollout_hook
-from megatron_rl.trainer.metrics import Clock, defined, rollout_metrics
-from megatron_rl.trainer.rollouts import Generator, Rollouts
+from megatron_rl.trainer.metrics import rollout_metrics
+from megatron_rl.trainer.rollouts import Rollouts, Sampler
 from megatron_rl.types import Sampling
 from tests.unit.trainer.fakes import BanditEngine, FirstTokenIsAnswer, prompts
+from tests.unit.trainer.runs import DISPLAY, WORLD, words
 
-WORLD = World(rank=0, size=1, local_rank=0, launch_id="test")
-DISPLAY = Display(shown=False)
 pytestmark = pytest.mark.usefixtures("fresh_registries")
 
 
+def plain_rollouts() -> Rollouts:
+    """Four prompts, three responses each."""
+    return Rollouts(
+        sampler=Sampler(BanditEngine(), FirstTokenIsAnswer(), words, WORLD, DISPLAY),
+        loader=PromptLoader(prompts(16), seed=1, shuffle=False),
+        method=load_method("grpo"),
+        sampling=Sampling(3, 3),
+        prompts_per_step=4,
+        seed=1,
+    )
+
+
 def rollouts(**hooks) -> Rollouts:
-    """Four prompts, three responses each; hooks in the order given."""
+    """Those of ``plain_rollouts`` with hooks, in the order given."""
     for name, function in hooks.items():
         register_rollout_hook(name)(function)
     chosen = {name: ROLLOUT_HOOKS[name]() for name in hooks}
-    generator = Generator(
-        BanditEngine(), FirstTokenIsAnswer(), lambda ids: " ".join(map(str, ids)), WORLD, DISPLAY
-    )
-    sizes = dict(prompts_per_step=4, share_prompts=True, seed=1)
-    return Rollouts(
-        generator,
-        PromptLoader(prompts(16), seed=1, shuffle=False),
-        load_method("grpo"),
-        Sampling(3, 3),
-        after_scoring=RolloutHooks(chosen, WORLD),
-        **sizes,
-    )
+    return replace(plain_rollouts(), after_scoring=RolloutHooks(chosen, WORLD))
 
 
 def test_a_run_without_hooks_is_unchanged():
-    plain = Rollouts(
-        Generator(
-            BanditEngine(),
-            FirstTokenIsAnswer(),
-            lambda ids: " ".join(map(str, ids)),
-            WORLD,
-            DISPLAY,
-        ),
-        PromptLoader(prompts(16), seed=1, shuffle=False),
-        load_method("grpo"),
-        Sampling(3, 3),
-        prompts_per_step=4,
-        share_prompts=True,
-        seed=1,
-    ).collect(1, Clock())
-    hooked = rollouts(nothing=lambda step, groups: RolloutEdit()).collect(1, Clock())
+    plain = plain_rollouts().collect(1)
+    hooked = rollouts(nothing=lambda step, groups: RolloutEdit()).collect(1)
     assert plain.responses == hooked.responses
     assert torch.equal(plain.sampler_logprobs, hooked.sampler_logprobs)
 
@@ -74,7 +61,7 @@ def test_rewards_are_replaced_and_groups_dropped_in_the_order_of_the_hooks():
         seen.append((step, [[response.score.reward for response in group] for group in groups]))
         return RolloutEdit(keep=[index != 1 for index in range(len(groups))], metrics={"groups": 3})
 
-    result = rollouts(number=number, drop_second=drop_second).collect(7, Clock())
+    result = rollouts(number=number, drop_second=drop_second).collect(7)
     assert seen == [(7, [[0, 1, 2], [10, 11, 12], [20, 21, 22], [30, 31, 32]])]
     assert result.rewards.tolist() == [0, 1, 2, 20, 21, 22, 30, 31, 32]
     assert result.group_ids.tolist() == [0] * 3 + [1] * 3 + [2] * 3
@@ -95,9 +82,12 @@ def test_a_hook_cannot_write_into_what_it_is_shown():
 
     with pytest.raises(
         ValueError,
-        match=r"rollout hook greedy at step 1: TypeError: 'mappingproxy' .*, line \d+ of test_hooks.py",
+        match=(
+            r"rollout hook greedy at step 1: TypeError: 'mappingproxy' .*, line \d+ of"
+            r" test_hooks.py"
+        ),
     ):
-        rollouts(greedy=greedy).collect(1, Clock())
+        rollouts(greedy=greedy).collect(1)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +112,7 @@ def test_a_hook_cannot_write_into_what_it_is_shown():
 )
 def test_an_answer_that_does_not_fit_is_refused(answer, message):
     with pytest.raises(ValueError, match=message):
-        rollouts(mine=lambda step, groups: answer).collect(3, Clock())
+        rollouts(mine=lambda step, groups: answer).collect(3)
 
 
 def test_an_error_of_a_hook_names_the_hook_the_step_and_the_line():
@@ -131,6 +121,9 @@ def test_an_error_of_a_hook_names_the_hook_the_step_and_the_line():
 
     with pytest.raises(
         ValueError,
-        match=r"rollout hook broken at step 3: KeyError: 'x', line \d+ of test_hooks.py; correct the hook",
+        match=(
+            r"rollout hook broken at step 3: KeyError: 'x', line \d+ of test_hooks.py; correct the"
+            r" hook"
+        ),
     ):
-        rollouts(broken=broken).collect(3, Clock())
+        rollouts(broken=broken).collect(3)

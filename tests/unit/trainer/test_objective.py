@@ -15,7 +15,9 @@ def prompt(uid: str, **extra: float) -> Prompt:
 
 def test_a_prompt_without_the_visual_entropy_that_the_method_needs_is_named():
     prompts = [prompt("p:1", visual_entropy=0.5), prompt("p:2")]
-    with pytest.raises(ValueError, match=r"prompt p:2: .*tools/visual_entropy\.py.*method=durian_reasoning"):
+    with pytest.raises(
+        ValueError, match=r"prompt p:2: .*tools/visual_entropy\.py.*method=durian_reasoning"
+    ):
         check_visual_entropy(prompts, load_method("durian"))
     check_visual_entropy(prompts[:1], load_method("durian"))
     check_visual_entropy(prompts, load_method("durian_reasoning"))

@@ -1,4 +1,5 @@
-"""What can fail is said before engines are built: room on the disk, a checkpoint of another model, keys of services."""
+"""What can fail is said before engines are built: room on the disk, a checkpoint of another model,
+keys of services."""
 
 import logging
 from collections.abc import Callable
@@ -6,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.checkpoints import directory, facts
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
-from megatron_rl.policy import checkpoint_info
+from megatron_rl.engine import requirements
 from megatron_rl.policy.families import read_architecture
-from megatron_rl.rollout import requirements
-from megatron_rl.runtime import checkpoint_dir, disk
+from megatron_rl.runtime import disk
 from megatron_rl.trainer import preflight
 from megatron_rl.trainer.start import Start
 from tests.e2e.toy import write_large_config, write_model
@@ -41,7 +42,7 @@ def test_the_room_for_a_checkpoint_and_the_export_is_looked_at_before(
 ):
     write_large_config(tmp_path / "model")
     arch, _ = read_architecture(tmp_path / "model")
-    parameters = checkpoint_info.num_parameters(arch, 1)
+    parameters = facts.num_parameters(arch, 1)
     assert 72e9 < parameters < 73e9
     bf16 = ["precision=bf16"]
     needed = parameters * (2 + 4 + 4 + 4) + parameters * 2
@@ -72,10 +73,10 @@ def test_an_engine_that_cannot_be_built_is_refused(config, tmp_path, monkeypatch
 
 def checkpoint(tmp_path: Path, **changes: object) -> Path:
     arch, _ = read_architecture(write_model(tmp_path / "model"))
-    info = checkpoint_info.describe(arch, "float32", distributed_optimizer=True, reference=False)
+    info = facts.describe(arch, "float32", distributed_optimizer=True, reference=False)
     path = tmp_path / "checkpoints" / "step_000001"
-    (checkpoint_dir.begin(path) / "weights").write_bytes(b"x")
-    checkpoint_dir.finish(path, info | changes)
+    (directory.begin(path) / "weights").write_bytes(b"x")
+    directory.finish(path, info | changes)
     return path
 
 

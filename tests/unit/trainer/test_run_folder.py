@@ -1,5 +1,5 @@
-# ruff: noqa: F811 (the fixture of test_trainer.py)
-"""A run folder keeps its word: the same run goes on, another one is refused, nothing that was logged is lost."""
+"""A run folder keeps its word: the same run goes on, another one is refused, nothing that was
+logged is lost."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ from megatron_rl.runtime import lock
 from megatron_rl.trainer import run_record
 from megatron_rl.trainer.best import Scores
 from megatron_rl.trainer.start import finished_already
-from tests.unit.trainer.test_trainer import WORLD, build, rows  # noqa: F401
+from tests.unit.trainer.runs import WORLD
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def stop_at(step: int):
 
 
 def config_of(trainer):
-    return trainer.parts.folder._config
+    return trainer.folder._config
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def config_of(trainer):
 )
 def test_another_run_is_refused_with_keys_values_and_remedy(build, changes, named):
     build("trainer.num_steps=1").run()
-    before = (build().parts.folder.path / "config.json").read_text()
+    before = (build().folder.path / "config.json").read_text()
     trainer = build("trainer.num_steps=2", *changes)
     with pytest.raises(ValueError, match="holds a run with other settings") as caught:
         trainer.run()
@@ -65,7 +65,7 @@ def test_another_run_is_refused_with_keys_values_and_remedy(build, changes, name
         and "another run_dir" in text
         and len(text.splitlines()) <= 12
     )
-    assert (trainer.parts.folder.path / "config.json").read_text() == before, (
+    assert (trainer.folder.path / "config.json").read_text() == before, (
         "the record is still that of the run"
     )
     with pytest.raises(ValueError, match="other settings"):
@@ -79,18 +79,18 @@ def test_what_does_not_change_the_training_may_change(build):
         "rollout.max_num_seqs=3",
         "checkpoint.keep=1",
         "evaluation.every_steps=1",
-        "memory.refuse=false",
+        "memory.enforce=false",
     ]
     free += [
         "batch.tokens_per_microbatch=32",
         "logging.log_samples=1",
-        "weight_sync.canary_every=3",
+        "weight_sync.logprob_check_every=3",
         "reward.timeout_s=9",
     ]
     trainer = build("trainer.num_steps=2", *free)
     trainer.run()
-    assert steps(trainer.parts.folder.path / "metrics.jsonl") == [0, 1, 2]
-    assert not (trainer.parts.folder.path / "changes.jsonl").exists()
+    assert steps(trainer.folder.path / "metrics.jsonl") == [0, 1, 2]
+    assert not (trainer.folder.path / "changes.jsonl").exists()
 
 
 def test_allowed_changes_are_said_and_recorded(build, caplog):
@@ -100,18 +100,19 @@ def test_allowed_changes_are_said_and_recorded(build, caplog):
     )
     with caplog.at_level(logging.WARNING):
         trainer.run()
-    lines = (trainer.parts.folder.path / "changes.jsonl").read_text().splitlines()
+    lines = (trainer.folder.path / "changes.jsonl").read_text().splitlines()
     recorded = [json.loads(line) for line in lines]
     assert recorded == [
-        {"step": 1, "key": "optim.learning_rate", "old": 1e-06, "new": 1e-4}, {"step": 1, "key": "seed", "old": 1, "new": 5},
-    ]  # fmt: skip
+        {"step": 1, "key": "optim.learning_rate", "old": 1e-06, "new": 1e-4},
+        {"step": 1, "key": "seed", "old": 1, "new": 5},
+    ]
     assert "seed = 1 there, 5 here" in caplog.text and "the prompts start anew" in caplog.text
     build("trainer.num_steps=3", "optim.learning_rate=1e-4", "seed=5").run()
 
 
 def test_without_its_config_a_run_is_compared_with_what_the_checkpoint_says(build, caplog):
     build("trainer.num_steps=1").run()
-    (build().parts.folder.path / "config.json").unlink()
+    (build().folder.path / "config.json").unlink()
     with pytest.raises(ValueError, match="seed = 1 there, 7 here"):
         build("trainer.num_steps=2", "seed=7").run()
     with caplog.at_level(logging.WARNING):
@@ -121,16 +122,16 @@ def test_without_its_config_a_run_is_compared_with_what_the_checkpoint_says(buil
 
 def test_other_prompts_are_refused_by_content_and_the_same_ones_may_move(build):
     first = build("trainer.num_steps=1")
-    first.parts.folder.prepare("16:aaaa")
+    first.folder.prepare("16:aaaa")
     first.run()
     moved = build("trainer.num_steps=2", "data.train=elsewhere")
-    moved.parts.folder.prepare("16:aaaa")
+    moved.folder.prepare("16:aaaa")
     other = build("trainer.num_steps=2")
     with pytest.raises(ValueError, match="content of data = 16:aaaa there, 16:bbbb here"):
-        other.parts.folder.prepare("16:bbbb")
+        other.folder.prepare("16:bbbb")
     ordered = build("trainer.num_steps=2", "data.shuffle=false")
     with pytest.raises(ValueError, match=r"data.shuffle = true there, false here") as caught:
-        ordered.parts.folder.prepare("16:bbbb")
+        ordered.folder.prepare("16:bbbb")
     assert str(caught.value).count("  - ") == 2, "each difference once"
     unread = build("trainer.num_steps=2", "data.train=elsewhere")
     with pytest.raises(ValueError, match=r"data.train = t there, elsewhere here"):
@@ -159,7 +160,7 @@ def test_a_model_is_known_by_content(tmp_path):
 
 def test_rows_that_are_repeated_are_kept_aside_and_that_is_said(build, caplog):
     build("trainer.num_steps=4", "checkpoint.every_steps=2", stop=stop_at(2)).run()
-    path = build().parts.folder.path
+    path = build().folder.path
     for name in ("metrics.jsonl", "samples.jsonl"):
         with (path / name).open("a") as file:
             file.write('{"step": 3, "reward/mean": 9}\n{"step": 4, "rew')
@@ -177,20 +178,20 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew_and_keeps_its_rows
     whole = build("trainer.num_steps=2", run="whole")
     whole.run()
     killed = build("trainer.num_steps=9", "checkpoint.every_steps=0")
-    killed.parts.folder.resume(killed.parts.policy, killed.parts.rollouts)
+    killed.folder.resume(killed.learner.policy, killed.source)
     for step in (0, 1, 2, 3):
-        killed.parts.folder.log({"step": step, "reward/mean": 7.0})
+        killed.folder.log({"step": step, "reward/mean": 7.0})
     with caplog.at_level(logging.INFO):
         again = build("trainer.num_steps=2")
         again.run()
     assert "no checkpoint covers them" in caplog.text
-    assert steps(again.parts.folder.path / "metrics.from-step-0.1.jsonl") == [0, 1, 2, 3]
-    assert torch.equal(again.parts.policy.logits, whole.parts.policy.logits)
+    assert steps(again.folder.path / "metrics.from-step-0.1.jsonl") == [0, 1, 2, 3]
+    assert torch.equal(again.learner.policy.logits, whole.learner.policy.logits)
     with pytest.raises(ValueError, match="other settings"):
         other = build("trainer.num_steps=2", "seed=3", run="killed2")
-        (other.parts.folder.path).mkdir()
-        (other.parts.folder.path / "metrics.jsonl").write_text('{"step": 0}\n')
-        (other.parts.folder.path / "config.json").write_text(
+        other.folder.path.mkdir()
+        (other.folder.path / "metrics.jsonl").write_text('{"step": 0}\n')
+        (other.folder.path / "config.json").write_text(
             json.dumps(run_record.describe(config_of(again), 1, None))
         )
         other.run()
@@ -199,23 +200,23 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew_and_keeps_its_rows
 def test_a_folder_whose_checkpoints_are_all_damaged_is_refused_with_the_remedy(build):
     trainer = build("trainer.num_steps=2", "checkpoint.every_steps=1")
     trainer.run()
-    for path in (trainer.parts.folder.path / "checkpoints").glob("*/state.pt"):
+    for path in (trainer.folder.path / "checkpoints").glob("*/state.pt"):
         path.write_bytes(b"")
     with pytest.raises(
         ValueError, match=r"no checkpoint of .* is whole; bring one back, delete them all"
     ):
         build("trainer.num_steps=3").run()
-    assert steps(trainer.parts.folder.path / "metrics.jsonl") == [0, 1, 2]
+    assert steps(trainer.folder.path / "metrics.jsonl") == [0, 1, 2]
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
 def test_damaged_rows_are_found_before_anything_is_built(build, name):
     trainer = build("trainer.num_steps=1")
     trainer.run()
-    path = trainer.parts.folder.path / name
+    path = trainer.folder.path / name
     path.write_text("\0\0\n" + path.read_text())
     with pytest.raises(ValueError, match=rf"{name}: line 1 is damaged .*move the file away"):
-        build("trainer.num_steps=2").parts.folder.prepare()
+        build("trainer.num_steps=2").folder.prepare()
 
 
 def test_fewer_steps_than_the_checkpoint_has_are_refused(build):
@@ -234,16 +235,14 @@ def test_a_finished_run_says_so_and_is_not_started_again(build, capsys):
     assert not finished_already(config, WORLD)
     trainer.run()
     assert not finished_already(config, WORLD), "its export is missing"
-    (trainer.parts.folder.path / "export").mkdir()
-    (trainer.parts.folder.path / "export" / "config.json").write_text("{}")
+    (trainer.folder.path / "export").mkdir()
+    (trainer.folder.path / "export" / "config.json").write_text("{}")
     capsys.readouterr()
     assert finished_already(config, WORLD)
     said = capsys.readouterr().out
     assert "already finished at step 2" in said and "held-out accuracy" in said and "export" in said
     assert not finished_already(config_of(build("trainer.num_steps=3")), WORLD)
-    assert not finished_already(
-        config_of(build("trainer.num_steps=2", "resume=never")), WORLD
-    )
+    assert not finished_already(config_of(build("trainer.num_steps=2", "resume=never")), WORLD)
     assert not finished_already(
         config_of(build("trainer.num_steps=2", "data.train=other")), WORLD
     ), "decided by content"
@@ -254,7 +253,7 @@ def test_a_checkpoint_of_elsewhere_is_compared_and_needs_a_folder_of_its_own(bui
     path = tmp_path / "old" / "checkpoints" / "step_000002"
     fork = build("trainer.num_steps=3", f"resume={path}", run="fork")
     fork.run()
-    assert steps(fork.parts.folder.path / "metrics.jsonl") == [3]
+    assert steps(fork.folder.path / "metrics.jsonl") == [3]
     with pytest.raises(
         ValueError,
         match=r"step_000002 was written by a run with other settings:\n  - seed = 1 there, 9 here",
@@ -284,21 +283,21 @@ def test_going_back_inside_a_folder_moves_later_checkpoints_and_rows_aside(build
 
 
 def test_a_flipped_checkpoint_is_passed_over_unless_verification_is_off(build, tmp_path, caplog):
-    from megatron_rl.runtime import checkpoint_dir
+    from megatron_rl.checkpoints import directory
 
     build("trainer.num_steps=2", "checkpoint.every_steps=1").run()
     root = tmp_path / "run" / "checkpoints"
     for path in list(root.iterdir()):
-        info = checkpoint_dir.check(path)
+        info = directory.check(path)
         path.rename(path.with_name(path.name + ".tmp-partial"))
         (path.with_name(path.name + ".tmp-partial") / "manifest.json").unlink()
-        checkpoint_dir.finish(path, info)
+        directory.finish(path, info)
     file = root / "step_000002" / "state.pt"
     content = bytearray(file.read_bytes())
     content[100] ^= 255
     file.write_bytes(content)
-    assert build("checkpoint.verify=false").parts.folder.prepare().step == 2
-    assert build().parts.folder.prepare().step == 1
+    assert build("checkpoint.verify=false").folder.prepare().step == 2
+    assert build().folder.prepare().step == 1
     assert "step_000002 is skipped: state.pt is not what was written" in caplog.text
 
 
@@ -309,7 +308,7 @@ def test_a_run_dir_that_cannot_be_is_refused(build, tmp_path, make, why):
     (tmp_path / "taken").write_text("a file")
     run = "taken" if make == "file" else "taken/run"
     with pytest.raises(ValueError, match=rf"run_dir = .*taken.*: cannot be written \(({why})"):
-        build(run=run).parts.folder.prepare()
+        build(run=run).folder.prepare()
     (tmp_path / "taken").unlink()
 
 
@@ -328,7 +327,7 @@ def test_what_a_dead_run_left_is_removed_at_the_start(build, tmp_path):
 def scores_of(trainer, values):
     """Gives the evaluations of a run these accuracies, from the start on."""
     pending = iter(values)
-    trainer.parts.evaluator.run = lambda clock: {"eval/accuracy": next(pending)}
+    trainer.evaluator.run = lambda: {"eval/accuracy": next(pending)}
     return trainer
 
 
@@ -364,14 +363,14 @@ def test_a_run_that_stops_rising_ends_as_finished_and_stays_so(build, tmp_path, 
     assert steps(tmp_path / "run" / "metrics.jsonl") == [0, 1, 2, 3]
     assert (
         "evaluation.stop_after" in caplog.text
-        and trainer.parts.policy.exported == tmp_path / "run" / "export"
+        and trainer.learner.policy.exported == tmp_path / "run" / "export"
     )
     (tmp_path / "run" / "export").mkdir()
     (tmp_path / "run" / "export" / "config.json").write_text("{}")
     assert finished_already(config_of(build(*stop)), WORLD)
     again = build(*stop)
     again.run()
-    assert again.parts.policy.microbatch_sizes == [], (
+    assert again.learner.policy.microbatch_sizes == [], (
         "killed before its export, it goes straight to it"
     )
     assert not finished_already(config_of(build("trainer.num_steps=9", *BEST)), WORLD)
@@ -382,7 +381,7 @@ def test_exports_come_on_their_own_schedule(build, tmp_path):
         "trainer.num_steps=5", "checkpoint.every_steps=0", "checkpoint.export_every_steps=2"
     )
     exported = []
-    trainer.parts.policy.export = exported.append
+    trainer.learner.policy.export = exported.append
     trainer.run()
     assert [path.relative_to(tmp_path / "run").as_posix() for path in exported] == [
         "exports/step_000002",

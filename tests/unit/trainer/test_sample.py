@@ -7,8 +7,9 @@ import json
 import pytest
 from safetensors.torch import save_file
 
-from megatron_rl.config.load import ConfigError, compose
-from megatron_rl.trainer.rollouts import Response
+from megatron_rl.config.load import compose
+from megatron_rl.errors import ConfigError
+from megatron_rl.trainer.experience import Response
 from megatron_rl.trainer.sample import find_source, shown
 from megatron_rl.types import Completion, Prompt, Score
 
@@ -20,11 +21,22 @@ def run(tmp_path):
     folder = tmp_path / "run"
     for directory in (model, folder / "export"):
         directory.mkdir(parents=True)
-        (directory / "config.json").write_text(json.dumps({"architectures": ["X"], "max_position_embeddings": 512}))
+        (directory / "config.json").write_text(
+            json.dumps({"architectures": ["X"], "max_position_embeddings": 512})
+        )
         save_file({}, directory / "model.safetensors")
-    overrides = [f"model.path='{model}'", "data.train=t.jsonl", "data.eval=e.jsonl", f"run_dir='{folder}'"]
-    values = compose("config", [*overrides, "rollout.max_prompt_tokens=7", "data.prompt_suffix=' think'"])
-    (folder / "config.json").write_text(json.dumps(values | {"versions": {}, "git_commit": None, "world_size": 8}))
+    overrides = [
+        f"model.path='{model}'",
+        "data.train=t.jsonl",
+        "data.eval=e.jsonl",
+        f"run_dir='{folder}'",
+    ]
+    values = compose(
+        "config", [*overrides, "rollout.max_prompt_tokens=7", "data.prompt_suffix=' think'"]
+    )
+    (folder / "config.json").write_text(
+        json.dumps(values | {"versions": {}, "git_commit": None, "world_size": 8})
+    )
     return folder
 
 
@@ -53,7 +65,11 @@ def test_one_checkpoint_and_an_export_are_taken_with_the_settings_of_their_run(r
     checkpoint(run, 20)
     assert find_source(older, [], 1).weights == older
     exported = find_source(run / "export", [], 1)
-    assert (exported.weights, exported.is_checkpoint, exported.of_run) == (run / "export", False, True)
+    assert (exported.weights, exported.is_checkpoint, exported.of_run) == (
+        run / "export",
+        False,
+        True,
+    )
 
 
 def test_a_model_of_its_own_gets_the_defaults_within_its_positions(run):
@@ -74,13 +90,17 @@ def test_a_model_of_its_own_gets_the_defaults_within_its_positions(run):
 def test_what_is_no_source_says_so(run, name, message):
     (run.parent / "empty").mkdir()
     checkpoint(run.parent / "stray", 1)
-    (run.parent / "stray" / "checkpoints" / "step_000001").rename(run.parent / "stray" / "step_000001")
+    (run.parent / "stray" / "checkpoints" / "step_000001").rename(
+        run.parent / "stray" / "step_000001"
+    )
     with pytest.raises(ValueError, match=message):
         find_source(run.parent / name, [], 1)
 
 
 def test_wrong_overrides_name_the_key(run):
-    with pytest.raises(ConfigError, match=r"rollout\.dtyp: unknown key; did you mean rollout\.dtype"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.dtyp: unknown key; did you mean rollout\.dtype"
+    ):
         find_source(run, ["rollout.dtyp=float32"], 1)
     with pytest.raises(ConfigError, match="rollout is a section here"):
         find_source(run, ["rollout=vllm_cpu"], 1)
@@ -90,7 +110,12 @@ def test_wrong_overrides_name_the_key(run):
 
 def response(text: str, *, correct: bool, truncated: bool = False) -> Response:
     prompt = Prompt("p:1", (1, 2), "7", "s", text="What is\n3 + 4?\n")
-    return Response(prompt, Completion((1, 2, 3), (0.0, 0.0, 0.0), truncated, 0), text, Score(float(correct), correct))
+    return Response(
+        prompt,
+        Completion((1, 2, 3), (0.0, 0.0, 0.0), truncated, 0),
+        text,
+        Score(float(correct), correct),
+    )
 
 
 def test_prompt_answers_and_verdicts_stand_below_each_other():
@@ -108,4 +133,7 @@ def test_prompt_answers_and_verdicts_stand_below_each_other():
         "",
         "1 of 2 answers are correct",
     ]
-    assert shown([group[:1]], scored=False).splitlines()[3:] == ["answer:    7", "           (3 tokens)"]
+    assert shown([group[:1]], scored=False).splitlines()[3:] == [
+        "answer:    7",
+        "           (3 tokens)",
+    ]

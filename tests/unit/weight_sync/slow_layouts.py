@@ -1,6 +1,8 @@
-"""Shards cut by chunk, cat and stack from whole HF tensors, and a simulation of a plan in one process.
+"""Shards cut by chunk, cat and stack from whole HF tensors, and a simulation of a plan in one
+process.
 
-Written without the tables under test: ranks come from nested loops, layers from lists, fused matrices from torch.cat.
+Written without the tables under test: ranks come from nested loops, layers from lists, fused
+matrices from torch.cat.
 """
 
 from __future__ import annotations
@@ -12,10 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_rl.weight_sync.layout import ModelShape, RolloutLayout, TrainLayout
+from megatron_rl.weight_sync.buckets import RunningChecksum, pack, strided, unpack
+from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout
 from megatron_rl.weight_sync.plan import Plan, Side
 from megatron_rl.weight_sync.program import compile_program
-from megatron_rl.weight_sync.transport import RunningChecksum, pack, strided, tensors, unpack
+from megatron_rl.weight_sync.schedule import Stream
+from megatron_rl.weight_sync.transport import tensors
+from tests.unit.weight_sync.training_tables import TrainLayout
 
 UNWRITTEN = -77.0  # what a destination holds before the sync, and its vocabulary padding after it
 CPU = torch.device("cpu")
@@ -25,7 +30,10 @@ QWEN, MIXTRAL = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 def hf_tensors(model: ModelShape, seed: int = 0) -> dict[str, Tensor]:
     """A whole model of random weights under its HF names."""
     draw = torch.Generator().manual_seed(seed)
-    shapes = {"model.embed_tokens.weight": (model.vocab, model.hidden), "model.norm.weight": (model.hidden,)}
+    shapes = {
+        "model.embed_tokens.weight": (model.vocab, model.hidden),
+        "model.norm.weight": (model.hidden,),
+    }
     if not model.tied:
         shapes["lm_head.weight"] = (model.vocab, model.hidden)
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
@@ -37,15 +45,21 @@ def hf_tensors(model: ModelShape, seed: int = 0) -> dict[str, Tensor]:
                 shapes[f"{p}self_attn.{name}_proj.bias"] = (rows,)
         shapes[p + "self_attn.o_proj.weight"] = (model.hidden, q)
         if model.qk_norm:
-            shapes[p + "self_attn.q_norm.weight"] = shapes[p + "self_attn.k_norm.weight"] = (model.head_dim,)
-        shapes[p + "input_layernorm.weight"] = shapes[p + "post_attention_layernorm.weight"] = (model.hidden,)
+            shapes[p + "self_attn.q_norm.weight"] = shapes[p + "self_attn.k_norm.weight"] = (
+                model.head_dim,
+            )
+        shapes[p + "input_layernorm.weight"] = shapes[p + "post_attention_layernorm.weight"] = (
+            model.hidden,
+        )
         if layer in model.dense_layers or not model.experts:
             shapes.update(_mlp(p + "mlp.", model.ffn, model.hidden))
             continue
         if model.expert_names == "mixtral":
             shapes[p + "block_sparse_moe.gate.weight"] = (model.experts, model.hidden)
             for e in range(model.experts):
-                shapes.update(_mlp(f"{p}block_sparse_moe.experts.{e}.", model.moe_ffn, model.hidden, MIXTRAL))
+                shapes.update(
+                    _mlp(f"{p}block_sparse_moe.experts.{e}.", model.moe_ffn, model.hidden, MIXTRAL)
+                )
             continue
         shapes[p + "mlp.gate.weight"] = (model.experts, model.hidden)
         for e in range(model.experts):
@@ -53,19 +67,37 @@ def hf_tensors(model: ModelShape, seed: int = 0) -> dict[str, Tensor]:
         if model.shared_ffn:
             shapes.update(_mlp(p + "mlp.shared_expert.", model.shared_ffn, model.hidden))
             shapes[p + "mlp.shared_expert_gate.weight"] = (1, model.hidden)
-    return {name: torch.randn(shape, generator=draw).to(getattr(torch, model.dtype)) for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, generator=draw).to(getattr(torch, model.dtype))
+        for name, shape in shapes.items()
+    }
 
 
-def _mlp(prefix: str, ffn: int, hidden: int, names: tuple[str, str, str] = QWEN) -> dict[str, tuple[int, ...]]:
+def _mlp(
+    prefix: str, ffn: int, hidden: int, names: tuple[str, str, str] = QWEN
+) -> dict[str, tuple[int, ...]]:
     gate, up, down = (f"{prefix}{name}.weight" for name in names)
     return {gate: (ffn, hidden), up: (ffn, hidden), down: (hidden, ffn)}
 
 
 def train_ranks(layout: TrainLayout) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Per rank: (stage, tensor-parallel rank), and (expert-parallel rank, expert-tensor-parallel rank)."""
-    dense = [(p, t) for p in range(layout.pp) for _ in range(layout.dp) for _ in range(layout.cp) for t in range(layout.tp)]
+    """Per rank: (stage, tensor-parallel rank), and (expert-parallel rank, expert-tensor-parallel
+    rank)."""
+    dense = [
+        (p, t)
+        for p in range(layout.pp)
+        for _ in range(layout.dp)
+        for _ in range(layout.cp)
+        for t in range(layout.tp)
+    ]
     edp = layout.tp * layout.cp * layout.dp // (layout.ep * layout.etp)
-    expert = [(e, t) for _ in range(layout.pp) for _ in range(edp) for e in range(layout.ep) for t in range(layout.etp)]
+    expert = [
+        (e, t)
+        for _ in range(layout.pp)
+        for _ in range(edp)
+        for e in range(layout.ep)
+        for t in range(layout.etp)
+    ]
     return dense, expert
 
 
@@ -89,64 +121,117 @@ def stage_layers(model: ModelShape, layout: TrainLayout) -> list[list[list[int]]
     return stages
 
 
-def megatron_shards(full: Mapping[str, Tensor], model: ModelShape, layout: TrainLayout, rank: int) -> dict[str, Tensor]:
+def _megatron_attention(
+    full: Mapping[str, Tensor], model: ModelShape, layer: int, tp: int, t: int
+) -> dict[str, Tensor]:
+    p = f"model.layers.{layer}."
+    out = {}
+    for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
+        parts = [full[f"{p}self_attn.{x}_proj.{kind}"] for x in "qkv"]
+        by_group = [x.view(model.kv_heads, -1, *x.shape[1:]) for x in parts]
+        rows = torch.cat(by_group, dim=1).flatten(0, 1)
+        out[f"self_attention.linear_qkv.{kind}"] = rows.chunk(tp)[t]
+    output = full[p + "self_attn.o_proj.weight"]
+    out["self_attention.linear_proj.weight"] = output.chunk(tp, dim=1)[t]
+    for x in "qk" if model.qk_norm else "":
+        out[f"self_attention.{x}_layernorm.weight"] = full[f"{p}self_attn.{x}_norm.weight"]
+    out["input_layernorm.weight"] = full[p + "input_layernorm.weight"]
+    out["pre_mlp_layernorm.weight"] = full[p + "post_attention_layernorm.weight"]
+    return out
+
+
+def _megatron_mlp(
+    full: Mapping[str, Tensor], prefix: str, parts: int, part: int, names: tuple[str, str, str]
+) -> dict[str, Tensor]:
+    gate, up, down = (full[f"{prefix}{name}.weight"] for name in names)
+    return {
+        "linear_fc1.weight": torch.cat([gate.chunk(parts)[part], up.chunk(parts)[part]]),
+        "linear_fc2.weight": down.chunk(parts, dim=1)[part],
+    }
+
+
+def megatron_shards(
+    full: Mapping[str, Tensor], model: ModelShape, layout: TrainLayout, rank: int
+) -> dict[str, Tensor]:
     """The parameters of one Megatron rank. Vocabulary padding is NaN: it must reach nobody."""
     (stage, t), (e, et) = (ranks[rank] for ranks in train_ranks(layout))
     chunks = stage_layers(model, layout)[stage]
     out: dict[str, Tensor] = {}
 
     def vocabulary(name: str) -> Tensor:
-        multiple = layout.vocab_multiple * layout.tp
-        return F.pad(full[name], (0, 0, 0, -model.vocab % multiple), value=float("nan")).chunk(layout.tp)[t].clone()
+        padding = -model.vocab % (layout.vocab_multiple * layout.tp)
+        return F.pad(full[name], (0, 0, 0, padding), value=float("nan")).chunk(layout.tp)[t]
 
-    def mlp(key: str, prefix: str, parts: int, part: int, names: tuple[str, str, str] = QWEN) -> None:
-        gate, up, down = (full[f"{prefix}{name}.weight"] for name in names)
-        out[f"{key}linear_fc1.weight"] = torch.cat([gate.chunk(parts)[part], up.chunk(parts)[part]])
-        out[f"{key}linear_fc2.weight"] = down.chunk(parts, dim=1)[part].contiguous()
+    def add(prefix: str, tensors: Mapping[str, Tensor]) -> None:
+        out.update({prefix + name: tensor for name, tensor in tensors.items()})
 
     if stage == 0:
         out["0:embedding.word_embeddings.weight"] = vocabulary("model.embed_tokens.weight")
     for c, layers in enumerate(chunks):
         for i, layer in enumerate(layers):
             k, p = f"{c}:decoder.layers.{i}.", f"model.layers.{layer}."
-            for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
-                parts = [full[f"{p}self_attn.{x}_proj.{kind}"] for x in "qkv"]
-                grouped = torch.cat([x.view(model.kv_heads, -1, *x.shape[1:]) for x in parts], dim=1)
-                out[f"{k}self_attention.linear_qkv.{kind}"] = grouped.flatten(0, 1).chunk(layout.tp)[t].clone()
-            out[k + "self_attention.linear_proj.weight"] = full[p + "self_attn.o_proj.weight"].chunk(layout.tp, dim=1)[t].contiguous()
-            for x in "qk" if model.qk_norm else "":
-                out[f"{k}self_attention.{x}_layernorm.weight"] = full[f"{p}self_attn.{x}_norm.weight"].clone()
-            out[k + "input_layernorm.weight"] = full[p + "input_layernorm.weight"].clone()
-            out[k + "pre_mlp_layernorm.weight"] = full[p + "post_attention_layernorm.weight"].clone()
+            add(k, _megatron_attention(full, model, layer, layout.tp, t))
             if layer in model.dense_layers or not model.experts:
-                mlp(k + "mlp.", p + "mlp.", layout.tp, t)
+                add(k + "mlp.", _megatron_mlp(full, p + "mlp.", layout.tp, t, QWEN))
                 continue
             mixtral = model.expert_names == "mixtral"
             block, names = ("block_sparse_moe.", MIXTRAL) if mixtral else ("mlp.", QWEN)
-            out[k + "mlp.router.weight"] = full[f"{p}{block}gate.weight"].clone()
+            out[k + "mlp.router.weight"] = full[f"{p}{block}gate.weight"]
             for j, expert in enumerate(torch.arange(model.experts).chunk(layout.ep)[e].tolist()):
-                mlp(f"{k}mlp.experts.local_experts.{j}.", f"{p}{block}experts.{expert}.", layout.etp, et, names)
+                tensors = _megatron_mlp(full, f"{p}{block}experts.{expert}.", layout.etp, et, names)
+                add(f"{k}mlp.experts.local_experts.{j}.", tensors)
             if model.shared_ffn:
-                mlp(k + "mlp.shared_experts.", p + "mlp.shared_expert.", layout.tp, t)
-                out[k + "mlp.shared_experts.gate_weight"] = full[p + "mlp.shared_expert_gate.weight"].clone()
+                shared = _megatron_mlp(full, p + "mlp.shared_expert.", layout.tp, t, QWEN)
+                add(k + "mlp.shared_experts.", shared)
+                gate = full[p + "mlp.shared_expert_gate.weight"]
+                out[k + "mlp.shared_experts.gate_weight"] = gate
     if stage == layout.pp - 1:
-        out[f"{len(chunks) - 1}:decoder.final_layernorm.weight"] = full["model.norm.weight"].clone()
+        last = f"{len(chunks) - 1}:"
+        out[f"{last}decoder.final_layernorm.weight"] = full["model.norm.weight"]
         if not model.tied or layout.pp > 1:
-            out[f"{len(chunks) - 1}:output_layer.weight"] = vocabulary("model.embed_tokens.weight" if model.tied else "lm_head.weight")
-    return out
+            head = "model.embed_tokens.weight" if model.tied else "lm_head.weight"
+            out[f"{last}output_layer.weight"] = vocabulary(head)
+    return {key: value.contiguous().clone() for key, value in out.items()}
 
 
-def vllm_shards(full: Mapping[str, Tensor], model: ModelShape, layout: RolloutLayout, rank: int) -> dict[str, Tensor]:
+def _vllm_experts(
+    full: Mapping[str, Tensor], model: ModelShape, layout: RolloutLayout, local: int, p: str
+) -> dict[str, Tensor]:
+    mixtral = model.expert_names == "mixtral"
+    block, names = (p + "block_sparse_moe.", MIXTRAL) if mixtral else (p + "mlp.", QWEN)
+    experts = torch.arange(model.experts)
+    parts, part = layout.tp, local % layout.tp
+    if layout.ep > 1:
+        experts = torch.tensor_split(experts, layout.ep)[local % layout.ep]
+        parts, part = 1, 0
+    gate, up, down = (
+        [full[f"{block}experts.{e}.{name}.weight"] for e in experts.tolist()] for name in names
+    )
+    w13 = [torch.cat([g.chunk(parts)[part], u.chunk(parts)[part]]) for g, u in zip(gate, up)]
+    w2 = [d.chunk(parts, dim=1)[part] for d in down]
+    return {
+        block + "gate.weight": full[block + "gate.weight"],
+        block + "experts.routed_experts.w13_weight": torch.stack(w13),
+        block + "experts.routed_experts.w2_weight": torch.stack(w2),
+    }
+
+
+def vllm_shards(
+    full: Mapping[str, Tensor], model: ModelShape, layout: RolloutLayout, rank: int
+) -> dict[str, Tensor]:
     """The parameters of one vLLM worker; vocabulary padding is UNWRITTEN."""
     local = rank - layout.first_rank
     tp, t = layout.tp, local % layout.tp
     out: dict[str, Tensor] = {"model.norm.weight": full["model.norm.weight"]}
     for name in ("model.embed_tokens.weight", "lm_head.weight")[: 1 if model.tied else 2]:
-        out[name] = F.pad(full[name], (0, 0, 0, -model.vocab % layout.vocab_multiple), value=UNWRITTEN).chunk(tp)[t]
+        padding = -model.vocab % layout.vocab_multiple
+        out[name] = F.pad(full[name], (0, 0, 0, padding), value=UNWRITTEN).chunk(tp)[t]
 
-    def heads(x: Tensor) -> Tensor:  # one key or value head per worker where there are more workers than heads
-        by_head = x.view(model.kv_heads, -1, *x.shape[1:]).repeat_interleave(max(1, tp // model.kv_heads), dim=0)
-        return by_head.chunk(tp)[t].flatten(0, 1)
+    def heads(x: Tensor) -> Tensor:
+        """One key or value head per worker where there are more workers than heads."""
+        by_head = x.view(model.kv_heads, -1, *x.shape[1:])
+        repeated = by_head.repeat_interleave(max(1, tp // model.kv_heads), dim=0)
+        return repeated.chunk(tp)[t].flatten(0, 1)
 
     def mlp(prefix: str) -> None:
         gate, up, down = (full[f"{prefix}{name}_proj.weight"] for name in ("gate", "up", "down"))
@@ -159,22 +244,14 @@ def vllm_shards(full: Mapping[str, Tensor], model: ModelShape, layout: RolloutLa
             q, k, v = (full[f"{p}self_attn.{x}_proj.{kind}"] for x in "qkv")
             out[f"{p}self_attn.qkv_proj.{kind}"] = torch.cat([q.chunk(tp)[t], heads(k), heads(v)])
         out[p + "self_attn.o_proj.weight"] = full[p + "self_attn.o_proj.weight"].chunk(tp, dim=1)[t]
-        whole = ["input_layernorm", "post_attention_layernorm", *(["self_attn.q_norm", "self_attn.k_norm"] if model.qk_norm else [])]
+        whole = ["input_layernorm", "post_attention_layernorm"]
+        if model.qk_norm:
+            whole += ["self_attn.q_norm", "self_attn.k_norm"]
         out.update({f"{p}{name}.weight": full[f"{p}{name}.weight"] for name in whole})
         if layer in model.dense_layers or not model.experts:
             mlp(p + "mlp.")
             continue
-        mixtral = model.expert_names == "mixtral"
-        block, names = (p + "block_sparse_moe.", MIXTRAL) if mixtral else (p + "mlp.", QWEN)
-        out[block + "gate.weight"] = full[block + "gate.weight"]
-        if layout.ep > 1:
-            mine, parts, part = torch.tensor_split(torch.arange(model.experts), layout.ep)[local % layout.ep].tolist(), 1, 0
-        else:
-            mine, parts, part = list(range(model.experts)), tp, t
-        gate, up, down = ([full[f"{block}experts.{e}.{name}.weight"] for e in mine] for name in names)
-        w13 = [torch.cat([g.chunk(parts)[part], u.chunk(parts)[part]]) for g, u in zip(gate, up)]
-        out[block + "experts.routed_experts.w13_weight"] = torch.stack(w13)
-        out[block + "experts.routed_experts.w2_weight"] = torch.stack([d.chunk(parts, dim=1)[part] for d in down])
+        out.update(_vllm_experts(full, model, layout, local, p))
         if model.shared_ffn:
             mlp(p + "mlp.shared_expert.")
             out[p + "mlp.shared_expert_gate.weight"] = full[p + "mlp.shared_expert_gate.weight"]
@@ -182,12 +259,19 @@ def vllm_shards(full: Mapping[str, Tensor], model: ModelShape, layout: RolloutLa
 
 
 def simulate(
-    plan: Plan, held: Side, wanted: Side, train: Mapping[int, Mapping[str, Tensor]], rollout: Mapping[int, Mapping[str, Tensor]]
+    plan: Plan,
+    sources: Side,
+    targets: Side,
+    train: Mapping[int, Mapping[str, Tensor]],
+    rollout: Mapping[int, Mapping[str, Tensor]],
 ) -> dict[str, int]:
-    """Carry out the programs of all ranks in one process, round by round; bytes that crossed between ranks, and copied bytes.
-    Every message must be received in the round in which it is sent, and every parameter completed exactly once."""
+    """Carry out the programs of all ranks in one process, round by round; bytes that crossed
+    between ranks, and copied bytes. Every message must be received in the round in which it is
+    sent, and every parameter completed exactly once.
+    """
     programs = {
-        r: compile_program(plan, r, held[r] if r in held else [], wanted[r] if r in wanted else []) for r in sorted({*held, *wanted})
+        rank: compile_program(plan, rank, sources.get(rank, []), targets.get(rank, []))
+        for rank in sorted({*sources, *targets})
     }
     left = {rank: dict(program.writes) for rank, program in programs.items()}
     moved = {"sent": 0, "copied": 0}
@@ -196,8 +280,13 @@ def simulate(
         left[rank][key] -= 1
 
     for number in range(plan.schedule.rounds):
-        wire: dict[tuple[int, int, str], list[Tensor]] = defaultdict(list)
-        now = {rank: step for rank, program in programs.items() for step in program.rounds if step.number == number}
+        wire: dict[Stream, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        now = {
+            rank: step
+            for rank, program in programs.items()
+            for step in program.rounds
+            if step.number == number
+        }
         for rank, step in now.items():
             for message in step.sends:
                 buffer = torch.empty(message.size, dtype=torch.uint8)
@@ -209,14 +298,22 @@ def simulate(
                 buffer, sent = wire[message.stream].pop(0)
                 sums = RunningChecksum(buffer, "hash", piece=48)
                 moved["sent"] += buffer.numel()
-                unpack(message, buffer, tensors(rollout[rank]), lambda key, rank=rank: done(rank, key), sums)
-                assert torch.equal(sums.result(), sent), "taken in pieces, before the bytes are read as after they are written"
+                unpack(
+                    message,
+                    buffer,
+                    tensors(rollout[rank]),
+                    lambda key, rank=rank: done(rank, key),
+                    sums,
+                )
+                assert torch.equal(sums.result(), sent), (
+                    "taken in pieces, before the bytes are read as after they are written"
+                )
         assert not any(wire.values()), "a message was sent and not received in its round"
     for rank, program in programs.items():
         for copy in program.copies:
-            target = strided(rollout[rank][copy.destination[0]], copy.destination)
-            target.copy_(strided(train[rank][copy.source[0]], copy.source))
+            target = strided(rollout[rank][copy.target.key], copy.target)
+            target.copy_(strided(train[rank][copy.source.key], copy.source))
             moved["copied"] += target.numel() * target.element_size()
-            done(rank, copy.destination[0])
+            done(rank, copy.target.key)
     assert not any(count for counts in left.values() for count in counts.values())
     return moved

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from megatron_rl.errors import WeightSyncError
 from megatron_rl.runtime import digest
-from megatron_rl.runtime.digest import WeightSyncError, tensor_digest
-from megatron_rl.weight_sync import verify
+from megatron_rl.runtime.digest import tensor_digest
+from megatron_rl.weight_sync import checks, gather
+from megatron_rl.weight_sync.checks import verify_tensors
+from megatron_rl.weight_sync.failure import Progress, Stage
 from megatron_rl.weight_sync.gather import GatherSync
-from megatron_rl.weight_sync.verify import verify_tensors
 
 WEIGHTS = {"a": torch.ones(2, 3), "b": torch.zeros(5, dtype=torch.bfloat16)}
 
@@ -42,16 +44,27 @@ class Refusing(Target):
 def test_report_and_content():
     target = Target()
     report = GatherSync(Source(), target, verify=True).sync(7)
-    assert (report.version, report.num_tensors, report.bytes_sent, report.bytes_total) == (7, 2, 6, 24 + 10)
-    assert target.weight_version == 7 and target.received.keys() == WEIGHTS.keys() and report.seconds > 0
+    assert (report.version, report.num_tensors, report.bytes_sent, report.bytes_total) == (
+        7,
+        2,
+        6,
+        24 + 10,
+    )
+    assert (
+        target.weight_version == 7
+        and target.received.keys() == WEIGHTS.keys()
+        and report.seconds > 0
+    )
 
 
 def test_changed_bytes_are_named(monkeypatch):
     """Another rank has the same but for one tensor."""
     other = {name: tensor_digest(tensor + (name == "b")) for name, tensor in WEIGHTS.items()}
-    monkeypatch.setattr(verify, "_all_gather", lambda value: [value, _same_kind(value, other)])
+    monkeypatch.setattr(checks, "all_gather", lambda value: [value, _same_kind(value, other)])
     target = Target()
-    with pytest.raises(WeightSyncError, match=r"1 of 2 tensors differ: b \(other bytes on rank 1 than on rank 0\)"):
+    with pytest.raises(
+        WeightSyncError, match=r"1 of 2 tensors differ: b \(other bytes on rank 1 than on rank 0\)"
+    ):
         GatherSync(Source(), target, verify=True).sync(1)
     assert target.weight_version == 0, "wrong weights never count as a version"
     GatherSync(Source(), target, verify=False).sync(1)
@@ -74,12 +87,62 @@ def test_an_engine_that_refuses_keeps_its_rank_gathering_to_the_end():
     assert source.gathered_bytes_sent == 6
 
 
+class Failing(Source):
+    """Fails inside its second gather, where its peers cannot be told."""
+
+    def gathered_weights(self):
+        yield "a", WEIGHTS["a"]
+        raise OSError("the link is down")
+
+
+class Late(Target):
+    def load_weights(self, weights, version, confirm):
+        super().load_weights(weights, version, confirm)
+        raise OSError("no room for the caches")
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "told"),
+    [
+        (Failing(), Target(), []),
+        (Source(), Refusing(), ["no room"]),
+        (Source(), Late(), ["None", "no room for the caches"]),  # the first: before the comparison
+    ],
+)
+def test_peers_are_told_where_they_can_be(monkeypatch, source, target, told):
+    calls = []
+    monkeypatch.setattr(gather, "raise_everywhere", lambda error: calls.append(str(error)))
+    with pytest.raises(OSError, match=r"the link is down|no room"):
+        GatherSync(source, target, verify=False).sync(1)
+    assert calls == told
+
+
+@pytest.mark.parametrize(
+    ("stage", "words"),
+    [
+        (Stage.NOT_BEGUN, "did not begin, nothing has moved"),
+        (Stage.READYING, "did not begin"),
+        (Stage.OPENING, "failed"),
+        (Stage.FINISHING, "failed"),
+        (Stage.COMPLETE, "is complete, but the server did not go on"),
+    ],
+)
+def test_a_failure_says_how_far_the_sync_got(stage, words):
+    assert str(Progress(3, stage)) == f"the update to weight version 3 {words}"
+    assert stage.moved == (words not in ("did not begin", "did not begin, nothing has moved"))
+
+
 def test_ranks_are_named(monkeypatch):
     """Three ranks: the second has other bytes of one tensor, the third lacks another."""
     good = {"a": "1", "b": "2"}
     tables = [good, {**good, "a": "9"}, {"a": "1"}]
-    monkeypatch.setattr(verify, "_all_gather", lambda value: [_same_kind(value, table) for table in tables])
-    words = r"2 of 2 tensors differ: a \(other bytes on rank 1 than on rank 0\); b \(not sent on rank 2\)"
+    monkeypatch.setattr(
+        checks, "all_gather", lambda value: [_same_kind(value, table) for table in tables]
+    )
+    words = (
+        r"2 of 2 tensors differ: a \(other bytes on rank 1 than on rank 0\); b \(not sent on"
+        r" rank 2\)"
+    )
     with pytest.raises(WeightSyncError, match=words):
         verify_tensors(good)
 
@@ -92,18 +155,20 @@ def test_equal_on_all_ranks(monkeypatch):
         calls.append(value)
         return [value] * 3
 
-    monkeypatch.setattr(verify, "_all_gather", all_gather)
+    monkeypatch.setattr(checks, "all_gather", all_gather)
     verify_tensors(good)
     assert len(calls) == 1 and isinstance(calls[0], str), "one digest a rank, no tables"
 
 
 def test_many_differences_are_cut_short(monkeypatch):
     tables = [{f"t{i:02}": str(i + shift) for i in range(20)} for shift in (0, 1)]
-    monkeypatch.setattr(verify, "_all_gather", lambda value: [_same_kind(value, table) for table in tables])
+    monkeypatch.setattr(
+        checks, "all_gather", lambda value: [_same_kind(value, table) for table in tables]
+    )
     with pytest.raises(WeightSyncError, match=r"20 of 20 .*t07 \(.*\); and 12 more$"):
         verify_tensors(tables[0])
 
 
 def _same_kind(value, table):
     """Digests when digests are exchanged, tables when tables are."""
-    return table if isinstance(value, dict) else verify.combined_digest(table)
+    return table if isinstance(value, dict) else checks.combined_digest(table)

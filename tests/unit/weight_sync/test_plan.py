@@ -1,8 +1,8 @@
-"""Every (training layout, rollout layout) pair ends with the shards that plain code cuts from the whole tensors, at the least cost."""
+"""Every (training layout, rollout layout) pair ends with the shards that plain code cuts from the
+whole tensors, at the least cost."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -10,18 +10,38 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.types import Box
-from megatron_rl.weight_sync.boxes import Boxes, check_written_once, collect, covered, cut, subtract
-from megatron_rl.weight_sync.layout import ModelShape, RolloutLayout, TrainLayout, rollout_boxes, train_boxes
+from megatron_rl.types import Shard
+from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.plan import make_plan
-from megatron_rl.weight_sync.schedule import schedule
-from tests.unit.weight_sync.slow_layouts import UNWRITTEN, hf_tensors, megatron_shards, simulate, vllm_shards
+from megatron_rl.weight_sync.shards import ShardGroup, check_written_once, collect, expand
+from tests.unit.weight_sync.slow_layouts import (
+    UNWRITTEN,
+    hf_tensors,
+    megatron_shards,
+    simulate,
+    vllm_shards,
+)
+from tests.unit.weight_sync.training_tables import TrainLayout, train_shards
 
-LLAMA = ModelShape(layers=4, hidden=12, heads=8, kv_heads=2, head_dim=4, ffn=24, vocab=90, dtype="float32")
+LLAMA = ModelShape(
+    layers=4, hidden=12, heads=8, kv_heads=2, head_dim=4, ffn=24, vocab=90, dtype="float32"
+)
 QWEN2 = replace(LLAMA, tied=True, qkv_bias=True)
 QWEN3 = replace(LLAMA, kv_heads=4, qk_norm=True, tied=True, vocab=128)
 MHA = replace(LLAMA, kv_heads=8, dtype="bfloat16")
-MOE = ModelShape(layers=4, hidden=8, heads=4, kv_heads=2, head_dim=4, ffn=16, vocab=70, qk_norm=True, experts=8, moe_ffn=8, dtype="float32")
+MOE = ModelShape(
+    layers=4,
+    hidden=8,
+    heads=4,
+    kv_heads=2,
+    head_dim=4,
+    ffn=16,
+    vocab=70,
+    qk_norm=True,
+    experts=8,
+    moe_ffn=8,
+    dtype="float32",
+)
 SHARED = replace(MOE, shared_ffn=16, dense_layers=(1,), qk_norm=False, qkv_bias=True)
 MIXTRAL = replace(MOE, qk_norm=False, expert_names="mixtral", layers=2)
 
@@ -66,43 +86,75 @@ PAIRS = [
 ]
 
 
-def resharded(model: ModelShape, train: TrainLayout, rollout: RolloutLayout, bucket_bytes: int, in_flight: int, gpus_per_node: int) -> None:
-    """Plan, simulate, compare every parameter of every worker bit by bit, and the bytes with the least possible."""
+def resharded(
+    model: ModelShape,
+    train: TrainLayout,
+    rollout: RolloutLayout,
+    bucket_bytes: int,
+    rounds_in_flight: int,
+    gpus_per_node: int,
+) -> None:
+    """Plan, simulate, compare every parameter of every worker bit by bit, and the bytes with the
+    least possible."""
     full = hf_tensors(model)
-    held = {rank: train_boxes(model, train, rank) for rank in range(train.ranks)}
-    wanted = {rank: rollout_boxes(model, rollout, rank) for rank in rollout.ranks}
-    plan = make_plan(held, wanted, gpus_per_node=gpus_per_node, bucket_bytes=bucket_bytes, in_flight=in_flight, replicas=rollout.replicas)
-    shards = {rank: megatron_shards(full, model, train, rank) for rank in held}
-    expected = {rank: vllm_shards(full, model, rollout, rank) for rank in wanted}
-    got = {rank: {key: torch.full_like(value, UNWRITTEN) for key, value in expected[rank].items()} for rank in expected}
-    moved = simulate(plan, held, wanted, shards, got)
+    sources = {rank: train_shards(model, train, rank) for rank in range(train.ranks)}
+    targets = {rank: rollout_shards(model, rollout, rank) for rank in rollout.ranks}
+    plan = make_plan(
+        sources,
+        targets,
+        gpus_per_node=gpus_per_node,
+        bucket_bytes=bucket_bytes,
+        rounds_in_flight=rounds_in_flight,
+        replicas=rollout.replicas,
+    )
+    shards = {rank: megatron_shards(full, model, train, rank) for rank in sources}
+    expected = {rank: vllm_shards(full, model, rollout, rank) for rank in targets}
+    got = {
+        rank: {key: torch.full_like(value, UNWRITTEN) for key, value in expected[rank].items()}
+        for rank in expected
+    }
+    moved = simulate(plan, sources, targets, shards, got)
     for rank, parameters in expected.items():
         for key, value in parameters.items():
             assert torch.equal(got[rank][key], value), f"rank {rank} {key}"
     assert moved == {"sent": plan.bytes_sent, "copied": plan.bytes_local}
-    assert plan.ratio == 1.0 and plan.bytes_sent == plan.lower_bound == least_bytes(held, wanted)
-    assert max(plan.schedule.peak_staging_bytes.values(), default=0) <= 2 * in_flight * bucket_bytes
+    assert plan.ratio == 1.0 and plan.bytes_sent == plan.lower_bound == least_bytes(
+        sources, targets
+    )
+    peak = max(plan.schedule.peak_staging_bytes.values(), default=0)
+    assert peak <= 2 * rounds_in_flight * bucket_bytes
 
 
-def least_bytes(held: dict, wanted: dict) -> int:
-    """Bytes wanted and not held, element by element, with one boolean mask per process and tensor."""
+def least_bytes(sources: dict, targets: dict) -> int:
+    """Bytes wanted and not held, element by element, with one boolean mask per process and
+    tensor."""
     total = 0
-    for rank, groups in wanted.items():
+    for rank, groups in targets.items():
         masks: dict[str, torch.Tensor] = {}
-        for mark, sides in ((True, groups), (False, held[rank] if rank in held else [])):
-            for box in sides:
-                window = tuple(slice(a, a + n) for a, n in zip(box.start, box.shape))
-                for tensor in box.tensors:
-                    masks.setdefault(tensor, torch.zeros(box.full, dtype=torch.bool))[window] = mark
-        total += sum(int(mask.sum()) for mask in masks.values()) * getattr(torch, groups[0].dtype).itemsize
+        for mark, side in ((True, groups), (False, sources.get(rank, []))):
+            for group in side:
+                for tensor in group.names:
+                    mask = masks.setdefault(tensor, torch.zeros(group.shard.full, dtype=torch.bool))
+                    mask[window(*group.rect)] = mark
+        elements = sum(int(mask.sum()) for mask in masks.values())
+        total += elements * getattr(torch, groups[0].shard.dtype).itemsize
     return total
+
+
+def window(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(first, first + size) for first, size in zip(start, shape))
 
 
 @pytest.mark.parametrize("case", range(len(PAIRS)))
 def test_layout_pairs_are_bit_equal_at_least_cost(case: int) -> None:
     model, train, rollout = PAIRS[case]
     resharded(
-        model, train, rollout, bucket_bytes=(1 << 20, 208, 1024, 304)[case % 4], in_flight=1 + case % 3, gpus_per_node=(2, 4, 8)[case % 3]
+        model,
+        train,
+        rollout,
+        bucket_bytes=(1 << 20, 208, 1024, 304)[case % 4],
+        rounds_in_flight=1 + case % 3,
+        gpus_per_node=(2, 4, 8)[case % 3],
     )
 
 
@@ -118,40 +170,60 @@ def test_random_shapes(data: st.DataObject) -> None:
     etp = pick(*[n for n in (1, 2) if experts and tp * cp * dp % n == 0], 1)
     ep = pick(*[n for n in (1, 2, 4) if experts and tp * cp * dp % (n * etp) == 0], 1)
     model = ModelShape(
-        layers=vpp * pp * pick(1, 2), hidden=pick(4, 6, 10), heads=4 * pick(1, 2), kv_heads=kv, head_dim=pick(2, 4), ffn=4 * pick(1, 3),
-        vocab=pick(1, 63, 64, 130), tied=pick(True, False), qkv_bias=pick(True, False), qk_norm=pick(True, False), experts=experts,
-        moe_ffn=4, dtype=pick("float32", "bfloat16"),
-    )  # fmt: skip
-    train = TrainLayout(tp=tp, pp=pp, vpp=vpp, dp=dp, cp=cp, ep=ep, etp=etp, vocab_multiple=pick(1, 8, 128))
+        layers=vpp * pp * pick(1, 2),
+        hidden=pick(4, 6, 10),
+        heads=4 * pick(1, 2),
+        kv_heads=kv,
+        head_dim=pick(2, 4),
+        ffn=4 * pick(1, 3),
+        vocab=pick(1, 63, 64, 130),
+        tied=pick(True, False),
+        qkv_bias=pick(True, False),
+        qk_norm=pick(True, False),
+        experts=experts,
+        moe_ffn=4,
+        dtype=pick("float32", "bfloat16"),
+    )
+    train = TrainLayout(
+        tp=tp, pp=pp, vpp=vpp, dp=dp, cp=cp, ep=ep, etp=etp, vocab_multiple=pick(1, 8, 128)
+    )
     replicas = pick(1, 2, 3)
-    rollout_ep = rollout_tp * replicas if experts >= rollout_tp * replicas and pick(True, False) else 1
+    rollout_ep = (
+        rollout_tp * replicas if experts >= rollout_tp * replicas and pick(True, False) else 1
+    )
     rollout = RolloutLayout(tp=rollout_tp, dp=replicas, ep=rollout_ep, first_rank=pick(0, 1, 50))
     resharded(
-        model, train, rollout, bucket_bytes=data.draw(st.integers(100, 3000)), in_flight=pick(1, 2, 3), gpus_per_node=pick(1, 2, 3, 8)
+        model,
+        train,
+        rollout,
+        bucket_bytes=data.draw(st.integers(100, 3000)),
+        rounds_in_flight=pick(1, 2, 3),
+        gpus_per_node=pick(1, 2, 3, 8),
     )
 
 
-def box(
-    tensor: str = "w",
+def group(
+    name: str = "w",
     start: tuple = (0, 0),
     shape: tuple = (2, 4),
     key: str = "p",
     offset: int = 0,
     full: tuple = (4, 4),
     dtype: str = "float32",
-) -> Boxes:
-    return collect([Box(tensor, full, dtype, start, shape, key, offset, (4, 1))])[0]
+) -> ShardGroup:
+    return collect([Shard(name, full, start, shape, offset, (4, 1), key, dtype)])[0]
 
 
-LOW, HIGH, WHOLE = box(), box(start=(2, 0), key="q"), box(shape=(4, 4))
+LOW, HIGH, WHOLE = group(), group(start=(2, 0), key="q"), group(shape=(4, 4))
 
 
-def plan_of(held: dict, wanted: dict, **options: object):
-    return make_plan(held, wanted, **{"gpus_per_node": 2, "bucket_bytes": 64, **options})
+def plan_of(sources: dict, targets: dict, **options: object):
+    return make_plan(sources, targets, **{"gpus_per_node": 2, "bucket_bytes": 64, **options})
 
 
 def test_local_copy_then_same_node_then_far_are_preferred() -> None:
-    """Four holders of everything on two nodes: rank 1 takes its own half, the rest from rank 0 of its node."""
+    """Four holders of everything on two nodes: rank 1 takes its own half, the rest from rank 0 of
+    its node."""
     plan = plan_of({0: [WHOLE], 1: [LOW], 2: [WHOLE], 3: [WHOLE]}, {1: [WHOLE]})
     assert dict(plan.streams) == {(0, 1, "float32"): 32}
     assert dict(plan.bytes_by_link) == {"same_process": 32, "same_node": 32, "across_nodes": 0}
@@ -162,26 +234,32 @@ def test_local_copy_then_same_node_then_far_are_preferred() -> None:
 def test_equal_holders_share_the_load() -> None:
     """Two holders on the other node, one taker, four tensors of 64 bytes: 128 bytes each."""
     tensors = tuple(f"w{i}" for i in range(4))
-    many = replace(WHOLE, tensors=tensors, keys=tensors)
+    many = replace(WHOLE, names=tensors, keys=tensors)
     plan = plan_of({0: [many], 1: [many]}, {2: [many]})
     assert dict(plan.streams) == {(0, 2, "float32"): 128, (1, 2, "float32"): 128}
-    # another tensor of 48 bytes, held by rank 0 alone and planned first, shifts one of three equal tensors to rank 1
-    first = box("a", shape=(3, 4), full=(3, 4))
-    uneven = replace(many, tensors=tensors[:3], keys=tensors[:3])
-    plan = plan_of({0: [first, uneven], 1: [uneven]}, {2: [first, replace(uneven, keys=("x", "y", "z"))]})
+    # another tensor of 48 bytes, held by rank 0 alone and planned first, shifts one of three equal
+    # tensors to rank 1
+    first = group("a", shape=(3, 4), full=(3, 4))
+    uneven = replace(many, names=tensors[:3], keys=tensors[:3])
+    plan = plan_of(
+        {0: [first, uneven], 1: [uneven]}, {2: [first, replace(uneven, keys=("x", "y", "z"))]}
+    )
     assert dict(plan.streams) == {(0, 2, "float32"): 48 + 64, (1, 2, "float32"): 128}
 
 
 def test_wanted_twice_by_one_process_travels_once() -> None:
-    """A tensor that lands whole in two parameters, and its lower rows in a third: 64 bytes on the wire, all three places filled."""
-    held = {0: [WHOLE]}
-    wanted = {1: [replace(HIGH, keys=("c",)), replace(WHOLE, keys=("a",)), replace(WHOLE, keys=("b",))]}
-    for order, bucket_bytes in ((wanted, 32), ({1: wanted[1][::-1]}, 64)):
-        plan = plan_of(held, order, bucket_bytes=bucket_bytes)
+    """A tensor that lands whole in two parameters, and its lower rows in a third: 64 bytes on the
+    wire, all three places filled."""
+    sources = {0: [WHOLE]}
+    places = [replace(HIGH, keys=("c",)), replace(WHOLE, keys=("a",)), replace(WHOLE, keys=("b",))]
+    for targets, bucket_bytes in (({1: places}, 32), ({1: places[::-1]}, 64)):
+        plan = plan_of(sources, targets, bucket_bytes=bucket_bytes)
         assert plan.bytes_sent == plan.lower_bound == 64
-        source, a, b, c = torch.arange(16.0).view(4, 4), torch.zeros(4, 4), torch.zeros(4, 4), torch.zeros(2, 4)
-        simulate(plan, held, order, {0: {"p": source}}, {1: {"a": a, "b": b, "c": c}})
-        assert torch.equal(a, source) and torch.equal(b, source) and torch.equal(c, source[2:])
+        source = torch.arange(16.0).view(4, 4)
+        got = {"a": torch.zeros(4, 4), "b": torch.zeros(4, 4), "c": torch.zeros(2, 4)}
+        simulate(plan, sources, targets, {0: {"p": source}}, {1: got})
+        assert torch.equal(got["a"], source) and torch.equal(got["b"], source)
+        assert torch.equal(got["c"], source[2:])
 
 
 def test_gather_bytes_count_what_every_rollout_process_lacks() -> None:
@@ -189,36 +267,72 @@ def test_gather_bytes_count_what_every_rollout_process_lacks() -> None:
     assert plan_of({0: [LOW], 1: [HIGH]}, {0: [LOW], 1: [HIGH]}).gather_bytes == 64
 
 
-def test_transposed_destination() -> None:
-    """A parameter kept as the transpose: the strides of the box are swapped."""
-    held, wanted = {0: [WHOLE]}, {1: [replace(WHOLE, keys=("t",), stride=(1, 4))]}
+def test_transposed_target() -> None:
+    """A parameter kept as the transpose: the strides of the shard are swapped."""
+    sources = {0: [WHOLE]}
+    swapped = replace(WHOLE, keys=("t",), shard=replace(WHOLE.shard, stride=(1, 4)))
+    targets = {1: [swapped]}
     source, target = torch.arange(16.0).view(4, 4), torch.zeros(4, 4)
-    simulate(plan_of(held, wanted, bucket_bytes=48), held, wanted, {0: {"p": source}}, {1: {"t": target}})
+    plan = plan_of(sources, targets, bucket_bytes=48)
+    simulate(plan, sources, targets, {0: {"p": source}}, {1: {"t": target}})
     assert torch.equal(target, source.T)
 
 
 @pytest.mark.parametrize(
-    ("held", "wanted", "message"),
+    ("sources", "targets", "message"),
     [
-        ({0: [LOW]}, {1: [WHOLE]}, r"w\[2:4, 0:4\].*wanted by rank 1 but held by no training rank.*\[0\]"),
+        (
+            {0: [LOW]},
+            {1: [WHOLE]},
+            r"w\[2:4, 0:4\].*wanted by rank 1 but held by no training rank.*\[0\]",
+        ),
         ({}, {1: [WHOLE]}, r"w\[0:4, 0:4\].*wanted by rank 1 but held by no training rank"),
-        ({0: [WHOLE]}, {1: [LOW]}, r"w\[2:4, 0:4\].*held by the training ranks \[0\] but wanted by none of the rollout ranks \[1\]"),
-        ({0: [WHOLE, box("lost")]}, {1: [WHOLE]}, r"lost\[0:4, 0:4\].*wanted by none"),
-        ({0: [WHOLE]}, {1: [box(shape=(4, 4), full=(5, 4))]}, r"w: rank 0 has shape \(4, 4\).*rank 1 \(rollout\) has shape \(5, 4\)"),
-        ({0: [WHOLE]}, {1: [box(shape=(4, 4), dtype="bfloat16")]}, r"w: rank 0 .*dtype float32, rank 1 \(rollout\).*dtype bfloat16"),
-        ({0: [WHOLE]}, {1: [box(shape=(5, 4))]}, r"w: rank 1 names \[0:5, 0:4\].*outside of its shape \(4, 4\)"),
-        ({0: [WHOLE]}, {1: [LOW, box(start=(2, 0), offset=4)]},
-         r"rank 1: element 4 of parameter 'p' would be written twice, by w\[0:2, 0:4\] and by w\[2:4, 0:4\]"),
-        ({0: [box(dtype="complex64")]}, {0: [box(dtype="complex64")]}, r"dtype 'complex64' is not one of"),
+        (
+            {0: [WHOLE]},
+            {1: [LOW]},
+            (
+                r"w\[2:4, 0:4\].*held by the training ranks \[0\] but wanted by none of the rollout"
+                r" ranks \[1\]"
+            ),
+        ),
+        ({0: [WHOLE, group("lost")]}, {1: [WHOLE]}, r"lost\[0:4, 0:4\].*wanted by none"),
+        (
+            {0: [WHOLE]},
+            {1: [group(shape=(4, 4), full=(5, 4))]},
+            r"w: rank 0 has shape \(4, 4\).*rank 1 \(rollout\) has shape \(5, 4\)",
+        ),
+        (
+            {0: [WHOLE]},
+            {1: [group(shape=(4, 4), dtype="bfloat16")]},
+            r"w: rank 0 .*dtype float32, rank 1 \(rollout\).*dtype bfloat16",
+        ),
+        (
+            {0: [WHOLE]},
+            {1: [group(shape=(5, 4))]},
+            r"w: rank 1 names \[0:5, 0:4\].*outside of its shape \(4, 4\)",
+        ),
+        (
+            {0: [WHOLE]},
+            {1: [LOW, group(start=(2, 0), offset=4)]},
+            (
+                r"rank 1: element 4 of parameter 'p' would be written twice, by w\[0:2, 0:4\] and"
+                r" by w\[2:4, 0:4\]"
+            ),
+        ),
+        (
+            {0: [group(dtype="complex64")]},
+            {0: [group(dtype="complex64")]},
+            r"dtype 'complex64' is not one of",
+        ),
     ],
-)  # fmt: skip
-def test_what_cannot_be_planned_is_named(held: dict, wanted: dict, message: str) -> None:
+)
+def test_what_cannot_be_planned_is_named(sources: dict, targets: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        plan_of(held, wanted)
+        plan_of(sources, targets)
 
 
 def test_tensor_wanted_by_nobody_can_be_ignored_by_name() -> None:
-    plan = plan_of({0: [WHOLE, box("bias", full=(2, 4))]}, {1: [WHOLE]}, ignore=["bias"])
+    plan = plan_of({0: [WHOLE, group("bias", full=(2, 4))]}, {1: [WHOLE]}, ignore=["bias"])
     assert plan.bytes_sent == 64
 
 
@@ -228,72 +342,30 @@ def test_every_replica_must_want_everything() -> None:
 
 
 def test_two_tensors_on_one_place_are_a_double_write() -> None:
-    clash = collect([Box(name, (4, 4), "float32", (0, 0), (4, 4), "p", 0, (4, 1)) for name in ("a", "b")])
-    with pytest.raises(ValueError, match=r"rank 7: element 0 of parameter 'p' would be written twice, by a.* and by b"):
+    clash = collect(
+        [Shard(name, (4, 4), (0, 0), (4, 4), 0, (4, 1), "p", "float32") for name in ("a", "b")]
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"rank 7: element 0 of parameter 'p' would be written twice, by a.* and by b",
+    ):
         check_written_once(7, clash)
 
 
-def test_collect_groups_equal_boxes() -> None:
-    boxes = [Box(f"w{i}", (4, 4), "float32", (0, 0), (2, 4), f"p{i}", 0, (4, 1)) for i in range(3)]
-    assert collect(boxes) == [Boxes(("w0", "w1", "w2"), (4, 4), "float32", (0, 0), (2, 4), ("p0", "p1", "p2"), 0, (4, 1))]
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=1, max_size=3), st.integers(0, 130))
-def test_cut_keeps_row_major_order(dims: list[tuple[int, int]], count: int) -> None:
-    start, shape = tuple(a for a, _ in dims), tuple(n for _, n in dims)
-    numbers = torch.arange(10 ** len(dims)).view((10,) * len(dims))
-    take = lambda s, n: numbers[tuple(slice(a, a + m) for a, m in zip(s, n))].flatten()  # noqa: E731
-    head, tail = cut((start, shape), count)
-    assert torch.equal(torch.cat([take(*rect) for rect in head + tail]), take(start, shape))
-    assert sum(math.prod(n) for _, n in head) == min(count, math.prod(shape))
-
-
-@given(st.lists(st.tuples(*[st.integers(0, 5)] * 2, *[st.integers(1, 4)] * 2), min_size=2, max_size=5))
-def test_subtract_and_covered_agree_with_masks(rects: list[tuple[int, ...]]) -> None:
-    boxes = [((a, b), (m, n)) for a, b, m, n in rects]
-    masks = [torch.zeros(10, 10, dtype=torch.bool) for _ in boxes]
-    for mask, (s, n) in zip(masks, boxes):
-        mask[s[0] : s[0] + n[0], s[1] : s[1] + n[1]] = True
-    union = torch.stack(masks[1:]).any(0)
-    assert covered(boxes[1:]) == union.sum()
-    assert covered(boxes[1:], boxes[:1]) == (union & masks[0]).sum()
-    rest = torch.zeros(10, 10, dtype=torch.int)
-    for s, n in subtract(boxes[0], boxes[1]):
-        rest[s[0] : s[0] + n[0], s[1] : s[1] + n[1]] += 1
-    assert torch.equal(rest, (masks[0] & ~masks[1]).int())
-
-
-def test_schedule_bounds_every_round_and_loses_no_byte() -> None:
-    """Four processes, all pairs, 100 bytes a pair, buckets of 48: no process sends or receives more than 48 bytes in a round."""
-    streams = {(a, b, "uint8"): 100 for a in range(4) for b in range(4) if a != b}
-    result = schedule(streams, 50, in_flight=2)
-    per_round: dict[tuple[str, int, int], int] = {}
-    for bucket in result.buckets:
-        src, dst, _ = bucket.stream
-        for side in (("send", src, bucket.round), ("receive", dst, bucket.round)):
-            per_round[side] = per_round[side] + bucket.size if side in per_round else bucket.size
-    assert max(per_round.values()) <= 48 and max(result.peak_staging_bytes.values()) <= 4 * 48
-    for stream, total in streams.items():
-        spans = sorted((b.begin, b.begin + b.size) for b in result.buckets if b.stream == stream)
-        assert [a for a, _ in spans] == [0, *[b for _, b in spans[:-1]]] and spans[-1][1] == total
-
-
-@pytest.mark.parametrize(("in_flight", "peak"), [(1, 48), (2, 96), (3, 100)])
-def test_peak_staging_counts_the_rounds_in_flight(in_flight: int, peak: int) -> None:
-    """100 bytes in rounds of 48, 48 and 4."""
-    result = schedule({(0, 1, "uint8"): 100}, 48, in_flight)
-    assert result.rounds == 3 and result.peak_staging_bytes == {0: peak, 1: peak}
-
-
-@pytest.mark.parametrize(("size", "flights"), [(15, 1), (64, 0)])
-def test_schedule_refuses_sizes_that_cannot_work(size: int, flights: int) -> None:
-    with pytest.raises(ValueError, match=f"bucket_bytes={size}, in_flight={flights}"):
-        schedule({}, size, flights)
+def test_collect_groups_equal_shards() -> None:
+    common = Shard("", (4, 4), (0, 0), (2, 4), 0, (4, 1), dtype="float32")
+    shards = [replace(common, name=f"w{i}", key=f"p{i}") for i in range(3)]
+    groups = collect(shards)
+    assert groups == [ShardGroup(("w0", "w1", "w2"), ("p0", "p1", "p2"), common)]
+    assert expand(groups) == shards
 
 
 def test_equal_inputs_give_equal_plans() -> None:
     model, train, rollout = PAIRS[28]
-    held = {rank: train_boxes(model, train, rank) for rank in range(train.ranks)}
-    wanted = {rank: rollout_boxes(model, rollout, rank) for rank in rollout.ranks}
-    geometry = {rank: [group.geometry() for group in groups] for rank, groups in reversed(held.items())}
-    assert plan_of(held, wanted) == plan_of(geometry, {rank: [group.geometry() for group in groups] for rank, groups in wanted.items()})
+    sources = {rank: train_shards(model, train, rank) for rank in range(train.ranks)}
+    targets = {rank: rollout_shards(model, rollout, rank) for rank in rollout.ranks}
+
+    def geometry(side: dict) -> dict:
+        return {rank: [group.geometry() for group in side[rank]] for rank in reversed(side)}
+
+    assert plan_of(sources, targets) == plan_of(geometry(sources), geometry(targets))

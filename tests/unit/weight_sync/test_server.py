@@ -1,7 +1,9 @@
-"""The trainer's end of a sync to a server: its commands in order, what it does when something fails, the messages of HTTP."""
+"""The trainer's end of a sync to a server: its commands in order, what it does when something
+fails, the messages of HTTP."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -9,14 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_rl.runtime.digest import WeightSyncError
+from megatron_rl.errors import WeightSyncError
 from megatron_rl.runtime.joint_group import Meeting, join_group, visit_store
 from megatron_rl.runtime.launch import World
-from megatron_rl.types import Box
+from megatron_rl.types import Shard, TransferOptions
 from megatron_rl.weight_sync.reshard import ReshardSync
 from megatron_rl.weight_sync.server import HttpServer, ServerSync
 
 WORLD = World(0, 1, 0, "launch")
+OPTIONS = TransferOptions(timeout_s=20.0)
 
 
 @pytest.fixture
@@ -26,8 +29,8 @@ def world():
     dist.destroy_process_group()
 
 
-def box(tensor, rows, start=0):
-    return Box(tensor, (4, 2), "float32", (start, 0), (rows, 2), tensor, 0, (2, 1))
+def shard(name, rows, start=0):
+    return Shard(name, (4, 2), (start, 0), (rows, 2), 0, (2, 1), key=name, dtype="float32")
 
 
 class Policy:
@@ -35,15 +38,15 @@ class Policy:
         self.values = {"a": torch.arange(8.0).view(4, 2), "b": torch.arange(8.0, 16.0).view(4, 2)}
 
     def weight_boxes(self):
-        return [box(name, 4) for name in self.values]
+        return [shard(name, 4) for name in self.values]
 
-    def settle(self): ...
+    def wait_for_param_gather(self): ...
 
     def weight(self, key):
         return self.values[key]
 
 
-class Taker:
+class Worker:
     """One of two workers, with half of the rows; together they are one replica."""
 
     def __init__(self, number):
@@ -51,18 +54,19 @@ class Taker:
         self.values = {name: torch.zeros(2, 2) for name in ("a", "b")}
 
     def weight_boxes(self):
-        return [box(name, 2, start=2 * self.number) for name in self.values]
+        return [shard(name, 2, start=2 * self.number) for name in self.values]
 
     def update_weights(self, transfer, version):
         transfer(self.values.__getitem__, lambda key: None)
 
 
 class TwoWorkers:
-    """A server of two workers, in threads: follows the commands as the backend does, and notes them."""
+    """A server of two workers, in threads: follows the commands as the backend does, and notes
+    them."""
 
     def __init__(self):
         self.commands, self.problem = [], ""
-        self.takers = [Taker(0), Taker(1)]
+        self.workers = [Worker(0), Worker(1)]
         self.pool = ThreadPoolExecutor(2)
 
     def address(self):
@@ -109,29 +113,40 @@ class TwoWorkers:
     def join(self, number):
         store = visit_store("127.0.0.1", self.info["port"], 20)
         group = join_group(store, self.info["first_rank"] + number, self.info["size"], 20)
-        options = {key: self.info[key] for key in ("bucket_mib", "in_flight", "verify")}
-        self.syncs[number] = ReshardSync(None, self.takers[number], gpus_per_node=1, group=group, **options)
+        options = TransferOptions(**self.info["options"])
+        self.syncs[number] = ReshardSync(
+            None, self.workers[number], options, gpus_per_node=1, group=group
+        )
 
 
 def served(server):
-    return {name: torch.cat([taker.values[name] for taker in server.takers]) for name in ("a", "b")}
+    return {
+        name: torch.cat([worker.values[name] for worker in server.workers]) for name in ("a", "b")
+    }
 
 
 def test_a_sync_brings_the_weights_between_pause_and_resume(world):
     policy, server = Policy(), TwoWorkers()
-    sync = ServerSync(policy, server, world, timeout_s=20)
+    sync = ServerSync(policy, server, world, OPTIONS)
     for version in (1, 2):
         policy.values["a"] += version
         report = sync.sync(version)
-        assert all(torch.equal(value, policy.values[name]) for name, value in served(server).items())
+        assert all(
+            torch.equal(value, policy.values[name]) for name, value in served(server).items()
+        )
     assert server.commands[4:] == ["pause wait", "update 2", "finish 2", "resume"]
-    assert (report.version, report.num_tensors, report.bytes_sent, report.bytes_total) == (2, 2, 64, 64) and sync.plan.lower_bound == 64
+    assert (report.version, report.num_tensors, report.bytes_sent, report.bytes_total) == (
+        2,
+        2,
+        64,
+        64,
+    ) and sync.plan.lower_bound == 64
     sync.close()
 
 
 def test_a_changed_weight_leaves_the_server_serving(world):
     policy, server = Policy(), TwoWorkers()
-    sync = ServerSync(policy, server, world, in_flight_requests="keep", timeout_s=20)
+    sync = ServerSync(policy, server, world, OPTIONS, in_flight_requests="keep")
     sync.sync(1)
     good, policy.values["b"] = policy.values["b"], policy.values["b"].double()
     with pytest.raises(ValueError, match=r"'b'.*float64"):
@@ -145,11 +160,14 @@ def test_a_changed_weight_leaves_the_server_serving(world):
 
 def test_a_worker_with_a_problem_stops_the_update_before_it_begins(world):
     policy, server = Policy(), TwoWorkers()
-    sync = ServerSync(policy, server, world, timeout_s=20)
+    sync = ServerSync(policy, server, world, OPTIONS)
     sync.sync(1)
     before, server.problem = served(server), "its weights are half replaced"
     policy.values["a"] += 1
-    with pytest.raises(WeightSyncError, match=r"version 2 did not begin: rank 2: its weights are half replaced.*stays paused"):
+    with pytest.raises(
+        WeightSyncError,
+        match=r"version 2 did not begin: rank 2: its weights are half replaced.*stays paused",
+    ):
         sync.sync(2)
     assert server.commands[4:] == ["pause wait", "update 2"]
     assert all(torch.equal(value, before[name]) for name, value in served(server).items())
@@ -161,33 +179,36 @@ def test_a_worker_with_a_problem_stops_the_update_before_it_begins(world):
 
 def test_a_worker_that_fails_in_the_middle_leaves_the_server_paused(world):
     policy, server = Policy(), TwoWorkers()
-    sync = ServerSync(policy, server, world, verify=False, timeout_s=20)
+    sync = ServerSync(policy, server, world, replace(OPTIONS, verify=False))
 
     def fail(transfer, version):
-        transfer(server.takers[1].values.__getitem__, lambda key: None)
+        transfer(server.workers[1].values.__getitem__, lambda key: None)
         raise RuntimeError("no memory is left")
 
-    server.takers[1].update_weights = fail
+    server.workers[1].update_weights = fail
     with pytest.raises(WeightSyncError, match="rank 2: RuntimeError: no memory"):
         sync.sync(1)
     assert server.commands == ["pause wait", "update 1"]
 
 
 def test_a_rank_that_is_not_ready_leaves_the_server_serving(world):
-    policy, server, settled = Policy(), TwoWorkers(), []
-    sync = ServerSync(policy, server, world, timeout_s=20)
+    policy, server, waits = Policy(), TwoWorkers(), []
+    sync = ServerSync(policy, server, world, OPTIONS)
 
-    def settle():
-        settled.append("once")
-        if len(settled) == 1:
+    def wait():
+        waits.append("once")
+        if len(waits) == 1:
             raise OSError("the disk is gone")
 
-    policy.settle = settle
+    policy.wait_for_param_gather = wait
     with pytest.raises(WeightSyncError, match=r"rank 0: OSError: the disk is gone$"):
         sync.sync(1)
-    assert server.commands == ["pause wait", "update 1", "cancel", "resume"] and not served(server)["a"].any()
+    assert (
+        server.commands == ["pause wait", "update 1", "cancel", "resume"]
+        and not served(server)["a"].any()
+    )
     sync.sync(2)
-    assert torch.equal(served(server)["a"], policy.values["a"]) and len(settled) == 2
+    assert torch.equal(served(server)["a"], policy.values["a"]) and len(waits) == 2
     sync.close()
     with pytest.raises(ValueError, match="closed; construct a new one"):
         sync.sync(3)
@@ -195,10 +216,13 @@ def test_a_rank_that_is_not_ready_leaves_the_server_serving(world):
 
 def test_a_refused_update_that_cannot_be_called_off_says_so(world):
     policy, server = Policy(), TwoWorkers()
-    sync = ServerSync(policy, server, world, timeout_s=20)
+    sync = ServerSync(policy, server, world, OPTIONS)
     policy.values["b"] = policy.values["b"].double()
     server.cancel = failing("the engine is dead")
-    words = r"version 1 did not begin: .*float64.*; calling it off: the engine is dead. The server stays paused"
+    words = (
+        r"version 1 did not begin: .*float64.*; calling it off: the engine is dead. The server"
+        r" stays paused"
+    )
     with pytest.raises(WeightSyncError, match=words):
         sync.sync(1)
     sync.close()
@@ -213,53 +237,69 @@ def failing(text):
 
 def test_a_server_that_does_not_pause_or_resume(world):
     policy, server = Policy(), TwoWorkers()
-    sync = ServerSync(policy, server, world, timeout_s=20)
+    sync = ServerSync(policy, server, world, OPTIONS)
     server.pause = failing("pause: timed out")
-    with pytest.raises(WeightSyncError, match=r"version 1 did not begin, nothing has moved: pause: timed out$"):
+    with pytest.raises(
+        WeightSyncError, match=r"version 1 did not begin, nothing has moved: pause: timed out$"
+    ):
         sync.sync(1)
     assert server.commands == ["resume"]
     server.resume = failing("resume: timed out")
-    with pytest.raises(WeightSyncError, match="pause: timed out; the server may be paused: resume: timed out"):
+    with pytest.raises(
+        WeightSyncError, match="pause: timed out; the server may be paused: resume: timed out"
+    ):
         sync.sync(1)
     del server.pause
-    with pytest.raises(WeightSyncError, match=r"version 2 is complete, but the server did not go on: resume: timed out.*stays paused"):
+    with pytest.raises(
+        WeightSyncError,
+        match=(
+            r"version 2 is complete, but the server did not go on: resume: timed out.*stays paused"
+        ),
+    ):
         sync.sync(2)
-    assert torch.equal(served(server)["a"], policy.values["a"]) and server.commands[-1] == "finish 2"
+    assert (
+        torch.equal(served(server)["a"], policy.values["a"]) and server.commands[-1] == "finish 2"
+    )
     sync.close()
 
 
 def test_the_server_learns_the_kind_of_device(world):
     for device in (None, "cpu"):
         server = TwoWorkers()
-        ServerSync(Policy(), server, world, device=device, timeout_s=20).close()
+        ServerSync(Policy(), server, world, OPTIONS, device=device).close()
         assert server.info["device"] == "cpu"
     server = TwoWorkers()
     server.problem = "devices differ"
     with pytest.raises(ValueError, match="devices differ"):
-        ServerSync(Policy(), server, world, device="cuda:0", timeout_s=20)
+        ServerSync(Policy(), server, world, OPTIONS, device="cuda:0")
     assert server.info["device"] == "cuda"
 
 
 def test_misfits_and_absences_are_one_error(world):
     policy, server = Policy(), TwoWorkers()
     policy.values["c"] = torch.zeros(4, 2)
-    with pytest.raises(ValueError, match=r"c\[0:4, 0:2\].*wanted by none of the rollout ranks \[1, 2\]"):
-        ServerSync(policy, server, world, timeout_s=20)
+    with pytest.raises(
+        ValueError, match=r"c\[0:4, 0:2\].*wanted by none of the rollout ranks \[1, 2\]"
+    ):
+        ServerSync(policy, server, world, OPTIONS)
     server = TwoWorkers()
     server.problem = "no checkpoint"
     with pytest.raises(ValueError, match="weight sync to a server: rank 2: no checkpoint"):
-        ServerSync(Policy(), server, world, timeout_s=20)
+        ServerSync(Policy(), server, world, OPTIONS)
     server = TwoWorkers()
     server.init_transfer = lambda info: None
     with pytest.raises(ValueError, match="answered before its workers came"):
-        ServerSync(Policy(), server, world, timeout_s=20)
-    for url, words in {"http://127.0.0.1:1": "no server is reached.*is it up", "127.0.0.1:1": "begins with http:// or https://"}.items():
+        ServerSync(Policy(), server, world, OPTIONS)
+    for url, words in {
+        "http://127.0.0.1:1": "no server is reached.*is it up",
+        "127.0.0.1:1": "begins with http:// or https://",
+    }.items():
         with pytest.raises(ValueError, match=f"{url}: .*{words}"):
             ServerSync(Policy(), HttpServer(url), world)
     server = TwoWorkers()
     server.address = lambda: "203.0.113.1"  # of no machine: the store cannot be served there
     with pytest.raises(ValueError, match="weight sync to a server: "):
-        ServerSync(Policy(), server, world, timeout_s=0.2)
+        ServerSync(Policy(), server, world, TransferOptions(timeout_s=0.2))
 
 
 def test_a_refused_construction_leaves_nothing_behind(world):
@@ -267,7 +307,7 @@ def test_a_refused_construction_leaves_nothing_behind(world):
     policy = Policy()
     policy.values["c"] = torch.zeros(4, 2)
     with pytest.raises(ValueError, match="wanted by none"):
-        ServerSync(policy, server, world, timeout_s=20)
+        ServerSync(policy, server, world, OPTIONS)
     ours = set(distributed_c10d._world.pg_map) - before
     assert len(ours) == 2, "the two workers' alone"
     with pytest.raises(dist.DistError):
@@ -332,7 +372,9 @@ def test_a_kept_prefix_cache_is_an_error(answering):
     handler, server = answering
     handler.body = b'{"success": true}'
     server.finish(1)
-    assert handler.path_asked == "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
+    assert (
+        handler.path_asked == "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
+    )
     handler.body = b'{"success": false}'
     with pytest.raises(ConnectionError, match="prefix cache"):
         server.finish(1)

@@ -1,0 +1,247 @@
+"""Directories of checkpoints: names, completeness, choice of the newest, removal of old ones.
+
+A checkpoint is written into ``<path>.tmp-partial``, sealed by a manifest (all files, their sizes
+and digests) that is written last, and renamed. So ``step_000012`` is either whole or was damaged
+afterwards; the manifest tells which.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.runtime.digest import file_digest
+
+MANIFEST = "manifest.json"
+PARTIAL = ".tmp-partial"
+REPLACED = ".tmp-replaced"
+STEP = re.compile(r"step_(\d{6,})")
+logger = logging.getLogger(__name__)
+
+
+def step_path(root: Path, step: int) -> Path:
+    """``root/step_000012`` for step 12."""
+    return root / f"step_{step:06d}"
+
+
+def step_of(path: Path) -> int | None:
+    """12 for ``.../step_000012``; None for any other name."""
+    match = STEP.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def begin(path: Path) -> Path:
+    """An empty directory to write the checkpoint ``path`` into; removes what a dead writer left.
+    One process calls this."""
+    partial = path.with_name(path.name + PARTIAL)
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def finish(path: Path, info: Mapping[str, Any], digests: Mapping[str, str] | None = None) -> None:
+    """Seals what was written for ``path`` and gives it its name, replacing an older checkpoint.
+    One process calls this, when all have written.
+
+    Args:
+        info: JSON, kept in the manifest.
+        digests: ``file_digest`` of files (by their name below ``path``) that other processes have
+            taken; the rest is read here.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    names = sorted(
+        file.relative_to(partial).as_posix() for file in partial.rglob("*") if file.is_file()
+    )
+    assert names, f"{partial} is empty"
+    known = digests or {}
+    files = {}
+    for name in names:
+        _to_disk(partial / name)
+        digest = known[name] if name in known else file_digest(partial / name)
+        files[name] = {"bytes": (partial / name).stat().st_size, "xxh3": digest}
+    manifest = partial / MANIFEST
+    manifest.write_text(
+        json.dumps({"info": dict(info), "files": files}, indent=1) + "\n", encoding="ascii"
+    )
+    _to_disk(manifest)
+    publish(path)
+
+
+def publish(path: Path) -> None:
+    """Gives what ``begin(path)`` made the name ``path``.
+
+    An older directory of that name is replaced.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    replaced = path.with_name(path.name + REPLACED)
+    if path.exists():
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        path.rename(replaced)
+    partial.rename(path)
+    _to_disk(path.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def _to_disk(path: Path) -> None:
+    """Forces a file or folder to the disk: contents must be there before the name says so."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def problem(path: Path) -> str | None:
+    """Why ``path`` is not a whole checkpoint, in a few words; None when it is. Compares sizes only:
+    see ``damaged``."""
+    manifest = path / MANIFEST
+    if not manifest.is_file():
+        return f"no {MANIFEST} (not a checkpoint, or its writer was stopped)"
+    try:
+        sizes = {name: _size(entry) for name, entry in _files(path).items()}
+    except (ValueError, KeyError, TypeError):
+        return f"{MANIFEST} cannot be read"
+    for name, size in sizes.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes, {size} were written"
+    return None
+
+
+def damaged(path: Path, names: Sequence[str]) -> str | None:
+    """Which of the files ``names`` no longer has the digest that it was sealed with, or None.
+
+    Reads them whole.
+    """
+    files = _files(path)
+    for name in names:
+        entry = files[name]
+        if isinstance(entry, dict) and file_digest(path / name) != entry["xxh3"]:
+            return f"{name} is not what was written (its digest differs)"
+    return None
+
+
+def file_names(path: Path) -> list[str]:
+    """The files of a checkpoint, the largest first.
+
+    Dealing them out in this order gives every process about as many bytes.
+    """
+    files = _files(path)
+    return sorted(files, key=lambda name: (-_size(files[name]), name))
+
+
+def _files(path: Path) -> dict[str, Any]:
+    files: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="ascii"))["files"]
+    return files
+
+
+def _size(entry: Any) -> int:
+    """Manifests written before there were digests hold the size alone."""
+    return int(entry["bytes"] if isinstance(entry, dict) else entry)
+
+
+def check(path: Path) -> dict[str, Any]:
+    """The ``info`` of the checkpoint.
+
+    Raises:
+        ValueError: it is not whole.
+    """
+    wrong = problem(path)
+    if wrong is not None:
+        raise ValueError(f"checkpoint {path}: {wrong}; choose another one, or delete it")
+    info: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="ascii"))["info"]
+    return info
+
+
+def newest_valid(root: Path, below: int | None = None) -> Path | None:
+    """The whole checkpoint with the highest step, or None; warns of each newer one that is damaged.
+
+    One process calls this and tells the others: on a shared disk two processes may see different
+    files.
+
+    Args:
+        below: only steps under this one.
+    """
+    for path in reversed(_steps(root)):
+        if below is not None and (step_of(path) or 0) >= below:
+            continue
+        wrong = problem(path)
+        if wrong is None:
+            return path
+        logger.warning("checkpoint %s is skipped: %s", path, wrong)
+    return None
+
+
+def newest(root: Path) -> Path | None:
+    """The checkpoint with the highest step by name, whole or not; None without one."""
+    steps = _steps(root)
+    return steps[-1] if steps else None
+
+
+def later_steps(root: Path, step: int) -> list[Path]:
+    """The checkpoints of steps after ``step`` that have all their files."""
+    return [path for path in _steps(root) if (step_of(path) or 0) > step and problem(path) is None]
+
+
+def prune(root: Path, keep: int, protected: Collection[int] = ()) -> list[Path]:
+    """Removes checkpoints older than the newest ``keep`` whole ones; returns what was removed.
+
+    What dead writers left is removed too. A damaged checkpoint never counts as one of the ``keep``;
+    one that is newer than them stays, to be examined.
+
+    Args:
+        protected: steps that stay, whatever their age.
+    """
+    assert keep >= 1, f"keep is {keep}"
+    steps = _steps(root)
+    whole = [path for path in steps if problem(path) is None][-keep:]
+    oldest = step_of(whole[0]) if len(whole) == keep else None
+    removed = []
+    for path in steps:
+        step = step_of(path) or 0
+        if oldest is not None and step < oldest and step not in protected:
+            shutil.rmtree(path)
+            removed.append(path)
+    return removed + clean(root)
+
+
+def clean(root: Path) -> list[Path]:
+    """Removes what dead writers left in ``root``, checkpoints or exports; returns what was removed.
+
+    A directory that its writer had put aside, and not yet replaced when it died, gets its name
+    back.
+    """
+    removed = []
+    for replaced in sorted(root.glob(f"*{REPLACED}")):
+        path = replaced.with_name(replaced.name.removesuffix(REPLACED))
+        if path.exists():
+            shutil.rmtree(replaced)
+            removed.append(replaced)
+        else:
+            replaced.rename(path)
+            logger.warning(
+                "%s was being replaced when its writer died; the older one is back", path
+            )
+    for partial in sorted(root.glob(f"*{PARTIAL}")):
+        if partial.is_dir():
+            shutil.rmtree(partial)
+            removed.append(partial)
+    return removed
+
+
+def _steps(root: Path) -> list[Path]:
+    if not root.is_dir():
+        return []
+    steps = [path for path in root.iterdir() if path.is_dir() and step_of(path) is not None]
+    return sorted(steps, key=lambda path: step_of(path) or 0)

@@ -1,0 +1,101 @@
+"""What is known of a checkpoint before anything is built: does it fit a run, how large is it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.number_formats import ITEM_BYTES
+from megatron_rl.policy.families import Architecture
+from megatron_rl.policy.parameter_map import local_shape, model_parameters, padded_vocab
+
+FORMAT = 1
+SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "ffn_hidden_size",
+    "vocab_size",
+    "num_experts",
+)
+
+
+def describe(
+    arch: Architecture, params: str, *, distributed_optimizer: bool, reference: bool
+) -> dict[str, Any]:
+    """What must agree between the run that writes a checkpoint and the run that reads it.
+
+    Args:
+        params: number format of the weights, "float32" or "bfloat16".
+        reference: whether the weights of the start are kept for a KL term.
+    """
+    sizes = {name: getattr(arch, name) for name in SIZES}
+    return {
+        "format": FORMAT,
+        "model": {"family": arch.family, "tied_embeddings": arch.tied_embeddings, **sizes},
+        "precision.params": params,
+        "parallel.distributed_optimizer": distributed_optimizer,
+        "reference": reference,
+    }
+
+
+def refuse_other(path: Path, written: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Compares two descriptions made by ``describe``.
+
+    Raises:
+        ValueError: they differ; names each difference.
+    """
+    problems = [
+        f"{key} is {written[key]!r} there and {wanted[key]!r} here"
+        for key in ("format", "precision.params", "parallel.distributed_optimizer")
+        if written[key] != wanted[key]
+    ]
+    problems += [
+        f"the model's {key} is {written['model'][key]!r} there and {value!r} here"
+        for key, value in wanted["model"].items()
+        if written["model"][key] != value
+    ]
+    if wanted["reference"] and not written["reference"]:
+        problems.append("it holds no reference weights, which the method needs")
+    if problems:
+        raise ValueError(
+            f"checkpoint {path} does not fit this run: {'; '.join(problems)}. Use the same"
+            " settings, or start from an exported model"
+        )
+
+
+def num_parameters(arch: Architecture, divisible_by: int) -> int:
+    """Parameters of the whole model, its vocabulary padded to a multiple of ``divisible_by``."""
+    rows = padded_vocab(arch.vocab_size, divisible_by, 1)
+    shapes = (local_shape(parameter, arch, rows, 1) for parameter in model_parameters(arch))
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def checkpoint_bytes(
+    parameters: int, params: str, moments: str, *, distributed_optimizer: bool, reference: bool
+) -> int:
+    """Bytes of a training checkpoint: weights, two moments, float32 masters, reference weights.
+
+    Masters are saved for bfloat16 weights, and by the distributed optimizer always.
+
+    Args:
+        parameters: see ``num_parameters``.
+        params: number format of the weights.
+        moments: number format of Adam's moments.
+        reference: whether reference weights are kept.
+
+    Example: 7.6e9 parameters in bfloat16 with float32 moments take 2 + 4 + 8 bytes each, 106 GB.
+    """
+    element = ITEM_BYTES[params]
+    master = 4 if element == 2 or distributed_optimizer else 0
+    copies = 2 if reference else 1
+    return parameters * (copies * element + master + 2 * ITEM_BYTES[moments])
+
+
+def export_bytes(parameters: int, params: str) -> int:
+    """Bytes of the weights of an exported model."""
+    return parameters * ITEM_BYTES[params]

@@ -1,0 +1,274 @@
+"""Files of a HF directory: tensors read and written one at a time, config.json, tokenizer files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rl.config.model_config import read_json, refuse_pointer
+from megatron_rl.errors import concerning
+from megatron_rl.policy.families.base import Architecture
+from megatron_rl.policy.parameter_map import HEAD, hf_names, tensor_slices
+from megatron_rl.types import Shard
+
+MAX_FILE_BYTES = 5 * 10**9
+# What a HF directory may hold beside weights and config.json.
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "*.jinja",
+    "chat_template.json",
+    "*preprocessor_config.json",
+)
+# As safetensors names them. Numbers of 8 bits mean nothing without their scales.
+FLOATS = ("F64", "F32", "F16", "BF16")
+MAX_NAMES_SHOWN = 4
+
+
+def open_tensors(file: Path) -> Any:
+    """The safetensors file, opened; also a context manager.
+
+    Raises:
+        ValueError: it is not there, a Git LFS pointer, or not whole; names the file.
+    """
+    if not file.is_file():
+        raise ValueError(
+            f"model.path: {file} is not there, but the index of the folder names it; copy it from"
+            " the model"
+        )
+    refuse_pointer(file)
+    with concerning(
+        f"model.path: {file}", "it is damaged or cut off; copy it again", (SafetensorError, OSError)
+    ):
+        return safe_open(file, framework="pt")
+
+
+def tensor_files(path: Path) -> dict[str, Path]:
+    """The file of each tensor of a HF directory, from the index where there is one.
+
+    Raises:
+        ValueError: there are no safetensors, or the index or the only file cannot be read.
+    """
+    index = path / "model.safetensors.index.json"
+    single = path / "model.safetensors"
+    if index.is_file():
+        files = read_json(index).get("weight_map")
+        good = isinstance(files, dict) and all(
+            isinstance(file, str) and Path(file).name == file for file in files.values()
+        )
+        if not good:
+            raise ValueError(
+                f"model.path: {index} has no weight_map of tensors to file names; copy it again"
+                " from the model"
+            )
+        return {name: path / file for name, file in files.items()}
+    if single.is_file():
+        with open_tensors(single) as file:
+            return dict.fromkeys(file.keys(), single)
+    raise ValueError(
+        f"model.path: {path} holds neither model.safetensors nor model.safetensors.index.json; save"
+        " the model as safetensors"
+    )
+
+
+def check_headers(files: Mapping[str, Path]) -> None:
+    """Reads the header of every file, and no weights.
+
+    Raises:
+        ValueError: a file is missing or damaged, lacks a tensor that the index says it has, or
+            holds one that is not a float.
+    """
+    for path in sorted(set(files.values())):
+        with open_tensors(path) as file:
+            present = set(file.keys())
+            for name in sorted(name for name, where in files.items() if where == path):
+                if name not in present:
+                    raise ValueError(
+                        f"model.path: {path} holds no tensor {name}, but the index says so; copy"
+                        " both again from the model"
+                    )
+                dtype = file.get_slice(name).get_dtype()
+                if dtype not in FLOATS:
+                    raise ValueError(
+                        f"model.path: {path}: tensor {name} is {dtype}, not a float of 16 bits or"
+                        f" more ({', '.join(FLOATS)}); quantized weights are not supported, give"
+                        " the model before quantization"
+                    )
+
+
+class HfDirectory:
+    """The tensors of a HF directory, by name.
+
+    Raises:
+        ValueError: the directory holds no safetensors, or a file is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.files = tensor_files(path)
+        check_headers(self.files)
+        self._open: dict[Path, Any] = {}
+
+    def check(self, arch: Architecture) -> None:
+        """Raises ValueError unless exactly the tensors of ``arch`` are there.
+
+        Two kinds may be there too: the head of a tied model (who reads it compares it with the
+        embedding), and the rotary tables of old checkpoints, which follow from config.json.
+        """
+        wanted = set(hf_names(arch))
+        present = {name for name in self.files if not name.endswith("rotary_emb.inv_freq")}
+        if arch.tied_embeddings:
+            present -= set(HEAD.hf)
+        missing = sorted(wanted - present)
+        unknown = sorted(present - wanted)
+        if missing or unknown:
+            raise ValueError(
+                f"model.path: {self.path} does not fit {arch.family} with {arch.num_layers} layers:"
+                f" {len(missing)} tensors are missing {missing[:MAX_NAMES_SHOWN]} and"
+                f" {len(unknown)} are unknown {unknown[:MAX_NAMES_SHOWN]}; check config.json"
+                " against the weights"
+            )
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, a copy.
+
+        Its file is mapped only meanwhile: the process does not grow with the model.
+        """
+        with open_tensors(self.files[name]) as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor.clone()
+
+    def read_shard(self, shard: Shard) -> Tensor:
+        """The shard, and nothing more of its tensor.
+
+        Files stay open: a rank reads many shards of each.
+
+        Raises:
+            ValueError: the tensor has another shape than the shard says.
+        """
+        file = self.files[shard.name]
+        if file not in self._open:
+            self._open[file] = open_tensors(file)
+        stored = self._open[file].get_slice(shard.name)
+        if tuple(stored.get_shape()) != shard.full:
+            raise ValueError(
+                f"model.path: {shard.name} in {file} has shape {tuple(stored.get_shape())}, but"
+                f" config.json needs {shard.full}; the weights belong to another model"
+            )
+        return stored[tensor_slices(shard)]
+
+    def common_dtype(self, names: Sequence[str]) -> torch.dtype:
+        """Number format of tensors that become one parameter.
+
+        Raises:
+            ValueError: they differ.
+        """
+        dtypes = {name: self._dtype(name) for name in names}
+        if len(set(dtypes.values())) > 1:
+            raise ValueError(
+                f"{self.path}: tensors that make up one parameter differ in number format:"
+                f" {dtypes}; convert them to one"
+            )
+        return dtypes[names[0]]
+
+    def _dtype(self, name: str) -> torch.dtype:
+        with open_tensors(self.files[name]) as file:
+            stored = file.get_slice(name)
+            # An empty slice has the torch type without the data; a scalar cannot be sliced.
+            sample = stored[:0] if stored.get_shape() else file.get_tensor(name)
+            return sample.dtype
+
+
+class ShardWriter:
+    """Writes named tensors, in the order they come, into files of ``max_bytes`` at most.
+
+    A larger tensor gets a file of its own. At most one file is in memory.
+    """
+
+    def __init__(self, path: Path, max_bytes: int = MAX_FILE_BYTES) -> None:
+        self.path = path
+        self.max_bytes = max_bytes
+        self.pending: dict[str, Tensor] = {}
+        self.pending_bytes = 0
+        self.total_bytes = 0
+        self.files: list[list[str]] = []
+
+    def make_room(self, size: int) -> None:
+        """Writes what is pending if ``size`` more bytes would not fit into its file.
+
+        Called before they are read, so that the two are never in memory together.
+        """
+        if self.pending and self.pending_bytes + size > self.max_bytes:
+            self._flush()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        self.make_room(size)
+        self.pending[name] = tensor.detach().cpu().contiguous()
+        self.pending_bytes += size
+        self.total_bytes += size
+
+    def _flush(self) -> None:
+        save_file(self.pending, self._temporary(len(self.files)), metadata={"format": "pt"})
+        self.files.append(list(self.pending))
+        self.pending = {}
+        self.pending_bytes = 0
+
+    def _temporary(self, number: int) -> Path:
+        return self.path / f"part-{number:05d}.safetensors"
+
+    def close(self) -> None:
+        """Names the files as HF does: one ``model.safetensors``, or numbered files and an index."""
+        if self.pending:
+            self._flush()
+        count = len(self.files)
+        if count == 1:
+            self._temporary(0).rename(self.path / "model.safetensors")
+            return
+        weight_map = {}
+        for number, names in enumerate(self.files):
+            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            self._temporary(number).rename(self.path / file)
+            weight_map.update(dict.fromkeys(names, file))
+        index = {
+            "metadata": {"total_size": self.total_bytes},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        (self.path / "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=2) + "\n", encoding="ascii"
+        )
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copies the tokenizer and generation files of a HF directory."""
+    for pattern in COMPANIONS:
+        for file in source.glob(pattern):
+            shutil.copyfile(file, target / file.name)
+
+
+def write_config(source: Path, target: Path, dtype: str | None) -> None:
+    """Copies ``source/config.json``.
+
+    ``dtype`` (as in "bfloat16") becomes the format of the weights in it; None: as it is.
+    """
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    # transformers wrote "torch_dtype" before version 5 and "dtype" since; both are read.
+    keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
+    if dtype is not None:
+        config.update(dict.fromkeys(keys, dtype))
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="ascii")

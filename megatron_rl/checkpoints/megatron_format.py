@@ -1,0 +1,368 @@
+"""megatron's distributed checkpoint format, read and written tensor by tensor, without megatron.
+
+The format does not depend on the parallel layout: a tensor of all layers (and all experts) is one
+array ``[layers, experts, ...]`` under one key, stored in chunks; whoever loads takes the chunks it
+needs.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    FileSystemReader,
+    FileSystemWriter,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron_rl.checkpoints import nemo_format
+from megatron_rl.checkpoints.safe_load import SafeReader
+from megatron_rl.policy.families import Architecture
+from megatron_rl.policy.parameter_map import (
+    FUSED_NORMS,
+    HEAD,
+    Parameter,
+    hf_shapes,
+    local_shape,
+    model_parameters,
+    parameter_slices,
+    shards,
+    slices,
+    tensor_slices,
+)
+
+BACKEND = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+# Norms are stored under their fused names. In front of experts Transformer Engine does not fuse,
+# while megatron's own layers ask for the fused name there too: that norm is stored under both.
+STORED_NAMES = {name: fused for fused, name in FUSED_NORMS.items()}
+BEFORE_EXPERTS = "pre_mlp_layernorm.weight"
+# Modules that carry an (empty) state of Transformer Engine, for which megatron's loader asks;
+# experts' names have no prefix.
+STATEFUL = (
+    "self_attention.linear_proj",
+    "self_attention.linear_qkv",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+    "linear_fc1",
+    "linear_fc2",
+    "decoder.final_layernorm",
+)
+
+
+@dataclass(frozen=True)
+class Slab:
+    """One parameter of one layer (and expert): ``array[key][place]`` has ``shape``.
+
+    ``other_key``: where other writers put it; with ``both`` it is written there too.
+    """
+
+    parameter: Parameter
+    key: str
+    other_key: str
+    place: tuple[int, ...]
+    extent: tuple[int, ...]  # of the axes that ``place`` indexes
+    shape: tuple[int, ...]
+    both: bool = False
+
+    @property
+    def stateful(self) -> bool:
+        name = self.parameter.slot.megatron
+        return name.removesuffix(".weight") in STATEFUL or (self.both and name == BEFORE_EXPERTS)
+
+    @property
+    def state_key(self) -> str:
+        """Example: "decoder.layers.mlp.linear_fc1._extra_state/shard_3_28", of layer 3 of 28."""
+        at = ".".join(map(str, self.place or (0,)))
+        of = ".".join(map(str, self.extent or (1,)))
+        return f"{self.key.removesuffix('.weight')}._extra_state/shard_{at}_{of}"
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        zeros = (0,) * len(self.shape)
+        return ChunkStorageMetadata(
+            torch.Size(self.place + zeros), torch.Size((1,) * len(self.place) + self.shape)
+        )
+
+
+def slabs(arch: Architecture, vocab_rows: int) -> Iterator[Slab]:
+    """All parameters of the model, in its order."""
+    for parameter in model_parameters(arch):
+        name = parameter.slot.megatron
+        shape = local_shape(parameter, arch, vocab_rows, 1)
+        if parameter.layer is None:
+            yield Slab(parameter, name, name, (), (), shape)
+        elif parameter.expert is None:
+            own = f"decoder.layers.{name}"
+            fused = f"decoder.layers.{STORED_NAMES.get(name, name)}"
+            both = name == BEFORE_EXPERTS and arch.num_experts > 0
+            keys = (own, fused) if both else (fused, own)
+            yield Slab(parameter, *keys, (parameter.layer,), (arch.num_layers,), shape, both)
+        else:
+            key = f"decoder.layers.mlp.experts.experts.{name}"
+            place = (parameter.layer, parameter.expert)
+            extent = (arch.num_layers, arch.num_experts)
+            yield Slab(parameter, key, key, place, extent, shape)
+
+
+def to_megatron(slab: Slab, arch: Architecture, tensors: dict[str, Tensor]) -> Tensor:
+    """The Megatron parameter made of its whole HF tensors."""
+    whole = torch.empty(slab.shape, dtype=next(iter(tensors.values())).dtype)
+    for shard in shards(slab.parameter, arch, arch.vocab_size, 0, 1):
+        whole[parameter_slices(shard)] = tensors[shard.name][tensor_slices(shard)]
+    return whole
+
+
+def to_hf(slab: Slab, arch: Architecture, whole: Tensor) -> dict[str, Tensor]:
+    """The inverse of ``to_megatron``; rows of a padded vocabulary are left out."""
+    shapes = hf_shapes(slab.parameter, arch)
+    if len(shapes) == 1 and shapes[slab.parameter.names[0]] == tuple(whole.shape):
+        # Nothing to cut: the largest tensors are not copied.
+        return {slab.parameter.names[0]: whole}
+    tensors = {name: torch.empty(shapes[name], dtype=whole.dtype) for name in slab.parameter.names}
+    rows = whole.shape[0] if slab.parameter.slot.kind == "vocab" else arch.vocab_size
+    for shard in shards(slab.parameter, arch, rows, 0, 1):
+        tensors[shard.name][tensor_slices(shard)] = whole[parameter_slices(shard)]
+    return tensors
+
+
+class _Writer(SavePlanner):
+    """Plans every slab as a chunk of its array.
+
+    A chunk is made when it is written, and then dropped.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        dtype: Callable[[Slab], torch.dtype],
+        produce: Callable[[Slab], Tensor],
+        prefix: str,
+    ) -> None:
+        self.arch = arch
+        self.dtype = dtype
+        self.produce = produce
+        self.prefix = prefix
+        self.slabs: dict[tuple[str, torch.Size], Slab] = {}
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None: ...
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for slab in slabs(self.arch, self.arch.vocab_size):
+            size = torch.Size(slab.extent + slab.shape)
+            data = TensorWriteData(
+                chunk=slab.chunk, properties=TensorProperties(dtype=self.dtype(slab)), size=size
+            )
+            for key in (slab.key, slab.other_key) if slab.both else (slab.key,):
+                self.slabs[self.prefix + key, slab.chunk.offsets] = slab
+                items.append(
+                    WriteItem(
+                        MetadataIndex(self.prefix + key, slab.chunk.offsets),
+                        WriteItemType.SHARD,
+                        tensor_data=data,
+                    )
+                )
+            if slab.stateful:
+                name = self.prefix + slab.state_key
+                items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+        return SavePlan(items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return torch_checkpoint.default_planner.create_default_global_save_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO:
+            stored = io.BytesIO()
+            torch.save([None], stored)
+            return stored
+        assert write_item.tensor_data is not None and write_item.index.offset is not None
+        slab = self.slabs[write_item.index.fqn, write_item.index.offset]
+        return self.produce(slab).view(write_item.tensor_data.chunk.sizes)
+
+
+def write(
+    path: Path,
+    arch: Architecture,
+    dtype: Callable[[Slab], torch.dtype],
+    produce: Callable[[Slab], Tensor],
+    prefix: str = "",
+) -> None:
+    """Writes a checkpoint of weights into the directory ``path``.
+
+    ``produce(slab)``, of ``dtype(slab)``, is called when the slab is written (twice if it is stored
+    twice); what it raises comes out as it was raised. Every key begins with ``prefix``.
+    """
+    writer = FileSystemWriter(path, single_file_per_rank=True, thread_count=1)
+    planner = _Writer(arch, dtype, produce, prefix)
+    with warnings.catch_warnings():
+        # Of torch, about writing in one process, which is meant.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            torch_checkpoint.save({}, storage_writer=writer, planner=planner, no_dist=True)
+        except CheckpointException as error:  # a BaseException around the true one
+            raise error.failures[0][0] from error
+    torch.save({}, path / "common.pt")
+    (path / "metadata.json").write_text(json.dumps(BACKEND) + "\n", encoding="ascii")
+
+
+class _Reader(LoadPlanner):
+    """Reads one region of one array."""
+
+    def __init__(
+        self, key: str, stored: TensorStorageMetadata, region: ChunkStorageMetadata
+    ) -> None:
+        self.key = key
+        self.stored = stored
+        self.region = region
+        self.target = torch.empty(region.sizes, dtype=stored.properties.dtype)
+
+    def set_up_planner(
+        self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
+    ) -> None: ...
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan(create_read_items_for_chunk_list(self.key, self.stored, [self.region]))
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise AssertionError("arrays only")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        return self.target[slices(read_item.dest_offsets, read_item.lengths)]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...
+
+
+class Reader:
+    """The arrays of a checkpoint directory, slab by slab.
+
+    A NeMo 2 checkpoint (``weights/`` and ``context/``) is read too: its keys begin with
+    ``module.``. ``allow_pickle``: its index may name anything; what it names is run.
+    """
+
+    def __init__(self, path: Path, *, allow_pickle: bool = False) -> None:
+        if (path / nemo_format.WEIGHTS / ".metadata").is_file():
+            path = path / nemo_format.WEIGHTS
+        if not (path / ".metadata").is_file():
+            raise ValueError(
+                f"{path} is not a distributed checkpoint of megatron (no file .metadata in it)"
+            )
+        self.path = path
+        self.reader = FileSystemReader(path) if allow_pickle else SafeReader(path)
+        self.metadata = self.reader.read_metadata()
+        self.reader.set_up_storage_reader(self.metadata, True)
+        prefixed = any(
+            key.startswith(nemo_format.PREFIX) for key in self.metadata.state_dict_metadata
+        )
+        self.prefix = nemo_format.PREFIX if prefixed else ""
+
+    def _array(self, slab: Slab) -> tuple[str, TensorStorageMetadata]:
+        for key in (self.prefix + slab.key, self.prefix + slab.other_key):
+            stored = self.metadata.state_dict_metadata.get(key)
+            if isinstance(stored, TensorStorageMetadata):
+                return key, stored
+        raise ValueError(
+            f"{self.path} holds no {slab.key}; its config.json belongs to another model"
+        )
+
+    def array(self, slab: Slab) -> tuple[str, TensorStorageMetadata]:
+        """Key and description of the array that holds ``slab``.
+
+        Raises:
+            ValueError: there is none, or one of another shape.
+        """
+        key, stored = self._array(slab)
+        if tuple(stored.size) != slab.extent + slab.shape:
+            raise ValueError(
+                f"{self.path}: {key} has shape {tuple(stored.size)}, but config.json means"
+                f" {slab.extent + slab.shape}; give the config.json of this model"
+            )
+        return key, stored
+
+    def vocab_rows(self, arch: Architecture) -> int:
+        """Rows of the stored embedding, padding included."""
+        return int(self._array(next(slabs(arch, arch.vocab_size)))[1].size[0])
+
+    def read(self, slab: Slab) -> Tensor:
+        """The slab. Raises ValueError as ``array`` does."""
+        key, stored = self.array(slab)
+        planner = _Reader(key, stored, slab.chunk)
+        self.reader.read_data(planner.create_local_plan(), planner)
+        return planner.target.view(slab.shape)
+
+
+def check_tied_head(reader: Reader, arch: Architecture, embedding: Slab) -> None:
+    """Raises ValueError when config.json ties the head to the embedding but another head is stored.
+
+    NeMo 2 stores Qwen2 with a head of its own, whatever its config.json says.
+    """
+    head = Slab(Parameter(HEAD, HEAD.hf), HEAD.megatron, HEAD.megatron, (), (), embedding.shape)
+    is_stored = reader.prefix + head.key in reader.metadata.state_dict_metadata
+    if not arch.tied_embeddings or not is_stored:
+        return
+    tokens = slice(0, arch.vocab_size)  # without padding
+    if not torch.equal(reader.read(head)[tokens], reader.read(embedding)[tokens]):
+        raise ValueError(
+            f"{reader.path} holds an {head.key} that differs from the embedding, but config.json"
+            " has tie_word_embeddings true; set it to false there"
+        )
+
+
+def read_hf(
+    path: Path, arch: Architecture, announce: Callable[[int], None], *, allow_pickle: bool = False
+) -> Iterable[tuple[str, Tensor]]:
+    """(HF name, whole tensor) of every tensor, in the order of the model.
+
+    One parameter is in memory at a time; ``announce`` is told its bytes before it is read.
+    ``allow_pickle``: see Reader.
+    """
+    reader = Reader(path, allow_pickle=allow_pickle)
+    nemo_format.check_config(path, arch)
+    stored = list(slabs(arch, reader.vocab_rows(arch)))
+    for slab in stored:
+        reader.array(slab)  # all are there and fit, before the first is read
+    embedding = stored[0]
+    check_tied_head(reader, arch, embedding)
+    for slab in stored:
+        announce(math.prod(slab.shape) * reader.array(slab)[1].properties.dtype.itemsize)
+        yield from to_hf(slab, arch, reader.read(slab)).items()

@@ -1,0 +1,162 @@
+"""What a configuration asks of the machine, whose facts are an argument: pure checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config.model_config import ModelSizes, model_sizes
+from megatron_rl.config.schema import Config, Fp8Config, ParallelConfig
+
+# Sizes of every matrix product must be multiples of this: the block of one scale, or what the FP8
+# kernels need.
+BLOCK = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
+# The first Transformer Engine that megatron-core accepts for a recipe.
+MIN_ENGINE = {"delayed": (1, 0), "tensorwise": (2, 2), "blockwise": (2, 3), "mxfp8": (2, 1)}
+# Compute capabilities [from, below): FP8 exists since Ada (8.9), scales of blocks since Hopper
+# (9.0), MXFP8 on Blackwell (10.x, 11.x).
+CAPABILITY = {
+    "delayed": ((8, 9), (99, 0)),
+    "tensorwise": ((8, 9), (99, 0)),
+    "blockwise": ((9, 0), (99, 0)),
+    "mxfp8": ((10, 0), (12, 0)),
+}
+# Widths of an attention head for which vLLM has CPU kernels; it fails only at the first request.
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+OTHER_RECIPE = "choose precision=fp8_tensorwise or precision=bf16"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """``compute_capability`` of this process's CUDA device, None without one.
+    ``transformer_engine``: its version when it can be imported, else None. ``adam``: where
+    megatron-core finds the class of that name.
+
+    Example: ``Machine((9, 0), "2.11.0", "transformer_engine")`` is an H100 or H200 with everything.
+    """
+
+    compute_capability: tuple[int, int] | None
+    transformer_engine: str | None
+    adam: str  # transformer_engine | apex | torch
+
+
+def machine_problems(
+    config: Config, machine: Machine, hf_config: Mapping[str, Any] | None
+) -> Iterator[str]:
+    """One message (key, value, remedy) for each thing that ``config`` needs and ``machine`` lacks.
+
+    ``hf_config``: the model's config.json, whose sizes must suit the kernels (None: not checked).
+    """
+    precision = config.precision
+    fp8 = precision.fp8
+    sizes = None if hf_config is None else model_sizes(hf_config)
+    if fp8 is not None:
+        yield from _recipe(fp8, machine)
+        if sizes is not None:
+            yield from _block_sizes(fp8, config.parallel, sizes)
+    if machine.compute_capability is None and sizes is not None:
+        yield from _cpu_heads(sizes)
+    if precision.adam == "fused" and machine.adam == "torch":
+        yield (
+            "precision.adam = fused: neither Transformer Engine nor apex can be imported here;"
+            " install one, or set precision.adam=auto for torch's AdamW"
+        )
+    if precision.adam_moments != "float32" and machine.adam != "transformer_engine":
+        yield (
+            f"precision.adam_moments = {precision.adam_moments}: only the Adam of Transformer"
+            " Engine keeps such moments, and it cannot be imported here; install it, or set"
+            " precision.adam_moments=float32"
+        )
+    if config.rollout.quantization is not None and (machine.compute_capability or (0, 0)) < (8, 9):
+        yield (
+            f"rollout.quantization = {config.rollout.quantization}: needs a GPU of compute"
+            f" capability 8.9 or more, this machine has {_capability(machine)}; set"
+            " rollout.quantization=null"
+        )
+
+
+def _cpu_heads(sizes: ModelSizes) -> Iterator[str]:
+    if sizes.head_dim and sizes.head_dim not in CPU_HEAD_DIMS:
+        known = ", ".join(map(str, CPU_HEAD_DIMS))
+        yield (
+            f"model.path: head_dim = {sizes.head_dim}: without a GPU vLLM has attention for {known}"
+            " only; use a model with one of these, or a GPU"
+        )
+
+
+def _capability(machine: Machine) -> str:
+    if machine.compute_capability is None:
+        return "no CUDA device"
+    major, minor = machine.compute_capability
+    return f"compute capability {major}.{minor}"
+
+
+def _recipe(fp8: Fp8Config, machine: Machine) -> Iterator[str]:
+    key = f"precision.fp8.recipe = {fp8.recipe}"
+    if machine.compute_capability is None:
+        yield (
+            f"{key}: FP8 needs a GPU, this machine has no CUDA device; choose precision=fp32 or"
+            " precision=bf16"
+        )
+        return
+    first, end = CAPABILITY[fp8.recipe]
+    if not first <= machine.compute_capability < end:
+        remedy = OTHER_RECIPE if machine.compute_capability >= (8, 9) else "choose precision=bf16"
+        span = f"{first[0]}.{first[1]} or more"
+        if end < (99, 0):
+            span += f" and below {end[0]}.{end[1]}"
+        yield (
+            f"{key}: needs compute capability {span}, this GPU has {_capability(machine)}; {remedy}"
+        )
+    if machine.transformer_engine is None:
+        yield (
+            f"{key}: FP8 layers come from Transformer Engine, which cannot be imported here;"
+            " install it, or choose precision=bf16"
+        )
+    elif _version(machine.transformer_engine) < MIN_ENGINE[fp8.recipe]:
+        wanted = ".".join(map(str, MIN_ENGINE[fp8.recipe]))
+        yield (
+            f"{key}: needs Transformer Engine {wanted} or newer, here is"
+            f" {machine.transformer_engine}; update it, or {OTHER_RECIPE}"
+        )
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor = text.split("+")[0].split(".")[:2]
+    return int(major), int(minor)
+
+
+def linear_sizes(parallel: ParallelConfig, sizes: ModelSizes) -> dict[str, int]:
+    """Rows and columns of the matrices of a layer on one rank, by what they are.
+
+    Example: hidden 3584, 28 heads of 128, 4 key-value heads, feed-forward 18944 on tensor=4 give
+    3584, 1152, 896 and 4736.
+    """
+    query_rows = sizes.num_heads * sizes.head_dim
+    key_value_rows = 2 * sizes.num_kv_heads * sizes.head_dim
+    rank_sizes = {
+        "hidden_size": sizes.hidden_size,
+        "query, key and value rows of one tensor rank": (
+            (query_rows + key_value_rows) // parallel.tensor
+        ),
+        "attention width of one tensor rank": query_rows // parallel.tensor,
+    }
+    if sizes.num_experts:
+        width = sizes.expert_ffn_hidden_size // parallel.expert_tensor
+        rank_sizes["expert width of one expert-tensor rank"] = width
+    else:
+        width = sizes.ffn_hidden_size // parallel.tensor
+        rank_sizes["feed-forward width of one tensor rank"] = width
+    return rank_sizes
+
+
+def _block_sizes(fp8: Fp8Config, parallel: ParallelConfig, sizes: ModelSizes) -> Iterator[str]:
+    block = BLOCK[fp8.recipe]
+    other = OTHER_RECIPE if block > 16 else "choose precision=bf16"
+    for what, size in linear_sizes(parallel, sizes).items():
+        if size % block:
+            yield (
+                f"precision.fp8.recipe = {fp8.recipe}: the model's {what} is {size}, which does not"
+                f" divide by {block}; lower parallel.tensor, or {other}"
+            )

@@ -1,0 +1,191 @@
+"""Which parallel sizes fit a model: pure arithmetic, one message for each broken rule.
+
+The command line, the memory plan and the policy ask here, so that they cannot disagree. megatron
+and vLLM check most of this again, one rule at a time, after processes and groups have started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_rl.config.model_config import ModelSizes
+from megatron_rl.config.schema import ParallelConfig
+
+
+def replica_ranks(parallel: ParallelConfig) -> int:
+    """Ranks that hold one replica of the policy."""
+    return parallel.tensor * parallel.pipeline * parallel.context
+
+
+def layout_problems(sizes: ModelSizes, parallel: ParallelConfig, world_size: int) -> list[str]:
+    """What keeps a model of ``sizes`` from being trained as ``parallel`` says on ``world_size``
+    ranks: one message (key, value, remedy) each, none when it fits."""
+    return [*world_problems(parallel, world_size), *model_problems(sizes, parallel)]
+
+
+def world_problems(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
+    """The rules that hold for every model."""
+    dense = replica_ranks(parallel)
+    if world_size % dense:
+        yield (
+            f"parallel: tensor {parallel.tensor} x pipeline {parallel.pipeline} x context"
+            f" {parallel.context} = {dense} does not divide the {world_size} processes; start a"
+            f" multiple of {dense} (torchrun --nproc-per-node) or change parallel.*"
+        )
+    experts = parallel.expert_tensor * parallel.expert * parallel.pipeline
+    if world_size % experts:
+        yield (
+            f"parallel: expert_tensor {parallel.expert_tensor} x expert {parallel.expert} x"
+            f" pipeline {parallel.pipeline} = {experts} does not divide the {world_size}"
+            f" processes; start a multiple of {experts} or change parallel.*"
+        )
+    if parallel.sequence and parallel.tensor == 1:
+        yield (
+            "parallel.sequence = True: splits sequences over the tensor-parallel ranks; set"
+            " parallel.tensor > 1, or sequence=false"
+        )
+    if parallel.pipeline == 1:
+        for key in ("virtual_pipeline", "first_stage_layers", "last_stage_layers"):
+            value = getattr(parallel, key)
+            if value is not None:
+                yield f"parallel.{key} = {value}: needs parallel.pipeline > 1; set it to null"
+    overlap_works = parallel.distributed_optimizer and parallel.overlap_grad_reduce
+    if parallel.overlap_param_gather and not overlap_works:
+        yield (
+            "parallel.overlap_param_gather = True: needs parallel.distributed_optimizer=true and"
+            " parallel.overlap_grad_reduce=true, or set it to false"
+        )
+
+
+def model_problems(sizes: ModelSizes, parallel: ParallelConfig) -> Iterator[str]:
+    """The rules that depend on the model."""
+    yield from _attention_problems("parallel", parallel.tensor, sizes)
+    if sizes.num_experts:
+        yield from _expert_problems(sizes, parallel)
+    else:
+        yield from _dense_problems(sizes, parallel)
+    if parallel.pipeline > 1:
+        yield from _stage_problems(sizes, parallel)
+
+
+def rollout_problems(sizes: ModelSizes, tensor: int) -> Iterator[str]:
+    """What keeps vLLM from cutting the model over ``tensor`` ranks."""
+    refused = False
+    for problem in _attention_problems("rollout", tensor, sizes):
+        refused = True
+        yield problem
+    width = sizes.expert_ffn_hidden_size or sizes.ffn_hidden_size
+    # One key has one remedy: a divisor of the heads comes first.
+    if not refused and width % tensor:
+        yield (
+            f"rollout.tensor = {tensor}: does not divide the model's {width} feed-forward rows;"
+            " choose a divisor"
+        )
+
+
+def _attention_problems(section: str, tensor: int, sizes: ModelSizes) -> Iterator[str]:
+    """Heads are cut over tensor ranks; key-value heads are cut, or shared by several ranks each.
+
+    In megatron, ranks that share a head hold equal intervals of its query, key and value rows and
+    gather them in the forward; in vLLM each holds a copy of the head.
+    """
+    key = f"{section}.tensor = {tensor}"
+    heads = sizes.num_heads
+    kv_heads = sizes.num_kv_heads
+    if heads % tensor:
+        yield (
+            f"{key}: does not divide the model's {heads} attention heads; choose a divisor of"
+            f" {heads}"
+        )
+    elif kv_heads % tensor and tensor % kv_heads:
+        yield (
+            f"{key}: neither a divisor nor a multiple of the model's {kv_heads} key-value heads;"
+            " choose one that is"
+        )
+    elif section == "parallel" and (heads + 2 * kv_heads) * sizes.head_dim % tensor:
+        rows = (heads + 2 * kv_heads) * sizes.head_dim
+        yield (
+            f"{key}: does not divide the model's {rows} query, key and value rows; choose a divisor"
+        )
+
+
+def _dense_problems(sizes: ModelSizes, parallel: ParallelConfig) -> Iterator[str]:
+    if sizes.ffn_hidden_size % parallel.tensor:
+        yield (
+            f"parallel.tensor = {parallel.tensor}: does not divide the model's"
+            f" {sizes.ffn_hidden_size} feed-forward rows; choose a divisor"
+        )
+    for key in ("expert", "expert_tensor"):
+        ranks = getattr(parallel, key)
+        if ranks > 1:
+            yield f"parallel.{key} = {ranks}: the model has no experts; set it to 1"
+
+
+def _expert_problems(sizes: ModelSizes, parallel: ParallelConfig) -> Iterator[str]:
+    if sizes.num_experts % parallel.expert:
+        yield (
+            f"parallel.expert = {parallel.expert}: does not divide the model's"
+            f" {sizes.num_experts} experts; choose a divisor"
+        )
+    if sizes.expert_ffn_hidden_size % parallel.expert_tensor:
+        yield (
+            f"parallel.expert_tensor = {parallel.expert_tensor}: does not divide the"
+            f" {sizes.expert_ffn_hidden_size} feed-forward rows of an expert; choose a divisor"
+        )
+    if parallel.tensor > 1 and not parallel.sequence:
+        yield (
+            "parallel.sequence = False: megatron-core needs it for a model with experts on"
+            f" parallel.tensor = {parallel.tensor}; set parallel.sequence=true"
+        )
+
+
+def _stage_problems(sizes: ModelSizes, parallel: ParallelConfig) -> Iterator[str]:
+    ends = _end_layers(parallel)
+    middle_layers = sizes.num_layers - sum(ends)
+    middle_stages = parallel.pipeline - len(ends)
+    if middle_stages == 0:
+        fits = middle_layers == 0
+    else:
+        fits = middle_layers > 0 and middle_layers % middle_stages == 0
+    if not fits:
+        remedy = "choose a divisor, or set parallel.first_stage_layers / last_stage_layers"
+        if ends:
+            remedy = (
+                f"change it, parallel.first_stage_layers (now {parallel.first_stage_layers}) or"
+                f" parallel.last_stage_layers (now {parallel.last_stage_layers})"
+            )
+        yield (
+            f"parallel.pipeline = {parallel.pipeline}: {middle_layers} of {sizes.num_layers} layers"
+            f" do not divide into {middle_stages} stages; {remedy}"
+        )
+        return
+    chunks = parallel.virtual_pipeline or 1
+    layers = stage_layers(sizes, parallel)
+    if any(count % chunks for count in layers):
+        yield (
+            f"parallel.virtual_pipeline = {chunks}: does not divide the layers of each stage"
+            f" ({', '.join(map(str, layers))}); choose a divisor of them, or null"
+        )
+
+
+def stage_layers(sizes: ModelSizes, parallel: ParallelConfig) -> list[int]:
+    """Layers of each pipeline stage, all its chunks together, of a layout that fits.
+
+    Example: 28 layers on four stages with ``first_stage_layers`` 4 and ``last_stage_layers`` 6 are
+    ``[4, 9, 9, 6]``.
+    """
+    ends = _end_layers(parallel)
+    middle_stages = parallel.pipeline - len(ends)
+    middle = (sizes.num_layers - sum(ends)) // max(1, middle_stages)
+    layers = [middle] * parallel.pipeline
+    if parallel.first_stage_layers is not None:
+        layers[0] = parallel.first_stage_layers
+    if parallel.last_stage_layers is not None:
+        layers[-1] = parallel.last_stage_layers
+    return layers
+
+
+def _end_layers(parallel: ParallelConfig) -> list[int]:
+    """Layers of the end stages whose number is set."""
+    ends = (parallel.first_stage_layers, parallel.last_stage_layers)
+    return [layers for layers in ends if layers is not None]

@@ -1,0 +1,53 @@
+"""From ``rollout.*`` to the arguments of ``vllm.LLM``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_rl.config.schema import RolloutConfig
+
+# rollout.quantization -> what vLLM calls it; its own "fp8" is an old name for the same.
+VLLM_QUANTIZATION = {"fp8": "fp8_per_tensor"}
+
+# Prompts of one prefill on a CPU, where a longer prompt does not raise it.
+_BATCHED_TOKENS = 8192
+
+
+def engine_arguments(model_path: str, config: RolloutConfig, seed: int) -> dict[str, Any]:
+    """Keyword arguments of ``vllm.LLM`` for one rank.
+
+    ``seed``: of the engine's own generator; requests bring seeds of their own.
+    """
+    max_tokens = config.max_prompt_tokens + config.max_response_tokens
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "tensor_parallel_size": config.tensor,
+        # For one rank a replica too: this executor takes the device of LOCAL_RANK.
+        "distributed_executor_backend": "external_launcher",
+        "worker_extension_cls": "megatron_rl.engine.worker.WeightReceiver",
+        "dtype": config.dtype,
+        "quantization": VLLM_QUANTIZATION[config.quantization] if config.quantization else None,
+        "max_model_len": max_tokens,
+        "enforce_eager": config.enforce_eager,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # not the sampling defaults of the checkpoint
+        "skip_tokenizer_init": not config.stop,
+        "use_tqdm_on_load": False,
+        "seed": seed,
+    }
+    if config.max_num_seqs is not None:
+        arguments["max_num_seqs"] = config.max_num_seqs
+    if config.kv_cache_gib is not None:
+        arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
+    if torch.cuda.is_available():
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+        arguments["enable_sleep_mode"] = config.sleep_level > 0
+    else:
+        # A chunked prefill draws a token, drops it, and rewinds the generator, which CPU
+        # generators cannot do. So a whole prompt must fit into one batch.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(max_tokens, _BATCHED_TOKENS)
+    return arguments

@@ -1,0 +1,351 @@
+"""The sampler: vLLM inside the training processes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.engine.arguments import engine_arguments
+from megatron_rl.engine.refusals import building
+from megatron_rl.engine.requirements import check_start
+from megatron_rl.engine.sampling import eos_token_ids, request_seed, scoring, vllm_sampling
+from megatron_rl.engine.shared_memory import private_segments
+from megatron_rl.engine.side_effects import (
+    prepare_import,
+    undisturbed_process,
+    unlink_broadcast_buffer,
+)
+from megatron_rl.engine.stream import CheckedStream, expected_tensors
+from megatron_rl.engine.streams import EngineStream
+from megatron_rl.engine.watch import watched
+from megatron_rl.engine.worker import Transfer
+from megatron_rl.protocols import ENGINE_PARTS
+from megatron_rl.runtime.random_state import preserved_random_state
+from megatron_rl.types import Completion, Progress, Prompt, Sampling, Shard
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+logger = logging.getLogger(__name__)
+
+# An engine's destructor destroys the default process group, which the policy still uses, so
+# engines are never freed.
+_ALIVE: list[LLM] = []
+
+
+class VllmEngine:
+    """One rank of a rollout engine.
+
+    Every rank of the world builds one, after torch.distributed and Megatron were initialized.
+    Replica r is the ranks ``[r * tensor, (r + 1) * tensor)``; they run in lockstep and must pass
+    the same requests.
+
+    Logprobs are of the distribution sampled from: logits / temperature, then top-k and top-p,
+    renormalized. Greedy sampling (temperature 0) has no such distribution: its logprobs are those
+    at temperature 1, not truncated.
+    """
+
+    def __init__(
+        self, model_path: str, config: RolloutConfig, *, seed: int, launch_id: str
+    ) -> None:
+        """Collective. ``launch_id``: unique to the launch, equal on its ranks.
+
+        Raises:
+            ValueError: the world is not a multiple of ``rollout.tensor``; no checkpoint in
+                ``model_path``; vLLM refuses a setting, or is of another version than the one
+                supported.
+        """
+        assert dist.is_initialized(), (
+            "initialize torch.distributed before the engine, or vLLM makes a world of one"
+        )
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
+        if world_size % config.tensor:
+            raise ValueError(
+                f"rollout.tensor: {world_size} processes do not divide into groups of"
+                f" {config.tensor}; choose a divisor of {world_size}"
+            )
+        self.replica = rank // config.tensor
+        self.num_replicas = world_size // config.tensor
+        self.weight_version = 0
+        self._config = config
+        self._seed = seed
+        self._num_unseeded = 0
+        self._failure: str | None = None
+        self._expected = expected_tensors(Path(model_path))
+        self._eos_token_ids = eos_token_ids(Path(model_path))
+        self._asleep: set[str] = set()
+        self._boxes: list[Shard] | None = None
+        self._can_sleep = torch.cuda.is_available() and config.sleep_level > 0
+        if config.sleep_level > 0 and not self._can_sleep and rank == 0:
+            logger.warning(
+                "rollout.sleep_level=%d has no effect: this build of vLLM cannot sleep",
+                config.sleep_level,
+            )
+        check_start(config)
+        self._stream, self._llm = self._build(model_path, launch_id)
+        _ALIVE.append(self._llm)
+
+    def _build(self, model_path: str, launch_id: str) -> tuple[EngineStream, LLM]:
+        """vLLM and the stream that it was built in."""
+        arguments = engine_arguments(model_path, self._config, self._seed + self.replica)
+        with undisturbed_process(), preserved_random_state(), ExitStack() as stack:
+            prepare_import()
+            from vllm import LLM  # after prepare_import, whose settings it reads
+
+            # vLLM learns of streams that are set after its import, so the stream comes now.
+            stream = EngineStream()
+            stack.enter_context(stream.entered())
+            if self._config.tensor > 1 and not torch.cuda.is_available():
+                stack.enter_context(private_segments(launch_id))
+            stack.callback(unlink_broadcast_buffer)  # also when the engine is refused
+            stack.enter_context(building(model_path, self._config))
+            return stream, LLM(**arguments)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        progress: Progress | None = None,
+    ) -> list[list[Completion]]:
+        """``num_responses`` completions for each prompt, on every rank of the replica.
+
+        With a seed, response j to a prompt depends on (seed, prompt uid, j) and the weights alone;
+        without one, on the calls before. That holds on one kind of machine: on GPUs vLLM samples
+        with other kernels and another generator than on a CPU, so the same seed gives other tokens
+        there.
+
+        Args:
+            progress: called as responses finish.
+
+        Raises:
+            ValueError: a prompt or the requested response is longer than the engine was built for;
+                stop strings without tokenizer.
+            RuntimeError: a weight update failed before.
+        """
+        self._require_usable(ENGINE_PARTS)
+        self._check(prompts, sampling)
+        if not prompts:
+            return []
+        seed = sampling.seed
+        if seed is None:
+            # Negative, so that it meets no seed of a step; a large prime keeps runs apart.
+            self._num_unseeded += 1
+            seed = -(self._seed * 1_000_003 + self._num_unseeded)
+        requests = [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts]
+        params = [
+            vllm_sampling(sampling, request_seed(seed, prompt.uid), self._eos_token_ids)
+            for prompt in prompts
+        ]
+        with self._working() as llm, watched(llm.llm_engine, progress):
+            outputs = llm.generate(requests, params, use_tqdm=False)
+        return [self._completions(output) for output in outputs]
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Logprobs of all tokens but the first of each sequence, see ``protocols.RolloutEngine``.
+
+        Raises:
+            ValueError: a sequence is longer than rollout.max_prompt_tokens.
+        """
+        self._require_usable(ENGINE_PARTS)
+        longest = max(map(len, sequences))
+        if longest > self._config.max_prompt_tokens:
+            raise ValueError(
+                f"score: a sequence has {longest} tokens, rollout.max_prompt_tokens is"
+                f" {self._config.max_prompt_tokens}; raise it"
+            )
+        requests = [{"prompt_token_ids": list(tokens)} for tokens in sequences]
+        with self._working() as llm:
+            outputs = llm.generate(requests, scoring(), use_tqdm=False)
+        self._drop_cache()
+        return [
+            _prompt_logprobs(tokens, output)
+            for tokens, output in zip(sequences, outputs, strict=True)
+        ]
+
+    def load_weights(
+        self,
+        weights: Iterator[tuple[str, Tensor]],
+        version: int,
+        confirm: Callable[[], None] | None = None,
+    ) -> None:
+        """Replaces all weights by whole tensors with HF names.
+
+        Every name of the checkpoint must come once, with its shape. A tensor must stay unchanged
+        until all tensors of its layer have arrived.
+
+        Args:
+            confirm: called when all have arrived, while the engine still refuses to generate.
+
+        Raises:
+            WeightSyncError: a tensor is not one of the checkpoint. At the first tensor the engine
+                keeps its old weights; later, or on any other exception, it refuses to generate
+                from then on.
+        """
+        self._require_usable(("weights",))
+        checked = iter(CheckedStream(weights, self._expected, getattr(torch, self._config.dtype)))
+        # Checked before the engine is marked unusable: a stream that is wrong from its start
+        # leaves the old weights in place.
+        first = next(checked)
+        with self._updating(version) as llm:
+            llm.collective_rpc("receive_weights", args=(chain([first], checked),))
+            if confirm is not None:
+                confirm()
+
+    def weight_boxes(self) -> list[Shard]:
+        """The slices of the checkpoint's tensors that this rank holds, and where.
+
+        Recorded from vLLM's own loaders; the weights stay as they are.
+
+        Raises:
+            UndiscoveredError: a loader computes with the weights, so copying slices cannot replace
+                it.
+        """
+        self._require_usable(("weights",))
+        if self._boxes is None:
+            with self._working() as llm:
+                self._boxes = llm.collective_rpc("discover_boxes", args=(self._expected,))[0]
+        return self._boxes
+
+    def declare_boxes(self, boxes: list[Shard]) -> None:
+        """Makes ``weight_boxes`` return these where it cannot record them.
+
+        Keys are the names of vLLM's parameters.
+        """
+        with self._working() as llm:
+            llm.collective_rpc("declare_boxes", args=(boxes,))
+        self._boxes = boxes
+
+    def update_weights(self, transfer: Transfer, version: int) -> None:
+        """Collective. Replaces all weights by what ``transfer(parameter, written)`` writes.
+
+        It writes to the boxes of ``weight_boxes``, which was called before: ``parameter(key)`` is
+        the tensor to write to, ``written(key)`` says that its last box is in place. Any exception
+        leaves the engine unusable.
+        """
+        self._require_usable(("weights",))
+        with self._updating(version) as llm:
+            llm.collective_rpc("receive_boxes", args=(transfer,))
+
+    @contextmanager
+    def _working(self) -> Iterator[LLM]:
+        """vLLM in its own stream; the random generators of this process stay untouched."""
+        with self._stream.entered(), preserved_random_state():
+            yield self._llm
+
+    @contextmanager
+    def _updating(self, version: int) -> Iterator[LLM]:
+        """Between old and new weights the engine is unusable, and stays so after any exception."""
+        self._failure = f"the update to weight version {version} did not finish"
+        try:
+            with self._working() as llm:
+                yield llm
+        except BaseException as error:
+            self._failure = f"the update to weight version {version} failed: {error}"
+            raise
+        # Keys and values of the old weights would be reused for every prompt that shares a block
+        # with an earlier one.
+        self._drop_cache()
+        self._failure = None
+        self.weight_version = version
+
+    def _drop_cache(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache although no request is running")
+
+    def sleep(self) -> None:
+        """Frees the device for training.
+
+        Level 1 moves the weights to the host, level 2 drops them; both drop the cache.
+        """
+        if self._can_sleep and self._asleep != set(ENGINE_PARTS):
+            with self._working() as llm:
+                llm.sleep(level=self._config.sleep_level)
+            self._asleep = set(ENGINE_PARTS)
+            if self._config.sleep_level == 2:
+                self.weight_version = -1  # so that the next sync sends them in any case
+
+    def wake(self, parts: Sequence[str] = ENGINE_PARTS) -> None:
+        """Undoes sleep; after level 2 the weights are undefined until the next ``load_weights``."""
+        asleep = [part for part in parts if part in self._asleep]
+        if asleep:
+            with self._working() as llm:
+                llm.wake_up(tags=asleep)
+            self._asleep -= set(asleep)
+
+    def memory_bytes(self) -> int:
+        """Bytes in vLLM's own allocator that are awake.
+
+        0 without sleep mode, where torch's allocator holds everything.
+        """
+        if not self._can_sleep:
+            return 0
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        # Sleeping allocations are listed too. Besides weights and cache there are smaller ones
+        # with other tags, which sleep with these two and wake with the first of them.
+        allocations = CuMemAllocator.get_instance().pointer_to_data.values()
+        return sum(data.handle[1] for data in allocations if not data.is_asleep)
+
+    def _completions(self, output: RequestOutput) -> list[Completion]:
+        return [self._completion(response) for response in output.outputs]
+
+    def _completion(self, response: CompletionOutput) -> Completion:
+        token_ids = list(response.token_ids)
+        flat = response.logprobs  # ids and logprobs of all tokens in two lists, see vllm_sampling
+        assert list(flat.token_ids) == token_ids, "one logprob for each sampled token"
+        truncated = response.finish_reason == "length"
+        return Completion(token_ids, flat.logprobs, truncated, self.weight_version)
+
+    def _require_usable(self, parts: Sequence[str]) -> None:
+        if self._failure is not None:
+            raise RuntimeError(
+                f"the rollout engine is unusable, its weights are half replaced: {self._failure}"
+            )
+        missing = self._asleep & set(parts)
+        if missing:
+            raise RuntimeError(
+                f"the {' and '.join(sorted(missing))} of the rollout engine are asleep; call wake()"
+                " first"
+            )
+
+    def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        config = self._config
+        if sampling.max_response_tokens > config.max_response_tokens:
+            raise ValueError(
+                f"sampling: {sampling.max_response_tokens} response tokens wanted,"
+                f" rollout.max_response_tokens is {config.max_response_tokens}; raise it"
+            )
+        if sampling.stop and not config.stop:
+            raise ValueError(
+                f"sampling: stop strings {list(sampling.stop)} need rollout.stop, with which the"
+                " engine loads its tokenizer"
+            )
+        for prompt in prompts:
+            if prompt.multimodal is not None:
+                raise ValueError(
+                    f"prompt {prompt.uid}: multimodal input is not supported by this engine;"
+                    " remove it"
+                )
+            if len(prompt.token_ids) > config.max_prompt_tokens:
+                raise ValueError(
+                    f"prompt {prompt.uid}: {len(prompt.token_ids)} tokens,"
+                    f" rollout.max_prompt_tokens is {config.max_prompt_tokens}; raise it or drop"
+                    " the prompt"
+                )
+
+
+def _prompt_logprobs(tokens: Sequence[int], output: RequestOutput) -> list[float]:
+    """Logprob of every token but the first, which follows nothing."""
+    by_token = output.prompt_logprobs[1:]
+    return [scores[token].logprob for token, scores in zip(tokens[1:], by_token, strict=True)]

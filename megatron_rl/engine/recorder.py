@@ -1,0 +1,158 @@
+"""Where an engine's own loader puts each element of a checkpoint: found by watching it load tensors
+that have no data.
+
+No table of architectures: whatever slices the loader cuts and wherever it copies them, views of a
+tensor without data carry their offset, shape and strides all the same, and a shard is no more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rl.types import Shard
+
+Loader = Callable[[Iterable[tuple[str, Tensor]]], Any]
+
+
+class UndiscoveredError(RuntimeError):
+    """A loader does something to a checkpoint's tensor other than copy slices of it."""
+
+
+def record_shards(
+    load: Loader,
+    shapes: Mapping[str, tuple[int, ...]],
+    parameters: Mapping[str, Tensor],
+    dtype: torch.dtype,
+) -> list[Shard]:
+    """The shards of the tensors ``shapes`` that ``load`` copies into ``parameters``, in the order
+    of the copies. Nothing is copied.
+
+    ``load`` gets tensors of ``dtype`` on the meta device. Raises UndiscoveredError naming the
+    tensor whose way cannot be followed.
+    """
+    recorder = _Recorder(parameters)
+
+    def feed() -> Iterator[tuple[str, Tensor]]:
+        for name, shape in shapes.items():
+            yield name, recorder.source(name, torch.empty(shape, dtype=dtype, device="meta"))
+
+    try:
+        with recorder:
+            load(feed())
+    except UndiscoveredError:
+        raise
+    except Exception as error:
+        raise UndiscoveredError(
+            f"the loader of the engine cannot be watched at {recorder.latest}: {error}"
+        ) from error
+    return recorder.shards
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.parameters = {_storage(tensor): (key, tensor) for key, tensor in parameters.items()}
+        # Keeps the tensors, so that no storage is mistaken for another.
+        self.sources: dict[int, tuple[str, Tensor]] = {}
+        self.shards: list[Shard] = []
+        self.latest = "the start"
+
+    def source(self, name: str, tensor: Tensor) -> Tensor:
+        self.sources[_storage(tensor)] = (name, tensor)
+        self.latest = name
+        return tensor
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        target = args[0] if args and isinstance(args[0], Tensor) else None
+        if target is None or not func._schema.is_mutable or _storage(target) not in self.parameters:
+            return func(*args, **(kwargs or {}))
+        key, parameter = self.parameters[_storage(target)]
+        aten = torch.ops.aten
+        if func is aten.copy_.default:
+            if target.numel():  # a shard of the vocabulary may be padding throughout
+                self.shards.append(self._shard(key, parameter, target, args[1]))
+            return target
+        fills = (aten.fill_.Scalar, aten.fill_.Tensor)
+        # Zeros are padding.
+        if func is not aten.zero_.default and not (func in fills and args[1] == 0):
+            raise UndiscoveredError(
+                f"the loader of the engine changes {key} by {func} at {self.latest}"
+            )
+        return target
+
+    def _shard(self, key: str, parameter: Tensor, target: Tensor, source: Tensor) -> Shard:
+        """What a copy of ``source`` into ``target``, a view of ``parameter``, says of the two."""
+        if _storage(source) not in self.sources:
+            raise UndiscoveredError(
+                f"the loader of the engine computes what it copies into {key} at {self.latest}"
+            )
+        name, whole = self.sources[_storage(source)]
+        # The whole tensor is contiguous: an offset in the digits of its strides is a corner.
+        start = []
+        rest = int(source.storage_offset())
+        for step in whole.stride():
+            first, rest = divmod(rest, max(int(step), 1))
+            start.append(first)
+        axes = _sliced_axes(source, whole)
+        steps = [step for size, step in zip(target.shape, target.stride()) if size > 1]
+        shape = [1] * whole.dim()
+        stride = [1] * whole.dim()
+        is_slice = axes is not None and list(axes.values()) == [n for n in target.shape if n > 1]
+        if is_slice:
+            for (axis, size), step in zip(axes.items(), steps, strict=True):
+                shape[axis] = size
+                stride[axis] = step
+        inside = zip(start, shape, whole.shape, strict=True)
+        if not is_slice or any(first + size > full for first, size, full in inside):
+            raise UndiscoveredError(
+                f"the loader of the engine copies a view of {name} that is no slice of it: shape"
+                f" {tuple(source.shape)}, strides {source.stride()}, into {key}"
+                f" {tuple(target.shape)}"
+            )
+        return Shard(
+            name,
+            full=tuple(whole.shape),
+            start=tuple(start),
+            shape=tuple(shape),
+            offset=int(target.storage_offset() - parameter.storage_offset()),
+            stride=tuple(stride),
+            key=key,
+            dtype=str(parameter.dtype).removeprefix("torch."),
+        )
+
+
+def _sliced_axes(source: Tensor, whole: Tensor) -> dict[int, int] | None:
+    """Axis of ``whole`` -> size of ``source`` along it, for the axes of ``source`` longer than 1,
+    in their order; an axis is known by its stride. None where one is no axis of ``whole``."""
+    axis_of: dict[int, int] = {}
+    for axis, (size, step) in enumerate(zip(whole.shape, whole.stride(), strict=True)):
+        if size > 1:
+            axis_of[step] = axis
+    axes = {}
+    for size, step in zip(source.shape, source.stride(), strict=True):
+        if size > 1:
+            if step not in axis_of:
+                return None
+            axes[axis_of[step]] = size
+    return axes
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def partly_filled(shards: Iterable[Shard], parameters: Mapping[str, Tensor]) -> set[str]:
+    """The parameters that the shards do not fill to the last element (a vocabulary has padding)."""
+    filled: dict[str, int] = defaultdict(int)
+    for shard in shards:
+        filled[shard.key] += math.prod(shard.shape)
+    return {key for key, count in filled.items() if count != parameters[key].numel()}

@@ -1,0 +1,88 @@
+"""From the project's sampling settings to those of the engine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_rl.types import Sampling
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+# The engine adds the sample index to the seed and keeps the sum in a signed 64-bit integer.
+SEED_BITS = 62
+
+
+def eos_token_ids(model_path: Path) -> tuple[int, ...]:
+    """End tokens of a HF directory.
+
+    Those of generation_config.json where it names some, else those of config.json.
+    """
+    for name in ("generation_config.json", "config.json"):
+        file = model_path / name
+        if not file.is_file():
+            continue
+        token_ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        if token_ids is not None:
+            return tuple(token_ids) if isinstance(token_ids, list) else (token_ids,)
+    return ()
+
+
+def request_seed(seed: int, prompt_uid: str) -> int:
+    """Seed of the first response to a prompt; response j uses ``request_seed + j``.
+
+    It depends on the run's seed and on the prompt alone, so that neither the number of replicas nor
+    the order of prompts changes a response. A GPU draws other tokens from it than a CPU does.
+    """
+    digest = hashlib.blake2b(f"{seed}/{prompt_uid}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> (64 - SEED_BITS)
+
+
+def vllm_sampling(sampling: Sampling, seed: int, eos_token_ids: Sequence[int]) -> SamplingParams:
+    """One request for ``num_responses`` responses.
+
+    A response ends with one of ``eos_token_ids`` or ``stop_token_ids`` (kept as its last token),
+    with a ``stop`` string (its tokens are kept), or at the length limit. Logprobs are those of the
+    sampled token only.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=sampling.num_responses,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=seed,
+        max_tokens=sampling.max_response_tokens,
+        stop=list(sampling.stop),
+        stop_token_ids=sorted({*eos_token_ids, *sampling.stop_token_ids}),
+        # End tokens are given above: left to itself the engine takes them from the tokenizer too,
+        # hence other ones when it has none.
+        ignore_eos=True,
+        detokenize=bool(sampling.stop),
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def scoring() -> SamplingParams:
+    """A request for the logprobs of its prompt.
+
+    vLLM must generate at least one token; it is thrown away.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        prompt_logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

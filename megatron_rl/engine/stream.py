@@ -1,0 +1,106 @@
+"""What the engine expects to receive in a weight update, and a stream that refuses anything
+else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from megatron_rl.errors import WeightSyncError
+
+MAX_NAMES_SHOWN = 8
+
+
+def expected_tensors(model_path: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every weight in a HF directory, without reading the weights.
+
+    The output head of a tied model is left out even when the file holds a copy: it is the
+    embedding.
+
+    Raises:
+        ValueError: the directory holds no safetensors file.
+    """
+    files = sorted(model_path.glob("*.safetensors"))
+    if not files:
+        raise ValueError(
+            f"model.path: no .safetensors file in {model_path}; give the directory of a Hugging"
+            " Face checkpoint"
+        )
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in list(tensors.keys()):
+                shapes[name] = tuple(tensors.get_slice(name).get_shape())
+    config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+    if config.get("tie_word_embeddings"):
+        shapes.pop("lm_head.weight", None)
+    return {
+        name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")
+    }
+
+
+class CheckedStream:
+    """Passes (name, tensor) on after comparing it with what is expected.
+
+    A tensor has the engine's dtype, or float32, which the loader rounds once.
+
+    Raises, while it is read:
+        WeightSyncError: unknown, repeated or (at the end) missing name, other shape, other dtype.
+    """
+
+    def __init__(
+        self,
+        weights: Iterator[tuple[str, Tensor]],
+        expected: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+    ) -> None:
+        self._weights = weights
+        self._expected = expected
+        self._dtypes = {dtype, torch.float32}
+        self._seen: set[str] = set()
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._weights:
+            self._check(name, tensor)
+            self._seen.add(name)
+            yield name, tensor
+        missing = self._left()
+        if missing:
+            raise WeightSyncError(
+                f"weight sync: {len(missing)} of {len(self._expected)} tensors were not sent:"
+                f" {shown(missing)}"
+            )
+
+    def _check(self, name: str, tensor: Tensor) -> None:
+        if name not in self._expected:
+            raise WeightSyncError(
+                f"weight sync: {name} was sent but the model has no such tensor; still missing:"
+                f" {shown(self._left())}"
+            )
+        if name in self._seen:
+            raise WeightSyncError(f"weight sync: {name} was sent twice")
+        if tuple(tensor.shape) != self._expected[name]:
+            raise WeightSyncError(
+                f"weight sync: {name} was sent with shape {list(tensor.shape)}, the model has"
+                f" {list(self._expected[name])}"
+            )
+        if tensor.dtype not in self._dtypes:
+            allowed = " or ".join(sorted(str(dtype) for dtype in self._dtypes))
+            raise WeightSyncError(
+                f"weight sync: {name} was sent as {tensor.dtype}, the engine takes {allowed}"
+            )
+
+    def _left(self) -> list[str]:
+        return sorted(self._expected.keys() - self._seen)
+
+
+def shown(names: list[str]) -> str:
+    """The first names of a list, and how many more there are."""
+    text = ", ".join(names[:MAX_NAMES_SHOWN])
+    more = len(names) - MAX_NAMES_SHOWN
+    return f"{text} and {more} more" if more > 0 else text

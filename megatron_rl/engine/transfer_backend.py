@@ -1,0 +1,232 @@
+"""A weight-transfer backend of vLLM: any vLLM server or engine takes its weights from a trainer,
+each worker just the slices it keeps.
+
+vLLM calls ``init_transfer_engine`` once for a trainer and ``update_weights`` for each update, on
+every worker.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch.distributed as dist
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from megatron_rl.engine.recorder import UndiscoveredError
+from megatron_rl.engine.stream import expected_tensors
+from megatron_rl.engine.worker import ShardReceiver, Transfer
+from megatron_rl.runtime.joint_group import Meeting, join_group, leave_group, visit_store
+from megatron_rl.types import Shard, SyncReport, TransferOptions
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "megatron_rl"
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """What the trainer sends once: where to meet it, and how the transfer is carried out."""
+
+    address: str
+    port: int
+    first_rank: int  # of the workers in the joint group, behind the ranks of the trainer
+    size: int
+    device: str  # kind of the trainer's: cpu, cuda
+    options: TransferOptions  # as a dictionary where it comes out of a message
+
+    def __post_init__(self) -> None:
+        if isinstance(self.options, dict):
+            self.options = TransferOptions(**self.options)
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """What the trainer sends for each update."""
+
+    step: str
+    version: int
+
+
+class Sync(Protocol):
+    """The receiving end of a planned weight sync."""
+
+    def sync(self, version: int) -> SyncReport:
+        """Collective over trainer and workers: the worker's weights are replaced."""
+
+
+class WorkerSink:
+    """One worker's end of a planned sync. ``failure``: why its model must not run any more."""
+
+    def __init__(
+        self,
+        receiver: ShardReceiver,
+        shards: list[Shard],
+        replica: int,
+        refuse: Callable[[str], None],
+    ) -> None:
+        """``refuse(failure)``: the worker executes no request from now on."""
+        self.receiver = receiver
+        self.shards = shards
+        self.replica = replica
+        self.refuse = refuse
+        self.failure = ""
+
+    def weight_boxes(self) -> list[Shard]:
+        """Recorded from the loaders of vLLM."""
+        return self.shards
+
+    def update_weights(self, transfer: Transfer, version: int) -> None:
+        """Replaces all weights; any exception leaves the model unusable."""
+        try:
+            self.receiver.receive(transfer)
+        except BaseException as error:
+            self.failure = (
+                f"its weights are half replaced: the update to weight version {version} failed:"
+                f" {error}"
+            )
+            self.refuse(self.failure)
+            raise
+
+
+Connect = Callable[[WorkerSink, dist.ProcessGroup, TransferOptions], Sync]
+
+
+class ShardTransferEngine(WeightTransferEngine):
+    """One worker's end. A subclass says how its end of the sync is made."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+    connect: ClassVar[Connect]
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.group: dist.ProcessGroup | None = None
+        self.sync: Sync | None = None
+        self.sink: WorkerSink | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Joins the trainer's group and makes the plan with it. Disconnects a previous trainer."""
+        self.shutdown()
+        parallel = self.parallel_config
+        self.rank = (
+            init_info.first_rank
+            + parallel.data_parallel_index * parallel.world_size
+            + parallel.rank
+        )
+        timeout_s = init_info.options.timeout_s
+        store = visit_store(init_info.address, init_info.port, timeout_s)
+        self.meeting = Meeting(store)
+        with self._reported("init"):
+            self.meeting.arrive("init", self.rank, self._discover(init_info))
+            self.group = join_group(store, self.rank, init_info.size, timeout_s)
+            self.sync = type(self).connect(self.sink, self.group, init_info.options)
+
+    @contextmanager
+    def _reported(self, step: str) -> Iterator[None]:
+        """Tells the trainer how the step ended. Nothing is raised: an executor of vLLM with several
+        workers that meets an exception takes the answers still to come for those to its next
+        command."""
+        problem = ""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (the trainer raises it)
+            logger.error("weight transfer: %s", error)
+            problem = str(error)
+            if self.sink is None or self.sink.failure:
+                self._leave(error)  # so that no peer waits for this worker
+        self.meeting.report(step, self.rank, problem)
+
+    def _discover(self, init_info: InitInfo) -> str:
+        """Finds out once what this worker wants; returns why it cannot take it."""
+        path = Path(self.model_config.model)
+        if not path.is_dir():
+            return (
+                f"the server was started with model {path}; start it with the directory of a"
+                " Hugging Face checkpoint"
+            )
+        if init_info.device != self.device.type:
+            return (
+                f"the trainer's weights are on {init_info.device}, this worker's on"
+                f" {self.device.type}; both must be of one kind"
+            )
+        if self.sink is None:
+            receiver = ShardReceiver(self.model, self.vllm_config)
+            try:
+                shards = receiver.discover(expected_tensors(path))
+            except (UndiscoveredError, ValueError) as error:
+                return str(error)
+            self.sink = WorkerSink(
+                receiver,
+                shards,
+                self.parallel_config.data_parallel_index,
+                partial(refuse_to_run, self),
+            )
+        return self.sink.failure
+
+    def start_weight_update(self) -> None:
+        """Nothing: an update begins, and ends, in ``receive_weights``."""
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Takes part in one sync."""
+        if self.sink is None:
+            raise ValueError(
+                "weight update: no trainer has connected to this engine; construct ServerSync of"
+                " megatron_rl in the trainer"
+            )
+        with self._reported(update_info.step):
+            self.meeting.arrive(update_info.step, self.rank, self.sink.failure)
+            if self.sync is None:
+                raise ValueError(
+                    "the trainer has left, or its connection was refused; construct a new"
+                    " ServerSync of megatron_rl there"
+                )
+            self.sync.sync(update_info.version)
+
+    def finish_weight_update(self) -> None:
+        """Nothing, see ``start_weight_update``."""
+
+    def shutdown(self) -> None:
+        """Leaves the trainer's group."""
+        self._leave()
+
+    def _leave(self, error: BaseException | None = None) -> None:
+        self.sync = None
+        if self.group is not None:
+            leave_group(self.group, error)
+            self.group = None
+
+
+def refuse_to_run(engine: WeightTransferEngine, failure: str) -> None:
+    """Of the worker that owns ``engine``: whatever it is asked to execute raises. Not as a hook of
+    the model: a CUDA graph of the whole model is replayed without calling the model."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    execute = Worker.execute_model
+
+    def execute_model(worker: Worker, *arguments: Any, **options: Any) -> Any:
+        if worker.weight_transfer_engine is engine:
+            raise RuntimeError(f"restart this engine: {failure}")
+        return execute(worker, *arguments, **options)
+
+    Worker.execute_model = execute_model
+
+
+def register(connect: Connect) -> None:
+    """Makes the backend known to vLLM in this process, once; ``connect`` makes the worker's end of
+    the sync."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, type("Engine", (ShardTransferEngine,), {"connect": staticmethod(connect)})
+        )

@@ -1,0 +1,140 @@
+"""The memory plan in words: a line that describes it, and what to change where it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+
+from megatron_rl.config.schema import Config
+from megatron_rl.planning.engine_memory import GIB
+from megatron_rl.planning.memory import StageMemory
+from megatron_rl.planning.phases import ON_HOST, STATES, Demand, Room, demands, host_copies
+from megatron_rl.planning.workload import longest_sequence
+
+
+def describe(stages: Sequence[StageMemory], config: Config, room: Room) -> str:
+    """The plan in one line.
+
+    Example: "memory plan of a rank in GiB (pipeline stage 0): weights 3.55, gradients 7.09, ...; in
+    all: training 32.10 of 79.10, ...".
+    """
+    wanted = list(demands(stages, config, room))
+    stage = wanted[0].stage
+    counted = {"reference"}.union(*(demand.parts for demand in wanted))
+    sizes = [
+        f"{field.name.replace('_', ' ')} {getattr(stage, field.name) / GIB:.2f}"
+        for field in fields(stage)
+        if field.name in counted
+    ]
+    phases = [_in_all(demand) for demand in wanted]
+    return (
+        f"memory plan of a rank in GiB (pipeline stage {stage.stage}): {', '.join(sizes)}; in all:"
+        f" {', '.join(phases)}"
+    )
+
+
+def _in_all(demand: Demand) -> str:
+    text = f"{demand.phase} {demand.need_gib:.2f}"
+    if demand.has_gib is not None:
+        text += f" of {demand.has_gib:.2f}"
+    return text
+
+
+def problems(stages: Sequence[StageMemory], config: Config, room: Room) -> list[str]:
+    """One message for each phase that does not fit: how much, of what most, which key to change."""
+    messages = []
+    if stages[0].kv_cache == 0:
+        messages.append(_no_cache(stages[0], config, room))
+    for demand in demands(stages, config, room):
+        if demand.has_gib is not None and demand.need_gib > demand.has_gib:
+            messages.append(_does_not_fit(demand, config))
+    return messages
+
+
+def _no_cache(stage: StageMemory, config: Config, room: Room) -> str:
+    rollout = config.rollout
+    return (
+        f"rollout.gpu_memory_utilization = {rollout.gpu_memory_utilization}: of"
+        f" {room.device_gib:.1f} GiB it leaves nothing for keys and values beside"
+        f" {stage.engine_weights / GIB:.1f} GiB of weights; raise it, or rollout.tensor (now"
+        f" {rollout.tensor})"
+    )
+
+
+def _does_not_fit(demand: Demand, config: Config) -> str:
+    largest = max(demand.parts, key=lambda name: getattr(demand.stage, name))
+    remedies = list(moves(demand, config))
+    # Copies on the host shrink with what they are copies of, which the moves say already.
+    if demand.phase not in ON_HOST or largest in ("reference", "whole_optimizer"):
+        remedies += shrinks(largest, config)
+    return (
+        f"{demand.phase} needs {demand.need_gib:.1f} GiB on a rank of pipeline stage"
+        f" {demand.stage.stage}, there are {demand.has_gib:.1f} GiB; most of it is {largest}"
+        f" ({getattr(demand.stage, largest) / GIB:.1f} GiB): {', or '.join(remedies)}"
+    )
+
+
+def moves(demand: Demand, config: Config) -> Iterator[str]:
+    """Settings that would remove parts from this phase."""
+    offload = config.memory.offload
+    level = config.rollout.sleep_level
+    if demand.phase in ("weight sync", "generation"):
+        movable = [state for state in STATES if state in demand.parts]
+        if "weights" in movable and _weights_must_stay(demand.phase, config):
+            movable.remove("weights")
+        if movable:
+            yield f"add {', '.join(movable)} to memory.offload (now {offload})"
+    elif demand.phase in (*ON_HOST, "the run") and host_copies(config):
+        copies = ", ".join(host_copies(config))
+        yield f"take {copies} out of memory.offload (now {offload})"
+    if level == 0 and demand.phase in ("training", "weight sync"):
+        yield "set rollout.sleep_level=2 (now 0), so that the engine leaves while the policy trains"
+    if level == 1 and demand.phase in ON_HOST:
+        yield "set rollout.sleep_level=2 (now 1), which drops the engine's weights"
+
+
+def _weights_must_stay(phase: str, config: Config) -> bool:
+    """A weight sync reads them; those that are kept in FP8 cannot be offloaded at all."""
+    fp8 = config.precision.fp8
+    return phase == "weight sync" or (fp8 is not None and fp8.param_gather)
+
+
+def shrinks(part: str, config: Config) -> Iterator[str]:
+    """What would make ``part`` smaller: keys that are not at their best value yet."""
+    parallel = config.parallel
+    rollout = config.rollout
+    if part == "activations":
+        yield from _smaller_activations(config)
+    elif part == "engine_weights":
+        yield f"raise rollout.tensor (now {rollout.tensor})"
+    elif part == "kv_cache":
+        key = "gpu_memory_utilization" if rollout.kv_cache_gib is None else "kv_cache_gib"
+        yield f"lower rollout.{key} (now {getattr(rollout, key)})"
+    else:
+        if part == "optimizer" and parallel.distributed_optimizer:
+            yield "use more data-parallel ranks"
+        elif part == "optimizer":
+            yield "set parallel.distributed_optimizer=true"
+        elif part == "reference":
+            yield "choose a method without KL to the start"
+        yield f"raise parallel.tensor (now {parallel.tensor})"
+        if part != "logits":
+            yield f"raise parallel.pipeline (now {parallel.pipeline})"
+
+
+def _smaller_activations(config: Config) -> Iterator[str]:
+    parallel = config.parallel
+    tokens = config.batch.tokens_per_microbatch
+    if tokens > longest_sequence(config):
+        yield f"lower batch.tokens_per_microbatch (now {tokens})"
+    else:
+        # A micro-batch has to hold one sequence.
+        yield (
+            f"lower rollout.max_response_tokens (now {config.rollout.max_response_tokens}) and"
+            f" batch.tokens_per_microbatch (now {tokens})"
+        )
+    if parallel.tensor > 1 and not parallel.sequence:
+        yield "set parallel.sequence=true"
+    if parallel.recompute != "full":
+        yield f"set parallel.recompute=full (now {parallel.recompute})"
+    yield f"raise parallel.context (now {parallel.context})"

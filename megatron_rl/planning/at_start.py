@@ -1,0 +1,74 @@
+"""The memory plan at the start of a run: said, and enforced, before anything is built."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from megatron_rl.config.layout_rules import layout_problems
+from megatron_rl.config.schema import Config
+from megatron_rl.errors import ConfigError
+from megatron_rl.loss import Method
+from megatron_rl.planning import memory
+from megatron_rl.planning.advice import describe, problems
+from megatron_rl.planning.engine_memory import GIB
+from megatron_rl.planning.phases import Room
+from megatron_rl.planning.workload import workload
+from megatron_rl.policy.families import read_architecture
+from megatron_rl.policy.hardware import this_machine
+from megatron_rl.runtime.launch import World
+from megatron_rl.runtime.memory import available_gib
+
+logger = logging.getLogger(__name__)
+
+
+def check_memory(config: Config, world: World) -> None:
+    """Collective: logs what a rank will hold, and refuses what does not fit.
+
+    The smallest device of the launch decides; rank 0 logs.
+
+    Raises:
+        ConfigError: the layout is impossible, or (with ``memory.enforce``) a phase needs more than
+            there is; the same on every rank.
+    """
+    room = smallest_room(world)
+    stages = plan(config, world.size, room, fused=this_machine().transformer_engine is not None)
+    logger.info("%s", describe(stages, config, room))
+    too_large = problems(stages, config, room)
+    if too_large and config.memory.enforce:
+        raise ConfigError(too_large, "the memory plan (memory.enforce=false starts all the same)")
+    for problem in too_large:
+        logger.warning("memory.enforce = False, though %s", problem)
+
+
+def plan(config: Config, world_size: int, room: Room, *, fused: bool) -> list[memory.StageMemory]:
+    """Memory of a rank of each pipeline stage; ``fused``: layers of Transformer Engine.
+
+    Raises:
+        ConfigError: the model cannot be laid out so over ``world_size`` processes.
+    """
+    arch, _ = read_architecture(Path(config.model.path))
+    if impossible := layout_problems(arch, config.parallel, world_size):
+        raise ConfigError(impossible, "the layout")
+    method = Method(config.method, response_limit=config.rollout.max_response_tokens)
+    load = workload(config, world_size, fused=fused, keep_reference=method.needs.ref_logprobs)
+    return memory.plan(
+        arch, config.parallel, config.precision, config.rollout, load, room.device_gib
+    )
+
+
+def smallest_room(world: World) -> Room:
+    """Collective: the memory of the smallest device and the smallest share of a host.
+
+    The ranks of a host share its memory equally.
+    """
+    host = available_gib() / world.local_size
+    device = host
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_properties("cuda").total_memory / GIB
+    devices, hosts = zip(*world.all_gather((device, host)), strict=True)
+    if torch.cuda.is_available():
+        return Room("cuda", min(devices), min(hosts))
+    return Room("cpu", min(devices))

@@ -1,0 +1,91 @@
+"""How many parameters a rank holds, counted over the parameter map: exact, and without a tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from megatron_rl.config.layout_rules import stage_layers
+from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.policy.families import Architecture
+from megatron_rl.policy.parameter_map import (
+    Parameter,
+    expert_parameters,
+    layer_parameters,
+    local_shape,
+    outer_parameters,
+    padded_vocab,
+)
+
+Which = Callable[[Parameter], bool]
+
+
+class Counts(NamedTuple):
+    """Parameters on one rank, apart because their optimizer states are spread over other groups."""
+
+    dense: int
+    experts: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+def every(_: Parameter) -> bool:
+    return True
+
+
+def is_layer_matrix(parameter: Parameter) -> bool:
+    """Whether FP8 is for it: not embedding, head, norms, biases and routers."""
+    kinds = ("qkv", "gate_up", "columns")
+    return parameter.slot.kind in kinds and not parameter.slot.megatron.endswith("bias")
+
+
+def stage_counts(
+    arch: Architecture, parallel: ParallelConfig, divisible_by: int, which: Which = every
+) -> list[Counts]:
+    """The counts of a rank of each pipeline stage, of the parameters that ``which`` takes."""
+    rows = padded_vocab(arch.vocab_size, divisible_by, parallel.tensor)
+    before, after = outer_parameters(arch)
+    embedding = _count(before, arch, rows, parallel.tensor, which)
+    ending = _count(after, arch, rows, parallel.tensor, which)
+    layer = _count(layer_parameters(arch, 0), arch, rows, parallel.tensor, which)
+    expert = _expert_count(arch, parallel.expert_tensor, which)
+    counts = []
+    for stage, layers in enumerate(stage_layers(arch, parallel)):
+        is_first = stage == 0
+        is_last = stage == parallel.pipeline - 1
+        dense = layers * layer
+        if is_first:
+            dense += embedding
+        if is_last:
+            dense += ending
+            if arch.tied_embeddings and not is_first:
+                dense += embedding  # a copy of the embedding is the last stage's head
+        counts.append(Counts(dense, layers * expert * arch.num_experts // parallel.expert))
+    return counts
+
+
+def engine_counts(arch: Architecture, tensor: int, which: Which = every) -> int:
+    """Parameters on one of ``tensor`` ranks of the engine, whose experts are cut like the rest."""
+    rows = padded_vocab(arch.vocab_size, 1, tensor)
+    before, after = outer_parameters(arch)
+    outer = _count([*before, *after], arch, rows, tensor, which)
+    layer = _count(layer_parameters(arch, 0), arch, rows, tensor, which)
+    experts = arch.num_experts * _expert_count(arch, tensor, which)
+    return outer + arch.num_layers * (layer + experts)
+
+
+def _count(
+    parameters: Iterable[Parameter], arch: Architecture, rows: int, tensor: int, which: Which
+) -> int:
+    shapes = (local_shape(each, arch, rows, tensor) for each in parameters if which(each))
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def _expert_count(arch: Architecture, tensor: int, which: Which) -> int:
+    """Of one expert of one layer; 0 for a dense model."""
+    if not arch.num_experts:
+        return 0
+    return _count(expert_parameters(arch, 0, 0), arch, 0, tensor, which)

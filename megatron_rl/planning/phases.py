@@ -1,0 +1,121 @@
+"""What is in memory at the same time: the phases of a step, and what each asks of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_rl.config.schema import Config
+from megatron_rl.planning.engine_memory import GIB
+from megatron_rl.planning.memory import StageMemory
+
+# What comes beside the tensors: the CUDA context (about 0.5), NCCL's buffers for the groups of the
+# policy, workspaces of matrix products and fragmentation, or the libraries of a process. An
+# allowance, not a measurement.
+OVERHEAD_GIB = {"cuda": 3.0, "cpu": 1.0}
+# What vLLM keeps outside the memory that its sleep gives back: captured CUDA graphs (it leaves them
+# by default), the buffers of its own communicators, a workspace of attention (flashinfer's has 394
+# MiB). Also an allowance; on a CPU the first one covers it.
+ENGINE_KEEPS_GIB = {"cuda": 2.0, "cpu": 0.0}
+
+# Names in StageMemory.
+STATES = ("weights", "gradients", "optimizer")
+PASSES = ("activations", "logits")
+ENGINE = ("engine_weights", "kv_cache")
+ON_HOST = ("host copies", "checkpoint")  # phases beside a CUDA device
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a rank may use, in GiB.
+
+    On ``kind`` cpu the device is this rank's share of the host's memory; ``host_gib``: that share
+    beside a CUDA device (None: not checked).
+    """
+
+    kind: Literal["cuda", "cpu"]
+    device_gib: float
+    host_gib: float | None = None
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a phase asks of a rank of its fullest stage, and what that rank has, in GiB.
+
+    ``has_gib`` None: not known.
+    """
+
+    phase: str
+    parts: tuple[str, ...]
+    stage: StageMemory
+    need_gib: float
+    has_gib: float | None
+
+
+def host_copies(config: Config) -> tuple[str, ...]:
+    """States that have a copy on the host while they are offloaded.
+
+    Gradients have none: they come back as zeros.
+    """
+    offload = config.memory.offload
+    return tuple(state for state in STATES if state in offload and state != "gradients")
+
+
+def phases(config: Config, kind: str) -> dict[str, tuple[str, ...]]:
+    """Which fields of StageMemory are held at a time.
+
+    On a CUDA device: while the policy trains, while weights go to the engine, and while it
+    generates; on its host: copies at all times, and more while a checkpoint is written or read.
+    On a CPU everything at all times, for there nothing leaves by moving; what ``memory.offload``
+    names is held twice. (A checkpoint is written there when no activations are held, and is not
+    counted.)
+    """
+    if kind == "cpu":
+        return {"the run": (*STATES, *PASSES, *ENGINE, "reference", *host_copies(config))}
+    return {**_device_phases(config), **_host_phases(config)}
+
+
+def _device_phases(config: Config) -> dict[str, tuple[str, ...]]:
+    offload = config.memory.offload
+    awake = config.rollout.sleep_level == 0
+    kept = tuple(state for state in STATES if state not in offload)
+    synced = tuple(state for state in STATES if state in kept or state == "weights")
+    # The caches of layers go with the first state that leaves: weights leave after the weight sync,
+    # the others before it.
+    fp8_in_sync = () if set(offload) - {"weights"} else ("fp8_copies",)
+    fp8_in_generation = () if offload else ("fp8_copies",)
+    beside_training = ENGINE if awake else ()
+    # An engine that slept wakes its weights for the sync, its cache only afterwards.
+    beside_sync = ENGINE if awake else ("engine_weights",)
+    return {
+        "training": (*STATES, "fp8_copies", *PASSES, *beside_training),
+        "weight sync": (*synced, *fp8_in_sync, *beside_sync),
+        "generation": (*kept, *fp8_in_generation, *ENGINE),
+    }
+
+
+def _host_phases(config: Config) -> dict[str, tuple[str, ...]]:
+    backup = ("engine_backup",) if config.rollout.sleep_level == 1 else ()
+    copies = ("reference", *host_copies(config), *backup)
+    # The reference is written from a second copy, in ordinary memory.
+    return {"host copies": copies, "checkpoint": (*copies, "reference", "whole_optimizer")}
+
+
+def overhead_gib(phase: str, kind: str) -> float:
+    """What is held in ``phase`` beside the tensors."""
+    return 0.0 if phase in ON_HOST else OVERHEAD_GIB[kind] + ENGINE_KEEPS_GIB[kind]
+
+
+def needed_gib(stage: StageMemory, names: Sequence[str], overhead_gib: float = 0.0) -> float:
+    """GiB of the fields ``names`` of a rank."""
+    return sum(getattr(stage, name) for name in names) / GIB + overhead_gib
+
+
+def demands(stages: Sequence[StageMemory], config: Config, room: Room) -> Iterator[Demand]:
+    """One for each of ``phases``."""
+    for phase, parts in phases(config, room.kind).items():
+        fullest = max(stages, key=lambda stage: needed_gib(stage, parts))
+        need = needed_gib(fullest, parts, overhead_gib(phase, room.kind))
+        has = room.host_gib if phase in ON_HOST else room.device_gib
+        yield Demand(phase, parts, fullest, need, has)

@@ -1,0 +1,144 @@
+"""What a rank of each pipeline stage holds for the policy, in bytes.
+
+Weights, gradients and optimizer are exact sums over the parameters of a stage. Activations are what
+a layer saves for its backward with fused attention. FP8 layers keep bfloat16 weights and copies of
+them in FP8.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_rl.config.layout_rules import stage_layers
+from megatron_rl.config.number_formats import ITEM_BYTES
+from megatron_rl.config.schema import ParallelConfig, PrecisionConfig
+from megatron_rl.planning.parameter_counts import Counts, is_layer_matrix, stage_counts
+from megatron_rl.planning.workload import Workload
+from megatron_rl.policy.activations import layer_activations, run_again_activations
+from megatron_rl.policy.families import Architecture
+from megatron_rl.policy.parameter_map import padded_vocab
+
+FLOAT32_BYTES = ITEM_BYTES["float32"]
+FP8_COPIES = 2  # of one byte: by rows for the forward, by columns for the backward
+CHECKPOINT_BYTES = 3 * FLOAT32_BYTES  # weight and both moments of a parameter
+
+
+@dataclass(frozen=True)
+class PolicyMemory:
+    """Bytes of one rank, by purpose: see memory.StageMemory."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    reference: int
+    fp8_copies: int
+    whole_optimizer: int
+
+
+def policy_memory(
+    arch: Architecture, parallel: ParallelConfig, precision: PrecisionConfig, load: Workload
+) -> list[PolicyMemory]:
+    """The policy's memory on a rank of each pipeline stage."""
+    item_bytes = ITEM_BYTES[precision.params]
+    gradient_bytes = FLOAT32_BYTES if precision.grad_reduce_in_float32 else item_bytes
+    counts = stage_counts(arch, parallel, load.make_vocab_divisible_by)
+    matrices = stage_counts(arch, parallel, load.make_vocab_divisible_by, is_layer_matrix)
+    layers = stage_layers(arch, parallel)
+    stages = []
+    for stage, count in enumerate(counts):
+        weights = count.total * item_bytes
+        stages.append(
+            PolicyMemory(
+                weights=weights,
+                gradients=count.total * gradient_bytes,
+                optimizer=_optimizer_bytes(count, parallel, precision, load.world_size),
+                activations=_activation_bytes(arch, parallel, stage, item_bytes, load),
+                logits=_logit_bytes(arch, parallel, stage, load),
+                reference=weights if load.keep_reference else 0,
+                fp8_copies=fp8_copy_bytes(matrices[stage].total, stage, layers, precision),
+                whole_optimizer=_whole_optimizer_bytes(count, parallel),
+            )
+        )
+    return stages
+
+
+def _optimizer_bytes(
+    count: Counts, parallel: ParallelConfig, precision: PrecisionConfig, world_size: int
+) -> int:
+    """Two moments of each parameter, and the float32 weights beside bfloat16 ones."""
+    state_bytes = 2 * ITEM_BYTES[precision.adam_moments]
+    if precision.params == "bfloat16":
+        state_bytes += FLOAT32_BYTES
+    if not parallel.distributed_optimizer:
+        return state_bytes * count.total
+    # Context ranks hold the same weights as data ranks do, and share the work with them.
+    ranks = world_size // (parallel.tensor * parallel.pipeline)
+    expert_ranks = world_size // (parallel.expert_tensor * parallel.expert * parallel.pipeline)
+    share = math.ceil(count.dense / ranks) + math.ceil(count.experts / expert_ranks)
+    return state_bytes * share
+
+
+def _whole_optimizer_bytes(count: Counts, parallel: ParallelConfig) -> int:
+    """Of a distributed optimizer, which one rank gathers on the host for a checkpoint."""
+    return CHECKPOINT_BYTES * count.total if parallel.distributed_optimizer else 0
+
+
+def _activation_bytes(
+    arch: Architecture, parallel: ParallelConfig, stage: int, item_bytes: int, load: Workload
+) -> int:
+    """At the fullest moment of the schedule; never more than the whole minibatch has."""
+
+    def of_a_layer(tokens: int) -> int:
+        return layer_activations(arch, parallel, tokens, item_bytes, load.fused)
+
+    tokens = math.ceil(load.tokens_per_microbatch / parallel.context)
+    minibatch_tokens = math.ceil(load.tokens_per_minibatch / parallel.context)
+    layers = stage_layers(arch, parallel)[stage]
+    scheduled = live_layers(parallel, stage, layers) * of_a_layer(tokens)
+    kept = min(scheduled, layers * of_a_layer(minibatch_tokens))
+    return kept + run_again_activations(arch, parallel, tokens, item_bytes, load.fused)
+
+
+def live_layers(parallel: ParallelConfig, stage: int, layers: int) -> int:
+    """Layers of ``stage`` times micro-batches whose backward is still to come, at most.
+
+    One forward one backward runs ``stages - stage`` micro-batches ahead. The interleaved schedule
+    runs ``2 (stages - stage - 1) + (chunks - 1) stages`` chunks ahead, and one more.
+    """
+    stages = parallel.pipeline
+    chunks = parallel.virtual_pipeline or 1
+    if chunks == 1:
+        return (stages - stage) * layers
+    chunks_ahead = 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
+    return math.ceil(chunks_ahead * layers / chunks)
+
+
+def _logit_bytes(arch: Architecture, parallel: ParallelConfig, stage: int, load: Workload) -> int:
+    """The live chunk of logits, and the float32 gradient of the head: on the last stage only."""
+    if stage < parallel.pipeline - 1:
+        return 0
+    rows = padded_vocab(arch.vocab_size, load.make_vocab_divisible_by, parallel.tensor)
+    tokens = math.ceil(load.tokens_per_microbatch / parallel.context)
+    chunk_tokens = min(load.logprob_chunk_tokens, tokens)
+    return FLOAT32_BYTES * (rows // parallel.tensor) * (chunk_tokens + arch.hidden_size)
+
+
+def fp8_copy_bytes(matrices: int, stage: int, layers: list[int], precision: PrecisionConfig) -> int:
+    """Bytes of the FP8 copies that Transformer Engine keeps between passes.
+
+    ``matrices``: numbers in the weights of this stage's layers; ``layers``: of each stage. Weights
+    that are kept in FP8 themselves have no copies: both forms are the weight, and count as its
+    bfloat16. Scales are not counted (of mxfp8, the most: a 32nd).
+    """
+    fp8 = precision.fp8
+    if fp8 is None or fp8.param_gather:
+        return 0
+    in_fp8 = layers[stage]
+    if stage == 0:
+        in_fp8 -= fp8.num_layers_at_start_in_bf16
+    if stage == len(layers) - 1:
+        in_fp8 -= fp8.num_layers_at_end_in_bf16
+    return FP8_COPIES * matrices * max(0, in_fp8) // layers[stage]

@@ -1,0 +1,53 @@
+"""What a run asks of a rank: how many tokens it processes at a time, and beside how many others."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_rl.config.layout_rules import replica_ranks
+from megatron_rl.config.schema import Config
+from megatron_rl.policy.logprobs import LOGPROB_CHUNK_TOKENS
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The numbers that decide activations, logits and the share of the optimizer.
+
+    ``tokens_per_microbatch``: the largest micro-batch of a data-parallel rank;
+    ``tokens_per_minibatch``: all its sequences at their longest; ``fused``: layers of Transformer
+    Engine.
+    """
+
+    world_size: int
+    tokens_per_microbatch: int
+    tokens_per_minibatch: int
+    logprob_chunk_tokens: int
+    make_vocab_divisible_by: int
+    fused: bool
+    keep_reference: bool = False
+
+
+def workload(config: Config, world_size: int, *, fused: bool, keep_reference: bool) -> Workload:
+    """The workload of a run of ``config`` on ``world_size`` ranks."""
+    batch = config.batch
+    longest = longest_sequence(config)
+    sequences = batch.prompts_per_minibatch * batch.responses_per_prompt
+    data_ranks = world_size // replica_ranks(config.parallel)
+    # Sequences are dealt to the ranks by their tokens, so that a rank may get one more than its
+    # even share, and no rank gets more than there are.
+    most = min(sequences, math.ceil(sequences / data_ranks) + 1)
+    return Workload(
+        world_size=world_size,
+        tokens_per_microbatch=min(batch.tokens_per_microbatch, most * longest),
+        tokens_per_minibatch=sequences * longest,
+        logprob_chunk_tokens=LOGPROB_CHUNK_TOKENS,
+        make_vocab_divisible_by=config.model.make_vocab_divisible_by,
+        fused=fused,
+        keep_reference=keep_reference,
+    )
+
+
+def longest_sequence(config: Config) -> int:
+    """Tokens of the longest prompt with the longest response."""
+    return config.rollout.max_prompt_tokens + config.rollout.max_response_tokens

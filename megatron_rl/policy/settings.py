@@ -1,0 +1,25 @@
+"""How a policy works through batches: what is fixed when it is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.protocols import Entropy
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """What a policy is built with beside the sections of the configuration.
+
+    Example: ``PolicySettings(temperature=1.0, keep_reference=False, total_optimizer_steps=100,
+    max_sequence_tokens=1024, tokens_per_microbatch=8192, entropy="value")``.
+    """
+
+    temperature: float  # divides the logits in every pass
+    keep_reference: bool  # keep the starting weights of this rank's shard, for reference passes
+    total_optimizer_steps: int
+    max_sequence_tokens: int
+    tokens_per_microbatch: int  # prompt + response tokens of one forward on one data-parallel rank
+    share_prompts: bool = True  # compute a prompt once for its responses, where attention can
+    entropy: Entropy = "none"  # what scores hold, and "grad": what a loss gets
+    require_finite: bool = True  # refuse weights of NaN or infinity

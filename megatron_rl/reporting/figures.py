@@ -1,0 +1,144 @@
+"""The curves of a run as one figure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from megatron_rl.reporting.metrics_file import Row, read_metrics, series
+
+_SMOOTHING_STEPS = 10
+_COLORS = ("#1f5fa8", "#c4501b", "#3b8a4e")
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """One set of axes: the label of its y axis, and (metric key, label) of each curve."""
+
+    y_label: str
+    curves: tuple[tuple[str, str], ...]
+    log: bool = False
+
+
+@dataclass(frozen=True)
+class _Curve:
+    key: str
+    label: str
+    steps: list[int]
+    values: list[float]
+
+
+_PANELS = (
+    _Panel("held-out accuracy", (("eval/accuracy", "accuracy"),)),
+    _Panel("training reward", (("reward/mean", "mean reward"), ("reward/accuracy", "accuracy"))),
+    _Panel(
+        "response length [tokens]",
+        (("rollout/response_tokens_mean", "mean"), ("rollout/response_tokens_max", "longest")),
+    ),
+    _Panel("entropy [nats]", (("rollout/entropy", "entropy"),)),
+    _Panel(
+        "trainer against sampler [nats]",
+        (
+            ("mismatch/logprob_abs_diff_max", "largest |logprob gap|"),
+            ("mismatch/logprob_abs_diff_mean", "mean |logprob gap|"),
+        ),
+        log=True,
+    ),
+    _Panel("KL to the reference [nats]", (("kl/reference_mean", "KL"),)),
+    _Panel("gradient norm", (("optim/grad_norm", "before clipping"),)),
+    _Panel("throughput [response tokens/s]", (("throughput/response_tokens_per_s", "tokens/s"),)),
+)
+
+
+def draw_curves(metrics_jsonl: Path, out: Path, title: str | None = None) -> Path:
+    """Draws the panels of which the run has a metric; returns ``out``.
+
+    Training curves: each step faint, its moving mean over ``_SMOOTHING_STEPS`` steps strong.
+    Held-out values: markers, joined, first and last written out.
+
+    Args:
+        out: the figure; its suffix gives the format, e.g. PNG.
+        title: by default the name of the run's folder.
+
+    Raises:
+        ValueError: no metrics file, or nothing in it to draw.
+    """
+    rows = read_metrics(metrics_jsonl)
+    drawn = [(panel, _curves(panel, rows)) for panel in _PANELS]
+    panels = [(panel, curves) for panel, curves in drawn if curves]
+    if not panels:
+        raise ValueError(
+            f"{metrics_jsonl}: has none of the metrics of the figure; let the run finish a step"
+        )
+    if title is None:
+        title = metrics_jsonl.resolve().parent.name
+    num_columns = min(4, len(panels))
+    num_rows = -(-len(panels) // num_columns)
+    size = (4.2 * num_columns, 3.1 * num_rows + 0.5)
+    figure = Figure(figsize=size, dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)  # needs no display, and leaves pyplot's global state alone
+    figure.suptitle(title, fontsize=13, fontweight="bold")
+    grid = figure.subplots(num_rows, num_columns, squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (panel, curves) in zip(grid.flat, panels, strict=False):
+        _draw_panel(axes, panel, curves)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out)
+    return out
+
+
+def smooth(values: list[float], width: int) -> list[float]:
+    """Mean over up to ``width // 2`` neighbors on either side, fewer at the ends."""
+    half = width // 2
+    windows = [values[max(0, index - half) : index + half + 1] for index in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def _curves(panel: _Panel, rows: list[Row]) -> list[_Curve]:
+    """The curves of which the run has values; one for equal metrics, as reward and accuracy."""
+    curves: list[_Curve] = []
+    for key, label in panel.curves:
+        steps, values = series(rows, key)
+        if steps and values not in [curve.values for curve in curves]:
+            curves.append(_Curve(key, label, steps, values))
+    return curves
+
+
+def _draw_panel(axes: Axes, panel: _Panel, curves: list[_Curve]) -> None:
+    for color, curve in zip(_COLORS, curves, strict=False):
+        if curve.key.startswith("eval/"):
+            _draw_held_out(axes, curve, color)
+        else:
+            smoothed = smooth(curve.values, _SMOOTHING_STEPS)
+            axes.plot(curve.steps, curve.values, color=color, alpha=0.25, linewidth=1)
+            axes.plot(curve.steps, smoothed, color=color, linewidth=1.8, label=curve.label)
+    if len(curves) > 1:
+        axes.legend(fontsize=8, frameon=False)
+    if panel.log and min(value for curve in curves for value in curve.values) > 0:
+        axes.set_yscale("log")
+    axes.set_xlabel("step")
+    axes.set_ylabel(panel.y_label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_held_out(axes: Axes, curve: _Curve, color: str) -> None:
+    values = curve.values
+    axes.plot(curve.steps, values, color=color, marker="o", markersize=5, linewidth=1.4)
+    for index, side in {0: "left", len(values) - 1: "right"}.items():
+        axes.annotate(
+            f"{values[index]:.1%}",
+            (curve.steps[index], values[index]),
+            xytext=(0, 8),
+            textcoords="offset points",
+            ha=side,
+            fontsize=9,
+        )
+    axes.set_ylim(0, max(1.0, *values) * 1.08)

@@ -1,0 +1,108 @@
+"""The metrics of a run: every key of metrics.jsonl, with its meaning and unit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    """What a key stands for. ``unit`` is empty for numbers without one."""
+
+    meaning: str
+    unit: str = ""
+
+
+_NATS = "nats"
+
+# An exact key, or a prefix that ends in "/" with the rule for what stands behind it.
+TABLE: Mapping[str, Metric] = {
+    "step": Metric("number of the finished step; 0 is the state before training"),
+    "reward/mean": Metric(
+        "mean total reward of the responses of the step, after rollout hooks and before shaping"
+    ),
+    "reward/std": Metric("population standard deviation of the same"),
+    "reward/accuracy": Metric("share of responses whose accuracy reward is 1", "share"),
+    "reward/part/": Metric("mean of one part of the reward, before its weight"),
+    "rollout/response_tokens_mean": Metric("mean response length", "tokens"),
+    "rollout/response_tokens_max": Metric("longest response", "tokens"),
+    "rollout/truncated_share": Metric("responses cut by the length limit", "share"),
+    "rollout/discarded_groups": Metric("groups thrown away by dynamic sampling", "groups"),
+    "rollout/tries": Metric("rounds of generation of dynamic sampling", "rounds"),
+    "rollout/num_responses": Metric("responses of the step", "responses"),
+    "rollout/entropy": Metric("mean entropy of the policy at the start of the step", _NATS),
+    "hook/": Metric("NAME/KEY: what the rollout hook NAME reports of the step"),
+    "credit/": Metric("statistics of the advantage estimation, see the method's card"),
+    "loss/total": Metric("policy loss + KL loss - entropy bonus, mean over the optimizer steps"),
+    "loss/": Metric("one term of the same"),
+    "policy/": Metric(
+        "ratio current / old and shares of clipped tokens, mean over the optimizer steps (largest"
+        " for *_max)"
+    ),
+    "entropy/": Metric("entropy of the policy during the update", _NATS),
+    "kl/": Metric("divergence estimates during the update", _NATS),
+    "optim/grad_norm": Metric("gradient norm before clipping, mean over the optimizer steps"),
+    "optim/learning_rate": Metric("learning rate of the last optimizer step"),
+    "optim/skipped": Metric(
+        "optimizer steps left out because loss or gradient norm was not finite", "steps"
+    ),
+    "optim/empty_minibatches": Metric("minibatches without a response to train on", "minibatches"),
+    "mismatch/logprob_abs_diff_mean": Metric(
+        "mean |old logprob - sampler logprob| over response tokens", _NATS
+    ),
+    "mismatch/logprob_abs_diff_max": Metric("largest of the same", _NATS),
+    "mismatch/ratio_mean": Metric("mean exp(old - sampler); 1 when trainer and sampler agree"),
+    "mismatch/kl_k3": Metric(
+        "mean exp(d) - d - 1 with d = old - sampler: an estimate of KL(sampler, trainer)", _NATS
+    ),
+    "sync/bytes_sent": Metric("sent by rank 0 to other ranks in the weight sync", "bytes"),
+    "sync/bytes_total": Metric("weights that rank 0 took over in the weight sync", "bytes"),
+    "sync/logprob_check_diff": Metric(
+        "mean |engine - policy| logprob of fixed sequences after the weight sync, where compared",
+        _NATS,
+    ),
+    "sync/logprob_check_diff_max": Metric("the same, of the token where it is largest", _NATS),
+    "eval/": Metric(
+        "held-out evaluation, at the steps that have one; pass_at_K: chance that one of K responses"
+        " to a prompt is correct, mean over prompts"
+    ),
+    "eval/accuracy": Metric("share of held-out responses whose accuracy reward is 1", "share"),
+    "eval/accuracy/": Metric("the same, of one data source", "share"),
+    "eval/reward_mean": Metric("mean total reward of held-out responses"),
+    "eval/response_tokens_mean": Metric("mean length of held-out responses", "tokens"),
+    "eval/truncated_share": Metric("held-out responses cut by the length limit", "share"),
+    "time/": Metric("PHASE_s: one phase of the step on rank 0", "s"),
+    "time/step_s": Metric("the whole step on rank 0", "s"),
+    "throughput/response_tokens_per_s": Metric(
+        "response tokens of the step / seconds of the whole step", "tokens/s"
+    ),
+    "memory/rss_gib": Metric("resident memory of rank 0", "GiB"),
+    "memory/": Metric(
+        "PHASE_KIND_gib: in use on rank 0 at the end of a phase. Kinds: allocated and reserved by"
+        " torch, engine (held by vLLM), used (of the whole device), host",
+        "GiB",
+    ),
+}
+
+
+def metric(key: str) -> Metric | None:
+    """What ``key`` stands for: its own entry, else that of its longest prefix; None without one."""
+    if key in TABLE:
+        return TABLE[key]
+    prefixes = [prefix for prefix in TABLE if prefix.endswith("/") and key.startswith(prefix)]
+    return TABLE[max(prefixes, key=len)] if prefixes else None
+
+
+def defined(key: str) -> bool:
+    """Whether the table defines ``key``."""
+    return metric(key) is not None
+
+
+def as_markdown() -> str:
+    """The table in Markdown; ``...`` stands for what follows a prefix."""
+    lines = ["| key | unit | meaning |", "|---|---|---|"]
+    for key, entry in TABLE.items():
+        shown = f"{key}..." if key.endswith("/") else key
+        meaning = entry.meaning.replace("|", "\\|")
+        lines.append(f"| `{shown}` | {entry.unit} | {meaning} |")
+    return "\n".join(lines) + "\n"

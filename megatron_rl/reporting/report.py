@@ -1,0 +1,85 @@
+"""A run as a table of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_rl.reporting.metrics_file import Row, read_metrics
+
+# Metric key -> (name, format).
+_ROWS = {
+    "eval/accuracy": ("held-out accuracy", "{:.1%}"),
+    "reward/mean": ("training reward", "{:.3f}"),
+    "rollout/response_tokens_mean": ("response length [tokens]", "{:.1f}"),
+    "rollout/truncated_share": ("truncated", "{:.1%}"),
+    "rollout/entropy": ("entropy [nats]", "{:.3f}"),
+    "optim/grad_norm": ("gradient norm", "{:.3f}"),
+    "mismatch/logprob_abs_diff_max": ("largest logprob gap [nats]", "{:.1e}"),
+    "throughput/response_tokens_per_s": ("response tokens/s", "{:.0f}"),
+    "time/step_s": ("step [s]", "{:.2f}"),
+}
+
+
+def report(metrics_jsonl: Path) -> str:
+    """First and last value of each headline metric, and their difference.
+
+    A value that was not finite is called so.
+
+    Raises:
+        ValueError: no metrics file, or nothing in it to report.
+    """
+    rows = read_metrics(metrics_jsonl)
+    lines = []
+    for key, (name, form) in _ROWS.items():
+        present = [row for row in rows if key in row]
+        if present:
+            first = present[0]
+            last = present[-1]
+            at_first = f"{_value(first[key], form)} @ {first['step']}"
+            at_last = f"{_value(last[key], form)} @ {last['step']}"
+            lines.append((name, at_first, at_last, _change(first[key], last[key], form)))
+    if not lines:
+        raise ValueError(
+            f"{metrics_jsonl}: has none of the metrics of the report; let the run finish a step"
+        )
+    lines += _skipped(rows)
+    return table([("metric", "first @ step", "last @ step", "change"), *lines])
+
+
+def _value(value: float | None, form: str) -> str:
+    return "not finite" if value is None else form.format(value)
+
+
+def _change(first: float | None, last: float | None, form: str) -> str:
+    if first is None or last is None:
+        return ""
+    return ("+" if last >= first else "-") + form.format(abs(last - first))
+
+
+def _skipped(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:
+    """A line with the number of optimizer steps that were skipped in the whole run."""
+    present = [row for row in rows if "optim/skipped" in row]
+    with_skips = [row for row in present if row["optim/skipped"]]
+    if not present:
+        return []
+    if not with_skips:
+        return [("skipped optimizer steps", "", "0", "")]
+    total = sum(int(row["optim/skipped"] or 0) for row in with_skips)
+    first = f"first @ {with_skips[0]['step']}"
+    last = f"{total}, last @ {with_skips[-1]['step']}"
+    return [("skipped optimizer steps", first, last, "")]
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of equal length as aligned columns, with a rule under the first row.
+
+    The first column is aligned left, the others right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[0] = row[0].ljust(widths[0])
+        lines.append("  ".join(cells))
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])

@@ -1,0 +1,126 @@
+"""Where metrics go: metrics.jsonl, the console, TensorBoard, wandb. Only rank 0 writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+
+from megatron_rl.runtime.display import duration
+
+Metrics = Mapping[str, float | int]
+_TIME_LEFT_STEPS = 30
+
+
+class MetricsFile:
+    """Appends to ``metrics.jsonl``, one object a step; a value that is not finite is null."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __call__(self, metrics: Metrics) -> None:
+        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        with self._path.open("a", encoding="ascii") as file:
+            file.write(json.dumps(finite) + "\n")
+
+
+class ConsoleLine:
+    """One line a step, for the user.
+
+    It ends with the time left, by the mean duration of the last ``_TIME_LEFT_STEPS`` steps,
+    evaluations and checkpoints included.
+    """
+
+    COLUMNS: Sequence[tuple[str, str, str]] = (
+        ("reward", "reward/mean", "{:.3f}"),
+        ("acc", "reward/accuracy", "{:.3f}"),
+        ("len", "rollout/response_tokens_mean", "{:.1f}"),
+        ("entropy", "rollout/entropy", "{:.3f}"),
+        ("kl", "loss/kl", "{:.1e}"),
+        ("grad", "optim/grad_norm", "{:.3f}"),
+        ("|dlogp|max", "mismatch/logprob_abs_diff_max", "{:.0e}"),
+        ("tok/s", "throughput/response_tokens_per_s", "{:.0f}"),
+    )
+    PHASES: Sequence[str] = ("rollout", "reward", "logprob", "update", "sync")
+
+    def __init__(
+        self, num_steps: int, console: Console, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._num_steps = num_steps
+        self._console = console
+        self._clock = clock
+        self._last: float | None = None
+        self._seconds: deque[float] = deque(maxlen=_TIME_LEFT_STEPS)
+
+    def __call__(self, metrics: Metrics) -> None:
+        step = int(metrics["step"])
+        fields = [f"[bold]step {step}/{self._num_steps}[/bold]"]
+        for label, key, form in self.COLUMNS:
+            if key in metrics:
+                fields.append(f"{label} {form.format(metrics[key])}")
+        if "time/step_s" in metrics:
+            fields.append(f"{metrics['time/step_s']:.2f}s [dim]({self._phases(metrics)})[/dim]")
+        if "eval/accuracy" in metrics:
+            accuracy = f"held-out accuracy {metrics['eval/accuracy']:.3f}"
+            fields.append(f"[bold green]{accuracy}[/bold green]")
+        seconds = self._time_left(step)
+        if seconds is not None:
+            fields.append(f"[dim]left {duration(seconds)}[/dim]")
+        self._console.print("  ".join(fields))
+
+    def _phases(self, metrics: Metrics) -> str:
+        """``rollout 1.20 reward 0.01 ...``, the phases that the step had."""
+        seconds = {phase: metrics.get(f"time/{phase}_s") for phase in self.PHASES}
+        return " ".join(f"{phase} {s:.2f}" for phase, s in seconds.items() if s is not None)
+
+    def _time_left(self, step: int) -> float | None:
+        """Seconds to the last step; None on the first line and on the last."""
+        now = self._clock()
+        if self._last is not None:
+            self._seconds.append(now - self._last)
+        self._last = now
+        steps_left = self._num_steps - step
+        if not self._seconds or steps_left <= 0:
+            return None
+        # The mean counts an evaluation every so many steps; a median would not.
+        return steps_left * fmean(self._seconds)
+
+
+def tensorboard_writer(run_dir: Path) -> Callable[[Metrics], None]:
+    """A function that writes scalars to ``run_dir/tensorboard``."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(run_dir / "tensorboard"))
+
+    def write(metrics: Metrics) -> None:
+        for key, value in metrics.items():
+            writer.add_scalar(key, value, int(metrics["step"]))
+        writer.flush()
+
+    return write
+
+
+def wandb_writer(
+    run_dir: Path, project: str, mode: str, config: Mapping[str, Any]
+) -> Callable[[Metrics], None]:
+    """A function that logs to a new wandb run.
+
+    ``mode``: ``offline`` needs no account and writes below ``run_dir/wandb``.
+    """
+    import wandb
+
+    run = wandb.init(
+        project=project, name=run_dir.name, dir=str(run_dir), mode=mode, config=dict(config)
+    )
+
+    def write(metrics: Metrics) -> None:
+        run.log(dict(metrics), step=int(metrics["step"]))
+
+    return write

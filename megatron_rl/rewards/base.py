@@ -1,0 +1,83 @@
+"""The input and output of a verifier, and its base class.
+
+Nothing here imports torch: these classes are used in worker processes, which must start quickly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a verifier or a reward function sees of a prompt.
+
+    Example: ``Task("train:7", answer="12", data_source="chain_sum", extra={}, text="5 + 7 =")``.
+    """
+
+    uid: str
+    answer: str  # the expected one
+    data_source: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""  # the prompt as the model reads it, chat template included
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Accuracy of one answer, in [0, 1].
+
+    ``problem`` says why the verifier could not judge; accuracy is then 0.
+
+    Example: ``Verdict(1.0)``; ``Verdict(0.0, "ValueError: not a number")``.
+    """
+
+    accuracy: float
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keys of ``reward`` that a verifier may read.
+
+    Example: ``Options(partial_credit=False, timeout_s=5.0, memory_bytes=4 << 30,
+    sandbox="bubblewrap")``.
+    """
+
+    partial_credit: bool
+    timeout_s: float
+    memory_bytes: int
+    sandbox: str
+
+
+class Verifier:
+    """One way to judge answers. Subclasses must define ``verify`` alone.
+
+    ``verify`` runs in a worker process that is killed when it overruns ``reward.timeout_s``, so it
+    may do anything with a text but must not keep state from one answer to the next.
+    """
+
+    # Runs in the trainer: it needs no import, and takes at most linear time in the answer.
+    in_process = False
+    # Reads ``Task.text``, for which the prompt must be decoded.
+    reads_prompt = True
+    # Starts processes of its own, which the kernel denies to other verifiers.
+    starts_processes = False
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def check(self, tasks: Sequence[Task]) -> list[str]:
+        """One sentence for everything that makes these tasks impossible to verify.
+
+        Runs once, in the trainer, before the engines are built.
+        """
+        return []
+
+    def prepare(self) -> None:
+        """Runs once in the worker before the first answer, for imports that take long."""
+
+    def verify(self, task: Task, answer: str) -> Verdict:
+        """The verdict on ``answer``, which was cut out of the response. Deterministic."""
+        raise NotImplementedError

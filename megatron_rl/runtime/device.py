@@ -1,0 +1,95 @@
+"""The device of this process, and stand-ins for CUDA on a machine without it.
+
+Megatron calls a few functions of ``torch.cuda`` unconditionally. Inside ``platform()`` the names
+below replace them, outside nothing is changed (other libraries of the process patch some of the
+same names for themselves). On a machine with CUDA nothing is ever replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+# Every name of torch.cuda that is replaced inside the scope, and why.
+REASONS = {
+    "current_device": "gradient buffers, receive buffers and rotary tables are allocated on it",
+    "synchronize": "called before and after pipeline shapes of variable length are exchanged",
+    "Stream": "the all-to-all of tokens to experts makes a side stream for its copies",
+    "current_stream": "that all-to-all waits for the current stream before it reads the counts",
+}
+
+
+class _CpuEvent:
+    """On the CPU everything recorded has already happened."""
+
+    def synchronize(self) -> None: ...
+
+
+class _CpuStream:
+    """The only stream of a CPU: in order, synchronous."""
+
+    def wait_stream(self, _: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self) -> _CpuEvent:
+        return _CpuEvent()
+
+
+STAND_INS: dict[str, Any] = {
+    "current_device": lambda: "cpu",
+    "synchronize": lambda *_: None,
+    "Stream": _CpuStream,
+    "current_stream": lambda *_: _CpuStream(),
+}
+
+
+class CpuForCuda(TorchFunctionMode):
+    """Answers three kinds of call with CPU tensors as a CUDA build would.
+
+    A literal ``device="cuda"`` (and the pinned memory that goes with it), ``Tensor.cuda()``, and
+    ``Tensor.type()``, whose answer Megatron compares with the CUDA names. torch does not apply a
+    function mode inside ``backward()``.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if "device" in kwargs:
+            kwargs.pop("pin_memory", None)
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def platform() -> Iterator[None]:
+    """Puts the stand-ins in place for a ``with`` block; may be nested. No-op with CUDA."""
+    if torch.cuda.is_available():
+        yield
+        return
+    originals = {name: getattr(torch.cuda, name) for name in STAND_INS}
+    for name, stand_in in STAND_INS.items():
+        setattr(torch.cuda, name, stand_in)
+    try:
+        with CpuForCuda():
+            yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch.cuda, name, original)
+
+
+def device() -> torch.device:
+    """The device on which this process computes."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

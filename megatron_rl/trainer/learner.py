@@ -1,0 +1,133 @@
+"""The learning half of a step: from the responses of a rollout to optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron_rl.loss import Method
+from megatron_rl.protocols import Policy
+from megatron_rl.trainer.experience import Experience
+from megatron_rl.trainer.health import Health, Minibatch
+from megatron_rl.trainer.metrics import (
+    credit_metrics,
+    entropy_metrics,
+    mismatch_metrics,
+    update_metrics,
+)
+from megatron_rl.trainer.objective import MinibatchLoss, credit_of, on_cpu
+from megatron_rl.types import TokenScores, UpdateResult
+
+
+@dataclass(frozen=True)
+class MinibatchPlan:
+    """How a rollout is cut into optimizer steps: whole groups, ``prompts_per_minibatch`` at a time,
+    ``epochs_per_rollout`` times."""
+
+    prompts_per_minibatch: int
+    epochs_per_rollout: int
+    seed: int
+
+    def is_single(self, experience: Experience) -> bool:
+        """Whether the whole rollout is one minibatch, seen once."""
+        return self.epochs_per_rollout == 1 and experience.num_groups <= self.prompts_per_minibatch
+
+    def minibatches(self, step: int, experience: Experience) -> Iterator[list[int]]:
+        """Kept rows of each minibatch, equal on every rank; later epochs go through the groups in a
+        fresh seeded order."""
+        assert experience.credit is not None, "rows are dropped by the credit: call score first"
+        keep = experience.credit.keep
+        order = torch.arange(experience.num_groups)
+        for epoch in range(self.epochs_per_rollout):
+            if epoch > 0:
+                seed = hash((self.seed, step, epoch)) % 2**63
+                generator = torch.Generator().manual_seed(seed)
+                order = torch.randperm(experience.num_groups, generator=generator)
+            for groups in order.split(self.prompts_per_minibatch):
+                members = torch.isin(experience.group_ids, groups)
+                yield (members & keep).nonzero().flatten().tolist()
+
+
+@dataclass(frozen=True)
+class Learner:
+    """Scores a rollout and trains on it.
+
+    ``update_matches_score``: the policy's updates compute logprobs in the number format of its
+    scores, so that those of an update's own forward may stand in for a pass of their own.
+    """
+
+    policy: Policy
+    method: Method
+    health: Health
+    plan: MinibatchPlan
+    update_matches_score: bool
+
+    def score(self, experience: Experience) -> Experience:
+        """Collective: adds the credit, and the reference and old logprobs that are needed.
+
+        What comes back without old logprobs is ``on_policy``: decided here and nowhere else.
+        """
+        needs = self.method.needs
+        if needs.ref_logprobs:
+            experience = replace(experience, ref=self._scores(experience, reference=True))
+        if needs.response_statistics:  # the credit is computed from old logprobs
+            experience = replace(experience, old=self._scores(experience))
+        experience = replace(experience, credit=credit_of(experience, self.method))
+        if needs.response_statistics or self._update_gives_old_logprobs(experience):
+            return experience
+        return replace(experience, old=self._scores(experience))
+
+    def _update_gives_old_logprobs(self, experience: Experience) -> bool:
+        """Whether the step has one update, over all rows: its forward is the pass that old logprobs
+        would need. (Metrics want the old logprobs of rows without an update too.)"""
+        assert experience.credit is not None
+        every_row = bool(experience.credit.keep.all())
+        return self.update_matches_score and self.plan.is_single(experience) and every_row
+
+    def _scores(self, experience: Experience, *, reference: bool = False) -> TokenScores:
+        return on_cpu(self.policy.score(experience.sequences, reference=reference))
+
+    def update(self, step: int, experience: Experience) -> dict[str, float]:
+        """Collective: one optimizer step per minibatch; minibatches whose rows were all dropped are
+        skipped. Returns the metrics of the scored experience and its updates.
+
+        Raises:
+            NonFiniteError: too many optimizer steps in a row were skipped.
+            ValueError: sampler and trainer disagree more than ``mismatch_limits`` allows.
+        """
+        updates: list[UpdateResult] = []
+        num_empty = 0
+        for number, rows in enumerate(self.plan.minibatches(step, experience), start=1):
+            if not rows:
+                num_empty += 1
+                continue
+            minibatch = Minibatch(step, number, experience, rows)
+            self.health.before(minibatch)
+            loss = MinibatchLoss(self.method, experience, rows)
+            result = self.policy.update(
+                experience.sequences, rows, loss, with_scores=experience.on_policy
+            )
+            self.health.after(minibatch, result)
+            updates.append(result)
+        updated = update_metrics(updates)
+        old = _old_scores(experience, updates)
+        mismatch = mismatch_metrics(old.logprobs, experience.sampler_logprobs)
+        self.health.check_mismatch(step, mismatch, skipped=updated.get("optim/skipped", 0) > 0)
+        return {
+            **entropy_metrics(old),
+            **credit_metrics(experience),
+            **updated,
+            "optim/empty_minibatches": num_empty,
+            **mismatch,
+        }
+
+
+def _old_scores(experience: Experience, updates: Sequence[UpdateResult]) -> TokenScores:
+    """Those of the experience; of its only update where that is on-policy."""
+    if experience.old is not None:
+        return experience.old
+    (update,) = updates
+    assert update.scores is not None, "protocols.Policy.update returns the scores it is asked for"
+    return on_cpu(update.scores)

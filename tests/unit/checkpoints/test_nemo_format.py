@@ -1,0 +1,25 @@
+"""What a NeMo 2 checkpoint has beside its weights."""
+
+import json
+
+import pytest
+
+from megatron_rl.checkpoints.nemo_format import CONTEXT, TOKENIZER, Call, Name, write_context
+
+
+@pytest.mark.parametrize(
+    ("settings", "written"),
+    [
+        ({"eos_token": "<eos>"}, {"eos_token": "<eos>"}),
+        ({"tokenizer_class": "Qwen2Tokenizer"}, {"tokenizer_class": "Qwen2Tokenizer"}),
+        ({"tokenizer_class": "TokenizersBackend"}, {"tokenizer_class": "PreTrainedTokenizerFast"}),
+    ],
+)
+def test_a_tokenizer_is_one_that_transformers_4_knows(tmp_path, settings, written):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    model = Call(Name("models", "Model"), {"tokenizer": Call(Name("tokenizers", "Auto"), {})})
+    write_context(tmp_path, tmp_path / CONTEXT, model)
+    assert (
+        json.loads((tmp_path / CONTEXT / TOKENIZER / "tokenizer_config.json").read_text())
+        == written
+    )

@@ -1,0 +1,72 @@
+"""Objects among the shards of megatron's checkpoints, saved and loaded by megatron itself in a
+world of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+from megatron_rl.checkpoints.safe_load import UnsafeError
+from megatron_rl.policy.checkpoint import InProcess, _safe_objects
+from megatron_rl.runtime.device import platform
+
+
+class Program:
+    """Unpickled with any name allowed, it makes a file."""
+
+    def __init__(self, evidence: Path) -> None:
+        self.evidence = evidence
+
+    def __reduce__(self):
+        return Path.touch, (self.evidence,)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def state(content) -> dict:
+    return {
+        "weight": ShardedTensor.from_rank_offsets("weight", torch.arange(6.0)),
+        "extra": ShardedObject("extra", content, (1,), (0,)),
+    }
+
+
+def saved(folder: Path, content) -> Path:
+    folder.mkdir()
+    with platform():
+        dist_checkpointing.save(
+            {**state(content), "steps": 3}, str(folder), sharded_strategy=InProcess()
+        )
+    return folder
+
+
+def test_tensors_and_plain_objects_come_back(tmp_path):
+    path = saved(tmp_path / "checkpoint", {"scale": torch.ones(2)})
+    with platform(), _safe_objects():
+        loaded = dist_checkpointing.load(state(None), str(path))
+    assert torch.equal(loaded["weight"], torch.arange(6.0)) and loaded["steps"] == 3
+    assert torch.equal(loaded["extra"]["scale"], torch.ones(2))
+
+
+def test_a_program_among_the_shards_is_refused_and_does_not_run(tmp_path):
+    path = saved(tmp_path / "checkpoint", Program(tmp_path / "ran"))
+    said = (
+        r"^object extra/shard_0_1 of the checkpoint holds more than tensors and plain values .* it"
+        r" could run any program"
+    )
+    with pytest.raises(UnsafeError, match=said), platform(), _safe_objects():
+        dist_checkpointing.load(state(None), str(path))
+    assert not (tmp_path / "ran").exists()
+    with platform():
+        dist_checkpointing.load(state(None), str(path))
+    assert (tmp_path / "ran").exists(), "megatron alone runs it"

@@ -1,0 +1,148 @@
+"""What one types from knowing Hydra works, or is answered with the way here."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.command_line import answer, arguments
+from megatron_rl.config.hydra_words import ANSWERS
+from megatron_rl.config.hydra_words import answer as way_of
+from megatron_rl.config.load import compose, known_keys
+from megatron_rl.config.schema import Config
+from megatron_rl.errors import ConfigError
+from megatron_rl.runtime.process import launched
+
+
+def printed(capsys: pytest.CaptureFixture, *words: str) -> str:
+    assert answer(arguments(words)) == 0
+    return capsys.readouterr().out
+
+
+def test_nothing_is_answered_where_a_run_is_to_be_started():
+    assert answer(arguments(["seed=2", "--run"])) is None
+
+
+@pytest.mark.parametrize("flag", ["--multirun", "-m"])
+def test_multirun_names_the_command_of_the_sweep(flag):
+    words = [flag, "--plugin", "mine.py", "method=grpo,dapo", 'data.answer_after="####"']
+    with pytest.raises(ValueError, match="its ranks cannot start others") as caught:
+        arguments(words)
+    assert str(caught.value).endswith(
+        "type python -m megatron_rl.sweep --out DIR --nproc N --plugin mine.py method=grpo,dapo "
+        "'data.answer_after=\"####\"'"
+    )
+
+
+def test_multirun_under_torchrun_names_its_number_of_processes(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(ValueError, match="--nproc 8 seed=1,2"):
+        arguments(["seed=1,2", "-m"], launched().local_size)
+
+
+def test_info_lists_groups_and_the_options_of_one(capsys):
+    groups = printed(capsys, "--info")
+    assert "method=a_grae | " in groups and "parallel=pp2 | " in groups
+    one = printed(capsys, "--info", "method")
+    assert "GRPO, group relative policy optimization" in one and "parallel" not in one
+    assert printed(capsys, "--info", "method=dapo") == groups  # an override, not a group
+    with pytest.raises(ValueError, match="--info metod: no such group; there are data, "):
+        answer(arguments(["--info", "metod"]))
+
+
+@pytest.mark.parametrize("words", [("--cfg", "job", "--resolve"), ("-c", "job"), ("--cfg", "all")])
+def test_the_configuration_is_shown_resolved(capsys, words):
+    out = printed(capsys, *words, "run_dir=runs/${seed}", "seed=7")
+    assert "run_dir: runs/7" in out
+
+
+def test_the_first_rank_answers_for_all(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert answer(arguments(["--info"]), launched().rank) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_without_torchrun_a_process_is_the_first(monkeypatch):
+    for name in ("RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert launched() == (0, None)
+
+
+def test_another_root_is_composed(capsys, tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text("defaults:\n  - config\n  - _self_\nseed: 11\n")
+    for name in ("mine", "mine.yaml"):
+        out = printed(capsys, "--cfg", "job", "--config-dir", str(tmp_path), "--config-name", name)
+        assert "seed: 11" in out and "num_steps" in out
+    with pytest.raises(ConfigError, match=r"--config-name yours: no such file; .*config, mine"):
+        compose("yours", [], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config-name", "experiment/quickstart_cpu"], "GROUP=OPTION, e.g. experiment="),
+        (["--config-path", "conf"], "add a folder of yours by --config-dir"),
+        (["--cfg", "hydra"], "give --cfg job"),
+        (["--hydra-help"], "--help shows what there is"),
+    ],
+)
+def test_other_words_of_hydra_are_answered(words, message):
+    with pytest.raises(ValueError, match=message):
+        arguments(words)
+
+
+@pytest.mark.parametrize(
+    ("override", "way"),
+    [
+        ("hydra.run.dir=x", "run_dir=DIR"),
+        ("hydra.job.chdir=true", "run_dir=DIR"),
+        ("hydra.sweep.dir=x", "megatron_rl.sweep --out DIR"),
+        ("hydra/launcher=submitit_slurm", "sbatch examples/slurm/train.sbatch"),
+        ("hydra.launcher.timeout_min=60", "sbatch examples/slurm/train.sbatch"),
+        ("hydra.mode=MULTIRUN", "megatron_rl.sweep"),
+        ("hydra/sweeper=optuna", "there is no other search"),
+        ("hydra.verbose=true", "logging.KEY"),
+        ("hydra/job_logging=none", "logging.KEY"),
+        ("hydra.searchpath=[file:///x]", "--config-dir DIR"),
+        ("+hydra.mine=1", "conf/README.md"),
+    ],
+)
+def test_settings_of_hydra_are_answered_not_ignored(override, way):
+    with pytest.raises(ConfigError, match="problem in the overrides") as caught:
+        compose("config", [override])
+    assert caught.value.problems[0].startswith(f"{override}: ") and way in str(caught.value)
+
+
+def test_every_answer_is_reached():
+    """An answer behind one that fits more would never be given."""
+    keys = ("hydra.sweep.dir", "hydra.run.dir", "hydra/launcher", "hydra/sweeper", "hydra.verbose")
+    keys += ("hydra.searchpath", "hydra")
+    assert [way_of(key) for key in keys] == [text for _, text in ANSWERS]
+    assert way_of("hydration.rate") is None
+
+
+def completed(script: str, line: str) -> list[str]:
+    """What bash offers behind ``line``."""
+    ask = f"COMP_LINE={line!r}; COMP_POINT=${{#COMP_LINE}}; _megatron_rl 2>/dev/null\n"
+    program = f'{script}\n{ask}printf "%s\\n" "${{COMPREPLY[@]}}"'
+    words = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
+    return words.stdout.split()
+
+
+def test_bash_completes_groups_keys_and_options(capsys):
+    script = printed(capsys, "--completion", "bash")
+    assert printed(capsys, "-sc", "install=bash") == script
+    start = "torchrun --nproc-per-node 2 -m megatron_rl.train"
+    assert completed(script, f"{start} seed=1 method=a_grae_d") == [
+        "a_grae_dapo",
+        "a_grae_ddas",
+        "a_grae_dr_grpo",
+    ]
+    assert completed(script, f"{start} trainer.num") == ["trainer.num_steps="]
+    assert {"--config-name", "--config-dir"} <= set(completed(script, f"{start} --config-"))
+    assert completed(script, "python other.py meth") == []
+    assert all(f"{key}=" in script for key in known_keys(Config))
+    with pytest.raises(ValueError, match="--completion fish: there is a script for bash only"):
+        answer(arguments(["--completion", "fish"]))

@@ -1,0 +1,190 @@
+"""What a configuration asks of the machine: every wrong pair is refused with key, value and
+remedy."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.config.hardware import Machine, linear_sizes, machine_problems
+from megatron_rl.config.load import compose, validate
+from megatron_rl.config.model_config import model_sizes
+from megatron_rl.config.schema import Config
+
+QWEN2_5_7B = {
+    "hidden_size": 3584,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 28,
+    "intermediate_size": 18944,
+}
+CPU = Machine(None, None, "torch")
+HOPPER = Machine((9, 0), "2.11.0", "transformer_engine")
+BLACKWELL = Machine((10, 0), "2.11.0+abc", "transformer_engine")
+WITHOUT_ENGINE = Machine((9, 0), None, "apex")
+
+
+def config(*overrides: str) -> Config:
+    return validate(
+        Config,
+        compose("config", ["model.path=m", "data.train=t", "data.eval=e", *overrides]),
+        "test",
+    )
+
+
+def problems(machine: Machine, *overrides: str, model=QWEN2_5_7B) -> list[str]:
+    return list(machine_problems(config(*overrides), machine, model))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_delayed", "fp8_tensorwise", "fp8_blockwise"])
+def test_hopper_has_what_these_ask(precision):
+    assert (
+        problems(
+            HOPPER,
+            f"precision={precision}",
+            "parallel=tp4",
+            "precision.adam=fused",
+            "precision.adam_moments=bfloat16",
+        )
+        == []
+    )
+
+
+def test_blackwell_has_mxfp8_and_the_fp8_rollout():
+    assert problems(BLACKWELL, "precision=mxfp8", "rollout=vllm_fp8") == []
+
+
+@pytest.mark.parametrize(
+    ("machine", "overrides", "texts"),
+    [
+        (
+            HOPPER,
+            ["precision=mxfp8"],
+            [
+                "mxfp8: needs compute capability 10.0 or more and below 12.0",
+                "9.0; choose precision=fp8_",
+            ],
+        ),
+        (
+            Machine((12, 0), "2.11.0", "torch"),
+            ["precision=mxfp8"],
+            ["below 12.0, this GPU has compute capability 12.0"],
+        ),
+        (
+            Machine((8, 0), "2.11.0", "torch"),
+            ["precision=fp8_tensorwise"],
+            ["needs compute capability 8.9", "choose precision=bf16"],
+        ),
+        (
+            Machine((8, 9), "2.11.0", "torch"),
+            ["precision=fp8_blockwise"],
+            ["blockwise: needs compute capability 9.0 or more, this GPU"],
+        ),
+        (
+            CPU,
+            ["precision=fp8_delayed"],
+            ["delayed: FP8 needs a GPU, this machine has no CUDA device; choose precision=fp32"],
+        ),
+        (
+            WITHOUT_ENGINE,
+            ["precision=fp8_tensorwise"],
+            ["Transformer Engine, which cannot be imported here; install it, or choose"],
+        ),
+        (
+            Machine((9, 0), "2.2.0", "torch"),
+            ["precision=fp8_blockwise"],
+            ["needs Transformer Engine 2.3 or newer, here is 2.2.0"],
+        ),
+        (
+            HOPPER,
+            ["precision=fp8_blockwise", "parallel.tensor=8"],
+            ["query, key and value rows of one tensor rank is 576", "by 128"],
+        ),
+        (CPU, ["precision.adam=fused"], ["precision.adam = fused: neither"]),
+        (
+            WITHOUT_ENGINE,
+            ["precision.adam_moments=bfloat16"],
+            ["precision.adam_moments = bfloat16: only the Adam of Transformer Engine"],
+        ),
+        (
+            CPU,
+            ["rollout=vllm_fp8"],
+            ["rollout.quantization = fp8: needs a GPU of compute capability 8.9", "no CUDA device"],
+        ),
+        (
+            Machine((8, 0), None, "torch"),
+            ["rollout=vllm_fp8"],
+            ["this machine has compute capability 8.0; set rollout.quantization=null"],
+        ),
+    ],
+)
+def test_what_is_not_there_is_refused(machine, overrides, texts):
+    found = problems(machine, *overrides)
+    assert any(all(text in problem for text in texts) for problem in found), found
+
+
+def test_several_things_are_said_at_once_and_apex_is_a_fused_adam():
+    found = problems(Machine((9, 0), None, "apex"), "precision=mxfp8", "precision.adam=fused")
+    assert len(found) == 2 and "Blackwell" not in found[0]
+
+
+def test_sizes_of_a_rank_by_hand():
+    assert list(
+        linear_sizes(config("parallel.tensor=4").parallel, model_sizes(QWEN2_5_7B)).values()
+    ) == [
+        3584,
+        36 * 128 // 4,
+        896,
+        4736,
+    ]
+    experts = {
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+    }
+    split = config("parallel.tensor=2", "parallel.expert_tensor=3").parallel
+    assert list(linear_sizes(split, model_sizes(experts)).values()) == [2048, 2560, 2048, 256]
+    mixtral = {
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "intermediate_size": 14336,
+        "num_local_experts": 8,
+    }
+    assert list(linear_sizes(split, model_sizes(mixtral)).values())[-1] == 14336 // 3
+
+
+@pytest.mark.parametrize(
+    ("precision", "size", "fits"),
+    [
+        ("fp8_tensorwise", 48, True),
+        ("fp8_tensorwise", 40, False),
+        ("mxfp8", 96, True),
+        ("mxfp8", 48, False),
+        ("fp8_blockwise", 256, True),
+        ("fp8_blockwise", 192, False),
+    ],
+)
+def test_the_reach_of_a_scale(precision, size, fits):
+    model = {**QWEN2_5_7B, "intermediate_size": size}
+    found = [
+        text
+        for text in problems(BLACKWELL, f"precision={precision}", model=model)
+        if "feed-forward width" in text
+    ]
+    assert bool(found) != fits
+
+
+def test_heads_without_a_cpu_kernel_are_refused_before_the_engine_is_built():
+    narrow = QWEN2_5_7B | {"head_dim": 16}
+    (problem,) = problems(CPU, model=narrow)
+    assert problem.startswith(
+        "model.path: head_dim = 16: without a GPU vLLM has attention for 32, 64"
+    )
+    assert problems(CPU, model=QWEN2_5_7B) == []  # 3584 / 28 = 128
+    assert problems(HOPPER, model=narrow) == []
+    assert (
+        problems(CPU, model={"hidden_size": 64}) == []
+    )  # what is missing is said by the model's own checks

@@ -1,0 +1,177 @@
+"""Every call of the engine is made in its stream; vLLM and the streams of CUDA are stand-ins."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rl.config.load import compose, validate
+from megatron_rl.config.schema import Config
+from megatron_rl.engine import engine as engine_module
+from megatron_rl.engine.arguments import VLLM_QUANTIZATION, engine_arguments
+from megatron_rl.engine.engine import VllmEngine
+from megatron_rl.types import Prompt, Sampling
+from tests.unit.engine.streams_record import StreamRecord
+
+
+class Llm:
+    """Notes the current stream of each call. Building it changes the current stream, as a
+    communicator does."""
+
+    calls: list[tuple[str, str]]
+
+    def __init__(self, **arguments: object) -> None:
+        self.record = RECORDS[-1]
+        self.calls, self.llm_engine = [], SimpleNamespace()
+        self.note("build")
+        torch.cuda.set_stream(self.record.make())
+
+    def note(self, what: str) -> None:
+        self.calls.append((what, self.record.current))
+
+    def generate(self, requests: list, params: object, use_tqdm: bool) -> list:
+        self.note("generate")
+        flat = SimpleNamespace(token_ids=[7], logprobs=[-0.5])
+        output = SimpleNamespace(token_ids=[7], logprobs=flat, finish_reason="stop")
+        scores = [None, {4: SimpleNamespace(logprob=-0.25)}]
+        return [SimpleNamespace(outputs=[output], prompt_logprobs=scores) for _ in requests]
+
+    def collective_rpc(self, method: str, args: tuple) -> list:
+        if method == "receive_weights":
+            list(args[0])
+        self.note(method)
+        return [["box"]]
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+    def sleep(self, level: int) -> None:
+        self.note(f"sleep {level}")
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.note(f"wake {' '.join(tags)}")
+
+
+RECORDS: list[StreamRecord] = []
+
+
+def config(*overrides: str) -> Config:
+    return validate(
+        Config,
+        compose("config", ["model.path=m", "data.train=t", "data.eval=e", *overrides]),
+        "test",
+    )
+
+
+@pytest.fixture
+def record(monkeypatch):
+    RECORDS.append(StreamRecord(monkeypatch))
+    world = SimpleNamespace(
+        is_initialized=lambda: True, get_rank=lambda: 0, get_world_size=lambda: 1
+    )
+    for name, value in (
+        ("dist", world),
+        ("prepare_import", lambda: None),
+        ("unlink_broadcast_buffer", lambda: None),
+        ("expected_tensors", lambda path: {"a": (2,)}),
+        ("eos_token_ids", lambda path: ()),
+        ("vllm_sampling", lambda *arguments: None),
+        ("scoring", lambda: None),
+    ):
+        monkeypatch.setattr(engine_module, name, value)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Llm))
+    yield RECORDS[-1]
+    RECORDS.pop()
+
+
+def test_calls_are_made_in_the_stream_of_the_engine(record):
+    engine = VllmEngine("m", config().rollout, seed=1, launch_id="x")
+    assert record.current == "policy"
+    engine.generate([Prompt("p", (3,), "", "t")], Sampling(1, 4, seed=1))
+    assert engine.score([[3, 4]]) == [[-0.25]]
+    engine.weight_boxes()
+    engine.declare_boxes([])
+    engine.update_weights(lambda parameter, written: None, 1)
+    engine.sleep()
+    engine.wake(("weights",))
+    engine.load_weights(iter([("a", torch.zeros(2, dtype=torch.bfloat16))]), 2)
+    engine.wake(("kv_cache",))
+    build, *calls = engine._llm.calls
+    assert build == ("build", "engine")
+    # The stream that the engine set while it was built: graphs and copies to the host are bound to
+    # it.
+    assert {stream for _, stream in calls} == {"other0"}, calls
+    assert [what for what, _ in calls] == [
+        "generate",
+        "generate",
+        "discover_boxes",
+        "declare_boxes",
+        "receive_boxes",
+        "sleep 2",
+        "wake weights",
+        "receive_weights",
+        "wake kv_cache",
+    ]
+    assert record.current == "policy"
+    assert record.waits == [("engine", "policy"), ("policy", "other0")] + [
+        ("other0", "policy"),
+        ("policy", "other0"),
+    ] * len(calls)
+
+
+def test_dropped_weights_have_no_version(record):
+    """So the next hand-over sends them, whatever was sent before."""
+    engine = VllmEngine("m", config().rollout, seed=1, launch_id="x")
+    engine.update_weights(lambda parameter, written: None, 3)
+    engine.sleep()
+    assert engine.weight_version == -1
+    engine.wake(("weights",))
+    assert engine.weight_version == -1
+    engine.update_weights(lambda parameter, written: None, 3)
+    assert engine.weight_version == 3
+
+
+def test_an_engine_that_woke_in_part_sleeps_again(record):
+    """A hand-over that fails between the two parts gives all memory back to the policy."""
+    engine = VllmEngine("m", config("rollout.sleep_level=1").rollout, seed=1, launch_id="x")
+    engine.sleep()
+    engine.wake(("weights",))
+    engine.sleep()
+    engine.sleep()
+    assert [what for what, _ in engine._llm.calls[1:]] == ["sleep 1", "wake weights", "sleep 1"]
+    engine.wake()
+    assert engine._llm.calls[-1][0] == "wake weights kv_cache"
+
+
+def test_arguments_say_what_the_configuration_says(record):
+    """``fp8`` under vLLM's present name; the number of sequences is vLLM's choice where none is
+    given."""
+    plain = engine_arguments("m", config().rollout, 1)
+    assert plain["quantization"] is None
+    assert plain["enable_sleep_mode"]
+    assert "max_num_seqs" not in plain
+    chosen = engine_arguments(
+        "m",
+        config(
+            "rollout.quantization=fp8", "rollout.max_num_seqs=9", "method.mismatch.kind=tis"
+        ).rollout,
+        1,
+    )
+    assert (chosen["quantization"], chosen["max_num_seqs"]) == ("fp8_per_tensor", 9)
+
+
+def test_a_cpu_engine_takes_what_it_always_took(record):
+    arguments = engine_arguments("m", config("rollout=vllm_cpu").rollout, 1)
+    assert (arguments["max_num_seqs"], arguments["enable_sleep_mode"]) == (256, False)
+
+
+def test_vllm_knows_that_name_of_the_quantization():
+    from vllm.config.quantization import resolve_quantization_config
+
+    name = VLLM_QUANTIZATION["fp8"]
+    arguments = resolve_quantization_config(name, None)
+    assert arguments is not None
+    assert arguments.linear.weight.dtype == torch.float8_e4m3fn

@@ -1,0 +1,109 @@
+"""The weight transfer of a server, against the classes of the vLLM that is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from dataclasses import asdict
+from types import SimpleNamespace
+from unittest.mock import create_autospec
+
+import pytest
+import torch
+from torch import nn
+from vllm.config import get_current_vllm_config
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.worker.gpu_worker import Worker
+
+from megatron_rl import vllm_plugin
+from megatron_rl.engine import transfer_backend
+from megatron_rl.engine.async_engine import AsyncEngine
+from megatron_rl.engine.worker import WeightReceiver
+from megatron_rl.types import TransferOptions
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """What a worker makes of ``--weight-transfer-config '{"backend": "megatron_rl"}'``."""
+    monkeypatch.setattr(WeightTransferEngineFactory, "_registry", {})
+    vllm_plugin.register()
+    vllm_plugin.register()  # plugins may be loaded several times
+    config = SimpleNamespace(backend=transfer_backend.BACKEND)
+    engine_config = SimpleNamespace(
+        parallel_config=SimpleNamespace(), model_config=SimpleNamespace()
+    )
+    return WeightTransferEngineFactory.create_engine(
+        config, engine_config, torch.device("cpu"), nn.Linear(1, 1)
+    )
+
+
+def test_the_worker_can_make_the_backend(backend):
+    assert isinstance(backend, transfer_backend.ShardTransferEngine)
+    assert backend.connect is vllm_plugin.receiving_end
+
+
+def test_its_methods_take_what_vllm_gives(backend):
+    for name in WeightTransferEngine.__abstractmethods__:
+        wanted = inspect.signature(getattr(WeightTransferEngine, name)).parameters
+        assert list(inspect.signature(getattr(type(backend), name)).parameters) == list(wanted), (
+            name
+        )
+
+
+def test_the_options_of_the_trainer_arrive(backend):
+    """They travel as a dictionary inside the message."""
+    options = TransferOptions(bucket_mib=3, rounds_in_flight=4, verify=False, timeout_s=5.0)
+    where = {"address": "a", "port": 1, "first_rank": 2, "size": 3, "device": "cpu"}
+    assert backend.parse_init_info({**where, "options": asdict(options)}).options == options
+
+
+def test_an_update_without_a_trainer_is_refused(backend):
+    backend.start_weight_update()
+    with pytest.raises(ValueError, match="no trainer has connected"):
+        backend.update_weights({"step": "1", "version": 1})
+    backend.finish_weight_update()
+    backend.shutdown()
+
+
+def test_commands_are_those_of_the_engine():
+    """Each call is checked against the signature of AsyncLLM."""
+    llm = create_autospec(AsyncLLM, instance=True)
+    llm.reset_prefix_cache.return_value = True
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        engine = AsyncEngine(llm, loop, timeout_s=10.0)
+        engine.pause("abort")
+        engine.init_transfer({"address": "a"})
+        engine.update({"step": "1", "version": 3})
+        engine.cancel()
+        engine.finish(3)
+        engine.resume()
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+    llm.finish_weight_update.assert_awaited_with("3")
+    llm.reset_prefix_cache.assert_awaited_once_with(
+        reset_running_requests=True, reset_connector=True
+    )
+
+
+def test_weights_are_received_under_the_settings_of_the_engine():
+    """Layers look there for the kernels that they are processed for; the worker's own reload sees
+    to it."""
+    seen = []
+
+    def reload(weights_iterator: object) -> None:
+        seen.append((get_current_vllm_config(), weights_iterator))
+
+    worker = object.__new__(type("EngineWorker", (WeightReceiver, Worker), {}))
+    worker.vllm_config, worker.device = object(), SimpleNamespace(type="cuda")
+    worker.model_runner = SimpleNamespace(reload_weights=reload)
+    weights = iter([])
+    worker.receive_weights(weights)
+    assert seen == [(worker.vllm_config, weights)]

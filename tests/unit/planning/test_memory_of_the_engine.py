@@ -1,0 +1,51 @@
+"""What the engine holds, by hand."""
+
+from transformers import Qwen3MoeConfig
+
+from megatron_rl.planning.engine_memory import GIB
+from megatron_rl.policy.families import architecture_from
+from tests.unit.planning_of_7b import EMBEDDING, LAYER, plan
+
+
+def test_an_fp8_engine_has_one_byte_for_the_matrices_of_its_layers():
+    (stage,) = plan({}, rollout={"tensor": 1, "quantization": "fp8"})
+    vectors = 28 * (4608 + 2 * 3584)  # biases and norms
+    matrices = 28 * LAYER - vectors
+    assert stage.engine_weights == matrices + 2 * (vectors + 2 * EMBEDDING + 3584)
+
+
+def test_a_sleeping_engine_locks_powers_of_two():
+    (stage,) = plan({"tensor": 4})
+    mib = 2**20
+    # Of the two ranks of the engine. Gate and up 129.5 MiB, down 64.75, queries with keys and
+    # values 15.75, output 12.25; the bias has 4.5 KiB, a norm 7. Embedding and head 519.75 MiB
+    # each.
+    layer = (256 + 128 + 16 + 16) * mib + 3 * 8192
+    assert stage.engine_backup == 28 * layer + 2 * 1024 * mib + 8192
+    assert 13.3 < stage.engine_backup / GIB < 13.4 and stage.engine_weights / GIB < 7.1
+    (small,) = plan({"tensor": 4}, rollout={"quantization": "fp8"})
+    # One byte for each number of a matrix: 64.75, 32.4, 7.9 and 6.1 MiB.
+    assert small.engine_backup == 28 * ((128 + 64 + 8 + 8) * mib + 3 * 8192) + 2 * 1024 * mib + 8192
+
+
+def test_all_experts_of_a_layer_are_two_tensors_of_the_engine():
+    config = Qwen3MoeConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_hidden_layers=1,
+        vocab_size=128,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+        tie_word_embeddings=True,
+    )
+    arch = architecture_from(config, "Qwen3MoeForCausalLM")
+    experts = 65536 + 32768  # gate and up 5 x 64 x 64 x 2 bytes = 40960, down 20480
+    # Queries, keys and values (64 + 2 x 32) x 64, output 64 x 64, router 5 x 64, two norms of 64,
+    # two of 16; embedding; last norm.
+    others = 16384 + 8192 + 1024 + 2 * 128 + 2 * 32
+    (stage,) = plan({}, arch=arch, rollout={"tensor": 1})
+    assert stage.engine_backup == experts + others + 16384 + 128

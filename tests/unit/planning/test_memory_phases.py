@@ -1,0 +1,113 @@
+"""Which parts are in memory together, and what a phase needs."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_rl.planning.advice import problems
+from megatron_rl.planning.engine_memory import GIB
+from megatron_rl.planning.phases import (
+    ENGINE_KEEPS_GIB,
+    OVERHEAD_GIB,
+    Room,
+    demands,
+    needed_gib,
+    phases,
+)
+from tests.unit.planning_of_7b import GPU, PARAMETERS, config, plan
+
+
+def test_a_checkpoint_gathers_a_distributed_optimizer():
+    one = plan({"distributed_optimizer": True})[0]
+    four = plan({"distributed_optimizer": True, "tensor": 4})[0]
+    assert one.whole_optimizer == 12 * PARAMETERS and plan({})[0].whole_optimizer == 0
+    assert four.whole_optimizer == 12 * four.weights // 2
+    lean = config("memory.offload=[optimizer]", "rollout.sleep_level=2")
+    kept = replace(four, reference=10**9)
+    by_phase = {one.phase: one for one in demands([kept], lean, replace(GPU, host_gib=30.0))}
+    assert by_phase["host copies"].need_gib == pytest.approx((10**9 + four.optimizer) / GIB)
+    # The reference a second time, to be written.
+    assert by_phase["checkpoint"].need_gib == pytest.approx(
+        (2 * 10**9 + four.optimizer + four.whole_optimizer) / GIB
+    )
+    (message,) = problems([kept], lean, replace(GPU, host_gib=30.0))
+    assert message.startswith("checkpoint needs 33.8 GiB")
+    assert "most of it is whole_optimizer (21.3 GiB): take optimizer out" in message
+    assert "raise parallel.tensor (now 1), or raise parallel.pipeline (now 1)" in message
+
+
+def test_phases_follow_the_hand_over():
+    lean = config("memory.offload=[optimizer,gradients,weights]", "rollout.sleep_level=1")
+    found = phases(lean, "cuda")
+    assert found["training"] == (
+        "weights",
+        "gradients",
+        "optimizer",
+        "fp8_copies",
+        "activations",
+        "logits",
+    )
+    assert found["weight sync"] == (
+        "weights",
+        "engine_weights",
+    ), "the sync reads the weights, which leave after it"
+    assert found["generation"] == ("engine_weights", "kv_cache")
+    assert found["host copies"] == ("reference", "weights", "optimizer", "engine_backup")
+    assert found["checkpoint"] == (*found["host copies"], "reference", "whole_optimizer")
+    assert phases(config("rollout.sleep_level=2"), "cuda")["host copies"] == ("reference",)
+
+
+@pytest.mark.parametrize(
+    ("offload", "held"),
+    [
+        ("[]", ("weight sync", "generation")),
+        ("[weights]", ("weight sync",)),
+        ("[gradients]", ()),
+        ("[gradients,weights]", ()),
+    ],
+)
+def test_fp8_copies_leave_with_the_first_part(offload, held):
+    found = phases(config(f"memory.offload={offload}"), "cuda")
+    both = ("weight sync", "generation")
+    assert tuple(phase for phase in both if "fp8_copies" in found[phase]) == held
+
+
+def test_what_a_sleeping_engine_keeps_counts_on_the_device():
+    (stage,) = plan({"tensor": 4, "distributed_optimizer": True}, rollout={"kv_cache_gib": 50.0})
+    room = Room("cuda", 80.0, 100.0)
+    beside = {
+        one.phase: one.need_gib - needed_gib(stage, one.parts)
+        for one in demands([stage], config(), room)
+    }
+    device = OVERHEAD_GIB["cuda"] + ENGINE_KEEPS_GIB["cuda"]
+    host = 0.0
+    want = {
+        "training": device,
+        "weight sync": device,
+        "generation": device,
+        "host copies": host,
+        "checkpoint": host,
+    }
+    assert beside == pytest.approx(want)
+
+
+def test_on_a_cpu_everything_is_held_at_once_and_what_is_offloaded_twice():
+    (stage,) = plan({})
+    room = Room("cpu", 8.0)
+    (one,) = demands([stage], config(), room)
+    (two,) = demands(
+        [stage], config("memory.offload=[weights,gradients]", "rollout.sleep_level=2"), room
+    )
+    names = (
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "logits",
+        "engine_weights",
+        "kv_cache",
+    )
+    assert one.need_gib == pytest.approx(
+        sum(getattr(stage, name) for name in names) / GIB + OVERHEAD_GIB["cpu"]
+    )
+    assert two.need_gib - one.need_gib == pytest.approx(stage.weights / GIB)

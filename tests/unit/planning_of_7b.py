@@ -1,0 +1,68 @@
+"""A model of 7 billion parameters and a plan for it, for the tests of the planning room."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Qwen2Config
+
+from megatron_rl.config.load import compose, validate
+from megatron_rl.config.schema import Config, ParallelConfig, PrecisionConfig, RolloutConfig
+from megatron_rl.planning import memory
+from megatron_rl.planning.memory import StageMemory
+from megatron_rl.planning.phases import Room
+from megatron_rl.planning.workload import Workload
+from megatron_rl.policy.families import Architecture, architecture_from
+
+QWEN2_5_7B = architecture_from(
+    Qwen2Config(
+        hidden_size=3584,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        num_hidden_layers=28,
+        intermediate_size=18944,
+        vocab_size=152064,
+        max_position_embeddings=32768,
+        tie_word_embeddings=False,
+    ),
+    "Qwen2ForCausalLM",
+)
+# A layer: (3584 + 2 x 512) x 3584 + 4608 + 3584^2 + 3 x 3584 x 18944 + 2 x 3584.
+LAYER = 233_057_792
+EMBEDDING = 544_997_376  # 152064 x 3584; the head has as many, the last norm 3584
+PARAMETERS = 28 * LAYER + 2 * EMBEDDING + 3584
+LOAD = Workload(
+    world_size=8,
+    tokens_per_microbatch=1000,
+    tokens_per_minibatch=10**6,
+    logprob_chunk_tokens=256,
+    make_vocab_divisible_by=1,
+    fused=True,
+)
+GPU = Room("cuda", 80.0)
+ROLLOUT: dict[str, Any] = {"stop": (), "tensor": 2, "kv_cache_gib": 3.0}
+PRECISION: dict[str, Any] = {"params": "bfloat16", "grad_reduce_in_float32": True}
+
+
+def parallel(**layout: Any) -> ParallelConfig:
+    return ParallelConfig(
+        **{**compose("parallel/single"), "distributed_optimizer": False, **layout}
+    )
+
+
+def plan(
+    layout: dict[str, Any],
+    load: Workload = LOAD,
+    arch: Architecture = QWEN2_5_7B,
+    device_gib: float = 80.0,
+    rollout: dict[str, Any] | None = None,
+    fp8: dict[str, Any] | None = None,
+) -> list[StageMemory]:
+    engine = RolloutConfig(**{**compose("rollout/vllm"), **ROLLOUT, **(rollout or {})})
+    precision = PrecisionConfig(**{**compose("precision/bf16"), **PRECISION, "fp8": fp8})
+    return memory.plan(arch, parallel(**layout), precision, engine, load, device_gib)
+
+
+def config(*overrides: str) -> Config:
+    values = compose("config", ["model.path=m", "data.train=t", "data.eval=e", *overrides])
+    return validate(Config, values, "test")

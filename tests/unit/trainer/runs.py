@@ -1,0 +1,127 @@
+"""Runs with a bandit in the roles of policy and engine, and what they write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from megatron_rl.config.load import compose, validate
+from megatron_rl.config.schema import Config
+from megatron_rl.data.loader import PromptLoader
+from megatron_rl.loss import load_method
+from megatron_rl.runtime.display import Display
+from megatron_rl.runtime.launch import World
+from megatron_rl.runtime.memory import Ledger, memory_in_use
+from megatron_rl.trainer.bundle import write_bundle
+from megatron_rl.trainer.colocation import ColocatedSync, Colocation
+from megatron_rl.trainer.evaluator import Evaluator
+from megatron_rl.trainer.health import Health
+from megatron_rl.trainer.learner import Learner, MinibatchPlan
+from megatron_rl.trainer.rollouts import Rollouts, Sampler, rollout_sampling
+from megatron_rl.trainer.run_folder import RunFolder
+from megatron_rl.trainer.sources import Colocated
+from megatron_rl.trainer.trainer import Trainer
+from megatron_rl.types import Sampling
+from tests.unit.trainer.fakes import (
+    BanditEngine,
+    BanditPolicy,
+    BanditSync,
+    FirstTokenIsAnswer,
+    prompts,
+)
+
+WORLD = World(rank=0, size=1, local_rank=0, launch_id="test")
+DISPLAY = Display(shown=False)
+SIZES = (
+    "batch.prompts_per_step=4",
+    "batch.prompts_per_minibatch=2",
+    "batch.responses_per_prompt=8",
+    "batch.tokens_per_microbatch=64",
+    "trainer.num_steps=3",
+)
+
+
+def words(ids: Sequence[int]) -> str:
+    """A text for every token."""
+    return " ".join(map(str, ids))
+
+
+def bandit_config(run_dir: Path, overrides: Sequence[str]) -> Config:
+    common = [
+        "model.path=m",
+        "data.train=t",
+        "data.eval=e",
+        f"run_dir={run_dir}",
+        "evaluation.pass_at=[1]",
+        "logging.tensorboard=false",
+        "logging.console=false",
+    ]
+    return validate(Config, compose("config", [*common, *SIZES, *overrides]), "test")
+
+
+def build_bandit(
+    folder: Path,
+    *overrides: str,
+    method: str = "grpo",
+    method_overrides: Sequence[str] = (),
+    answers: str = "2",
+    stop: Callable[[], bool] = lambda: False,
+    run: str = "run",
+) -> Trainer:
+    """A trainer whose run goes to ``folder/run``; ``answers``: the right one to every prompt."""
+    config = bandit_config(folder / run, overrides)
+    chosen = load_method(method, method_overrides)
+    has_entropy = chosen.needs.entropy != "none"
+    policy = BanditPolicy(config.batch.tokens_per_microbatch, has_entropy)
+    engine = BanditEngine()
+    sampler = Sampler(engine, FirstTokenIsAnswer(), words, WORLD, DISPLAY)
+    run_folder = RunFolder(config, WORLD, DISPLAY)
+    rollouts = Rollouts(
+        sampler=sampler,
+        loader=PromptLoader(prompts(16, answers), seed=config.seed, shuffle=True),
+        method=chosen,
+        sampling=rollout_sampling(config, ()),
+        prompts_per_step=4,
+        seed=config.seed,
+        log_samples=run_folder.log_samples,
+    )
+    ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), None)
+    memory = Colocation(policy, engine, config.memory.offload, ledger)
+    sync = ColocatedSync(BanditSync(policy, engine), memory)
+    write = partial(write_bundle, config, WORLD, policy)
+    health = Health(config.nonfinite, config.mismatch_limits, write)
+    plan = MinibatchPlan(
+        prompts_per_minibatch=config.batch.prompts_per_minibatch,
+        epochs_per_rollout=config.trainer.epochs_per_rollout,
+        seed=config.seed,
+    )
+    greedy = Sampling(1, 3, temperature=0.0)
+    return Trainer(
+        config=config.trainer,
+        source=Colocated(rollouts, policy, engine, sync, memory),
+        learner=Learner(policy, chosen, health, plan, update_matches_score=True),
+        evaluator=Evaluator(config.evaluation, sampler, prompts(4), greedy),
+        folder=run_folder,
+        world=WORLD,
+        display=DISPLAY,
+        stop_requested=stop,
+    )
+
+
+def rows(trainer: Trainer) -> list[dict]:
+    """The metrics of the run so far."""
+    lines = (trainer.folder.path / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def samples(trainer: Trainer) -> list[dict]:
+    lines = (trainer.folder.path / "samples.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def timeless(row: dict) -> dict:
+    """What two equal runs have in common."""
+    passing = ("time/", "throughput/", "memory/")
+    return {key: value for key, value in row.items() if not key.startswith(passing)}

@@ -1,0 +1,146 @@
+"""Tiny models of every family with random weights, as HF models, HF directories and policies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from megatron_rl.policy.megatron_policy import MegatronPolicy
+
+SMALL: dict[str, Any] = dict(
+    hidden_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+# Family -> the prefix of its classes in transformers.
+CLASSES = {
+    "qwen2": "Qwen2",
+    "qwen2_tied": "Qwen2",
+    "qwen3": "Qwen3",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen3_moe": "Qwen3Moe",
+    "mixtral": "Mixtral",
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": dict(vocab_size=128, tie_word_embeddings=False),
+    "qwen2_tied": dict(vocab_size=128, tie_word_embeddings=True),
+    "qwen3": dict(vocab_size=128, head_dim=24, tie_word_embeddings=True),
+    "llama": dict(vocab_size=123, tie_word_embeddings=False, rope_parameters=LLAMA3),
+    "mistral": dict(vocab_size=128, head_dim=16, sliding_window=None, tie_word_embeddings=False),
+    "qwen3_moe": dict(
+        vocab_size=128,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        num_hidden_layers=2,
+    ),
+    "mixtral": dict(
+        vocab_size=128,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=None,
+        tie_word_embeddings=False,
+        num_hidden_layers=2,
+    ),
+}
+
+
+def transformer(family: str, settings: dict[str, Any]) -> PreTrainedModel:
+    """A model of transformers with these settings and the weights that it begins with."""
+    config = getattr(transformers, f"{CLASSES[family]}Config")(**settings)
+    return getattr(transformers, f"{CLASSES[family]}ForCausalLM")(config)
+
+
+def tiny_model(family: str, seed: int = 0, layers: int | None = None) -> PreTrainedModel:
+    """The model in float32, evaluation mode; norms and biases away from their initial values."""
+    settings = SMALL | FAMILIES[family]
+    if layers is not None:
+        settings["num_hidden_layers"] = layers
+    draw = torch.Generator().manual_seed(seed)
+    model = transformer(family, settings).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=draw)
+            if parameter.dim() == 1:
+                center = 1.0 if "norm" in name else 0.0
+                parameter.copy_(noise * 0.1 + center)
+            else:
+                parameter.copy_(noise * 0.05)
+    return model
+
+
+def save_tiny_model(family: str, path: Path, seed: int = 0, layers: int | None = None) -> Path:
+    """Writes the HF directory of ``tiny_model``."""
+    model = tiny_model(family, seed, layers)
+    model.config.architectures = [type(model).__name__]
+    model.save_pretrained(path)
+    return path
+
+
+def policy_beside_engine(
+    path: Path, layout: dict[str, Any], params: str = "float32"
+) -> MegatronPolicy:
+    """The policy of a HF directory whose weights go to an engine; it is not trained."""
+    from megatron_rl.config.schema import ModelConfig
+    from megatron_rl.policy.megatron_policy import MegatronPolicy
+    from megatron_rl.policy.settings import PolicySettings
+    from tests.numerics.policy_cases import optim, parallel, precision
+
+    settings = PolicySettings(
+        temperature=1.0,
+        keep_reference=False,
+        total_optimizer_steps=1,
+        max_sequence_tokens=512,
+        tokens_per_microbatch=512,
+    )
+    model = ModelConfig(path=str(path), make_vocab_divisible_by=64)
+    return MegatronPolicy(model, parallel(**layout), precision(params), optim(), settings)
+
+
+def tiny_policy(
+    path: Path, layout: dict[str, Any], params: str = "float32", **more: Any
+) -> MegatronPolicy:
+    """The policy of a HF directory; ``layout``: what differs from one rank."""
+    from megatron_rl.config.schema import ModelConfig
+    from megatron_rl.policy.megatron_policy import MegatronPolicy
+    from megatron_rl.policy.settings import PolicySettings
+    from tests.numerics.policy_cases import optim, parallel, precision
+    from tests.numerics.policy_reference import TEMPERATURE
+
+    settings = PolicySettings(
+        temperature=TEMPERATURE,
+        keep_reference=True,
+        total_optimizer_steps=10,
+        max_sequence_tokens=64,
+        tokens_per_microbatch=64,
+        entropy="grad",
+    )
+    model = ModelConfig(path=str(path), make_vocab_divisible_by=16)
+    formats = precision(params)
+    settings = replace(settings, **more)
+    return MegatronPolicy(model, parallel(**layout), formats, optim(), settings)

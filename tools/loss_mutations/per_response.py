@@ -1,0 +1,97 @@
+"""Bugs in shaping, filters and the composition of credit."""
+
+from __future__ import annotations
+
+# (module, formula) -> (text that occurs once in the module, what takes its place)
+BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
+    ("shaping", "stcr"): [
+        ("(tokens > mean)", "(tokens != mean)"),
+        ("return advantages * (2 - mu**exponent)", "return advantages * mu**exponent"),
+        ("longer, mean - tokens,", "longer, tokens - mean,"),
+        ("longer = ~correct &", "longer = correct &"),
+        ("groups.broadcast(num_correct > 0)", "groups.broadcast(num_correct >= 0)"),
+        ("groups.sum(tokens * correct) / num_correct.clamp(min=1)", "groups.mean(tokens)"),
+        ("longer & (advantages < 0)", "longer & (advantages > 0)"),
+        ('if window == "batch":', 'if window != "batch":'),
+    ],
+    ("shaping", "ddas"): [
+        ("omega * hard + (1 - omega) * easy", "omega * easy + (1 - omega) * hard"),
+        ("omega * hard + (1 - omega) * easy", "hard + easy"),
+        ("torch.where(_inside(share), omega * hard", "torch.where(~_inside(share), omega * hard"),
+    ],
+    ("shaping", "ass"): [
+        (
+            "torch.where(advantages > 0, advantages * (omega",
+            "torch.where(advantages < 0, advantages * (omega",
+        ),
+        ("(omega / alpha).clamp(max=1)", "(omega / alpha)"),
+        ("(omega / alpha).clamp(max=1)", "(omega * alpha).clamp(max=1)"),
+    ],
+    ("shaping", "sign_scale"): [
+        (
+            "positive * advantages, negative * advantages",
+            "negative * advantages, positive * advantages",
+        ),
+        ("positive * advantages, negative * advantages", "positive * advantages, advantages"),
+        (
+            "positive * advantages, negative * advantages",
+            "positive * advantages, -negative * advantages",
+        ),
+    ],
+    ("shaping", "hard_focused"): [
+        ("0.5 * advantages * _safe(share).rsqrt()", "advantages * _safe(share).rsqrt()"),
+        ("0.5 * advantages * _safe(share).rsqrt()", "0.5 * advantages / _safe(share)"),
+        ("0.5 * advantages * _safe(share).rsqrt()", "0.5 * advantages * _safe(share).sqrt()"),
+        ("(share > 0) & (share < 1)", "(share >= 0) & (share < 1)"),
+    ],
+    ("shaping", "easy_focused"): [
+        ("0.5 * advantages * _safe(1 - share).rsqrt()", "0.5 * advantages * _safe(share).rsqrt()"),
+        ("0.5 * advantages * _safe(1 - share).rsqrt()", "0.5 * advantages / _safe(1 - share)"),
+        (
+            "0.5 * advantages * _safe(1 - share).rsqrt()",
+            "2 * advantages * _safe(1 - share).rsqrt()",
+        ),
+    ],
+    ("shaping", "focal"): [
+        ("(1 - share) ** gamma", "share**gamma"),
+        ("(1 - share) ** gamma", "(1 - share) ** (1 / gamma)"),
+        ("(1 - share) ** gamma", "(1 - share) * gamma"),
+    ],
+    ("filters", "groups"): [
+        ("(right > 0) & (right < groups.count)", "(right > 0)"),
+        ("(right > 0) & (right < groups.count)", "(right < groups.count)"),
+        ("groups.sum(correct) < groups.count)", "groups.sum(correct) == groups.count)"),
+        ("groups.sum(correct) < groups.count)", "groups.sum(correct) > 0)"),
+    ],
+    ("filters", "overlong_penalty"): [
+        ("start = max_tokens - buffer_tokens", "start = max_tokens"),
+        ("/ buffer_tokens).clamp(-1, 0)", "/ buffer_tokens).clamp(max=0)"),
+        ("/ buffer_tokens).clamp(-1, 0)", "/ max_tokens).clamp(-1, 0)"),
+    ],
+    ("filters", "repetition"): [
+        ("token_ids[last] == token_ids[last - block]", "token_ids[last] == token_ids[last - 1]"),
+        (".all(dim=1)", ".any(dim=1)"),
+        ("response_tokens >= 2 * block", "response_tokens > 2 * block"),
+        ("return -penalty * repeated", "return penalty * repeated"),
+        ("response_tokens, truncated, min_block", "response_tokens, ~truncated, min_block"),
+    ],
+    ("credit", "composition"): [
+        ("groups.mean(batch.correct.to(rewards.dtype))", "groups.mean(rewards)"),
+        ("rewards.mean().clamp(0, 1)", "rewards.mean()"),
+        ("rewards.mean().clamp(0, 1)", "shaped.mean().clamp(0, 1)"),
+        ("shaped = rewards - coefficient", "shaped = rewards + coefficient"),
+        ("coefficient * kl_weights * batch.kl", "coefficient * batch.kl"),
+    ],
+    ("credit", "metrics"): [
+        (
+            "gap = mean_length(~correct) - mean_length(correct)",
+            "gap = mean_length(correct) - mean_length(~correct)",
+        ),
+        (
+            "share(groups.spread(evidence.rewards) == 0)",
+            "share(groups.spread(evidence.rewards) > 0)",
+        ),
+        ("-advantages.clamp(max=0).sum()", "advantages.clamp(max=0).sum()"),
+        ("torch.where(both, gap", "torch.where(both | True, gap"),
+    ],
+}
