@@ -86,6 +86,7 @@ EXTRAS = {
         "datasets>=4",
         "pytest>=8.2",
         "pytest-timeout",
+        "pytest-xdist",
         "hypothesis",
         "beartype",
         "psutil",
