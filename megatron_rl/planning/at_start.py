@@ -18,6 +18,7 @@ from megatron_rl.planning.phases import Room
 from megatron_rl.planning.workload import workload
 from megatron_rl.policy.families import read_architecture
 from megatron_rl.policy.hardware import this_machine
+from megatron_rl.policy.work_model import WorkModel
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import available_gib
 
@@ -53,7 +54,13 @@ def plan(config: Config, world_size: int, room: Room, *, fused: bool) -> list[me
     if impossible := layout_problems(arch, config.parallel, world_size):
         raise ConfigError(impossible, "the layout")
     method = Method(config.method, response_limit=config.rollout.max_response_tokens)
-    load = workload(config, world_size, fused=fused, keep_reference=method.needs.ref_logprobs)
+    load = workload(
+        config,
+        world_size,
+        work=WorkModel.of(arch),
+        fused=fused,
+        keep_reference=method.needs.ref_logprobs,
+    )
     return memory.plan(
         arch, config.parallel, config.precision, config.rollout, load, room.device_gib
     )

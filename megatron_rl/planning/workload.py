@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from megatron_rl.config.layout_rules import replica_ranks
 from megatron_rl.config.schema import Config
 from megatron_rl.policy.logprobs import LOGPROB_CHUNK_TOKENS
+from megatron_rl.policy.work_model import WorkModel
 
 
 @dataclass(frozen=True)
@@ -28,18 +31,23 @@ class Workload:
     keep_reference: bool = False
 
 
-def workload(config: Config, world_size: int, *, fused: bool, keep_reference: bool) -> Workload:
-    """The workload of a run of ``config`` on ``world_size`` ranks."""
+def workload(
+    config: Config, world_size: int, *, work: WorkModel, fused: bool, keep_reference: bool
+) -> Workload:
+    """The workload of a run of ``config`` on ``world_size`` ranks. ``work``: that of the policy's
+    plans."""
     batch = config.batch
     longest = longest_sequence(config)
     sequences = batch.prompts_per_minibatch * batch.responses_per_prompt
     data_ranks = world_size // replica_ranks(config.parallel)
-    # Sequences are dealt to the ranks by their tokens, so that a rank may get one more than its
-    # even share, and no rank gets more than there are.
-    most = min(sequences, math.ceil(sequences / data_ranks) + 1)
+    # Sequences are dealt to the ranks by their work, so that a rank may get one more than its even
+    # share of the longest ones, or more tokens of short ones: a token of those is less work. It
+    # gets no more than there are.
+    most_work = (math.ceil(sequences / data_ranks) + 1) * int(work.work(np.array([longest]))[0])
+    most_tokens = min(sequences * longest, most_work)
     return Workload(
         world_size=world_size,
-        tokens_per_microbatch=min(batch.tokens_per_microbatch, most * longest),
+        tokens_per_microbatch=min(batch.tokens_per_microbatch, most_tokens),
         tokens_per_minibatch=sequences * longest,
         logprob_chunk_tokens=LOGPROB_CHUNK_TOKENS,
         make_vocab_divisible_by=config.model.make_vocab_divisible_by,

@@ -13,6 +13,7 @@ from megatron_rl.policy.microbatches import Microbatch, Multiples, Packer, padde
 from megatron_rl.policy.packing_plan import plan_microbatches
 from megatron_rl.policy.parallel import Ranks
 from megatron_rl.policy.prefix_sharing import plan_shared_prompts
+from megatron_rl.policy.work_model import WorkModel
 from megatron_rl.types import SequenceBatch
 
 
@@ -22,6 +23,7 @@ class Batching:
 
     Attributes:
         tokens_per_microbatch: most tokens (prompt + response) of one micro-batch.
+        work: what the ranks get equal shares of.
         prefix_sharing: neighbors with the same ``prompt_index`` compute their prompt once.
         multiple: the number of micro-batches of a pass is a multiple of this.
         multiples: what packed lengths must divide by.
@@ -30,6 +32,7 @@ class Batching:
     config: TransformerConfig
     ranks: Ranks
     tokens_per_microbatch: int
+    work: WorkModel
     prefix_sharing: bool
     multiple: int
     multiples: Multiples
@@ -47,6 +50,7 @@ class Batching:
             data_parallel_size=self.ranks.data,
             tokens_per_microbatch=self.tokens_per_microbatch,
             multiple=self.multiple,
+            work=self.work,
         )
         if self.prefix_sharing and batch.prompt_index is not None:
             by_rank = plan_shared_prompts(batch, rows, **sizes)

@@ -41,6 +41,7 @@ from megatron_rl.policy.precision import ddp_config, describe, logprob_format, p
 from megatron_rl.policy.reference import Reference
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.policy.shards import held_shards, key
+from megatron_rl.policy.work_model import WorkModel
 from megatron_rl.protocols import Entropy
 from megatron_rl.runtime.device import device, platform
 from megatron_rl.types import SequenceBatch, Shard, TokenLoss, TokenScores, UpdateResult
@@ -133,6 +134,7 @@ class MegatronPolicy:
             config=self.config,
             ranks=self.ranks,
             tokens_per_microbatch=self.settings.tokens_per_microbatch,
+            work=WorkModel.of(self.arch),
             prefix_sharing=self.prefix_sharing,
             multiple=self.microbatch_multiple,
             multiples=multiples(

@@ -5,54 +5,19 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int
+
+from megatron_rl.policy.work_model import Integers, WorkModel
 
 Item = tuple[int, int]  # cost, row
 Bin = tuple[int, list[int]]  # cost, rows
 Plan = list[list[list[int]]]  # data-parallel rank -> micro-batch -> rows
-Integers = Int[np.ndarray, " rows"]
 # Ranks are leveled until the slowest has at most this many times the mean work.
 LEVEL_ENOUGH = 1.005
 LIGHTEST_TRIED = 16
 # A few bins are inserted one by one into a sorted list; more of them are sorted together with it.
 SORT_FROM_SHARE = 1 / 8
-
-
-@dataclass(frozen=True)
-class WorkModel:
-    """Work of a forward pass in units of what one token costs outside attention.
-
-    ``crossover_tokens``: the length of a sequence whose causal attention costs as much as all its
-    products with matrices. Example: with ``WorkModel(1000)`` a sequence of 500 tokens has work
-    ``500 + 500 * 500 // 1000 = 750``.
-    """
-
-    crossover_tokens: int
-
-    def __post_init__(self) -> None:
-        assert self.crossover_tokens > 0
-
-    @classmethod
-    def of_sizes(
-        cls, *, matrix_parameters: int, num_layers: int, attention_width: int
-    ) -> WorkModel:
-        """From the sizes of a model: parameters in matrices that one token passes through (output
-        layer included, inactive experts not), and query heads x head dimension.
-
-        A token takes ``2 * matrix_parameters`` operations in matrices, and causal attention over n
-        tokens ``2 * num_layers * attention_width * n**2``. Example: Qwen2.5-7B (7.07e9 parameters,
-        28 layers, width 3584) has a crossover at 70,452 tokens.
-        """
-        return cls(matrix_parameters // (num_layers * attention_width))
-
-    def work(self, tokens: Integers, context: Integers | int = 0) -> Integers:
-        """Of ``tokens`` tokens that follow ``context`` others; work of the context itself not
-        counted."""
-        # n tokens behind c others attend to (c + n)^2 - c^2 = n (n + 2 c) pairs, halved as all are.
-        return tokens + tokens * (tokens + 2 * context) // self.crossover_tokens
 
 
 def plan_microbatches(

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.policy.packing_plan import Integers, Plan, WorkModel, plan_costs, require_fit
+from megatron_rl.policy.packing_plan import Plan, plan_costs, require_fit
+from megatron_rl.policy.work_model import Integers, WorkModel
 from megatron_rl.types import SequenceBatch
 
 Part = list[int]  # rows of one prompt

@@ -13,7 +13,8 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_rl.data.token_rows import TokenRows
-from megatron_rl.policy.packing_plan import WorkModel, plan_microbatches
+from megatron_rl.policy.packing_plan import plan_microbatches
+from megatron_rl.policy.work_model import WorkModel
 from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.exchange import exchange_rows, token_rows
 from megatron_rl.trainer.ownership import Route, owning_ranks, sampling_ranks

@@ -44,7 +44,8 @@ from machine import Watch, description, in_turns, spread
 
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.data.token_rows import TokenRows
-from megatron_rl.policy.packing_plan import WorkModel, plan_microbatches
+from megatron_rl.policy.packing_plan import plan_microbatches
+from megatron_rl.policy.work_model import WorkModel
 from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.exchange import FlatCompletions, exchange_rows, token_rows
 from megatron_rl.trainer.experience import Response, experience_of

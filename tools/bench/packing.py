@@ -34,8 +34,9 @@ from machine import Watch, description, spread
 
 from megatron_rl.config.hardware import BLOCK
 from megatron_rl.policy.microbatches import multiples, padded_lengths
-from megatron_rl.policy.packing_plan import WorkModel, plan_microbatches
+from megatron_rl.policy.packing_plan import plan_microbatches
 from megatron_rl.policy.prefix_sharing import plan_shared_prompts
+from megatron_rl.policy.work_model import WorkModel
 from megatron_rl.types import SequenceBatch
 
 # rows, data-parallel size, multiple, budget, longest sequence

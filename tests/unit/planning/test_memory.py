@@ -13,6 +13,7 @@ from megatron_rl.planning.workload import workload
 from megatron_rl.policy.activations import layer_activations
 from megatron_rl.policy.families import architecture_from
 from megatron_rl.policy.packing_plan import plan_microbatches
+from megatron_rl.policy.work_model import WorkModel
 from tests.unit.planning_of_7b import (
     EMBEDDING,
     LAYER,
@@ -171,25 +172,42 @@ def test_no_more_is_alive_than_a_minibatch_has():
 )
 def test_a_microbatch_has_at_most_a_rank_s_share_of_the_minibatch(overrides, tokens):
     of_8 = config("batch.tokens_per_microbatch=65536", "parallel.tensor=2", *overrides)
-    assert workload(of_8, 8, fused=True, keep_reference=False).tokens_per_microbatch == tokens
+    free = WorkModel(10**12)  # attention costs nothing: work is tokens
+    load = workload(of_8, 8, work=free, fused=True, keep_reference=False)
+    assert load.tokens_per_microbatch == tokens
+
+
+def test_a_rank_may_get_more_tokens_of_short_sequences():
+    """4 x 4096 tokens whose attention takes a quarter as much again: the work of 20480 tokens."""
+    of_8 = config(
+        "batch.tokens_per_microbatch=65536",
+        "parallel.tensor=2",
+        "batch.prompts_per_minibatch=5",
+        "batch.responses_per_prompt=2",
+    )
+    load = workload(of_8, 8, work=WorkModel(4 * 4096), fused=True, keep_reference=False)
+    assert load.tokens_per_microbatch == 20480
 
 
 @pytest.mark.parametrize(
     ("prompts", "responses", "ranks", "multiple"),
     [(1, 7, 4, 1), (3, 5, 2, 1), (4, 8, 8, 2), (5, 2, 4, 1)],
 )
-def test_what_is_planned_bounds_what_is_packed(prompts, responses, ranks, multiple):
+@pytest.mark.parametrize("crossover", [1000, 70_454, 10**12])
+def test_what_is_planned_bounds_what_is_packed(prompts, responses, ranks, multiple, crossover):
     planned = config(
         f"batch.prompts_per_minibatch={prompts}",
         f"batch.responses_per_prompt={responses}",
         "batch.tokens_per_microbatch=20000",
     )
-    most = workload(planned, ranks, fused=True, keep_reference=False).tokens_per_microbatch
+    model = WorkModel(crossover)
+    load = workload(planned, ranks, work=model, fused=True, keep_reference=False)
+    most = load.tokens_per_microbatch
     draw = random.Random(0)
     for _ in range(50):
         lengths = [draw.choice((20, 500, 4000, 4096)) for _ in range(prompts * responses)]
         sizes = dict(data_parallel_size=ranks, tokens_per_microbatch=20000, multiple=multiple)
-        packed = plan_microbatches(lengths, range(len(lengths)), **sizes)
+        packed = plan_microbatches(lengths, range(len(lengths)), work=model, **sizes)
         for rank in packed:
             for microbatch in rank:
                 assert sum(lengths[row] for row in microbatch) <= most

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.policy.packing_plan import (
-    WorkModel,
     largest_differencing,
     plan_costs,
     plan_microbatches,
 )
+from megatron_rl.policy.work_model import WorkModel
 from tests.unit.data import plain_packing
 
 BUDGET = 64
@@ -132,15 +132,6 @@ def test_a_plan_is_that_of_the_plain_way(table, ranks, multiple, budget, dropped
     sizes = dict(data_parallel_size=ranks, tokens_per_microbatch=budget, multiple=multiple)
     expected = plain_packing.plan(costs, rows, budgeted=tokens, **sizes)
     assert plan_microbatches(costs, rows, budgeted=tokens, **sizes) == expected
-
-
-def test_work_by_hand():
-    model = WorkModel(100)
-    assert model.work(np.array([10, 100, 200])).tolist() == [10 + 1, 100 + 100, 200 + 400]
-    # Behind 100 tokens, 100 more attend to 200^2 - 100^2 = 30,000 pairs.
-    assert model.work(np.array([100]), context=100).tolist() == [100 + 300]
-    qwen = WorkModel.of_sizes(matrix_parameters=7_070_000_000, num_layers=28, attention_width=3584)
-    assert qwen == WorkModel(70_452)
 
 
 def work_of_ranks(plan, work) -> list[int]:
