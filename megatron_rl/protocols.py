@@ -20,8 +20,9 @@ from megatron_rl.types import (
     Prompt,
     Sampling,
     Score,
-    SequenceBatch,
+    Sequences,
     Shard,
+    Share,
     SyncReport,
     TokenLoss,
     TokenScores,
@@ -54,7 +55,8 @@ class RolloutSource(Protocol[Experience]):
     """
 
     def next(self, step: int) -> Experience:
-        """Collective. The responses to train on in ``step``, rewarded, equal on every rank."""
+        """Collective. The responses to train on in ``step``, rewarded: on every rank the scalars of
+        all, on one rank the tokens of each."""
 
     def training(self) -> AbstractContextManager[None]:
         """Inside, the policy has all of its state on the device: for passes, updates, checkpoints
@@ -79,28 +81,42 @@ class RolloutSource(Protocol[Experience]):
         """Goes on from ``state``. Raises ValueError when it belongs to other prompts."""
 
 
+class Placing(Protocol):
+    """Which rank works on which rows: what the policy's micro-batches decide."""
+
+    @property
+    def data_rank(self) -> int: ...
+
+    @property
+    def owners(self) -> Sequence[int]:
+        """The rank that takes the rows of each data-parallel rank, and gives them to those it works
+        with."""
+
+    def plan(self, sequences: Sequences, rows: Sequence[int]) -> Sequence[Sequence[Sequence[int]]]:
+        """data-parallel rank -> micro-batch -> some of ``rows``; together each once. Equal on every
+        rank, without a message."""
+
+    def give(self, values: Tensor) -> None:
+        """Collective over the ranks that work on the rows of one data-parallel rank: ``values`` (on
+        the host) become those of their owner."""
+
+
 class Policy(Protocol):
     """The trained model and its frozen reference.
 
-    How it works through a batch is its own affair, fixed when it is built: micro-batches, shared
-    prompts, temperature, entropies.
+    How it works through a batch is its own affair, fixed when it is built: prompts that are
+    computed once, temperature, entropies. Every data-parallel rank has a share of its own, planned
+    by the policy's ``Placing``; all shares have equally many micro-batches.
     """
 
-    def score(self, batch: SequenceBatch, *, reference: bool = False) -> TokenScores:
+    def score(self, share: Share, *, reference: bool = False) -> TokenScores:
         """Collective, no gradient: logprobs (and entropies, where built with them and not of the
-        reference) of all response tokens of ``batch``."""
+        reference) of all response tokens of the share."""
 
-    def update(
-        self,
-        batch: SequenceBatch,
-        rows: Sequence[int],
-        loss: TokenLoss,
-        *,
-        with_scores: bool = False,
-    ) -> UpdateResult:
-        """Collective: forward and backward of ``rows``, one optimizer step and one step of the
-        learning-rate schedule. ``with_scores``: return what ``score`` would have returned for these
-        rows before the step; the other rows hold 0."""
+    def update(self, share: Share, loss: TokenLoss, *, with_scores: bool = False) -> UpdateResult:
+        """Collective: forward and backward of all shares, one optimizer step and one step of the
+        learning-rate schedule. ``with_scores``: return what ``score`` would have returned before
+        the step."""
 
     def check_weights(self, step: int) -> None:
         """Collective: raises NonFiniteError on every rank when weights, as they are after ``step``,

@@ -1,9 +1,10 @@
 """Data contracts of the training step, each with a worked example.
 
-Two layouts recur everywhere. *Responses*: N rows in canonical (prompt, rollout) order, the same on
-every rank. *Response tokens*: the T tokens of all N responses, concatenated in that order; every
-per-token vector (old, sampler and reference logprobs, entropy, loss mask) has this layout, so a
-token is named by one integer in [0, T).
+Two layouts recur everywhere. *Responses*: N rows, in a step in canonical (prompt, response) order;
+what is one number a response is the same on every rank. *Response tokens*: the T tokens of all N
+responses of a batch, concatenated in its order; every per-token vector (old, sampler and reference
+logprobs, entropy, loss mask) has this layout, so a token is named by one integer in [0, T). A rank
+holds the tokens of the responses that its data-parallel rank works on, and no others.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -96,26 +97,24 @@ class Score:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class SequenceBatch:
-    """N prompt+response sequences, ragged and flat.
-
-    Example, two sequences "p p r" and "p r r"::
-
-        token_ids = [5, 6, 7, 5, 8, 9]
-        prompt_lengths = [2, 1]
-        response_lengths = [1, 2]    # T = 3
-        response_index = [0, 1, 1]
+class Sequences:
+    """The lengths of N prompt+response sequences, which every rank knows.
 
     ``prompt_index``: rows with the same number have the same prompt tokens, so that a forward pass
     may compute them once for neighboring rows; None: nothing is known. Example: two responses to
     one prompt and one to another are ``[0, 0, 1]``.
     """
 
-    token_ids: Int[Tensor, " all_tokens"]
-    prompt_lengths: Int[Tensor, " responses"]
-    response_lengths: Int[Tensor, " responses"]
-    prompt_index: Int[Tensor, " responses"] | None = None
+    if TYPE_CHECKING:  # fields of the classes below
+
+        @property
+        def prompt_lengths(self) -> Tensor: ...
+
+        @property
+        def response_lengths(self) -> Tensor: ...
+
+        @property
+        def prompt_index(self) -> Tensor | None: ...
 
     @property
     def num_responses(self) -> int:
@@ -125,6 +124,36 @@ class SequenceBatch:
     def lengths(self) -> Int[Tensor, " responses"]:
         """Whole sequences, in tokens."""
         return self.prompt_lengths + self.response_lengths
+
+
+@dataclass(frozen=True)
+class SequenceLengths(Sequences):
+    """Sequences whose tokens lie elsewhere.
+
+    Example: ``SequenceLengths(tensor([2, 1]), tensor([1, 2]))``.
+    """
+
+    prompt_lengths: Int[Tensor, " responses"]
+    response_lengths: Int[Tensor, " responses"]
+    prompt_index: Int[Tensor, " responses"] | None = None
+
+
+@dataclass(frozen=True)
+class SequenceBatch(Sequences):
+    """N prompt+response sequences, ragged and flat.
+
+    Example, two sequences "p p r" and "p r r"::
+
+        token_ids = [5, 6, 7, 5, 8, 9]
+        prompt_lengths = [2, 1]
+        response_lengths = [1, 2]    # T = 3
+        response_index = [0, 1, 1]
+    """
+
+    token_ids: Int[Tensor, " all_tokens"]
+    prompt_lengths: Int[Tensor, " responses"]
+    response_lengths: Int[Tensor, " responses"]
+    prompt_index: Int[Tensor, " responses"] | None = None
 
     @property
     def offsets(self) -> Int[Tensor, " responses_plus_1"]:
@@ -140,6 +169,18 @@ class SequenceBatch:
     def response_index(self) -> Int[Tensor, " tokens"]:
         """Row of each response token."""
         return torch.repeat_interleave(torch.arange(self.num_responses), self.response_lengths)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one data-parallel rank does of a pass: its sequences, and which of them (by their places
+    in ``batch``) go through which micro-batch.
+
+    Example, two micro-batches of a batch of three: ``Share(batch, [[2], [0, 1]])``.
+    """
+
+    batch: SequenceBatch
+    microbatches: Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -183,7 +224,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Values over all T response tokens, on every rank. Rows that were not asked for hold 0.
+    """Values over all T response tokens of a batch, on every rank that works on it. Rows that were
+    not asked for hold 0.
 
     Example: ``TokenScores(logprobs=tensor([-0.2, -1.1, -0.5]), entropy=None)``.
     """
@@ -205,7 +247,8 @@ class UpdateResult:
     """Outcome of one optimizer step, equal on every rank.
 
     ``skipped``: a loss or gradient norm was not finite, and the optimizer left the weights alone.
-    ``scores``, when asked for: of the step's own forward, with the weights before the step.
+    ``scores``, when asked for: of the step's own forward, with the weights before the step, for the
+    rank's own share.
 
     Example: ``UpdateResult(loss=0.03, grad_norm=0.71, learning_rate=1e-6, skipped=False,
     metrics={"policy/ratio_max": 1.2})``.

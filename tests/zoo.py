@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import PreTrainedModel
+
+from megatron_rl.types import TokenScores
 
 if TYPE_CHECKING:
     from megatron_rl.policy.megatron_policy import MegatronPolicy
@@ -120,6 +123,22 @@ def policy_beside_engine(
     )
     model = ModelConfig(path=str(path), make_vocab_divisible_by=64)
     return MegatronPolicy(model, parallel(**layout), precision(params), optim(), settings)
+
+
+def of_all_rows(scores: TokenScores) -> TokenScores:
+    """Collective: the scores of a batch that every data-parallel rank holds, of whose rows each has
+    scored some; the others are 0 there."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group()
+
+    def total(values: Tensor) -> Tensor:
+        result = values.clone()
+        torch.distributed.all_reduce(result, group=group)
+        return result
+
+    entropy = None if scores.entropy is None else total(scores.entropy)
+    return TokenScores(total(scores.logprobs), entropy)
 
 
 def tiny_policy(

@@ -51,7 +51,7 @@ from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.runtime.launch import configure_logging, exit_process, reported, start
-from megatron_rl.types import LossOutput, Prompt, TokenView
+from megatron_rl.types import LossOutput, Prompt, Share, TokenView
 
 TASKS = (
     "reasoning_gym:chain_sum?min_terms=2&max_terms=3&max_digits=1&size=2000&seed=3"
@@ -182,7 +182,9 @@ def warm_up(
         def loss(view: TokenView, num_tokens: int = num_tokens) -> LossOutput:
             return LossOutput(loss=-view.logprobs.sum() / num_tokens, metrics={})
 
-        recent = [*recent[-9:], policy.update(batch, range(len(chosen)), loss).loss]
+        plan = policy.batching.plan(batch, range(len(chosen)))
+        share = Share(batch, plan[policy.data_parallel_rank])
+        recent = [*recent[-9:], policy.update(share, loss).loss]
     return sum(recent) / len(recent)
 
 

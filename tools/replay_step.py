@@ -118,11 +118,14 @@ def replay(
     config = bundle.config
     at_once = policy.microbatch_multiple
     method = Method(config.method, response_limit=config.rollout.max_response_tokens)
-    loss = MinibatchLoss(method, bundle.experience, bundle.rows)
+    experience = bundle.experience
+    assert experience.share is not None
+    batch = experience.share.batch
+    loss = MinibatchLoss(method, experience, bundle.rows, experience.scored_tokens)
 
     def compute(begin: int, end: int) -> Part:
         own = splits[policy.data_parallel_rank][begin:end]
-        totals = policy.backward(bundle.experience.sequences, own, loss)
+        totals = policy.backward(batch, own, loss)
         rows = [row for split in splits for microbatch in split[begin:end] for row in microbatch]
         return Part(rows, totals.loss, policy.gradient_norm())
 

@@ -48,3 +48,11 @@ def sequence_batch(
         response_lengths=torch.tensor(response_lengths, dtype=torch.int64),
         prompt_index=prompt_index,
     )
+
+
+def response_tokens(batch: SequenceBatch) -> Int[Tensor, " tokens"]:
+    """The token ids of all responses, in the response-token layout."""
+    row = batch.response_index
+    first = batch.offsets[:-1] + batch.prompt_lengths
+    within = torch.arange(len(row)) - batch.response_offsets[row]
+    return batch.token_ids[first[row] + within]

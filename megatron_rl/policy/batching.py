@@ -8,18 +8,20 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from megatron_rl.policy.microbatches import Microbatch, Multiples, Packer, padded_lengths
-from megatron_rl.policy.packing_plan import plan_microbatches
+from megatron_rl.policy.packing_plan import Plan, plan_microbatches
 from megatron_rl.policy.parallel import Ranks
 from megatron_rl.policy.prefix_sharing import plan_shared_prompts
 from megatron_rl.policy.work_model import WorkModel
-from megatron_rl.types import SequenceBatch
+from megatron_rl.types import SequenceBatch, Sequences
 
 
 @dataclass(frozen=True)
 class Batching:
     """Plans micro-batches for all data-parallel ranks alike, and packs those of this rank.
+    Implements ``protocols.Placing``.
 
     Attributes:
         tokens_per_microbatch: most tokens (prompt + response) of one micro-batch.
@@ -38,25 +40,51 @@ class Batching:
     multiples: Multiples
     device: torch.device
 
-    def plan(self, batch: SequenceBatch, rows: Sequence[int]) -> list[list[int]]:
-        """The micro-batches of this data-parallel rank, each a list of rows; one may be empty.
+    @property
+    def data_rank(self) -> int:
+        """See protocols.Placing."""
+        return self.ranks.data_rank
 
-        Every rank plans for all of them, from lengths that all know: no message is needed.
+    @property
+    def owners(self) -> Sequence[int]:
+        """See protocols.Placing."""
+        return self.ranks.replica_roots
+
+    def plan(self, sequences: Sequences, rows: Sequence[int]) -> Plan:
+        """See protocols.Placing. A micro-batch may be empty.
 
         Raises:
             ValueError: a row alone has more tokens than a micro-batch may have.
         """
-        sizes = dict(
-            data_parallel_size=self.ranks.data,
+        return self._plan(sequences, rows, self.ranks.data)
+
+    def alone(self, sequences: Sequences) -> list[list[int]]:
+        """Micro-batches of all rows for one data-parallel rank."""
+        return self._plan(sequences, range(sequences.num_responses), 1)[0]
+
+    def _plan(self, sequences: Sequences, rows: Sequence[int], data_ranks: int) -> Plan:
+        if self.prefix_sharing and sequences.prompt_index is not None:
+            return plan_shared_prompts(
+                sequences,
+                rows,
+                data_parallel_size=data_ranks,
+                tokens_per_microbatch=self.tokens_per_microbatch,
+                multiple=self.multiple,
+                work=self.work,
+            )
+        return plan_microbatches(
+            sequences.lengths.tolist(),
+            rows,
+            data_parallel_size=data_ranks,
             tokens_per_microbatch=self.tokens_per_microbatch,
             multiple=self.multiple,
             work=self.work,
         )
-        if self.prefix_sharing and batch.prompt_index is not None:
-            by_rank = plan_shared_prompts(batch, rows, **sizes)
-        else:
-            by_rank = plan_microbatches(batch.lengths.tolist(), rows, **sizes)
-        return by_rank[self.ranks.data_rank]
+
+    def give(self, values: Tensor) -> None:
+        """See protocols.Placing."""
+        if self.ranks.replica_group is not None:
+            dist.broadcast(values, self.owners[self.data_rank], group=self.ranks.replica_group)
 
     def packed(
         self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]]

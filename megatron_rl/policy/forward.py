@@ -64,6 +64,7 @@ class ScoreBoard:
             2 if entropy else 1, num_tokens, dtype=torch.float32, device=device
         )
         self._writes = ranks.tensor_rank == 0
+        self._group = ranks.replica_group
         self._places: list[Tensor] = []
         self._written: list[Tensor] = []
 
@@ -77,12 +78,13 @@ class ScoreBoard:
         self._places.append(microbatch.index)
         self._written.append(torch.stack([values.detach().float() for values in rows]))
 
-    def everywhere(self) -> TokenScores:
-        """Collective over the world; once, at the end."""
+    def read(self) -> TokenScores:
+        """Collective over the ranks that work on the batch; once, at the end."""
         if self._written:
             places = to_device(torch.cat(self._places), self._values.device)
             self._values[:, places] = torch.cat(self._written, dim=1)
-        dist.all_reduce(self._values)
+        if self._group is not None:
+            dist.all_reduce(self._values, group=self._group)
         return TokenScores(
             logprobs=self._values[0], entropy=self._values[1] if len(self._values) > 1 else None
         )

@@ -44,7 +44,7 @@ from megatron_rl.policy.shards import held_shards, key
 from megatron_rl.policy.work_model import WorkModel
 from megatron_rl.protocols import Entropy
 from megatron_rl.runtime.device import device, platform
-from megatron_rl.types import SequenceBatch, Shard, TokenLoss, TokenScores, UpdateResult
+from megatron_rl.types import SequenceBatch, Shard, Share, TokenLoss, TokenScores, UpdateResult
 
 logger = logging.getLogger(__name__)
 
@@ -177,14 +177,15 @@ class MegatronPolicy:
         """Interleaved pipelines take micro-batches in groups of one a stage."""
         return self.ranks.pipeline if self.parallel.virtual_pipeline is not None else 1
 
-    def score(
-        self, batch: SequenceBatch, *, reference: bool = False, temperature: float | None = None
-    ) -> TokenScores:
-        """See protocols.Policy. ``temperature``: instead of that of the settings."""
-        microbatches = self.batching.plan(batch, range(batch.num_responses))
-        return self.score_microbatches(
-            batch, microbatches, reference=reference, temperature=temperature
-        )
+    def score(self, share: Share, *, reference: bool = False) -> TokenScores:
+        """See protocols.Policy."""
+        return self.score_microbatches(share.batch, share.microbatches, reference=reference)
+
+    def score_alone(self, batch: SequenceBatch, *, temperature: float) -> TokenScores:
+        """Collective: every data-parallel rank scores the whole batch, the same everywhere, at this
+        temperature: for few and short sequences."""
+        microbatches = self.batching.alone(batch)
+        return self.score_microbatches(batch, microbatches, temperature=temperature)
 
     def score_microbatches(
         self,
@@ -194,9 +195,10 @@ class MegatronPolicy:
         reference: bool = False,
         temperature: float | None = None,
     ) -> TokenScores:
-        """Collective: ``score`` over micro-batches of one's own, rows of ``batch`` for THIS
-        data-parallel rank. All ranks pass the same number of them; one may be empty. Together they
-        name every wanted row once; the other rows score 0."""
+        """Collective: ``score`` of a ``Share`` by its fields. ``batch`` is that of THIS
+        data-parallel rank, which may have rows of ``batch`` that it does not name: they score 0.
+        All ranks pass equally many micro-batches; one may be empty. ``temperature``: instead of
+        that of the settings."""
         self._offload.require("weights")
         # Entropies of the reference are read by nobody.
         entropy: Entropy = "value" if self.settings.entropy != "none" and not reference else "none"
@@ -212,19 +214,13 @@ class MegatronPolicy:
         with self._weights(reference), logprob_format(self.config, self.precision), platform():
             packed = self.batching.packed(batch, microbatches)
             passes.run(packed, consume, backward=False, entropy=entropy)
-        return board.everywhere()
+        return board.read()
 
-    def update(
-        self,
-        batch: SequenceBatch,
-        rows: Sequence[int],
-        loss: TokenLoss,
-        *,
-        with_scores: bool = False,
-    ) -> UpdateResult:
+    def update(self, share: Share, loss: TokenLoss, *, with_scores: bool = False) -> UpdateResult:
         """See protocols.Policy."""
-        microbatches = self.batching.plan(batch, rows)
-        return self.update_microbatches(batch, microbatches, loss, with_scores=with_scores)
+        return self.update_microbatches(
+            share.batch, share.microbatches, loss, with_scores=with_scores
+        )
 
     def update_microbatches(
         self,
@@ -234,7 +230,7 @@ class MegatronPolicy:
         *,
         with_scores: bool = False,
     ) -> UpdateResult:
-        """Collective: ``update`` over micro-batches of one's own, as in ``score_microbatches``."""
+        """Collective: ``update`` of a ``Share`` by its fields, as in ``score_microbatches``."""
         board = self._board(batch, self.settings.entropy) if with_scores else None
         totals = self.backward(batch, microbatches, loss, board=board)
         rate = optim_room.learning_rate(
@@ -249,7 +245,7 @@ class MegatronPolicy:
             learning_rate=rate,
             skipped=skipped,
             metrics=totals.metrics,
-            scores=None if board is None else board.everywhere(),
+            scores=None if board is None else board.read(),
         )
 
     def backward(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -31,6 +32,10 @@ class Ranks:
     context_group: Any
     pipeline_group: Any
     expert_group: Any  # expert x expert-tensor ranks: together they hold all experts of a stage
+    # Tensor x context x pipeline ranks of one data-parallel rank: together they hold the model once
+    # and work on the same rows. None: this rank does so alone.
+    replica_group: Any
+    replica_roots: tuple[int, ...]  # global rank of the first of them, by data-parallel rank
 
     @property
     def is_last_stage(self) -> bool:
@@ -56,6 +61,13 @@ def initialize(parallel: ParallelConfig) -> Ranks:
         expert_tensor_parallel_size=parallel.expert_tensor,
     )
     state = parallel_state
+    replicas = _replicas(parallel)
+    groups = [
+        dist.new_group(ranks, group_desc="replica") if len(ranks) > 1 else None
+        for ranks in replicas
+    ]
+    data_rank = state.get_data_parallel_rank()
+    assert dist.get_rank() in replicas[data_rank]
     return Ranks(
         tensor=state.get_tensor_model_parallel_world_size(),
         tensor_rank=state.get_tensor_model_parallel_rank(),
@@ -64,7 +76,7 @@ def initialize(parallel: ParallelConfig) -> Ranks:
         context=state.get_context_parallel_world_size(),
         context_rank=state.get_context_parallel_rank(),
         data=state.get_data_parallel_world_size(),
-        data_rank=state.get_data_parallel_rank(),
+        data_rank=data_rank,
         expert=state.get_expert_model_parallel_world_size(),
         expert_rank=state.get_expert_model_parallel_rank(),
         expert_tensor=state.get_expert_tensor_parallel_world_size(),
@@ -73,7 +85,17 @@ def initialize(parallel: ParallelConfig) -> Ranks:
         context_group=state.get_context_parallel_group(),
         pipeline_group=state.get_pipeline_model_parallel_group(),
         expert_group=state.get_expert_tensor_and_model_parallel_group(),
+        replica_group=groups[data_rank],
+        replica_roots=tuple(ranks[0] for ranks in replicas),
     )
+
+
+def _replicas(parallel: ParallelConfig) -> list[list[int]]:
+    """The ranks of each data-parallel rank. Megatron numbers tensor ranks first, then context, data
+    and pipeline ranks."""
+    ranks = torch.arange(dist.get_world_size())
+    numbered = ranks.view(parallel.pipeline, -1, parallel.context * parallel.tensor)
+    return numbered.transpose(0, 1).flatten(1).tolist()
 
 
 def destroy() -> None:

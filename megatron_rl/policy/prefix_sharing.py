@@ -10,13 +10,13 @@ import numpy as np
 
 from megatron_rl.policy.packing_plan import Plan, plan_costs, require_fit
 from megatron_rl.policy.work_model import Integers, WorkModel
-from megatron_rl.types import SequenceBatch
+from megatron_rl.types import Sequences
 
 Part = list[int]  # rows of one prompt
 
 
 def plan_shared_prompts(
-    batch: SequenceBatch,
+    batch: Sequences,
     rows: Sequence[int],
     *,
     data_parallel_size: int,
@@ -78,7 +78,7 @@ class _PartCosts:
     of_response: Integers
 
     @classmethod
-    def of(cls, batch: SequenceBatch, work: WorkModel | None) -> _PartCosts:
+    def of(cls, batch: Sequences, work: WorkModel | None) -> _PartCosts:
         prompts = batch.prompt_lengths.numpy()
         responses = batch.response_lengths.numpy()
         if work is None:
@@ -95,7 +95,7 @@ class _PartCosts:
         return (prompts + np.add.reduceat(self.of_response[rows], starts)).tolist()
 
 
-def _by_prompt(batch: SequenceBatch, rows: Sequence[int]) -> list[list[int]]:
+def _by_prompt(batch: Sequences, rows: Sequence[int]) -> list[list[int]]:
     """``rows`` by prompt, prompts in order of appearance."""
     assert batch.prompt_index is not None
     groups: dict[int, list[int]] = {}

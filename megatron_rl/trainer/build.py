@@ -31,6 +31,7 @@ from megatron_rl.trainer.hooks import RolloutHooks
 from megatron_rl.trainer.learner import Learner, MinibatchPlan
 from megatron_rl.trainer.logprob_check import CheckedSync, LogprobCheck, check_sequences
 from megatron_rl.trainer.objective import check_visual_entropy
+from megatron_rl.trainer.placement import Placement
 from megatron_rl.trainer.preflight import check_before_build
 from megatron_rl.trainer.rollouts import (
     Rollouts,
@@ -83,8 +84,9 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         sampling=rollout_sampling(config, stop_ids),
         prompts_per_step=config.batch.prompts_per_step,
         seed=config.seed,
-        after_scoring=RolloutHooks(config.rollout_hooks, world),
+        after_scoring=build_hooks(config, world),
         log_samples=folder.log_samples,
+        num_samples=config.logging.log_samples,
     )
     memory = build_colocation(config, policy, engine)
     weight_sync = ColocatedSync(weight_sync, memory)
@@ -122,6 +124,11 @@ def build_method(config: Config, data: Data) -> Method:
     return method
 
 
+def build_hooks(config: Config, world: World) -> RolloutHooks | None:
+    """None where there is none: rank 0 then gets no tokens but those it trains on and logs."""
+    return RolloutHooks(config.rollout_hooks, world) if config.rollout_hooks else None
+
+
 def build_policy(config: Config, method: Method) -> MegatronPolicy:
     """Collective. The policy with the weights of ``model.path``."""
     rollout = config.rollout
@@ -147,6 +154,7 @@ def build_learner(config: Config, world: World, policy: MegatronPolicy, method: 
             config.nonfinite, config.mismatch_limits, partial(write_bundle, config, world, policy)
         ),
         plan=build_minibatch_plan(config),
+        placement=Placement(policy.batching, world),
         update_matches_score=fp8 is None or fp8.logprobs == "same",
     )
 
@@ -240,7 +248,7 @@ def build_logprob_check(
     """Raises ValueError when no prompt serves."""
     settings = config.weight_sync
     return LogprobCheck(
-        partial(policy.score, temperature=1.0),
+        partial(policy.score_alone, temperature=1.0),
         engine,
         world,
         check_sequences(prompts),

@@ -16,18 +16,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import Config
+from megatron_rl.data.sequences import response_tokens, sequence_batch
+from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.loss import Credit
+from megatron_rl.protocols import Placing
 from megatron_rl.runtime import random_state
 from megatron_rl.runtime.launch import World
-from megatron_rl.trainer.experience import Experience
+from megatron_rl.trainer.exchange import gathered_on_main
+from megatron_rl.trainer.experience import Experience, Responses
 from megatron_rl.trainer.health import Minibatch
-from megatron_rl.types import SequenceBatch, TokenScores, UpdateResult
+from megatron_rl.types import SequenceBatch, SequenceLengths, Share, TokenScores, UpdateResult
 
 BATCH = "batch.safetensors"
 FACTS = "bundle.json"
@@ -36,18 +41,11 @@ RANDOM = "random_states.pt"
 WEIGHTS = "weights"
 
 
-class Microbatches(Protocol):
-    """How a policy cuts rows into micro-batches: what a bundle keeps of it."""
-
-    def plan(self, batch: SequenceBatch, rows: Sequence[int]) -> list[list[int]]:
-        """Those of this data-parallel rank."""
-
-
 class BundledPolicy(Protocol):
     """What a bundle asks of the policy."""
 
-    data_parallel_rank: int
-    batching: Microbatches
+    @property
+    def batching(self) -> Placing: ...
 
     def export(self, path: Path) -> None:
         """See protocols.Policy."""
@@ -86,10 +84,9 @@ def write_bundle(
     """Collective: writes the bundle of ``minibatch`` with the weights as they are now; returns its
     folder."""
     path = Path(config.run_dir) / "nonfinite" / f"step_{minibatch.step:06d}"
-    split = policy.batching.plan(minibatch.experience.sequences, minibatch.rows)
-    # Tensor, context and pipeline ranks of a data-parallel rank have the same split.
-    by_rank = dict(world.all_gather((policy.data_parallel_rank, split)))
-    splits = [by_rank[rank] for rank in sorted(by_rank)]
+    experience = minibatch.experience
+    splits = policy.batching.plan(experience.sequences, minibatch.rows)
+    tokens = gathered_on_main(experience.scored_tokens, experience.responses, world)
     states = world.all_gather(random_state.capture())
 
     def write() -> None:
@@ -101,7 +98,7 @@ def write_bundle(
         values = json.dumps(config.model_dump(mode="json"), indent=1)
         (path / CONFIG).write_text(values + "\n", encoding="utf-8")
         torch.save(states, path / RANDOM)
-        save_file(_tensors(minibatch.experience), path / BATCH)
+        save_file(_tensors(experience, tokens), path / BATCH)
 
     world.from_main(write)
     policy.export(path / WEIGHTS)
@@ -112,7 +109,7 @@ def _facts(
     minibatch: Minibatch,
     result: UpdateResult | None,
     world_size: int,
-    splits: list[list[list[int]]],
+    splits: Sequence[Sequence[Sequence[int]]],
 ) -> dict[str, Any]:
     return {
         "step": minibatch.step,
@@ -120,16 +117,25 @@ def _facts(
         "world_size": world_size,
         "rows": list(minibatch.rows),
         "splits": splits,
-        "uids": [response.prompt.uid for response in minibatch.experience.responses],
+        "uids": [prompt.uid for prompt in minibatch.experience.responses.prompts],
         "loss": None if result is None else repr(result.loss),  # "nan" and "inf" are not JSON
         "grad_norm": None if result is None else repr(result.grad_norm),
     }
 
 
-def _tensors(experience: Experience) -> dict[str, Tensor]:
-    sequences = experience.sequences
+def _tensors(experience: Experience, tokens: TokenRows) -> dict[str, Tensor]:
+    """``tokens``: all of them."""
+    prompts = [prompt.token_ids for prompt in experience.responses.prompts]
+    sequences = sequence_batch(
+        list(zip(prompts, tokens.views("token_ids"), strict=True)), experience.group_ids
+    )
     credit = experience.credit
     assert credit is not None
+    logprobs = {
+        name: torch.from_numpy(values)
+        for name, values in tokens.columns.items()
+        if name != "token_ids"
+    }
     tensors = {
         "token_ids": sequences.token_ids,
         "prompt_lengths": sequences.prompt_lengths,
@@ -139,9 +145,7 @@ def _tensors(experience: Experience) -> dict[str, Tensor]:
         "rewards": experience.rewards,
         "correct": experience.correct,
         "truncated": experience.truncated,
-        "sampler_logprobs": experience.sampler_logprobs,
-        "old_logprobs": None if experience.old is None else experience.old.logprobs,
-        "ref_logprobs": None if experience.ref is None else experience.ref.logprobs,
+        **logprobs,
         "advantages": credit.advantages,
         "kl_weights": credit.kl_weights,
         "keep": credit.keep,
@@ -184,22 +188,44 @@ def read_bundle(path: Path) -> Bundle:
 
 
 def _restored(tensors: dict[str, Tensor]) -> Experience:
+    """On every rank with the tokens of all rows; ``splits`` says which micro-batches its ``share``
+    has."""
+    sequences = SequenceBatch(
+        tensors["token_ids"],
+        tensors["prompt_lengths"],
+        tensors["response_lengths"],
+        tensors.get("prompt_index"),
+    )
+    num_rows = sequences.num_responses
+    lengths = sequences.response_lengths.numpy()
+    columns = {
+        "token_ids": response_tokens(sequences).numpy(),
+        "sampler_logprobs": tensors["sampler_logprobs"].numpy(),
+    }
+    responses = Responses(
+        prompts=(),
+        group_ids=tensors["group_ids"].numpy(),
+        lengths=lengths,
+        truncated=tensors["truncated"].numpy(),
+        weight_versions=np.full(num_rows, -1),
+        scores=(),
+        tokens=TokenRows(np.arange(num_rows), lengths, columns),
+        holders=np.zeros(num_rows, dtype=np.int64),
+    )
+
     def scores(name: str) -> TokenScores | None:
         return TokenScores(tensors[name], None) if name in tensors else None
 
     return Experience(
-        responses=(),
-        sequences=SequenceBatch(
-            tensors["token_ids"],
-            tensors["prompt_lengths"],
-            tensors["response_lengths"],
-            tensors.get("prompt_index"),
+        responses=responses,
+        sequences=SequenceLengths(
+            sequences.prompt_lengths, sequences.response_lengths, sequences.prompt_index
         ),
         group_ids=tensors["group_ids"],
         rewards=tensors["rewards"],
         correct=tensors["correct"],
         truncated=tensors["truncated"],
-        sampler_logprobs=tensors["sampler_logprobs"],
+        share=Share(sequences, []),
         credit=Credit(tensors["advantages"], tensors["kl_weights"], tensors["keep"], {}),
         ref=scores("ref_logprobs"),
         old=scores("old_logprobs"),

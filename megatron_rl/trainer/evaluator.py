@@ -6,9 +6,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
 
+import numpy as np
+
 from megatron_rl.config.schema import EvaluationConfig
 from megatron_rl.reporting.pass_at_k import pass_at_k
-from megatron_rl.trainer.experience import Groups
+from megatron_rl.trainer.experience import Responses
 from megatron_rl.trainer.rollouts import Sampler
 from megatron_rl.types import Prompt, Sampling
 
@@ -41,27 +43,27 @@ class Evaluator:
         """Collective. Accuracy (mean over responses), pass@k (unbiased, mean over prompts),
         response length in tokens, truncated share, and the accuracy of each data source."""
         sampled = self._sampler.run(self._prompts, self._sampling, "held-out evaluation")
-        return evaluation_metrics(sampled.groups, self.config.pass_at)
+        return evaluation_metrics(sampled.responses, self.config.pass_at)
 
 
-def evaluation_metrics(groups: Groups, pass_at: Sequence[int]) -> dict[str, float]:
-    responses = [response for group in groups for response in group]
-    lengths = [len(response.completion.token_ids) for response in responses]
+def evaluation_metrics(responses: Responses, pass_at: Sequence[int]) -> dict[str, float]:
+    scores = responses.scores
     metrics = {
-        "eval/accuracy": fmean(response.score.correct for response in responses),
-        "eval/reward_mean": fmean(response.score.reward for response in responses),
-        "eval/response_tokens_mean": fmean(lengths),
-        "eval/truncated_share": fmean(response.completion.truncated for response in responses),
+        "eval/accuracy": fmean(score.correct for score in scores),
+        "eval/reward_mean": fmean(score.reward for score in scores),
+        "eval/response_tokens_mean": fmean(responses.lengths.tolist()),
+        "eval/truncated_share": fmean(responses.truncated.tolist()),
     }
-    num_correct = [sum(response.score.correct for response in group) for group in groups]
+    correct = np.array([score.correct for score in scores])
+    sizes = np.bincount(responses.group_ids).tolist()
+    num_correct = np.bincount(responses.group_ids, correct).astype(int).tolist()
     for k in pass_at:
         metrics[f"eval/pass_at_{k}"] = fmean(
-            pass_at_k(len(group), correct, k)
-            for group, correct in zip(groups, num_correct, strict=True)
+            pass_at_k(size, right, k) for size, right in zip(sizes, num_correct, strict=True)
         )
     by_source: dict[str, list[bool]] = defaultdict(list)
-    for response in responses:
-        by_source[response.prompt.data_source].append(response.score.correct)
+    for prompt, score in zip(responses.prompts, scores, strict=True):
+        by_source[prompt.data_source].append(score.correct)
     if len(by_source) > 1:
         for source, values in sorted(by_source.items()):
             metrics[f"eval/accuracy/{source}"] = fmean(values)

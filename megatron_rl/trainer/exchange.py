@@ -1,71 +1,20 @@
-"""Completions and token rows on their way between ranks: a few flat buffers in place of objects."""
+"""Token rows on their way between ranks: a few flat buffers in place of objects."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.data.token_rows import TokenRows
+from megatron_rl.data.token_rows import RowNumbers, TokenRows
 from megatron_rl.runtime.launch import World
+from megatron_rl.trainer.experience import Response, Responses
 from megatron_rl.trainer.ownership import Route
 from megatron_rl.types import Completion
-
-
-@dataclass(frozen=True)
-class FlatCompletions:
-    """Groups of completions, the tokens of all end to end. Pickled, a token takes 8 bytes.
-
-    Example, two groups with one completion of two tokens and one of three: ``group_sizes=[1, 1]``,
-    ``lengths=[2, 3]``, ``token_ids=[9, 2, 5, 6, 2]``.
-    """
-
-    group_sizes: array[int]
-    lengths: array[int]
-    truncated: array[int]
-    weight_versions: array[int]
-    token_ids: array[int]
-    sampler_logprobs: array[float]
-
-    def groups(self) -> list[list[Completion]]:
-        """The inverse of ``flattened``."""
-        result: list[list[Completion]] = []
-        row = first = 0
-        for size in self.group_sizes:
-            group: list[Completion] = []
-            for _ in range(size):
-                last = first + self.lengths[row]
-                group.append(
-                    Completion(
-                        self.token_ids[first:last],
-                        self.sampler_logprobs[first:last],
-                        bool(self.truncated[row]),
-                        self.weight_versions[row],
-                    )
-                )
-                row += 1
-                first = last
-            result.append(group)
-        return result
-
-
-def flattened(groups: Sequence[Sequence[Completion]]) -> FlatCompletions:
-    """``groups`` as they travel."""
-    flat = FlatCompletions(array("i"), array("i"), array("b"), array("q"), array("i"), array("f"))
-    for group in groups:
-        flat.group_sizes.append(len(group))
-        for completion in group:
-            flat.lengths.append(len(completion.token_ids))
-            flat.truncated.append(completion.truncated)
-            flat.weight_versions.append(completion.weight_version)
-            flat.token_ids.extend(completion.token_ids)
-            flat.sampler_logprobs.extend(completion.sampler_logprobs)
-    return flat
 
 
 def token_rows(first_row: int, completions: Sequence[Completion]) -> TokenRows:
@@ -107,3 +56,36 @@ def exchange_rows(held: TokenRows, route: Route, world: World) -> TokenRows:
             )
         columns[name] = buffer.numpy()
     return TokenRows(incoming, route.lengths[incoming], columns)
+
+
+def gathered_on_main(tokens: TokenRows, responses: Responses, world: World) -> TokenRows:
+    """Collective: all rows of ``responses`` in canonical order, on rank 0; none on the others.
+    ``tokens``: those that lie on this rank, with any columns."""
+    main = np.zeros(len(responses), dtype=np.int64)
+    route = Route(responses.lengths, responses.holders, main)
+    everything = exchange_rows(tokens, route, world)
+    return everything.take(range(len(responses))) if world.is_main else everything
+
+
+def on_main(
+    responses: Responses, rows: RowNumbers, decode: Callable[[Sequence[int]], str], world: World
+) -> list[Response] | None:
+    """Collective: the responses ``rows``, in this order, whole and with their texts, on rank 0 for
+    a user's code and for logs; None on the other ranks, which send what they have of them."""
+    chosen = responses.take(rows)
+    tokens = gathered_on_main(chosen.tokens, chosen, world)
+    if not world.is_main:
+        return None
+    result = []
+    for row, (ids, logprobs) in enumerate(
+        zip(tokens.views("token_ids"), tokens.views("sampler_logprobs"), strict=True)
+    ):
+        completion = Completion(
+            array("i", ids.tobytes()),
+            array("f", logprobs.tobytes()),
+            bool(chosen.truncated[row]),
+            int(chosen.weight_versions[row]),
+        )
+        text = decode(ids.tolist())
+        result.append(Response(chosen.prompts[row], completion, text, chosen.scores[row]))
+    return result

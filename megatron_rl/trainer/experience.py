@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from megatron_rl.data.sequences import sequence_batch
+from megatron_rl.data.token_rows import RowNumbers, TokenRows
 from megatron_rl.loss import Credit
-from megatron_rl.types import Completion, Prompt, Score, SequenceBatch, TokenScores
+from megatron_rl.trainer.ownership import Ranks
+from megatron_rl.types import Completion, Prompt, Score, SequenceLengths, Share, TokenScores
 
 
 @dataclass(frozen=True)
 class Response:
-    """One completion with its text and verdict."""
+    """One completion with its text and verdict: what a rollout hook or a log is shown, on rank
+    0."""
 
     prompt: Prompt
     completion: Completion
@@ -29,31 +31,113 @@ Groups = Sequence[Sequence[Response]]
 
 
 @dataclass(frozen=True)
-class Experience:
-    """One rollout: N responses in canonical (prompt, response) order, equal on every rank.
+class Responses:
+    """N scored responses in canonical (prompt, response) order.
 
-    ``Learner.score`` fills in the last three fields. All tensors are on the host: credit and
-    bookkeeping run there, and a micro-batch takes what it needs to the device.
+    All is equal on every rank but ``tokens``, the rows that lie on this rank, by their numbers in
+    this order. ``holders`` is the rank that has each row; ranks that work with that one may have a
+    copy. Columns: ``token_ids`` (int32) and ``sampler_logprobs`` (float32).
+
+    Example, two responses to one prompt, of 5 and 7 tokens, on rank 3: ``prompts=[p, p]``,
+    ``group_ids=[0, 0]``, ``lengths=[5, 7]``, ``holders=[3, 3]``.
     """
 
-    responses: Sequence[Response]
-    sequences: SequenceBatch
+    prompts: Sequence[Prompt]
+    group_ids: Int[np.ndarray, " rows"]
+    lengths: Int[np.ndarray, " rows"]
+    truncated: Bool[np.ndarray, " rows"]
+    weight_versions: Int[np.ndarray, " rows"]
+    scores: Sequence[Score]
+    tokens: TokenRows
+    holders: Ranks
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_groups(self) -> int:
+        return int(self.group_ids[-1]) + 1 if len(self) else 0
+
+    def take(self, rows: RowNumbers) -> Responses:
+        """Some rows, in this order, under new numbers; groups are numbered anew too. Rows of one
+        group must stay neighbors."""
+        rows = np.asarray(rows, dtype=np.int64)
+        number_of = np.full(len(self), -1)
+        number_of[rows] = np.arange(len(rows))
+        here = number_of[self.tokens.rows]
+        tokens = self.tokens.take(self.tokens.rows[here >= 0])
+        changes = np.diff(self.group_ids[rows], prepend=self.group_ids[rows[:1]]) != 0
+        return Responses(
+            prompts=[self.prompts[row] for row in rows],
+            group_ids=changes.cumsum(),
+            lengths=self.lengths[rows],
+            truncated=self.truncated[rows],
+            weight_versions=self.weight_versions[rows],
+            scores=[self.scores[row] for row in rows],
+            tokens=replace(tokens, rows=number_of[tokens.rows]),
+            holders=self.holders[rows],
+        )
+
+
+def joined(parts: Sequence[Responses]) -> Responses:
+    """One behind the other."""
+    if len(parts) == 1:
+        return parts[0]
+    first_rows = np.cumsum([0, *map(len, parts)])
+    first_groups = np.cumsum([0, *(part.num_groups for part in parts)])
+    tokens = [part.tokens for part in parts]
+    return Responses(
+        prompts=[prompt for part in parts for prompt in part.prompts],
+        group_ids=np.concatenate(
+            [part.group_ids + first for part, first in zip(parts, first_groups, strict=False)]
+        ),
+        lengths=np.concatenate([part.lengths for part in parts]),
+        truncated=np.concatenate([part.truncated for part in parts]),
+        weight_versions=np.concatenate([part.weight_versions for part in parts]),
+        scores=[score for part in parts for score in part.scores],
+        tokens=TokenRows(
+            rows=np.concatenate(
+                [part.rows + first for part, first in zip(tokens, first_rows, strict=False)]
+            ),
+            lengths=np.concatenate([part.lengths for part in tokens]),
+            columns={
+                name: np.concatenate([part.columns[name] for part in tokens])
+                for name in tokens[0].columns
+            },
+        ),
+        holders=np.concatenate([part.holders for part in parts]),
+    )
+
+
+@dataclass(frozen=True)
+class Experience:
+    """One rollout: N responses in canonical (prompt, response) order.
+
+    What is one number a response is equal on every rank. Tokens lie where ``responses.holders``
+    says: first where they were sampled, from ``Learner.score`` on with their owners (see
+    ``trainer/placement.py``). That fills in the last four fields. All tensors are on the host:
+    credit and bookkeeping run there, and a micro-batch takes what it needs to the device.
+    """
+
+    responses: Responses
+    sequences: SequenceLengths
     group_ids: Int[Tensor, " responses"]
     rewards: Float[Tensor, " responses"]
     correct: Bool[Tensor, " responses"]
     truncated: Bool[Tensor, " responses"]
-    sampler_logprobs: Float[Tensor, " tokens"]
     discarded_groups: int = 0  # thrown away by dynamic sampling
     tries: int = 1  # rounds of generation of dynamic sampling
     hook_metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)  # by phase: rollout, reward
+    share: Share | None = None  # of a pass over all rows; rows as in ``responses.tokens``
     credit: Credit | None = None
+    # Of the rows of ``share``, as are the next.
     ref: TokenScores | None = None  # None: the method needs none
     old: TokenScores | None = None  # None: see ``on_policy``
 
     @property
     def num_groups(self) -> int:
-        return int(self.group_ids[-1]) + 1
+        return self.responses.num_groups
 
     @property
     def on_policy(self) -> bool:
@@ -62,28 +146,34 @@ class Experience:
         return self.old is None
 
     @property
-    def old_logprobs(self) -> Float[Tensor, " tokens"]:
-        """Of a scored experience that is not ``on_policy``."""
-        assert self.old is not None, "an on-policy step has old logprobs in its update only"
-        return self.old.logprobs
+    def sampler_logprobs(self) -> Float[Tensor, " tokens"]:
+        """Of the tokens that lie on this rank."""
+        return torch.from_numpy(self.responses.tokens.columns["sampler_logprobs"])
+
+    @property
+    def scored_tokens(self) -> TokenRows:
+        """The rows of this rank with the logprobs that they were scored with as further columns,
+        ``old_logprobs`` and ``ref_logprobs``."""
+        tokens = self.responses.tokens
+        columns = dict(tokens.columns)
+        for name, scores in (("old_logprobs", self.old), ("ref_logprobs", self.ref)):
+            if scores is not None:
+                columns[name] = scores.logprobs.numpy()
+        return replace(tokens, columns=columns)
 
 
-def experience_of(groups: Groups) -> Experience:
-    """``groups`` of responses, flattened into the two layouts of ``megatron_rl.types``."""
-    responses = [response for group in groups for response in group]
-    logprobs = [
-        np.asarray(response.completion.sampler_logprobs, dtype=np.float32) for response in responses
-    ]
-    pairs = [(response.prompt.token_ids, response.completion.token_ids) for response in responses]
-    sizes = torch.tensor([len(group) for group in groups])
-    group_ids = torch.repeat_interleave(torch.arange(len(groups)), sizes)
-    rewards = [response.score.reward for response in responses]
+def experience_of(responses: Responses) -> Experience:
+    """``responses`` as the learner gets them."""
+    group_ids = torch.from_numpy(responses.group_ids)
     return Experience(
         responses=responses,
-        sequences=sequence_batch(pairs, group_ids),
+        sequences=SequenceLengths(
+            torch.tensor([len(prompt.token_ids) for prompt in responses.prompts]),
+            torch.from_numpy(responses.lengths),
+            group_ids,
+        ),
         group_ids=group_ids,
-        rewards=torch.tensor(rewards, dtype=torch.float32),
-        correct=torch.tensor([response.score.correct for response in responses]),
-        truncated=torch.tensor([response.completion.truncated for response in responses]),
-        sampler_logprobs=torch.from_numpy(np.concatenate(logprobs)),
+        rewards=torch.tensor([score.reward for score in responses.scores], dtype=torch.float32),
+        correct=torch.tensor([score.correct for score in responses.scores]),
+        truncated=torch.from_numpy(responses.truncated),
     )

@@ -24,12 +24,14 @@ from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.config.hooks import ROLLOUT_HOOKS
 from megatron_rl.config.pieces import Named
 from megatron_rl.config.registry import register_piece
 from megatron_rl.plugins import named, place
 from megatron_rl.runtime.launch import World
-from megatron_rl.trainer.experience import Groups, Response
+from megatron_rl.trainer.experience import Groups, Response, Responses
 
 METRIC = re.compile(r"[a-z0-9_]+")
 
@@ -83,22 +85,54 @@ class RolloutHooks:
         self._chosen = {name: piece.model_dump(exclude={"name"}) for name, piece in chosen.items()}
         self._world = world
 
-    def __call__(self, step: int, groups: Groups) -> tuple[Groups, dict[str, float]]:
-        """The groups that go on to credit, and the metrics of the hooks; collective.
+    def __call__(self, step: int, groups: Groups | None) -> RolloutEdit:
+        """Collective: all that the hooks change, one after the other, as one edit with every field;
+        metrics have their final keys. ``groups``: those of the step, on rank 0.
 
         Raises:
             ValueError: a hook failed, its answer does not fit, or it dropped every group.
         """
+        return self._world.from_main(partial(self._on_main, step, groups))
+
+    def _on_main(self, step: int, groups: Groups | None) -> RolloutEdit:
+        assert groups is not None, "rank 0 has the groups"
+        left = dict(enumerate(groups))
         metrics: dict[str, float] = {}
         for name, knobs in self._chosen.items():
-            edit = self._world.from_main(partial(called, name, step, groups, knobs))
-            groups = edited(groups, edit)
+            edit = called(name, step, list(left.values()), knobs)
+            remaining = _remaining(list(left), edit)
+            left = dict(zip(remaining, edited(list(left.values()), edit), strict=True))
             metrics |= {f"hook/{name}/{key}": float(value) for key, value in edit.metrics.items()}
-            if not groups:
+            if not left:
                 raise ValueError(
                     f"rollout hook {name}: dropped every group of step {step}; keep at least one"
                 )
-        return groups, metrics
+        rewards = [
+            [response.score.reward for response in left.get(number, group)]
+            for number, group in enumerate(groups)
+        ]
+        return RolloutEdit(rewards, [number in left for number in range(len(groups))], metrics)
+
+
+def _remaining(numbers: Sequence[int], edit: RolloutEdit) -> list[int]:
+    """Those of the groups ``numbers`` that ``edit`` keeps."""
+    if edit.keep is None:
+        return list(numbers)
+    return [number for number, keep in zip(numbers, edit.keep, strict=True) if keep]
+
+
+def edited_responses(responses: Responses, edit: RolloutEdit) -> Responses:
+    """``responses`` with the rewards of ``edit``, without the groups it drops: ``edited``, on every
+    rank."""
+    if edit.rewards is not None:
+        rewards = [float(reward) for group in edit.rewards for reward in group]
+        pairs = zip(responses.scores, rewards, strict=True)
+        scores = [replace(score, reward=reward) for score, reward in pairs]
+        responses = replace(responses, scores=scores)
+    if edit.keep is not None:
+        keeps = np.array(edit.keep)[responses.group_ids]
+        responses = responses.take(np.flatnonzero(keeps))
+    return responses
 
 
 def called(name: str, step: int, groups: Groups, knobs: Mapping[str, Any]) -> RolloutEdit:

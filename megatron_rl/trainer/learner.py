@@ -9,15 +9,12 @@ import torch
 
 from megatron_rl.loss import Method
 from megatron_rl.protocols import Policy
+from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.experience import Experience
 from megatron_rl.trainer.health import Health, Minibatch
-from megatron_rl.trainer.metrics import (
-    credit_metrics,
-    entropy_metrics,
-    mismatch_metrics,
-    update_metrics,
-)
+from megatron_rl.trainer.metrics import credit_metrics, token_metrics, update_metrics
 from megatron_rl.trainer.objective import MinibatchLoss, credit_of, on_cpu
+from megatron_rl.trainer.placement import Placement
 from megatron_rl.types import TokenScores, UpdateResult
 
 
@@ -62,22 +59,29 @@ class Learner:
     method: Method
     health: Health
     plan: MinibatchPlan
+    placement: Placement
     update_matches_score: bool
 
     def score(self, experience: Experience) -> Experience:
-        """Collective: adds the credit, and the reference and old logprobs that are needed.
+        """Collective: brings tokens to their owners, and adds the credit and the reference and old
+        logprobs that are needed.
 
         What comes back without old logprobs is ``on_policy``: decided here and nowhere else.
         """
         needs = self.method.needs
+        experience = self.placement.at_home(experience)
         if needs.ref_logprobs:
             experience = replace(experience, ref=self._scores(experience, reference=True))
         if needs.response_statistics:  # the credit is computed from old logprobs
             experience = replace(experience, old=self._scores(experience))
-        experience = replace(experience, credit=credit_of(experience, self.method))
+        experience = replace(experience, credit=credit_of(experience, self.method, self._world))
         if needs.response_statistics or self._update_gives_old_logprobs(experience):
             return experience
         return replace(experience, old=self._scores(experience))
+
+    @property
+    def _world(self) -> World:
+        return self.placement.world
 
     def _update_gives_old_logprobs(self, experience: Experience) -> bool:
         """Whether the step has one update, over all rows: its forward is the pass that old logprobs
@@ -87,7 +91,8 @@ class Learner:
         return self.update_matches_score and self.plan.is_single(experience) and every_row
 
     def _scores(self, experience: Experience, *, reference: bool = False) -> TokenScores:
-        return on_cpu(self.policy.score(experience.sequences, reference=reference))
+        assert experience.share is not None
+        return on_cpu(self.policy.score(experience.share, reference=reference))
 
     def update(self, step: int, experience: Experience) -> dict[str, float]:
         """Collective: one optimizer step per minibatch; minibatches whose rows were all dropped are
@@ -105,22 +110,20 @@ class Learner:
                 continue
             minibatch = Minibatch(step, number, experience, rows)
             self.health.before(minibatch)
-            loss = MinibatchLoss(self.method, experience, rows)
-            result = self.policy.update(
-                experience.sequences, rows, loss, with_scores=experience.on_policy
-            )
+            placed = self.placement.lent(experience, rows)
+            loss = MinibatchLoss(self.method, experience, rows, placed.tokens)
+            result = self.policy.update(placed.share, loss, with_scores=experience.on_policy)
             self.health.after(minibatch, result)
             updates.append(result)
         updated = update_metrics(updates)
         old = _old_scores(experience, updates)
-        mismatch = mismatch_metrics(old.logprobs, experience.sampler_logprobs)
-        self.health.check_mismatch(step, mismatch, skipped=updated.get("optim/skipped", 0) > 0)
+        of_tokens = token_metrics(experience, old, self._world)
+        self.health.check_mismatch(step, of_tokens, skipped=updated.get("optim/skipped", 0) > 0)
         return {
-            **entropy_metrics(old),
             **credit_metrics(experience),
             **updated,
             "optim/empty_minibatches": num_empty,
-            **mismatch,
+            **of_tokens,
         }
 
 

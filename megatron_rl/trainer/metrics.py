@@ -8,10 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import fmean
 
-from jaxtyping import Float
-from torch import Tensor
+import numpy as np
 
+from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.experience import Experience
+from megatron_rl.trainer.partials import (
+    mismatch_of_partials,
+    mismatch_partials,
+    of_all_rows,
+    response_sums,
+    token_mean,
+)
 from megatron_rl.types import SyncReport, TokenScores, UpdateResult, largest
 
 
@@ -50,8 +57,8 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
         "rollout/num_responses": len(experience.responses),
     }
     parts: dict[str, list[float]] = defaultdict(list)
-    for response in experience.responses:
-        for name, value in response.score.parts.items():
+    for score in experience.responses.scores:
+        for name, value in score.parts.items():
             parts[name].append(value)
     metrics |= experience.hook_metrics
     for name, values in sorted(parts.items()):
@@ -59,27 +66,22 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
     return metrics
 
 
-def mismatch_metrics(
-    old_logprobs: Float[Tensor, " tokens"], sampler_logprobs: Float[Tensor, " tokens"]
-) -> dict[str, float]:
-    """How far the trainer's probabilities are from the sampler's on the sampled tokens, same
-    weights on both sides."""
-    difference = (old_logprobs - sampler_logprobs).double()
-    if difference.numel() == 0:
-        return {}
-    return {
-        "mismatch/logprob_abs_diff_mean": difference.abs().mean().item(),
-        "mismatch/logprob_abs_diff_max": difference.abs().max().item(),
-        "mismatch/ratio_mean": difference.exp().mean().item(),
-        "mismatch/kl_k3": (difference.exp() - difference - 1).mean().item(),
-    }
-
-
-def entropy_metrics(old: TokenScores) -> dict[str, float]:
-    """The entropy of the old policy, where its scores have one."""
-    if old.entropy is None:
-        return {}
-    return {"rollout/entropy": old.entropy.double().mean().item()}
+def token_metrics(experience: Experience, old: TokenScores, world: World) -> dict[str, float]:
+    """Collective. Of the tokens of all ranks: how far the trainer's probabilities are from the
+    sampler's, same weights on both sides; and the entropy of the old policy, where its scores have
+    one. ``old``: of the rows of this rank."""
+    tokens = experience.responses.tokens
+    sampler_logprobs = tokens.columns["sampler_logprobs"]
+    partials = mismatch_partials(old.logprobs.numpy(), sampler_logprobs, tokens.lengths)
+    if old.entropy is not None:
+        entropies = response_sums(old.entropy.numpy(), tokens.lengths)
+        partials = np.column_stack([partials, entropies])
+    table = of_all_rows(experience.responses, partials, world)
+    lengths = experience.responses.lengths
+    metrics = mismatch_of_partials(table[:, :4], int(lengths.sum()))
+    if old.entropy is not None:
+        metrics["rollout/entropy"] = token_mean(table[:, 4], lengths)
+    return metrics
 
 
 def credit_metrics(experience: Experience) -> dict[str, float]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.loss import Credit, Method, ResponseBatch, TokenBatch
+from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.transfer import to_device
 from megatron_rl.trainer.experience import Experience
-from megatron_rl.types import LossOutput, Prompt, SequenceBatch, TokenScores, TokenView
+from megatron_rl.trainer.partials import of_all_rows
+from megatron_rl.types import LossOutput, Prompt, TokenScores, TokenView
 
 
 def on_cpu(scores: TokenScores) -> TokenScores:
@@ -20,43 +24,69 @@ def on_cpu(scores: TokenScores) -> TokenScores:
     return TokenScores(scores.logprobs.cpu(), None if entropy is None else entropy.cpu())
 
 
-def credit_of(experience: Experience, method: Method) -> Credit:
-    """Advantages, KL weights and kept rows of a whole rollout.
+def credit_of(experience: Experience, method: Method, world: World) -> Credit:
+    """Collective where the method reads tokens or logprobs: advantages, KL weights and kept rows of
+    a whole rollout.
 
     The prompts have passed ``check_visual_entropy``; ``experience`` has its old logprobs where the
     method reads statistics of them.
     """
-    sequences = experience.sequences
-    rewards = method.shape_rewards(
-        experience.rewards,
-        sequences.response_lengths,
-        experience.truncated,
-        _response_tokens(sequences),
-    )
     return method.credit(
         ResponseBatch(
-            rewards=rewards,
+            rewards=_shaped_rewards(experience, method, world),
             correct=experience.correct,
             group_ids=experience.group_ids,
-            response_tokens=sequences.response_lengths,
+            response_tokens=experience.sequences.response_lengths,
             truncated=experience.truncated,
             visual_entropy=_visual_entropy(experience) if method.needs.visual_entropy else None,
-            **_statistics(experience, method),
+            **_statistics(experience, method, world),
         )
     )
 
 
-def _statistics(experience: Experience, method: Method) -> dict[str, Tensor]:
+def _shaped_rewards(
+    experience: Experience, method: Method, world: World
+) -> Float[Tensor, " responses"]:
+    """Where the method reads token ids, each response is judged by its holder."""
+    lengths = experience.sequences.response_lengths
+    if not method.needs.token_ids:
+        return method.shape_rewards(experience.rewards, lengths, experience.truncated)
+    tokens = experience.responses.tokens
+    here = torch.from_numpy(tokens.rows)
+    shaped = method.shape_rewards(
+        experience.rewards[here],
+        lengths[here],
+        experience.truncated[here],
+        torch.from_numpy(tokens.columns["token_ids"]),
+    )
+    return _of_all_rows(experience, {"rewards": shaped}, world)["rewards"]
+
+
+def _statistics(experience: Experience, method: Method, world: World) -> dict[str, Tensor]:
     """What the method wants to know of each response's old logprobs."""
     if not method.needs.response_statistics:
         return {}
-    old = experience.old_logprobs
+    assert experience.share is not None
+    assert experience.old is not None, "statistics are of old logprobs"
+    old = experience.old.logprobs
     ref = None if experience.ref is None else experience.ref.logprobs
-    sequences = experience.sequences
+    batch = experience.share.batch
     mask = torch.ones_like(old, dtype=torch.bool)
-    return method.response_statistics(
-        old, ref, sequences.response_index, mask, sequences.num_responses
+    statistics = method.response_statistics(
+        old, ref, batch.response_index, mask, batch.num_responses
     )
+    return _of_all_rows(experience, statistics, world)
+
+
+def _of_all_rows(
+    experience: Experience, values: Mapping[str, Tensor], world: World
+) -> dict[str, Tensor]:
+    """Collective: ``values``, one number for each row of this rank, for all rows, in their own
+    format (float64 holds what every smaller format holds)."""
+    partials = torch.stack([each.double() for each in values.values()], 1).numpy()
+    table = torch.from_numpy(of_all_rows(experience.responses, partials, world))
+    columns = zip(values.items(), table.unbind(1), strict=True)
+    return {name: column.to(each.dtype) for (name, each), column in columns}
 
 
 def check_visual_entropy(prompts: Iterable[Prompt], method: Method) -> None:
@@ -74,32 +104,26 @@ def check_visual_entropy(prompts: Iterable[Prompt], method: Method) -> None:
 
 def _visual_entropy(experience: Experience) -> Float[Tensor, " responses"]:
     return torch.tensor(
-        [float(response.prompt.extra["visual_entropy"]) for response in experience.responses]
+        [float(prompt.extra["visual_entropy"]) for prompt in experience.responses.prompts]
     )
 
 
-def _response_tokens(sequences: SequenceBatch) -> Int[Tensor, " tokens"]:
-    """The response tokens of all sequences, in the response-token layout."""
-    row = sequences.response_index
-    first = sequences.offsets[:-1] + sequences.prompt_lengths
-    num_tokens = int(sequences.response_lengths.sum())
-    within = torch.arange(num_tokens) - sequences.response_offsets[row]
-    return sequences.token_ids[first[row] + within]
-
-
 class MinibatchLoss:
-    """The loss of one optimizer step over ``rows`` of a scored experience.
+    """The loss of one optimizer step over ``rows`` of a scored experience, of which this rank works
+    on those in ``tokens`` (``Experience.scored_tokens`` has the columns).
 
     The denominators are those of all rows, fixed before the first backward.
     """
 
-    def __init__(self, method: Method, experience: Experience, rows: Sequence[int]) -> None:
+    def __init__(
+        self, method: Method, experience: Experience, rows: Sequence[int], tokens: TokenRows
+    ) -> None:
         credit = experience.credit
         assert credit is not None, "a loss needs a scored experience"
         lengths = experience.sequences.response_lengths
         self._method = method
-        self._experience = experience
-        self._response_index = experience.sequences.response_index
+        self._columns = {name: torch.from_numpy(values) for name, values in tokens.columns.items()}
+        self._response_index = torch.from_numpy(np.repeat(tokens.rows, tokens.lengths))
         self._per_response = {
             "advantages": credit.advantages,
             "kl_weights": credit.kl_weights,
@@ -122,19 +146,22 @@ class MinibatchLoss:
         def tokens(values: Tensor) -> Tensor:
             return to_device(values[view.index], device)
 
-        experience = self._experience
-        if experience.on_policy:
-            old_logprobs = view.logprobs.detach()
+        columns = self._columns
+        if "old_logprobs" in columns:
+            old_logprobs = tokens(columns["old_logprobs"])
         else:
-            old_logprobs = tokens(experience.old_logprobs)
+            old_logprobs = view.logprobs.detach()  # of an on-policy step
+        ref_logprobs = None
+        if "ref_logprobs" in columns:
+            ref_logprobs = tokens(columns["ref_logprobs"])
         result = self._method.loss(
             TokenBatch(
                 logprobs=view.logprobs,
                 old_logprobs=old_logprobs,
                 response_index=tokens(self._response_index),
                 loss_mask=torch.ones_like(view.logprobs, dtype=torch.bool),
-                ref_logprobs=None if experience.ref is None else tokens(experience.ref.logprobs),
-                sampler_logprobs=tokens(experience.sampler_logprobs),
+                ref_logprobs=ref_logprobs,
+                sampler_logprobs=tokens(columns["sampler_logprobs"]),
                 entropy=view.entropy,
                 num_responses=self._num_responses,
                 num_tokens=self._num_tokens,

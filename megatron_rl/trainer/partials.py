@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from megatron_rl.runtime.launch import World
+from megatron_rl.trainer.experience import Responses
 
 Tokens = Float[np.ndarray, " tokens"]
 Lengths = Int[np.ndarray, " rows"]
@@ -55,19 +56,31 @@ def gathered(
     return table
 
 
+def of_all_rows(
+    responses: Responses, partials: np.ndarray, world: World
+) -> Float[np.ndarray, "all_rows columns"]:
+    """Collective: ``gathered`` from partials of the rows that lie on each rank. Of the ranks that
+    have a row the holder tells."""
+    rows = responses.tokens.rows
+    tells = responses.holders[rows] == world.rank
+    return gathered(world, rows[tells], partials[tells], len(responses))
+
+
 def mismatch_partials(
     old_logprobs: Tokens, sampler_logprobs: Tokens, lengths: Lengths
 ) -> Float[np.ndarray, "rows 4"]:
     """Of the rows of this rank, with d = old - sampler: sum |d|, max |d|, sum exp(d), and sum
     exp(d) - d - 1."""
     difference = (old_logprobs - sampler_logprobs).astype(np.float64)
-    ratio = np.exp(difference)
+    with np.errstate(over="ignore", invalid="ignore"):  # NaN and infinity are told as they are
+        ratio = np.exp(difference)
+        excess = ratio - difference - 1
     return np.stack(
         [
             response_sums(np.abs(difference), lengths),
             response_maxima(np.abs(difference), lengths),
             response_sums(ratio, lengths),
-            response_sums(ratio - difference - 1, lengths),
+            response_sums(excess, lengths),
         ],
         axis=1,
     )
@@ -87,7 +100,7 @@ def mismatch_of_partials(
     }
 
 
-def token_mean(sums: Float[np.ndarray, " all_rows"], lengths: Sequence[int]) -> float:
+def token_mean(sums: Float[np.ndarray, " all_rows"], lengths: Lengths | Sequence[int]) -> float:
     """The mean over all tokens, from the ``response_sums`` of all rows in canonical order; 0
     without a token."""
     num_tokens = int(np.sum(lengths))

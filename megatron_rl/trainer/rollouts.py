@@ -5,30 +5,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import torch
+from jaxtyping import Int
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader, WeightedLoader
+from megatron_rl.data.token_rows import RowNumbers
 from megatron_rl.loss import Method
 from megatron_rl.protocols import Reward, RolloutEngine
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
-from megatron_rl.trainer.exchange import flattened
-from megatron_rl.trainer.experience import Experience, Groups, Response, experience_of
+from megatron_rl.trainer.exchange import on_main, token_rows
+from megatron_rl.trainer.experience import (
+    Experience,
+    Groups,
+    Response,
+    Responses,
+    experience_of,
+    joined,
+)
+from megatron_rl.trainer.hooks import RolloutEdit, edited_responses
 from megatron_rl.trainer.metrics import Clock
-from megatron_rl.types import Completion, Prompt, Sampling
+from megatron_rl.trainer.ownership import sampling_ranks
+from megatron_rl.types import Completion, Prompt, Sampling, Score
 
-# Between scoring and credit: the groups that go on, and metrics (``trainer/hooks.py``).
-AfterScoring = Callable[[int, Groups], tuple[Groups, dict[str, float]]]
-# Told the responses of a step.
+# Between scoring and credit: what of the groups of a step is changed (``trainer/hooks.py``). They
+# are given on rank 0; the answer is equal on every rank.
+AfterScoring = Callable[[int, Groups | None], RolloutEdit]
+# Told some responses of a step, on rank 0.
 LogSamples = Callable[[int, Sequence[Response]], None]
-
-
-def unchanged(step: int, groups: Groups) -> tuple[Groups, dict[str, float]]:
-    """The ``AfterScoring`` of a run without rollout hooks."""
-    return groups, {}
 
 
 def not_logged(step: int, responses: Sequence[Response]) -> None:
@@ -40,7 +49,7 @@ class Sampled:
     """Scored responses to each of some prompts, and the seconds that ``rollout`` and ``reward``
     took."""
 
-    groups: list[list[Response]]
+    responses: Responses
     seconds: Mapping[str, float]
 
 
@@ -61,50 +70,89 @@ class Sampler:
         self._world = world
         self._display = display
 
+    @property
+    def _leaders(self) -> list[int]:
+        """The first rank of each replica. Replicas are runs of world.size / num_replicas ranks, so
+        these are the ranks that this divides."""
+        world = self._world
+        num_replicas = self._engine.num_replicas
+        return [rank for rank in range(world.size) if rank * num_replicas % world.size == 0]
+
     def run(self, prompts: Sequence[Prompt], sampling: Sampling, what: str) -> Sampled:
-        """Collective. ``sampling.num_responses`` scored responses for each prompt, on every rank.
-        ``what`` names this generation where its progress is shown."""
+        """Collective. ``sampling.num_responses`` scored responses for each prompt; tokens stay on
+        the first rank of the replica that sampled them. ``what`` names this generation where its
+        progress is shown."""
         clock = Clock()
+        share = _share(prompts, self._engine.replica, self._engine.num_replicas)
         with clock("rollout"), self._display.phase(f"{what}: generating", announced=False):
-            completions = self._generate(prompts, sampling, what)
+            groups = self._generate(share, sampling, what)
+            facts = self._facts(groups)
         with clock("reward"):
-            groups = self._score(prompts, completions)
-        return Sampled(groups, clock.seconds)
+            scores = self._score(share, groups)
+        group_ids = np.repeat(np.arange(len(prompts)), sampling.num_responses)
+        assert len(facts) == len(scores) == len(group_ids), "every response that was asked for"
+        holders = sampling_ranks([sampling.num_responses] * len(prompts), self._leaders)
+        here = np.flatnonzero(holders == self._world.rank)
+        completions = [completion for group in groups for completion in group]
+        tokens = token_rows(0, [])
+        if len(here):
+            tokens = token_rows(int(here[0]), completions)
+        responses = Responses(
+            prompts=[prompts[group] for group in group_ids],
+            group_ids=group_ids,
+            lengths=facts[:, 0],
+            truncated=facts[:, 1].astype(bool),
+            weight_versions=facts[:, 2],
+            scores=scores,
+            tokens=tokens,
+            holders=holders,
+        )
+        return Sampled(responses, clock.seconds)
+
+    def shown(self, responses: Responses, rows: RowNumbers) -> list[Response] | None:
+        """Collective: see ``exchange.on_main``."""
+        return on_main(responses, rows, self._decode, self._world)
 
     def _generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, what: str
+        self, share: Sequence[Prompt], sampling: Sampling, what: str
     ) -> list[list[Completion]]:
-        """Every replica answers a contiguous share of the prompts."""
-        engine = self._engine
-        world = self._world
-        share = _share(prompts, engine.replica, engine.num_replicas)
+        """Every replica answers a contiguous share of the prompts; all its ranks have the same
+        completions."""
+        if not share:
+            return []
         progress = self._display.generating(what, len(share) * sampling.num_responses)
-        completions = engine.generate(share, sampling, progress) if share else []
-        # All ranks of a replica have the same completions; its first rank sends them. Replicas are
-        # runs of world.size / num_replicas ranks, so that rank is the one that this divides.
-        leads_replica = world.rank * engine.num_replicas % world.size == 0
-        by_rank = world.all_gather(flattened(completions if leads_replica else []))
-        return [group for flat in by_rank for group in flat.groups()]
+        return self._engine.generate(share, sampling, progress)
+
+    def _facts(self, groups: Sequence[Sequence[Completion]]) -> Int[np.ndarray, "rows 3"]:
+        """Collective: tokens, whether it is truncated and the version of the weights, of each
+        completion of all ranks; the first rank of a replica tells."""
+        told = []
+        if self._world.rank in self._leaders:
+            told = [
+                (len(completion.token_ids), completion.truncated, completion.weight_version)
+                for group in groups
+                for completion in group
+            ]
+        by_rank = self._world.all_gather(np.array(told, dtype=np.int64).reshape(-1, 3))
+        return np.concatenate(by_rank)
 
     def _score(
-        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
-    ) -> list[list[Response]]:
-        """Every rank scores a contiguous share of the responses."""
+        self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]
+    ) -> list[Score]:
+        """Collective: the verdicts on all responses. The ranks of a replica judge a contiguous
+        share each of what the replica sampled."""
         pairs = [
             (prompt, completion)
-            for prompt, group in zip(prompts, completions, strict=True)
+            for prompt, group in zip(prompts, groups, strict=True)
             for completion in group
         ]
-        share = _share(pairs, self._world.rank, self._world.size)
+        leader = self._leaders[self._engine.replica]
+        num_ranks = self._world.size // self._engine.num_replicas
+        share = _share(pairs, self._world.rank - leader, num_ranks)
         texts = [self._decode(list(completion.token_ids)) for _, completion in share]
         truncated = [completion.truncated for _, completion in share]
         scores = self._reward.score([prompt for prompt, _ in share], texts, truncated)
-        by_rank = self._world.all_gather(list(zip(texts, scores, strict=True)))
-        judged = iter([row for rows in by_rank for row in rows])
-        return [
-            [Response(prompt, completion, *next(judged)) for completion in group]
-            for prompt, group in zip(prompts, completions, strict=True)
-        ]
+        return [score for scores in self._world.all_gather(scores) for score in scores]
 
 
 def _share(items: Sequence, index: int, count: int) -> Sequence:
@@ -125,8 +173,9 @@ class Rollouts:
     sampling: Sampling
     prompts_per_step: int
     seed: int
-    after_scoring: AfterScoring = unchanged
+    after_scoring: AfterScoring | None = None
     log_samples: LogSamples = not_logged
+    num_samples: int = 0  # to log of a step
 
     def collect(self, step: int) -> Experience:
         """The responses of one training step. Under dynamic sampling (DAPO, 2503.14476 eq 11)
@@ -140,54 +189,63 @@ class Rollouts:
             ValueError: no group was wanted, or a rollout hook failed.
         """
         clock = Clock()
-        kept: list[list[Response]] = []
-        latest: list[list[Response]] = []
-        discarded = tries = 0
-        while len(kept) < self.prompts_per_step and tries < self.method.needs.max_sampling_tries:
-            latest = self._round(step, tries, self.prompts_per_step - len(kept), clock)
+        kept: list[Responses] = []
+        num_kept = discarded = tries = 0
+        while num_kept < self.prompts_per_step and tries < self.method.needs.max_sampling_tries:
+            latest = self._round(step, tries, self.prompts_per_step - num_kept, clock)
             tries += 1
             wanted = self._wanted(latest)
-            discarded += len(latest) - len(wanted)
-            kept += wanted
-        if not kept:
-            self.log_samples(step, [response for group in latest for response in group])
+            discarded += latest.num_groups - wanted.num_groups
+            num_kept += wanted.num_groups
+            kept.append(wanted)
+        if not num_kept:
+            self._log(step, latest)
             raise ValueError(
                 f"dynamic sampling: all {discarded} groups of step {step} were entirely right or"
                 f" entirely wrong in {tries} rounds (samples.jsonl has some of the last); use"
                 " easier or harder prompts, raise method.filters.dynamic_sampling.max_tries or"
                 " switch it off (null)"
             )
-        with clock("reward"):
-            groups, metrics = self.after_scoring(step, kept)
-        experience = experience_of(groups)
-        self.log_samples(step, experience.responses)
+        responses = joined(kept)
+        metrics: Mapping[str, float] = {}
+        if self.after_scoring is not None:
+            with clock("reward"):
+                everything = self.sampler.shown(responses, range(len(responses)))
+                groups = None if everything is None else grouped(everything, responses)
+                edit = self.after_scoring(step, groups)
+                responses = edited_responses(responses, edit)
+                metrics = edit.metrics
+        self._log(step, responses)
         return replace(
-            experience,
+            experience_of(responses),
             discarded_groups=discarded,
             tries=tries,
             hook_metrics=metrics,
             seconds=clock.seconds,
         )
 
-    def _round(
-        self, step: int, attempt: int, num_prompts: int, clock: Clock
-    ) -> list[list[Response]]:
+    def _round(self, step: int, attempt: int, num_prompts: int, clock: Clock) -> Responses:
         prompts = self.loader.take(num_prompts)
         sampling = replace(self.sampling, seed=sampling_seed(self.seed, step, attempt))
         what = f"step {step}" if attempt == 0 else f"step {step}, round {attempt + 1}"
         sampled = self.sampler.run(prompts, sampling, what)
         clock.add(sampled.seconds)
-        return sampled.groups
+        return sampled.responses
 
-    def _wanted(self, groups: list[list[Response]]) -> list[list[Response]]:
-        """The groups that the method learns from."""
-        sizes = torch.tensor([len(group) for group in groups])
-        correct = torch.tensor([response.score.correct for group in groups for response in group])
-        group_ids = torch.repeat_interleave(torch.arange(len(groups)), sizes)
-        rows = self.method.wants_groups(correct, group_ids)
-        first_rows = sizes.cumsum(0) - sizes
-        wants = rows[first_rows].tolist()
-        return [group for group, wanted in zip(groups, wants, strict=True) if wanted]
+    def _wanted(self, responses: Responses) -> Responses:
+        """Those of the groups that the method learns from."""
+        correct = torch.tensor([score.correct for score in responses.scores])
+        wants = self.method.wants_groups(correct, torch.from_numpy(responses.group_ids))
+        return responses if wants.all() else responses.take(wants.nonzero().flatten().numpy())
+
+    def _log(self, step: int, responses: Responses) -> None:
+        """Collective."""
+        if not self.num_samples:
+            return
+        rows = of_different_prompts([prompt.uid for prompt in responses.prompts], self.num_samples)
+        shown = self.sampler.shown(responses, rows)
+        if shown is not None:
+            self.log_samples(step, shown)
 
     def state(self) -> dict[str, Any]:
         """The position in the prompts."""
@@ -236,3 +294,25 @@ def stop_token_ids(eos: int | Sequence[int] | None) -> tuple[int, ...]:
     if eos is None:
         return ()
     return (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def of_different_prompts(uids: Sequence[str], count: int) -> list[int]:
+    """Row numbers: the first response of each of the first prompts; then the second of each, and so
+    on. ``uids``: of the prompt of each row.
+
+    Example: rows of prompts a a a b b b, ``count=3``: 0 3 1.
+    """
+    by_prompt: dict[str, list[int]] = {}
+    for row, uid in enumerate(uids):
+        by_prompt.setdefault(uid, []).append(row)
+    turns = zip_longest(*by_prompt.values())
+    in_turn = [row for turn in turns for row in turn if row is not None]
+    return in_turn[:count]
+
+
+def grouped(everything: Sequence[Response], responses: Responses) -> Groups:
+    """All of ``responses`` as they were made whole, by group."""
+    groups: list[list[Response]] = [[] for _ in range(responses.num_groups)]
+    for response, group in zip(everything, responses.group_ids.tolist(), strict=True):
+        groups[group].append(response)
+    return groups

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -152,15 +151,12 @@ class RunFolder:
                 write(metrics)
 
     def log_samples(self, step: int, responses: Sequence[Response]) -> None:
-        """Writes some responses of the step, as text, to ``samples.jsonl``: of as many prompts as
-        can be."""
-        if not self._world.is_main:
-            return
+        """Writes these responses of the step, as text, to ``samples.jsonl``; called on rank 0."""
         with (
             disk.room_for(self.path, 0, "samples"),
             (self.path / SAMPLES).open("a", encoding="utf-8") as file,
         ):
-            for response in of_different_prompts(responses, self._config.logging.log_samples):
+            for response in responses:
                 row = {
                     "step": step,
                     "prompt": response.prompt.uid,
@@ -258,19 +254,6 @@ class RunFolder:
                     "new": change.new,
                 }
                 file.write(json.dumps(row) + "\n")
-
-
-def of_different_prompts(responses: Sequence[Response], count: int) -> list[Response]:
-    """The first response of each of the first prompts; then the second of each, and so on.
-
-    Example: responses a1 a2 a3 b1 b2 b3 of prompts a and b, ``count=3``: a1 b1 a2.
-    """
-    by_prompt: dict[str, list[Response]] = {}
-    for response in responses:
-        by_prompt.setdefault(response.prompt.uid, []).append(response)
-    turns = zip_longest(*by_prompt.values())
-    in_turn = [response for turn in turns for response in turn if response is not None]
-    return in_turn[:count]
 
 
 def _replace(path: Path, text: str) -> None:

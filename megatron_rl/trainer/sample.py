@@ -24,7 +24,12 @@ from megatron_rl.rewards.build import build_reward
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.experience import Groups, Response
-from megatron_rl.trainer.rollouts import Sampler, evaluation_sampling, stop_token_ids
+from megatron_rl.trainer.rollouts import (
+    Sampler,
+    evaluation_sampling,
+    grouped,
+    stop_token_ids,
+)
 from megatron_rl.types import Prompt, Sampling, Score
 
 INDENT = " " * 11
@@ -175,7 +180,11 @@ def answers(source: Source, question: Question, world: World, scratch: Path) -> 
         display,
     )
     sampled = sampler.run(prompts, sampling, "sample")
-    return shown(sampled.groups, scored=scored)
+    responses = sampled.responses
+    everything = sampler.shown(responses, range(len(responses)))
+    if everything is None:
+        return ""
+    return shown(grouped(everything, responses), scored=scored)
 
 
 def _model_directory(source: Source, world: World, scratch: Path) -> Path:

@@ -96,14 +96,17 @@ class Step:
         self.expert_data = world // (parallel.expert * parallel.pipeline)
 
     def logprobs(self) -> Messages:
-        """The first pass after an update, without gradient: the forward, and the values of all
-        response tokens summed over the world. With overlap it gathers the weights that the update
-        left."""
+        """The first pass after an update, without gradient: the forward, and the values of the rows
+        of a data-parallel rank summed over the ranks that work on them. With overlap it gathers the
+        weights that the update left."""
         found = Messages()
         self._forward(found)
         if self.parallel.overlap_param_gather:
             self._data_parallel(found, gradients=False, weights=True)
-        found.add("all_reduce", "world", self.world, FLOAT, 1, self.work.response_tokens)
+        # The ranks that work on the same rows: world / data ranks, context ranks among them.
+        replica = self.parallel.tensor * self.parallel.pipeline * self.parallel.context
+        calls = int(replica > 1)
+        found.add("all_reduce", "replica", replica, FLOAT, calls, self.work.response_tokens)
         return found
 
     def update(self) -> Messages:

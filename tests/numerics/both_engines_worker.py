@@ -19,6 +19,7 @@ from megatron_rl.runtime import launch
 from megatron_rl.trainer.logprob_check import LogprobCheck, check_sequences
 from megatron_rl.types import LossOutput, TokenView
 from megatron_rl.weight_sync.gather import GatherSync
+from tests import zoo
 from tests.numerics import rollout_models as small
 from tests.numerics.policy_cases import DEFAULTS
 
@@ -91,7 +92,7 @@ def agree(arch: str, layout: dict) -> None:
     engine, model = ENGINES[arch], small.build(arch, 1)
     sync = GatherSync(policy, engine, verify=True)
     # One sequence for two data-parallel ranks: one of them has nothing to score.
-    score = partial(policy.score, temperature=1.0)
+    score = partial(policy.score_alone, temperature=1.0)
     sequences = check_sequences(PROMPTS[:1])
     logprob_check = LogprobCheck(score, engine, WORLD, sequences, every=1, tolerance=1e-4)
     before = scores = None
@@ -127,7 +128,7 @@ def agree(arch: str, layout: dict) -> None:
             list(range(rank, len(rows), 2 * ranks)),
             list(range(rank + ranks, len(rows), 2 * ranks)),
         ]
-        scored = policy.score_microbatches(batch, split).logprobs
+        scored = zoo.of_all_rows(policy.score_microbatches(batch, split)).logprobs
         assert (scored.double() - small.logprobs(groups)).abs().max() <= 1e-4, "sampler and policy"
         before = policy.update_microbatches(batch, split, odd_tokens_are_good(batch))
         assert before.grad_norm > 0 and not before.skipped

@@ -36,6 +36,7 @@ from megatron_rl.policy.optimizer import create_state, parts
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.runtime.device import platform
 from megatron_rl.types import LossOutput, SequenceBatch, TokenView
+from tests import zoo
 from tests.numerics.checkpoint_cases import CASES, CONVERTED, MEASURED, RESHAPES, Case
 from tests.numerics.policy_state import record
 
@@ -107,7 +108,7 @@ def update(policy: MegatronPolicy, step: int) -> float:
 
 def trajectory(policy: MegatronPolicy, steps: range) -> dict[str, Any]:
     norms = [update(policy, step) for step in steps]
-    logprobs = policy.score_microbatches(batch(9), shares(policy, 2)).logprobs
+    logprobs = zoo.of_all_rows(policy.score_microbatches(batch(9), shares(policy, 2))).logprobs
     return {
         "norms": norms,
         "logprobs": logprobs,

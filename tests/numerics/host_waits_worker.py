@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 from torch import Tensor
 
+from megatron_rl.data.sequences import response_tokens
+from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.loss import Credit, load_method
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.trainer.experience import Experience
+from megatron_rl.trainer.experience import Experience, Responses
 from megatron_rl.trainer.objective import MinibatchLoss, on_cpu
-from megatron_rl.types import SequenceBatch, TokenScores
+from megatron_rl.types import SequenceBatch, SequenceLengths, TokenScores
 from tests import zoo
 from tests.numerics.policy_reference import NUM_ROWS, make_batch
 from tests.numerics.simulated_device import SimulatedDevice
@@ -45,14 +48,29 @@ def scored(batch: SequenceBatch) -> Experience:
     old, ref, sampler = torch.rand(3, num_tokens, generator=draw).neg().unbind()
     rewards = torch.rand(NUM_ROWS, generator=draw)
     credit = Credit(torch.randn(NUM_ROWS, generator=draw), torch.ones(NUM_ROWS), rewards >= 0, {})
+    lengths = batch.response_lengths.numpy()
+    columns = {
+        "token_ids": response_tokens(batch).numpy(),
+        "sampler_logprobs": sampler.numpy(),
+    }
+    row_numbers = np.arange(NUM_ROWS)
+    responses = Responses(
+        prompts=(),
+        group_ids=row_numbers // 3,
+        lengths=lengths,
+        truncated=row_numbers < 0,
+        weight_versions=row_numbers,
+        scores=(),
+        tokens=TokenRows(row_numbers, lengths, columns),
+        holders=0 * row_numbers,
+    )
     return Experience(
-        responses=(),
-        sequences=batch,
+        responses=responses,
+        sequences=SequenceLengths(batch.prompt_lengths, batch.response_lengths),
         group_ids=torch.arange(NUM_ROWS) // 3,
         rewards=rewards,
         correct=rewards > 0.5,
         truncated=torch.zeros(NUM_ROWS, dtype=torch.bool),
-        sampler_logprobs=sampler,
         credit=credit,
         ref=TokenScores(ref, None),
         old=TokenScores(old, None),
@@ -88,7 +106,7 @@ def trips(policy: MegatronPolicy, fused: bool) -> dict[str, Any]:
         return on_cpu(policy.score_microbatches(batch, split))
 
     def update(split: list[list[int]]) -> None:
-        loss = MinibatchLoss(method, experience, range(NUM_ROWS))
+        loss = MinibatchLoss(method, experience, range(NUM_ROWS), experience.scored_tokens)
         result = policy.update_microbatches(batch, split, loss, with_scores=True)
         assert result.scores is not None
         on_cpu(result.scores)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.policy.megatron_policy import MegatronPolicy
+from tests import zoo
 from tests.numerics.checkpoint_cases import SHARDED, Case
 from tests.numerics.checkpoint_worker import batch, build, shares, update
 from tests.numerics.policy_state import record
@@ -85,7 +86,8 @@ def run(case: Case, offloading: bool) -> dict[str, Any]:
         norms.append(update(policy, step))
         if offloading:
             away_and_back(policy, case)
-        logprobs.append(policy.score_microbatches(batch(9), shares(policy, 2)).logprobs)
+        scores = policy.score_microbatches(batch(9), shares(policy, 2))
+        logprobs.append(zoo.of_all_rows(scores).logprobs)
     found = {"norms": norms, "logprobs": logprobs, "state": record(policy)}
     policy.close()
     return found

@@ -109,7 +109,7 @@ def compare(case: Case, path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     batch, ways = wanted["batch"], splits(policy)
     first = None
     for name, split in ways.items():
-        got = policy.score_microbatches(batch, split)
+        got = zoo.of_all_rows(policy.score_microbatches(batch, split))
         figures[f"logprobs_{name}"] = float((got.logprobs - wanted["logprobs"]).abs().max())
         figures[f"entropy_{name}"] = float((got.entropy - wanted["entropy"]).abs().max())
         totals = policy.backward(batch, split, wanted["loss"])
@@ -159,16 +159,19 @@ def after_update(
     moved = {key: got[key] - stored[key] for key in weights}
     expected = {key: weight.detach() - stored[key] for key, weight in weights.items()}
     norm = sum(float(g.square().sum()) for g in wanted["gradients"].values()) ** 0.5
-    kept = policy.score_microbatches(batch, split, reference=True).logprobs
-    now = policy.score_microbatches(batch, split)
+    kept = policy.score_microbatches(batch, split, reference=True)
+    kept = zoo.of_all_rows(kept).logprobs
+    now = zoo.of_all_rows(policy.score_microbatches(batch, split))
     board = ScoreBoard(len(now.logprobs), True, policy.ranks, policy.device)
     policy.backward(batch, split, wanted["loss"], board=board)
-    again = board.everywhere()
+    again = zoo.of_all_rows(board.read())
+    assert result.scores is not None
+    own = zoo.of_all_rows(result.scores)
     return dict(
         update=relative_error(moved, expected),
         grad_norm=abs(result.grad_norm - norm) / norm,
         skipped=result.skipped,
-        own_scores=same(result.scores, before) and same(again, now),
+        own_scores=same(own, before) and same(again, now),
         reference_kept=torch.equal(kept, before.logprobs),
         policy_moved=float((now.logprobs - before.logprobs).abs().max()),
     )

@@ -15,6 +15,7 @@ from megatron.core.distributed import param_and_grad_buffer
 from megatron_rl.policy import host_memory
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.reference import Reference
+from tests import zoo
 from tests.numerics.checkpoint_cases import SHARDED, Case
 from tests.numerics.checkpoint_worker import batch, build, shares, update
 from tests.numerics.policy_state import record
@@ -48,9 +49,8 @@ def make(case: Case, *, staged: bool) -> MegatronPolicy:
 
 
 def scores(policy: MegatronPolicy, *, reference: bool = False) -> torch.Tensor:
-    return policy.score_microbatches(
-        batch(9), shares(policy, 2), reference=reference
-    ).logprobs.clone()
+    own = policy.score_microbatches(batch(9), shares(policy, 2), reference=reference)
+    return zoo.of_all_rows(own).logprobs
 
 
 def storages(tensors: Any) -> set[int]:

@@ -27,7 +27,7 @@ from megatron_rl.policy.shards import held_shards
 from megatron_rl.types import LossOutput, SequenceBatch, TokenView
 from tests.numerics.policy_reference import make_batch, relative_error
 from tests.ranks import on_ranks
-from tests.zoo import tiny_policy
+from tests.zoo import of_all_rows, tiny_policy
 
 SEQUENCE: dict[str, Any] = {"tensor": 2, "sequence": True}
 INTERLEAVED: dict[str, Any] = {"pipeline": 2, "virtual_pipeline": 2}
@@ -53,7 +53,7 @@ def figures(
     policy = tiny_policy(path, layout)
     prepare(policy)
     batch = make_batch()
-    logprobs = policy.score_microbatches(batch, cut(policy, batch)).logprobs
+    logprobs = of_all_rows(policy.score_microbatches(batch, cut(policy, batch))).logprobs
     totals = policy.backward(batch, cut(policy, batch), simple_loss)
     gradient = {key: value.clone() for key, value in policy.gathered_gradients()}
     shards = {

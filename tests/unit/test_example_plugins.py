@@ -18,7 +18,7 @@ from megatron_rl.plugins import load_plugins, loaded, sources
 from megatron_rl.policy.families import read_architecture
 from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.experience import Response
-from megatron_rl.trainer.hooks import RolloutHooks
+from megatron_rl.trainer.hooks import RolloutHooks, edited
 from megatron_rl.types import Completion, Prompt, Score
 from tests.launch import REPO
 
@@ -112,11 +112,13 @@ def test_the_hook_drops_solved_groups_and_charges_truncation():
     }
     hooks = RolloutHooks(config.rollout_hooks, WORLD)
     solved, mixed = group([True, True], [False, True]), group([True, False], [True, False])
-    kept, metrics = hooks(1, [solved, mixed])
+    edit = hooks(1, [solved, mixed])
+    kept, metrics = edited([solved, mixed], edit), edit.metrics
     assert [[response.score.reward for response in group] for group in kept] == [[0.75, 0.0]]
     assert kept[0][0].score.correct
     assert metrics == {"hook/drop_easy/dropped_groups": 1.0}
-    kept, metrics = hooks(2, [solved, solved])
+    edit = hooks(2, [solved, solved])
+    kept, metrics = edited([solved, solved], edit), edit.metrics
     assert len(kept) == 1 and metrics == {"hook/drop_easy/dropped_groups": 1.0}
 
 

@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,18 +41,18 @@ import torch
 import torch.distributed as dist
 from gpu_model import table
 from machine import Watch, description, in_turns, spread
+from whole_batch import FlatCompletions, mismatch, whole_batch
 
-from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.policy.packing_plan import plan_microbatches
 from megatron_rl.policy.work_model import WorkModel
 from megatron_rl.runtime.launch import World
-from megatron_rl.trainer.exchange import FlatCompletions, exchange_rows, token_rows
-from megatron_rl.trainer.experience import Response, experience_of
-from megatron_rl.trainer.metrics import mismatch_metrics
-from megatron_rl.trainer.ownership import Route, owning_ranks, sampling_ranks
+from megatron_rl.trainer.exchange import exchange_rows, token_rows
+from megatron_rl.trainer.experience import Responses, experience_of
+from megatron_rl.trainer.ownership import Route, owning_ranks
 from megatron_rl.trainer.partials import mismatch_of_partials, mismatch_partials
-from megatron_rl.types import Completion, Prompt, Score, SequenceBatch
+from megatron_rl.trainer.placement import Placement
+from megatron_rl.types import Completion, Prompt, Score, Sequences
 
 GROUP_SIZE = 8
 PROMPT_TOKENS = 256
@@ -168,7 +168,10 @@ class Building:
         ]
         self.old_logprobs = torch.zeros(int(case.lengths.sum()))
         self.sampled = case.completions(case.share(0, case.owners))
-        owned = sorted(row for rows in case.plan(QWEN_7B)[0] for row in rows)
+        plan = case.plan(QWEN_7B)
+        self.owners = owning_ranks([plan], case.num_rows, range(case.owners))
+        self.scores = [Score(0.0, False) for _ in range(case.num_rows)]
+        owned = sorted(row for rows in plan[0] for row in rows)
         lengths = case.lengths[owned]
         tokens = int(lengths.sum())
         self.received = TokenRows(
@@ -182,42 +185,61 @@ class Building:
 
     def everything(self) -> Any:
         groups = [group for part in self.arrived for group in pickle.loads(part).groups()]
-        responses = [
-            [Response(prompt, completion, "", Score(0.0, False)) for completion in group]
-            for prompt, group in zip(self.prompts, groups, strict=True)
-        ]
-        whole = experience_of(responses)
+        batch, sampler_logprobs = whole_batch(self.prompts, groups)
         plan = self.case.plan(None)
-        index = whole.sequences.response_index
-        metrics = mismatch_metrics(self.old_logprobs, whole.sampler_logprobs)
-        return groups, whole, plan, index, metrics
+        index = batch.response_index
+        metrics = mismatch(self.old_logprobs, sampler_logprobs)
+        return groups, batch, sampler_logprobs, plan, index, metrics
 
     def owned(self) -> Any:
-        case, received = self.case, self.received
-        plan = case.plan(QWEN_7B)
-        ranks = list(range(case.owners))
-        group_sizes = [GROUP_SIZE] * len(self.prompts)
-        route = Route(
-            case.lengths,
-            sampling_ranks(group_sizes, ranks),
-            owning_ranks([plan], case.num_rows, ranks),
-        )
+        """With every row at home already: an exchange has a table of its own."""
+        case = self.case
         held = token_rows(0, self.sampled)
-        batch = self.owned_batch()
-        index = batch.response_index
-        sampler = received.columns["sampler_logprobs"]
+        placement = Placement(OwnersPlan(case), World(0, 1, 0, "bench"))
+        experience = placement.at_home(experience_of(self.responses()))
+        assert experience.share is not None
+        index = experience.share.batch.response_index
+        tokens = experience.responses.tokens
+        sampler = tokens.columns["sampler_logprobs"]
         partials = np.zeros((case.num_rows, 4))
-        partials[received.rows] = mismatch_partials(
-            self.old_logprobs[: len(sampler)].numpy(), sampler, received.lengths
+        partials[tokens.rows] = mismatch_partials(
+            self.old_logprobs[: len(sampler)].numpy(), sampler, tokens.lengths
         )
         metrics = mismatch_of_partials(partials, int(case.lengths.sum()))
-        return plan, route, held, batch, index, partials, metrics
+        return held, experience, index, partials, metrics
 
-    def owned_batch(self) -> SequenceBatch:
-        rows = zip(self.received.rows.tolist(), self.received.views("token_ids"), strict=True)
-        return sequence_batch(
-            [(self.prompts[row // GROUP_SIZE].token_ids, ids) for row, ids in rows]
+    def responses(self) -> Responses:
+        """The scalars of all, the tokens of those that rank 0 owns."""
+        case = self.case
+        rows = np.arange(case.num_rows)
+        return Responses(
+            prompts=[self.prompts[row // GROUP_SIZE] for row in range(case.num_rows)],
+            group_ids=rows // GROUP_SIZE,
+            lengths=case.lengths,
+            truncated=rows < 0,
+            weight_versions=rows * 0 + 1,
+            scores=self.scores,
+            tokens=self.received,
+            holders=self.owners,
         )
+
+
+@dataclass(frozen=True)
+class OwnersPlan:
+    """``protocols.Placing`` of the first of many owners, each a rank of its own."""
+
+    case: Case
+    data_rank: int = 0
+
+    @property
+    def owners(self) -> range:
+        return range(self.case.owners)
+
+    def plan(self, sequences: Sequences, rows: Sequence[int]) -> list[list[list[int]]]:
+        return self.case.plan(QWEN_7B)
+
+    def give(self, values: torch.Tensor) -> None:
+        """The owner works alone."""
 
 
 class Exchange:

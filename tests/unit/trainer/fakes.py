@@ -23,6 +23,8 @@ from megatron_rl.types import (
     Sampling,
     Score,
     SequenceBatch,
+    Sequences,
+    Share,
     SyncReport,
     TokenLoss,
     TokenScores,
@@ -40,19 +42,24 @@ class BanditBatching:
     def __init__(self, tokens_per_microbatch: int) -> None:
         self.tokens_per_microbatch = tokens_per_microbatch
 
-    def plan(self, batch: SequenceBatch, rows: Sequence[int]) -> list[list[int]]:
+    data_rank = 0
+    owners = (0,)
+
+    def plan(self, sequences: Sequences, rows: Sequence[int]) -> list[list[list[int]]]:
         sizes = dict(
             data_parallel_size=1,
             tokens_per_microbatch=self.tokens_per_microbatch,
             multiple=1,
         )
-        if batch.prompt_index is None:
-            return plan_microbatches(batch.lengths.tolist(), rows, **sizes)[0]
-        return plan_shared_prompts(batch, rows, **sizes)[0]
+        if sequences.prompt_index is None:
+            return plan_microbatches(sequences.lengths.tolist(), rows, **sizes)
+        return plan_shared_prompts(sequences, rows, **sizes)
+
+    def give(self, values: Tensor) -> None:
+        """This rank works alone."""
 
 
 class BanditPolicy:
-    data_parallel_rank = 0
     gathered_bytes_sent = 0
 
     def __init__(self, tokens_per_microbatch: int = 4096, has_entropy: bool = False) -> None:
@@ -76,18 +83,17 @@ class BanditPolicy:
             tokens.append(batch.token_ids[end - (last - first) : end])
         return torch.cat(index), torch.cat(tokens)
 
-    def score(
-        self, batch: SequenceBatch, *, reference: bool = False, temperature: float | None = None
-    ) -> TokenScores:
+    def score(self, share: Share, *, reference: bool = False) -> TokenScores:
         self.passes.append("reference" if reference else "score")
-        return self._scores(batch, range(batch.num_responses), reference)
+        return self._scores(share.batch, reference)
 
-    def _scores(
-        self, batch: SequenceBatch, rows: Sequence[int], reference: bool = False
-    ) -> TokenScores:
+    def score_alone(self, batch: SequenceBatch, *, temperature: float = 1.0) -> TokenScores:
+        return self._scores(batch)
+
+    def _scores(self, batch: SequenceBatch, reference: bool = False) -> TokenScores:
         logits = torch.zeros_like(self.logits) if reference else self.logits
         logprobs = torch.zeros(int(batch.response_lengths.sum()))
-        index, tokens = self._view(batch, rows)
+        index, tokens = self._view(batch, range(batch.num_responses))
         logprobs[index] = torch.log_softmax(logits, -1)[tokens].float()
         if reference or not self.has_entropy:
             return TokenScores(logprobs, None)
@@ -95,18 +101,11 @@ class BanditPolicy:
         value = -(probabilities * probabilities.log()).sum().float()
         return TokenScores(logprobs, torch.full_like(logprobs, float(value)))
 
-    def update(
-        self,
-        batch: SequenceBatch,
-        rows: Sequence[int],
-        loss: TokenLoss,
-        *,
-        with_scores: bool = False,
-    ) -> UpdateResult:
+    def update(self, share: Share, loss: TokenLoss, *, with_scores: bool = False) -> UpdateResult:
         assert not self.away
         self.passes.append("update")
-        scores = self._scores(batch, rows) if with_scores else None
-        microbatches = self.batching.plan(batch, rows)
+        batch, microbatches = share.batch, share.microbatches
+        scores = self._scores(batch) if with_scores else None
         self.microbatch_sizes.append([len(members) for members in microbatches])
         logits = self.logits.clone().requires_grad_()
         total = 0.0

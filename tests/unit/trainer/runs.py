@@ -19,6 +19,7 @@ from megatron_rl.trainer.colocation import ColocatedSync, Colocation
 from megatron_rl.trainer.evaluator import Evaluator
 from megatron_rl.trainer.health import Health
 from megatron_rl.trainer.learner import Learner, MinibatchPlan
+from megatron_rl.trainer.placement import Placement
 from megatron_rl.trainer.rollouts import Rollouts, Sampler, rollout_sampling
 from megatron_rl.trainer.run_folder import RunFolder
 from megatron_rl.trainer.sources import Colocated
@@ -86,6 +87,7 @@ def build_bandit(
         prompts_per_step=4,
         seed=config.seed,
         log_samples=run_folder.log_samples,
+        num_samples=config.logging.log_samples,
     )
     ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), None)
     memory = Colocation(policy, engine, config.memory.offload, ledger)
@@ -97,11 +99,12 @@ def build_bandit(
         epochs_per_rollout=config.trainer.epochs_per_rollout,
         seed=config.seed,
     )
+    placement = Placement(policy.batching, WORLD)
     greedy = Sampling(1, 3, temperature=0.0)
     return Trainer(
         config=config.trainer,
         source=Colocated(rollouts, policy, engine, sync, memory),
-        learner=Learner(policy, chosen, health, plan, update_matches_score=True),
+        learner=Learner(policy, chosen, health, plan, placement, update_matches_score=True),
         evaluator=Evaluator(config.evaluation, sampler, prompts(4), greedy),
         folder=run_folder,
         world=WORLD,

@@ -1,5 +1,4 @@
-"""What a rank tells the others of its completions: flat buffers, from which every rank makes the
-same batch."""
+"""Rows between ranks: flat buffers, and what of them travels while responses are sampled."""
 
 from __future__ import annotations
 
@@ -11,13 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_rl.data.sequences import response_tokens, sequence_batch
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
-from megatron_rl.trainer.exchange import exchange_rows, flattened, token_rows
-from megatron_rl.trainer.experience import Response, experience_of
+from megatron_rl.trainer.exchange import exchange_rows, on_main, token_rows
 from megatron_rl.trainer.ownership import Route
 from megatron_rl.trainer.rollouts import Sampler
 from megatron_rl.types import Completion, Prompt, Sampling, Score
+from tests.unit.trainer.runs import WORLD, words
 
 NUM_PROMPTS, PER_PROMPT = 6, 4
 # Two numbers of 32 bits for a token, and a little for each response.
@@ -43,7 +43,7 @@ def num_tokens(groups: list[list[Completion]]) -> int:
 
 class TwoRanks:
     """A world in which another rank leads the second replica, and everything travels as a
-    pickle."""
+    pickle. The other rank says the same of its own half."""
 
     rank, size = 0, 2
 
@@ -52,8 +52,11 @@ class TwoRanks:
 
     def all_gather(self, value: Any) -> list[Any]:
         self.sent.append(pickle.dumps(value))
-        other = flattened(self.theirs) if len(self.sent) == 1 else []
-        return [pickle.loads(self.sent[-1]), pickle.loads(pickle.dumps(other))]
+        if isinstance(value, np.ndarray):
+            flat = [completion for group in self.theirs for completion in group]
+            other = [(len(each.token_ids), each.truncated, each.weight_version) for each in flat]
+            return [value, np.array(other)]
+        return [value, value]
 
 
 class HalfEngine:
@@ -69,17 +72,30 @@ class HalfEngine:
         return self.mine
 
 
-def test_no_object_for_a_token_travels():
+class LengthIsReward:
+    def score(self, prompts: Any, responses: list[str], truncated: Any) -> list[Score]:
+        return [Score(float(len(text.split())), False) for text in responses]
+
+
+def prompts() -> list[Prompt]:
+    return [Prompt(f"p{i}", (1,), "", "") for i in range(NUM_PROMPTS)]
+
+
+def test_no_token_travels_while_responses_are_sampled_and_judged():
     groups = completions()
     world = TwoRanks(groups[3:])
-    sampler = Sampler(HalfEngine(groups[:3]), None, str, world, Display(shown=False))
-    got = sampler._generate(
-        [Prompt(f"p{i}", (1,), "", "") for i in range(NUM_PROMPTS)],
-        Sampling(PER_PROMPT, 400),
-        "test",
-    )
-    assert got == groups
-    assert len(world.sent[0]) / num_tokens(groups[:3]) <= MAX_BYTES_PER_TOKEN
+    sampler = Sampler(HalfEngine(groups[:3]), LengthIsReward(), words, world, Display(shown=False))
+    got = sampler.run(prompts(), Sampling(PER_PROMPT, 400), "test").responses
+    flat = [completion for group in groups for completion in group]
+    assert got.lengths.tolist() == [len(completion.token_ids) for completion in flat]
+    assert got.truncated.tolist() == [completion.truncated for completion in flat]
+    assert got.weight_versions.tolist() == [completion.weight_version for completion in flat]
+    assert got.holders.tolist() == [0] * 12 + [1] * 12
+    assert [score.reward for score in got.scores[:12]] == got.lengths[:12].tolist()
+    assert got.tokens.rows.tolist() == list(range(12)), "the first half was sampled here"
+    for ids, completion in zip(got.tokens.views("token_ids"), flat[:12], strict=True):
+        assert ids.tolist() == list(completion.token_ids)
+    assert sum(map(len, world.sent)) < 64 * len(flat) < num_tokens(groups[:3])
 
 
 def test_a_completion_is_compact_by_itself():
@@ -90,34 +106,37 @@ def test_a_completion_is_compact_by_itself():
     assert isinstance(first.sampler_logprobs, array) and first.sampler_logprobs.itemsize == 4
 
 
-def test_odd_groups_come_back():
-    """A rank that leads no replica, a group without completions, a completion without tokens."""
-    for groups in (
-        [],
-        [[]],
-        [[Completion((), (), True, -1)], [], [Completion((7,), (-0.5,), False, 9)]],
-    ):
-        back = pickle.loads(pickle.dumps(flattened(groups))).groups()
-        assert back == groups
-        assert all(type(completion.truncated) is bool for group in back for completion in group)
+class OneEngine(HalfEngine):
+    num_replicas = 1
+
+
+def test_whole_responses_come_to_the_main_rank_in_the_order_that_is_asked_for():
+    groups = completions(1)
+    sampler = Sampler(OneEngine(groups), LengthIsReward(), words, WORLD, Display(shown=False))
+    responses = sampler.run(prompts(), Sampling(PER_PROMPT, 400), "test").responses
+    chosen = on_main(responses, [5, 23, 0], words, WORLD)
+    flat = [completion for group in groups for completion in group]
+    assert [response.completion for response in chosen] == [flat[5], flat[23], flat[0]]
+    assert [type(response.completion.truncated) for response in chosen] == [bool] * 3
+    assert [response.prompt.uid for response in chosen] == ["p1", "p5", "p0"]
+    assert chosen[1].text == words(flat[23].token_ids)
+    assert chosen[1].score.reward == len(flat[23].token_ids)
 
 
 def test_the_batch_is_that_of_plain_lists():
     groups = completions(1)
-    prompts = [Prompt(f"p{i}", tuple(range(1, 3 + i)), "", "") for i in range(NUM_PROMPTS)]
-    responses = [
-        [Response(prompt, completion, "", Score(0.0, False)) for completion in group]
-        for prompt, group in zip(prompts, groups, strict=True)
-    ]
-    got = experience_of(responses)
     tokens: list[int] = []
-    logprobs: list[float] = []
-    for prompt, group in zip(prompts, groups, strict=True):
+    responses: list[int] = []
+    pairs = []
+    for number, group in enumerate(groups):
+        prompt = tuple(range(1, 3 + number))
         for completion in group:
-            tokens += [*prompt.token_ids, *completion.token_ids]
-            logprobs += completion.sampler_logprobs
-    assert torch.equal(got.sequences.token_ids, torch.tensor(tokens))
-    assert torch.equal(got.sampler_logprobs, torch.tensor(logprobs, dtype=torch.float32))
+            pairs.append((prompt, completion.token_ids))
+            tokens += [*prompt, *completion.token_ids]
+            responses += completion.token_ids
+    got = sequence_batch(pairs)
+    assert torch.equal(got.token_ids, torch.tensor(tokens))
+    assert torch.equal(response_tokens(got), torch.tensor(responses))
 
 
 def test_completions_become_rows():

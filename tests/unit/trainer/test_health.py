@@ -25,9 +25,9 @@ def with_bad_references(trainer, bad):
     score = policy.score
     reference_passes = 0
 
-    def bad_score(batch, *, reference=False):
+    def bad_score(share, *, reference=False):
         nonlocal reference_passes
-        result = score(batch, reference=reference)
+        result = score(share, reference=reference)
         reference_passes += reference
         if reference and reference_passes in bad:
             result.logprobs.fill_(math.nan)

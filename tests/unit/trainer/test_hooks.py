@@ -11,6 +11,7 @@ from megatron_rl.config.hooks import ROLLOUT_HOOKS
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.loss import load_method
 from megatron_rl.reporting.metrics import defined
+from megatron_rl.trainer.experience import Responses
 from megatron_rl.trainer.hooks import RolloutEdit, RolloutHooks, register_rollout_hook
 from megatron_rl.trainer.metrics import rollout_metrics
 from megatron_rl.trainer.rollouts import Rollouts, Sampler
@@ -41,10 +42,15 @@ def rollouts(**hooks) -> Rollouts:
     return replace(plain_rollouts(), after_scoring=RolloutHooks(chosen, WORLD))
 
 
+def tokens_of(responses: Responses) -> list[list[int]]:
+    return [ids.tolist() for ids in responses.tokens.views("token_ids")]
+
+
 def test_a_run_without_hooks_is_unchanged():
     plain = plain_rollouts().collect(1)
     hooked = rollouts(nothing=lambda step, groups: RolloutEdit()).collect(1)
-    assert plain.responses == hooked.responses
+    for seen in (lambda found: found.prompts, lambda found: found.scores, tokens_of):
+        assert seen(plain.responses) == seen(hooked.responses)
     assert torch.equal(plain.sampler_logprobs, hooked.sampler_logprobs)
 
 
@@ -65,9 +71,9 @@ def test_rewards_are_replaced_and_groups_dropped_in_the_order_of_the_hooks():
     assert seen == [(7, [[0, 1, 2], [10, 11, 12], [20, 21, 22], [30, 31, 32]])]
     assert result.rewards.tolist() == [0, 1, 2, 20, 21, 22, 30, 31, 32]
     assert result.group_ids.tolist() == [0] * 3 + [1] * 3 + [2] * 3
-    assert [response.prompt.uid for response in result.responses[::3]] == ["p0", "p2", "p3"]
+    assert [prompt.uid for prompt in result.responses.prompts[::3]] == ["p0", "p2", "p3"]
     assert result.correct.tolist() == [
-        response.text.startswith("2") for response in result.responses
+        words(tokens).startswith("2") for tokens in tokens_of(result.responses)
     ]
     assert result.sampler_logprobs.numel() == int(result.sequences.response_lengths.sum()) == 27
     metrics = rollout_metrics(result)

@@ -31,7 +31,9 @@ def sides():
 
 def logprob_check(sides, every=1, tolerance=0.5) -> LogprobCheck:
     policy, engine = sides
-    return LogprobCheck(policy.score, engine, WORLD, SEQUENCES, every=every, tolerance=tolerance)
+    return LogprobCheck(
+        policy.score_alone, engine, WORLD, SEQUENCES, every=every, tolerance=tolerance
+    )
 
 
 def test_equal_weights_differ_by_nothing(sides):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.trainer.metrics import mismatch_metrics
 from megatron_rl.trainer.partials import (
     gathered,
     mismatch_of_partials,
@@ -54,6 +53,17 @@ def test_a_response_has_the_same_partials_wherever_it_lies():
         alone = slice(end - length, end)
         single = mismatch_partials(old[alone], sampler[alone], lengths[row : row + 1])
         assert np.array_equal(single[0], whole[row])
+
+
+def mismatch_metrics(old: torch.Tensor, sampler: torch.Tensor) -> dict[str, float]:
+    """Over all tokens at once."""
+    difference = (old - sampler).double()
+    return {
+        "mismatch/logprob_abs_diff_mean": difference.abs().mean().item(),
+        "mismatch/logprob_abs_diff_max": difference.abs().max().item(),
+        "mismatch/ratio_mean": difference.exp().mean().item(),
+        "mismatch/kl_k3": (difference.exp() - difference - 1).mean().item(),
+    }
 
 
 def test_metrics_are_those_of_all_tokens_at_once():

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from megatron_rl.reporting.metrics import defined
-from megatron_rl.trainer.run_folder import of_different_prompts
+from megatron_rl.trainer.rollouts import of_different_prompts
 from megatron_rl.types import SyncReport
 from tests.unit.trainer.runs import rows, samples, timeless
 
@@ -184,19 +182,12 @@ def test_samples_are_of_different_prompts_and_hold_the_question(build):
 
 
 def test_more_samples_than_prompts_take_the_second_response_of_each():
-    responses = [
-        SimpleNamespace(prompt=SimpleNamespace(uid=uid), number=n)
-        for uid in "ab"
-        for n in (1, 2, 3)
-    ]
-    chosen = of_different_prompts(responses, 3)
-    assert [(response.prompt.uid, response.number) for response in chosen] == [
-        ("a", 1),
-        ("b", 1),
-        ("a", 2),
-    ]
-    assert of_different_prompts(responses, 0) == []
-    assert len(of_different_prompts(responses, 99)) == 6
+    responses = [(uid, number) for uid in "ab" for number in (1, 2, 3)]
+    uids = [uid for uid, _ in responses]
+    chosen = of_different_prompts(uids, 3)
+    assert [responses[row] for row in chosen] == [("a", 1), ("b", 1), ("a", 2)]
+    assert of_different_prompts(uids, 0) == []
+    assert len(of_different_prompts(uids, 99)) == 6
 
 
 def test_a_run_that_gives_up_leaves_what_was_answered(build):

@@ -1,0 +1,112 @@
+"""Token rows on their way to the ranks that work on them.
+
+Every rank knows the lengths of all rows, so every rank plans alike which data-parallel rank works
+on which row, and no message says so. A row goes to the first rank of that data-parallel rank, its
+owner, and from there to those that hold the other parts of the same model: never to the world.
+
+The plan of a pass over all rows gives each row its home for the step, where its scores stay. A
+minibatch has a plan of its own: which rows it has is known after the credit only, and a later epoch
+mixes the groups anew. Rows that it wants elsewhere are lent for that update, with their scores.
+That keeps every pass balanced by its own plan, and costs at most 16 bytes for a token and pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from megatron_rl.data.sequences import sequence_batch
+from megatron_rl.data.token_rows import TokenRows
+from megatron_rl.protocols import Placing
+from megatron_rl.runtime.launch import World
+from megatron_rl.trainer.exchange import exchange_rows
+from megatron_rl.trainer.experience import Experience
+from megatron_rl.trainer.ownership import Route, owning_ranks
+from megatron_rl.types import Share
+
+Plan = Sequence[Sequence[Sequence[int]]]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The rows that this rank works on in a pass: their tokens, and the share that they form."""
+
+    tokens: TokenRows
+    share: Share
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Brings rows to the ranks that work on them. ``placing``: the policy's."""
+
+    placing: Placing
+    world: World
+
+    def at_home(self, experience: Experience) -> Experience:
+        """Collective: ``experience`` with its tokens on their owners, and the share of a pass over
+        all rows."""
+        responses = experience.responses
+        everything = range(len(responses))
+        plan = self.placing.plan(experience.sequences, everything)
+        owners = owning_ranks([plan], len(responses), self.placing.owners)
+        route = Route(responses.lengths, responses.holders, owners)
+        placed = self._placed(experience, plan, exchange_rows(responses.tokens, route, self.world))
+        responses = replace(responses, tokens=placed.tokens, holders=owners)
+        return replace(experience, responses=responses, share=placed.share)
+
+    def lent(self, experience: Experience, rows: Sequence[int]) -> Placed:
+        """Collective: what a pass over ``rows`` of an experience at home needs."""
+        tokens = experience.scored_tokens
+        share = experience.share
+        assert share is not None, "rows are lent from home: call at_home first"
+        if len(rows) == len(experience.responses):
+            return Placed(tokens, share)
+        plan = self.placing.plan(experience.sequences, rows)
+        route = self._route(experience, plan, rows)
+        stays = np.array_equal(route.source, route.target)
+        if not stays:
+            tokens = exchange_rows(tokens, route, self.world)
+        return self._placed(experience, plan, tokens, given=stays)
+
+    def _route(self, experience: Experience, plan: Plan, rows: Sequence[int]) -> Route:
+        """From home to where ``plan`` wants ``rows``; the others go nowhere."""
+        responses = experience.responses
+        nobody = np.full(len(responses), -1)
+        source = nobody.copy()
+        source[rows] = responses.holders[rows]
+        target = nobody.copy()
+        target[rows] = owning_ranks([plan], len(responses), self.placing.owners)[rows]
+        return Route(responses.lengths, source, target)
+
+    def _placed(
+        self, experience: Experience, plan: Plan, held: TokenRows, *, given: bool = False
+    ) -> Placed:
+        """``held``: the rows of the plan on their owners, or (``given``) on all that work on
+        them."""
+        microbatches = plan[self.placing.data_rank]
+        own = np.array(sorted(row for rows in microbatches for row in rows), dtype=np.int64)
+        lengths = experience.responses.lengths[own]
+        if given or self._owns:
+            tokens = held.take(own)
+        else:
+            num_tokens = int(lengths.sum())
+            columns = {
+                name: np.empty(num_tokens, values.dtype) for name, values in held.columns.items()
+            }
+            tokens = TokenRows(own, lengths, columns)
+        if not given:
+            for values in tokens.columns.values():
+                self.placing.give(torch.from_numpy(values))
+        prompts = [experience.responses.prompts[row].token_ids for row in own]
+        batch = sequence_batch(
+            list(zip(prompts, tokens.views("token_ids"), strict=True)), experience.group_ids[own]
+        )
+        places = [np.searchsorted(own, rows).tolist() for rows in microbatches]
+        return Placed(tokens, Share(batch, places))
+
+    @property
+    def _owns(self) -> bool:
+        return self.placing.owners[self.placing.data_rank] == self.world.rank
