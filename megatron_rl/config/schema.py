@@ -153,6 +153,7 @@ class DataColumns(Section):
 
     prompt: str
     answer: str
+    images: str | None
     data_source: str | None
     extra: str | None
 
@@ -183,6 +184,8 @@ class DataConfig(Section):
     system_prompt: str | None
     prompt_suffix: str
     answer_after: str | None
+    min_pixels: PositiveInt | None
+    max_pixels: PositiveInt | None
     apply_chat_template: bool
     on_long_prompt: Literal["error", "drop"]
     drop_eval_overlap: bool

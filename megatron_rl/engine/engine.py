@@ -332,10 +332,9 @@ class VllmEngine:
                 " engine loads its tokenizer"
             )
         for prompt in prompts:
-            if prompt.multimodal is not None:
+            if prompt.images:
                 raise ValueError(
-                    f"prompt {prompt.uid}: multimodal input is not supported by this engine;"
-                    " remove it"
+                    f"prompt {prompt.uid}: images are not supported by this engine; remove them"
                 )
             if len(prompt.token_ids) > config.max_prompt_tokens:
                 raise ValueError(

@@ -80,7 +80,9 @@ def experience_of(groups: Groups) -> Experience:
     rewards = [response.score.reward for response in responses]
     return Experience(
         responses=responses,
-        sequences=sequence_batch(pairs, group_ids),
+        sequences=sequence_batch(
+            pairs, group_ids, [response.prompt.images for response in responses]
+        ),
         group_ids=group_ids,
         rewards=torch.tensor(rewards, dtype=torch.float32),
         correct=torch.tensor([response.score.correct for response in responses]),

@@ -32,7 +32,7 @@ def check_sequences(prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
     sequences = [
         prompt.token_ids[-MAX_TOKENS:]
         for prompt in prompts
-        if len(prompt.token_ids) > 1 and prompt.multimodal is None
+        if len(prompt.token_ids) > 1 and not prompt.images
     ]
     if not sequences:
         raise ValueError(

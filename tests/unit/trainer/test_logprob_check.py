@@ -14,7 +14,7 @@ from megatron_rl.trainer.logprob_check import (
     LogprobCheck,
     check_sequences,
 )
-from megatron_rl.types import Prompt
+from megatron_rl.types import Image, Prompt
 from tests.unit.trainer.fakes import BanditEngine, BanditPolicy
 
 WORLD = World(rank=0, size=1, local_rank=0, launch_id="test")
@@ -79,8 +79,8 @@ def test_due_at_the_first_sync_and_at_every_nth_version(sides):
     assert due == [4, 6, 9, 12]
 
 
-def prompt(*tokens: int, multimodal=None) -> Prompt:
-    return Prompt(uid="p", token_ids=tokens, answer="", data_source="", multimodal=multimodal)
+def prompt(*tokens: int, images=()) -> Prompt:
+    return Prompt(uid="p", token_ids=tokens, answer="", data_source="", images=images)
 
 
 def test_sequences_are_the_ends_of_the_first_prompts_of_text():
@@ -88,7 +88,7 @@ def test_sequences_are_the_ends_of_the_first_prompts_of_text():
     prompts = [
         prompt(5),
         prompt(*long),
-        prompt(1, 2, multimodal="image"),
+        prompt(1, 2, images=(Image("digest", 28, 28, b""),)),
         *[prompt(7, n) for n in range(9)],
     ]
     assert check_sequences(prompts) == [long[9:], *[(7, n) for n in range(NUM_SEQUENCES - 1)]]
