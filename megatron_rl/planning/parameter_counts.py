@@ -10,11 +10,11 @@ from megatron_rl.config.layout_rules import stage_layers
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.parameter_map import (
+    VISION,
     Parameter,
     expert_parameters,
     layer_parameters,
     local_shape,
-    VISION,
     outer_parameters,
     padded_vocab,
     vision_parameters,

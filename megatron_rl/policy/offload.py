@@ -134,7 +134,7 @@ class Offload:
 def training_tensors(
     modules: Sequence[torch.nn.Module], optimizer: MegatronOptimizer
 ) -> dict[str, Callable[[], Iterable[Tensor]]]:
-    """What a policy has on the device, by part; a parameter that is not trained has weights only."""
+    """What a policy has on the device, by part. What is not trained has weights only."""
 
     def weights() -> Iterable[Tensor]:
         return (parameter.data for module in modules for parameter in module.parameters())

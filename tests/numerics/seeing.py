@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class RandomPatches:
     image_token_id = IMAGE_TOKEN
     patch_size = PATCH
     merge_size = MERGE
-    size_limits = {"shortest_edge": 28 * 28, "longest_edge": 280 * 280}
+    size_limits: ClassVar[dict[str, int]] = {"shortest_edge": 28 * 28, "longest_edge": 280 * 280}
 
     def grid(self, image: Image) -> tuple[int, int, int]:
         return 1, image.height // PATCH, image.width // PATCH

@@ -24,6 +24,11 @@ PREFIXES = (("model.language_model.", "model."), ("model.visual.", "visual."))
 
 
 def read(hf: Any) -> Architecture:
+    if not hasattr(hf, "vision_config"):
+        raise ValueError(
+            f"config.json: model_type is {hf.model_type!r}, which has no vision part, but"
+            f" architectures names {FAMILY.architecture}; correct one of the two"
+        )
     text = hf.text_config
     refuse(text, {"use_sliding_window": (False,)})
     return common(
