@@ -77,6 +77,7 @@ class BatchConfig(Section):
 class ModelConfig(Section):
     path: str
     make_vocab_divisible_by: PositiveInt
+    freeze_vision: bool
 
 
 class ParallelConfig(Section):

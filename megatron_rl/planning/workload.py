@@ -26,6 +26,7 @@ class Workload:
     make_vocab_divisible_by: int
     fused: bool
     keep_reference: bool = False
+    freeze_vision: bool = False
 
 
 def workload(config: Config, world_size: int, *, fused: bool, keep_reference: bool) -> Workload:
@@ -45,6 +46,7 @@ def workload(config: Config, world_size: int, *, fused: bool, keep_reference: bo
         make_vocab_divisible_by=config.model.make_vocab_divisible_by,
         fused=fused,
         keep_reference=keep_reference,
+        freeze_vision=config.model.freeze_vision,
     )
 
 
