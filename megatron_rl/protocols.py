@@ -235,9 +235,12 @@ class RolloutEngine(Protocol):
         """``num_responses`` completions for each prompt of this replica, on every rank of the
         replica. ``progress`` is called as they get done, where the engine can tell."""
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()
+    ) -> list[list[float]]:
         """Logprob at temperature 1, not truncated, of every token but the first of each sequence,
-        on every rank of the replica. Leaves no trace in what is generated later."""
+        on every rank of the replica. Leaves no trace in what is generated later. ``images``: of
+        each sequence, in the order of their places; empty: none has any."""
 
     def load_weights(
         self,

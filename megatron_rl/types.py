@@ -70,6 +70,11 @@ class Prompt:
     text: str = ""  # as the chat template rendered it; for display only
     images: tuple[Image, ...] = ()  # in the order of their places among the tokens
 
+    @property
+    def content(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """What the model is given: two images of one size have the same tokens."""
+        return self.token_ids, tuple(image.digest for image in self.images)
+
 
 @dataclass(frozen=True)
 class Sampling:

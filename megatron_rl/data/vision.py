@@ -14,6 +14,7 @@ from transformers.image_processing_utils import BaseImageProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from megatron_rl.config.model_config import read_json
+from megatron_rl.config.schema import DataConfig
 from megatron_rl.errors import first_line
 from megatron_rl.types import Image
 
@@ -152,6 +153,24 @@ class VisionProcessor:
         if left or at > len(token_ids):
             raise ValueError(f"too few image tokens for its {len(images)} images")
         return collapsed
+
+
+def vision_of(model_path: str, config: DataConfig) -> VisionProcessor | None:
+    """The processor of a model that sees, with the limits of ``data.*``; None for a model of text.
+
+    Raises:
+        ValueError: as ``VisionProcessor``; limits are set for a model of text.
+    """
+    file = Path(model_path) / "config.json"
+    if file.is_file() and "vision_config" in read_json(file):
+        return VisionProcessor(model_path, config.min_pixels, config.max_pixels)
+    for key, value in (("min_pixels", config.min_pixels), ("max_pixels", config.max_pixels)):
+        if value is not None:
+            raise ValueError(
+                f"data.{key} = {value}: the model of model.path = {model_path} sees no images; set"
+                " it to null, or give a model that does (Qwen2.5-VL)"
+            )
+    return None
 
 
 def _load(folder: Path) -> BaseImageProcessor:
