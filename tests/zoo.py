@@ -169,7 +169,12 @@ def policy_beside_engine(
 
 
 def tiny_policy(
-    path: Path, layout: dict[str, Any], params: str = "float32", **more: Any
+    path: Path,
+    layout: dict[str, Any],
+    params: str = "float32",
+    *,
+    freeze_vision: bool = False,
+    **more: Any,
 ) -> MegatronPolicy:
     """The policy of a HF directory; ``layout``: what differs from one rank."""
     from megatron_rl.config.schema import ModelConfig
@@ -186,7 +191,7 @@ def tiny_policy(
         tokens_per_microbatch=64,
         entropy="grad",
     )
-    model = ModelConfig(path=str(path), make_vocab_divisible_by=16, freeze_vision=False)
+    model = ModelConfig(path=str(path), make_vocab_divisible_by=16, freeze_vision=freeze_vision)
     formats = precision(params)
     settings = replace(settings, **more)
     return MegatronPolicy(model, parallel(**layout), formats, optim(), settings)
