@@ -25,14 +25,21 @@ Grid = tuple[int, int, int]  # time, rows and columns of patches
 class PlacedImages:
     """The distinct images that tokens of this rank stand for.
 
-    ``pixels``: patches of all of them; ``grids``: of each, on the host. Token ``places[i]`` of this
-    rank takes feature ``source[i]``, counted over all images.
+    ``grids``: of each, on the host. Token ``places[i]`` of this rank takes feature ``source[i]``,
+    counted over all images.
     """
 
-    pixels: Float[Tensor, "patches numbers"]
+    images: tuple[Image, ...]
+    processor: ImageProcessor
     grids: Int[Tensor, "images 3"]
     places: Int[Tensor, " n"]
     source: Int[Tensor, " n"]
+
+    def pixels(self) -> Float[Tensor, "patches numbers"]:
+        """Patches of all images, made now: a minibatch has many micro-batches, and takes 18 KiB of
+        pixels for a token."""
+        patches = torch.cat([self.processor.pixels(image) for image in self.images])
+        return to_device(patches, self.places.device)
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ class Eyes:
             prompt = batch.token_ids[offsets[row] : offsets[row] + prompt_lengths[row]]
             own_grids = self._grids(row, own)
             is_image = prompt == self.vision.image_token
-            sizes = torch.tensor([self._tokens(grid) for grid in own_grids], dtype=torch.long)
+            sizes = torch.tensor([self.num_tokens(grid) for grid in own_grids], dtype=torch.long)
             self._check(row, int(is_image.sum()), sizes)
             positions.append(rope_positions(is_image, length, self._in_tokens(own_grids)))
             number = torch.full((length,), -1)
@@ -89,7 +96,8 @@ class Eyes:
             )
         return [self.processor.grid(image) for image in images] if self.processor else []
 
-    def _tokens(self, grid: Grid) -> int:
+    def num_tokens(self, grid: Grid) -> int:
+        """Image tokens of an image of so many patches."""
         time, rows, columns = grid
         return time * rows * columns // self.vision.merge**2
 
@@ -135,12 +143,12 @@ class Sights:
             if digest not in distinct:
                 distinct[digest] = num_features
                 chosen.append(number)
-                num_features += self.eyes._tokens(self.grids[number])
+                num_features += self.eyes.num_tokens(self.grids[number])
             first_feature[number] = distinct[digest]
         source = first_feature[numbers[places]] + self.feature_of[tokens][places]
-        pixels = torch.cat([self.eyes.processor.pixels(self.images[each]) for each in chosen])
         return PlacedImages(
-            pixels=to_device(pixels, device),
+            images=tuple(self.images[each] for each in chosen),
+            processor=self.eyes.processor,
             grids=torch.tensor([self.grids[each] for each in chosen]),
             places=to_device(places, device),
             source=to_device(source, device),
@@ -218,7 +226,7 @@ def embed(model: Any, token_ids: Tensor, images: PlacedImages | None) -> Tensor:
     states = model.embedding(input_ids=token_ids, position_ids=None)
     if images is not None:
         grids = images.grids.to(states.device)
-        features = model.visual(images.pixels, grid_thw=grids).pooler_output
+        features = model.visual(images.pixels(), grid_thw=grids).pooler_output
         rows = features.to(states.dtype).index_select(0, images.source)
         states = states.index_put((images.places,), rows[:, None])
     elif torch.is_grad_enabled() and next(model.visual.parameters()).requires_grad:
