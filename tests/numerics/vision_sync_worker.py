@@ -100,9 +100,9 @@ def agree(path: Path, engine: VllmEngine, method: str, layout: dict) -> None:
         small.say(f"{method} {layout} version {version}: {gap:.1e}")
         if before is not None:
             changed = dict(policy.gathered_weights())
-            assert all(
-                not torch.equal(changed[name], value) for name, value in before.items()
-            ), "the update changed the tower"
+            assert all(not torch.equal(changed[name], value) for name, value in before.items()), (
+                "the update changed the tower"
+            )
         before = {
             name: value.clone()
             for name, value in policy.gathered_weights()
