@@ -126,8 +126,7 @@ def _load_file(
     problems.raise_if_any()
     texts = [render(draft, config, tokenizer, problems, vision) for draft in drafts]
     problems.raise_if_any()
-    contents = [repr((draft.prompt, draft.images)) for draft in drafts]
-    refuse_constant_template(name, contents, texts)
+    refuse_constant_template(name, [repr(draft.prompt) for draft in drafts], texts)
     # A template writes its own special tokens; the tokenizer must not add them once more.
     encoded = tokenizer(texts, add_special_tokens=not config.apply_chat_template)["input_ids"]
     if vision is not None:
