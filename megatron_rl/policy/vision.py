@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from transformers.vision_utils import get_vision_position_ids
 
 from megatron_rl.policy.families import FAMILIES
 from megatron_rl.policy.families.base import Vision
@@ -225,8 +226,7 @@ def embed(model: Any, token_ids: Tensor, images: PlacedImages | None) -> Tensor:
     """
     states = model.embedding(input_ids=token_ids, position_ids=None)
     if images is not None:
-        grids = images.grids.to(states.device)
-        features = model.visual(images.pixels(), grid_thw=grids).pooler_output
+        features = _features(model.visual, images.pixels(), images.grids)
         rows = features.to(states.dtype).index_select(0, images.source)
         states = states.index_put((images.places,), rows[:, None])
     elif torch.is_grad_enabled() and next(model.visual.parameters()).requires_grad:
@@ -237,10 +237,20 @@ def embed(model: Any, token_ids: Tensor, images: PlacedImages | None) -> Tensor:
     return states
 
 
+def _features(tower: Any, pixels: Tensor, grids: Tensor) -> Tensor:
+    """``[features, hidden]`` of images in the order of their pixels.
+
+    ``grids`` stay on the host, where the tower reads the boundaries of its windows: on a device it
+    would wait for them in every block.
+    """
+    positions = get_vision_position_ids(grids, tower.spatial_merge_size)
+    output = tower(pixels, grid_thw=grids, position_ids=to_device(positions, pixels.device))
+    return output.pooler_output
+
+
 def _black_image(tower: Any) -> Tensor:
     """The feature of one token's worth of zeros."""
     merge = tower.spatial_merge_size
     weight = tower.patch_embed.proj.weight
     pixels = weight.new_zeros(merge * merge, weight[0].numel())
-    grid = torch.tensor([[1, merge, merge]], device=weight.device)
-    return tower(pixels, grid_thw=grid).pooler_output
+    return _features(tower, pixels, torch.tensor([[1, merge, merge]]))
