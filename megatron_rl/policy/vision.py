@@ -199,7 +199,7 @@ def add_tower(
     assert make is not None, f"family of {hf.architectures[0]} has a vision part and no tower"
     # Drawing weights would take seconds, and numbers from the global random state.
     with torch.device("meta"):
-        tower = make(hf)
+        tower: Any = make(hf)
     tower = tower.to(config.params_dtype).to_empty(device="cpu")
     if recompute:
         tower.gradient_checkpointing_enable({"use_reentrant": False})
