@@ -26,6 +26,7 @@ REQUIRED = [
     "tokenizers",
     "jinja2>=3.1",
     "pyarrow",
+    "pillow",
     "xxhash",
     "rich",
     "matplotlib",
@@ -82,8 +83,11 @@ EXTRAS = {
     # Data sets of the hub and of local folders: data.train=hf:NAME:SPLIT. Since version 4 no code
     # of a data set is run.
     "datasets": ["datasets>=4"],
+    # The scanned digits of tools/make_vision_tasks.py.
+    "vision": ["scikit-learn>=1.5"],
     "test": [
         "datasets>=4",
+        "scikit-learn>=1.5",
         "pytest>=8.2",
         "pytest-timeout",
         "pytest-xdist",

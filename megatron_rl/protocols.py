@@ -12,10 +12,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
+from jaxtyping import Float
 from torch import Tensor
 
 from megatron_rl.types import (
     Completion,
+    Image,
     Progress,
     Prompt,
     Sampling,
@@ -79,6 +81,29 @@ class RolloutSource(Protocol[Experience]):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from ``state``. Raises ValueError when it belongs to other prompts."""
+
+
+class ImageProcessor(Protocol):
+    """From images of prompts to what a vision tower takes; policy and engine share one. See
+    ``data.vision.VisionProcessor``."""
+
+    image_token_id: int
+    patch_size: int
+    merge_size: int
+    size_limits: Mapping[str, int]
+
+    def grid(self, image: Image) -> tuple[int, int, int]:
+        """Patches over time, height and width, from the size in the image's header."""
+
+    def num_tokens(self, image: Image) -> int:
+        """Image tokens among ``Prompt.token_ids``."""
+
+    def pixels(self, image: Image) -> Float[Tensor, "patches values"]:
+        """Float32 on the host, in the order of the tower; not to be written to."""
+
+    def collapsed(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[int]:
+        """``Prompt.token_ids`` with one image token an image. Raises ValueError where the runs of
+        image tokens are not those of the images."""
 
 
 class Placing(Protocol):
@@ -226,9 +251,12 @@ class RolloutEngine(Protocol):
         """``num_responses`` completions for each prompt of this replica, on every rank of the
         replica. ``progress`` is called as they get done, where the engine can tell."""
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()
+    ) -> list[list[float]]:
         """Logprob at temperature 1, not truncated, of every token but the first of each sequence,
-        on every rank of the replica. Leaves no trace in what is generated later."""
+        on every rank of the replica. Leaves no trace in what is generated later. ``images``: of
+        each sequence, in the order of their places; empty: none has any."""
 
     def load_weights(
         self,

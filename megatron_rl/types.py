@@ -9,20 +9,56 @@ holds the tokens of the responses that its data-parallel rank works on, and no o
 
 from __future__ import annotations
 
+import io
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import PIL.Image
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Image:
+    """An image file of a prompt, not decoded. Two images are the same when their bytes are.
+
+    ``digest``: sha256 of the file, hex; ``width`` and ``height``: pixels, as its header says.
+    Example: ``Image("9f86d0...", width=640, height=480, source=Path("/data/cat.png"))``.
+    """
+
+    digest: str
+    width: int
+    height: int
+    source: Path | bytes = field(repr=False, compare=False)  # the file, or what is in it
+
+    def rgb(self) -> PIL.Image.Image:
+        """The pixels, decoded now.
+
+        Raises:
+            ValueError: the file is gone or damaged; names it.
+        """
+        at = self.source if isinstance(self.source, Path) else io.BytesIO(self.source)
+        try:
+            with PIL.Image.open(at) as opened:
+                return opened.convert("RGB")
+        except (OSError, SyntaxError) as error:  # Pillow says so of some damaged files
+            name = self.source if isinstance(self.source, Path) else f"sha256 {self.digest}"
+            raise ValueError(
+                f"image {name}: cannot be decoded ({error}); bring the file back, or drop the row"
+            ) from error
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One task, tokenized with the chat template.
+
+    Of a prompt with images ``token_ids`` are the expanded ones: the n-th run of image tokens is as
+    long as the n-th image has features, see ``data.vision``.
 
     Example: ``Prompt("train:7", token_ids=(1, 17, 12, 5), answer="12", data_source="chain_sum")``.
     """
@@ -33,7 +69,12 @@ class Prompt:
     data_source: str
     extra: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""  # as the chat template rendered it; for display only
-    multimodal: Any = None  # opaque to everything between the loader and the engine
+    images: tuple[Image, ...] = ()  # in the order of their places among the tokens
+
+    @property
+    def content(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """What the model is given: two images of one size have the same tokens."""
+        return self.token_ids, tuple(image.digest for image in self.images)
 
 
 @dataclass(frozen=True)
@@ -148,12 +189,15 @@ class SequenceBatch(Sequences):
         prompt_lengths = [2, 1]
         response_lengths = [1, 2]    # T = 3
         response_index = [0, 1, 1]
+
+    ``images``: of each row's prompt, one object for the rows of a prompt; None: no row has any.
     """
 
     token_ids: Int[Tensor, " all_tokens"]
     prompt_lengths: Int[Tensor, " responses"]
     response_lengths: Int[Tensor, " responses"]
     prompt_index: Int[Tensor, " responses"] | None = None
+    images: tuple[tuple[Image, ...], ...] | None = None
 
     @property
     def offsets(self) -> Int[Tensor, " responses_plus_1"]:

@@ -45,6 +45,8 @@ CLASSES = {
     "mistral": "Mistral",
     "qwen3_moe": "Qwen3Moe",
     "mixtral": "Mixtral",
+    "qwen2_5_vl": "Qwen2_5_VL",
+    "qwen2_5_vl_tied": "Qwen2_5_VL",
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": dict(vocab_size=128, tie_word_embeddings=False),
@@ -73,15 +75,56 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+# Models that see: the settings beside those of their text part.
+IMAGE_TOKEN = 5
+SEEING: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": dict(tie_word_embeddings=False),
+    "qwen2_5_vl_tied": dict(tie_word_embeddings=True),
+}
+SEEING_TEXT: dict[str, Any] = dict(
+    vocab_size=128,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+)
+# Attention over windows of two tokens in one block, over whole images in the other.
+TOWER: dict[str, Any] = dict(
+    depth=2,
+    hidden_size=32,
+    intermediate_size=48,
+    num_heads=2,
+    patch_size=14,
+    spatial_merge_size=2,
+    temporal_patch_size=2,
+    window_size=56,
+    fullatt_block_indexes=[1],
+)
+SPECIAL_IDS: dict[str, int] = dict(
+    image_token_id=IMAGE_TOKEN,
+    video_token_id=6,
+    vision_start_token_id=3,
+    vision_end_token_id=4,
+)
+
+
+def seeing_config(text: dict[str, Any], **more: Any) -> Any:
+    """The configuration of a Qwen2.5-VL with this text part and a tower of two blocks."""
+    tower = TOWER | dict(out_hidden_size=text["hidden_size"])
+    return transformers.Qwen2_5_VLConfig(
+        text_config=text, vision_config=tower, **(SPECIAL_IDS | more)
+    )
+
+
 def transformer(family: str, settings: dict[str, Any]) -> PreTrainedModel:
     """A model of transformers with these settings and the weights that it begins with."""
+    if family in SEEING:
+        config = seeing_config(settings, **SEEING[family])
+        return transformers.Qwen2_5_VLForConditionalGeneration(config)
     config = getattr(transformers, f"{CLASSES[family]}Config")(**settings)
     return getattr(transformers, f"{CLASSES[family]}ForCausalLM")(config)
 
 
 def tiny_model(family: str, seed: int = 0, layers: int | None = None) -> PreTrainedModel:
     """The model in float32, evaluation mode; norms and biases away from their initial values."""
-    settings = SMALL | FAMILIES[family]
+    settings = SMALL | (SEEING_TEXT if family in SEEING else FAMILIES[family])
     if layers is not None:
         settings["num_hidden_layers"] = layers
     draw = torch.Generator().manual_seed(seed)
@@ -90,8 +133,11 @@ def tiny_model(family: str, seed: int = 0, layers: int | None = None) -> PreTrai
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=draw)
             if parameter.dim() == 1:
-                center = 1.0 if "norm" in name else 0.0
+                center = 1.0 if "norm" in name or "ln_q" in name else 0.0
                 parameter.copy_(noise * 0.1 + center)
+            elif "visual" in name:
+                # Features that carry their image.
+                parameter.copy_(noise / parameter[0].numel() ** 0.5)
             else:
                 parameter.copy_(noise * 0.05)
     return model
@@ -121,7 +167,7 @@ def policy_beside_engine(
         max_sequence_tokens=512,
         tokens_per_microbatch=512,
     )
-    model = ModelConfig(path=str(path), make_vocab_divisible_by=64)
+    model = ModelConfig(path=str(path), make_vocab_divisible_by=64, freeze_vision=False)
     return MegatronPolicy(model, parallel(**layout), precision(params), optim(), settings)
 
 
@@ -142,7 +188,12 @@ def of_all_rows(scores: TokenScores) -> TokenScores:
 
 
 def tiny_policy(
-    path: Path, layout: dict[str, Any], params: str = "float32", **more: Any
+    path: Path,
+    layout: dict[str, Any],
+    params: str = "float32",
+    *,
+    freeze_vision: bool = False,
+    **more: Any,
 ) -> MegatronPolicy:
     """The policy of a HF directory; ``layout``: what differs from one rank."""
     from megatron_rl.config.schema import ModelConfig
@@ -159,7 +210,7 @@ def tiny_policy(
         tokens_per_microbatch=64,
         entropy="grad",
     )
-    model = ModelConfig(path=str(path), make_vocab_divisible_by=16)
+    model = ModelConfig(path=str(path), make_vocab_divisible_by=16, freeze_vision=freeze_vision)
     formats = precision(params)
     settings = replace(settings, **more)
     return MegatronPolicy(model, parallel(**layout), formats, optim(), settings)

@@ -66,7 +66,7 @@ def to_nemo(source: Path, target: Path) -> str:
 
 
 def _checked(source: Path, arch: Architecture) -> HfDirectory:
-    files = HfDirectory(source)
+    files = HfDirectory(source, arch.prefixes)
     files.check(arch)
     return files
 

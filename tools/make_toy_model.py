@@ -20,6 +20,7 @@ import random
 import re
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
+from megatron_rl.protocols import ImageProcessor
 from megatron_rl.runtime.launch import configure_logging, exit_process, reported, start
 from megatron_rl.types import LossOutput, Prompt, Share, TokenView
 
@@ -95,7 +97,9 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_tokenizer(questions: list[str]) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    questions: list[str], special: Sequence[str] = SPECIAL, template: str = CHAT_TEMPLATE
+) -> PreTrainedTokenizerFast:
     """One token for each printable character, and one for each word that a quarter of the questions
     share (the task's wording); every other word, such as one to be spelled, is cut into
     characters."""
@@ -103,7 +107,7 @@ def make_tokenizer(questions: list[str]) -> PreTrainedTokenizerFast:
     shared = sorted(
         word for word, count in counts.items() if len(word) > 1 and 4 * count >= len(questions)
     )
-    tokens = [*SPECIAL, *map(chr, range(32, 127)), "\n", "user", "assistant", *shared]
+    tokens = [*special, *map(chr, range(32, 127)), "\n", "user", "assistant", *shared]
     core = Tokenizer(
         models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},
@@ -113,15 +117,15 @@ def make_tokenizer(questions: list[str]) -> PreTrainedTokenizerFast:
     )
     core.pre_tokenizer = Split(Regex(WORD), "isolated")
     core.decoder = Fuse()
-    core.add_special_tokens(list(SPECIAL))
+    core.add_special_tokens(list(special))
     fast = PreTrainedTokenizerFast(
         tokenizer_object=core,
-        pad_token=SPECIAL[0],
-        eos_token=SPECIAL[2],
+        pad_token=special[0],
+        eos_token=special[2],
         model_max_length=256,
         clean_up_tokenization_spaces=False,
     )
-    fast.chat_template = CHAT_TEMPLATE
+    fast.chat_template = template
     return fast
 
 
@@ -157,6 +161,7 @@ def warm_up(
     prompts: list[Prompt],
     tokenizer: PreTrainedTokenizerBase,
     options: argparse.Namespace,
+    wrong: Callable[[Prompt, random.Random], str] = slip,
 ) -> float:
     """Supervised steps; returns the mean loss of the last ten in nats a token."""
     rng = random.Random(options.seed)
@@ -164,7 +169,7 @@ def warm_up(
     for _ in range(options.steps):
         chosen = rng.choices(prompts, k=options.batch)
         texts = [
-            prompt.answer if rng.random() < options.right else slip(prompt, rng)
+            prompt.answer if rng.random() < options.right else wrong(prompt, rng)
             for prompt in chosen
         ]
         responses = [
@@ -175,7 +180,8 @@ def warm_up(
             [
                 (prompt.token_ids, response)
                 for prompt, response in zip(chosen, responses, strict=True)
-            ]
+            ],
+            images=[prompt.images for prompt in chosen],
         )
         num_tokens = sum(map(len, responses))
 
@@ -189,7 +195,10 @@ def warm_up(
 
 
 def build_policy(
-    path: Path, settings: dict[str, Any], options: argparse.Namespace
+    path: Path,
+    settings: dict[str, Any],
+    options: argparse.Namespace,
+    image_processor: ImageProcessor | None = None,
 ) -> MegatronPolicy:
     """Every process holds the whole model: data parallel."""
     optim = {
@@ -210,6 +219,7 @@ def build_policy(
             total_optimizer_steps=options.steps,
             max_sequence_tokens=256,
             tokens_per_microbatch=TOKENS_PER_MICROBATCH,
+            image_processor=image_processor,
         ),
     )
 

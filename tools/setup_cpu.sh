@@ -64,8 +64,15 @@ install --no-deps "$torch" ||
 
 echo "setup_cpu: installing megatron_rl[$extras]"
 stubs=$venv/stub_wheels
-absent=(torchvision torchaudio torchcodec triton)
+absent=(torchaudio torchcodec triton)
 "$venv/bin/python" "$repo/tools/write_stub_wheels.py" "$stubs" "${absent[@]}"
+# Whichever build the index has, without its compiled parts (tools/repack_torchvision.py).
+vision=$(sed -n 's/^\(torchvision==.*\)+python$/\1/p' "$repo/tools/constraints_cpu.txt")
+whole=$(mktemp -d)
+trap 'rm -rf "$whole"' EXIT
+"$venv/bin/python" -m pip download --disable-pip-version-check --no-deps --only-binary :all: --dest "$whole" "$vision" >>"$log" 2>&1 ||
+    fail "cannot download $vision from the package index. What pip said: $log"
+"$venv/bin/python" "$repo/tools/repack_torchvision.py" "$whole"/*.whl "$stubs" >>"$log"
 install --use-pep517 --find-links "$stubs" --constraint "$stubs/constraints.txt" --editable "${repo}[$extras]" || {
     grep -E '^ *(ERROR|error:)' "$log" | tail -n 10 >&2
     fail "installation failed. The whole output of pip: $log"
@@ -77,6 +84,8 @@ import sys
 
 import megatron.core, torch, transformers, vllm
 import megatron_rl
+
+import torchvision.transforms.v2
 
 present = [name for name in sys.argv[1:] if importlib.util.find_spec(name)]
 if present:

@@ -38,7 +38,7 @@ def main() -> None:
 def push(options: argparse.Namespace) -> None:
     world = launch.start()
     policy = MegatronPolicy(
-        ModelConfig(path=str(options.model), make_vocab_divisible_by=128),
+        ModelConfig(path=str(options.model), make_vocab_divisible_by=128, freeze_vision=False),
         ParallelConfig(**compose("parallel/single") | {"tensor": options.tensor}),
         PrecisionConfig(**compose("precision/bf16") | {"params": options.params}),
         OptimConfig(**compose("optim/adam")),

@@ -23,9 +23,21 @@ SIZES = (
     "num_experts",
 )
 
+KEYS = (
+    "format",
+    "precision.params",
+    "parallel.distributed_optimizer",
+    "model.freeze_vision",
+)
+
 
 def describe(
-    arch: Architecture, params: str, *, distributed_optimizer: bool, reference: bool
+    arch: Architecture,
+    params: str,
+    *,
+    distributed_optimizer: bool,
+    reference: bool,
+    freeze_vision: bool = False,
 ) -> dict[str, Any]:
     """What must agree between the run that writes a checkpoint and the run that reads it.
 
@@ -39,6 +51,7 @@ def describe(
         "model": {"family": arch.family, "tied_embeddings": arch.tied_embeddings, **sizes},
         "precision.params": params,
         "parallel.distributed_optimizer": distributed_optimizer,
+        "model.freeze_vision": freeze_vision,
         "reference": reference,
     }
 
@@ -49,17 +62,18 @@ def refuse_other(path: Path, written: Mapping[str, Any], wanted: Mapping[str, An
     Raises:
         ValueError: they differ; names each difference.
     """
+    there: dict[str, Any] = {"model.freeze_vision": False, **written}  # older ones do not say
     problems = [
-        f"{key} is {written[key]!r} there and {wanted[key]!r} here"
-        for key in ("format", "precision.params", "parallel.distributed_optimizer")
-        if written[key] != wanted[key]
+        f"{key} is {there[key]!r} there and {wanted[key]!r} here"
+        for key in KEYS
+        if there[key] != wanted[key]
     ]
     problems += [
-        f"the model's {key} is {written['model'][key]!r} there and {value!r} here"
+        f"the model's {key} is {there['model'][key]!r} there and {value!r} here"
         for key, value in wanted["model"].items()
-        if written["model"][key] != value
+        if there["model"][key] != value
     ]
-    if wanted["reference"] and not written["reference"]:
+    if wanted["reference"] and not there["reference"]:
         problems.append("it holds no reference weights, which the method needs")
     if problems:
         raise ValueError(

@@ -114,14 +114,28 @@ def check_headers(files: Mapping[str, Path]) -> None:
 class HfDirectory:
     """The tensors of a HF directory, by name.
 
+    ``prefixes``: see ``Architecture``; tensors of either layout are known by their older names.
+
     Raises:
-        ValueError: the directory holds no safetensors, or a file is damaged.
+        ValueError: the directory holds no safetensors, a file is damaged, or a tensor is there in
+            both layouts.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, prefixes: Sequence[tuple[str, str]] = ()) -> None:
         self.path = path
-        self.files = tensor_files(path)
-        check_headers(self.files)
+        stored = tensor_files(path)
+        check_headers(stored)
+        self.files: dict[str, Path] = {}
+        self._stored_names: dict[str, str] = {}
+        for stored_name, file in stored.items():
+            name = _older_name(stored_name, prefixes)
+            if name in self.files:
+                raise ValueError(
+                    f"model.path: {path} holds both {self._stored_names[name]} and {stored_name},"
+                    " two names of one tensor; take one of them out"
+                )
+            self.files[name] = file
+            self._stored_names[name] = stored_name
         self._open: dict[Path, Any] = {}
 
     def check(self, arch: Architecture) -> None:
@@ -150,7 +164,7 @@ class HfDirectory:
         Its file is mapped only meanwhile: the process does not grow with the model.
         """
         with open_tensors(self.files[name]) as file:
-            tensor: Tensor = file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(self._stored_names[name])
             return tensor.clone()
 
     def read_shard(self, shard: Shard) -> Tensor:
@@ -164,7 +178,7 @@ class HfDirectory:
         file = self.files[shard.name]
         if file not in self._open:
             self._open[file] = open_tensors(file)
-        stored = self._open[file].get_slice(shard.name)
+        stored = self._open[file].get_slice(self._stored_names[shard.name])
         if tuple(stored.get_shape()) != shard.full:
             raise ValueError(
                 f"model.path: {shard.name} in {file} has shape {tuple(stored.get_shape())}, but"
@@ -188,10 +202,18 @@ class HfDirectory:
 
     def _dtype(self, name: str) -> torch.dtype:
         with open_tensors(self.files[name]) as file:
-            stored = file.get_slice(name)
+            stored = file.get_slice(self._stored_names[name])
             # An empty slice has the torch type without the data; a scalar cannot be sliced.
-            sample = stored[:0] if stored.get_shape() else file.get_tensor(name)
+            sample = stored[:0] if stored.get_shape() else file.get_tensor(self._stored_names[name])
             return sample.dtype
+
+
+def _older_name(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
+    """The name that a tensor has in the layout of published files."""
+    for newer, older in prefixes:
+        if name.startswith(newer):
+            return older + name.removeprefix(newer)
+    return name
 
 
 class ShardWriter:
@@ -268,7 +290,11 @@ def write_config(source: Path, target: Path, dtype: str | None) -> None:
     """
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     # transformers wrote "torch_dtype" before version 5 and "dtype" since; both are read.
-    keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
+    names = ("torch_dtype", "dtype")
+    keys = [key for key in names if key in config] or ["dtype"]
     if dtype is not None:
         config.update(dict.fromkeys(keys, dtype))
+        # A model with a tower has a section for each of its parts.
+        for section in filter(lambda value: isinstance(value, dict), config.values()):
+            section.update({key: dtype for key in names if key in section})
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="ascii")

@@ -129,7 +129,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def read_model_config(file: Path, architectures: Collection[str] | None = None) -> dict[str, Any]:
     """``config.json`` as a dict whose sizes are whole numbers. ``architectures``: those that are
-    supported; None: any.
+    supported; None: any. Keys of a language model beside a tower count as those of the model.
 
     Raises:
         ValueError: it cannot be read, is of another architecture (said before anything else), of
@@ -138,6 +138,10 @@ def read_model_config(file: Path, architectures: Collection[str] | None = None) 
     values = read_json(file)
     if architectures is not None:
         _check_architecture(file, values, architectures)
+    text = values.get("text_config")
+    if isinstance(text, dict):
+        # A model that sees, as newer versions of transformers write it: a section for each part.
+        values = {**text, **values}
     quantization = values.get("quantization_config") or values.get("compression_config")
     if quantization:
         method = quantization

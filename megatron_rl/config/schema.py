@@ -77,6 +77,7 @@ class BatchConfig(Section):
 class ModelConfig(Section):
     path: str
     make_vocab_divisible_by: PositiveInt
+    freeze_vision: bool
 
 
 class ParallelConfig(Section):
@@ -152,6 +153,7 @@ class DataColumns(Section):
 
     prompt: str
     answer: str
+    images: str | None
     data_source: str | None
     extra: str | None
 
@@ -182,6 +184,8 @@ class DataConfig(Section):
     system_prompt: str | None
     prompt_suffix: str
     answer_after: str | None
+    min_pixels: PositiveInt | None
+    max_pixels: PositiveInt | None
     apply_chat_template: bool
     on_long_prompt: Literal["error", "drop"]
     drop_eval_overlap: bool

@@ -8,39 +8,46 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.schema import DataConfig
-from megatron_rl.data.rows import Problems
+from megatron_rl.data.images import PLACE, num_places, parts_of
+from megatron_rl.data.rows import Draft, Problems
+from megatron_rl.data.vision import VisionProcessor
 from megatron_rl.errors import first_line
 
 _ROLES = ("system", "user", "assistant", "tool")
 
 
 def render(
-    row: int,
-    prompt: Any,
+    draft: Draft,
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     problems: Problems,
+    vision: VisionProcessor | None = None,
 ) -> str:
-    """The text of a prompt; what is wrong with it goes to ``problems``.
+    """The text of a prompt, with one image token for each of its images; what is wrong with it
+    goes to ``problems``.
 
     With a chat template: system prompt, messages with ``data.prompt_suffix`` on the last, and the
     header of the answer. Without: the text alone.
     """
+    row = draft.row
+    prompt = draft.prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    problem = _wrong_form(messages)
+    if vision is not None:
+        messages = _with_places(messages, draft, problems)
+    problem = _wrong_form(messages, sees=vision is not None)
     if problem is not None:
         problems.add(row, problem[0], prompt, problem[1])
         return ""
     messages = [dict(message) for message in messages]
-    if not messages[-1]["content"].strip():
+    if not _text(messages[-1]).strip() and not draft.images:
         problems.add(row, "empty prompt", prompt, "drop the row")
-    messages[-1]["content"] += config.prompt_suffix
+    messages[-1]["content"] = _with_suffix(messages[-1]["content"], config.prompt_suffix)
     if config.system_prompt is not None:
         if messages[0]["role"] == "system":
             what = "the row has a system message and data.system_prompt is set"
             problems.add(row, what, prompt, "set data.system_prompt=null")
         messages.insert(0, {"role": "system", "content": config.system_prompt})
-    if not all(is_unicode(message["content"]) for message in messages):
+    if not all(is_unicode(_text(message)) for message in messages):
         what = "half of a surrogate pair in the prompt"
         problems.add(row, what, prompt, "write the character whole, or drop the row")
         return ""
@@ -49,7 +56,46 @@ def render(
     if len(messages) > 1:
         remedy = "set data.apply_chat_template=true, or give a text and no system prompt"
         problems.add(row, "several messages need a chat template", prompt, remedy)
-    return messages[-1]["content"]
+    place = "" if vision is None else tokenizer.decode(list(vision.place_ids))
+    return _text(messages[-1], place)
+
+
+def _with_places(messages: Any, draft: Draft, problems: Problems) -> Any:
+    """``messages`` with parts where they have places of images, whose number must be that of the
+    images; as they are where they are no messages."""
+    if not isinstance(messages, list) or not all(isinstance(turn, Mapping) for turn in messages):
+        return messages
+    split = [parts_of(message.get("content")) for message in messages]
+    places = sum(num_places(parts) for parts in split if parts is not None)
+    if draft.images is None and places:
+        remedy = "name the column of the images by data.columns.images"
+        problems.add(draft.row, f"{PLACE} in the prompt, and no images", draft.prompt, remedy)
+    elif draft.images is not None and places != len(draft.images):
+        what = f"{places} places of images ({PLACE}) in the prompt for {len(draft.images)} images"
+        problems.add(draft.row, what, draft.prompt, "make them equal, or drop the row")
+    # A text without a place stays a text.
+    return [
+        {**message, "content": parts} if parts and _needs_parts(message, parts) else message
+        for message, parts in zip(messages, split, strict=True)
+    ]
+
+
+def _needs_parts(message: Mapping[str, Any], parts: Sequence[Mapping[str, str]]) -> bool:
+    return num_places(parts) > 0 or not isinstance(message["content"], str)
+
+
+def _with_suffix(content: Any, suffix: str) -> Any:
+    if isinstance(content, str):
+        return content + suffix
+    return [*content, {"type": "text", "text": suffix}] if suffix else content
+
+
+def _text(message: Mapping[str, Any], place: str = "") -> str:
+    """The words of a message, and ``place`` for each image."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", place) for part in content)
 
 
 def _templated(
@@ -84,22 +130,23 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def _wrong_form(messages: Any) -> tuple[str, str] | None:
-    """(what is wrong, remedy); None for messages of text that end with the user's turn."""
-    if _has_images(messages):
+def _wrong_form(messages: Any, *, sees: bool) -> tuple[str, str] | None:
+    """(what is wrong, remedy); None for messages that end with the user's turn."""
+    if _are_messages(messages, sees):
+        return None
+    if _has_other_parts(messages):
         return (
             "a message has parts other than text",
-            "images, video and audio are not supported; give text",
+            "video and audio are not supported; images of a model that sees stand in the column"
+            ' data.columns.images, and in the prompt as <image> or {"type": "image"}',
         )
-    if not _are_messages(messages):
-        return (
-            "the prompt is neither a text nor a list of {role, content}",
-            "correct the row or data.columns.prompt",
-        )
-    return None
+    return (
+        "the prompt is neither a text nor a list of {role, content}",
+        "correct the row or data.columns.prompt",
+    )
 
 
-def _has_images(messages: Any) -> bool:
+def _has_other_parts(messages: Any) -> bool:
     if not isinstance(messages, list):
         return False
     contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
@@ -110,15 +157,16 @@ def _has_images(messages: Any) -> bool:
     )
 
 
-def _are_messages(messages: Any) -> bool:
+def _are_messages(messages: Any, sees: bool) -> bool:
     if not isinstance(messages, list) or not messages:
         return False
-    return all(map(_is_message, messages)) and messages[-1]["role"] in ("user", "tool")
+    if not all(_is_message(message, sees) for message in messages):
+        return False
+    return messages[-1]["role"] in ("user", "tool")
 
 
-def _is_message(message: Any) -> bool:
-    return (
-        isinstance(message, Mapping)
-        and message.get("role") in _ROLES
-        and isinstance(message.get("content"), str)
-    )
+def _is_message(message: Any, sees: bool) -> bool:
+    if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+        return False
+    content = message.get("content")
+    return isinstance(content, str) or (sees and bool(parts_of(content)))

@@ -188,4 +188,5 @@ def _fingerprint(prompts: Sequence[Prompt]) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(repr((prompt.uid, prompt.token_ids, prompt.answer)).encode())
+        digest.update("".join(image.digest for image in prompt.images).encode())
     return f"{len(prompts)}:{digest.hexdigest()[:16]}"

@@ -13,12 +13,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.data_names import GENERATED, HF
-from megatron_rl.config.schema import DataConfig
+from megatron_rl.config.schema import DataColumns, DataConfig
 from megatron_rl.data import hf_sets, reasoning_gym_tasks
 from megatron_rl.data.chat import is_unicode, refuse_constant_template, render
 from megatron_rl.data.columns import column_roles
+from megatron_rl.data.images import ImageColumn
 from megatron_rl.data.labels import files_of, labels
 from megatron_rl.data.rows import Draft, Problems, Rows, lookup, read_rows
+from megatron_rl.data.vision import VisionProcessor
 from megatron_rl.types import Prompt
 
 _LONG_REMEDY = "raise the limit, shorten the row, or set data.on_long_prompt=drop"
@@ -49,9 +51,10 @@ def load_prompts(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
+    vision: VisionProcessor | None = None,
 ) -> list[Prompt]:
     """All prompts of ``load_sources``, one source after the other."""
-    sources = load_sources(names, config, tokenizer, max_prompt_tokens)
+    sources = load_sources(names, config, tokenizer, max_prompt_tokens, vision)
     return [prompt for source in sources for prompt in source.prompts]
 
 
@@ -60,6 +63,7 @@ def load_sources(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
+    vision: VisionProcessor | None = None,
 ) -> list[Source]:
     """The prompts of each entry, in the order of the source.
 
@@ -69,16 +73,19 @@ def load_sources(
             (``data.hf_sets``) or ``reasoning_gym:...`` (``data.reasoning_gym_tasks``).
         config: columns, system prompt, suffix of the last user message, template and length policy.
         tokenizer: renders the chat template and encodes; nothing is added around the rendered text.
-        max_prompt_tokens: longest prompt, template included.
+        max_prompt_tokens: longest prompt, template and image tokens included.
+        vision: of a model that sees images.
 
-    A prompt column holds a text or a list of ``{"role", "content"}`` messages. An answer is a text
+    A prompt column holds a text or a list of ``{"role", "content"}`` messages. The n-th ``<image>``
+    of its texts, or part ``{"type": "image"}``, is the place of the n-th image. An answer is a text
     or a number; with ``config.answer_after`` it is what follows the last occurrence of that marker
     (GSM8K: ``####``). ``data_source`` is the file's stem, or the name of the data set, where no
     column gives it. A prompt's uid is ``<label>:<row>``, see ``data.labels``.
 
     Raises:
         ValueError: one error with source, row numbers, value and remedy for: rows without prompt or
-            answer, unknown columns, prompts longer than the limit (unless ``config.on_long_prompt``
+            answer, unknown columns, images that are missing, unreadable, more or fewer than their
+            places, prompts longer than the limit (unless ``config.on_long_prompt``
             is ``drop``), an empty source, an unknown task, a file that is named twice.
     """
     if config.apply_chat_template and tokenizer.chat_template is None:
@@ -95,7 +102,7 @@ def load_sources(
         num_rows = 0
         for file in files[name]:
             read, num_rows_read = _load_file(
-                file, label_of[file], config, tokenizer, max_prompt_tokens
+                file, label_of[file], config, tokenizer, max_prompt_tokens, vision
             )
             prompts += read
             num_rows += num_rows_read
@@ -111,21 +118,29 @@ def _load_file(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
+    vision: VisionProcessor | None,
 ) -> tuple[list[Prompt], int]:
     """(prompts, number of rows) of one file, data set or generated source."""
     problems = Problems(name)
-    drafts = _drafts(name, config, problems)
+    drafts = _drafts(name, config, problems, vision)
     problems.raise_if_any()
-    texts = [render(draft.row, draft.prompt, config, tokenizer, problems) for draft in drafts]
+    texts = [render(draft, config, tokenizer, problems, vision) for draft in drafts]
     problems.raise_if_any()
     refuse_constant_template(name, [repr(draft.prompt) for draft in drafts], texts)
     # A template writes its own special tokens; the tokenizer must not add them once more.
     encoded = tokenizer(texts, add_special_tokens=not config.apply_chat_template)["input_ids"]
+    if vision is not None:
+        encoded = [
+            _expanded(draft, ids, text, vision, problems)
+            for draft, ids, text in zip(drafts, encoded, texts, strict=True)
+        ]
+        problems.raise_if_any()
     too_long = f"prompt longer than rollout.max_prompt_tokens = {max_prompt_tokens}"
     prompts = []
     for draft, text, token_ids in zip(drafts, texts, encoded, strict=True):
         if len(token_ids) > max_prompt_tokens:
-            problems.add(draft.row, too_long, (len(token_ids), text), _LONG_REMEDY)
+            remedy = f"lower data.max_pixels, {_LONG_REMEDY}" if draft.images else _LONG_REMEDY
+            problems.add(draft.row, too_long, (len(token_ids), text), remedy)
         elif not token_ids:
             problems.add(draft.row, "empty prompt", text, "drop the row")
         else:
@@ -137,11 +152,29 @@ def _load_file(
                     data_source=draft.data_source,
                     extra=draft.extra,
                     text=text,
+                    images=draft.images or (),
                 )
             )
     if config.on_long_prompt == "error" or not prompts:
         problems.raise_if_any()
     return prompts, len(drafts)
+
+
+def _expanded(
+    draft: Draft,
+    token_ids: Sequence[int],
+    text: str,
+    vision: VisionProcessor,
+    problems: Problems,
+) -> list[int]:
+    """The token ids of a prompt with as many image tokens as its images have features."""
+    try:
+        return vision.expanded(token_ids, draft.images or ())
+    except ValueError as error:
+        what = f"after the chat template there are {error}"
+        remedy = "take the model's special tokens out of the prompt, or correct its chat_template"
+        problems.add(draft.row, what, text, remedy)
+        return []
 
 
 def text_prompts(
@@ -157,7 +190,7 @@ def text_prompts(
     """
     problems = Problems("--prompt")
     rendered = [
-        render(number, text, config, tokenizer, problems)
+        render(Draft(number, text, "", "prompt", {}), config, tokenizer, problems)
         for number, text in enumerate(texts, start=1)
     ]
     problems.raise_if_any()
@@ -172,31 +205,48 @@ def text_prompts(
     return prompts
 
 
-def _drafts(name: str, config: DataConfig, problems: Problems) -> list[Draft]:
+def _drafts(
+    name: str, config: DataConfig, problems: Problems, vision: VisionProcessor | None
+) -> list[Draft]:
     if name.startswith(GENERATED):
         return reasoning_gym_tasks.load_tasks(name, problems)
     if name.startswith(HF):
-        data_source = hf_sets.parse(name).data_source
-        return _from_rows(hf_sets.read_rows(name), data_source, config, problems)
-    return _from_rows(read_rows(Path(name)), Path(name).stem, config, problems)
+        hf_set = hf_sets.parse(name)
+        rows = hf_sets.read_rows(name)
+        columns = column_roles(rows, config.columns, problems)
+        drafts = _from_rows(rows, hf_set.data_source, columns, config.answer_after, problems)
+        folder = Path(hf_set.name)
+    else:
+        folder = Path(name).parent
+        rows = read_rows(Path(name))
+        columns = column_roles(rows, config.columns, problems)
+        drafts = _from_rows(rows, Path(name).stem, columns, config.answer_after, problems)
+    if columns.images is None:
+        return drafts
+    images = ImageColumn(columns.images, folder, vision, problems)
+    return [
+        draft._replace(images=images.read(number, lookup(row, columns.images)[1]))
+        for draft, (number, row) in zip(drafts, rows, strict=True)
+    ]
 
 
 def without_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[Prompt]:
-    """``train`` without the prompts whose tokens are also a held-out prompt.
+    """``train`` without the prompts whose tokens and images are also a held-out prompt.
 
     A held-out score then measures unseen prompts.
     """
-    seen = {prompt.token_ids for prompt in held_out}
-    return [prompt for prompt in train if prompt.token_ids not in seen]
+    seen = {prompt.content for prompt in held_out}
+    return [prompt for prompt in train if prompt.content not in seen]
 
 
-def _from_rows(rows: Rows, name: str, config: DataConfig, problems: Problems) -> list[Draft]:
+def _from_rows(
+    rows: Rows, name: str, roles: DataColumns, answer_after: str | None, problems: Problems
+) -> list[Draft]:
     """``name``: the data source of rows that name none."""
-    roles = column_roles(rows, config.columns, problems)
     drafts = []
     for number, row in rows:
         prompt = lookup(row, roles.prompt)[1]
-        answer = _answer(number, lookup(row, roles.answer)[1], config.answer_after, problems)
+        answer = _answer(number, lookup(row, roles.answer)[1], answer_after, problems)
         data_source = lookup(row, roles.data_source)[1] if roles.data_source else name
         extra = lookup(row, roles.extra)[1] if roles.extra else None
         if not isinstance(data_source, str):

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,6 +16,7 @@ from megatron_rl.config.overrides import typed
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader, WeightedLoader
 from megatron_rl.data.prompts import Source, load_sources, without_overlap
+from megatron_rl.data.vision import VisionProcessor
 from megatron_rl.errors import shortened
 from megatron_rl.types import Prompt
 
@@ -46,16 +48,19 @@ class Data:
         return [prompt for turn in turns for prompt in turn if prompt is not None]
 
 
-def read_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> Data:
+def read_data(
+    config: Config, tokenizer: PreTrainedTokenizerBase, vision: VisionProcessor | None = None
+) -> Data:
     """Reads ``data.train`` and ``data.eval``; logs a summary of each, and likely mistakes.
+    ``vision``: of a model that sees images.
 
     Raises:
         ValueError: as ``load_sources``; no prompt is left without the held-out ones.
     """
     data = config.data
     max_tokens = config.rollout.max_prompt_tokens
-    train = tuple(load_sources(entries(data.train), data, tokenizer, max_tokens))
-    held_out = tuple(load_sources(entries(data.eval), data, tokenizer, max_tokens))
+    train = tuple(load_sources(entries(data.train), data, tokenizer, max_tokens, vision))
+    held_out = tuple(load_sources(entries(data.eval), data, tokenizer, max_tokens, vision))
     if data.drop_eval_overlap:
         train = tuple(_without(source, _prompts(held_out)) for source in train)
         if not _prompts(train):
@@ -120,9 +125,9 @@ def _doubts(prompts: Sequence[Prompt], config: Config) -> Iterator[str]:
 
 
 def _repeats(prompts: Sequence[Prompt]) -> Iterator[str]:
-    groups: dict[tuple[int, ...], list[Prompt]] = defaultdict(list)
+    groups: dict[Any, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
-        groups[prompt.token_ids].append(prompt)
+        groups[prompt.content].append(prompt)
     contradictory = []
     redundant = []
     for group in groups.values():

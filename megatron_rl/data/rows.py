@@ -13,6 +13,7 @@ import pyarrow.parquet
 
 from megatron_rl.config.data_names import KINDS
 from megatron_rl.errors import first_line, shortened
+from megatron_rl.types import Image
 
 _SHOWN_ROWS = 5
 _SHOWN_CHARACTERS = 60
@@ -33,6 +34,8 @@ class Draft(NamedTuple):
     answer: str
     data_source: str
     extra: Mapping[str, Any]
+    # None: the source has no column of images, so the prompt has no places for any.
+    images: tuple[Image, ...] | None = None
 
 
 class Problems:

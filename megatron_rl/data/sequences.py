@@ -9,16 +9,18 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from megatron_rl.types import SequenceBatch
+from megatron_rl.types import Image, SequenceBatch
 
 TokenIds = Sequence[int] | Int[np.ndarray, " _"]  # each of a length of its own
 
 
 def sequence_batch(
-    pairs: Sequence[tuple[TokenIds, TokenIds]], prompt_index: Tensor | None = None
+    pairs: Sequence[tuple[TokenIds, TokenIds]],
+    prompt_index: Tensor | None = None,
+    images: Sequence[tuple[Image, ...]] = (),
 ) -> SequenceBatch:
     """The batch of (prompt token ids, response token ids) pairs, in the order given, int64 on CPU;
-    ``prompt_index`` as there.
+    ``prompt_index`` and ``images`` as there, and no images where there is none at all.
 
     Example: ``sequence_batch([((5, 6), (7,)), ((5,), (8, 9))])`` has ``token_ids=[5,6,7, 5,8,9]``,
     ``prompt_lengths=[2,1]``, ``response_lengths=[1,2]``.
@@ -47,6 +49,7 @@ def sequence_batch(
         prompt_lengths=torch.tensor(prompt_lengths, dtype=torch.int64),
         response_lengths=torch.tensor(response_lengths, dtype=torch.int64),
         prompt_index=prompt_index,
+        images=tuple(images) if any(images) else None,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.engine.requests import Sight
 
 # rollout.quantization -> what vLLM calls it; its own "fp8" is an old name for the same.
 VLLM_QUANTIZATION = {"fp8": "fp8_per_tensor"}
@@ -15,10 +16,13 @@ VLLM_QUANTIZATION = {"fp8": "fp8_per_tensor"}
 _BATCHED_TOKENS = 8192
 
 
-def engine_arguments(model_path: str, config: RolloutConfig, seed: int) -> dict[str, Any]:
+def engine_arguments(
+    model_path: str, config: RolloutConfig, seed: int, sight: Sight | None = None
+) -> dict[str, Any]:
     """Keyword arguments of ``vllm.LLM`` for one rank.
 
-    ``seed``: of the engine's own generator; requests bring seeds of their own.
+    ``seed``: of the engine's own generator; requests bring seeds of their own. ``sight``: None
+    where no prompt has images.
     """
     max_tokens = config.max_prompt_tokens + config.max_response_tokens
     arguments: dict[str, Any] = {
@@ -38,6 +42,12 @@ def engine_arguments(model_path: str, config: RolloutConfig, seed: int) -> dict[
         "use_tqdm_on_load": False,
         "seed": seed,
     }
+    if sight is not None:
+        arguments["limit_mm_per_prompt"] = {"image": sight.max_images, "video": 0}
+        # The limits of the policy; the model's own may allow images of 16 thousand tokens, for
+        # which vLLM would keep memory.
+        arguments["mm_processor_kwargs"] = {"size": dict(sight.processor.size_limits)}
+        arguments["skip_tokenizer_init"] = False  # its processor of images wants one
     if config.max_num_seqs is not None:
         arguments["max_num_seqs"] = config.max_num_seqs
     if config.kv_cache_gib is not None:

@@ -75,8 +75,11 @@ class AsyncEngine:
         self._wait(self.engine.finish_weight_update())
 
     def finish(self, version: int) -> None:
-        """Sets the version and drops the old keys and values, a KV connector's included."""
+        """Sets the version and drops what the old weights made: keys and values, a KV connector's
+        included, and features of images."""
         self._wait(self.engine.finish_weight_update(str(version)))
         reset = self.engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         if not self._wait(reset):
             raise ConnectionError("the engine did not drop its prefix cache")
+        # After the other: no request runs any more that holds features.
+        self._wait(self.engine.reset_encoder_cache())

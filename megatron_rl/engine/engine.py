@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engine.arguments import engine_arguments
 from megatron_rl.engine.refusals import building
+from megatron_rl.engine.requests import Sight, check_expansion, request
 from megatron_rl.engine.requirements import check_start
 from megatron_rl.engine.sampling import eos_token_ids, request_seed, scoring, vllm_sampling
 from megatron_rl.engine.shared_memory import private_segments
@@ -30,7 +31,7 @@ from megatron_rl.engine.watch import watched
 from megatron_rl.engine.worker import Transfer
 from megatron_rl.protocols import ENGINE_PARTS
 from megatron_rl.runtime.random_state import preserved_random_state
-from megatron_rl.types import Completion, Progress, Prompt, Sampling, Shard
+from megatron_rl.types import Completion, Image, Progress, Prompt, Sampling, Shard
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -56,9 +57,16 @@ class VllmEngine:
     """
 
     def __init__(
-        self, model_path: str, config: RolloutConfig, *, seed: int, launch_id: str
+        self,
+        model_path: str,
+        config: RolloutConfig,
+        *,
+        seed: int,
+        launch_id: str,
+        sight: Sight | None = None,
     ) -> None:
-        """Collective. ``launch_id``: unique to the launch, equal on its ranks.
+        """Collective. ``launch_id``: unique to the launch, equal on its ranks. ``sight``: None
+        where no prompt has images.
 
         Raises:
             ValueError: the world is not a multiple of ``rollout.tensor``; no checkpoint in
@@ -79,6 +87,7 @@ class VllmEngine:
         self.num_replicas = world_size // config.tensor
         self.weight_version = 0
         self._config = config
+        self._sight = sight
         self._seed = seed
         self._num_unseeded = 0
         self._failure: str | None = None
@@ -98,7 +107,8 @@ class VllmEngine:
 
     def _build(self, model_path: str, launch_id: str) -> tuple[EngineStream, LLM]:
         """vLLM and the stream that it was built in."""
-        arguments = engine_arguments(model_path, self._config, self._seed + self.replica)
+        seed = self._seed + self.replica
+        arguments = engine_arguments(model_path, self._config, seed, self._sight)
         with undisturbed_process(), preserved_random_state(), ExitStack() as stack:
             prepare_import()
             from vllm import LLM  # after prepare_import, whose settings it reads
@@ -130,8 +140,8 @@ class VllmEngine:
 
         Raises:
             ValueError: a prompt or the requested response is longer than the engine was built for;
-                stop strings without tokenizer.
-            RuntimeError: a weight update failed before.
+                stop strings without tokenizer; images that do not fit their tokens.
+            RuntimeError: a weight update failed before; vLLM read another prompt.
         """
         self._require_usable(ENGINE_PARTS)
         self._check(prompts, sampling)
@@ -142,16 +152,24 @@ class VllmEngine:
             # Negative, so that it meets no seed of a step; a large prime keeps runs apart.
             self._num_unseeded += 1
             seed = -(self._seed * 1_000_003 + self._num_unseeded)
-        requests = [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts]
+        requests = [
+            request(prompt.token_ids, prompt.images, self._sight, f"prompt {prompt.uid}")
+            for prompt in prompts
+        ]
         params = [
             vllm_sampling(sampling, request_seed(seed, prompt.uid), self._eos_token_ids)
             for prompt in prompts
         ]
         with self._working() as llm, watched(llm.llm_engine, progress):
             outputs = llm.generate(requests, params, use_tqdm=False)
+        if self._sight is not None:
+            for prompt, output in zip(prompts, outputs, strict=True):
+                check_expansion(prompt.token_ids, output, f"prompt {prompt.uid}")
         return [self._completions(output) for output in outputs]
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()
+    ) -> list[list[float]]:
         """Logprobs of all tokens but the first of each sequence, see ``protocols.RolloutEngine``.
 
         Raises:
@@ -164,7 +182,10 @@ class VllmEngine:
                 f"score: a sequence has {longest} tokens, rollout.max_prompt_tokens is"
                 f" {self._config.max_prompt_tokens}; raise it"
             )
-        requests = [{"prompt_token_ids": list(tokens)} for tokens in sequences]
+        requests = [
+            request(tokens, pictures, self._sight, "score")
+            for tokens, pictures in zip_longest(sequences, images, fillvalue=())
+        ]
         with self._working() as llm:
             outputs = llm.generate(requests, scoring(), use_tqdm=False)
         self._drop_cache()
@@ -253,13 +274,15 @@ class VllmEngine:
         except BaseException as error:
             self._failure = f"the update to weight version {version} failed: {error}"
             raise
-        # Keys and values of the old weights would be reused for every prompt that shares a block
-        # with an earlier one.
         self._drop_cache()
         self._failure = None
         self.weight_version = version
 
     def _drop_cache(self) -> None:
+        """Keys and values of the old weights would be reused for every prompt that shares a block
+        with an earlier one, and features of the old tower for every image that comes again."""
+        if self._sight is not None:
+            self._llm.llm_engine.reset_encoder_cache()
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache although no request is running")
 
@@ -332,11 +355,6 @@ class VllmEngine:
                 " engine loads its tokenizer"
             )
         for prompt in prompts:
-            if prompt.multimodal is not None:
-                raise ValueError(
-                    f"prompt {prompt.uid}: multimodal input is not supported by this engine;"
-                    " remove it"
-                )
             if len(prompt.token_ids) > config.max_prompt_tokens:
                 raise ValueError(
                     f"prompt {prompt.uid}: {len(prompt.token_ids)} tokens,"

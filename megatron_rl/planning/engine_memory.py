@@ -12,16 +12,22 @@ from dataclasses import dataclass
 
 from megatron_rl.config.number_formats import ITEM_BYTES
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.planning.parameter_counts import engine_counts, is_layer_matrix
+from megatron_rl.planning.parameter_counts import (
+    engine_counts,
+    is_cut_by_engine,
+    is_layer_matrix,
+)
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.host_memory import rounded
 from megatron_rl.policy.parameter_map import (
+    VISION,
     Parameter,
     expert_parameters,
     layer_parameters,
     local_shape,
     outer_parameters,
     padded_vocab,
+    vision_parameters,
 )
 
 GIB = 2**30
@@ -80,6 +86,8 @@ def engine_backup_bytes(arch: Architecture, rollout: RolloutConfig) -> int:
         total = 0
         for parameter in parameters:
             numbers = copies * math.prod(local_shape(parameter, arch, rows, rollout.tensor))
+            if parameter.slot.megatron.startswith(VISION) and is_cut_by_engine(parameter):
+                numbers = math.ceil(numbers / rollout.tensor)
             item_bytes = ITEM_BYTES[rollout.dtype]
             if is_layer_matrix(parameter):
                 item_bytes = _matrix_bytes(rollout)
@@ -90,4 +98,5 @@ def engine_backup_bytes(arch: Architecture, rollout: RolloutConfig) -> int:
     layer = locked(layer_parameters(arch, 0))
     if arch.num_experts:
         layer += locked(expert_parameters(arch, 0, 0), copies=arch.num_experts)
-    return locked(before) + arch.num_layers * layer + locked(after)
+    ends = locked(vision_parameters(arch)) + locked(before) + locked(after)
+    return ends + arch.num_layers * layer

@@ -10,12 +10,14 @@ from megatron_rl.config.layout_rules import stage_layers
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.parameter_map import (
+    VISION,
     Parameter,
     expert_parameters,
     layer_parameters,
     local_shape,
     outer_parameters,
     padded_vocab,
+    vision_parameters,
 )
 
 Which = Callable[[Parameter], bool]
@@ -36,6 +38,19 @@ def every(_: Parameter) -> bool:
     return True
 
 
+def is_trained(parameter: Parameter, freeze_vision: bool) -> bool:
+    """Whether it has a gradient and an optimizer state."""
+    return not (freeze_vision and parameter.slot.megatron.startswith(VISION))
+
+
+def is_cut_by_engine(parameter: Parameter) -> bool:
+    """Whether vLLM cuts this parameter of the tower over tensor ranks: the matrices of its blocks
+    and of its end."""
+    name = parameter.slot.megatron
+    is_matrix = name.endswith(".weight") and "norm" not in name and "ln_q" not in name
+    return is_matrix and not name.startswith(VISION + "patch_embed")
+
+
 def is_layer_matrix(parameter: Parameter) -> bool:
     """Whether FP8 is for it: not embedding, head, norms, biases and routers."""
     kinds = ("qkv", "gate_up", "columns")
@@ -48,6 +63,7 @@ def stage_counts(
     """The counts of a rank of each pipeline stage, of the parameters that ``which`` takes."""
     rows = padded_vocab(arch.vocab_size, divisible_by, parallel.tensor)
     before, after = outer_parameters(arch)
+    tower = _count(vision_parameters(arch), arch, rows, parallel.tensor, which)
     embedding = _count(before, arch, rows, parallel.tensor, which)
     ending = _count(after, arch, rows, parallel.tensor, which)
     layer = _count(layer_parameters(arch, 0), arch, rows, parallel.tensor, which)
@@ -58,7 +74,7 @@ def stage_counts(
         is_last = stage == parallel.pipeline - 1
         dense = layers * layer
         if is_first:
-            dense += embedding
+            dense += tower + embedding
         if is_last:
             dense += ending
             if arch.tied_embeddings and not is_first:
@@ -74,7 +90,10 @@ def engine_counts(arch: Architecture, tensor: int, which: Which = every) -> int:
     outer = _count([*before, *after], arch, rows, tensor, which)
     layer = _count(layer_parameters(arch, 0), arch, rows, tensor, which)
     experts = arch.num_experts * _expert_count(arch, tensor, which)
-    return outer + arch.num_layers * (layer + experts)
+    tower = vision_parameters(arch)
+    cut = _count(filter(is_cut_by_engine, tower), arch, rows, tensor, which)
+    vision = math.ceil(cut / tensor) + _count(tower, arch, rows, tensor, which) - cut
+    return outer + vision + arch.num_layers * (layer + experts)
 
 
 def _count(

@@ -9,17 +9,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_rl.config.layout_rules import stage_layers
 from megatron_rl.config.number_formats import ITEM_BYTES
 from megatron_rl.config.schema import ParallelConfig, PrecisionConfig
-from megatron_rl.planning.parameter_counts import Counts, is_layer_matrix, stage_counts
+from megatron_rl.planning.parameter_counts import (
+    Counts,
+    is_layer_matrix,
+    is_trained,
+    stage_counts,
+)
 from megatron_rl.planning.workload import Workload
-from megatron_rl.policy.activations import layer_activations, run_again_activations
+from megatron_rl.policy.activations import (
+    FLOAT32_BYTES,
+    layer_activations,
+    run_again_activations,
+    tower_activations,
+    tower_block,
+)
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.parameter_map import padded_vocab
 
-FLOAT32_BYTES = ITEM_BYTES["float32"]
 FP8_COPIES = 2  # of one byte: by rows for the forward, by columns for the backward
 CHECKPOINT_BYTES = 3 * FLOAT32_BYTES  # weight and both moments of a parameter
 
@@ -45,21 +56,24 @@ def policy_memory(
     item_bytes = ITEM_BYTES[precision.params]
     gradient_bytes = FLOAT32_BYTES if precision.grad_reduce_in_float32 else item_bytes
     counts = stage_counts(arch, parallel, load.make_vocab_divisible_by)
+    which = partial(is_trained, freeze_vision=load.freeze_vision)
+    trained = stage_counts(arch, parallel, load.make_vocab_divisible_by, which)
     matrices = stage_counts(arch, parallel, load.make_vocab_divisible_by, is_layer_matrix)
     layers = stage_layers(arch, parallel)
     stages = []
     for stage, count in enumerate(counts):
-        weights = count.total * item_bytes
+        learning = trained[stage]
         stages.append(
             PolicyMemory(
-                weights=weights,
-                gradients=count.total * gradient_bytes,
-                optimizer=_optimizer_bytes(count, parallel, precision, load.world_size),
-                activations=_activation_bytes(arch, parallel, stage, item_bytes, load),
+                weights=count.total * item_bytes,
+                gradients=learning.total * gradient_bytes,
+                optimizer=_optimizer_bytes(learning, parallel, precision, load.world_size),
+                activations=_activation_bytes(arch, parallel, stage, item_bytes, load)
+                + _vision_bytes(arch, parallel, stage, item_bytes, load),
                 logits=_logit_bytes(arch, parallel, stage, load),
-                reference=weights if load.keep_reference else 0,
+                reference=learning.total * item_bytes if load.keep_reference else 0,
                 fp8_copies=fp8_copy_bytes(matrices[stage].total, stage, layers, precision),
-                whole_optimizer=_whole_optimizer_bytes(count, parallel),
+                whole_optimizer=_whole_optimizer_bytes(learning, parallel),
             )
         )
     return stages
@@ -100,6 +114,41 @@ def _activation_bytes(
     scheduled = live_layers(parallel, stage, layers) * of_a_layer(tokens)
     kept = min(scheduled, layers * of_a_layer(minibatch_tokens))
     return kept + run_again_activations(arch, parallel, tokens, item_bytes, load.fused)
+
+
+def _vision_bytes(
+    arch: Architecture, parallel: ParallelConfig, stage: int, item_bytes: int, load: Workload
+) -> int:
+    """Tower of the images in flight, and the pixels of one micro-batch, as if every token were one
+    of an image.
+
+    Every context rank encodes the images of a sequence that it holds a part of.
+    """
+    if stage > 0 or arch.vision is None:
+        return 0
+    live = live_first_chunks(parallel) * load.tokens_per_microbatch
+    tokens = min(live, load.tokens_per_minibatch)
+    frozen = load.freeze_vision
+    patches = load.tokens_per_microbatch * arch.vision.merge**2
+    pixels = FLOAT32_BYTES * arch.vision.patch_numbers * patches
+    kept = tower_activations(arch.vision, parallel, tokens, item_bytes, frozen=frozen)
+    if parallel.recompute == "none" and not frozen:
+        return pixels + kept
+    return pixels + kept + tower_block(arch.vision, load.tokens_per_microbatch, item_bytes)
+
+
+def live_first_chunks(parallel: ParallelConfig) -> int:
+    """Micro-batches whose backward through the first chunk of the first stage is still to come, at
+    most. See ``live_layers``; an interleaved schedule runs groups of one micro-batch a stage
+    through each chunk in turn.
+    """
+    stages = parallel.pipeline
+    chunks = parallel.virtual_pipeline or 1
+    if chunks == 1:
+        return stages
+    chunks_ahead = 2 * (stages - 1) + (chunks - 1) * stages + 1
+    rounds, rest = divmod(chunks_ahead, stages * chunks)
+    return rounds * stages + min(rest, stages)
 
 
 def live_layers(parallel: ParallelConfig, stage: int, layers: int) -> int:

@@ -18,6 +18,7 @@ from megatron_rl.policy.parameter_map import (
     outer_parameters,
     padded_vocab,
     shards,
+    vision_parameters,
 )
 from megatron_rl.weight_sync.engine_tables import RolloutLayout, divide, full_names
 from megatron_rl.weight_sync.shards import ShardGroup
@@ -162,7 +163,7 @@ def training_shards(arch: Architecture, layout: TrainingLayout, rank: int) -> li
         after.append(Parameter(TIED_HEAD, TIED_HEAD.hf))
     chunks = stage_chunks(arch, parallel, held.place.stage)
     if held.place.stage == 0:
-        held.outside_layers(0, before)
+        held.outside_layers(0, [*vision_parameters(arch), *before])
     for chunk, layers in enumerate(chunks):
         held.layers(chunk, layers)
     if held.place.stage == parallel.pipeline - 1:

@@ -29,6 +29,7 @@ class Workload:
     make_vocab_divisible_by: int
     fused: bool
     keep_reference: bool = False
+    freeze_vision: bool = False
 
 
 def workload(
@@ -53,6 +54,7 @@ def workload(
         make_vocab_divisible_by=config.model.make_vocab_divisible_by,
         fused=fused,
         keep_reference=keep_reference,
+        freeze_vision=config.model.freeze_vision,
     )
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from megatron_rl.config.number_formats import ITEM_BYTES
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.policy.families import Architecture
+from megatron_rl.policy.families.base import Vision
+
+FLOAT32_BYTES = ITEM_BYTES["float32"]
 
 
 def selective_modules(experts: bool, *, fused: bool, delayed_fp8: bool = False) -> list[str]:
@@ -94,3 +98,35 @@ def run_again_activations(
     if parallel.recompute == "full":
         return whole  # and the inputs of all layers are still kept
     return whole - layer_activations(arch, parallel, tokens, element, fused)
+
+
+def tower_activations(
+    vision: Vision, parallel: ParallelConfig, tokens: int, element: int, *, frozen: bool
+) -> int:
+    """Bytes that the tower keeps of images of ``tokens`` tokens for its backward; none where it is
+    frozen.
+
+    Per patch, in ``element`` bytes: its pixels; what each block keeps (see ``tower_block``, or its
+    input alone, if it is run again); six widths of the merger. The tower is whole on every tensor
+    rank, and so are its activations.
+    """
+    if frozen:
+        return 0
+    patches = tokens * vision.merge**2
+    blocks = vision.depth * vision.hidden_size * element * patches
+    if parallel.recompute == "none":
+        blocks = vision.depth * tower_block(vision, tokens, element)
+    ends = vision.patch_numbers + 6 * vision.hidden_size
+    return patches * ends * element + blocks
+
+
+def tower_block(vision: Vision, tokens: int, element: int) -> int:
+    """Bytes that one block of the tower keeps of images of ``tokens`` tokens.
+
+    Per patch, with its width h and its feed-forward width f: 2 h numbers in float32 (inputs of the
+    norms), and in ``element`` bytes 11 h (norms, queries, keys and values before and after their
+    rotation, attention) and 4 f (gate, up, the activated gate, their product).
+    """
+    width = vision.hidden_size
+    numbers = 11 * width + 4 * vision.ffn_hidden_size
+    return tokens * vision.merge**2 * (2 * width * FLOAT32_BYTES + numbers * element)

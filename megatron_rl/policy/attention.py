@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_rl.policy.vision import PlacedImages
 from megatron_rl.runtime.transfer import to_device
 
 # Sequences up to this length are never worth a call of their own.
@@ -53,13 +54,17 @@ class Packing(PackedSeqParams):
 
     ``lengths``: padding included, over all context ranks. Where sequences share a prompt:
     ``shared`` and ``owner`` as in ``group``, and ``positions``, those of the packed tokens in their
-    sequences, which do not follow from the boundaries then.
+    sequences, which do not follow from the boundaries then. Of a model that sees:
+    ``rope_positions`` (time, row, column) of the packed tokens of all context ranks, and ``images``
+    of this rank's tokens, where they are encoded.
     """
 
     lengths: Tensor | None = None
     shared: Tensor | None = None
     owner: Tensor | None = None
     positions: Tensor | None = None
+    rope_positions: Tensor | None = None  # [3, 1, tokens]
+    images: PlacedImages | None = None
 
     @cached_property
     def groups(self) -> tuple[list[Group], Tensor]:

@@ -14,6 +14,7 @@ from megatron_rl.policy.microbatches import Microbatch, Multiples, Packer, padde
 from megatron_rl.policy.packing_plan import Plan, plan_microbatches
 from megatron_rl.policy.parallel import Ranks
 from megatron_rl.policy.prefix_sharing import plan_shared_prompts
+from megatron_rl.policy.vision import Eyes
 from megatron_rl.policy.work_model import WorkModel
 from megatron_rl.types import SequenceBatch, Sequences
 
@@ -29,6 +30,7 @@ class Batching:
         prefix_sharing: neighbors with the same ``prompt_index`` compute their prompt once.
         multiple: the number of micro-batches of a pass is a multiple of this.
         multiples: what packed lengths must divide by.
+        eyes: of a model that sees.
     """
 
     config: TransformerConfig
@@ -39,6 +41,7 @@ class Batching:
     multiple: int
     multiples: Multiples
     device: torch.device
+    eyes: Eyes | None = None
 
     @property
     def data_rank(self) -> int:
@@ -97,7 +100,12 @@ class Batching:
         totals = self._least_totals(batch, microbatches)
         ranks = self.ranks
         packer = Packer(
-            self.multiples, ranks.context_rank, ranks.context, self.device, self.prefix_sharing
+            self.multiples,
+            ranks.context_rank,
+            ranks.context,
+            self.device,
+            self.prefix_sharing,
+            self.eyes,
         )
         return [
             packer.pack(batch, rows, total)

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from megatron_rl.checkpoints import directory, facts, safe_load
 from megatron_rl.config.number_formats import format_name
-from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.config.schema import ModelConfig, ParallelConfig
 from megatron_rl.errors import first_line
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.main_rank import on_main
@@ -47,6 +47,8 @@ WRITER_THREADS = {"cuda": 4, "cpu": 1}
 
 class TrainingState(Protocol):
     """What a checkpoint takes of a MegatronPolicy, and gives back to it."""
+
+    model: ModelConfig
 
     arch: Architecture
     parallel: ParallelConfig
@@ -226,6 +228,7 @@ def _reference_state(policy: TrainingState) -> dict[str, Any]:
             name: shard
             for name, shard in module.sharded_state_dict(metadata=_metadata()).items()
             if isinstance(shard, ShardedTensor | ShardedTensorFactory)
+            and (chunk, name) not in policy.reference.untrained
         }
         names = {name for index, name in reference if index == chunk}
         assert set(shards) == names, (
@@ -253,6 +256,7 @@ def _describe(policy: TrainingState) -> dict[str, Any]:
         _params(policy),
         distributed_optimizer=policy.parallel.distributed_optimizer,
         reference=policy.reference is not None,
+        freeze_vision=policy.model.freeze_vision,
     )
     return {**described, "layout": layout}
 

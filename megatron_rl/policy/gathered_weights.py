@@ -1,6 +1,7 @@
 """Whole HF-named tensors out of the shards of all ranks, one layer at a time.
 
-A unit (embedding, one layer, the experts of one layer, the end) is on one pipeline stage. There,
+A unit (embedding, one layer, the experts of one layer, the end; a block of the tower) is on one
+pipeline stage. There,
 the ranks that share it gather their flat shards; the stage sends the result to the other stages;
 every rank cuts HF tensors out of it. What to cut is worked out once.
 """
@@ -27,6 +28,7 @@ from megatron_rl.policy.parameter_map import (
     parameter_slices,
     shards,
     tensor_slices,
+    vision_parameters,
 )
 from megatron_rl.policy.weights import Held
 
@@ -55,7 +57,8 @@ class Whole:
 class Unit:
     """Parameters gathered together.
 
-    ``members[i]`` are those of rank i of ``group``, ``numel`` numbers each.
+    ``members[i]`` are those of rank i of ``group``, ``numel`` numbers each. Without a group the
+    only member is the rank itself.
     """
 
     stage: int
@@ -82,7 +85,8 @@ class Gather:
         self._vocab_rows = vocab_rows
         stage_of = self._stage_of_layers(held)
         before, after = outer_parameters(arch)
-        self.units = [self._dense_unit(0, before)]
+        self.units = [self._replicated_unit(0, each) for each in _tower_parts(arch)]
+        self.units.append(self._dense_unit(0, before))
         for layer in range(arch.num_layers):
             stage = stage_of[layer]
             self.units.append(self._dense_unit(stage, layer_parameters(arch, layer)))
@@ -104,6 +108,10 @@ class Gather:
     def _dense_unit(self, stage: int, parameters: list[Parameter]) -> Unit:
         tensor = self.ranks.tensor
         return self._unit(stage, self.ranks.tensor_group, [parameters] * tensor, tensor)
+
+    def _replicated_unit(self, stage: int, parameters: list[Parameter]) -> Unit:
+        """Of parameters that every tensor rank has whole: each takes its own."""
+        return self._unit(stage, None, [parameters], 1)
 
     def _expert_unit(self, stage: int, layer: int) -> Unit:
         """The group counts expert-tensor ranks fastest: those of the same experts are neighbors."""
@@ -167,8 +175,10 @@ class Gather:
         flat = sample.new_empty(len(unit.members), unit.numel)
         is_here = self.ranks.pipeline_rank == unit.stage
         if is_here:
-            parameters = unit.members[dist.get_rank(unit.group)]
-            local = torch.cat([value(self.own[each]).detach().reshape(-1) for each in parameters])
+            member = 0 if unit.group is None else dist.get_rank(unit.group)
+            parameters = unit.members[member]
+            values = (value(self.own[each]) for each in parameters)
+            local = torch.cat([each.detach().to(sample.dtype).reshape(-1) for each in values])
             if len(unit.members) == 1:
                 flat[0] = local
             else:
@@ -180,6 +190,15 @@ class Gather:
             if is_here:
                 self.bytes_sent += (self.ranks.pipeline - 1) * flat.nbytes
         return flat
+
+
+def _tower_parts(arch: Architecture) -> list[list[Parameter]]:
+    """The parameters of the tower, a block at a time."""
+    by_block: dict[str, list[Parameter]] = {}
+    for parameter in vision_parameters(arch):
+        block = ".".join(parameter.slot.megatron.split(".")[:3])  # visual.blocks.<number>
+        by_block.setdefault(block, []).append(parameter)
+    return list(by_block.values())
 
 
 def _whole_shape(copies: Sequence[Copy]) -> tuple[int, ...]:

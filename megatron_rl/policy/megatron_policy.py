@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
@@ -21,6 +20,7 @@ from megatron_rl.policy import optimizer as optim_room
 from megatron_rl.policy import parallel as groups
 from megatron_rl.policy.batching import Batching
 from megatron_rl.policy.families import read_architecture
+from megatron_rl.policy.families.base import vision_problems
 from megatron_rl.policy.forward import (
     Passes,
     ScoreBoard,
@@ -35,12 +35,18 @@ from megatron_rl.policy.hardware import this_machine
 from megatron_rl.policy.microbatches import Microbatch, multiples
 from megatron_rl.policy.model import build_chunks, transformer_config
 from megatron_rl.policy.not_finite import check_weights
-from megatron_rl.policy.offload import Offload, dispatcher_tensors, release_caches
+from megatron_rl.policy.offload import (
+    Offload,
+    dispatcher_tensors,
+    release_caches,
+    training_tensors,
+)
 from megatron_rl.policy.parameter_map import padded_vocab
 from megatron_rl.policy.precision import ddp_config, describe, logprob_format, plain, token_multiple
 from megatron_rl.policy.reference import Reference
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.policy.shards import held_shards, key
+from megatron_rl.policy.vision import Eyes
 from megatron_rl.policy.work_model import WorkModel
 from megatron_rl.protocols import Entropy
 from megatron_rl.runtime.device import device, platform
@@ -67,12 +73,14 @@ class MegatronPolicy:
         settings: PolicySettings,
     ) -> None:
         self.path = Path(model.path)
+        self.model = model
         self.arch, self.hf_config = read_architecture(self.path)
         problems = layout_problems(self.arch, parallel, dist.get_world_size())
+        problems += vision_problems(self.arch, model, precision)
         if problems:
             raise ValueError("\n".join(problems))
         # Reads headers only: a damaged folder is named before anything is built.
-        HfDirectory(self.path).check(self.arch)
+        HfDirectory(self.path, self.arch.prefixes).check(self.arch)
         remedies.apply()
         self.ranks = groups.initialize(parallel)
         self.parallel = parallel
@@ -88,12 +96,8 @@ class MegatronPolicy:
         with platform():
             self._build_model(model)
             self.optimizer = optim_room.build_optimizer(optim, parallel, precision, self.chunks)
-        states = {
-            "weights": self._weight_tensors,
-            "gradients": self._gradient_tensors,
-            "optimizer": self._optimizer_tensors,
-        }
-        self._offload = Offload(states, ("gradients",), self.device)
+        self.training_tensors = training_tensors(self.modules, self.optimizer)
+        self._offload = Offload(self.training_tensors, ("gradients",), self.device)
         self._dispatchers = dispatcher_tensors(self.modules)
         self.reference: Reference | None = None
         if settings.keep_reference:
@@ -111,7 +115,7 @@ class MegatronPolicy:
             self.config,
             self.arch,
             self.hf_config,
-            model.make_vocab_divisible_by,
+            model,
             self.settings.max_sequence_tokens,
         )
         self.held = weights.held_parameters(self.modules, self.arch, self.ranks, self.vocab_rows)
@@ -144,7 +148,14 @@ class MegatronPolicy:
                 token_multiple(self.precision),
             ),
             device=self.device,
+            eyes=self._eyes(),
         )
+
+    def _eyes(self) -> Eyes | None:
+        if self.arch.vision is None:
+            return None
+        has_tower = self.ranks.pipeline_rank == 0
+        return Eyes(self.arch.vision, self.settings.image_processor, has_tower)
 
     def _log_choices(self) -> None:
         if dist.get_rank() != 0:
@@ -290,10 +301,11 @@ class MegatronPolicy:
         yield from self._gather.run(plain)
 
     def gathered_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Collective: the gradients left by ``backward``, by HF name, whole on every rank."""
+        """Collective: the gradients left by ``backward``, by HF name, whole on every rank; zeros of
+        what is not trained."""
         with platform():
             optim_room.whole_gradients(self.chunks)
-        yield from self._gather.run(lambda parameter: parameter.main_grad)
+        yield from self._gather.run(optim_room.gradient)
 
     def gradient_norm(self) -> float:
         """Collective: of the gradient left by ``backward``, over all parameters, as the optimizer
@@ -355,23 +367,6 @@ class MegatronPolicy:
     def reload(self) -> None:
         """See protocols.Offloadable."""
         self._offload.reload()
-
-    def _weight_tensors(self) -> Iterable[Tensor]:
-        return (parameter.data for module in self.modules for parameter in module.parameters())
-
-    def _gradient_tensors(self) -> Iterable[Tensor]:
-        return (parameter.main_grad for module in self.modules for parameter in module.parameters())
-
-    def _optimizer_tensors(self) -> Iterable[Tensor]:
-        for part in optim_room.parts(self.optimizer):
-            for group in part.optimizer.param_groups:
-                for parameter in group["params"]:
-                    yield parameter.data
-                    yield from (
-                        value
-                        for value in part.optimizer.state.get(parameter, {}).values()
-                        if torch.is_tensor(value)
-                    )
 
     def save(
         self, path: Path, extra: Mapping[str, Any], about: Mapping[str, Any] | None = None

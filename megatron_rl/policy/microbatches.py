@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from megatron_rl.policy.attention import Packing
+from megatron_rl.policy.vision import Eyes
 from megatron_rl.runtime.transfer import to_device
 from megatron_rl.types import SequenceBatch
 
@@ -135,7 +137,7 @@ class _Sequences:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Each packed token of this rank: its sequence, and its position there.
+    """Each packed token, of all context ranks or of this one: its sequence, and its position there.
 
     ``starts``: where the sequences begin among the tokens of all context ranks, and the end.
     """
@@ -150,6 +152,7 @@ class Packer:
     """Packs micro-batches for context rank ``context_rank`` of ``context``.
 
     ``share`` (one context rank only): neighboring sequences with the same prompt pack it once.
+    ``eyes``: of a model that sees.
     """
 
     multiples: Multiples
@@ -157,6 +160,7 @@ class Packer:
     context: int
     device: torch.device
     share: bool = False
+    eyes: Eyes | None = None
 
     def __post_init__(self) -> None:
         assert not (self.share and self.context > 1), (
@@ -169,12 +173,16 @@ class Packer:
         ``at_least``: its tokens over all context ranks, or more.
 
         Raises:
-            ValueError: a row has no prompt, from which its first response token is predicted, or no
-                response.
+            ValueError: a row has no prompt, from which its first response token is predicted, no
+                response, or image tokens that are not those of its images.
         """
         padded = padded_lengths(batch, rows, self.multiples, at_least, self.share)
         sequences = _sequences(batch if rows else DUMMY, rows or [0], self.share)
-        layout = self._layout(sequences, padded)
+        everywhere = _layout(sequences, padded)
+        layout = self._own(everywhere, padded)
+        packing = self._packing(sequences, layout, padded)
+        if self.eyes is not None:
+            self._look(packing, sequences, padded, everywhere, layout)
         nothing = torch.zeros(0, dtype=torch.long)
         predictions = (nothing, nothing, nothing)
         if rows:
@@ -183,30 +191,43 @@ class Packer:
         return Microbatch(
             token_ids=to_device(_token_ids(sequences, layout)[None], self.device),
             position_ids=to_device(layout.position[None], self.device),
-            packing=self._packing(sequences, layout, padded),
+            packing=packing,
             rows=to_device(state_rows, self.device),
             targets=to_device(targets, self.device),
             index=index,
             empty=not rows,
         )
 
-    def _layout(self, sequences: _Sequences, padded: Tensor) -> _Layout:
-        """Over the padded tokens of all context ranks, then cut to those of this rank."""
-        starts = torch.nn.functional.pad(padded.cumsum(0), (1, 0))
-        sequence = torch.repeat_interleave(torch.arange(len(padded)), padded)
-        # A sequence that borrows its prompt begins at the position behind it.
-        position = torch.arange(len(sequence)) - (starts[:-1] - sequences.shared)[sequence]
-        if self.context > 1:
-            # Two chunks of each sequence: see ``attention.zigzag``.
-            chunk = position // (padded // (2 * self.context))[sequence]
-            own = (chunk == self.context_rank) | (chunk == 2 * self.context - 1 - self.context_rank)
-            sequence = sequence[own]
-            position = position[own]
-        return _Layout(sequence, position, starts)
+    def _own(self, layout: _Layout, padded: Tensor) -> _Layout:
+        """``layout`` of all context ranks, cut to the tokens of this rank."""
+        if self.context == 1:
+            return layout
+        # Two chunks of each sequence: see ``attention.zigzag``.
+        chunk = layout.position // (padded // (2 * self.context))[layout.sequence]
+        own = (chunk == self.context_rank) | (chunk == 2 * self.context - 1 - self.context_rank)
+        return _Layout(layout.sequence[own], layout.position[own], layout.starts)
+
+    def _look(
+        self,
+        packing: Packing,
+        sequences: _Sequences,
+        padded: Tensor,
+        everywhere: _Layout,
+        layout: _Layout,
+    ) -> None:
+        """Puts positions and images into ``packing``. ``everywhere``: over all context ranks."""
+        assert self.eyes is not None
+        lengths = padded + sequences.shared
+        rows = sequences.chosen.tolist()
+        sights = self.eyes.look(sequences.batch, rows, lengths.tolist())
+        starts = lengths.cumsum(0) - lengths
+        positions = sights.positions[:, starts[everywhere.sequence] + everywhere.position]
+        packing.rope_positions = to_device(positions[:, None], self.device)
+        packing.images = sights.placed(starts[layout.sequence] + layout.position, self.device)
 
     def _packing(self, sequences: _Sequences, layout: _Layout, padded: Tensor) -> Packing:
         boundaries = layout.starts
-        sharing = {}
+        sharing: dict[str, Any] = {}
         if sequences.shared.any():
             # One run of rotary angles, chosen by position: boundaries would restart the angles of a
             # sequence that borrows its prompt at 0.
@@ -235,6 +256,15 @@ def _sequences(batch: SequenceBatch, rows: Sequence[int], share: bool) -> _Seque
             " sequence needs at least one token of each"
         )
     return _Sequences(batch, chosen, *borrowed_prompts(batch, chosen, share))
+
+
+def _layout(sequences: _Sequences, padded: Tensor) -> _Layout:
+    """The padded tokens of all context ranks."""
+    starts = torch.nn.functional.pad(padded.cumsum(0), (1, 0))
+    sequence = torch.repeat_interleave(torch.arange(len(padded)), padded)
+    # A sequence that borrows its prompt begins at the position behind it.
+    position = torch.arange(len(sequence)) - (starts[:-1] - sequences.shared)[sequence]
+    return _Layout(sequence, position, starts)
 
 
 def _token_ids(sequences: _Sequences, layout: _Layout) -> Tensor:

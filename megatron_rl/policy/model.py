@@ -22,13 +22,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_rl.config.schema import ParallelConfig, PrecisionConfig
+from megatron_rl.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.policy.activations import selective_modules
 from megatron_rl.policy.attention import PackedAttention, Packing, RMSNorm
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.hardware import this_machine
 from megatron_rl.policy.parameter_map import padded_vocab
 from megatron_rl.policy.precision import model_fields
+from megatron_rl.policy.vision import add_tower, embed, set_tower_angles
 
 
 class HiddenStates(GPTModel):
@@ -41,7 +42,14 @@ class HiddenStates(GPTModel):
     def _preprocess(
         self, *args: Any, packed_seq_params: Any = None, **kwargs: Any
     ) -> tuple[Any, ...]:
-        """megatron's, with rotary angles by the ``positions`` of a packing that has them."""
+        """megatron's, with rotary angles by the ``positions`` of a packing that has them; of a
+        model that sees, with its positions and the features of its images."""
+        if self.position_embedding_type == "mrope":
+            kwargs["position_ids"] = packed_seq_params.rope_positions
+            if self.pre_process:
+                images = packed_seq_params.images
+                kwargs["decoder_input"] = embed(self, kwargs["input_ids"], images)
+            return super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
         decoder_input, angles, *rest = super()._preprocess(
             *args, packed_seq_params=packed_seq_params, **kwargs
         )
@@ -70,17 +78,18 @@ class HiddenStates(GPTModel):
         return self.output_layer.weight
 
 
-def fused_kernels(experts: bool) -> dict[str, Any]:
+def fused_kernels(experts: bool, mrope: bool) -> dict[str, Any]:
     """megatron's fused kernels: on with layers of Transformer Engine, off with megatron's own.
 
     The fused rotary kernel reads the boundaries of packed sequences on the device; the plain way
-    fetches them to the host in every layer. ``bias_activation_fusion`` is the activation between
+    fetches them to the host in every layer, and alone takes angles of every token (``mrope``).
+    ``bias_activation_fusion`` is the activation between
     the matrices of the feed-forward part. The experts of a rank become one layer with numbered
     weights (see ``weights.GROUPED_EXPERT``).
     """
     on = this_machine().transformer_engine is not None
     return dict(
-        apply_rope_fusion=on,
+        apply_rope_fusion=on and not mrope,
         bias_activation_fusion=on,
         moe_permute_fusion=on and experts,
         moe_grouped_gemm=on and experts,
@@ -155,10 +164,11 @@ def transformer_config(
         batch_p2p_comm=False,
         overlap_p2p_comm=interleaved,
         moe_token_dispatcher_type="alltoall",
+        mrope_section=list(arch.mrope_section) or None,
         calculate_per_token_loss=True,  # DDP reads it when it wraps a model
         use_cpu_initialization=on_cpu,
         perform_initialization=False,
-        **fused_kernels(arch.num_experts > 0),
+        **fused_kernels(arch.num_experts > 0, bool(arch.mrope_section)),
         **recomputation(arch, parallel, precision),
         **model_fields(precision, arch.num_experts),
     )
@@ -213,12 +223,13 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
 
 
 def build_chunks(
-    config: TransformerConfig, arch: Architecture, hf: Any, divisible_by: int, max_tokens: int
+    config: TransformerConfig, arch: Architecture, hf: Any, settings: ModelConfig, max_tokens: int
 ) -> list[torch.nn.Module]:
     """This rank's model chunks, one for each virtual stage, in the precision of ``config``.
 
     Their weights are not set.
     """
+    divisible_by = settings.make_vocab_divisible_by
     vocab_rows = padded_vocab(arch.vocab_size, divisible_by, config.tensor_model_parallel_size)
     virtual_stages: list[int | None] = [None]
     if config.virtual_pipeline_model_parallel_size:
@@ -234,10 +245,19 @@ def build_chunks(
             pre_process=parallel_state.is_pipeline_first_stage(**place),
             post_process=parallel_state.is_pipeline_last_stage(**place),
             share_embeddings_and_output_weights=arch.tied_embeddings,
-            position_embedding_type="rope",
+            position_embedding_type="mrope" if arch.mrope_section else "rope",
+            # Features of images take their places before the cut over tensor ranks.
+            scatter_embedding_sequence_parallel=arch.vision is None,
             rotary_base=arch.rope_theta,
             vp_stage=vp_stage,
         )
+        if arch.mrope_section:
+            # Positions are those of all context ranks; attention takes its own of each sequence.
+            # This class would cut the packed row as if it were one sequence.
+            model.rotary_pos_emb.cp_group = None
+        if arch.vision is not None and model.pre_process:
+            recompute = config.recompute_granularity is not None
+            add_tower(model, hf, config, recompute=recompute, frozen=settings.freeze_vision)
         if arch.rope_type != "default":
             rope = ROPE_INIT_FUNCTIONS[arch.rope_type]
             frequencies, attention_factor = rope(hf, torch.device("cpu"))
@@ -248,4 +268,6 @@ def build_chunks(
         if torch.cuda.is_available():
             model = model.cuda(torch.cuda.current_device())
         chunks.append(Float16Module(config, model) if config.bf16 else model)
+        if hasattr(model, "visual"):
+            set_tower_angles(model.visual)
     return chunks

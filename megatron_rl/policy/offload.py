@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_rl.policy.host_memory import HostBuffer
+from megatron_rl.policy.optimizer import gradient, parts
 
 
 @dataclass
@@ -127,6 +129,31 @@ class Offload:
             self._hosts[part, number] = host
         host.take(_bytes(storage))
         return Stored(storage, num_bytes, host)
+
+
+def training_tensors(
+    modules: Sequence[torch.nn.Module], optimizer: MegatronOptimizer
+) -> dict[str, Callable[[], Iterable[Tensor]]]:
+    """What a policy has on the device, by part. What is not trained has weights only."""
+
+    def weights() -> Iterable[Tensor]:
+        return (parameter.data for module in modules for parameter in module.parameters())
+
+    def gradients() -> Iterable[Tensor]:
+        for module in modules:
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    yield gradient(parameter)
+
+    def optimizer_states() -> Iterable[Tensor]:
+        for part in parts(optimizer):
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    yield parameter.data
+                    state = part.optimizer.state.get(parameter, {})
+                    yield from filter(torch.is_tensor, state.values())
+
+    return {"weights": weights, "gradients": gradients, "optimizer": optimizer_states}
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
 
 from megatron_rl.config.schema import OptimConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.policy.precision import optimizer_config
@@ -109,6 +110,14 @@ def _step_with_ready_gradients(optimizer: MegatronOptimizer) -> None:
         else:
             part.step_with_ready_grads()
     chained[-1].step_with_ready_grads()
+
+
+def gradient(parameter: Any) -> Tensor:
+    """What a backward left for ``parameter``; zeros for one that is not trained."""
+    if not parameter.requires_grad:
+        return torch.zeros_like(parameter)
+    left: Tensor = parameter.main_grad
+    return left
 
 
 def whole_gradients(chunks: Sequence[Any]) -> None:

@@ -18,6 +18,8 @@ EMBEDDING = Slot("embedding.word_embeddings.weight", "vocab", ("model.embed_toke
 FINAL_NORM = Slot("decoder.final_layernorm.weight", "whole", ("model.norm.weight",))
 HEAD = Slot("output_layer.weight", "vocab", ("lm_head.weight",))
 TIED_HEAD = Slot("output_layer.weight", "vocab", ("model.embed_tokens.weight",))
+# The tower's parameters have one name on both sides.
+VISION = "visual."
 # Transformer Engine fuses a norm into the linear layer behind it: its name there -> its own name.
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -66,8 +68,15 @@ def expert_parameters(arch: Architecture, layer: int, expert: int) -> list[Param
     ]
 
 
+def vision_parameters(arch: Architecture) -> list[Parameter]:
+    """Parameters of the vision tower, which every tensor rank of the first stage has whole."""
+    tensors = () if arch.vision is None else arch.vision.tensors
+    return [Parameter(Slot(name, "whole", (name,)), (name,)) for name, _ in tensors]
+
+
 def outer_parameters(arch: Architecture) -> tuple[list[Parameter], list[Parameter]]:
-    """Parameters before the first layer, and after the last one. A tied head is no parameter."""
+    """Parameters of the language model before its first layer, and after its last one. A tied
+    head is no parameter."""
     after = [Parameter(FINAL_NORM, FINAL_NORM.hf)]
     if not arch.tied_embeddings:
         after.append(Parameter(HEAD, HEAD.hf))
@@ -77,6 +86,7 @@ def outer_parameters(arch: Architecture) -> tuple[list[Parameter], list[Paramete
 def model_parameters(arch: Architecture) -> Iterator[Parameter]:
     """All parameters of the model, in the order in which weights are gathered and exported."""
     before, after = outer_parameters(arch)
+    yield from vision_parameters(arch)
     yield from before
     for layer in range(arch.num_layers):
         yield from layer_parameters(arch, layer)
@@ -112,6 +122,10 @@ def axis_sizes(
     if kind == "columns":
         return query_rows if "self_attention" in megatron else ffn, (hidden,), 1
     assert kind == "whole", f"no sizes for kind {kind} of {megatron}"
+    if megatron.startswith(VISION):
+        assert arch.vision is not None, f"{megatron}: the architecture has no tower"
+        shape = dict(arch.vision.tensors)[megatron]
+        return shape[0], shape[1:], -1
     if "router" in megatron:
         return arch.num_experts, (hidden,), -1
     is_head_norm = "q_layernorm" in megatron or "k_layernorm" in megatron

@@ -60,7 +60,11 @@ class Reference:
             buffers += [*chunk.buffers, *chunk.expert_parallel_buffers]
         self._frozen = [_lay_out(held, buffer, pinned=staged) for buffer in buffers]
         laid_out = sum(len(frozen.held) for frozen in self._frozen)
-        assert laid_out == len(held), f"{laid_out} of {len(held)} parameters are in DDP's buffers"
+        untrained = [item for item in held if not item.tensor.requires_grad]
+        # They keep their starting weights anyway.
+        self.untrained: set[Name] = {(item.chunk, item.name) for item in untrained}
+        trained = len(held) - len(untrained)
+        assert laid_out == trained, f"{laid_out} of {trained} parameters are in DDP's buffers"
         for frozen in self._frozen:
             self._fill(frozen)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.protocols import Entropy
+from megatron_rl.protocols import Entropy, ImageProcessor
 
 
 @dataclass(frozen=True)
@@ -23,3 +23,4 @@ class PolicySettings:
     share_prompts: bool = True  # compute a prompt once for its responses, where attention can
     entropy: Entropy = "none"  # what scores hold, and "grad": what a loss gets
     require_finite: bool = True  # refuse weights of NaN or infinity
+    image_processor: ImageProcessor | None = None  # of a model that sees, where prompts have images

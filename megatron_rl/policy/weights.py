@@ -24,6 +24,7 @@ from megatron_rl.policy.parameter_map import (
     FUSED_NORMS,
     HEAD,
     TIED_HEAD,
+    VISION,
     Parameter,
     axis_sizes,
     expert_parameters,
@@ -31,6 +32,7 @@ from megatron_rl.policy.parameter_map import (
     local_shape,
     parameter_slices,
     shards,
+    vision_parameters,
 )
 from megatron_rl.policy.precision import assign
 from megatron_rl.types import Shard
@@ -106,6 +108,8 @@ def _identify(name: str, layers: list[int], arch: Architecture, ranks: Ranks) ->
     for slot in (EMBEDDING, FINAL_NORM):
         if name == slot.megatron:
             return Parameter(slot, slot.hf)
+    if name.startswith(VISION):
+        return next(each for each in vision_parameters(arch) if each.slot.megatron == name)
     in_layer = LAYER.fullmatch(name)
     assert in_layer, f"no HF tensor is known for parameter {name}"
     layer = layers[int(in_layer[1])]
@@ -155,7 +159,7 @@ def _fill(held: Sequence[Held], arch: Architecture, path: Path) -> dict[ShardKey
 
     Returns how many values of a shard are not finite, where any are.
     """
-    directory = HfDirectory(path)
+    directory = HfDirectory(path, arch.prefixes)
     directory.check(arch)
     counts = {}
     with torch.no_grad():

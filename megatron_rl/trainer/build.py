@@ -10,8 +10,10 @@ from megatron_rl.config.checks import num_optimizer_steps
 from megatron_rl.config.schema import Config
 from megatron_rl.data.reading import Data, read_data, training_stream
 from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.data.vision import VisionProcessor, vision_of
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.engine.recorder import UndiscoveredError
+from megatron_rl.engine.requests import Sight
 from megatron_rl.loss import Method
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.megatron_policy import MegatronPolicy
@@ -29,7 +31,12 @@ from megatron_rl.trainer.evaluator import Evaluator
 from megatron_rl.trainer.health import Health
 from megatron_rl.trainer.hooks import RolloutHooks
 from megatron_rl.trainer.learner import Learner, MinibatchPlan
-from megatron_rl.trainer.logprob_check import CheckedSync, LogprobCheck, check_sequences
+from megatron_rl.trainer.logprob_check import (
+    CheckedSync,
+    CheckSequence,
+    LogprobCheck,
+    check_sequences,
+)
 from megatron_rl.trainer.objective import check_visual_entropy
 from megatron_rl.trainer.placement import Placement
 from megatron_rl.trainer.preflight import check_before_build
@@ -44,7 +51,7 @@ from megatron_rl.trainer.run_folder import RunFolder
 from megatron_rl.trainer.run_record import data_fingerprint
 from megatron_rl.trainer.sources import Colocated
 from megatron_rl.trainer.trainer import Trainer
-from megatron_rl.types import Prompt, TransferOptions
+from megatron_rl.types import TransferOptions
 from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.gather import GatherSync
 from megatron_rl.weight_sync.reshard import ReshardSync
@@ -62,7 +69,8 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     stop_requested = StopRequest()  # first of all: a signal during the build must not be lost
     tokenizer = load_tokenizer(config.model.path)
     with display.phase("reading the prompts"):
-        data = read_data(config, tokenizer)
+        vision = vision_of(config.model.path, config.data)
+        data = read_data(config, tokenizer, vision)
         reward = build_reward(config.reward, lambda prompt: prompt.text)
         reward.check([*data.train_prompts, *data.held_out_prompts])
     method = build_method(config, data)
@@ -71,9 +79,9 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     start = folder.prepare(data_fingerprint(loader.state()))
     world.from_main(lambda: check_before_build(config, start, method.needs.ref_logprobs))
     with display.phase("building the policy"):
-        policy = build_policy(config, method)
+        policy = build_policy(config, method, vision)
     with display.phase("building the rollout engine"):
-        engine, weight_sync = build_engine(config, world, policy)
+        engine, weight_sync = build_engine(config, world, policy, sight_of(data, vision))
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     sampler = Sampler(engine, reward, decode, world, display)
     stop_ids = stop_token_ids(tokenizer.eos_token_id)
@@ -91,7 +99,9 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     memory = build_colocation(config, policy, engine)
     weight_sync = ColocatedSync(weight_sync, memory)
     if config.weight_sync.logprob_check_every > 0:
-        check = build_logprob_check(config, policy, engine, world, data.train_prompts)
+        image_token = None if vision is None else vision.image_token_id
+        sequences = check_sequences(data.train_prompts, image_token)
+        check = build_logprob_check(config, policy, engine, world, sequences)
         weight_sync = CheckedSync(weight_sync, check)
     held_out = data.held_out_prompts[: config.evaluation.num_prompts]
     sampling = evaluation_sampling(config, stop_ids)
@@ -129,7 +139,15 @@ def build_hooks(config: Config, world: World) -> RolloutHooks | None:
     return RolloutHooks(config.rollout_hooks, world) if config.rollout_hooks else None
 
 
-def build_policy(config: Config, method: Method) -> MegatronPolicy:
+def sight_of(data: Data, vision: VisionProcessor | None) -> Sight | None:
+    """What the engine must know of the images of all prompts; None where there are none."""
+    most = max(len(prompt.images) for prompt in [*data.train_prompts, *data.held_out_prompts])
+    return None if vision is None or most == 0 else Sight(vision, most)
+
+
+def build_policy(
+    config: Config, method: Method, vision: VisionProcessor | None = None
+) -> MegatronPolicy:
     """Collective. The policy with the weights of ``model.path``."""
     rollout = config.rollout
     settings = PolicySettings(
@@ -140,6 +158,7 @@ def build_policy(config: Config, method: Method) -> MegatronPolicy:
         tokens_per_microbatch=config.batch.tokens_per_microbatch,
         share_prompts=config.batch.share_prompts,
         entropy=ENTROPY[method.needs.entropy],
+        image_processor=vision,
     )
     return MegatronPolicy(config.model, config.parallel, config.precision, config.optim, settings)
 
@@ -168,13 +187,17 @@ def build_minibatch_plan(config: Config) -> MinibatchPlan:
 
 
 def build_engine(
-    config: Config, world: World, policy: MegatronPolicy
+    config: Config, world: World, policy: MegatronPolicy, sight: Sight | None = None
 ) -> tuple[VllmEngine, WeightSync]:
     """Collective. The engine takes its memory when it is built: the policy makes room for it as it
     does in every step, and gets it back."""
     policy.offload(config.memory.offload)
     engine = VllmEngine(
-        config.model.path, config.rollout, seed=config.seed, launch_id=world.launch_id
+        config.model.path,
+        config.rollout,
+        seed=config.seed,
+        launch_id=world.launch_id,
+        sight=sight,
     )
     # Before the engine sleeps: a plan looks at its weights.
     weight_sync = build_sync(config, policy, engine, world)
@@ -243,15 +266,14 @@ def build_logprob_check(
     policy: MegatronPolicy,
     engine: VllmEngine,
     world: World,
-    prompts: Sequence[Prompt],
+    sequences: Sequence[CheckSequence],
 ) -> LogprobCheck:
-    """Raises ValueError when no prompt serves."""
     settings = config.weight_sync
     return LogprobCheck(
         partial(policy.score_alone, temperature=1.0),
         engine,
         world,
-        check_sequences(prompts),
+        sequences,
         every=settings.logprob_check_every,
         tolerance=settings.logprob_check_tolerance,
     )

@@ -3,8 +3,8 @@ them again.
 
 ``run_dir/nonfinite/step_NNNNNN``: ``batch.safetensors`` (tokens, lengths, logprobs, rewards,
 credit), ``bundle.json`` (rows, micro-batches, what the run saw), ``config.json``,
-``random_states.pt`` (one a rank) and ``weights/`` (a HF directory: the policy's weights when the
-minibatch came).
+``random_states.pt`` (one a rank), ``weights/`` (a HF directory: the policy's weights when the
+minibatch came), and ``images/``, the files of images by digest.
 """
 
 from __future__ import annotations
@@ -32,13 +32,22 @@ from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.exchange import gathered_on_main
 from megatron_rl.trainer.experience import Experience, Responses
 from megatron_rl.trainer.health import Minibatch
-from megatron_rl.types import SequenceBatch, SequenceLengths, Share, TokenScores, UpdateResult
+from megatron_rl.types import (
+    Image,
+    Prompt,
+    SequenceBatch,
+    SequenceLengths,
+    Share,
+    TokenScores,
+    UpdateResult,
+)
 
 BATCH = "batch.safetensors"
 FACTS = "bundle.json"
 CONFIG = "config.json"
 RANDOM = "random_states.pt"
 WEIGHTS = "weights"
+IMAGES = "images"
 
 
 class BundledPolicy(Protocol):
@@ -99,6 +108,7 @@ def write_bundle(
         (path / CONFIG).write_text(values + "\n", encoding="utf-8")
         torch.save(states, path / RANDOM)
         save_file(_tensors(experience, tokens), path / BATCH)
+        _write_images(path / IMAGES, experience.responses.prompts)
 
     world.from_main(write)
     policy.export(path / WEIGHTS)
@@ -118,6 +128,10 @@ def _facts(
         "rows": list(minibatch.rows),
         "splits": splits,
         "uids": [prompt.uid for prompt in minibatch.experience.responses.prompts],
+        "images": [
+            [(image.digest, image.width, image.height) for image in prompt.images]
+            for prompt in minibatch.experience.responses.prompts
+        ],
         "loss": None if result is None else repr(result.loss),  # "nan" and "inf" are not JSON
         "grad_norm": None if result is None else repr(result.grad_norm),
     }
@@ -178,7 +192,7 @@ def read_bundle(path: Path) -> Bundle:
         step=facts["step"],
         number=facts["minibatch"],
         world_size=facts["world_size"],
-        experience=_restored(load_file(path / BATCH)),
+        experience=_restored(load_file(path / BATCH), _read_images(path, facts)),
         rows=facts["rows"],
         splits=facts["splits"],
         uids=facts["uids"],
@@ -187,7 +201,31 @@ def read_bundle(path: Path) -> Bundle:
     )
 
 
-def _restored(tensors: dict[str, Tensor]) -> Experience:
+def _write_images(folder: Path, prompts: Sequence[Prompt]) -> None:
+    """The file of each image, once."""
+    for prompt in prompts:
+        for image in prompt.images:
+            file = folder / image.digest
+            if not file.exists():
+                folder.mkdir(exist_ok=True)
+                is_path = isinstance(image.source, Path)
+                file.write_bytes(image.source.read_bytes() if is_path else image.source)
+
+
+def _read_images(path: Path, facts: dict[str, Any]) -> tuple[tuple[Image, ...], ...] | None:
+    """The inverse; bundles without images may lack the key."""
+    rows = facts.get("images") or ()
+    if not any(rows):
+        return None
+    return tuple(
+        tuple(Image(digest, *size, source=path / IMAGES / digest) for digest, *size in row)
+        for row in rows
+    )
+
+
+def _restored(
+    tensors: dict[str, Tensor], images: tuple[tuple[Image, ...], ...] | None
+) -> Experience:
     """On every rank with the tokens of all rows; ``splits`` says which micro-batches its ``share``
     has."""
     sequences = SequenceBatch(
@@ -195,6 +233,7 @@ def _restored(tensors: dict[str, Tensor]) -> Experience:
         tensors["prompt_lengths"],
         tensors["response_lengths"],
         tensors.get("prompt_index"),
+        images,
     )
     num_rows = sequences.num_responses
     lengths = sequences.response_lengths.numpy()

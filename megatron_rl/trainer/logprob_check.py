@@ -8,7 +8,7 @@ copies) shows only in its numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -18,7 +18,7 @@ from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.errors import WeightSyncError
 from megatron_rl.protocols import RolloutEngine, WeightSync
 from megatron_rl.runtime.launch import World
-from megatron_rl.types import Prompt, SequenceBatch, SyncReport, TokenScores
+from megatron_rl.types import Image, Prompt, SequenceBatch, SyncReport, TokenScores
 
 NUM_SEQUENCES = 4
 MAX_TOKENS = 64
@@ -26,31 +26,56 @@ MAX_TOKENS = 64
 ScoreBatch = Callable[[SequenceBatch], TokenScores]
 
 
-def check_sequences(prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
-    """The ends of the first prompts that have something to predict. Raises ValueError when there is
-    none."""
-    sequences = [
-        prompt.token_ids[-MAX_TOKENS:]
+@dataclass(frozen=True)
+class CheckSequence:
+    """Tokens after the first ``num_context`` are compared; the places of ``images`` stand before.
+
+    Example: ``CheckSequence((5, 7, 9))`` compares 7 and 9.
+    """
+
+    token_ids: Sequence[int]
+    num_context: int = 1
+    images: tuple[Image, ...] = ()
+
+
+def check_sequences(
+    prompts: Sequence[Prompt], image_token_id: int | None = None
+) -> list[CheckSequence]:
+    """The ends of the first prompts that have something to predict; half of them whole prompts with
+    images where there are such: no others show a tower that is stale. Raises ValueError when there
+    is none."""
+    texts = [
+        CheckSequence(prompt.token_ids[-MAX_TOKENS:])
         for prompt in prompts
-        if len(prompt.token_ids) > 1 and prompt.multimodal is None
+        if len(prompt.token_ids) > 1 and not prompt.images
     ]
-    if not sequences:
+    pictures = [
+        CheckSequence(prompt.token_ids, _last(prompt.token_ids, image_token_id) + 1, prompt.images)
+        for prompt in prompts
+        if prompt.images and prompt.token_ids[-1] != image_token_id
+    ]
+    if not texts and not pictures:
         raise ValueError(
             f"weight_sync.logprob_check_every: none of the {len(prompts)} training prompts has two"
             " text tokens; set it to 0 or fix data.train"
         )
-    return sequences[:NUM_SEQUENCES]
+    return [*pictures[: NUM_SEQUENCES // 2], *texts][:NUM_SEQUENCES]
+
+
+def _last(token_ids: Sequence[int], wanted: int | None) -> int:
+    """The last place of ``wanted``."""
+    return max(place for place, token in enumerate(token_ids) if token == wanted)
 
 
 class LogprobCheck:
-    """Compares logprobs at temperature 1 of every token but the first of each sequence."""
+    """Compares logprobs at temperature 1 of the tokens of each sequence behind its context."""
 
     def __init__(
         self,
         score: ScoreBatch,
         engine: RolloutEngine,
         world: World,
-        sequences: Sequence[Sequence[int]],
+        sequences: Sequence[CheckSequence],
         *,
         every: int,
         tolerance: float | None,
@@ -72,7 +97,11 @@ class LogprobCheck:
         self._first = False
         if not due:
             return None
-        batch = sequence_batch([(tokens[:1], tokens[1:]) for tokens in self._sequences])
+        pairs = [
+            (one.token_ids[: one.num_context], one.token_ids[one.num_context :])
+            for one in self._sequences
+        ]
+        batch = sequence_batch(pairs, images=[one.images for one in self._sequences])
         return self._score(batch).logprobs.cpu()
 
     def check(self, version: int, expected: Float[Tensor, " tokens"]) -> tuple[float, float]:
@@ -85,8 +114,14 @@ class LogprobCheck:
         Raises:
             WeightSyncError: on every rank: the mean is above the tolerance, or not a number.
         """
-        rows = self._engine.score(self._sequences)
-        scored = torch.tensor([value for row in rows for value in row])
+        rows = self._engine.score(
+            [one.token_ids for one in self._sequences], [one.images for one in self._sequences]
+        )
+        # The engine scores all tokens but the first.
+        wanted = [
+            row[one.num_context - 1 :] for one, row in zip(self._sequences, rows, strict=True)
+        ]
+        scored = torch.tensor([value for row in wanted for value in row])
         difference = (scored - expected).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
         worst, place = difference.max(0)
         of_replica = (

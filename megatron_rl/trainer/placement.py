@@ -100,9 +100,12 @@ class Placement:
         if not given:
             for values in tokens.columns.values():
                 self.placing.give(torch.from_numpy(values))
-        prompts = [experience.responses.prompts[row].token_ids for row in own]
+        prompts = [experience.responses.prompts[row] for row in own]
+        views = tokens.views("token_ids")
         batch = sequence_batch(
-            list(zip(prompts, tokens.views("token_ids"), strict=True)), experience.group_ids[own]
+            [(prompt.token_ids, ids) for prompt, ids in zip(prompts, views, strict=True)],
+            experience.group_ids[own],
+            [prompt.images for prompt in prompts],
         )
         places = [np.searchsorted(own, rows).tolist() for rows in microbatches]
         return Placed(tokens, Share(batch, places))

@@ -8,7 +8,9 @@ from pathlib import Path
 from megatron_rl.checkpoints import directory, facts, safe_load
 from megatron_rl.config.schema import Config
 from megatron_rl.engine.requirements import check_start
+from megatron_rl.errors import ConfigError
 from megatron_rl.policy.families import read_architecture
+from megatron_rl.policy.families.base import vision_problems
 from megatron_rl.reporting.row_file import check_rows
 from megatron_rl.runtime import disk, lock
 from megatron_rl.trainer.start import CHECKPOINTS, EXPORTS, METRICS, SAMPLES, Start
@@ -47,11 +49,17 @@ def check_before_build(config: Config, start: Start, keep_reference: bool) -> No
     """
     check_start(config.rollout)
     arch, _ = read_architecture(Path(config.model.path))
+    if problems := vision_problems(arch, config.model, config.precision):
+        raise ConfigError(problems, "the model")
     if start.checkpoint is not None:
         info = directory.check(start.checkpoint)
         optimizer = config.parallel.distributed_optimizer
         wanted = facts.describe(
-            arch, config.precision.params, distributed_optimizer=optimizer, reference=keep_reference
+            arch,
+            config.precision.params,
+            distributed_optimizer=optimizer,
+            reference=keep_reference,
+            freeze_vision=config.model.freeze_vision,
         )
         facts.refuse_other(start.checkpoint, info, wanted)
         safe_load.check_files(start.checkpoint)

@@ -159,6 +159,8 @@ class HttpServer:
         )
         if not answer["success"]:
             raise ConnectionError(f"{self.url}: the server did not drop its prefix cache")
+        # Features of images that the old tower made; no running request holds any now.
+        self.call("reset_encoder_cache")
 
 
 class ServerSync:

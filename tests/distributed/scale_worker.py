@@ -68,7 +68,9 @@ def check(case: Case, rank: int, arch: Architecture, folder: Path) -> None:
     answers = Answers((share, 1, arch.hidden_size), balanced, whole_stages)
     with fake_world(rank, case.ranks, answers):
         policy = MegatronPolicy(
-            ModelConfig(path=str(folder), make_vocab_divisible_by=DIVISIBLE_BY),
+            ModelConfig(
+                path=str(folder), make_vocab_divisible_by=DIVISIBLE_BY, freeze_vision=False
+            ),
             parallel,
             PrecisionConfig(**compose("precision/bf16")),
             OptimConfig(**compose("optim/adam")),

@@ -44,7 +44,7 @@ ENGINES: dict[str, VllmEngine] = {}
 
 def build_policy(path: Path, layout: dict) -> MegatronPolicy:
     return MegatronPolicy(
-        ModelConfig(path=str(path), make_vocab_divisible_by=64),
+        ModelConfig(path=str(path), make_vocab_divisible_by=64, freeze_vision=False),
         ParallelConfig(**{**DEFAULTS, **layout}),
         PrecisionConfig(
             params="float32",

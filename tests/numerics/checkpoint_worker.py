@@ -62,7 +62,7 @@ def build(case: Case) -> MegatronPolicy:
     defaults = compose("config", ["parallel=single", "precision=fp32"])
     layout = {**defaults["parallel"], "distributed_optimizer": False, **case.layout}
     return MegatronPolicy(
-        ModelConfig(path=str(FOLDER / case.model), make_vocab_divisible_by=8),
+        ModelConfig(path=str(FOLDER / case.model), make_vocab_divisible_by=8, freeze_vision=False),
         ParallelConfig(**layout),
         precision(case),
         OPTIM,

@@ -93,12 +93,8 @@ def trips(policy: MegatronPolicy, fused: bool) -> dict[str, Any]:
     experience = scored(batch)
     method = load_method("grpo", ["mismatch.kind=tis", "entropy.coef=0.01"])
     device = SimulatedDevice(VENDOR)
-    for tensors in (
-        policy._weight_tensors(),
-        policy._gradient_tensors(),
-        policy._optimizer_tensors(),
-    ):
-        for tensor in tensors:
+    for tensors in policy.training_tensors.values():
+        for tensor in tensors():
             if tensor.dim():
                 device.put(tensor)
 

@@ -33,11 +33,6 @@ CASES = [
 def sizes(policy: MegatronPolicy) -> dict[str, int]:
     """Bytes of the storages under the weights, the gradients and the optimizer's tensors of this
     rank."""
-    parts = {
-        "weights": policy._weight_tensors,
-        "gradients": policy._gradient_tensors,
-        "optimizer": policy._optimizer_tensors,
-    }
     return {
         part: sum(
             {
@@ -45,7 +40,7 @@ def sizes(policy: MegatronPolicy) -> dict[str, int]:
                 for storage in (tensor.untyped_storage() for tensor in tensors())
             }.values()
         )
-        for part, tensors in parts.items()
+        for part, tensors in policy.training_tensors.items()
     }
 
 

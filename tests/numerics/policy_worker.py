@@ -98,7 +98,7 @@ def logits_error(policy: MegatronPolicy, wanted: dict[str, Any]) -> float:
 
 def compare(case: Case, path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """Distances between the policy and ``wanted``, which is what ``reference`` returned."""
-    policy = zoo.tiny_policy(path, case.layout)
+    policy = zoo.tiny_policy(path, case.layout, **wanted.get("settings", {}))
     figures: dict[str, Any] = {}
     stored = load_file(path / "model.safetensors")
     gathered = dict(policy.gathered_weights())
@@ -118,11 +118,23 @@ def compare(case: Case, path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
         if not case.sharded_gradients:
             found = dict(policy.gathered_gradients())
             figures[f"gradients_{name}"] = relative_error(found, wanted["gradients"])
+            for part, names in parts(found).items():
+                figures[f"gradients_{part}_{name}"] = relative_error(
+                    {key: found[key] for key in names},
+                    {key: wanted["gradients"][key] for key in names},
+                )
             first = found if first is None else first
             figures[f"split_{name}"] = relative_error(found, first)
     figures.update(after_update(policy, wanted, ways["uneven"], got, stored))
     policy.close()
     return figures
+
+
+def parts(tensors: dict[str, Any]) -> dict[str, list[str]]:
+    """The names of a model that sees, apart; nothing of another."""
+    tower = [name for name in tensors if name.startswith("visual.")]
+    rest = [name for name in tensors if not name.startswith("visual.")]
+    return {"tower": tower, "language": rest} if tower else {}
 
 
 def same(mine: TokenScores, other: TokenScores) -> bool:

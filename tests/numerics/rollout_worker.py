@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.runtime import launch, random_state
+from megatron_rl.types import Image
 from tests.numerics import rollout_models as small
 
 FOLDER = Path(sys.argv[1])
@@ -163,7 +164,7 @@ def process_is_kept() -> None:
 
 def errors() -> None:
     long = small.make_prompts(1, length=301)
-    tagged = [replace(PROMPTS[0], multimodal="image")]
+    tagged = [replace(PROMPTS[0], images=(Image("digest", 28, 28, b""),))]
     for prompts, wanted, message in (
         (long, small.sampling(), "prompt p0: 301 tokens, rollout.max_prompt_tokens is 300"),
         (
@@ -172,7 +173,7 @@ def errors() -> None:
             "65 response tokens wanted, rollout.max_response_tokens is 64",
         ),
         (PROMPTS, small.sampling(stop=("a",)), "rollout.stop"),
-        (tagged, small.sampling(), "prompt p0: multimodal"),
+        (tagged, small.sampling(), "prompt p0: images"),
     ):
         try:
             ENGINE.generate(prompts, wanted)

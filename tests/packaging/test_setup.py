@@ -7,11 +7,14 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
 from tests.launch import REPO
+from tools.repack_torchvision import LABEL, repack
 from tools.write_stub_wheels import VERSION, main, write_stub_wheel
 
 
@@ -35,7 +38,7 @@ def constraints() -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("extra", ["", "cpu", "test"])
+@pytest.mark.parametrize("extra", ["", "cpu", "test", "vision"])
 def test_the_tested_versions_satisfy_what_is_asked_for(extra):
     pinned = constraints()
     for text in dependencies()[extra]:
@@ -48,15 +51,61 @@ def test_the_tested_versions_satisfy_what_is_asked_for(extra):
 
 def test_the_stand_ins_are_not_constrained():
     """A version of the index in the constraints would win over the empty wheel."""
-    assert not {"torchvision", "torchaudio", "torchcodec", "triton"} & set(constraints())
+    assert not {"torchaudio", "torchcodec", "triton"} & set(constraints())
+
+
+def test_torchvision_is_repacked_without_its_compiled_parts(tmp_path):
+    """The version of the constraints is that of the new wheel, which no index has; pip finds its
+    record whole."""
+    version = constraints()["torchvision"]
+    released = version.removesuffix(LABEL)
+    info = f"torchvision-{released}.dist-info"
+    wheel = tmp_path / f"torchvision-{released}-cp311-cp311-linux_x86_64.whl"
+    files = {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: torchvision\nVersion: {released}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nTag: cp311-cp311-linux_x86_64\n",
+        f"{info}/RECORD": "",
+        "torchvision/__init__.py": "there = True\n",
+        "torchvision/_meta_registrations.py": "raise RuntimeError('no such operator')\n",
+        "torchvision/_C.so": "compiled",
+        "torchvision/image.so": "compiled",
+        "torchvision.libs/libjpeg.so.62": "compiled",
+    }
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    made = repack(wheel, tmp_path / "wheels")
+    assert version != released and made.name == f"torchvision-{version}-py3-none-any.whl"
+    target = tmp_path / "site"
+    words = ["install", "--no-index", "--no-deps", "--target", str(target), str(made)]
+    subprocess.run([sys.executable, "-m", "pip", *words], check=True, capture_output=True)
+    installed = {str(path.relative_to(target)) for path in (target / "torchvision").iterdir()}
+    assert installed - {"torchvision/__pycache__"} == {
+        "torchvision/__init__.py",
+        "torchvision/_meta_registrations.py",
+    }
+    assert (target / "torchvision/_meta_registrations.py").read_text() == ""
+    assert not (target / "torchvision.libs").exists()
+
+
+def test_the_installed_torchvision_has_transforms_and_nothing_compiled():
+    """What vLLM and transformers use of it; the one of an index cannot be imported beside a CPU
+    build of torch."""
+    import torchvision
+    from torchvision.transforms.v2 import functional
+
+    folder = Path(torchvision.__file__).parent
+    assert not list(folder.rglob("*.so"))
+    made = functional.resize(torch.zeros(3, 8, 8, dtype=torch.uint8), [4, 4])
+    assert made.shape == (3, 4, 4)
 
 
 def test_stub_wheel_has_metadata_and_nothing_to_import(tmp_path):
-    archive = zipfile.ZipFile(write_stub_wheel(tmp_path, "torchvision"))
+    archive = zipfile.ZipFile(write_stub_wheel(tmp_path, "torchaudio"))
     assert {name.split("/")[0] for name in archive.namelist()} == {
-        f"torchvision-{VERSION}.dist-info"
+        f"torchaudio-{VERSION}.dist-info"
     }
-    metadata = archive.read(f"torchvision-{VERSION}.dist-info/METADATA").decode()
+    metadata = archive.read(f"torchaudio-{VERSION}.dist-info/METADATA").decode()
     assert f"Version: {VERSION}\n" in metadata
 
 
@@ -64,7 +113,7 @@ def test_pip_takes_the_stub_where_it_is_told_to_stay_below_a_release(tmp_path):
     """A company's constraint, and a higher version beside the stub: the stub is installed all the
     same."""
     stubs, others = tmp_path / "stubs", tmp_path / "others"
-    main(str(stubs), "torchvision")
+    main(str(stubs), "torchaudio")
     others.mkdir()
     stub = next(stubs.glob("*.whl"))
     content = {}
@@ -73,10 +122,10 @@ def test_pip_takes_the_stub_where_it_is_told_to_stay_below_a_release(tmp_path):
             content[name.replace(VERSION, "0.29.0")] = (
                 archive.read(name).decode().replace(VERSION, "0.29.0")
             )
-    with zipfile.ZipFile(others / "torchvision-0.29.0-py3-none-any.whl", "w") as archive:
+    with zipfile.ZipFile(others / "torchaudio-0.29.0-py3-none-any.whl", "w") as archive:
         for name, text in content.items():
             archive.writestr(name, text)
-    (tmp_path / "cap.txt").write_text("torchvision<=0.29.1\n")
+    (tmp_path / "cap.txt").write_text("torchaudio<=0.29.1\n")
     places = ["--no-index", "--find-links", str(stubs), "--find-links", str(others)]
     limits = [
         "--constraint",
@@ -93,12 +142,12 @@ def test_pip_takes_the_stub_where_it_is_told_to_stay_below_a_release(tmp_path):
         *limits,
         "--target",
         str(tmp_path / "site"),
-        "torchvision",
+        "torchaudio",
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [path.name for path in (tmp_path / "site").glob("*.dist-info")] == [
-        f"torchvision-{VERSION}.dist-info"
+        f"torchaudio-{VERSION}.dist-info"
     ]
 
 

@@ -179,12 +179,12 @@ def architectures() -> list[Case]:
         ),
         model_case(
             "mod_arch_vl",
-            "Qwen2.5-VL",
+            "Qwen2-VL",
             text_config(
-                '{"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type":'
-                ' "qwen2_5_vl", "text_config": {}}'
+                '{"architectures": ["Qwen2VLForConditionalGeneration"], "model_type":'
+                ' "qwen2_vl", "text_config": {}}'
             ),
-            Refused(("Qwen2_5_VL", "support")),
+            Refused(("Qwen2VL", "support")),
         ),
         model_case(
             "mod_arch_gemma",

@@ -181,7 +181,7 @@ def sweeps() -> list[Case]:
             "jrn_vision",
             "a vision model by its configuration",
             vision,
-            Refused(("Qwen2_5_VL", "support")),
+            Refused(("Qwen2VL", "support")),
         ),
     ]
 
@@ -189,7 +189,7 @@ def sweeps() -> list[Case]:
 def vision(place: Place) -> list[object]:
     model = place.material.copy_of("llama", place.folder / "model")
     (model / "config.json").write_text(
-        '{"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl",'
+        '{"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl",'
         ' "vision_config": {}}'
     )
     return ["-m", "megatron_rl.train", *small(model, place.material.rows(), place.folder / "run")]

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_rl.config.model_config import DENSE_SIZES, ModelSizes, model_sizes
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_rl.config.schema import ModelConfig, PrecisionConfig
 
 # How the HF tensors of a slot are laid out in the Megatron parameter, and along which axis that is
 # cut over tensor-parallel ranks: whole (not cut), rows and columns (one tensor, cut along axis 0 /
@@ -54,11 +59,30 @@ DENSE_MLP = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class Vision:
+    """The tower that turns patches of images into features of the language model's width.
+
+    ``tensors``: HF name (which is the name in the model too) and shape of every parameter. A token
+    is a square of ``merge`` by ``merge`` patches, a patch ``patch_numbers`` numbers.
+    """
+
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    image_token: int
+    merge: int
+    patch_numbers: int
+    depth: int
+    hidden_size: int
+    ffn_hidden_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture(ModelSizes):
     """A decoder-only transformer with RMSNorm, rotary positions and gated SiLU.
 
     ``expert_slots`` are relative to one expert (empty: dense); ``expert_prefix`` is where HF
-    numbers the experts of a layer.
+    numbers the experts of a layer. ``mrope_section``: how many of a head's angles belong to time,
+    row and column of a position (empty: positions are plain numbers). ``prefixes``: those that a
+    newer layout of the checkpoint has, and what they are here.
     """
 
     family: str
@@ -73,17 +97,22 @@ class Architecture(ModelSizes):
     experts_per_token: int = 0
     expert_slots: tuple[Slot, ...] = ()
     expert_prefix: str = ""
+    mrope_section: tuple[int, ...] = ()
+    vision: Vision | None = None
+    prefixes: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
 class Family:
     """``read`` turns a transformers configuration into an Architecture.
 
-    It raises ValueError for an option that the policy does not implement.
+    It raises ValueError for an option that the policy does not implement. ``tower`` makes the
+    module of ``Architecture.vision``, whose weights are not set.
     """
 
     architecture: str  # the entry of "architectures" in config.json
     read: Callable[[Any], Architecture]
+    tower: Callable[[Any], torch.nn.Module] | None = None
 
 
 def refuse(hf: Any, allowed: Mapping[str, tuple[Any, ...]]) -> None:
@@ -98,6 +127,24 @@ def refuse(hf: Any, allowed: Mapping[str, tuple[Any, ...]]) -> None:
                 f"config.json of {hf.model_type}: {option} is {getattr(hf, option)!r}, which the"
                 f" policy does not implement; only {shown} is supported, give another model"
             )
+
+
+def vision_problems(
+    arch: Architecture, model: ModelConfig, precision: PrecisionConfig
+) -> list[str]:
+    """What of the settings does not suit a model with, or without, a tower: key, value, remedy."""
+    problems = []
+    if arch.vision is None and model.freeze_vision:
+        problems.append(
+            f"model.freeze_vision = True: a model of family {arch.family} has no tower; set it to"
+            " false"
+        )
+    if arch.vision is not None and precision.fp8 is not None:
+        problems.append(
+            f"precision.fp8.recipe = {precision.fp8.recipe}: FP8 has not been tried with a model"
+            " that sees; set precision=bf16"
+        )
+    return problems
 
 
 def common(hf: Any, **more: Any) -> Architecture:
@@ -131,7 +178,8 @@ def common(hf: Any, **more: Any) -> Architecture:
         "norm_eps": hf.rms_norm_eps,
         "rope_theta": rope["rope_theta"],
         "rope_type": rope_type,
-        "tied_embeddings": bool(hf.tie_word_embeddings),
+        # The text section of a model with a tower lacks it: the key is the model's.
+        "tied_embeddings": bool(getattr(hf, "tie_word_embeddings", False)),
         "max_positions": hf.max_position_embeddings,
     }
     return Architecture(**(sizes | fields | more))

@@ -34,6 +34,7 @@ def data_config(**changes) -> DataConfig:
     columns = {
         "prompt": "prompt",
         "answer": "answer",
+        "images": "auto",
         "data_source": "data_source",
         "extra": None,
         **changes.pop("columns", {}),
@@ -46,6 +47,8 @@ def data_config(**changes) -> DataConfig:
         "system_prompt": None,
         "prompt_suffix": "",
         "answer_after": None,
+        "min_pixels": None,
+        "max_pixels": None,
         "apply_chat_template": True,
         "on_long_prompt": "error",
         "drop_eval_overlap": True,

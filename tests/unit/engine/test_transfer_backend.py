@@ -91,6 +91,7 @@ def test_commands_are_those_of_the_engine():
     llm.reset_prefix_cache.assert_awaited_once_with(
         reset_running_requests=True, reset_connector=True
     )
+    llm.reset_encoder_cache.assert_awaited_once_with()
 
 
 def test_weights_are_received_under_the_settings_of_the_engine():

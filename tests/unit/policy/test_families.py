@@ -36,7 +36,7 @@ def test_options_of_each_family() -> None:
     assert (read("Llama").head_dim, read("Llama").rope_type) == (16, "llama3")
     assert (read("Qwen3Moe").num_experts, read("Qwen3Moe").expert_ffn_hidden_size) == (4, 48)
     assert (read("Mixtral").num_experts, read("Mixtral").expert_ffn_hidden_size) == (4, 96)
-    assert len(FAMILIES) == 6
+    assert len(FAMILIES) == 7
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,8 @@ def change(path: Path, **keys) -> None:
             r"GPT2LMHeadModel.*supported: LlamaForCausalLM",
         ),
         (
-            {"architectures": ["Qwen2_5_VLForConditionalGeneration"]},
-            r"Qwen2_5_VLForCond.*supported: ",
+            {"architectures": ["Qwen2VLForConditionalGeneration"]},
+            r"Qwen2VLForCond.*supported: ",
         ),
         (
             {"architectures": "Qwen3ForCausalLM"},

@@ -196,7 +196,8 @@ class BanditEngine:
         logprobs = torch.log_softmax(self.logits, -1)[ids].tolist()
         return Completion(tuple(ids), tuple(logprobs), False, self.weight_version)
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score(self, sequences: Sequence[Sequence[int]], images=()) -> list[list[float]]:
+        assert not any(images)
         assert not self.asleep
         return [
             torch.log_softmax(self.logits, -1)[list(tokens[1:])].tolist() for tokens in sequences

@@ -11,14 +11,15 @@ from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.logprob_check import (
     MAX_TOKENS,
     NUM_SEQUENCES,
+    CheckSequence,
     LogprobCheck,
     check_sequences,
 )
-from megatron_rl.types import Prompt
+from megatron_rl.types import Image, Prompt
 from tests.unit.trainer.fakes import BanditEngine, BanditPolicy
 
 WORLD = World(rank=0, size=1, local_rank=0, launch_id="test")
-SEQUENCES = [(0, 1, 2), (3, 3)]
+SEQUENCES = [CheckSequence((0, 1, 2)), CheckSequence((3, 3))]
 
 
 @pytest.fixture
@@ -81,20 +82,35 @@ def test_due_at_the_first_sync_and_at_every_nth_version(sides):
     assert due == [4, 6, 9, 12]
 
 
-def prompt(*tokens: int, multimodal=None) -> Prompt:
-    return Prompt(uid="p", token_ids=tokens, answer="", data_source="", multimodal=multimodal)
+def prompt(*tokens: int, images=()) -> Prompt:
+    return Prompt(uid="p", token_ids=tokens, answer="", data_source="", images=images)
 
 
-def test_sequences_are_the_ends_of_the_first_prompts_of_text():
+def test_sequences_are_the_ends_of_the_first_prompts():
     long = tuple(range(MAX_TOKENS + 9))
-    prompts = [
-        prompt(5),
-        prompt(*long),
-        prompt(1, 2, multimodal="image"),
-        *[prompt(7, n) for n in range(9)],
+    prompts = [prompt(5), prompt(*long), *[prompt(7, n) for n in range(9)]]
+    assert [one.token_ids for one in check_sequences(prompts)] == [
+        long[9:],
+        *[(7, n) for n in range(NUM_SEQUENCES - 1)],
     ]
-    assert check_sequences(prompts) == [long[9:], *[(7, n) for n in range(NUM_SEQUENCES - 1)]]
     with pytest.raises(
         ValueError, match=r"weight_sync\.logprob_check_every: none of the 2 training prompts"
     ):
         check_sequences(prompts[:1] * 2)
+
+
+def test_half_of_the_sequences_are_whole_prompts_with_images():
+    """Without one a stale tower in the engine is never seen."""
+    image = (Image("digest", 28, 28, b""),)
+    pad = 9
+    texts = [prompt(7, n) for n in range(9)]
+    seeing = [prompt(1, pad, pad, 2, 3, n, images=image) for n in range(3)]
+    found = check_sequences([*texts, *seeing, prompt(1, pad, images=image)], pad)
+    assert [(one.token_ids, one.num_context) for one in found] == [
+        ((1, pad, pad, 2, 3, 0), 3),
+        ((1, pad, pad, 2, 3, 1), 3),
+        ((7, 0), 1),
+        ((7, 1), 1),
+    ]
+    assert [one.images for one in found] == [image, image, (), ()]
+    assert len(check_sequences(seeing, pad)) == NUM_SEQUENCES // 2

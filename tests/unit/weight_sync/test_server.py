@@ -319,13 +319,13 @@ def answering():
     """The address of a server that answers every request alike."""
 
     class Handler(BaseHTTPRequestHandler):
-        status, body, path_asked = 200, b"{}", ""
+        status, body, paths_asked = 200, b"{}", []
 
         def do_GET(self):
             self.do_POST()
 
         def do_POST(self):
-            Handler.path_asked = self.path
+            Handler.paths_asked.append(self.path)
             if self.status is None:
                 self.wfile.write(b"SSH-2.0\r\n")
                 return
@@ -368,13 +368,14 @@ def test_another_server_and_a_proxy_are_no_vllm_server(answering, monkeypatch):
     assert HttpServer(server.url, timeout_s=5).num_workers() == 3
 
 
-def test_a_kept_prefix_cache_is_an_error(answering):
+def test_old_caches_are_dropped_and_a_kept_one_is_an_error(answering):
     handler, server = answering
     handler.body = b'{"success": true}'
     server.finish(1)
-    assert (
-        handler.path_asked == "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
-    )
+    assert handler.paths_asked[1:] == [
+        "/reset_prefix_cache?reset_running_requests=true&reset_external=true",
+        "/reset_encoder_cache",
+    ]
     handler.body = b'{"success": false}'
     with pytest.raises(ConnectionError, match="prefix cache"):
         server.finish(1)

@@ -1,0 +1,73 @@
+"""From prompts to requests of vLLM, and back: an image must not get lost on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.protocols import ImageProcessor
+from megatron_rl.types import Image
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What an engine is built with whose prompts have images: the processor of the policy, and the
+    most images of a prompt.
+
+    Example: ``Sight(processor, max_images=2)``.
+    """
+
+    processor: ImageProcessor
+    max_images: int
+
+
+def request(
+    token_ids: Sequence[int], images: Sequence[Image], sight: Sight | None, what: str
+) -> dict[str, Any]:
+    """The request for a prompt whose image tokens are expanded.
+
+    vLLM wants one token an image and expands it itself: given the expanded ids it would expand them
+    once more, and given too few images it would read image tokens as text, without an error. So
+    both are compared here. It knows images by name and keeps their features under it: the name is
+    the digest of the file.
+
+    Raises:
+        ValueError: the engine was built without images or for fewer, or the image tokens are not
+            those of the images; names ``what``.
+    """
+    most = sight.max_images if sight is not None else 0
+    if len(images) > most:
+        raise ValueError(
+            f"{what}: has {len(images)} images, the engine was built for {most} in a prompt; build"
+            " it for the most"
+        )
+    if sight is None:
+        return {"prompt_token_ids": list(token_ids)}
+    try:
+        collapsed = sight.processor.collapsed(token_ids, images)
+    except ValueError as error:
+        raise ValueError(
+            f"{what}: its tokens are not those of its images: {error}; load it with the"
+            " preprocessor_config.json, data.min_pixels and data.max_pixels of the engine"
+        ) from error
+    if not images:
+        return {"prompt_token_ids": collapsed}
+    return {
+        "prompt_token_ids": collapsed,
+        "multi_modal_data": {"image": [image.rgb() for image in images]},
+        "multi_modal_uuids": {"image": [image.digest for image in images]},
+    }
+
+
+def check_expansion(token_ids: Sequence[int], output: RequestOutput, what: str) -> None:
+    """Raises RuntimeError where vLLM computed another prompt than ``token_ids``."""
+    if list(output.prompt_token_ids) != list(token_ids):
+        raise RuntimeError(
+            f"{what}: vLLM read a prompt of {len(output.prompt_token_ids)} tokens, not the"
+            f" {len(token_ids)} that the policy trains on; its image processor and that of"
+            " data.vision differ"
+        )

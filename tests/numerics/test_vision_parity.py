@@ -1,0 +1,88 @@
+"""A policy that sees, on real megatron-core in many layouts, against transformers and torch on the
+same weights (float32)."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import zoo
+from tests.numerics.policy_cases import Case, _case
+from tests.numerics.policy_worker import compare
+from tests.numerics.seeing import RESPONSES, seeing_reference
+from tests.numerics.test_policy_parity import worst
+from tests.ranks import call
+
+TOKENS = sum(map(len, RESPONSES))
+SEQUENCE = dict(tensor=2, sequence=True)
+OVERLAP = dict(distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
+VL = "qwen2_5_vl"
+TIED = "qwen2_5_vl_tied"
+CASES = [
+    _case(VL, 1),
+    _case(VL, 2, tensor=2),
+    _case(VL, 2, **SEQUENCE, recompute="full"),
+    _case(VL, 2, pipeline=2),
+    _case(VL, 2, context=2),
+    _case(VL, 2),
+    _case(VL, 2, **OVERLAP),
+    _case(VL, 1, recompute="selective", full=True),
+    _case(VL, 2, **SEQUENCE, full=True),
+    _case(VL, 2, pipeline=2, virtual_pipeline=2, full=True),
+    _case(VL, 2, overlap_grad_reduce=True, full=True),
+    _case(TIED, 2, **SEQUENCE, full=True),
+    _case(TIED, 2, pipeline=2, full=True),
+    _case(VL, 4, tensor=2, pipeline=2, full=True),
+    _case(VL, 4, **SEQUENCE, pipeline=2, virtual_pipeline=2, full=True),
+    _case(VL, 4, **SEQUENCE, context=2, full=True),
+    _case(VL, 4, context=2, pipeline=2, full=True),
+]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The directory of a model, and what transformers says about it."""
+    folder = tmp_path_factory.mktemp("models")
+
+    @cache
+    def answer(model: str) -> tuple[Path, dict[str, Any]]:
+        return zoo.save_tiny_model(model, folder / model), seeing_reference(model, None)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.full if case.full else (), id=case.name)
+        for case in CASES
+    ],
+)
+def test_a_policy_that_sees_equals_transformers(case: Case, answers: Any) -> None:
+    ranks = call(case.processes, compare, case, *answers(case.model), timeout=200)
+    assert all(rank["round_trip"] for rank in ranks), "HF -> Megatron -> HF is not bit-equal"
+    assert worst(ranks, "logits") <= 5e-6
+    assert worst(ranks, "logprobs_") <= 5e-6
+    assert worst(ranks, "entropy_") <= 5e-6
+    assert worst(ranks, "loss_") <= 2e-6
+    for rank in ranks:
+        for key, metrics in rank.items():
+            if key.startswith("metrics_"):
+                assert metrics == {"tokens": float(TOKENS), "index_max": float(TOKENS - 1)}, key
+    if not case.sharded_gradients:
+        assert worst(ranks, "gradients_tower_") <= 2e-6
+        assert worst(ranks, "gradients_language_") <= 2e-6
+        assert worst(ranks, "split_") <= 2e-6, "the gradient depends on the cut into micro-batches"
+    assert worst(ranks, "grad_norm") <= 2e-6
+    assert worst(ranks, "update") <= 1e-5, "one optimizer step differs from torch.optim.AdamW"
+    assert not any(rank["skipped"] for rank in ranks)
+    assert all(rank["own_scores"] for rank in ranks), (
+        "the scores of an update differ from those of a pass before it"
+    )
+    assert all(rank["reference_kept"] for rank in ranks), (
+        "the reference weights moved with the policy"
+    )
+    assert worst(ranks, "policy_moved") > 0.1

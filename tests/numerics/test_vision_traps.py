@@ -1,0 +1,401 @@
+"""What goes wrong without a word in a policy that sees, each with what prevents it (real
+megatron-core)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from megatron_rl.policy import microbatches, model, optimizer, vision
+from megatron_rl.policy.megatron_policy import MegatronPolicy
+from megatron_rl.types import Image
+from tests import zoo
+from tests.numerics.policy_reference import relative_error
+from tests.numerics.seeing import (
+    PROCESSOR,
+    SQUARE,
+    WIDE,
+    RandomPatches,
+    hf_logits,
+    hf_positions,
+    published_name,
+    seeing_batch,
+    seeing_reference,
+)
+from tests.ranks import call, on_ranks
+
+VL = "qwen2_5_vl"
+TIED = "qwen2_5_vl_tied"
+SEQUENCE: dict[str, Any] = dict(tensor=2, sequence=True)
+SHARDED: dict[str, Any] = dict(distributed_optimizer=True)
+OVERLAP = dict(SHARDED, overlap_grad_reduce=True, overlap_param_gather=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the directories of the tiny models that see."""
+    path = tmp_path_factory.mktemp("seeing")
+    for name in zoo.SEEING:
+        zoo.save_tiny_model(name, path / name)
+    return path
+
+
+def seeing_policy(path: Path, layout: dict[str, Any], **more: Any) -> MegatronPolicy:
+    return zoo.tiny_policy(path, layout, image_processor=PROCESSOR, **more)
+
+
+def rows_of(policy: MegatronPolicy) -> list[list[int]]:
+    """Two micro-batches of this rank; under data parallelism each rank has one without images."""
+    if policy.data_parallel_size == 1:
+        return [[0, 1, 2, 3, 4], [5]]
+    return [[0, 1, 3, 4], []] if policy.data_parallel_rank == 0 else [[2], [5]]
+
+
+def tower_gradients(policy: MegatronPolicy) -> dict[str, Tensor]:
+    return {
+        name: value.clone()
+        for name, value in policy.gathered_gradients()
+        if name.startswith("visual.")
+    }
+
+
+def on_both_ranks_alike(policy: MegatronPolicy) -> float:
+    """The largest difference between what the two ranks have of the tower's gradient."""
+    visual = policy.modules[0].visual
+    own = torch.cat([parameter.main_grad.flatten() for parameter in visual.parameters()])
+    other = own.clone()
+    dist.broadcast(other, src=0)
+    gap = (own - other).abs().max()
+    dist.all_reduce(gap, op=dist.ReduceOp.MAX)
+    return float(gap)
+
+
+def factor(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """How many times the wanted gradient this is, by projection."""
+    dot = sum(float((got[name] * wanted[name]).sum()) for name in got)
+    return dot / sum(float(wanted[name].square().sum()) for name in got)
+
+
+def marked(kind: str) -> Callable[[MegatronPolicy], None]:
+    """Megatron then treats the tower's gradient as ``kind`` says."""
+
+    def mark(policy: MegatronPolicy) -> None:
+        for parameter in policy.modules[0].visual.parameters():
+            parameter.average_gradients_across_tp_domain = kind == "averaged"
+            parameter.sequence_parallel = kind == "summed"
+
+    return mark
+
+
+def own_slice(seeing: Any, token_ids: Tensor, images: vision.PlacedImages | None) -> Tensor:
+    """As ``embed``, but each tensor rank puts features into its part of the sequence alone."""
+    states = scatter_to_sequence_parallel_region(
+        seeing.embedding(input_ids=token_ids, position_ids=None)
+    )
+    first = len(states) * dist.get_rank()
+    here = (images.places >= first) & (images.places < first + len(states))
+    features = seeing.visual(images.pixels(), grid_thw=images.grids).pooler_output
+    rows = features[images.source[here]][:, None]
+    return states.index_put((images.places[here] - first,), rows)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "embed", "times", "apart"),
+    [
+        ("averaged", vision.embed, 1.0, False),
+        ("summed", vision.embed, 2.0, False),
+        ("averaged", own_slice, 0.5, False),
+        ("left alone", own_slice, None, True),
+    ],
+)
+def test_the_tower_has_the_whole_gradient_once(
+    folder: Path, kind: str, embed: Any, times: float | None, apart: bool
+) -> None:
+    """Under tensor and sequence parallelism; beside it, what other ways of doing it give."""
+    wanted = seeing_reference(VL, None)
+    policy = seeing_policy(folder / VL, SEQUENCE)
+    if kind != "averaged":
+        marked(kind)(policy)
+    with mock.patch.object(model, "embed", embed):
+        policy.backward(wanted["batch"], [list(range(6))], wanted["loss"])
+    assert (on_both_ranks_alike(policy) > 1e-3) == apart
+    if times is not None:
+        found = tower_gradients(policy)
+        assert factor(found, wanted["gradients"]) == pytest.approx(times, rel=1e-5)
+
+
+def test_positions_are_those_of_transformers() -> None:
+    """With several images, wide ones, images at both ends, and text behind them."""
+    hf = zoo.tiny_model(VL, layers=1)
+    batch = seeing_batch()
+    for row, images in enumerate(batch.images):
+        start = int(batch.offsets[row])
+        prompt = batch.token_ids[start : start + int(batch.prompt_lengths[row])]
+        length = int(batch.lengths[row]) + 3
+        grids = [PROCESSOR.grid(each) for each in images]
+        in_tokens = [(time, rows // 2, columns // 2) for time, rows, columns in grids]
+        got = vision.rope_positions(prompt == zoo.IMAGE_TOKEN, length, in_tokens)
+        assert torch.equal(got, hf_positions(hf, prompt.tolist(), length, images)[:, 0]), row
+    example = torch.tensor([False, True, True, False])
+    assert vision.rope_positions(example, 4, [(1, 1, 2)]).tolist() == [
+        [0, 1, 1, 3],
+        [0, 1, 1, 3],
+        [0, 1, 2, 3],
+    ]
+
+
+def plain_positions(is_image: Tensor, length: int, grids: Any) -> Tensor:
+    return torch.arange(length).expand(3, -1)
+
+
+@on_ranks(1)
+def test_plain_positions_give_other_logprobs(folder: Path) -> None:
+    wanted = seeing_reference(VL, None)
+    policy = seeing_policy(folder / VL, {})
+    with mock.patch.object(vision, "rope_positions", plain_positions):
+        got = policy.score_alone(wanted["batch"]).logprobs
+    with_images = slice(0, -3)
+    assert float((got - wanted["logprobs"])[with_images].abs().max()) > 1e-3
+    assert float((got - wanted["logprobs"])[-3:].abs().max()) <= 5e-6
+
+
+@on_ranks(1)
+def test_angles_of_the_tower_stay_exact_in_bfloat16(folder: Path) -> None:
+    """A change of number format rounds the buffers of a module too."""
+    policy = seeing_policy(folder / VL, {}, params="bfloat16")
+    (chunk,) = policy.modules
+    tower = chunk.module.visual
+    assert tower.patch_embed.proj.weight.dtype == torch.bfloat16
+    wanted = zoo.tiny_model(VL, layers=1).model.visual.rotary_pos_emb.inv_freq
+    assert tower.rotary_pos_emb.inv_freq.dtype == torch.float32
+    assert torch.equal(tower.rotary_pos_emb.inv_freq, wanted)
+    assert not torch.equal(wanted.bfloat16().float(), wanted), "rounding them would not show"
+
+
+class Counting(RandomPatches):
+    """Counts how often pixels are asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[Image] = []
+
+    def pixels(self, image: Image) -> Tensor:
+        self.asked.append(image)
+        return super().pixels(image)
+
+
+@on_ranks(2)
+def test_the_first_stage_alone_has_a_tower_and_asks_for_pixels(folder: Path) -> None:
+    processor = Counting()
+    policy = zoo.tiny_policy(folder / VL, dict(pipeline=2), image_processor=processor)
+    is_first = dist.get_rank() == 0
+    assert hasattr(policy.modules[0], "visual") == is_first
+    batch = seeing_batch()
+    policy.score_microbatches(batch, [[0, 1, 2], [3, 4, 5]])
+    assert len(processor.asked) == (4 if is_first else 0), "an image of two rows is encoded once"
+
+
+@on_ranks(1)
+def test_neither_building_nor_passes_consume_random_numbers(folder: Path) -> None:
+    before = torch.get_rng_state()
+    wanted = seeing_batch()
+    seeing_policy(folder / VL, {}).score(wanted)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# What is given instead of the images of seeing_batch.
+OTHER_IMAGES: dict[str, tuple[tuple[Image, ...], ...] | None] = {
+    "one for a text": (*seeing_batch().images[:-1], (SQUARE,)),
+    "none": ((), *seeing_batch().images[1:]),
+    "another": ((WIDE,), *seeing_batch().images[1:]),
+    "no images at all": None,
+}
+
+
+@on_ranks(1)
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("one for a text", "row 5 has 0 image tokens .* its 1 images take 6"),
+        ("none", "row 0 has 6 image tokens .* its 0 images take 0"),
+        ("another", "row 0 has 6 image tokens .* its 1 images take 5"),
+        ("no images at all", "row 0 has 6 image tokens .* its 0 images take 0"),
+    ],
+)
+def test_images_that_are_not_those_of_the_prompt_are_refused(
+    folder: Path, given: str, words: str
+) -> None:
+    other = replace(seeing_batch(), images=OTHER_IMAGES[given])
+    policy = seeing_policy(folder / VL, {})
+    with pytest.raises(ValueError, match=words):
+        policy.score_microbatches(other, [[0, 1, 2], [3, 4, 5]])
+
+
+@on_ranks(1)
+def test_images_without_a_processor_are_refused(folder: Path) -> None:
+    policy = zoo.tiny_policy(folder / VL, {})
+    with pytest.raises(ValueError, match="built without an image processor"):
+        policy.score_alone(seeing_batch())
+
+
+def two_updates(path: Path, remedy: bool) -> float:
+    """The norm of the second of two updates; the last micro-batch of each rank has no image."""
+    wanted = seeing_reference(VL, None)
+    policy = seeing_policy(path, dict(overlap_grad_reduce=True))
+    nothing = torch.zeros(1, requires_grad=True)
+    with mock.patch.object(
+        vision, "_black_image", vision._black_image if remedy else lambda tower: nothing
+    ):
+        for _ in range(2):
+            result = policy.update_microbatches(wanted["batch"], rows_of(policy), wanted["loss"])
+    return result.grad_norm
+
+
+def test_overlapped_reduction_with_a_last_microbatch_without_images(folder: Path) -> None:
+    """It waits for every parameter: without a pass of the tower the second update never ends."""
+    norms = call(2, two_updates, folder / VL, remedy=True)
+    assert norms[0] == norms[1] > 0
+    with pytest.raises((AssertionError, RuntimeError)):
+        call(2, two_updates, folder / VL, remedy=False, timeout=60.0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", [SEQUENCE, OVERLAP, dict(pipeline=2)], ids=str)
+def test_a_frozen_tower_is_in_neither_optimizer_nor_norm(
+    folder: Path, layout: dict[str, Any], tmp_path: Path
+) -> None:
+    wanted = seeing_reference(VL, None)
+    batch = wanted["batch"]
+    policy = seeing_policy(folder / VL, layout, freeze_vision=True)
+    start = {name: value.clone() for name, value in policy.gathered_weights()}
+    before = policy.score_alone(batch).logprobs
+    assert float((before - wanted["logprobs"]).abs().max()) <= 5e-6
+    language = {name: value for name, value in wanted["gradients"].items() if not is_visual(name)}
+    if not policy.parallel.distributed_optimizer:
+        policy.backward(batch, rows_of(policy), wanted["loss"])
+        found = dict(policy.gathered_gradients())
+        assert all(not found[name].any() for name in found if is_visual(name))
+        learned = {name: found[name] for name in language}
+        assert relative_error(learned, language) <= 2e-6
+        assert_no_tower(policy)
+    result = policy.update_microbatches(batch, rows_of(policy), wanted["loss"])
+    norm = sum(float(value.square().sum()) for value in language.values()) ** 0.5
+    assert result.grad_norm == pytest.approx(norm, rel=2e-6)
+    after = dict(policy.gathered_weights())
+    changed = {name for name in start if not torch.equal(start[name], after[name])}
+    assert changed == set(language)
+    reference = policy.score_alone(batch, reference=True).logprobs
+    assert torch.equal(reference, before)
+    now = policy.score_alone(batch).logprobs
+    policy.offload(("weights", "gradients", "optimizer"))
+    policy.reload()
+    assert torch.equal(policy.score_alone(batch).logprobs, now)
+
+
+def is_visual(name: str) -> bool:
+    return name.startswith("visual.")
+
+
+def assert_no_tower(policy: MegatronPolicy) -> None:
+    (part,) = optimizer.parts(policy.optimizer)
+    held = sum(parameter.numel() for parameter in part.get_parameters())
+    trained = (item for item in policy.held if not is_visual(item.name))
+    assert held == sum(item.tensor.numel() for item in trained)
+
+
+@on_ranks(2, timeout=200.0)
+@pytest.mark.parametrize(
+    ("name", "written", "read", "frozen"),
+    [
+        (TIED, SEQUENCE, dict(pipeline=2), False),
+        (VL, dict(SHARDED), dict(SHARDED, tensor=2), False),
+        (VL, dict(SHARDED, **SEQUENCE), dict(SHARDED, pipeline=2), True),
+    ],
+    ids=["tied", "sharded", "frozen"],
+)
+def test_a_checkpoint_goes_on_in_another_layout(
+    folder: Path, tmp_path: Path, name: str, written: Any, read: Any, frozen: bool
+) -> None:
+    wanted = seeing_reference(name, None)
+    batch = wanted["batch"]
+    one = seeing_policy(folder / name, written, freeze_vision=frozen)
+    one.update_microbatches(batch, rows_of(one), wanted["loss"])
+    one.save(tmp_path / "checkpoint", {"step": 1})
+    saved = {key: value.clone() for key, value in one.gathered_weights()}
+    reference = one.score(batch, reference=True).logprobs
+    one.update_microbatches(batch, rows_of(one), wanted["loss"])
+    next_weights = {key: value.clone() for key, value in one.gathered_weights()}
+    one.close()
+    two = seeing_policy(folder / name, read, freeze_vision=frozen)
+    assert two.load(tmp_path / "checkpoint") == {"step": 1}
+    loaded = dict(two.gathered_weights())
+    assert all(torch.equal(loaded[key], saved[key]) for key in saved)
+    assert (two.score(batch, reference=True).logprobs - reference).abs().max() <= 5e-6
+    two.update_microbatches(batch, rows_of(two), wanted["loss"])
+    moved = {key: value - saved[key] for key, value in two.gathered_weights()}
+    assert relative_error(moved, {key: next_weights[key] - saved[key] for key in saved}) <= 1e-5
+
+
+@on_ranks(1)
+def test_a_checkpoint_of_a_trained_tower_does_not_fit_a_frozen_one(
+    folder: Path, tmp_path: Path
+) -> None:
+    one = seeing_policy(folder / VL, {})
+    one.save(tmp_path / "checkpoint", {})
+    one.close()
+    two = seeing_policy(folder / VL, {}, freeze_vision=True)
+    with pytest.raises(ValueError, match=r"model\.freeze_vision is False there and True here"):
+        two.load(tmp_path / "checkpoint")
+
+
+@on_ranks(2)
+def test_an_export_opens_in_transformers(folder: Path, tmp_path: Path) -> None:
+    wanted = seeing_reference(VL, None)
+    batch = wanted["batch"]
+    policy = seeing_policy(folder / VL, SEQUENCE)
+    policy.update_microbatches(batch, rows_of(policy), wanted["loss"])
+    logprobs = policy.score_alone(batch, temperature=1.0).logprobs
+    exported = [tmp_path / "export"]
+    dist.broadcast_object_list(exported, src=0)
+    policy.export(exported[0])
+    hf, notes = AutoModelForImageTextToText.from_pretrained(
+        exported[0], dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(notes[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    weights = dict(policy.gathered_weights())
+    for name, parameter in hf.named_parameters():
+        assert torch.equal(parameter, weights[published_name(name)]), name
+    first, prompt = int(batch.lengths[0]), int(batch.prompt_lengths[0])
+    tokens = batch.token_ids[:first]
+    logits = hf_logits(hf.eval(), tokens, prompt, batch.images[0])[prompt - 1 : -1]
+    answer = torch.log_softmax(logits, -1).gather(1, tokens[prompt:, None])[:, 0]
+    assert float((answer - logprobs[: len(answer)]).abs().max()) <= 5e-6
+
+
+def test_padding_and_dummy_rows_have_plain_positions() -> None:
+    """An empty micro-batch of a model that sees."""
+    arch = vision.Vision(
+        tensors=(),
+        image_token=zoo.IMAGE_TOKEN,
+        merge=2,
+        patch_numbers=1,
+        depth=1,
+        hidden_size=1,
+        ffn_hidden_size=1,
+    )
+    eyes = vision.Eyes(arch, PROCESSOR, has_tower=True)
+    rule = microbatches.multiples(1, 1, False)
+    packer = microbatches.Packer(rule, 0, 1, torch.device("cpu"), eyes=eyes)
+    packing = packer.pack(seeing_batch(), [], at_least=4).packing
+    assert packing.rope_positions.tolist() == [[[0, 1, 2, 3]]] * 3
+    assert packing.images is None
