@@ -34,7 +34,6 @@ from megatron_rl.trainer.experience import Experience, Responses
 from megatron_rl.trainer.health import Minibatch
 from megatron_rl.types import (
     Image,
-    Prompt,
     SequenceBatch,
     SequenceLengths,
     Share,
@@ -108,7 +107,7 @@ def write_bundle(
         (path / CONFIG).write_text(values + "\n", encoding="utf-8")
         torch.save(states, path / RANDOM)
         save_file(_tensors(experience, tokens), path / BATCH)
-        _write_images(path / IMAGES, experience.responses.prompts)
+        _write_images(path / IMAGES, [prompt.images for prompt in experience.responses.prompts])
 
     world.from_main(write)
     policy.export(path / WEIGHTS)
@@ -201,10 +200,10 @@ def read_bundle(path: Path) -> Bundle:
     )
 
 
-def _write_images(folder: Path, prompts: Sequence[Prompt]) -> None:
+def _write_images(folder: Path, rows: Sequence[tuple[Image, ...]]) -> None:
     """The file of each image, once."""
-    for prompt in prompts:
-        for image in prompt.images:
+    for images in rows:
+        for image in images:
             file = folder / image.digest
             if not file.exists():
                 folder.mkdir(exist_ok=True)
