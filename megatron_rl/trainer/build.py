@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from megatron_rl.config.checks import num_optimizer_steps
 from megatron_rl.config.schema import Config
@@ -50,6 +51,7 @@ from megatron_rl.trainer.run_folder import RunFolder
 from megatron_rl.trainer.run_record import data_fingerprint
 from megatron_rl.trainer.sources import Colocated
 from megatron_rl.trainer.trainer import Trainer
+from megatron_rl.trainer.visual_entropies import FILE, with_visual_entropy
 from megatron_rl.types import TransferOptions
 from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.gather import GatherSync
@@ -77,6 +79,11 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     folder = RunFolder(config, world, display)
     start = folder.prepare(data_fingerprint(loader.state()))
     world.from_main(lambda: check_before_build(config, start, method.needs.ref_logprobs))
+    if method.needs.visual_entropy and vision is not None:
+        with display.phase("visual entropy of the images"):
+            file = Path(config.run_dir) / FILE
+            data = with_visual_entropy(data, Path(config.model.path), vision, file, world)
+        loader = training_stream(data, config)
     with display.phase("building the policy"):
         policy = build_policy(config, method, vision)
     with display.phase("building the rollout engine"):
