@@ -22,6 +22,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.data.vision import vision_of
 from megatron_rl.loss import Method
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
@@ -107,6 +108,7 @@ def build_policy(bundle: Bundle, parallel: ParallelConfig) -> MegatronPolicy:
             share_prompts=config.batch.share_prompts,
             entropy="grad" if method.needs.entropy == "grad" else "none",
             require_finite=False,
+            image_processor=vision_of(config.model.path, config.data),
         ),
     )
 

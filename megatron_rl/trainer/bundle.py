@@ -27,13 +27,14 @@ from megatron_rl.runtime import random_state
 from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.experience import Experience
 from megatron_rl.trainer.health import Minibatch
-from megatron_rl.types import SequenceBatch, TokenScores, UpdateResult
+from megatron_rl.types import Image, SequenceBatch, TokenScores, UpdateResult
 
 BATCH = "batch.safetensors"
 FACTS = "bundle.json"
 CONFIG = "config.json"
 RANDOM = "random_states.pt"
 WEIGHTS = "weights"
+IMAGES = "images"
 
 
 class Microbatches(Protocol):
@@ -102,6 +103,7 @@ def write_bundle(
         (path / CONFIG).write_text(values + "\n", encoding="utf-8")
         torch.save(states, path / RANDOM)
         save_file(_tensors(minibatch.experience), path / BATCH)
+        _write_images(path / IMAGES, minibatch.experience.sequences)
 
     world.from_main(write)
     policy.export(path / WEIGHTS)
@@ -121,9 +123,21 @@ def _facts(
         "rows": list(minibatch.rows),
         "splits": splits,
         "uids": [response.prompt.uid for response in minibatch.experience.responses],
+        "images": [
+            [(image.digest, image.width, image.height) for image in images]
+            for images in minibatch.experience.sequences.images or ()
+        ],
         "loss": None if result is None else repr(result.loss),  # "nan" and "inf" are not JSON
         "grad_norm": None if result is None else repr(result.grad_norm),
     }
+
+
+def _write_images(folder: Path, sequences: SequenceBatch) -> None:
+    """The files of all images, named by their digests."""
+    distinct = {image.digest: image for images in sequences.images or () for image in images}
+    for digest, image in distinct.items():
+        folder.mkdir(exist_ok=True)
+        (folder / digest).write_bytes(image.read())
 
 
 def _tensors(experience: Experience) -> dict[str, Tensor]:
@@ -174,7 +188,7 @@ def read_bundle(path: Path) -> Bundle:
         step=facts["step"],
         number=facts["minibatch"],
         world_size=facts["world_size"],
-        experience=_restored(load_file(path / BATCH)),
+        experience=_restored(load_file(path / BATCH), _images(path / IMAGES, facts)),
         rows=facts["rows"],
         splits=facts["splits"],
         uids=facts["uids"],
@@ -183,7 +197,20 @@ def read_bundle(path: Path) -> Bundle:
     )
 
 
-def _restored(tensors: dict[str, Tensor]) -> Experience:
+def _images(folder: Path, facts: dict[str, Any]) -> tuple[tuple[Image, ...], ...] | None:
+    """Of every response; None where none has any."""
+    rows = facts.get("images")
+    if not rows:
+        return None
+    return tuple(
+        tuple(Image(digest, width, height, folder / digest) for digest, width, height in row)
+        for row in rows
+    )
+
+
+def _restored(
+    tensors: dict[str, Tensor], images: tuple[tuple[Image, ...], ...] | None
+) -> Experience:
     def scores(name: str) -> TokenScores | None:
         return TokenScores(tensors[name], None) if name in tensors else None
 
@@ -194,6 +221,7 @@ def _restored(tensors: dict[str, Tensor]) -> Experience:
             tensors["prompt_lengths"],
             tensors["response_lengths"],
             tensors.get("prompt_index"),
+            images,
         ),
         group_ids=tensors["group_ids"],
         rewards=tensors["rewards"],

@@ -35,7 +35,7 @@ def write_model() -> Qwen2_5_VLForConditionalGeneration:
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             elif "visual" not in name:
-                parameter.normal_(0.0, 0.12)
+                parameter.normal_(0.0, 0.06)
     model.save_pretrained(PATH)
     return model
 
@@ -47,6 +47,7 @@ ENGINE = VllmEngine(
     str(PATH), CONFIG, seed=0, launch_id=WORLD.launch_id, sight=Sight(VISION, max_images=2)
 )
 PAD = VISION.image_token_id
+BOUND = 5e-6  # nats of one token; both sides compute in float32
 SAMPLING = small.sampling(num_responses=3, max_response_tokens=8)
 
 
@@ -107,7 +108,7 @@ def agree(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> 
         asked.uid: largest_gap([asked], [group])
         for asked, group in zip(prompts, groups, strict=True)
     }
-    assert max(found.values()) <= 5e-6, found
+    assert max(found.values()) <= BOUND, found
 
 
 def sampled_logprobs_are_those_of_transformers() -> None:
@@ -135,7 +136,7 @@ def scores_of_prompts_with_images() -> None:
         last = max([0, *(at for at, token in enumerate(asked.token_ids) if token == PAD)]) + 1
         cut = replace(asked, token_ids=asked.token_ids[:last])
         want = their_logprobs(cut, asked.token_ids[last:])
-        assert (torch.tensor(row[last - 1 :]) - want).abs().max() <= 5e-6
+        assert (torch.tensor(row[last - 1 :]) - want).abs().max() <= BOUND
 
 
 def refused() -> None:
@@ -236,7 +237,7 @@ def the_logprob_check_sees_a_stale_tower() -> None:
         cut = replace(asked, token_ids=asked.token_ids[:last])
         want = their_logprobs(cut, asked.token_ids[last:])
         seen[asked.uid] = (torch.tensor(row[last - 1 :]) - want).abs().mean().item()
-    assert seen["text"] <= 5e-6 and seen["one"] > 1e-4, seen
+    assert seen["text"] <= BOUND and seen["one"] > 1e-4, seen
 
 
 if __name__ == "__main__":
