@@ -67,7 +67,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """The process that tests/ranks.py forks its ranks from ends with the session."""
-    from tests import ranks
+    """The processes that tests fork from end with the session."""
+    from tests import ranks, warm
 
     ranks.close()
+    warm.close()

@@ -62,18 +62,18 @@ def refuse_other(path: Path, written: Mapping[str, Any], wanted: Mapping[str, An
     Raises:
         ValueError: they differ; names each difference.
     """
-    written = {"model.freeze_vision": False, **written}  # older ones do not say
+    there: dict[str, Any] = {"model.freeze_vision": False, **written}  # older ones do not say
     problems = [
-        f"{key} is {written[key]!r} there and {wanted[key]!r} here"
+        f"{key} is {there[key]!r} there and {wanted[key]!r} here"
         for key in KEYS
-        if written[key] != wanted[key]
+        if there[key] != wanted[key]
     ]
     problems += [
-        f"the model's {key} is {written['model'][key]!r} there and {value!r} here"
+        f"the model's {key} is {there['model'][key]!r} there and {value!r} here"
         for key, value in wanted["model"].items()
-        if written["model"][key] != value
+        if there["model"][key] != value
     ]
-    if wanted["reference"] and not written["reference"]:
+    if wanted["reference"] and not there["reference"]:
         problems.append("it holds no reference weights, which the method needs")
     if problems:
         raise ValueError(

@@ -119,7 +119,8 @@ def _activation_bytes(
 def _vision_bytes(
     arch: Architecture, parallel: ParallelConfig, stage: int, item_bytes: int, load: Workload
 ) -> int:
-    """Pixels and tower of the images in flight, as if every token were one of an image.
+    """Tower of the images in flight, and the pixels of one micro-batch, as if every token were one
+    of an image.
 
     Every context rank encodes the images of a sequence that it holds a part of.
     """
@@ -128,10 +129,12 @@ def _vision_bytes(
     live = live_first_chunks(parallel) * load.tokens_per_microbatch
     tokens = min(live, load.tokens_per_minibatch)
     frozen = load.freeze_vision
+    patches = load.tokens_per_microbatch * arch.vision.merge**2
+    pixels = FLOAT32_BYTES * arch.vision.patch_numbers * patches
     kept = tower_activations(arch.vision, parallel, tokens, item_bytes, frozen=frozen)
     if parallel.recompute == "none" and not frozen:
-        return kept
-    return kept + tower_block(arch.vision, load.tokens_per_microbatch, item_bytes)
+        return pixels + kept
+    return pixels + kept + tower_block(arch.vision, load.tokens_per_microbatch, item_bytes)
 
 
 def live_first_chunks(parallel: ParallelConfig) -> int:

@@ -103,21 +103,21 @@ def run_again_activations(
 def tower_activations(
     vision: Vision, parallel: ParallelConfig, tokens: int, element: int, *, frozen: bool
 ) -> int:
-    """Bytes of images of ``tokens`` tokens: their pixels, and what the tower keeps of them for its
-    backward, which is nothing where it is frozen.
+    """Bytes that the tower keeps of images of ``tokens`` tokens for its backward; none where it is
+    frozen.
 
-    Per patch: its pixels in float32, and once more in the format of the weights if that is another;
-    what each block keeps (see ``tower_block``, or its input alone, if it is run again); six widths
-    of the merger. The tower is whole on every tensor rank, and so are its activations.
+    Per patch, in ``element`` bytes: its pixels; what each block keeps (see ``tower_block``, or its
+    input alone, if it is run again); six widths of the merger. The tower is whole on every tensor
+    rank, and so are its activations.
     """
-    patches = tokens * vision.merge**2
-    pixels = vision.patch_numbers * (FLOAT32_BYTES + (element if element < FLOAT32_BYTES else 0))
     if frozen:
-        return patches * pixels
+        return 0
+    patches = tokens * vision.merge**2
     blocks = vision.depth * vision.hidden_size * element * patches
     if parallel.recompute == "none":
         blocks = vision.depth * tower_block(vision, tokens, element)
-    return patches * (pixels + 6 * vision.hidden_size * element) + blocks
+    ends = vision.patch_numbers + 6 * vision.hidden_size
+    return patches * ends * element + blocks
 
 
 def tower_block(vision: Vision, tokens: int, element: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -181,7 +182,7 @@ class Packer:
         layout = self._own(everywhere, padded)
         packing = self._packing(sequences, layout, padded)
         if self.eyes is not None:
-            self._look(packing, sequences, everywhere, layout)
+            self._look(packing, sequences, padded, everywhere, layout)
         nothing = torch.zeros(0, dtype=torch.long)
         predictions = (nothing, nothing, nothing)
         if rows:
@@ -207,11 +208,16 @@ class Packer:
         return _Layout(layout.sequence[own], layout.position[own], layout.starts)
 
     def _look(
-        self, packing: Packing, sequences: _Sequences, everywhere: _Layout, layout: _Layout
+        self,
+        packing: Packing,
+        sequences: _Sequences,
+        padded: Tensor,
+        everywhere: _Layout,
+        layout: _Layout,
     ) -> None:
         """Puts positions and images into ``packing``. ``everywhere``: over all context ranks."""
         assert self.eyes is not None
-        lengths = packing.lengths + sequences.shared
+        lengths = padded + sequences.shared
         rows = sequences.chosen.tolist()
         sights = self.eyes.look(sequences.batch, rows, lengths.tolist())
         starts = lengths.cumsum(0) - lengths
@@ -221,7 +227,7 @@ class Packer:
 
     def _packing(self, sequences: _Sequences, layout: _Layout, padded: Tensor) -> Packing:
         boundaries = layout.starts
-        sharing = {}
+        sharing: dict[str, Any] = {}
         if sequences.shared.any():
             # One run of rotary angles, chosen by position: boundaries would restart the angles of a
             # sequence that borrows its prompt at 0.

@@ -10,7 +10,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_rl.policy.host_memory import HostBuffer
-from megatron_rl.policy.optimizer import parts
+from megatron_rl.policy.optimizer import gradient, parts
 
 
 @dataclass
@@ -143,7 +143,7 @@ def training_tensors(
         for module in modules:
             for parameter in module.parameters():
                 if parameter.requires_grad:
-                    yield parameter.main_grad
+                    yield gradient(parameter)
 
     def optimizer_states() -> Iterable[Tensor]:
         for part in parts(optimizer):

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from transformers.vision_utils import get_vision_position_ids
 
 from megatron_rl.policy.families import FAMILIES
 from megatron_rl.policy.families.base import Vision
@@ -25,14 +26,21 @@ Grid = tuple[int, int, int]  # time, rows and columns of patches
 class PlacedImages:
     """The distinct images that tokens of this rank stand for.
 
-    ``pixels``: patches of all of them; ``grids``: of each, on the host. Token ``places[i]`` of this
-    rank takes feature ``source[i]``, counted over all images.
+    ``grids``: of each, on the host. Token ``places[i]`` of this rank takes feature ``source[i]``,
+    counted over all images.
     """
 
-    pixels: Float[Tensor, "patches numbers"]
+    images: tuple[Image, ...]
+    processor: ImageProcessor
     grids: Int[Tensor, "images 3"]
     places: Int[Tensor, " n"]
     source: Int[Tensor, " n"]
+
+    def pixels(self) -> Float[Tensor, "patches numbers"]:
+        """Patches of all images, made now: a minibatch has many micro-batches, and takes 18 KiB of
+        pixels for a token."""
+        patches = torch.cat([self.processor.pixels(image) for image in self.images])
+        return to_device(patches, self.places.device)
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,7 @@ class Eyes:
             prompt = batch.token_ids[offsets[row] : offsets[row] + prompt_lengths[row]]
             own_grids = self._grids(row, own)
             is_image = prompt == self.vision.image_token
-            sizes = torch.tensor([self._tokens(grid) for grid in own_grids], dtype=torch.long)
+            sizes = torch.tensor([self.num_tokens(grid) for grid in own_grids], dtype=torch.long)
             self._check(row, int(is_image.sum()), sizes)
             positions.append(rope_positions(is_image, length, self._in_tokens(own_grids)))
             number = torch.full((length,), -1)
@@ -89,7 +97,8 @@ class Eyes:
             )
         return [self.processor.grid(image) for image in images] if self.processor else []
 
-    def _tokens(self, grid: Grid) -> int:
+    def num_tokens(self, grid: Grid) -> int:
+        """Image tokens of an image of so many patches."""
         time, rows, columns = grid
         return time * rows * columns // self.vision.merge**2
 
@@ -135,12 +144,12 @@ class Sights:
             if digest not in distinct:
                 distinct[digest] = num_features
                 chosen.append(number)
-                num_features += self.eyes._tokens(self.grids[number])
+                num_features += self.eyes.num_tokens(self.grids[number])
             first_feature[number] = distinct[digest]
         source = first_feature[numbers[places]] + self.feature_of[tokens][places]
-        pixels = torch.cat([self.eyes.processor.pixels(self.images[each]) for each in chosen])
         return PlacedImages(
-            pixels=to_device(pixels, device),
+            images=tuple(self.images[each] for each in chosen),
+            processor=self.eyes.processor,
             grids=torch.tensor([self.grids[each] for each in chosen]),
             places=to_device(places, device),
             source=to_device(source, device),
@@ -190,7 +199,7 @@ def add_tower(
     assert make is not None, f"family of {hf.architectures[0]} has a vision part and no tower"
     # Drawing weights would take seconds, and numbers from the global random state.
     with torch.device("meta"):
-        tower = make(hf)
+        tower: Any = make(hf)
     tower = tower.to(config.params_dtype).to_empty(device="cpu")
     if recompute:
         tower.gradient_checkpointing_enable({"use_reentrant": False})
@@ -217,8 +226,7 @@ def embed(model: Any, token_ids: Tensor, images: PlacedImages | None) -> Tensor:
     """
     states = model.embedding(input_ids=token_ids, position_ids=None)
     if images is not None:
-        grids = images.grids.to(states.device)
-        features = model.visual(images.pixels, grid_thw=grids).pooler_output
+        features = _features(model.visual, images.pixels(), images.grids)
         rows = features.to(states.dtype).index_select(0, images.source)
         states = states.index_put((images.places,), rows[:, None])
     elif torch.is_grad_enabled() and next(model.visual.parameters()).requires_grad:
@@ -229,10 +237,20 @@ def embed(model: Any, token_ids: Tensor, images: PlacedImages | None) -> Tensor:
     return states
 
 
+def _features(tower: Any, pixels: Tensor, grids: Tensor) -> Tensor:
+    """``[features, hidden]`` of images in the order of their pixels.
+
+    ``grids`` stay on the host, where the tower reads the boundaries of its windows: on a device it
+    would wait for them in every block.
+    """
+    positions = get_vision_position_ids(grids, tower.spatial_merge_size)
+    output = tower(pixels, grid_thw=grids, position_ids=to_device(positions, pixels.device))
+    return output.pooler_output
+
+
 def _black_image(tower: Any) -> Tensor:
     """The feature of one token's worth of zeros."""
     merge = tower.spatial_merge_size
     weight = tower.patch_embed.proj.weight
     pixels = weight.new_zeros(merge * merge, weight[0].numel())
-    grid = torch.tensor([[1, merge, merge]], device=weight.device)
-    return tower(pixels, grid_thw=grid).pooler_output
+    return _features(tower, pixels, torch.tensor([[1, merge, merge]]))

@@ -3,8 +3,8 @@ them again.
 
 ``run_dir/nonfinite/step_NNNNNN``: ``batch.safetensors`` (tokens, lengths, logprobs, rewards,
 credit), ``bundle.json`` (rows, micro-batches, what the run saw), ``config.json``,
-``random_states.pt`` (one a rank) and ``weights/`` (a HF directory: the policy's weights when the
-minibatch came).
+``random_states.pt`` (one a rank), ``weights/`` (a HF directory: the policy's weights when the
+minibatch came), and ``images/``, the files of images by digest.
 """
 
 from __future__ import annotations
@@ -132,14 +132,6 @@ def _facts(
     }
 
 
-def _write_images(folder: Path, sequences: SequenceBatch) -> None:
-    """The files of all images, named by their digests."""
-    distinct = {image.digest: image for images in sequences.images or () for image in images}
-    for digest, image in distinct.items():
-        folder.mkdir(exist_ok=True)
-        (folder / digest).write_bytes(image.read())
-
-
 def _tensors(experience: Experience) -> dict[str, Tensor]:
     sequences = experience.sequences
     credit = experience.credit
@@ -188,7 +180,7 @@ def read_bundle(path: Path) -> Bundle:
         step=facts["step"],
         number=facts["minibatch"],
         world_size=facts["world_size"],
-        experience=_restored(load_file(path / BATCH), _images(path / IMAGES, facts)),
+        experience=_restored(load_file(path / BATCH), _read_images(path, facts)),
         rows=facts["rows"],
         splits=facts["splits"],
         uids=facts["uids"],
@@ -197,13 +189,24 @@ def read_bundle(path: Path) -> Bundle:
     )
 
 
-def _images(folder: Path, facts: dict[str, Any]) -> tuple[tuple[Image, ...], ...] | None:
-    """Of every response; None where none has any."""
-    rows = facts.get("images")
-    if not rows:
+def _write_images(folder: Path, sequences: SequenceBatch) -> None:
+    """The file of each image, once."""
+    for images in sequences.images or ():
+        for image in images:
+            file = folder / image.digest
+            if not file.exists():
+                folder.mkdir(exist_ok=True)
+                is_path = isinstance(image.source, Path)
+                file.write_bytes(image.source.read_bytes() if is_path else image.source)
+
+
+def _read_images(path: Path, facts: dict[str, Any]) -> tuple[tuple[Image, ...], ...] | None:
+    """The inverse; bundles without images may lack the key."""
+    rows = facts.get("images") or None
+    if rows is None:
         return None
     return tuple(
-        tuple(Image(digest, width, height, folder / digest) for digest, width, height in row)
+        tuple(Image(digest, *size, source=path / IMAGES / digest) for digest, *size in row)
         for row in rows
     )
 

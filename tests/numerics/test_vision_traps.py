@@ -4,6 +4,7 @@ megatron-core)."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,11 +18,13 @@ from transformers import AutoModelForImageTextToText
 
 from megatron_rl.policy import microbatches, model, optimizer, vision
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.types import Image, SequenceBatch
+from megatron_rl.types import Image
 from tests import zoo
 from tests.numerics.policy_reference import relative_error
 from tests.numerics.seeing import (
     PROCESSOR,
+    SQUARE,
+    WIDE,
     RandomPatches,
     hf_logits,
     hf_positions,
@@ -101,7 +104,7 @@ def own_slice(seeing: Any, token_ids: Tensor, images: vision.PlacedImages | None
     )
     first = len(states) * dist.get_rank()
     here = (images.places >= first) & (images.places < first + len(states))
-    features = seeing.visual(images.pixels, grid_thw=images.grids).pooler_output
+    features = seeing.visual(images.pixels(), grid_thw=images.grids).pooler_output
     rows = features[images.source[here]][:, None]
     return states.index_put((images.places[here] - first,), rows)
 
@@ -210,26 +213,32 @@ def test_neither_building_nor_passes_consume_random_numbers(folder: Path) -> Non
     assert torch.equal(before, torch.get_rng_state())
 
 
+# What is given instead of the images of seeing_batch.
+OTHER_IMAGES: dict[str, tuple[tuple[Image, ...], ...] | None] = {
+    "one for a text": (*seeing_batch().images[:-1], (SQUARE,)),
+    "none": ((), *seeing_batch().images[1:]),
+    "another": ((WIDE,), *seeing_batch().images[1:]),
+    "no images at all": None,
+}
+
+
 @on_ranks(1)
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("given", "words"),
     [
-        (lambda images: images[:-1] + ((images[0][0],),), "row 5 has 0 image tokens .* take 6"),
-        (lambda images: ((), *images[1:]), "row 0 has 6 image tokens .* 0 images take 0"),
-        (lambda images: (images[2], *images[1:]), "row 0 has 6 image tokens .* take 5"),
-        (lambda images: None, "row 0 has 6 image tokens"),
+        ("one for a text", "row 5 has 0 image tokens .* its 1 images take 6"),
+        ("none", "row 0 has 6 image tokens .* its 0 images take 0"),
+        ("another", "row 0 has 6 image tokens .* its 1 images take 5"),
+        ("no images at all", "row 0 has 6 image tokens .* its 0 images take 0"),
     ],
 )
 def test_images_that_are_not_those_of_the_prompt_are_refused(
-    folder: Path, change: Any, words: str
+    folder: Path, given: str, words: str
 ) -> None:
-    batch = seeing_batch()
-    other = SequenceBatch(
-        batch.token_ids, batch.prompt_lengths, batch.response_lengths, None, change(batch.images)
-    )
+    other = replace(seeing_batch(), images=OTHER_IMAGES[given])
     policy = seeing_policy(folder / VL, {})
     with pytest.raises(ValueError, match=words):
-        policy.score(other)
+        policy.score_microbatches(other, [[0, 1, 2], [3, 4, 5]])
 
 
 @on_ranks(1)
