@@ -36,6 +36,10 @@ class Image:
     height: int
     source: Path | bytes = field(repr=False, compare=False)  # the file, or what is in it
 
+    def read(self) -> bytes:
+        """The file. Raises OSError when it is gone."""
+        return self.source.read_bytes() if isinstance(self.source, Path) else self.source
+
     def rgb(self) -> PIL.Image.Image:
         """The pixels, decoded now.
 

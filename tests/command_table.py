@@ -15,6 +15,7 @@ OWN_MODEL = (
     " method=dr_grpo"
 )
 RUN_SH = "bash examples/quickstart_cpu/run.sh"
+VISION_SH = "bash examples/vision_cpu/run.sh"
 SBATCH = "examples/slurm/train.sbatch"
 CONVERT = "python tools/convert_checkpoint.py"
 BENCH = "python tools/bench"
@@ -70,6 +71,7 @@ SUBSTITUTIONS = {
     "FOLDER": "{new}/folder",
     "DIR": "{new}/folder",
     "UNTRAINED": "{new}/untrained",
+    "TASKS": "{place}/vision/tasks",
     "WHEELS": "{place}/wheels",
     "wheels": "{place}/wheels",
     "PARTS": "{new}/parts",
@@ -141,6 +143,17 @@ LONG = {
     f"{RUN_SH} run_dir=runs/mine seed=2 method=dapo": Run(SHORT, shows="finished"),
     f"{RUN_SH} run_dir=runs/mine seed=2 trainer.num_steps=4 method=dapo": Run(
         SHORT, shows="finished"
+    ),
+    VISION_SH: Run(SHORT, shows="finished"),
+    f"{VISION_SH} run_dir=runs/mine seed=2 method=durian": Run(
+        f"{SHORT} run_dir=runs/vision_durian", shows="(?s)visual entropy of .*finished"
+    ),
+    f"{VISION_SH} run_dir=runs/mine seed=2 trainer.num_steps=4 method=durian": Run(
+        f"{SHORT} run_dir=runs/vision_durian", shows="finished"
+    ),
+    "python tools/make_vision_tasks.py --out DIR": Run("--train 8 --eval 8", shows=""),
+    "python tools/make_toy_vision_model.py --tasks TASKS --out DIR": Run(
+        "--steps 2", {"DIR": "{new}/seeing"}, shows="supervised steps"
     ),
     f"{PLUGIN}/clipped_advantage.py method=clipped_grpo trainer.num_steps=5 run_dir=runs/clipped": (
         Run(SHORT, shows="finished: ")

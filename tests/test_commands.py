@@ -141,7 +141,7 @@ def full_place(place) -> Path:
     content = subprocess.run(
         ["bash", "-c", key], cwd=view, env=environment(place), stdout=subprocess.PIPE, check=True
     ).stdout
-    (view / ".venv" / ".setup_cpu").write_text(f"{hashlib.sha256(content).hexdigest()}\ncpu\n")
+    (view / ".venv" / ".setup_cpu").write_text(f"{hashlib.sha256(content).hexdigest()}\ncpu,vision\n")
     encoder_folder("clip", place / "encoder")
     images(place)[1].rename(place / "image.png")
     row = {"prompt": "a", "answer": "a", "images": ["image.png"]}
@@ -151,7 +151,24 @@ def full_place(place) -> Path:
     digest = hashlib.sha256((REPO / "tools/make_toy_model.py").read_bytes()).hexdigest()[:12]
     (view / ".work").mkdir()
     (view / ".work" / f"toy_model-{digest}").symlink_to(place / "toy")
+    make_vision(place)
     return place
+
+
+def make_vision(place: Path) -> None:
+    """Tasks and toy model of examples/vision_cpu, fewer and less trained than by its run.sh."""
+    python = f"{place}/repository/.venv/bin/python tools"
+    folder = place / "vision"
+    model = f"{python}/make_toy_vision_model.py --tasks {folder}/tasks --out {folder}/model"
+    for text in (
+        f"{python}/make_vision_tasks.py --train 64 --eval 8 --out {folder}/tasks",
+        f"{model} --steps 2",
+    ):
+        start(place, text, Run())
+    names = ("make_vision_tasks", "make_toy_vision_model", "make_toy_model")
+    makers = b"".join((REPO / f"tools/{name}.py").read_bytes() for name in names)
+    digest = hashlib.sha256(makers).hexdigest()[:12]
+    (place / "repository/.work" / f"toy_vision-{digest}").symlink_to(folder)
 
 
 def environment(place: Path) -> dict[str, str]:
@@ -211,7 +228,7 @@ def test_quick_command(place, tmp_path, text):
 def test_long_command(request, tmp_path, text):
     """``MAKER`` runs in the set-up: the others take the model that it makes."""
     first = [command for command, _ in LONG[text].before]
-    wants_more = re.search(r"\b(TOY|ENCODER)\b|run\.sh", " ".join([text, LONG[text].more, *first]))
+    wants_more = re.search(r"\b(TOY|ENCODER|TASKS)\b|run\.sh", " ".join([text, LONG[text].more, *first]))
     place = request.getfixturevalue("full_place" if wants_more else "place")
     for command, settings in LONG[text].before:
         start(place, command, settings, tmp_path)

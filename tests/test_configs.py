@@ -16,6 +16,8 @@ QWEN2_5_7B = {
     "num_hidden_layers": 28,
     "max_position_embeddings": 32768,
 }
+# The published file has the sizes of its language model at the top.
+QWEN2_5_VL_7B = QWEN2_5_7B | {"max_position_embeddings": 128000, "vision_config": {"depth": 32}}
 TOY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -24,7 +26,10 @@ TOY = {
 }
 EXPERIMENTS = {  # name -> (processes, shape of the model it is for)
     "qwen2_5_7b_8gpu": (8, QWEN2_5_7B),
+    "qwen2_5_vl_7b_8gpu": (8, QWEN2_5_VL_7B),
+    "geo3k_durian": (8, QWEN2_5_VL_7B),
     "quickstart_cpu": (2, TOY),
+    "vision_cpu": (2, TOY),
 }
 
 

@@ -1,12 +1,11 @@
 """Make a small Qwen2.5-VL that can do a little of the tasks of tools/make_vision_tasks.py, for runs
 on a CPU. Nothing is downloaded.
 
-    python tools/make_toy_vision_model.py --tasks DIR --out DIR     # one process; under torchrun
-                                                                    # several, data parallel
+    python tools/make_toy_vision_model.py --tasks TASKS --out DIR
 
-Writes a Hugging Face directory as the published ones: config, safetensors, tokenizer, chat template
+Under torchrun several processes share the steps. Writes a Hugging Face directory as the published ones: config, safetensors, tokenizer, chat template
 and image processor. The weights are random at first and then warmed up as those of
-tools/make_toy_model.py, on DIR/demonstrations.parquet; a wrong demonstration has the answer of
+tools/make_toy_model.py, on TASKS/demonstrations.parquet; a wrong demonstration has the answer of
 another row of its task.
 """
 

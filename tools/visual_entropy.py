@@ -6,18 +6,21 @@ durian_perceptual).
         --images-column images --out scored.jsonl
 
 ENCODER is a Hugging Face directory of a vision encoder (config.json, weights,
-preprocessor_config.json). Scores are kept in the cache, one row for each pair of image bytes and
-encoder, so that a second run reads them. With --data every row gets extra.visual_entropy, in nats:
-the mean over its images. Image paths in a data file are relative to that file.
+preprocessor_config.json), or of a whole model that sees, whose tower is then taken. Scores are kept
+in the cache, one row for each pair of image bytes and encoder, so that a second run reads them.
+With --data every row gets extra.visual_entropy, in nats: the mean over its images, which are paths,
+relative to that file, or {bytes, path}. A run with images computes its own for rows that have none
+(megatron_rl/trainer/visual_entropies.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +53,8 @@ class Encoder:
                     f"ENCODER {path}: no {name} there; give a Hugging Face directory of a vision"
                     " encoder"
                 )
-        self.model = AutoModel.from_pretrained(path, torch_dtype=torch.float32).eval()
+        model = AutoModel.from_pretrained(path, dtype=torch.float32).eval()
+        self.model = getattr(model, "visual", model)  # the tower of a model that sees
         self.processor = AutoImageProcessor.from_pretrained(path, backend="pil")
         digest = xxhash.xxh3_128(
             (path / "config.json").read_bytes() + (path / "preprocessor_config.json").read_bytes()
@@ -85,10 +89,12 @@ class Scores:
         }
         self.computed = 0
 
-    def of(self, path: Path) -> float:
-        key = xxhash.xxh3_128_hexdigest(path.read_bytes())
+    def of(self, source: Path | bytes) -> float:
+        """``source``: an image file, or what is in it."""
+        content = source if isinstance(source, bytes) else source.read_bytes()
+        key = xxhash.xxh3_128_hexdigest(content)
         if key not in self.known:
-            with Image.open(path) as image:
+            with Image.open(io.BytesIO(content)) as image:
                 self.known[key] = visual_entropy(self.encoder.features(image)).item()
             self.rows.append(
                 {"image": key, "encoder": self.encoder.fingerprint, "entropy_nats": self.known[key]}
@@ -133,13 +139,15 @@ def scored(
     """
     result = []
     for number, row in enumerate(rows):
-        images = [row[column]] if isinstance(row.get(column), str) else row.get(column)
+        images = row.get(column)
+        if isinstance(images, str | Mapping):
+            images = [images]
         if not images:
             raise ValueError(
                 f"row {number}: column {column!r} holds no image path; choose the column with"
                 " --images-column"
             )
-        values = [scores.of(folder / image) for image in images]
+        values = [scores.of(source_of(image, folder)) for image in images]
         result.append(
             {
                 **row,
@@ -147,6 +155,13 @@ def scored(
             }
         )
     return result
+
+
+def source_of(image: str | Mapping[str, Any], folder: Path) -> Path | bytes:
+    """A path, or {bytes, path} as data sets have it."""
+    if isinstance(image, Mapping):
+        return image["bytes"] if image.get("bytes") is not None else folder / image["path"]
+    return folder / image
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

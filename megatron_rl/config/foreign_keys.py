@@ -70,8 +70,8 @@ NOT_SUPPORTED = (
         "asynchronous training is not supported: a step trains on responses of the newest weights",
     ),
     (
-        r"images?|vision|videos?|audio|multi_?modal|pixels?",
-        "images, video and audio are not supported: prompts are text",
+        r"videos?|audio",
+        "video and audio are not supported: prompts are texts and images",
     ),
     (
         r"critics?|value_(model|loss|head|function)|gae|vf_coef|ppo",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.protocols import ImageProcessor
-from megatron_rl.types import Image
+from megatron_rl.types import Image, Prompt
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -23,6 +23,12 @@ class Sight:
 
     processor: ImageProcessor
     max_images: int
+
+
+def sight_of(prompts: Iterable[Prompt], processor: ImageProcessor | None) -> Sight | None:
+    """For an engine that is to answer ``prompts``; None where none of them has an image."""
+    most = max((len(prompt.images) for prompt in prompts), default=0)
+    return None if processor is None or most == 0 else Sight(processor, most)
 
 
 def request(

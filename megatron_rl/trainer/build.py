@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from megatron_rl.config.checks import num_optimizer_steps
 from megatron_rl.config.schema import Config
@@ -13,7 +14,7 @@ from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.data.vision import VisionProcessor, vision_of
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.engine.recorder import UndiscoveredError
-from megatron_rl.engine.requests import Sight
+from megatron_rl.engine.requests import Sight, sight_of
 from megatron_rl.loss import Method
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.megatron_policy import MegatronPolicy
@@ -51,6 +52,7 @@ from megatron_rl.trainer.run_folder import RunFolder
 from megatron_rl.trainer.run_record import data_fingerprint
 from megatron_rl.trainer.sources import Colocated
 from megatron_rl.trainer.trainer import Trainer
+from megatron_rl.trainer.visual_entropies import FILE, with_visual_entropy
 from megatron_rl.types import TransferOptions
 from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.gather import GatherSync
@@ -78,10 +80,16 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     folder = RunFolder(config, world, display)
     start = folder.prepare(data_fingerprint(loader.state()))
     world.from_main(lambda: check_before_build(config, start, method.needs.ref_logprobs))
+    if method.needs.visual_entropy and vision is not None:
+        with display.phase("visual entropy of the images"):
+            file = Path(config.run_dir) / FILE
+            data = with_visual_entropy(data, Path(config.model.path), vision, file, world)
+        loader = training_stream(data, config)
     with display.phase("building the policy"):
         policy = build_policy(config, method, vision)
+    sight = sight_of([*data.train_prompts, *data.held_out_prompts], vision)
     with display.phase("building the rollout engine"):
-        engine, weight_sync = build_engine(config, world, policy, sight_of(data, vision))
+        engine, weight_sync = build_engine(config, world, policy, sight)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     sampler = Sampler(engine, reward, decode, world, display)
     stop_ids = stop_token_ids(tokenizer.eos_token_id)
@@ -137,12 +145,6 @@ def build_method(config: Config, data: Data) -> Method:
 def build_hooks(config: Config, world: World) -> RolloutHooks | None:
     """None where there is none: rank 0 then gets no tokens but those it trains on and logs."""
     return RolloutHooks(config.rollout_hooks, world) if config.rollout_hooks else None
-
-
-def sight_of(data: Data, vision: VisionProcessor | None) -> Sight | None:
-    """What the engine must know of the images of all prompts; None where there are none."""
-    most = max(len(prompt.images) for prompt in [*data.train_prompts, *data.held_out_prompts])
-    return None if vision is None or most == 0 else Sight(vision, most)
 
 
 def build_policy(

@@ -90,11 +90,12 @@ def _of_all_rows(
 
 
 def check_visual_entropy(prompts: Iterable[Prompt], method: Method) -> None:
-    """Raises ValueError where the method needs visual_entropy and a prompt does not carry it."""
+    """Raises ValueError where the method needs visual_entropy and a prompt neither carries it nor
+    has images to compute it from (``trainer.visual_entropies``)."""
     if not method.needs.visual_entropy:
         return
     for prompt in prompts:
-        if "visual_entropy" not in prompt.extra:
+        if "visual_entropy" not in prompt.extra and not prompt.images:
             raise ValueError(
                 f"prompt {prompt.uid}: the method needs extra.visual_entropy; compute it with"
                 " tools/visual_entropy.py, or use a method without the perceptual part"

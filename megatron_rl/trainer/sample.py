@@ -18,7 +18,9 @@ from megatron_rl.config.load import change_value, compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.prompts import load_prompts, text_prompts
 from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.data.vision import VisionProcessor, vision_of
 from megatron_rl.engine.engine import VllmEngine
+from megatron_rl.engine.requests import sight_of
 from megatron_rl.errors import concerning
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.runtime.display import Display
@@ -161,7 +163,8 @@ def answers(source: Source, question: Question, world: World, scratch: Path) -> 
     config = source.config
     model = _model_directory(source, world, scratch)
     tokenizer = load_tokenizer(model)
-    prompts = _prompts(source, question, tokenizer)
+    vision = vision_of(str(model), config.data)
+    prompts = _prompts(source, question, tokenizer, vision)
     display = Display(shown=world.is_main)
     sampling = _sampling(config, question, tokenizer)
     rollout = config.rollout
@@ -170,7 +173,13 @@ def answers(source: Source, question: Question, world: World, scratch: Path) -> 
     for problem in position_problems(rollout, _read_config(model)):
         raise ValueError(problem)
     with display.phase("building the engine"):
-        engine = VllmEngine(str(model), rollout, seed=config.seed, launch_id=world.launch_id)
+        engine = VllmEngine(
+            str(model),
+            rollout,
+            seed=config.seed,
+            launch_id=world.launch_id,
+            sight=sight_of(prompts, vision),
+        )
     scored = not question.texts
     sampler = Sampler(
         engine,
@@ -201,7 +210,10 @@ def _model_directory(source: Source, world: World, scratch: Path) -> Path:
 
 
 def _prompts(
-    source: Source, question: Question, tokenizer: PreTrainedTokenizerBase
+    source: Source,
+    question: Question,
+    tokenizer: PreTrainedTokenizerBase,
+    vision: VisionProcessor | None,
 ) -> list[Prompt]:
     config = source.config
     limit = config.rollout.max_prompt_tokens
@@ -211,7 +223,7 @@ def _prompts(
         raise ValueError(
             f"{source.weights}: a model has no prompts of its own; give some with --prompt TEXT"
         )
-    prompts = load_prompts(config.data.eval, config.data, tokenizer, limit)
+    prompts = load_prompts(config.data.eval, config.data, tokenizer, limit, vision)
     return prompts[: question.num_prompts]
 
 

@@ -35,7 +35,7 @@ def write_model() -> Qwen2_5_VLForConditionalGeneration:
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             elif "visual" not in name:
-                parameter.normal_(0.0, 0.12)
+                parameter.normal_(0.0, 0.06)
     model.save_pretrained(PATH)
     return model
 
@@ -47,6 +47,7 @@ ENGINE = VllmEngine(
     str(PATH), CONFIG, seed=0, launch_id=WORLD.launch_id, sight=Sight(VISION, max_images=2)
 )
 PAD = VISION.image_token_id
+BOUND = 5e-6  # nats of one token; both sides compute in float32
 SAMPLING = small.sampling(num_responses=3, max_response_tokens=8)
 
 
@@ -90,7 +91,7 @@ def their_logprobs(asked: Prompt, response: Sequence[int]) -> torch.Tensor:
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(list(response))[:, None])[:, 0]
 
 
-def gap(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> float:
+def largest_gap(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> float:
     """The largest |engine - transformers| of a sampled token."""
     return max(
         (torch.tensor(one.sampler_logprobs) - their_logprobs(asked, one.token_ids))
@@ -102,23 +103,31 @@ def gap(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> fl
     )
 
 
+def agree(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> None:
+    found = {
+        asked.uid: largest_gap([asked], [group])
+        for asked, group in zip(prompts, groups, strict=True)
+    }
+    assert max(found.values()) <= BOUND, found
+
+
 def sampled_logprobs_are_those_of_transformers() -> None:
     groups = ENGINE.generate(PROMPTS, SAMPLING)
-    assert gap(PROMPTS, groups) <= 5e-6
+    agree(PROMPTS, groups)
     again = ENGINE.generate(PROMPTS, SAMPLING)  # from the caches of prefixes and images
     assert [[one.token_ids for one in group] for group in again] == [
         [one.token_ids for one in group] for group in groups
     ]
-    assert gap(PROMPTS, again) <= 5e-6
+    agree(PROMPTS, again)
     swapped = [replace(PROMPTS[0], images=(SECOND,))]
-    assert gap(swapped, [groups[0]]) > 1e-3, "the image decides"
+    assert largest_gap(swapped, [groups[0]]) > 1e-3, "the image decides"
 
 
 def image_tokens_in_a_response_are_words() -> None:
     """A policy does sample them; they are no places of images."""
-    groups = ENGINE.generate(PROMPTS[:1], small.sampling(num_responses=100))
+    groups = ENGINE.generate(PROMPTS[:1], small.sampling(num_responses=100, max_response_tokens=8))
     assert any(PAD in one.token_ids for one in groups[0])
-    assert gap(PROMPTS[:1], groups) <= 5e-6
+    agree(PROMPTS[:1], groups)
 
 
 def scores_of_prompts_with_images() -> None:
@@ -127,7 +136,7 @@ def scores_of_prompts_with_images() -> None:
         last = max([0, *(at for at, token in enumerate(asked.token_ids) if token == PAD)]) + 1
         cut = replace(asked, token_ids=asked.token_ids[:last])
         want = their_logprobs(cut, asked.token_ids[last:])
-        assert (torch.tensor(row[last - 1 :]) - want).abs().max() <= 5e-6
+        assert (torch.tensor(row[last - 1 :]) - want).abs().max() <= BOUND
 
 
 def refused() -> None:
@@ -153,7 +162,7 @@ def refused() -> None:
             assert words in str(error) and f"prompt {wrong.uid}" in str(error), error
         else:
             raise AssertionError(f"{words}: was not refused")
-    assert gap(PROMPTS[:1], ENGINE.generate(PROMPTS[:1], SAMPLING)) <= 5e-6
+    agree(PROMPTS[:1], ENGINE.generate(PROMPTS[:1], SAMPLING))
 
 
 def another_processor_is_noticed() -> None:
@@ -193,7 +202,7 @@ def a_gathered_sync_leaves_nothing_of_the_old_tower() -> None:
         before = their_logprobs(PROMPTS[0], (5, 6, 7))
         ENGINE.load_weights(iter(change_the_tower(version).items()), version)
         assert (their_logprobs(PROMPTS[0], (5, 6, 7)) - before).abs().max() > 1e-3
-        assert gap(PROMPTS, ENGINE.generate(PROMPTS, SAMPLING)) <= 5e-6
+        agree(PROMPTS, ENGINE.generate(PROMPTS, SAMPLING))
 
 
 def a_planned_sync_leaves_nothing_of_the_old_tower() -> None:
@@ -214,7 +223,7 @@ def a_planned_sync_leaves_nothing_of_the_old_tower() -> None:
             written(key)
 
     ENGINE.update_weights(transfer, 3)
-    assert gap(PROMPTS, ENGINE.generate(PROMPTS, SAMPLING)) <= 5e-6
+    agree(PROMPTS, ENGINE.generate(PROMPTS, SAMPLING))
 
 
 def the_logprob_check_sees_a_stale_tower() -> None:
@@ -228,7 +237,7 @@ def the_logprob_check_sees_a_stale_tower() -> None:
         cut = replace(asked, token_ids=asked.token_ids[:last])
         want = their_logprobs(cut, asked.token_ids[last:])
         seen[asked.uid] = (torch.tensor(row[last - 1 :]) - want).abs().mean().item()
-    assert seen["text"] <= 5e-6 and seen["one"] > 1e-4, seen
+    assert seen["text"] <= BOUND and seen["one"] > 1e-4, seen
 
 
 if __name__ == "__main__":

@@ -1,0 +1,68 @@
+"""Whole runs with images through the command line: Durian with all three of its terms on both real
+engines, and a resume."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.data.rows import read_rows
+from tests.e2e.test_training import timeless
+from tests.launch import REPO, launch, run
+from tools.make_toy_vision_model import write_untrained
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1000)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("vision")
+    maker = [sys.executable, str(REPO / "tools/make_vision_tasks.py")]
+    run([*maker, "--out", str(path), "--train", "64", "--eval", "8"], 200)
+    questions = [row["problem"] for _, row in read_rows(path / "train.parquet")]
+    options = argparse.Namespace(seed=0, layers=2, hidden=128, tower_hidden=32)
+    write_untrained(path / "model", questions, options)
+    return path
+
+
+def train(folder: Path, name: str, num_steps: int) -> list[dict]:
+    """The rows of the metrics after a run of two processes to ``num_steps``."""
+    settings = [
+        "experiment=vision_cpu",
+        "method=durian",
+        f"model.path={folder / 'model'}",
+        f"data.train={folder / 'train.parquet'}",
+        f"data.eval={folder / 'eval.parquet'}",
+        f"run_dir={folder / name}",
+        f"trainer.num_steps={num_steps}",
+        "batch.prompts_per_step=8",
+        "batch.prompts_per_minibatch=8",
+        "checkpoint.every_steps=1",
+        "evaluation.every_steps=0",
+        "weight_sync.logprob_check_every=1",
+        "mismatch_limits.abort_above=1e-4",
+        "logging.tensorboard=false",
+    ]
+    launch("megatron_rl.train", 2, settings, 400)
+    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_durian_sees_and_goes_on_bit_for_bit(folder):
+    whole = train(folder, "whole", 2)
+    train(folder, "parts", 1)
+    parts = train(folder, "parts", 2)
+    assert [row["step"] for row in whole] == [row["step"] for row in parts] == [0, 1, 2]
+    assert [timeless(row) for row in whole[1:]] == [timeless(row) for row in parts[1:]]
+    for row in whole[1:]:
+        assert row["mismatch/logprob_abs_diff_max"] <= 1e-4
+        assert row["sync/logprob_check_diff_max"] <= 1e-4 and row["optim/grad_norm"] > 0
+    lines = (folder / "parts" / "visual_entropy.jsonl").read_text().splitlines()
+    known = [json.loads(line)["image"] for line in lines]
+    files = {
+        item["bytes"] for _, row in read_rows(folder / "train.parquet") for item in row["images"]
+    }
+    assert len(known) == len(set(known)) == len(files)
