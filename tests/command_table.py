@@ -144,12 +144,17 @@ LONG = {
     f"{RUN_SH} run_dir=runs/mine seed=2 trainer.num_steps=4 method=dapo": Run(
         SHORT, shows="finished"
     ),
-    VISION_SH: Run(SHORT, shows="finished"),
+    VISION_SH: Run(SHORT, shows="(?s)finished.*answers.png"),
     f"{VISION_SH} run_dir=runs/mine seed=2 method=durian": Run(
         f"{SHORT} run_dir=runs/vision_durian", shows="(?s)visual entropy of .*finished"
     ),
     f"{VISION_SH} run_dir=runs/mine seed=2 trainer.num_steps=4 method=durian": Run(
         f"{SHORT} run_dir=runs/vision_durian", shows="finished"
+    ),
+    "python tools/draw_answers.py RUN": Run(
+        instead={"RUN": "runs/vision_cpu"},
+        shows="right before",
+        before=((VISION_SH, Run(SHORT)),),
     ),
     "python tools/make_vision_tasks.py --out DIR": Run("--train 8 --eval 8", shows=""),
     "python tools/make_toy_vision_model.py --tasks TASKS --out DIR": Run(

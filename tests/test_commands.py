@@ -141,7 +141,9 @@ def full_place(place) -> Path:
     content = subprocess.run(
         ["bash", "-c", key], cwd=view, env=environment(place), stdout=subprocess.PIPE, check=True
     ).stdout
-    (view / ".venv" / ".setup_cpu").write_text(f"{hashlib.sha256(content).hexdigest()}\ncpu,vision\n")
+    (view / ".venv" / ".setup_cpu").write_text(
+        f"{hashlib.sha256(content).hexdigest()}\ncpu,vision\n"
+    )
     encoder_folder("clip", place / "encoder")
     images(place)[1].rename(place / "image.png")
     row = {"prompt": "a", "answer": "a", "images": ["image.png"]}
@@ -228,7 +230,9 @@ def test_quick_command(place, tmp_path, text):
 def test_long_command(request, tmp_path, text):
     """``MAKER`` runs in the set-up: the others take the model that it makes."""
     first = [command for command, _ in LONG[text].before]
-    wants_more = re.search(r"\b(TOY|ENCODER|TASKS)\b|run\.sh", " ".join([text, LONG[text].more, *first]))
+    wants_more = re.search(
+        r"\b(TOY|ENCODER|TASKS)\b|run\.sh", " ".join([text, LONG[text].more, *first])
+    )
     place = request.getfixturevalue("full_place" if wants_more else "place")
     for command, settings in LONG[text].before:
         start(place, command, settings, tmp_path)

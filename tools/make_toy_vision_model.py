@@ -3,10 +3,10 @@ on a CPU. Nothing is downloaded.
 
     python tools/make_toy_vision_model.py --tasks TASKS --out DIR
 
-Under torchrun several processes share the steps. Writes a Hugging Face directory as the published ones: config, safetensors, tokenizer, chat template
-and image processor. The weights are random at first and then warmed up as those of
-tools/make_toy_model.py, on TASKS/demonstrations.parquet; a wrong demonstration has the answer of
-another row of its task.
+Under torchrun several processes share the steps. Writes a Hugging Face directory as the published
+ones: config, safetensors, tokenizer, chat template and image processor. The weights are random at
+first and then warmed up as those of tools/make_toy_model.py, on TASKS/demonstrations.parquet; a
+wrong demonstration has the answer of another row of its task.
 """
 
 from __future__ import annotations

@@ -26,5 +26,10 @@ if [ ! -d "$made" ]; then
 fi
 
 cd "$start" # a relative run_dir is the caller's
-exec "$python" -m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_rl.train \
+run_dir=runs/vision_cpu
+for word in "$@"; do
+    case $word in run_dir=*) run_dir=${word#run_dir=} ;; esac
+done
+"$python" -m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_rl.train \
     experiment=vision_cpu model.path="$made/model" data.train="$made/tasks/train.parquet" data.eval="$made/tasks/eval.parquet" "$@"
+[ ! -d "$run_dir/export" ] || "$python" "$repo/tools/draw_answers.py" "$run_dir"
