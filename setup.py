@@ -90,6 +90,7 @@ EXTRAS = {
         "scikit-learn>=1.5",
         "pytest>=8.2",
         "pytest-timeout",
+        "pytest-xdist",
         "hypothesis",
         "beartype",
         "psutil",

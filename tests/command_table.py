@@ -279,7 +279,7 @@ GUIDE_TESTS = (
     "trainer/test_alternating.py",
 )
 NOT_RUN = {
-    "bash tools/setup_cpu.sh test && .venv/bin/pytest": "all tests, from nothing: .ci/run",
+    "bash tools/setup_cpu.sh test && .venv/bin/pytest -n 2": "all tests, from nothing: .ci/run",
     "bash tools/setup_cpu.sh test": "the network, minutes: .ci/run",
     ".venv/bin/pytest": "all tests: .ci/run",
     ".venv/bin/ruff format . && .venv/bin/ruff check .": (

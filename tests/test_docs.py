@@ -129,7 +129,7 @@ def test_readme_begins_with_the_two_commands():
     assert "tools/setup_cpu.sh" in (REPO / "examples/quickstart_cpu/run.sh").read_text(
         encoding="utf-8"
     )
-    assert re.fullmatch(r"bash tools/setup_cpu\.sh test && \.venv/bin/pytest", commands[1])
+    assert re.fullmatch(r"bash tools/setup_cpu\.sh test && \.venv/bin/pytest -n 2", commands[1])
     assert len(commands) == 2
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.launch import run
 from tests.test_size import REPO
 
@@ -88,8 +89,8 @@ def here(command: str) -> list[str]:
     # Of no use to a guide: the first would write into the copy, the second takes 2 s to import.
     without = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
     known = {
-        ".venv/bin/pytest": [sys.executable, "-m", "pytest", "-q", *without],
-        ".venv/bin/python": [sys.executable],
+        ".venv/bin/pytest": [str(warm.python()), "-m", "pytest", "-q", *without],
+        ".venv/bin/python": [str(warm.python())],
     }
     return [*known[program], *arguments]
 

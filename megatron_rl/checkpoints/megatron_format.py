@@ -42,6 +42,7 @@ from megatron_rl.checkpoints import nemo_format
 from megatron_rl.checkpoints.safe_load import SafeReader
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.parameter_map import (
+    EMBEDDING,
     FUSED_NORMS,
     HEAD,
     Parameter,
@@ -321,7 +322,9 @@ class Reader:
 
     def vocab_rows(self, arch: Architecture) -> int:
         """Rows of the stored embedding, padding included."""
-        return int(self._array(next(slabs(arch, arch.vocab_size)))[1].size[0])
+        every = slabs(arch, arch.vocab_size)
+        embedding = next(slab for slab in every if slab.key == EMBEDDING.megatron)
+        return int(self._array(embedding)[1].size[0])
 
     def read(self, slab: Slab) -> Tensor:
         """The slab. Raises ValueError as ``array`` does."""

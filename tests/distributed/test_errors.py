@@ -32,7 +32,7 @@ def own_lines(output: str) -> list[str]:
 
 
 def fail(case: str, nproc: int, rank: int = 0) -> str:
-    done = launch(WORKER, nproc, [case, rank], timeout=100, check=False)
+    done = launch(WORKER, nproc, [case, rank], timeout=100, check=False, is_warm=False)
     assert done.returncode == 1, done.stdout
     return done.stdout
 
@@ -166,6 +166,6 @@ def test_a_signal_to_torchrun_is_one_line(case, number, text):
 
 @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.full)])
 def test_a_rank_that_is_waited_for_is_named(rank):
-    output = launch(WORKER, 3, ["late", rank]).stdout
+    output = launch(WORKER, 3, ["late", rank], is_warm=False).stdout
     (line,) = (line for line in output.splitlines() if line.startswith("waiting"))
     assert re.fullmatch(rf"waiting for rank {rank} for \d s: busy, stopped or hung\?", line)

@@ -14,7 +14,7 @@ from tests.launch import launch
 
 def fail(nproc: int, args: list[str]) -> list[str]:
     """The lines of the run itself."""
-    done = launch("megatron_rl.train", nproc, args, timeout=150, check=False)
+    done = launch("megatron_rl.train", nproc, args, timeout=150, check=False, is_warm=False)
     assert done.returncode == 1, done.stdout
     return own_lines(done.stdout)
 

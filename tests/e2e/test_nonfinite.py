@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import warm
 from tests.e2e.toy import overrides, write_data, write_model
 from tests.launch import launch, run
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory) -> Path:
 def replayed(folder: Path, bundle: Path, processes: int) -> tuple[str, dict[str, Any]]:
     result = folder / f"{bundle.name}.{processes}.json"
     if processes == 1:
-        done = run([sys.executable, REPLAY, str(bundle), "--json", str(result)], 120)
+        done = run([str(warm.python()), REPLAY, str(bundle), "--json", str(result)], 120)
     else:
         done = launch(REPLAY, processes, [bundle, "--json", result], 120)
     return done.stdout, json.loads(result.read_text())

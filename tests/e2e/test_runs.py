@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_rl.checkpoints import directory, facts
 from megatron_rl.policy.families import read_architecture
+from tests import warm
 from tests.e2e.toy import overrides, write_data, write_model
 from tests.launch import REPO, end, launch, torchrun
 
@@ -59,7 +59,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
 
 def alone(folder: Path, run_dir: Path, *more: str) -> subprocess.CompletedProcess[str]:
     """One process, for what is refused before engines are built."""
-    command = [sys.executable, "-m", "megatron_rl.train"]
+    command = [str(warm.python()), "-m", "megatron_rl.train"]
     command += overrides(folder, run_dir, "parallel=single", "rollout.tensor=1", *more)
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     return subprocess.run(

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import warm
 from tests.e2e.toy import overrides, write_data, write_large_config, write_model
 from tests.launch import REPO, end, launch, torchrun
 
@@ -52,10 +52,12 @@ def start(folder) -> Iterator[Callable[..., subprocess.Popen]]:
     """The same command, left running; ended with all its processes when the test is over."""
     processes: list[subprocess.Popen] = []
 
-    def start(run_dir: Path, *more: str) -> subprocess.Popen:
+    def start(run_dir: Path, *more: str, is_warm: bool = False) -> subprocess.Popen:
         command = torchrun("megatron_rl.train")
         command += overrides(folder, run_dir, *more)
         environment = {**os.environ, "PYTHONPATH": str(REPO)}
+        if is_warm:
+            environment["PYTHON_EXEC"] = str(warm.python())
         with (folder / f"{run_dir.name}.log").open("w") as log:
             processes.append(
                 subprocess.Popen(
@@ -245,7 +247,8 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on_from_the_newest_whole_ch
 
 def test_preemption_leaves_a_checkpoint_and_a_marker(folder, start):
     run_dir = folder / "preempted"
-    agent = start(run_dir, "trainer.num_steps=500", "checkpoint.every_steps=2")
+    settings = ["trainer.num_steps=500", "checkpoint.every_steps=2"]
+    agent = start(run_dir, *settings, is_warm=True)
     wait_for_step(agent, run_dir, 2)
     for rank in ranks(agent):
         rank.send_signal(signal.SIGUSR1)
@@ -290,7 +293,7 @@ def test_wrong_input_is_one_message_and_a_failed_job(folder, change, message):
         "rollout.tensor=1",
         *(text.format(folder=folder) for text in change),
     )
-    command = [sys.executable, "-m", "megatron_rl.train", *args]
+    command = [str(warm.python()), "-m", "megatron_rl.train", *args]
     done = subprocess.run(
         command,
         capture_output=True,

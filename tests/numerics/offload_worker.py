@@ -89,6 +89,8 @@ def run(case: Case, offloading: bool) -> dict[str, Any]:
 def main() -> None:
     dist.init_process_group("gloo")
     for case in CASES:
+        if case.name not in sys.argv[3:]:
+            continue
         want, got = run(case, offloading=False), run(case, offloading=True)
         assert got["norms"] == want["norms"], (
             f"{case.name}: gradient norms {got['norms']}, without {want['norms']}"
@@ -106,5 +108,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    assert len(sys.argv) == 3
     main()

@@ -176,6 +176,8 @@ def gathered_once(case: Case) -> None:
 def main() -> None:
     dist.init_process_group("gloo")
     for case in CASES:
+        if case.name not in sys.argv[3:]:
+            continue
         same_course(case)
         if dist.get_rank() == 0:
             print(f"OK {case.name}", flush=True)
@@ -186,5 +188,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    assert len(sys.argv) == 3
     main()

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from megatron_rl.types import Image, SequenceBatch
+from tests import zoo
 from tests.numerics.policy_reference import TEMPERATURE, ClippedLoss, sequences
 from tests.zoo import IMAGE_TOKEN, tiny_model
+
+if TYPE_CHECKING:
+    from megatron_rl.policy.megatron_policy import MegatronPolicy
 
 MERGE = 2
 PATCH = 14
@@ -80,6 +85,18 @@ RESPONSES = (
     [70],
     [71, IMAGE_TOKEN, 72],
 )
+
+
+def seeing_policy(path: Path, layout: dict[str, Any], **more: Any) -> MegatronPolicy:
+    """See zoo.tiny_policy; it gets the images of this module."""
+    return zoo.tiny_policy(path, layout, image_processor=PROCESSOR, **more)
+
+
+def rows_of(policy: MegatronPolicy) -> list[list[int]]:
+    """Two micro-batches of this rank; the last one of every rank is without images."""
+    if policy.data_parallel_size == 1:
+        return [[0, 1, 2, 3, 4], [5]]
+    return [[0, 1, 3, 4], []] if policy.data_parallel_rank == 0 else [[2], [5]]
 
 
 def seeing_batch() -> SequenceBatch:

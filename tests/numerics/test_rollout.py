@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_rl.engine import shared_memory
 from tests.launch import launch
@@ -82,6 +83,9 @@ def test_one_process(one_process, name):
 
 def test_a_killed_launch_leaves_names(killed_launch):
     """Else the next test shows nothing. All of them are this project's own."""
+    if not torch.cpu._is_avx512_supported():
+        assert all(name.endswith(".lock") for name in killed_launch)
+        pytest.skip("vLLM's ranks share no memory on a processor without AVX-512")
     assert len(killed_launch) > 2 and all(
         name.startswith(shared_memory.PREFIX) for name in killed_launch
     )

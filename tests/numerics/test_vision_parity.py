@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests import zoo
 from tests.numerics.policy_cases import Case, _case
 from tests.numerics.policy_worker import compare
 from tests.numerics.seeing import RESPONSES, seeing_reference
@@ -43,13 +42,12 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def answers(seeing_models: Path) -> Any:
     """The directory of a model, and what transformers says about it."""
-    folder = tmp_path_factory.mktemp("models")
 
     @cache
     def answer(model: str) -> tuple[Path, dict[str, Any]]:
-        return zoo.save_tiny_model(model, folder / model), seeing_reference(model, None)
+        return seeing_models / model, seeing_reference(model, None)
 
     return answer
 

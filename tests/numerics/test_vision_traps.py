@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
 
 from megatron_rl.policy import microbatches, model, optimizer, vision
 from megatron_rl.policy.megatron_policy import MegatronPolicy
@@ -26,39 +25,18 @@ from tests.numerics.seeing import (
     SQUARE,
     WIDE,
     RandomPatches,
-    hf_logits,
     hf_positions,
-    published_name,
+    rows_of,
     seeing_batch,
+    seeing_policy,
     seeing_reference,
 )
 from tests.ranks import call, on_ranks
 
 VL = "qwen2_5_vl"
-TIED = "qwen2_5_vl_tied"
 SEQUENCE: dict[str, Any] = dict(tensor=2, sequence=True)
 SHARDED: dict[str, Any] = dict(distributed_optimizer=True)
 OVERLAP = dict(SHARDED, overlap_grad_reduce=True, overlap_param_gather=True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds the directories of the tiny models that see."""
-    path = tmp_path_factory.mktemp("seeing")
-    for name in zoo.SEEING:
-        zoo.save_tiny_model(name, path / name)
-    return path
-
-
-def seeing_policy(path: Path, layout: dict[str, Any], **more: Any) -> MegatronPolicy:
-    return zoo.tiny_policy(path, layout, image_processor=PROCESSOR, **more)
-
-
-def rows_of(policy: MegatronPolicy) -> list[list[int]]:
-    """Two micro-batches of this rank; under data parallelism each rank has one without images."""
-    if policy.data_parallel_size == 1:
-        return [[0, 1, 2, 3, 4], [5]]
-    return [[0, 1, 3, 4], []] if policy.data_parallel_rank == 0 else [[2], [5]]
 
 
 def tower_gradients(policy: MegatronPolicy) -> dict[str, Tensor]:
@@ -120,11 +98,11 @@ def own_slice(seeing: Any, token_ids: Tensor, images: vision.PlacedImages | None
     ],
 )
 def test_the_tower_has_the_whole_gradient_once(
-    folder: Path, kind: str, embed: Any, times: float | None, apart: bool
+    seeing_models: Path, kind: str, embed: Any, times: float | None, apart: bool
 ) -> None:
     """Under tensor and sequence parallelism; beside it, what other ways of doing it give."""
     wanted = seeing_reference(VL, None)
-    policy = seeing_policy(folder / VL, SEQUENCE)
+    policy = seeing_policy(seeing_models / VL, SEQUENCE)
     if kind != "averaged":
         marked(kind)(policy)
     with mock.patch.object(model, "embed", embed):
@@ -160,9 +138,9 @@ def plain_positions(is_image: Tensor, length: int, grids: Any) -> Tensor:
 
 
 @on_ranks(1)
-def test_plain_positions_give_other_logprobs(folder: Path) -> None:
+def test_plain_positions_give_other_logprobs(seeing_models: Path) -> None:
     wanted = seeing_reference(VL, None)
-    policy = seeing_policy(folder / VL, {})
+    policy = seeing_policy(seeing_models / VL, {})
     with mock.patch.object(vision, "rope_positions", plain_positions):
         got = policy.score(wanted["batch"]).logprobs
     with_images = slice(0, -3)
@@ -171,9 +149,9 @@ def test_plain_positions_give_other_logprobs(folder: Path) -> None:
 
 
 @on_ranks(1)
-def test_angles_of_the_tower_stay_exact_in_bfloat16(folder: Path) -> None:
+def test_angles_of_the_tower_stay_exact_in_bfloat16(seeing_models: Path) -> None:
     """A change of number format rounds the buffers of a module too."""
-    policy = seeing_policy(folder / VL, {}, params="bfloat16")
+    policy = seeing_policy(seeing_models / VL, {}, params="bfloat16")
     (chunk,) = policy.modules
     tower = chunk.module.visual
     assert tower.patch_embed.proj.weight.dtype == torch.bfloat16
@@ -195,9 +173,9 @@ class Counting(RandomPatches):
 
 
 @on_ranks(2)
-def test_the_first_stage_alone_has_a_tower_and_asks_for_pixels(folder: Path) -> None:
+def test_the_first_stage_alone_has_a_tower_and_asks_for_pixels(seeing_models: Path) -> None:
     processor = Counting()
-    policy = zoo.tiny_policy(folder / VL, dict(pipeline=2), image_processor=processor)
+    policy = zoo.tiny_policy(seeing_models / VL, dict(pipeline=2), image_processor=processor)
     is_first = dist.get_rank() == 0
     assert hasattr(policy.modules[0], "visual") == is_first
     batch = seeing_batch()
@@ -206,10 +184,10 @@ def test_the_first_stage_alone_has_a_tower_and_asks_for_pixels(folder: Path) -> 
 
 
 @on_ranks(1)
-def test_neither_building_nor_passes_consume_random_numbers(folder: Path) -> None:
+def test_neither_building_nor_passes_consume_random_numbers(seeing_models: Path) -> None:
     before = torch.get_rng_state()
     wanted = seeing_batch()
-    seeing_policy(folder / VL, {}).score(wanted)
+    seeing_policy(seeing_models / VL, {}).score(wanted)
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -233,17 +211,17 @@ OTHER_IMAGES: dict[str, tuple[tuple[Image, ...], ...] | None] = {
     ],
 )
 def test_images_that_are_not_those_of_the_prompt_are_refused(
-    folder: Path, given: str, words: str
+    seeing_models: Path, given: str, words: str
 ) -> None:
     other = replace(seeing_batch(), images=OTHER_IMAGES[given])
-    policy = seeing_policy(folder / VL, {})
+    policy = seeing_policy(seeing_models / VL, {})
     with pytest.raises(ValueError, match=words):
         policy.score_microbatches(other, [[0, 1, 2], [3, 4, 5]])
 
 
 @on_ranks(1)
-def test_images_without_a_processor_are_refused(folder: Path) -> None:
-    policy = zoo.tiny_policy(folder / VL, {})
+def test_images_without_a_processor_are_refused(seeing_models: Path) -> None:
+    policy = zoo.tiny_policy(seeing_models / VL, {})
     with pytest.raises(ValueError, match="built without an image processor"):
         policy.score(seeing_batch())
 
@@ -261,22 +239,22 @@ def two_updates(path: Path, remedy: bool) -> float:
     return result.grad_norm
 
 
-def test_overlapped_reduction_with_a_last_microbatch_without_images(folder: Path) -> None:
+def test_overlapped_reduction_with_a_last_microbatch_without_images(seeing_models: Path) -> None:
     """It waits for every parameter: without a pass of the tower the second update never ends."""
-    norms = call(2, two_updates, folder / VL, remedy=True)
+    norms = call(2, two_updates, seeing_models / VL, remedy=True)
     assert norms[0] == norms[1] > 0
     with pytest.raises((AssertionError, RuntimeError)):
-        call(2, two_updates, folder / VL, remedy=False, timeout=60.0)
+        call(2, two_updates, seeing_models / VL, remedy=False, timeout=60.0)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("layout", [SEQUENCE, OVERLAP, dict(pipeline=2)], ids=str)
 def test_a_frozen_tower_is_in_neither_optimizer_nor_norm(
-    folder: Path, layout: dict[str, Any], tmp_path: Path
+    seeing_models: Path, layout: dict[str, Any], tmp_path: Path
 ) -> None:
     wanted = seeing_reference(VL, None)
     batch = wanted["batch"]
-    policy = seeing_policy(folder / VL, layout, freeze_vision=True)
+    policy = seeing_policy(seeing_models / VL, layout, freeze_vision=True)
     start = {name: value.clone() for name, value in policy.gathered_weights()}
     before = policy.score(batch).logprobs
     assert float((before - wanted["logprobs"]).abs().max()) <= 5e-6
@@ -311,75 +289,6 @@ def assert_no_tower(policy: MegatronPolicy) -> None:
     held = sum(parameter.numel() for parameter in part.get_parameters())
     trained = (item for item in policy.held if not is_visual(item.name))
     assert held == sum(item.tensor.numel() for item in trained)
-
-
-@on_ranks(2, timeout=200.0)
-@pytest.mark.parametrize(
-    ("name", "written", "read", "frozen"),
-    [
-        (TIED, SEQUENCE, dict(pipeline=2), False),
-        (VL, dict(SHARDED), dict(SHARDED, tensor=2), False),
-        (VL, dict(SHARDED, **SEQUENCE), dict(SHARDED, pipeline=2), True),
-    ],
-    ids=["tied", "sharded", "frozen"],
-)
-def test_a_checkpoint_goes_on_in_another_layout(
-    folder: Path, tmp_path: Path, name: str, written: Any, read: Any, frozen: bool
-) -> None:
-    wanted = seeing_reference(name, None)
-    batch = wanted["batch"]
-    one = seeing_policy(folder / name, written, freeze_vision=frozen)
-    one.update_microbatches(batch, rows_of(one), wanted["loss"])
-    one.save(tmp_path / "checkpoint", {"step": 1})
-    saved = {key: value.clone() for key, value in one.gathered_weights()}
-    reference = one.score(batch, reference=True).logprobs
-    one.update_microbatches(batch, rows_of(one), wanted["loss"])
-    next_weights = {key: value.clone() for key, value in one.gathered_weights()}
-    one.close()
-    two = seeing_policy(folder / name, read, freeze_vision=frozen)
-    assert two.load(tmp_path / "checkpoint") == {"step": 1}
-    loaded = dict(two.gathered_weights())
-    assert all(torch.equal(loaded[key], saved[key]) for key in saved)
-    assert (two.score(batch, reference=True).logprobs - reference).abs().max() <= 5e-6
-    two.update_microbatches(batch, rows_of(two), wanted["loss"])
-    moved = {key: value - saved[key] for key, value in two.gathered_weights()}
-    assert relative_error(moved, {key: next_weights[key] - saved[key] for key in saved}) <= 1e-5
-
-
-@on_ranks(1)
-def test_a_checkpoint_of_a_trained_tower_does_not_fit_a_frozen_one(
-    folder: Path, tmp_path: Path
-) -> None:
-    one = seeing_policy(folder / VL, {})
-    one.save(tmp_path / "checkpoint", {})
-    one.close()
-    two = seeing_policy(folder / VL, {}, freeze_vision=True)
-    with pytest.raises(ValueError, match=r"model\.freeze_vision is False there and True here"):
-        two.load(tmp_path / "checkpoint")
-
-
-@on_ranks(2)
-def test_an_export_opens_in_transformers(folder: Path, tmp_path: Path) -> None:
-    wanted = seeing_reference(VL, None)
-    batch = wanted["batch"]
-    policy = seeing_policy(folder / VL, SEQUENCE)
-    policy.update_microbatches(batch, rows_of(policy), wanted["loss"])
-    logprobs = policy.score(batch, temperature=1.0).logprobs
-    exported = [tmp_path / "export"]
-    dist.broadcast_object_list(exported, src=0)
-    policy.export(exported[0])
-    hf, notes = AutoModelForImageTextToText.from_pretrained(
-        exported[0], dtype=torch.float32, output_loading_info=True
-    )
-    assert not any(notes[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    weights = dict(policy.gathered_weights())
-    for name, parameter in hf.named_parameters():
-        assert torch.equal(parameter, weights[published_name(name)]), name
-    first, prompt = int(batch.lengths[0]), int(batch.prompt_lengths[0])
-    tokens = batch.token_ids[:first]
-    logits = hf_logits(hf.eval(), tokens, prompt, batch.images[0])[prompt - 1 : -1]
-    answer = torch.log_softmax(logits, -1).gather(1, tokens[prompt:, None])[:, 0]
-    assert float((answer - logprobs[: len(answer)]).abs().max()) <= 5e-6
 
 
 def test_padding_and_dummy_rows_have_plain_positions() -> None:

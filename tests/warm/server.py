@@ -132,6 +132,8 @@ def become(request: Request, paths: list[str]) -> None:
     os.environ.update(request.env)
     added = request.env.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [*filter(None, added), *paths]
+    for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
+        del sys.modules[name]  # the child may work on another copy of the tree
     importlib.invalidate_caches()
     import numpy as np
 
