@@ -6,7 +6,7 @@ on a CPU. Nothing is downloaded.
 Under torchrun several processes share the steps. Writes a Hugging Face directory as the published
 ones: config, safetensors, tokenizer, chat template and image processor. The weights are random at
 first and then warmed up as those of tools/make_toy_model.py, on TASKS/demonstrations.parquet; a
-wrong demonstration has the answer of another row of its task.
+wrong demonstration has the next answer of its task: two dots for one, zero for nine.
 """
 
 from __future__ import annotations
@@ -185,7 +185,8 @@ def make(options: argparse.Namespace) -> None:
         answers[prompt.data_source].add(prompt.answer)
 
     def wrong(prompt: Prompt, rng: random.Random) -> str:
-        return rng.choice(sorted(answers[prompt.data_source] - {prompt.answer}))
+        order = sorted(answers[prompt.data_source])
+        return order[(order.index(prompt.answer) + 1) % len(order)]
 
     policy = build_policy(path, settings, options, vision)
     loss = warm_up(policy, prompts, tokenizer, options, wrong)

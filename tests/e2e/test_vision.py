@@ -15,6 +15,12 @@ from tests.e2e.test_training import timeless
 from tests.launch import REPO, launch, run
 from tools.make_toy_vision_model import write_untrained
 
+# Differs between the responses of a model that knows nothing.
+REWARD = """
+def score(tasks, responses):
+    sums = [sum(map(ord, text)) % 7 for text in responses]
+    return [{"reward": value / 7, "accuracy": 0.0} for value in sums]
+"""
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1000)]
 
 
@@ -26,6 +32,7 @@ def folder(tmp_path_factory) -> Path:
     questions = [row["problem"] for _, row in read_rows(path / "train.parquet")]
     options = argparse.Namespace(seed=0, layers=2, hidden=128, tower_hidden=32)
     write_untrained(path / "model", questions, options)
+    (path / "reward.py").write_text(REWARD)
     return path
 
 
@@ -34,6 +41,7 @@ def train(folder: Path, name: str, num_steps: int) -> list[dict]:
     settings = [
         "experiment=vision_cpu",
         "method=durian",
+        f"reward.function={folder / 'reward.py'}:score",
         f"model.path={folder / 'model'}",
         f"data.train={folder / 'train.parquet'}",
         f"data.eval={folder / 'eval.parquet'}",

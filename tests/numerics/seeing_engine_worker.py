@@ -18,7 +18,7 @@ from megatron_rl.engine.requests import Sight
 from megatron_rl.runtime import launch
 from megatron_rl.types import Completion, Image, Prompt
 from tests.numerics import rollout_models as small
-from tests.unit.data.test_images import image
+from tests.unit.data.pictures import image
 from tools.make_toy_vision_model import write_untrained
 
 WORLD = launch.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import base64
 import hashlib
 import io
@@ -15,31 +14,22 @@ import PIL.Image
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
-from transformers import AutoImageProcessor, AutoProcessor
 
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import DataConfig
-from megatron_rl.data import vision as vision_module
 from megatron_rl.data.images import parts_of
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.data.prompts import load_prompts, load_sources, without_overlap
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.data.vision import VisionProcessor, vision_of
-from megatron_rl.types import Image, Prompt
+from megatron_rl.data.vision import VisionProcessor
+from megatron_rl.types import Prompt
+from tests.unit.data.pictures import QUESTION, png, seeing_model
 from tests.unit.data.toy import character_tokenizer, data_config
-from tools.make_toy_vision_model import write_untrained
-
-QUESTION = "What is it?"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A directory of Qwen2.5-VL; patches of 14, merges of 2."""
-    path = tmp_path_factory.mktemp("vision") / "model"
-    options = argparse.Namespace(seed=0, layers=1, hidden=64, tower_hidden=32)
-    write_untrained(path, [QUESTION], options)
-    return path
+    return seeing_model(tmp_path_factory.mktemp("vision") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +40,6 @@ def vision(model) -> VisionProcessor:
 @pytest.fixture(scope="module")
 def tokenizer(model):
     return load_tokenizer(model)
-
-
-def png(width: int, height: int, seed: int = 0) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    PIL.Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def image(width: int, height: int, seed: int = 0) -> Image:
-    content = png(width, height, seed)
-    return Image(hashlib.sha256(content).hexdigest(), width, height, content)
 
 
 def data_file(folder: Path, *rows: dict, name: str = "t.jsonl") -> str:
@@ -80,80 +58,6 @@ def row(prompt: object, *images: object, **more: object) -> dict:
 def settings(*overrides: str) -> DataConfig:
     words = ["model.path=m", "data.train=t", "data.eval=e", *overrides]
     return validate(DataConfig, compose("config", words)["data"], "data")
-
-
-SIZES = [(84, 84), (77, 101), (300, 20), (9, 9), (56, 57), (640, 480), (1200, 40)]
-
-
-@pytest.mark.parametrize("limits", [(None, None), (784, 7840), (20000, 40000)])
-def test_grids_and_pixels_are_those_of_transformers(model, limits):
-    """The processor is asked as transformers' own users do, with the file's pixels."""
-    vision = VisionProcessor(model, *limits)
-    theirs = AutoImageProcessor.from_pretrained(model)
-    if limits[0]:
-        assert (vision.size_limits["shortest_edge"], vision.size_limits["longest_edge"]) == limits
-    for width, height in SIZES:
-        made = image(width, height)
-        # Given when it is built, a size yields to the min_pixels and max_pixels of the file.
-        size = dict(vision.size_limits)
-        expected = theirs(images=[made.rgb()], size=size, return_tensors="pt")
-        assert vision.grid(made) == tuple(expected["image_grid_thw"][0].tolist())
-        assert vision.num_tokens(made) == expected["image_grid_thw"].prod() // 4
-        assert torch.equal(vision.pixels(made), expected["pixel_values"])
-        assert vision.pixels(made).dtype == torch.float32
-
-
-def test_the_processor_is_that_of_the_engine(model, vision):
-    """vLLM builds AutoProcessor: another backend is a grey level off where it resizes."""
-    try:
-        engine = AutoProcessor.from_pretrained(model).image_processor
-    except (AttributeError, ImportError, ValueError):
-        pytest.skip("torchvision is not installed: vLLM cannot read images here either")
-    assert type(vision._processor) is type(engine)
-
-
-def test_nothing_is_decoded_for_a_count(vision, monkeypatch):
-    made = replace(image(84, 56), source=Path("/nowhere.png"))
-    assert vision.grid(made) == (1, 4, 6) and vision.num_tokens(made) == 6
-    with pytest.raises(ValueError, match=r"image /nowhere\.png: cannot be decoded"):
-        vision.pixels(made)
-
-
-def test_pixels_are_kept_by_digest_and_the_oldest_go(model, monkeypatch):
-    one, same, other = image(56, 56), image(56, 56), image(56, 56, seed=1)
-    vision = VisionProcessor(model)
-    first = vision.pixels(one)
-    assert vision.pixels(same) is first
-    monkeypatch.setattr(vision_module, "_KEPT_BYTES", first.nbytes)
-    assert not torch.equal(vision.pixels(other), first)
-    assert vision.pixels(one) is not first
-
-
-def test_expanding_and_collapsing_undo_each_other(vision):
-    pad = vision.image_token_id
-    pictures = [image(84, 84), image(56, 56)]
-    short = [7, pad, 8, pad, pad + 1]
-    long = vision.expanded(short, pictures)
-    assert long == [7, *[pad] * 9, 8, *[pad] * 4, pad + 1]
-    assert vision.collapsed(long, pictures) == short
-    assert vision.collapsed([7, 8], []) == [7, 8] == vision.expanded([7, 8], [])
-
-
-def test_tokens_that_are_not_those_of_the_images_are_refused(vision):
-    pad = vision.image_token_id
-    picture = image(84, 84)
-    wrong = (
-        ([1, *[pad] * 9, 2], []),  # no image
-        ([1, *[pad] * 9, 2, *[pad] * 9], [picture]),  # one too few
-        ([1, *[pad] * 9], [picture, picture]),  # one too many
-        ([1, *[pad] * 8, 2], [picture]),  # a run that is too short
-        ([1, *[pad] * 8], [picture]),  # at the end
-        ([1, *[pad] * 10], [picture]),  # too long
-        ([1, pad, 2], [picture]),  # not expanded
-    )
-    for token_ids, pictures in wrong:
-        with pytest.raises(ValueError, match="image"):
-            vision.collapsed(token_ids, pictures)
 
 
 def test_every_form_of_an_image_and_of_a_file(tmp_path, vision, tokenizer):
@@ -375,32 +279,6 @@ def test_the_budget_counts_expanded_tokens(tmp_path, model, tokenizer):
     small = VisionProcessor(model, max_pixels=30 * 784)
     (prompt,) = load_prompts(file, config, tokenizer, 60, small)
     assert prompt.token_ids.count(small.image_token_id) == 25
-
-
-def test_limits_that_contradict_and_models_of_text(model, tmp_path):
-    with pytest.raises(ValueError, match=r"data\.min_pixels = 9999999 is above data\.max_pixels"):
-        VisionProcessor(model, min_pixels=9999999)
-    (tmp_path / "config.json").write_text("{}")
-    assert vision_of(str(tmp_path), data_config()) is None
-    with pytest.raises(ValueError, match=r"data\.max_pixels = 5: .*sees no images"):
-        vision_of(str(tmp_path), data_config(max_pixels=5))
-    (tmp_path / "config.json").write_text('{"vision_config": {}}')
-    with pytest.raises(ValueError, match=r"no preprocessor_config\.json"):
-        vision_of(str(tmp_path), data_config())
-
-
-def test_published_names_of_the_limits_are_read(model, tmp_path):
-    """preprocessor_config.json of the hub has min_pixels and max_pixels, newer ones size."""
-    for name in ("config.json", "preprocessor_config.json"):
-        (tmp_path / name).write_text((model / name).read_text())
-    settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
-    settings |= {"min_pixels": 3136, "max_pixels": 12845056}
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
-    assert VisionProcessor(tmp_path).size_limits["longest_edge"] == 12845056
-    assert VisionProcessor(tmp_path, max_pixels=784 * 9).size_limits == {
-        "shortest_edge": 3136,
-        "longest_edge": 784 * 9,
-    }
 
 
 def test_parts():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +19,7 @@ from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.visual_entropies import FILE, Tower, with_visual_entropy
 from megatron_rl.types import Image, Prompt
 from tests.ranks import on_ranks
-from tests.unit.data.test_images import image
-from tools.make_toy_vision_model import write_untrained
+from tests.unit.data.pictures import image, seeing_model
 from tools.visual_entropy import Encoder
 
 ALONE = World(rank=0, size=1, local_rank=0, launch_id="test")
@@ -29,10 +27,7 @@ ALONE = World(rank=0, size=1, local_rank=0, launch_id="test")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("vision") / "model"
-    options = argparse.Namespace(seed=0, layers=1, hidden=64, tower_hidden=32)
-    write_untrained(path, ["What is it?"], options)
-    return path
+    return seeing_model(tmp_path_factory.mktemp("vision") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +94,7 @@ def test_another_tower_and_other_sizes_are_other_rows(model, vision, tmp_path):
     smaller = VisionProcessor(model, max_pixels=16 * 784)
     two = with_visual_entropy(data_of(prompt(large)), model, smaller, file, ALONE)
     assert values(one) != values(two)
-    other = tmp_path / "other"
-    options = argparse.Namespace(seed=5, layers=1, hidden=64, tower_hidden=32)
-    write_untrained(other, ["What is it?"], options)
+    other = seeing_model(tmp_path / "other", seed=5)
     three = with_visual_entropy(data_of(prompt(large)), other, vision, file, ALONE)
     assert len({*values(one), *values(two), *values(three)}) == 3
     rows = [json.loads(line) for line in file.read_text().splitlines()]
