@@ -181,11 +181,13 @@ class MegatronPolicy:
         """See protocols.Policy."""
         return self.score_microbatches(share.batch, share.microbatches, reference=reference)
 
-    def score_alone(self, batch: SequenceBatch, *, temperature: float) -> TokenScores:
-        """Collective: every data-parallel rank scores the whole batch, the same everywhere, at this
-        temperature: for few and short sequences."""
-        microbatches = self.batching.alone(batch)
-        return self.score_microbatches(batch, microbatches, temperature=temperature)
+    def score_alone(
+        self, batch: SequenceBatch, *, reference: bool = False, temperature: float | None = None
+    ) -> TokenScores:
+        """Collective: ``score`` of a batch that every data-parallel rank has and scores whole, the
+        same everywhere: for few and short sequences. ``temperature``: not that of the settings."""
+        alone = self.batching.alone(batch)
+        return self.score_microbatches(batch, alone, reference=reference, temperature=temperature)
 
     def score_microbatches(
         self,
