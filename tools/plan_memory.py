@@ -68,7 +68,7 @@ def read_arguments() -> argparse.Namespace:
 
 def print_table(stages: Sequence[StageMemory], config: Config, room: Room) -> None:
     """A column for each stage; a row for each purpose, then one for each phase."""
-    print(f"{'stage':20} " + "  ".join(f"{stage.stage:6d}" for stage in stages))
+    print(f"{'stage':22} " + "  ".join(f"{stage.stage:6d}" for stage in stages))
     for field in fields(StageMemory):
         if field.name != "stage":
             print(_row(field.name, [needed_gib(stage, [field.name]) for stage in stages]))
@@ -85,7 +85,7 @@ def print_table(stages: Sequence[StageMemory], config: Config, room: Room) -> No
 
 
 def _row(name: str, gib: Sequence[float]) -> str:
-    return f"{name + ' GiB':20} " + "  ".join(f"{size:6.2f}" for size in gib)
+    return f"{name + ' GiB':22} " + "  ".join(f"{size:6.2f}" for size in gib)
 
 
 if __name__ == "__main__":

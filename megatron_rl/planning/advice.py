@@ -56,8 +56,9 @@ def _no_cache(stage: StageMemory, config: Config, room: Room) -> str:
     return (
         f"rollout.gpu_memory_utilization = {rollout.gpu_memory_utilization}: of"
         f" {room.device_gib:.1f} GiB it leaves nothing for keys and values beside"
-        f" {stage.engine_weights / GIB:.1f} GiB of weights; raise it, or rollout.tensor (now"
-        f" {rollout.tensor})"
+        f" {stage.engine_weights / GIB:.1f} GiB of weights and {stage.engine_sampler / GIB:.1f} GiB"
+        f" of the sampler; raise it, or rollout.tensor (now {rollout.tensor}), or"
+        f" {_fewer_sequences(config)}"
     )
 
 
@@ -107,6 +108,11 @@ def shrinks(part: str, config: Config) -> Iterator[str]:
         yield from _smaller_activations(config)
     elif part == "engine_weights":
         yield f"raise rollout.tensor (now {rollout.tensor})"
+    elif part == "engine_unquantized":
+        yield "set weight_sync.method=gather (now reshard)"
+        yield f"raise rollout.tensor (now {rollout.tensor})"
+    elif part == "engine_sampler":
+        yield _fewer_sequences(config)
     elif part == "kv_cache":
         key = "gpu_memory_utilization" if rollout.kv_cache_gib is None else "kv_cache_gib"
         yield f"lower rollout.{key} (now {getattr(rollout, key)})"
@@ -120,6 +126,12 @@ def shrinks(part: str, config: Config) -> Iterator[str]:
         yield f"raise parallel.tensor (now {parallel.tensor})"
         if part != "logits":
             yield f"raise parallel.pipeline (now {parallel.pipeline})"
+
+
+def _fewer_sequences(config: Config) -> str:
+    sequences = config.rollout.max_num_seqs
+    now = "null, vLLM's choice" if sequences is None else sequences
+    return f"lower rollout.max_num_seqs (now {now})"
 
 
 def _smaller_activations(config: Config) -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""What a rank holds for the engine, in bytes: weights, key-value cache, and what its sleep keeps.
+"""What a rank holds for the engine, in bytes: weights, the sampler's state, key-value cache, and
+what its sleep keeps.
 
 Weights are in ``rollout.dtype``; with ``rollout.quantization`` the matrices of its layers have one
 byte a number.
@@ -32,22 +33,65 @@ from megatron_rl.policy.parameter_map import (
 
 GIB = 2**30
 QUANTIZED_BYTES = 1
+INT32_BYTES = 4
+# Sequences under way at once where ``rollout.max_num_seqs`` is null, and the GiB of a device from
+# which vLLM takes the larger number (EngineArgs.get_batch_defaults in vllm/engine/arg_utils.py).
+# An A100 of 80 GiB gets the smaller one: its name is not known here, and the plan is on the safe
+# side.
+DEFAULT_SEQUENCES = 256
+DEFAULT_SEQUENCES_LARGE = 1024
+LARGE_DEVICE_GIB = 70
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes of one rank, by purpose. ``backup``: see ``engine_backup_bytes``."""
+    """Bytes of one rank, by purpose.
+
+    ``sampler``: see ``sampler_tables``; ``unquantized``: the weights as they arrive, before any
+    layer is quantized; ``backup``: see ``engine_backup_bytes``.
+    """
 
     weights: int
+    sampler: int
     kv_cache: int
+    unquantized: int
     backup: int
 
 
 def engine_memory(arch: Architecture, rollout: RolloutConfig, device_gib: float) -> EngineMemory:
     """The engine's memory on one of its ranks, on a device of ``device_gib``."""
     weights = engine_weight_bytes(arch, rollout)
-    cache = kv_cache_bytes(rollout, weights, device_gib)
-    return EngineMemory(weights, cache, engine_backup_bytes(arch, rollout))
+    tables = sampler_tables(arch, max_sequences(rollout, device_gib))
+    sampler = sum(tables)
+    return EngineMemory(
+        weights=weights,
+        sampler=sampler,
+        kv_cache=kv_cache_bytes(rollout, weights + sampler, device_gib),
+        unquantized=engine_counts(arch, rollout.tensor) * ITEM_BYTES[rollout.dtype],
+        backup=engine_backup_bytes(arch, rollout, tables),
+    )
+
+
+def max_sequences(rollout: RolloutConfig, device_gib: float) -> int:
+    """Sequences that the engine has under way at once, on a device of ``device_gib``."""
+    if rollout.max_num_seqs is not None:
+        return rollout.max_num_seqs
+    return DEFAULT_SEQUENCES_LARGE if device_gib >= LARGE_DEVICE_GIB else DEFAULT_SEQUENCES
+
+
+def sampler_tables(arch: Architecture, sequences: int) -> tuple[int, ...]:
+    """Bytes of each table over the vocabulary in the sampler of vLLM's V2 model runner, the one of
+    GPUs.
+
+    For penalties, used or not: how often a sequence has answered with each token (int32), and a bit
+    for each token of its prompt; for structured outputs: a bit for each token allowed. Bits stand
+    in int32. The vocabulary is whole on every rank. The tables are made while the model is loaded,
+    so that they sleep and wake with the weights. (PenaltiesState and StructuredOutputsWorker in
+    vllm/v1/worker/gpu. The other tables have tens of MiB.)
+    """
+    counts = sequences * arch.vocab_size * INT32_BYTES
+    bits = sequences * math.ceil(arch.vocab_size / 32) * INT32_BYTES
+    return counts, bits, bits
 
 
 def engine_weight_bytes(arch: Architecture, rollout: RolloutConfig) -> int:
@@ -63,18 +107,19 @@ def _matrix_bytes(rollout: RolloutConfig) -> int:
     return ITEM_BYTES[rollout.dtype] if rollout.quantization is None else QUANTIZED_BYTES
 
 
-def kv_cache_bytes(rollout: RolloutConfig, weight_bytes: int, device_gib: float) -> int:
-    """Bytes of the key-value cache.
+def kv_cache_bytes(rollout: RolloutConfig, held_bytes: int, device_gib: float) -> int:
+    """Bytes of the key-value cache beside ``held_bytes`` of the engine.
 
     A null ``rollout.kv_cache_gib`` is what ``gpu_memory_utilization`` leaves, which may be nothing.
     """
     if rollout.kv_cache_gib is not None:
         return int(rollout.kv_cache_gib * GIB)
-    return max(0, int(rollout.gpu_memory_utilization * device_gib * GIB - weight_bytes))
+    return max(0, int(rollout.gpu_memory_utilization * device_gib * GIB - held_bytes))
 
 
-def engine_backup_bytes(arch: Architecture, rollout: RolloutConfig) -> int:
-    """Page-locked bytes that a rank of the engine takes for its weights while it sleeps at level 1.
+def engine_backup_bytes(arch: Architecture, rollout: RolloutConfig, sampler: Iterable[int]) -> int:
+    """Page-locked bytes that a rank of the engine takes for its weights and the tables of its
+    ``sampler`` while it sleeps at level 1.
 
     vLLM locks one region for each allocation, and torch rounds that up to a power of two. A large
     tensor is an allocation of its own; vLLM has one for queries, keys and values, one for gate and
@@ -98,5 +143,6 @@ def engine_backup_bytes(arch: Architecture, rollout: RolloutConfig) -> int:
     layer = locked(layer_parameters(arch, 0))
     if arch.num_experts:
         layer += locked(expert_parameters(arch, 0, 0), copies=arch.num_experts)
+    tables = sum(rounded(size) for size in sampler)
     ends = locked(vision_parameters(arch)) + locked(before) + locked(after)
-    return ends + arch.num_layers * layer
+    return ends + arch.num_layers * layer + tables

@@ -21,9 +21,10 @@ class StageMemory:
 
     ``logits``: the live chunk and the head's float32 gradient; ``reference``: the starting weights,
     which are kept on the host (a pass with them borrows the gradients' memory); ``fp8_copies``:
-    what FP8 layers keep of their weights between passes; ``engine_backup``: what a sleeping engine
-    keeps of its weights on the host; ``whole_optimizer``: of a distributed optimizer, which a
-    checkpoint gathers on the host.
+    what FP8 layers keep of their weights between passes; ``engine_sampler``: of the sampler of
+    GPUs; ``engine_unquantized``: the engine's weights before they are quantized;
+    ``engine_backup``: what a sleeping engine keeps of its weights on the host;
+    ``whole_optimizer``: of a distributed optimizer, which a checkpoint gathers on the host.
     """
 
     stage: int
@@ -33,6 +34,8 @@ class StageMemory:
     activations: int
     logits: int
     engine_weights: int
+    engine_sampler: int
+    engine_unquantized: int
     kv_cache: int
     reference: int
     fp8_copies: int
@@ -60,6 +63,8 @@ def plan(
             activations=policy.activations,
             logits=policy.logits,
             engine_weights=engine.weights,
+            engine_sampler=engine.sampler,
+            engine_unquantized=engine.unquantized,
             kv_cache=engine.kv_cache,
             reference=policy.reference,
             fp8_copies=policy.fp8_copies,

@@ -22,7 +22,10 @@ ENGINE_KEEPS_GIB = {"cuda": 2.0, "cpu": 0.0}
 # Names in StageMemory.
 STATES = ("weights", "gradients", "optimizer")
 PASSES = ("activations", "logits")
-ENGINE = ("engine_weights", "kv_cache")
+# What wakes for a weight sync, and all of the engine; on a GPU. On a CPU vLLM has another sampler.
+ENGINE_FOR_SYNC = ("engine_weights", "engine_sampler")
+ENGINE = (*ENGINE_FOR_SYNC, "kv_cache")
+ENGINE_ON_CPU = ("engine_weights", "kv_cache")
 ON_HOST = ("host copies", "checkpoint")  # phases beside a CUDA device
 
 
@@ -72,7 +75,7 @@ def phases(config: Config, kind: str) -> dict[str, tuple[str, ...]]:
     counted.)
     """
     if kind == "cpu":
-        return {"the run": (*STATES, *PASSES, *ENGINE, "reference", *host_copies(config))}
+        return {"the run": (*STATES, *PASSES, *ENGINE_ON_CPU, "reference", *host_copies(config))}
     return {**_device_phases(config), **_host_phases(config)}
 
 
@@ -87,12 +90,22 @@ def _device_phases(config: Config) -> dict[str, tuple[str, ...]]:
     fp8_in_generation = () if offload else ("fp8_copies",)
     beside_training = ENGINE if awake else ()
     # An engine that slept wakes its weights for the sync, its cache only afterwards.
-    beside_sync = ENGINE if awake else ("engine_weights",)
+    beside_sync = ENGINE if awake else ENGINE_FOR_SYNC
+    arriving = ("engine_unquantized",) if quantized_at_end(config) else ()
     return {
         "training": (*STATES, "fp8_copies", *PASSES, *beside_training),
-        "weight sync": (*synced, *fp8_in_sync, *beside_sync),
+        "weight sync": (*synced, *fp8_in_sync, *beside_sync, *arriving),
         "generation": (*kept, *fp8_in_generation, *ENGINE),
     }
+
+
+def quantized_at_end(config: Config) -> bool:
+    """Whether a weight sync holds the engine's weights unquantized until its end, beside those that
+    it replaces: the ranks of an engine agree on a scale, and shards of a plan arrive in another
+    order on each (engine/worker.py, ``processing_is_collective``)."""
+    rollout = config.rollout
+    planned = config.weight_sync.method == "reshard"
+    return planned and rollout.quantization is not None and rollout.tensor > 1
 
 
 def _host_phases(config: Config) -> dict[str, tuple[str, ...]]:

@@ -75,6 +75,9 @@ def write_all(
                 dist.recv(torch.zeros(1), src=0, group=group)
             parameter(f"{name}.weight").fill_(value(name, rank))
             written(f"{name}.weight")
+        # The memory plan counts on it: all of them are held at once, not yet processed.
+        held = {name: parameter(f"{name}.weight").unique().tolist() for name in order}
+        assert held == {name: [value(name, rank)] for name in order}, held
         if rank == 0 and wait_before is not None:
             dist.send(torch.zeros(1), dst=1, group=group)
 

@@ -114,8 +114,8 @@ def build(fake: FakeTensorMode, tensor: int, folder: Path) -> MegatronPolicy:
     (folder / "config.json").write_text(json.dumps(QWEN_7B))
     machine = Machine((9, 0), None, "transformer_engine")
     model_room.this_machine = megatron_policy.this_machine = lambda: machine
-    weights.Checkpoint.__init__ = lambda self, path: None
-    weights.Checkpoint.check = lambda self, arch: None
+    megatron_policy.HfDirectory.__init__ = lambda self, path: None
+    megatron_policy.HfDirectory.check = lambda self, arch: None
     # Transformer Engine's Adam allocates where it is made.
     megatron_policy.optim_room.build_optimizer = lambda *_: None
     dist.all_gather_object = all_gather_object

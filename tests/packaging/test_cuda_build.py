@@ -11,6 +11,8 @@ It needs an environment with the GPU stack of setup.py::
 from __future__ import annotations
 
 import ast
+import importlib
+import operator
 import re
 from pathlib import Path
 
@@ -36,6 +38,19 @@ def taken_from_vllm() -> list[str]:
 def test_what_is_taken_from_vllm_is_known():
     assert "vllm:LLM" in taken_from_vllm()
     assert "vllm.v1.engine.async_llm:AsyncLLM" in taken_from_vllm()
+
+
+def test_what_the_worker_replaces_exists():
+    """Names of ours and of others that it puts something else in: looked up where it is not run."""
+    worker = importlib.import_module("tests.packaging.cuda_build_worker")
+    replaced = set()
+    for node in ast.walk(ast.parse(WORKER.read_text(encoding="utf-8"))):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        names = [ast.unparse(target) for target in targets if isinstance(target, ast.Attribute)]
+        replaced |= {name for name in names if hasattr(worker, name.partition(".")[0])}
+    assert "dist.all_gather_object" in replaced
+    for name in sorted(replaced):
+        operator.attrgetter(name)(worker)
 
 
 @pytest.fixture

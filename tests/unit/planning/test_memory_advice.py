@@ -140,6 +140,26 @@ FP8_PARAMS = ("precision=fp8_tensorwise", "precision.fp8.param_gather=true")
             ],
         ),
         (
+            "generation",
+            "engine_sampler",
+            ["memory.offload=[optimizer,gradients,weights]"],
+            ["lower rollout.max_num_seqs (now null, vLLM's choice)"],
+        ),
+        (
+            "weight sync",
+            "engine_unquantized",
+            [
+                "rollout=vllm_fp8",
+                "rollout.tensor=2",
+                "weight_sync.method=reshard",
+                "memory.offload=[optimizer,gradients]",
+            ],
+            [
+                "set weight_sync.method=gather (now reshard)",
+                "raise rollout.tensor (now 2)",
+            ],
+        ),
+        (
             "host copies",
             "optimizer",
             ["memory.offload=[optimizer,gradients]", "rollout.sleep_level=1"],
@@ -175,9 +195,9 @@ def test_copies_on_the_host_are_compared_with_its_memory():
     assert problems(stages, lean, roomy) == []
     message, at_checkpoints = problems(stages, lean, replace(roomy, host_gib=50.0))
     assert at_checkpoints.startswith("checkpoint needs ")
-    # The reference (14.2) and the engine's sleeping weights (13.4 locked for 7.1 of its two ranks'
-    # 14.2) beside 85.1 of the optimizer.
-    assert "host copies needs 112.7 GiB" in message
+    # The reference (14.2), the engine's sleeping weights (13.4 locked for 7.1 of its two ranks'
+    # 14.2) and its sampler (1.1 locked for 0.6) beside 85.1 of the optimizer.
+    assert "host copies needs 113.7 GiB" in message
     assert "take optimizer out of memory.offload (now ('optimizer',))" in message
 
 
@@ -187,10 +207,10 @@ def test_the_plan_is_one_line():
     assert "\n" not in line
     assert (
         "(pipeline stage 0): weights 3.55, gradients 7.09, optimizer 10.64, activations 1.60,"
-        " logits 0.54, engine weights 7.09" in line
+        " logits 0.54, engine weights 7.09, engine sampler 0.62, kv cache 3.00" in line
     )
-    assert "training 28.42 of 79.10, weight sync 33.37 of 79.10, generation 36.37 of 79.10" in line
-    assert "host copies 13.38 of 100.00, checkpoint 34.66 of 100.00" in line
+    assert "training 28.42 of 79.10, weight sync 33.99 of 79.10, generation 36.99 of 79.10" in line
+    assert "host copies 14.44 of 100.00, checkpoint 35.72 of 100.00" in line
 
 
 def test_a_share_of_the_device_that_leaves_no_cache_is_named():
@@ -203,5 +223,5 @@ def test_a_share_of_the_device_that_leaves_no_cache_is_named():
     message = problems(stages, config(), Room("cuda", 11.0))[0]
     assert message.startswith(
         "rollout.gpu_memory_utilization = 0.6: of 11.0 GiB it leaves nothing for keys and values"
-        " beside 7.1 GiB"
+        " beside 7.1 GiB of weights and 0.2 GiB of the sampler"
     )

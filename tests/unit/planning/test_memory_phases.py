@@ -50,8 +50,9 @@ def test_phases_follow_the_hand_over():
     assert found["weight sync"] == (
         "weights",
         "engine_weights",
+        "engine_sampler",
     ), "the sync reads the weights, which leave after it"
-    assert found["generation"] == ("engine_weights", "kv_cache")
+    assert found["generation"] == ("engine_weights", "engine_sampler", "kv_cache")
     assert found["host copies"] == ("reference", "weights", "optimizer", "engine_backup")
     assert found["checkpoint"] == (*found["host copies"], "reference", "whole_optimizer")
     assert phases(config("rollout.sleep_level=2"), "cuda")["host copies"] == ("reference",)
@@ -70,6 +71,28 @@ def test_fp8_copies_leave_with_the_first_part(offload, held):
     found = phases(config(f"memory.offload={offload}"), "cuda")
     both = ("weight sync", "generation")
     assert tuple(phase for phase in both if "fp8_copies" in found[phase]) == held
+
+
+FP8 = "rollout=vllm_fp8"
+PLANNED = "weight_sync.method=reshard"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "held"),
+    [
+        ([FP8, PLANNED, "rollout.tensor=2"], True),
+        ([FP8, PLANNED, "rollout.tensor=2", "rollout.sleep_level=0"], True),
+        ([FP8, PLANNED, "rollout.tensor=1"], False),
+        ([FP8, "weight_sync.method=gather", "rollout.tensor=2"], False),
+        ([PLANNED, "rollout.tensor=2"], False),
+    ],
+)
+def test_shards_of_a_plan_stay_unquantized_until_all_ranks_have_theirs(overrides, held):
+    found = phases(config(*overrides), "cuda")
+    assert ("engine_unquantized" in found["weight sync"]) == held
+    assert "engine_weights" in found["weight sync"], "what is replaced is there all the time"
+    others = [found[phase] for phase in found if phase != "weight sync"]
+    assert not any("engine_unquantized" in parts for parts in others)
 
 
 def test_what_a_sleeping_engine_keeps_counts_on_the_device():
