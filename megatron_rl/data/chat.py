@@ -56,7 +56,7 @@ def render(
     if len(messages) > 1:
         remedy = "set data.apply_chat_template=true, or give a text and no system prompt"
         problems.add(row, "several messages need a chat template", prompt, remedy)
-    place = "" if vision is None else tokenizer.decode(list(vision.place_ids))
+    place = "" if vision is None else str(tokenizer.decode(list(vision.place_ids)))
     return _text(messages[-1], place)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -43,7 +44,7 @@ class VisionProcessor:
                 contradict each other.
         """
         folder = Path(model_path)
-        self._processor = _load(folder)
+        self._processor: Any = _load(folder)
         size = self._processor.size
         self.size_limits: Mapping[str, int] = {
             "shortest_edge": min_pixels or size["shortest_edge"],
