@@ -173,7 +173,7 @@ def errors() -> None:
             "65 response tokens wanted, rollout.max_response_tokens is 64",
         ),
         (PROMPTS, small.sampling(stop=("a",)), "rollout.stop"),
-        (tagged, small.sampling(), "prompt p0: images"),
+        (tagged, small.sampling(), "prompt p0: has 1 images, the engine was built for 0"),
     ):
         try:
             ENGINE.generate(prompts, wanted)

@@ -47,7 +47,7 @@ def test_a_checkpoint_goes_on_in_another_layout(
     one.update_microbatches(batch, rows_of(one), wanted["loss"])
     one.save(tmp_path / "checkpoint", {"step": 1})
     saved = {key: value.clone() for key, value in one.gathered_weights()}
-    reference = one.score(batch, reference=True).logprobs
+    reference = one.score_alone(batch, reference=True).logprobs
     one.update_microbatches(batch, rows_of(one), wanted["loss"])
     next_weights = {key: value.clone() for key, value in one.gathered_weights()}
     one.close()
@@ -55,7 +55,7 @@ def test_a_checkpoint_goes_on_in_another_layout(
     assert two.load(tmp_path / "checkpoint") == {"step": 1}
     loaded = dict(two.gathered_weights())
     assert all(torch.equal(loaded[key], saved[key]) for key in saved)
-    assert (two.score(batch, reference=True).logprobs - reference).abs().max() <= 5e-6
+    assert (two.score_alone(batch, reference=True).logprobs - reference).abs().max() <= 5e-6
     two.update_microbatches(batch, rows_of(two), wanted["loss"])
     moved = {key: value - saved[key] for key, value in two.gathered_weights()}
     assert relative_error(moved, {key: next_weights[key] - saved[key] for key in saved}) <= 1e-5

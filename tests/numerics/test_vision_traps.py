@@ -187,7 +187,7 @@ def test_the_first_stage_alone_has_a_tower_and_asks_for_pixels(seeing_models: Pa
 def test_neither_building_nor_passes_consume_random_numbers(seeing_models: Path) -> None:
     before = torch.get_rng_state()
     wanted = seeing_batch()
-    seeing_policy(seeing_models / VL, {}).score(wanted)
+    seeing_policy(seeing_models / VL, {}).score_alone(wanted)
     assert torch.equal(before, torch.get_rng_state())
 
 

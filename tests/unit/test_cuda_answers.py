@@ -260,7 +260,8 @@ def chunks_go_to_the_device(patch: Patch, _: Any) -> None:
     config = SimpleNamespace(
         virtual_pipeline_model_parallel_size=2, tensor_model_parallel_size=1, bf16=False
     )
-    chunks = model.build_chunks(config, DENSE, None, 8, 64)
+    settings = SimpleNamespace(make_vocab_divisible_by=8)
+    chunks = model.build_chunks(config, DENSE, None, settings, 64)
     assert len(chunks) == 2 and moved == [3, 3]
 
 

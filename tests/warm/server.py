@@ -28,7 +28,7 @@ PR_SET_PDEATHSIG = 1
 # What a rank of a training imports; of this project nothing, so that each child imports its own.
 LIBRARIES = (
     "torch",
-    "torch.distributed.run",
+    "torch.distributed.launcher.api",  # of torchrun, which itself runs as __main__
     "torch.distributed.checkpoint",
     "torch.utils.tensorboard",
     "transformers",
