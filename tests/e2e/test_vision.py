@@ -41,6 +41,7 @@ def train(folder: Path, name: str, num_steps: int) -> list[dict]:
     settings = [
         "experiment=vision_cpu",
         "method=durian",
+        "reward.verifier=auto",
         f"reward.function={folder / 'reward.py'}:score",
         f"model.path={folder / 'model'}",
         f"data.train={folder / 'train.parquet'}",
