@@ -12,7 +12,7 @@ import pytest
 from tests.numerics.policy_cases import Case, _case
 from tests.numerics.policy_worker import compare
 from tests.numerics.seeing import RESPONSES, seeing_reference
-from tests.numerics.test_policy_parity import worst
+from tests.numerics.test_policy_parity import check, worst
 from tests.ranks import call
 
 TOKENS = sum(map(len, RESPONSES))
@@ -61,26 +61,7 @@ def answers(seeing_models: Path) -> Any:
 )
 def test_a_policy_that_sees_equals_transformers(case: Case, answers: Any) -> None:
     ranks = call(case.processes, compare, case, *answers(case.model), timeout=200)
-    assert all(rank["round_trip"] for rank in ranks), "HF -> Megatron -> HF is not bit-equal"
-    assert worst(ranks, "logits") <= 5e-6
-    assert worst(ranks, "logprobs_") <= 5e-6
-    assert worst(ranks, "entropy_") <= 5e-6
-    assert worst(ranks, "loss_") <= 2e-6
-    for rank in ranks:
-        for key, metrics in rank.items():
-            if key.startswith("metrics_"):
-                assert metrics == {"tokens": float(TOKENS), "index_max": float(TOKENS - 1)}, key
+    check(case, ranks, bound=5e-6, tokens=TOKENS)
     if not case.sharded_gradients:
         assert worst(ranks, "gradients_tower_") <= 2e-6
         assert worst(ranks, "gradients_language_") <= 2e-6
-        assert worst(ranks, "split_") <= 2e-6, "the gradient depends on the cut into micro-batches"
-    assert worst(ranks, "grad_norm") <= 2e-6
-    assert worst(ranks, "update") <= 1e-5, "one optimizer step differs from torch.optim.AdamW"
-    assert not any(rank["skipped"] for rank in ranks)
-    assert all(rank["own_scores"] for rank in ranks), (
-        "the scores of an update differ from those of a pass before it"
-    )
-    assert all(rank["reference_kept"] for rank in ranks), (
-        "the reference weights moved with the policy"
-    )
-    assert worst(ranks, "policy_moved") > 0.1
