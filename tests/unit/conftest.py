@@ -1,16 +1,35 @@
-"""Plug-ins change tables of the process: a test that loads some gets the tables back as they
-were."""
+"""Fixtures of several rooms: tables of the process as they were, and a model that sees."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 
+@pytest.fixture(scope="module")
+def seeing_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2.5-VL with random weights, its tokenizer and image processor."""
+    from tests.unit.data.pictures import seeing_model
+
+    return seeing_model(tmp_path_factory.mktemp("vision") / "model")
+
+
+@pytest.fixture(scope="module")
+def vision(seeing_folder: Path) -> Any:
+    """The image processor of ``seeing_folder``."""
+    from megatron_rl.data.vision import VisionProcessor
+
+    return VisionProcessor(seeing_folder)
+
+
 @pytest.fixture
 def fresh_registries() -> Iterator[None]:
+    """Plug-ins change tables of the process: a test that loads some gives them back as they
+    were."""
     from megatron_rl import plugins
     from megatron_rl.config import hooks, load, method
     from megatron_rl.loss import choices

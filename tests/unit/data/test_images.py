@@ -23,23 +23,13 @@ from megatron_rl.data.prompts import load_prompts, load_sources, without_overlap
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.data.vision import VisionProcessor
 from megatron_rl.types import Prompt
-from tests.unit.data.pictures import QUESTION, png, seeing_model
+from tests.unit.data.pictures import QUESTION, png
 from tests.unit.data.toy import character_tokenizer, data_config
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return seeing_model(tmp_path_factory.mktemp("vision") / "model")
-
-
-@pytest.fixture(scope="module")
-def vision(model) -> VisionProcessor:
-    return VisionProcessor(model)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model):
-    return load_tokenizer(model)
+def tokenizer(seeing_folder):
+    return load_tokenizer(seeing_folder)
 
 
 def data_file(folder: Path, *rows: dict, name: str = "t.jsonl") -> str:
@@ -269,14 +259,14 @@ def test_the_digest_of_texts_is_what_it_was():
     )
 
 
-def test_the_budget_counts_expanded_tokens(tmp_path, model, tokenizer):
+def test_the_budget_counts_expanded_tokens(tmp_path, seeing_folder, tokenizer):
     (tmp_path / "a.png").write_bytes(png(364, 364))
     file = data_file(tmp_path, row("<image>x", "a.png"))
     config = data_config(columns={"data_source": None}, on_long_prompt="drop")
-    large = VisionProcessor(model)
+    large = VisionProcessor(seeing_folder)
     with pytest.raises(ValueError, match=r"longer than rollout\.max_prompt_tokens = 60"):
         load_sources(file, config, tokenizer, 60, large)
-    small = VisionProcessor(model, max_pixels=30 * 784)
+    small = VisionProcessor(seeing_folder, max_pixels=30 * 784)
     (prompt,) = load_prompts(file, config, tokenizer, 60, small)
     assert prompt.token_ids.count(small.image_token_id) == 25
 

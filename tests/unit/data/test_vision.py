@@ -12,27 +12,17 @@ from transformers import AutoImageProcessor, AutoProcessor
 
 from megatron_rl.data import vision as vision_module
 from megatron_rl.data.vision import VisionProcessor, vision_of
-from tests.unit.data.pictures import image, seeing_model
+from tests.unit.data.pictures import image
 from tests.unit.data.toy import data_config
 
 SIZES = [(84, 84), (77, 101), (300, 20), (9, 9), (56, 57), (640, 480), (1200, 40)]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return seeing_model(tmp_path_factory.mktemp("vision") / "model")
-
-
-@pytest.fixture(scope="module")
-def vision(model) -> VisionProcessor:
-    return VisionProcessor(model)
-
-
 @pytest.mark.parametrize("limits", [(None, None), (784, 7840), (20000, 40000)])
-def test_grids_and_pixels_are_those_of_transformers(model, limits):
+def test_grids_and_pixels_are_those_of_transformers(seeing_folder, limits):
     """The processor is asked as transformers' own users do, with the file's pixels."""
-    vision = VisionProcessor(model, *limits)
-    theirs = AutoImageProcessor.from_pretrained(model)
+    vision = VisionProcessor(seeing_folder, *limits)
+    theirs = AutoImageProcessor.from_pretrained(seeing_folder)
     if limits[0]:
         assert (vision.size_limits["shortest_edge"], vision.size_limits["longest_edge"]) == limits
     for width, height in SIZES:
@@ -46,10 +36,10 @@ def test_grids_and_pixels_are_those_of_transformers(model, limits):
         assert vision.pixels(made).dtype == torch.float32
 
 
-def test_the_processor_is_that_of_the_engine(model, vision):
+def test_the_processor_is_that_of_the_engine(seeing_folder, vision):
     """vLLM builds AutoProcessor: another backend is a grey level off where it resizes."""
     try:
-        engine = AutoProcessor.from_pretrained(model).image_processor
+        engine = AutoProcessor.from_pretrained(seeing_folder).image_processor
     except (AttributeError, ImportError, ValueError):
         pytest.skip("torchvision is not installed: vLLM cannot read images here either")
     assert type(vision._processor) is type(engine)
@@ -62,9 +52,9 @@ def test_nothing_is_decoded_for_a_count(vision, monkeypatch):
         vision.pixels(made)
 
 
-def test_pixels_are_kept_by_digest_and_the_oldest_go(model, monkeypatch):
+def test_pixels_are_kept_by_digest_and_the_oldest_go(seeing_folder, monkeypatch):
     one, same, other = image(56, 56), image(56, 56), image(56, 56, seed=1)
-    vision = VisionProcessor(model)
+    vision = VisionProcessor(seeing_folder)
     first = vision.pixels(one)
     assert vision.pixels(same) is first
     monkeypatch.setattr(vision_module, "_KEPT_BYTES", first.nbytes)
@@ -99,9 +89,9 @@ def test_tokens_that_are_not_those_of_the_images_are_refused(vision):
             vision.collapsed(token_ids, pictures)
 
 
-def test_limits_that_contradict_and_models_of_text(model, tmp_path):
+def test_limits_that_contradict_and_models_of_text(seeing_folder, tmp_path):
     with pytest.raises(ValueError, match=r"data\.min_pixels = 9999999 is above data\.max_pixels"):
-        VisionProcessor(model, min_pixels=9999999)
+        VisionProcessor(seeing_folder, min_pixels=9999999)
     (tmp_path / "config.json").write_text("{}")
     assert vision_of(str(tmp_path), data_config()) is None
     with pytest.raises(ValueError, match=r"data\.max_pixels = 5: .*sees no images"):
@@ -111,10 +101,10 @@ def test_limits_that_contradict_and_models_of_text(model, tmp_path):
         vision_of(str(tmp_path), data_config())
 
 
-def test_published_names_of_the_limits_are_read(model, tmp_path):
+def test_published_names_of_the_limits_are_read(seeing_folder, tmp_path):
     """preprocessor_config.json of the hub has min_pixels and max_pixels, newer ones size."""
     for name in ("config.json", "preprocessor_config.json"):
-        (tmp_path / name).write_text((model / name).read_text())
+        (tmp_path / name).write_text((seeing_folder / name).read_text())
     settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
     settings |= {"min_pixels": 3136, "max_pixels": 12845056}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))

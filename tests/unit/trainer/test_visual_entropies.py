@@ -25,16 +25,6 @@ from tools.visual_entropy import Encoder
 ALONE = World(rank=0, size=1, local_rank=0, launch_id="test")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return seeing_model(tmp_path_factory.mktemp("vision") / "model")
-
-
-@pytest.fixture(scope="module")
-def vision(model) -> VisionProcessor:
-    return VisionProcessor(model)
-
-
 FIRST, SECOND = image(84, 84), image(112, 56, seed=1)
 
 
@@ -50,13 +40,17 @@ def values(data: Data) -> list[float | None]:
     return [one.extra.get("visual_entropy") for one in data.train_prompts]
 
 
-def test_values_are_those_of_the_models_tower_and_of_the_tool(model, vision, tmp_path):
+def test_values_are_those_of_the_models_tower_and_of_the_tool(seeing_folder, vision, tmp_path):
     """transformers' whole model, and the tool given the same directory."""
     prompts = [prompt(FIRST), prompt(SECOND, FIRST), prompt(), prompt(FIRST, visual_entropy=7.0)]
     prompts[1] = replace(prompts[1], extra={"level": 3})
-    data = with_visual_entropy(data_of(*prompts), model, vision, tmp_path / FILE, ALONE)
-    tower = Qwen2_5_VLForConditionalGeneration.from_pretrained(model).model.visual.float().eval()
-    tool = Encoder(model)
+    data = with_visual_entropy(data_of(*prompts), seeing_folder, vision, tmp_path / FILE, ALONE)
+    tower = (
+        Qwen2_5_VLForConditionalGeneration.from_pretrained(seeing_folder)
+        .model.visual.float()
+        .eval()
+    )
+    tool = Encoder(seeing_folder)
     expected = []
     for one in (FIRST, SECOND):
         with torch.no_grad():
@@ -76,23 +70,25 @@ def test_values_are_those_of_the_models_tower_and_of_the_tool(model, vision, tmp
     assert data.train_prompts[1].extra["level"] == 3
 
 
-def test_what_the_file_knows_is_not_computed_again(model, vision, tmp_path, monkeypatch):
+def test_what_the_file_knows_is_not_computed_again(seeing_folder, vision, tmp_path, monkeypatch):
     file = tmp_path / FILE
-    once = with_visual_entropy(data_of(prompt(FIRST)), model, vision, file, ALONE)
+    once = with_visual_entropy(data_of(prompt(FIRST)), seeing_folder, vision, file, ALONE)
     with monkeypatch.context() as patch:
         patch.setattr(Tower, "entropy", lambda *_: pytest.fail("computed again"))
-        again = with_visual_entropy(data_of(prompt(FIRST)), model, vision, file, ALONE)
+        again = with_visual_entropy(data_of(prompt(FIRST)), seeing_folder, vision, file, ALONE)
     assert values(again) == values(once)
-    more = with_visual_entropy(data_of(prompt(FIRST), prompt(SECOND)), model, vision, file, ALONE)
+    more = with_visual_entropy(
+        data_of(prompt(FIRST), prompt(SECOND)), seeing_folder, vision, file, ALONE
+    )
     assert values(more)[0] == values(once)[0] and len(file.read_text().splitlines()) == 2
 
 
-def test_another_tower_and_other_sizes_are_other_rows(model, vision, tmp_path):
+def test_another_tower_and_other_sizes_are_other_rows(seeing_folder, vision, tmp_path):
     file = tmp_path / FILE
     large = image(300, 300)
-    one = with_visual_entropy(data_of(prompt(large)), model, vision, file, ALONE)
-    smaller = VisionProcessor(model, max_pixels=16 * 784)
-    two = with_visual_entropy(data_of(prompt(large)), model, smaller, file, ALONE)
+    one = with_visual_entropy(data_of(prompt(large)), seeing_folder, vision, file, ALONE)
+    smaller = VisionProcessor(seeing_folder, max_pixels=16 * 784)
+    two = with_visual_entropy(data_of(prompt(large)), seeing_folder, smaller, file, ALONE)
     assert values(one) != values(two)
     other = seeing_model(tmp_path / "other", seed=5)
     three = with_visual_entropy(data_of(prompt(large)), other, vision, file, ALONE)
@@ -102,16 +98,16 @@ def test_another_tower_and_other_sizes_are_other_rows(model, vision, tmp_path):
 
 
 def test_a_file_that_was_left_half_written_goes_on_and_a_damaged_one_is_named(
-    model, vision, tmp_path
+    seeing_folder, vision, tmp_path
 ):
     file = tmp_path / FILE
-    with_visual_entropy(data_of(prompt(FIRST)), model, vision, file, ALONE)
+    with_visual_entropy(data_of(prompt(FIRST)), seeing_folder, vision, file, ALONE)
     file.write_text(file.read_text() + '{"image": "ab')
-    with_visual_entropy(data_of(prompt(SECOND)), model, vision, file, ALONE)
+    with_visual_entropy(data_of(prompt(SECOND)), seeing_folder, vision, file, ALONE)
     assert [len(json.loads(line)) for line in file.read_text().splitlines()] == [3, 3]
     file.write_text("x\n" + file.read_text())
     with pytest.raises(ValueError, match=r"visual_entropy\.jsonl: line 1 is damaged.*delete"):
-        with_visual_entropy(data_of(prompt(FIRST)), model, vision, file, ALONE)
+        with_visual_entropy(data_of(prompt(FIRST)), seeing_folder, vision, file, ALONE)
 
 
 def test_prompts_without_images_need_no_tower(tmp_path, vision):
@@ -120,11 +116,11 @@ def test_prompts_without_images_need_no_tower(tmp_path, vision):
 
 
 @on_ranks(2)
-def test_ranks_share_the_images(model: Path, folder: Path) -> None:
+def test_ranks_share_the_images(seeing_folder: Path, folder: Path) -> None:
     """Each computes every other one; together they know all."""
     rank = dist.get_rank()
     world = World(rank=rank, size=2, local_rank=rank, launch_id="test")
-    vision = VisionProcessor(model)
+    vision = VisionProcessor(seeing_folder)
     data = data_of(*[prompt(image(56, 56, seed)) for seed in range(5)])
     computed = []
     entropy = Tower.entropy
@@ -134,9 +130,9 @@ def test_ranks_share_the_images(model: Path, folder: Path) -> None:
         return entropy(self, one)
 
     Tower.entropy = noted
-    shared = with_visual_entropy(data, model, vision, folder / FILE, world)
+    shared = with_visual_entropy(data, seeing_folder, vision, folder / FILE, world)
     assert len(computed) == (3, 2)[rank]
-    alone = with_visual_entropy(data, model, vision, folder / f"{rank}.jsonl", ALONE)
+    alone = with_visual_entropy(data, seeing_folder, vision, folder / f"{rank}.jsonl", ALONE)
     assert len(computed) == (3, 2)[rank] + 5 and values(shared) == values(alone)
     assert len((folder / FILE).read_text().splitlines()) == 5
 
