@@ -106,8 +106,13 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:6]
 
 
-def check(runs: Sequence[Sequence[str]], folders: Sequence[Path]) -> list[Config]:
+def check(
+    runs: Sequence[Sequence[str]], folders: Sequence[Path], config_dir: Path | None = None
+) -> list[Config]:
     """The configuration of every run.
+
+    Args:
+        config_dir: a second folder of groups, searched after ``conf/``.
 
     Raises:
         ConfigError: one does not compose or validate; lists all problems before any run starts.
@@ -116,7 +121,7 @@ def check(runs: Sequence[Sequence[str]], folders: Sequence[Path]) -> list[Config
     configs = []
     for run, folder in zip(runs, folders, strict=True):
         try:
-            values = compose("config", [*run, override("run_dir", str(folder))])
+            values = compose("config", [*run, override("run_dir", str(folder))], config_dir)
             configs.append(validate(Config, values, folder.name))
         except ConfigError as error:
             problems += [f"{folder.name}: {problem}" for problem in error.problems]
@@ -141,17 +146,17 @@ def command(
     folder: Path,
     nproc: int,
     sbatch: Sequence[str] | None,
-    plugins: Sequence[str] = (),
+    options: Sequence[str] = (),
 ) -> list[str]:
     """The command that starts one run: torchrun, or sbatch with the script of examples/slurm.
 
     Args:
         sbatch: options for Slurm; None: run here.
+        options: options of ``megatron_rl.train``.
 
     Raises:
         ValueError: there is no batch script beside an installed package.
     """
-    options = [word for plugin in plugins for word in ("--plugin", plugin)]
     overrides = [*options, *run, override("run_dir", str(folder))]
     if sbatch is not None:
         script = Path(__file__).resolve().parents[1] / "examples" / "slurm" / "train.sbatch"
@@ -249,7 +254,22 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="MODULE_OR_FILE",
         help="your own code, passed on to every run; see examples/plugins",
     )
+    parser.add_argument(
+        "-cd",
+        "--config-dir",
+        type=Path,
+        metavar="DIR",
+        help="a second folder of groups, passed on to every run",
+    )
     return parser.parse_intermixed_args(argv)  # options may stand between overrides
+
+
+def passed_on(options: argparse.Namespace) -> list[str]:
+    """The options that every run gets."""
+    words = [word for plugin in loaded() for word in ("--plugin", plugin)]
+    if options.config_dir:
+        words += ["--config-dir", str(options.config_dir.resolve())]
+    return words
 
 
 def start_all(
@@ -292,10 +312,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         load_plugins(options.plugin)
         runs = combinations(options.overrides)
         folders = [options.out / name for name in run_names(runs)]
-        configs = check(runs, folders)
+        configs = check(runs, folders, options.config_dir)
         sbatch = None if options.sbatch is None else shlex.split(options.sbatch)
         pairs = zip(runs, folders, strict=True)
-        commands = [command(run, folder, options.nproc, sbatch, loaded()) for run, folder in pairs]
+        words = passed_on(options)
+        commands = [command(run, folder, options.nproc, sbatch, words) for run, folder in pairs]
         if options.dry_run:
             print("\n".join(map(shlex.join, commands)))
             return 0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl import sweep
-from megatron_rl.config.load import compose, validate
+from megatron_rl.config.load import compose, conf_dir, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
 from megatron_rl.sweep import (
@@ -256,7 +256,22 @@ def test_plug_ins_are_loaded_for_the_check_and_handed_to_every_run(capsys, tmp_p
     assert all(
         f"-m megatron_rl.train --plugin {absolute} method=clipped_grpo" in line for line in lines
     )
-    words = command(["seed=2"], tmp_path / "r", 8, [], ["mine.py"])
+    words = command(["seed=2"], tmp_path / "r", 8, [], ["--plugin", "mine.py"])
     assert words[2:] == ["--nproc", "8", "--plugin", "mine.py", "seed=2", f"run_dir={tmp_path}/r"]
     assert main([*options[:-2], "no_such_module", *overrides]) == 1
     assert "--plugin = no_such_module: cannot be imported" in capsys.readouterr().err
+
+
+def test_a_folder_of_groups_is_searched_and_handed_to_every_run(capsys, tmp_path):
+    (tmp_path / "mine" / "method").mkdir(parents=True)
+    text = (conf_dir() / "method" / "grpo.yaml").read_text(encoding="utf-8")
+    file = tmp_path / "mine" / "method" / "my_grpo.yaml"
+    file.write_text(text.replace("name: grpo", "name: my_grpo"), encoding="utf-8")
+    overrides = ["method=my_grpo,grpo", "model.path=m", "data.train=t", "data.eval=e"]
+    options = ["--out", str(tmp_path), "--nproc", "2", "--dry-run"]
+    assert main([*options, "--config-dir", str(tmp_path / "mine"), *overrides]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert all(f"megatron_rl.train --config-dir {tmp_path / 'mine'} " in line for line in lines)
+    assert main([*options, *overrides]) == 1
+    assert "method = my_grpo" in capsys.readouterr().err
