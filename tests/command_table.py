@@ -151,6 +151,9 @@ LONG = {
     f"{VISION_SH} run_dir=runs/mine seed=2 trainer.num_steps=4 method=durian": Run(
         f"{SHORT} run_dir=runs/vision_durian", shows="finished"
     ),
+    "bash examples/vision_cpu/ablation.sh": Run(
+        SHORT, shows="(?s)combination.*method=durian", limit_s=900
+    ),
     "python tools/draw_answers.py RUN": Run(
         instead={"RUN": "runs/vision_cpu"},
         shows="right before",

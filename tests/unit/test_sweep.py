@@ -274,4 +274,4 @@ def test_a_folder_of_groups_is_searched_and_handed_to_every_run(capsys, tmp_path
     assert len(lines) == 2
     assert all(f"megatron_rl.train --config-dir {tmp_path / 'mine'} " in line for line in lines)
     assert main([*options, *overrides]) == 1
-    assert "method = my_grpo" in capsys.readouterr().err
+    assert "method=my_grpo: no such option" in capsys.readouterr().err
