@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,14 +10,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from transformers import Qwen2_5_VLForConditionalGeneration
 
-from megatron_rl.types import Image, SequenceBatch
+from megatron_rl.types import Image, Prompt, SequenceBatch
 from tests import zoo
 from tests.numerics.policy_reference import TEMPERATURE, ClippedLoss, sequences
 from tests.zoo import IMAGE_TOKEN, tiny_model
+from tools.make_toy_vision_model import write_untrained
 
 if TYPE_CHECKING:
     from megatron_rl.policy.megatron_policy import MegatronPolicy
+    from megatron_rl.protocols import ImageProcessor
 
 MERGE = 2
 PATCH = 14
@@ -116,32 +120,70 @@ def seeing_batch() -> SequenceBatch:
     )
 
 
-def hf_positions(hf: Any, prompt: Sequence[int], length: int, images: Sequence[Image]) -> Tensor:
+def hf_positions(
+    hf: Any,
+    prompt: Sequence[int],
+    length: int,
+    images: Sequence[Image],
+    processor: ImageProcessor = PROCESSOR,
+) -> Tensor:
     """[3, 1, length]: transformers' own, with image tokens in the prompt only."""
     kinds = torch.zeros(1, length, dtype=torch.int)
-    kinds[0, : len(prompt)] = (torch.tensor(prompt) == IMAGE_TOKEN).int()
-    grids = torch.tensor([PROCESSOR.grid(each) for each in images]) if images else None
+    kinds[0, : len(prompt)] = (torch.tensor(prompt) == processor.image_token_id).int()
+    grids = torch.tensor([processor.grid(each) for each in images]) if images else None
     ids = torch.zeros(1, length, dtype=torch.long)
     positions, _ = hf.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grids)
     return positions
 
 
-def hf_logits(hf: Any, tokens: Tensor, prompt: int, images: Sequence[Image]) -> Tensor:
+def hf_logits(
+    hf: Any,
+    tokens: Tensor,
+    prompt: int,
+    images: Sequence[Image],
+    processor: ImageProcessor = PROCESSOR,
+) -> Tensor:
     """``[tokens, vocabulary]``, with their graph.
 
     By the parts of the model, for transformers refuses a response with image tokens.
     """
     states = hf.get_input_embeddings()(tokens[None])
     if images:
-        pixels = torch.cat([PROCESSOR.pixels(each) for each in images])
-        grids = torch.tensor([PROCESSOR.grid(each) for each in images])
+        pixels = torch.cat([processor.pixels(each) for each in images])
+        grids = torch.tensor([processor.grid(each) for each in images])
         features = hf.model.visual(pixels, grid_thw=grids).pooler_output
         places = torch.zeros_like(tokens, dtype=torch.bool)
-        places[:prompt] = tokens[:prompt] == IMAGE_TOKEN
+        places[:prompt] = tokens[:prompt] == processor.image_token_id
         states = states.masked_scatter(places[None, :, None], features)
-    positions = hf_positions(hf, tokens[:prompt].tolist(), len(tokens), images)
+    positions = hf_positions(hf, tokens[:prompt].tolist(), len(tokens), images, processor)
     states = hf.model.language_model(inputs_embeds=states, position_ids=positions)
     return hf.lm_head(states.last_hidden_state)[0]
+
+
+@torch.no_grad()
+def hf_logprobs(
+    hf: Any, prompt: Prompt, response: Sequence[int], processor: ImageProcessor
+) -> Tensor:
+    """``[tokens of the response]``, at temperature 1."""
+    tokens = torch.tensor([*prompt.token_ids, *response])
+    first = len(prompt.token_ids)
+    logits = hf_logits(hf, tokens, first, prompt.images, processor)[first - 1 : -1]
+    return torch.log_softmax(logits, -1).gather(1, tokens[first:, None])[:, 0]
+
+
+def write_model(path: Path, seed: int = 0) -> Qwen2_5_VLForConditionalGeneration:
+    """A directory with random weights with which an image shows in the logprobs."""
+    options = argparse.Namespace(seed=seed, layers=2, hidden=128, tower_hidden=32)
+    write_untrained(path, ["What is it?"], options)
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            elif "visual" not in name:
+                parameter.normal_(0.0, 0.06)
+    model.save_pretrained(path)
+    return model
 
 
 def published_name(name: str) -> str:

@@ -1,7 +1,6 @@
 """One process: a real engine of a Qwen2.5-VL beside transformers: what it makes of images, what it
 refuses, and what is left of the old tower after each kind of weight sync."""
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.data.vision import VisionProcessor
 from megatron_rl.engine.engine import VllmEngine
@@ -18,29 +16,14 @@ from megatron_rl.engine.requests import Sight
 from megatron_rl.runtime import launch
 from megatron_rl.types import Completion, Image, Prompt
 from tests.numerics import rollout_models as small
+from tests.numerics.seeing import hf_logprobs, write_model
 from tests.unit.data.pictures import image
-from tools.make_toy_vision_model import write_untrained
 
 WORLD = launch.start()
 PATH = Path(sys.argv[1]) / "model"
 
 
-def write_model() -> Qwen2_5_VLForConditionalGeneration:
-    """Random weights with which an image shows in the logprobs."""
-    options = argparse.Namespace(seed=0, layers=2, hidden=128, tower_hidden=32)
-    write_untrained(PATH, ["What is it?"], options)
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PATH, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-            elif "visual" not in name:
-                parameter.normal_(0.0, 0.06)
-    model.save_pretrained(PATH)
-    return model
-
-
-MODEL = write_model()
+MODEL = write_model(PATH)
 VISION = VisionProcessor(PATH, max_pixels=20 * 784)
 CONFIG = small.engine_config(max_prompt_tokens=100, max_response_tokens=16)
 ENGINE = VllmEngine(
@@ -69,26 +52,9 @@ PROMPTS = [
 ]
 
 
-@torch.no_grad()
 def their_logprobs(asked: Prompt, response: Sequence[int]) -> torch.Tensor:
     """transformers' logprobs of the response; image tokens of the prompt alone are places."""
-    ids = torch.tensor([[*asked.token_ids, *response]])
-    embedded = MODEL.get_input_embeddings()(ids)
-    positions = torch.arange(ids.shape[1]).expand(3, 1, -1)
-    if asked.images:
-        grids = torch.tensor([VISION.grid(one) for one in asked.images])
-        pixels = torch.cat([VISION.pixels(one) for one in asked.images])
-        features = MODEL.model.get_image_features(pixels, grids, return_dict=True).pooler_output
-        places = ids == PAD
-        places[:, len(asked.token_ids) :] = False
-        embedded = embedded.masked_scatter(places[..., None], torch.cat(list(features)))
-        whole = ids[:, : len(asked.token_ids)]
-        before, _ = MODEL.model.get_rope_index(whole, (whole == PAD).int(), image_grid_thw=grids)
-        after = before.max() + 1 + torch.arange(len(response))
-        positions = torch.cat([before, after.expand(3, 1, -1)], -1)
-    hidden = MODEL.model.language_model(inputs_embeds=embedded, position_ids=positions)
-    logits = MODEL.lm_head(hidden.last_hidden_state)[0, len(asked.token_ids) - 1 : -1]
-    return torch.log_softmax(logits, -1).gather(1, torch.tensor(list(response))[:, None])[:, 0]
+    return hf_logprobs(MODEL, asked, response, VISION)
 
 
 def largest_gap(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> float:

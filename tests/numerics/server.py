@@ -22,14 +22,18 @@ STARTS_WITHIN_S = 200
 
 
 @contextlib.contextmanager
-def serving(model: Path, tensor: int, folder: Path) -> Iterator[str]:
-    """The address of a server that answers. Every process of it is dead afterwards."""
+def serving(model: Path, tensor: int, folder: Path, has_text: bool = False) -> Iterator[str]:
+    """The address of a server that answers. Every process of it is dead afterwards.
+
+    Args:
+        has_text: it takes texts and images, not token ids alone.
+    """
     port = free_port()
     address = f"http://127.0.0.1:{port}"
     log = folder / "server.log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            command(model, tensor, port),
+            command(model, tensor, port, has_text),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -50,7 +54,7 @@ def serving(model: Path, tensor: int, folder: Path) -> Iterator[str]:
                 segment.unlink(missing_ok=True)  # workers that are killed leave theirs
 
 
-def command(model: Path, tensor: int, port: int) -> list[str]:
+def command(model: Path, tensor: int, port: int, has_text: bool = False) -> list[str]:
     """The server's command line: float32, and the weight transfer of this package."""
     options = {
         "--model": model,
@@ -59,7 +63,7 @@ def command(model: Path, tensor: int, port: int) -> list[str]:
         "--tensor-parallel-size": tensor,
         "--weight-transfer-config": '{"backend": "megatron_rl"}',
         "--dtype": "float32",
-        "--max-model-len": 512,
+        "--max-model-len": 256 if has_text else 512,
         "--kv-cache-memory-bytes": 2**25,
         "--logprobs-mode": "processed_logprobs",
         "--generation-config": "vllm",
@@ -67,7 +71,9 @@ def command(model: Path, tensor: int, port: int) -> list[str]:
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     for option, value in options.items():
         words += [option, str(value)]
-    return [*words, "--enforce-eager", "--skip-tokenizer-init", "--enable-scale-out"]
+    if not has_text:
+        words.append("--skip-tokenizer-init")
+    return [*words, "--enforce-eager", "--enable-scale-out"]
 
 
 def environment(folder: Path) -> dict[str, str]:
