@@ -17,7 +17,7 @@ def read_metrics(path: Path) -> list[Row]:
     counts; a last line that a kill cut off is left out.
 
     Raises:
-        ValueError: no such file, or a broken line that is not the last.
+        ValueError: no such file, a broken line that is not the last, or a row without its step.
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file; give the metrics.jsonl of a run")
@@ -32,7 +32,13 @@ def read_metrics(path: Path) -> list[Row]:
             raise ValueError(
                 f"{path}: line {number} is not JSON ({error.msg}); the file is damaged"
             ) from error
-        by_step[row["step"]] = row
+        step = row.get("step") if isinstance(row, dict) else None
+        if not isinstance(step, int) or isinstance(step, bool):
+            raise ValueError(
+                f"{path}: line {number} is {line[:80]}; a row has its step, an integer: delete the"
+                " line or restore the file"
+            )
+        by_step[step] = row
     return [by_step[step] for step in sorted(by_step)]
 
 
