@@ -7,4 +7,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/toy.sh"
 
 "$python" -m megatron_rl.sweep --out runs/vision_ablation --nproc 2 --config-dir "$repo/examples/vision_cpu/ablation" \
     experiment=vision_cpu model.path="$made/model" data.train="$made/tasks/train.parquet" data.eval="$made/tasks/eval.parquet" \
-    method=grpo,a_grae_half,apo,mapo,durian seed=1,2,3 checkpoint.every_steps=0 checkpoint.export_at_end=false "$@"
+    method=grpo,a_grae_half,apo,mapo,durian seed=1,2,3 trainer.num_steps=100 checkpoint.every_steps=0 checkpoint.export_at_end=false "$@"

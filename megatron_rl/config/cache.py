@@ -40,7 +40,7 @@ def least_cache_bytes(
     lacks a size. vLLM keeps one block more, which is always empty.
 
     Formula: (ceil(tokens / block) + 1) * block * 2 * layers * kv_heads * head_dim * bytes, with the
-    heads of one rank and the bytes of a number.
+    layers of the longest stage, the heads of one rank and the bytes of a number.
     Example: 1024 tokens, 28 layers, 4 heads of 128 on two ranks, bfloat16, blocks of 16:
     65 * 16 * 2 * 28 * 2 * 128 * 2 bytes = 28.4 MiB.
     """
@@ -51,5 +51,6 @@ def least_cache_bytes(
     num_blocks = math.ceil(tokens / block_tokens) + 1
     # Where ranks outnumber the key-value heads, several hold the same head.
     heads_of_rank = max(1, sizes.num_kv_heads // rollout.tensor)
-    token_numbers = 2 * sizes.num_layers * heads_of_rank * sizes.head_dim
+    layers = math.ceil(sizes.num_layers / rollout.pipeline)
+    token_numbers = 2 * layers * heads_of_rank * sizes.head_dim
     return num_blocks * block_tokens * token_numbers * ITEM_BYTES[rollout.dtype]

@@ -87,10 +87,13 @@ def read_hf_config(
 
 def _processes(config: Config, world_size: int) -> Iterator[str]:
     yield from world_problems(config.parallel, world_size)
-    if world_size % config.rollout.tensor:
+    rollout = config.rollout
+    if world_size % rollout.ranks:
+        key = f"rollout.tensor = {rollout.tensor}"
+        if rollout.pipeline > 1:
+            key = f"rollout.tensor * rollout.pipeline = {rollout.ranks}"
         yield (
-            f"rollout.tensor = {config.rollout.tensor}: does not divide the {world_size} processes;"
-            f" choose a divisor of {world_size}"
+            f"{key}: does not divide the {world_size} processes; choose a divisor of {world_size}"
         )
 
 
@@ -109,7 +112,7 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
             f"batch.prompts_per_minibatch = {batch.prompts_per_minibatch}: {responses} responses"
             f" are fewer than the {replicas} data-parallel ranks; raise it"
         )
-    engines = max(1, world_size // config.rollout.tensor)
+    engines = max(1, world_size // config.rollout.ranks)
     if batch.prompts_per_step < engines:
         yield (
             f"batch.prompts_per_step = {batch.prompts_per_step}: fewer than the {engines} rollout"
@@ -259,7 +262,7 @@ def _memory(config: Config) -> Iterator[str]:
 
 def _seed(config: Config, world_size: int) -> Iterator[str]:
     """Replica r of the engine is seeded with ``seed + r``, in 32 bits."""
-    replicas = max(1, world_size // config.rollout.tensor)
+    replicas = max(1, world_size // config.rollout.ranks)
     if config.seed + replicas > 2**32:
         yield (
             f"seed = {config.seed}: {replicas} engines take this and the next {replicas - 1}; give"
@@ -301,7 +304,12 @@ def _paths(config: Config) -> Iterator[str]:
 def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[str]:
     sizes = model_sizes(hf_config)
     yield from model_problems(sizes, config.parallel)
-    yield from rollout_problems(sizes, config.rollout.tensor)
+    yield from rollout_problems(sizes, config.rollout)
+    if config.rollout.pipeline > 1 and "vision_config" in hf_config:
+        yield (
+            f"rollout.pipeline = {config.rollout.pipeline}: the engine cuts models of text alone"
+            " into stages; set it to 1 for a model that sees"
+        )
     fp8 = config.precision.fp8
     if fp8 is not None:
         # megatron's own limit, of uneven stages too.

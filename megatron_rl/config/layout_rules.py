@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_rl.config.model_config import ModelSizes
-from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.config.schema import ParallelConfig, RolloutConfig
 
 
 def replica_ranks(parallel: ParallelConfig) -> int:
@@ -68,18 +68,44 @@ def model_problems(sizes: ModelSizes, parallel: ParallelConfig) -> Iterator[str]
         yield from _stage_problems(sizes, parallel)
 
 
-def rollout_problems(sizes: ModelSizes, tensor: int) -> Iterator[str]:
-    """What keeps vLLM from cutting the model over ``tensor`` ranks."""
+def rollout_problems(sizes: ModelSizes, rollout: RolloutConfig) -> Iterator[str]:
+    """What keeps vLLM from cutting the model over the ranks of a replica."""
+    tensor = rollout.tensor
     refused = False
     for problem in _attention_problems("rollout", tensor, sizes):
         refused = True
         yield problem
     width = sizes.expert_ffn_hidden_size or sizes.ffn_hidden_size
+    if rollout.expert_parallel:
+        yield from _whole_expert_problems(sizes, rollout)
+        width = sizes.ffn_hidden_size
+    if rollout.pipeline > sizes.num_layers:
+        yield (
+            f"rollout.pipeline = {rollout.pipeline}: the model has {sizes.num_layers} layers;"
+            " choose at most that"
+        )
     # One key has one remedy: a divisor of the heads comes first.
     if not refused and width % tensor:
         yield (
             f"rollout.tensor = {tensor}: does not divide the model's {width} feed-forward rows;"
             " choose a divisor"
+        )
+
+
+def _whole_expert_problems(sizes: ModelSizes, rollout: RolloutConfig) -> Iterator[str]:
+    """Of ``rollout.expert_parallel``."""
+    key = "rollout.expert_parallel = True"
+    if not sizes.num_experts:
+        yield f"{key}: the model has no experts; set it to false"
+    elif rollout.tensor == 1:
+        yield (
+            f"{key}: experts are dealt out over the tensor ranks of a replica, and rollout.tensor"
+            " = 1; raise that, or set it to false"
+        )
+    elif rollout.tensor > sizes.num_experts:
+        yield (
+            f"{key}: the model has {sizes.num_experts} experts for rollout.tensor ="
+            f" {rollout.tensor} ranks; choose at most that"
         )
 
 

@@ -119,6 +119,8 @@ class PrecisionConfig(Section):
 
 class RolloutConfig(Section):
     tensor: PositiveInt
+    pipeline: PositiveInt
+    expert_parallel: bool
     dtype: Literal["float32", "bfloat16"]
     quantization: Literal["fp8"] | None
     temperature: Annotated[PositiveFloat, AfterValidator(_temperature)]
@@ -133,6 +135,11 @@ class RolloutConfig(Section):
     enforce_eager: bool
     enable_prefix_caching: bool
     sleep_level: Literal[0, 1, 2]
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one replica of the engine."""
+        return self.tensor * self.pipeline
 
 
 class WeightSyncConfig(Section):

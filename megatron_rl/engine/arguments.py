@@ -28,6 +28,8 @@ def engine_arguments(
     arguments: dict[str, Any] = {
         "model": model_path,
         "tensor_parallel_size": config.tensor,
+        "pipeline_parallel_size": config.pipeline,
+        "enable_expert_parallel": config.expert_parallel,
         # For one rank a replica too: this executor takes the device of LOCAL_RANK.
         "distributed_executor_backend": "external_launcher",
         "worker_extension_cls": "megatron_rl.engine.worker.WeightReceiver",

@@ -78,13 +78,13 @@ class VllmEngine:
         )
         rank = dist.get_rank()
         world_size = dist.get_world_size()
-        if world_size % config.tensor:
+        if world_size % config.ranks:
             raise ValueError(
                 f"rollout.tensor: {world_size} processes do not divide into groups of"
-                f" {config.tensor}; choose a divisor of {world_size}"
+                f" {config.ranks}; choose a divisor of {world_size}"
             )
-        self.replica = rank // config.tensor
-        self.num_replicas = world_size // config.tensor
+        self.replica = rank // config.ranks
+        self.num_replicas = world_size // config.ranks
         self.weight_version = 0
         self._config = config
         self._sight = sight
@@ -116,11 +116,14 @@ class VllmEngine:
             # vLLM learns of streams that are set after its import, so the stream comes now.
             stream = EngineStream()
             stack.enter_context(stream.entered())
-            if self._config.tensor > 1 and not torch.cuda.is_available():
+            if self._config.ranks > 1 and not torch.cuda.is_available():
                 stack.enter_context(private_segments(launch_id))
             stack.callback(unlink_broadcast_buffer)  # also when the engine is refused
             stack.enter_context(building(model_path, self._config))
-            return stream, LLM(**arguments)
+            llm = LLM(**arguments)
+            if self._config.pipeline > 1:
+                llm.collective_rpc("make_stage_buffers")
+            return stream, llm
 
     def generate(
         self,

@@ -74,6 +74,18 @@ class WeightReceiver:
             self._shard_receiver = ShardReceiver(self.model_runner.model, self.vllm_config)
         return self._shard_receiver
 
+    def make_stage_buffers(self) -> None:
+        """What a later pipeline stage receives into. vLLM makes it in the trial forward of its
+        start, which a CPU does not run."""
+        runner = self.model_runner
+        is_first = getattr(runner, "intermediate_tensors", None) is None
+        if is_first and self.parallel_config.pipeline_parallel_size > 1:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens,
+                dtype=runner.model_config.dtype,
+                device=runner.device,
+            )
+
     def discover_boxes(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Shard]:
         """See ``ShardReceiver.discover``."""
         return self.shard_receiver().discover(shapes)

@@ -15,6 +15,8 @@ from megatron_rl.config.number_formats import ITEM_BYTES
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.planning.parameter_counts import (
     engine_counts,
+    engine_stage_layers,
+    experts_of_rank,
     is_cut_by_engine,
     is_layer_matrix,
 )
@@ -67,7 +69,7 @@ def engine_memory(arch: Architecture, rollout: RolloutConfig, device_gib: float)
         weights=weights,
         sampler=sampler,
         kv_cache=kv_cache_bytes(rollout, weights + sampler, device_gib),
-        unquantized=engine_counts(arch, rollout.tensor) * ITEM_BYTES[rollout.dtype],
+        unquantized=max(engine_counts(arch, rollout)) * ITEM_BYTES[rollout.dtype],
         backup=engine_backup_bytes(arch, rollout, tables),
     )
 
@@ -95,11 +97,17 @@ def sampler_tables(arch: Architecture, sequences: int) -> tuple[int, ...]:
 
 
 def engine_weight_bytes(arch: Architecture, rollout: RolloutConfig) -> int:
-    """Bytes of the weights on one rank."""
+    """Bytes of the weights on a rank of the fullest stage."""
     item_bytes = ITEM_BYTES[rollout.dtype]
-    matrices = engine_counts(arch, rollout.tensor, is_layer_matrix)
-    others = engine_counts(arch, rollout.tensor) - matrices
-    return matrices * _matrix_bytes(rollout) + others * item_bytes
+    stages = zip(
+        engine_counts(arch, rollout),
+        engine_counts(arch, rollout, is_layer_matrix),
+        strict=True,
+    )
+    return max(
+        matrices * _matrix_bytes(rollout) + (total - matrices) * item_bytes
+        for total, matrices in stages
+    )
 
 
 def _matrix_bytes(rollout: RolloutConfig) -> int:
@@ -127,10 +135,10 @@ def engine_backup_bytes(arch: Architecture, rollout: RolloutConfig, sampler: Ite
     """
     rows = padded_vocab(arch.vocab_size, 1, rollout.tensor)
 
-    def locked(parameters: Iterable[Parameter], copies: int = 1) -> int:
+    def locked(parameters: Iterable[Parameter], copies: int = 1, cuts: int = rollout.tensor) -> int:
         total = 0
         for parameter in parameters:
-            numbers = copies * math.prod(local_shape(parameter, arch, rows, rollout.tensor))
+            numbers = copies * math.prod(local_shape(parameter, arch, rows, cuts))
             if parameter.slot.megatron.startswith(VISION) and is_cut_by_engine(parameter):
                 numbers = math.ceil(numbers / rollout.tensor)
             item_bytes = ITEM_BYTES[rollout.dtype]
@@ -142,7 +150,13 @@ def engine_backup_bytes(arch: Architecture, rollout: RolloutConfig, sampler: Ite
     before, after = outer_parameters(arch)
     layer = locked(layer_parameters(arch, 0))
     if arch.num_experts:
-        layer += locked(expert_parameters(arch, 0, 0), copies=arch.num_experts)
+        copies, cuts = experts_of_rank(arch, rollout)
+        layer += locked(expert_parameters(arch, 0, 0), copies, cuts)
     tables = sum(rounded(size) for size in sampler)
-    ends = locked(vision_parameters(arch)) + locked(before) + locked(after)
-    return ends + arch.num_layers * layer + tables
+    stages = engine_stage_layers(arch, rollout)
+    sizes = [layers * layer for layers in stages]
+    sizes[0] += locked(vision_parameters(arch)) + locked(before)
+    sizes[-1] += locked(after)
+    if arch.tied_embeddings and len(stages) > 1:
+        sizes[-1] += locked(before)
+    return max(sizes) + tables

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from megatron_rl.config.layout_rules import stage_layers
-from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.config.schema import ParallelConfig, RolloutConfig
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.parameter_map import (
     VISION,
@@ -83,17 +83,51 @@ def stage_counts(
     return counts
 
 
-def engine_counts(arch: Architecture, tensor: int, which: Which = every) -> int:
-    """Parameters on one of ``tensor`` ranks of the engine, whose experts are cut like the rest."""
+def engine_counts(arch: Architecture, rollout: RolloutConfig, which: Which = every) -> list[int]:
+    """Parameters on a rank of each of the engine's pipeline stages."""
+    tensor = rollout.tensor
     rows = padded_vocab(arch.vocab_size, 1, tensor)
     before, after = outer_parameters(arch)
-    outer = _count([*before, *after], arch, rows, tensor, which)
+    embedding = _count(before, arch, rows, tensor, which)
+    ending = _count(after, arch, rows, tensor, which)
     layer = _count(layer_parameters(arch, 0), arch, rows, tensor, which)
-    experts = arch.num_experts * _expert_count(arch, tensor, which)
+    copies, cuts = experts_of_rank(arch, rollout)
+    layer += copies * _expert_count(arch, cuts, which)
     tower = vision_parameters(arch)
     cut = _count(filter(is_cut_by_engine, tower), arch, rows, tensor, which)
     vision = math.ceil(cut / tensor) + _count(tower, arch, rows, tensor, which) - cut
-    return outer + vision + arch.num_layers * (layer + experts)
+    counts = []
+    for stage, layers in enumerate(engine_stage_layers(arch, rollout)):
+        count = layers * layer
+        if stage == 0:
+            count += embedding + vision
+        if stage == rollout.pipeline - 1:
+            count += ending
+            if arch.tied_embeddings and stage > 0:
+                count += embedding  # a copy of the embedding is the last stage's head
+        counts.append(count)
+    return counts
+
+
+def engine_stage_layers(arch: Architecture, rollout: RolloutConfig) -> list[int]:
+    """Layers of each of the engine's stages: what is left of an even share goes to the stages
+    before the last one, one each (get_pp_indices in vllm/distributed/utils.py).
+
+    Example: 10 layers on 4 stages: 2, 3, 3, 2.
+    """
+    share, left = divmod(arch.num_layers, rollout.pipeline)
+    layers = [share] * rollout.pipeline
+    for stage in range(left):
+        layers[-2 - stage] += 1
+    return layers
+
+
+def experts_of_rank(arch: Architecture, rollout: RolloutConfig) -> tuple[int, int]:
+    """How many experts of a layer a rank of the engine holds, and over how many ranks each is
+    cut."""
+    if rollout.expert_parallel:
+        return math.ceil(arch.num_experts / rollout.tensor), 1
+    return arch.num_experts, rollout.tensor
 
 
 def _count(

@@ -105,7 +105,7 @@ def quantized_at_end(config: Config) -> bool:
     order on each (engine/worker.py, ``processing_is_collective``)."""
     rollout = config.rollout
     planned = config.weight_sync.method == "reshard"
-    return planned and rollout.quantization is not None and rollout.tensor > 1
+    return planned and rollout.quantization is not None and rollout.ranks > 1
 
 
 def _host_phases(config: Config) -> dict[str, tuple[str, ...]]:

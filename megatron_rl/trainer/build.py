@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl.config.checks import num_optimizer_steps
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.data.reading import Data, read_data, training_stream
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.data.vision import VisionProcessor, vision_of
@@ -227,8 +227,7 @@ def build_sync(
     settings = config.weight_sync
     if settings.method == "gather":
         return GatherSync(policy, engine, verify=settings.verify)
-    layout = RolloutLayout(config.rollout.tensor, engine.num_replicas)
-    origin = find_shards(engine, policy.arch, config.rollout.dtype, layout, world.rank)
+    origin = find_shards(engine, policy.arch, config.rollout, world.rank)
     options = TransferOptions(settings.bucket_mib, settings.rounds_in_flight, settings.verify)
     sync = ReshardSync(policy, engine, options, gpus_per_node=world.local_size, device=device())
     if world.is_main:
@@ -243,16 +242,15 @@ def build_sync(
     return sync
 
 
-def find_shards(
-    engine: VllmEngine, arch: Architecture, dtype: str, layout: RolloutLayout, rank: int
-) -> str:
+def find_shards(engine: VllmEngine, arch: Architecture, rollout: RolloutConfig, rank: int) -> str:
     """Lets the engine find out what it wants, or tells it by the declared table; returns which of
     the two, in words."""
     try:
         engine.weight_boxes()
     except UndiscoveredError as error:
         try:
-            shape = ModelShape.of(arch, dtype)
+            layout = declared_layout(rollout, engine.num_replicas)
+            shape = ModelShape.of(arch, rollout.dtype)
         except ValueError as unknown:
             raise ValueError(
                 f"weight_sync.method = reshard: {error}, and {unknown};"
@@ -261,6 +259,18 @@ def find_shards(
         engine.declare_boxes(expand(rollout_shards(shape, layout, rank)))
         return f"declared ({error})"
     return "recorded from its loaders"
+
+
+def declared_layout(rollout: RolloutConfig, num_replicas: int) -> RolloutLayout:
+    """The engine's layout as the declared table takes it.
+
+    Raises:
+        ValueError: the table has no pipeline stages.
+    """
+    if rollout.pipeline > 1:
+        raise ValueError(f"rollout.pipeline = {rollout.pipeline} is in no declared table")
+    ep = rollout.tensor if rollout.expert_parallel else 1
+    return RolloutLayout(rollout.tensor, num_replicas, ep)
 
 
 def build_logprob_check(

@@ -42,6 +42,8 @@ FREE = (
     "parallel",
     "precision.adam",
     "rollout.tensor",
+    "rollout.pipeline",
+    "rollout.expert_parallel",
     "rollout.max_num_seqs",
     "rollout.kv_cache_gib",
     "rollout.gpu_memory_utilization",

@@ -33,13 +33,12 @@ def path_of(arch: str, seed: int) -> Path:
 
 
 @cache
-def engine_of(arch: str, tensor: int) -> VllmEngine:
+def engine_of(arch: str, tensor: int, **more: int) -> VllmEngine:
     path = path_of(arch, START)
     # engines of one process share rotary tables; a failed update leaves them without data
     _ROPE_DICT.clear()
-    return VllmEngine(
-        str(path), small.engine_config(tensor=tensor), seed=0, launch_id=WORLD.launch_id
-    )
+    config = small.engine_config(tensor=tensor, **more)
+    return VllmEngine(str(path), config, seed=0, launch_id=WORLD.launch_id)
 
 
 def policy_of(

@@ -75,6 +75,8 @@ def write(arch: str, seed: int, directory: Path) -> Path:
 def engine_config(**changes: object) -> RolloutConfig:
     values = {
         "tensor": 1,
+        "pipeline": 1,
+        "expert_parallel": False,
         "dtype": "float32",
         "quantization": None,
         "temperature": 1.0,

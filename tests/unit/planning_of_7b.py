@@ -58,9 +58,13 @@ def plan(
     rollout: dict[str, Any] | None = None,
     fp8: dict[str, Any] | None = None,
 ) -> list[StageMemory]:
-    engine = RolloutConfig(**{**compose("rollout/vllm"), **ROLLOUT, **(rollout or {})})
+    engine = engine_settings(**(rollout or {}))
     precision = PrecisionConfig(**{**compose("precision/bf16"), **PRECISION, "fp8": fp8})
     return memory.plan(arch, parallel(**layout), precision, engine, load, device_gib)
+
+
+def engine_settings(**more: Any) -> RolloutConfig:
+    return RolloutConfig(**{**compose("rollout/vllm"), **ROLLOUT, **more})
 
 
 def config(*overrides: str) -> Config:

@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.config.layout_rules import layout_problems, rollout_problems, stage_layers
 from megatron_rl.config.load import compose
 from megatron_rl.config.model_config import ModelSizes, model_sizes
-from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.config.schema import ParallelConfig, RolloutConfig
 
 DENSE = ModelSizes(
     num_layers=4,
@@ -119,22 +119,48 @@ def test_all_problems_are_told_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "tensor", "named"),
+    ("sizes", "engine", "named"),
     [
-        (DENSE, 1, None),
-        (DENSE, 4, None),  # each key-value head on two ranks
-        (DENSE, 3, "rollout.tensor = 3: does not divide the model's 4 attention heads"),
+        (DENSE, dict(tensor=1), None),
+        (DENSE, dict(tensor=4), None),  # each key-value head on two ranks
+        (DENSE, dict(tensor=2, pipeline=4), None),
+        (EXPERTS, dict(tensor=2, expert_parallel=True), None),
+        (replace(EXPERTS, expert_ffn_hidden_size=49), dict(tensor=2, expert_parallel=True), None),
+        (
+            DENSE,
+            dict(tensor=3),
+            "rollout.tensor = 3: does not divide the model's 4 attention heads",
+        ),
         (
             replace(DENSE, num_heads=12, num_kv_heads=4),
-            6,
+            dict(tensor=6),
             "rollout.tensor = 6: neither a divisor nor a multiple of the model's 4 key-value heads",
         ),
-        (replace(DENSE, ffn_hidden_size=97), 2, "the model's 97 feed-forward rows"),
-        (replace(EXPERTS, expert_ffn_hidden_size=49), 2, "the model's 49 feed-forward rows"),
+        (replace(DENSE, ffn_hidden_size=97), dict(tensor=2), "the model's 97 feed-forward rows"),
+        (
+            replace(EXPERTS, expert_ffn_hidden_size=49),
+            dict(tensor=2),
+            "the model's 49 feed-forward rows",
+        ),
+        (DENSE, dict(pipeline=5), "rollout.pipeline = 5: the model has 4 layers"),
+        (
+            DENSE,
+            dict(tensor=2, expert_parallel=True),
+            "rollout.expert_parallel = True: the model has no experts",
+        ),
+        (EXPERTS, dict(expert_parallel=True), "and rollout.tensor = 1; raise that"),
+        (
+            replace(EXPERTS, num_heads=8, num_kv_heads=8),
+            dict(tensor=8, expert_parallel=True),
+            "the model has 4 experts for rollout.tensor = 8 ranks",
+        ),
     ],
 )
-def test_what_an_engine_can_be_cut_into(sizes: ModelSizes, tensor: int, named: str | None) -> None:
-    found = list(rollout_problems(sizes, tensor))
+def test_what_an_engine_can_be_cut_into(
+    sizes: ModelSizes, engine: dict[str, Any], named: str | None
+) -> None:
+    rollout = RolloutConfig(**{**compose("rollout/vllm"), "stop": (), **engine})
+    found = list(rollout_problems(sizes, rollout))
     assert len(found) == (named is not None)
     assert named is None or named in found[0]
 
