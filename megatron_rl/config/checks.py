@@ -52,6 +52,7 @@ def check(
         *_optim(config),
         *_seed(config, world_size),
         *_best(config),
+        *_stages(config),
     ]
     try:
         hf_config = read_hf_config(config.model.path, architectures)
@@ -267,6 +268,16 @@ def _seed(config: Config, world_size: int) -> Iterator[str]:
         yield (
             f"seed = {config.seed}: {replicas} engines take this and the next {replicas - 1}; give"
             f" at most {2**32 - replicas}"
+        )
+
+
+def _stages(config: Config) -> Iterator[str]:
+    if config.rollout.pipeline > 1 and config.weight_sync.logprob_check_every > 0:
+        yield (
+            f"weight_sync.logprob_check_every = {config.weight_sync.logprob_check_every}: the check"
+            " scores prompts, which vLLM does on the last stage alone; set it to 0 with"
+            f" rollout.pipeline = {config.rollout.pipeline} (sampled tokens are compared with the"
+            " policy at every step all the same)"
         )
 
 

@@ -57,6 +57,11 @@ def machine_problems(
             yield from _block_sizes(fp8, config.parallel, sizes)
     if machine.compute_capability is None and sizes is not None:
         yield from _cpu_heads(sizes)
+    if machine.compute_capability is None and config.rollout.expert_parallel:
+        yield (
+            "rollout.expert_parallel = True: vLLM's CPU kernel of experts crashes where a rank has"
+            " not all of them; set it to false without a GPU"
+        )
     if precision.adam == "fused" and machine.adam == "torch":
         yield (
             "precision.adam = fused: neither Transformer Engine nor apex can be imported here;"

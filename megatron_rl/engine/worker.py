@@ -68,6 +68,9 @@ class WeightReceiver:
     """Mixed into the worker class of the engine (``worker_extension_cls``), beside its
     ``reload_weights``."""
 
+    model_runner: Any  # of the worker class
+    vllm_config: Any
+
     def shard_receiver(self) -> ShardReceiver:
         """The one of this worker."""
         if not hasattr(self, "_shard_receiver"):
@@ -78,8 +81,7 @@ class WeightReceiver:
         """What a later pipeline stage receives into. vLLM makes it in the trial forward of its
         start, which a CPU does not run."""
         runner = self.model_runner
-        is_first = getattr(runner, "intermediate_tensors", None) is None
-        if is_first and self.parallel_config.pipeline_parallel_size > 1:
+        if runner.intermediate_tensors is None:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens,
                 dtype=runner.model_config.dtype,

@@ -15,10 +15,10 @@ from megatron_rl.config.number_formats import ITEM_BYTES
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.planning.parameter_counts import (
     engine_counts,
-    engine_stage_layers,
     experts_of_rank,
     is_cut_by_engine,
     is_layer_matrix,
+    longest_stage,
 )
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.host_memory import rounded
@@ -69,7 +69,7 @@ def engine_memory(arch: Architecture, rollout: RolloutConfig, device_gib: float)
         weights=weights,
         sampler=sampler,
         kv_cache=kv_cache_bytes(rollout, weights + sampler, device_gib),
-        unquantized=max(engine_counts(arch, rollout)) * ITEM_BYTES[rollout.dtype],
+        unquantized=engine_counts(arch, rollout) * ITEM_BYTES[rollout.dtype],
         backup=engine_backup_bytes(arch, rollout, tables),
     )
 
@@ -97,17 +97,11 @@ def sampler_tables(arch: Architecture, sequences: int) -> tuple[int, ...]:
 
 
 def engine_weight_bytes(arch: Architecture, rollout: RolloutConfig) -> int:
-    """Bytes of the weights on a rank of the fullest stage."""
+    """Bytes of the weights on one rank."""
     item_bytes = ITEM_BYTES[rollout.dtype]
-    stages = zip(
-        engine_counts(arch, rollout),
-        engine_counts(arch, rollout, is_layer_matrix),
-        strict=True,
-    )
-    return max(
-        matrices * _matrix_bytes(rollout) + (total - matrices) * item_bytes
-        for total, matrices in stages
-    )
+    matrices = engine_counts(arch, rollout, is_layer_matrix)
+    others = engine_counts(arch, rollout) - matrices
+    return matrices * _matrix_bytes(rollout) + others * item_bytes
 
 
 def _matrix_bytes(rollout: RolloutConfig) -> int:
@@ -153,10 +147,5 @@ def engine_backup_bytes(arch: Architecture, rollout: RolloutConfig, sampler: Ite
         copies, cuts = experts_of_rank(arch, rollout)
         layer += locked(expert_parameters(arch, 0, 0), copies, cuts)
     tables = sum(rounded(size) for size in sampler)
-    stages = engine_stage_layers(arch, rollout)
-    sizes = [layers * layer for layers in stages]
-    sizes[0] += locked(vision_parameters(arch)) + locked(before)
-    sizes[-1] += locked(after)
-    if arch.tied_embeddings and len(stages) > 1:
-        sizes[-1] += locked(before)
-    return max(sizes) + tables
+    ends = locked(vision_parameters(arch)) + locked(before) + locked(after)
+    return ends + longest_stage(arch, rollout) * layer + tables

@@ -83,43 +83,29 @@ def stage_counts(
     return counts
 
 
-def engine_counts(arch: Architecture, rollout: RolloutConfig, which: Which = every) -> list[int]:
-    """Parameters on a rank of each of the engine's pipeline stages."""
+def engine_counts(arch: Architecture, rollout: RolloutConfig, which: Which = every) -> int:
+    """Parameters on a rank of the engine's longest pipeline stage.
+
+    Embedding, tower and head are counted on every stage: some of vLLM's models build them there
+    (Qwen3-MoE does).
+    """
     tensor = rollout.tensor
     rows = padded_vocab(arch.vocab_size, 1, tensor)
     before, after = outer_parameters(arch)
-    embedding = _count(before, arch, rows, tensor, which)
-    ending = _count(after, arch, rows, tensor, which)
-    layer = _count(layer_parameters(arch, 0), arch, rows, tensor, which)
+    outer = _count([*before, *after], arch, rows, tensor, which)
     copies, cuts = experts_of_rank(arch, rollout)
+    layer = _count(layer_parameters(arch, 0), arch, rows, tensor, which)
     layer += copies * _expert_count(arch, cuts, which)
     tower = vision_parameters(arch)
     cut = _count(filter(is_cut_by_engine, tower), arch, rows, tensor, which)
     vision = math.ceil(cut / tensor) + _count(tower, arch, rows, tensor, which) - cut
-    counts = []
-    for stage, layers in enumerate(engine_stage_layers(arch, rollout)):
-        count = layers * layer
-        if stage == 0:
-            count += embedding + vision
-        if stage == rollout.pipeline - 1:
-            count += ending
-            if arch.tied_embeddings and stage > 0:
-                count += embedding  # a copy of the embedding is the last stage's head
-        counts.append(count)
-    return counts
+    return outer + vision + longest_stage(arch, rollout) * layer
 
 
-def engine_stage_layers(arch: Architecture, rollout: RolloutConfig) -> list[int]:
-    """Layers of each of the engine's stages: what is left of an even share goes to the stages
-    before the last one, one each (get_pp_indices in vllm/distributed/utils.py).
-
-    Example: 10 layers on 4 stages: 2, 3, 3, 2.
-    """
-    share, left = divmod(arch.num_layers, rollout.pipeline)
-    layers = [share] * rollout.pipeline
-    for stage in range(left):
-        layers[-2 - stage] += 1
-    return layers
+def longest_stage(arch: Architecture, rollout: RolloutConfig) -> int:
+    """Layers of it. vLLM gives what is left of an even share to some of the stages, one layer
+    each."""
+    return math.ceil(arch.num_layers / rollout.pipeline)
 
 
 def experts_of_rank(arch: Architecture, rollout: RolloutConfig) -> tuple[int, int]:

@@ -319,6 +319,11 @@ def test_five_steps_do_not_depend_on_the_layout(folder):
         "pp2": ["parallel=pp2"],
         "dp2": ["parallel=single"],
         "dp2_engines": ["parallel=single", "rollout.tensor=1"],
+        "engine_stages": [
+            "rollout.tensor=1",
+            "rollout.pipeline=2",
+            "weight_sync.logprob_check_every=0",
+        ],
     }
     runs = {}
     for name, change in layouts.items():

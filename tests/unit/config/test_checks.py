@@ -158,6 +158,16 @@ def test_ranks_may_share_a_key_value_head(run):
             ["evaluation.stop_after=3", "evaluation.every_steps=0"],
             "evaluation.stop_after = 3: there is no evaluation",
         ),
+        (
+            2,
+            ["rollout.tensor=1", "rollout.pipeline=2"],
+            "weight_sync.logprob_check_every = 10: the check scores prompts",
+        ),
+        (
+            2,
+            ["rollout.pipeline=2", "weight_sync.logprob_check_every=0"],
+            "rollout.tensor * rollout.pipeline = 4: does not divide the 2 processes",
+        ),
         (2, ["resume=/nowhere"], "resume.checkpoint = /nowhere"),
     ],
 )

@@ -110,6 +110,7 @@ def test_blackwell_has_mxfp8_and_the_fp8_rollout():
             ["rollout=vllm_fp8"],
             ["rollout.quantization = fp8: needs a GPU of compute capability 8.9", "no CUDA device"],
         ),
+        (CPU, ["rollout.expert_parallel=true"], ["rollout.expert_parallel = True: vLLM's CPU"]),
         (
             Machine((8, 0), None, "torch"),
             ["rollout=vllm_fp8"],

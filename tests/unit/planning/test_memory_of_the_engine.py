@@ -8,6 +8,23 @@ from megatron_rl.planning.engine_memory import GIB
 from megatron_rl.policy.families import architecture_from
 from tests.unit.planning_of_7b import EMBEDDING, LAYER, QWEN2_5_7B, plan
 
+FIVE_EXPERTS = architecture_from(
+    Qwen3MoeConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_hidden_layers=1,
+        vocab_size=128,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+        tie_word_embeddings=True,
+    ),
+    "Qwen3MoeForCausalLM",
+)
+
 
 def test_an_fp8_engine_has_one_byte_for_the_matrices_of_its_layers():
     (stage,) = plan({}, rollout={"tensor": 1, "quantization": "fp8"})
@@ -58,25 +75,28 @@ def test_the_cache_has_what_weights_and_sampler_leave():
 
 
 def test_all_experts_of_a_layer_are_two_tensors_of_the_engine():
-    config = Qwen3MoeConfig(
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_hidden_layers=1,
-        vocab_size=128,
-        num_experts=5,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        norm_topk_prob=True,
-        tie_word_embeddings=True,
-    )
-    arch = architecture_from(config, "Qwen3MoeForCausalLM")
     experts = 65536 + 32768  # gate and up 5 x 64 x 64 x 2 bytes = 40960, down 20480
     # Queries, keys and values (64 + 2 x 32) x 64, output 64 x 64, router 5 x 64, two norms of 64,
     # two of 16; embedding; last norm.
     others = 16384 + 8192 + 1024 + 2 * 128 + 2 * 32
     sampler = 1024 * (128 + 2 * 4) * 4
-    (stage,) = plan({}, arch=arch, rollout={"tensor": 1})
+    (stage,) = plan({}, arch=FIVE_EXPERTS, rollout={"tensor": 1})
     assert stage.engine_sampler == sampler
     assert stage.engine_backup == experts + others + 16384 + 128 + 2**19 + 2 * 2**14
+
+
+def test_stages_have_the_layers_of_the_longest_and_all_have_the_ends() -> None:
+    (stage,) = plan({}, rollout={"tensor": 1, "pipeline": 3})
+    assert stage.engine_weights == 2 * (10 * LAYER + 2 * EMBEDDING + 3584)
+    mib = 2**20
+    (two,) = plan({"tensor": 4}, rollout={"pipeline": 2})
+    (one,) = plan({"tensor": 4})
+    assert one.engine_backup - two.engine_backup == 14 * ((256 + 128 + 16 + 16) * mib + 3 * 8192)
+
+
+def test_whole_experts_by_hand() -> None:
+    (cut,) = plan({}, arch=FIVE_EXPERTS)
+    (whole,) = plan({}, arch=FIVE_EXPERTS, rollout={"expert_parallel": True})
+    expert = 3 * 64 * 32
+    # On two ranks 3 whole ones at most, or a half of each of the 5.
+    assert whole.engine_weights - cut.engine_weights == 2 * (3 * expert - 5 * expert // 2)
