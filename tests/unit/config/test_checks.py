@@ -165,7 +165,7 @@ def test_ranks_may_share_a_key_value_head(run):
         ),
         (
             2,
-            ["rollout.pipeline=2", "weight_sync.logprob_check_every=0"],
+            ["rollout.tensor=2", "rollout.pipeline=2", "weight_sync.logprob_check_every=0"],
             "rollout.tensor * rollout.pipeline = 4: does not divide the 2 processes",
         ),
         (2, ["resume=/nowhere"], "resume.checkpoint = /nowhere"),
