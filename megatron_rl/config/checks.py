@@ -51,6 +51,7 @@ def check(
         *_memory(config),
         *_optim(config),
         *_seed(config, world_size),
+        *_kept(config),
         *_best(config),
     ]
     try:
@@ -264,6 +265,15 @@ def _seed(config: Config, world_size: int) -> Iterator[str]:
         yield (
             f"seed = {config.seed}: {replicas} engines take this and the next {replicas - 1}; give"
             f" at most {2**32 - replicas}"
+        )
+
+
+def _kept(config: Config) -> Iterator[str]:
+    kept, saved = config.checkpoint.keep_every_steps, config.checkpoint.every_steps
+    if kept and (saved == 0 or kept % saved):
+        yield (
+            f"checkpoint.keep_every_steps = {kept}: checkpoints come every {saved} steps"
+            " (checkpoint.every_steps; 0 = never); give a multiple of that"
         )
 
 
