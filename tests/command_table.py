@@ -151,6 +151,11 @@ LONG = {
     f"{VISION_SH} run_dir=runs/mine seed=2 trainer.num_steps=4 method=durian": Run(
         f"{SHORT} run_dir=runs/vision_durian", shows="finished"
     ),
+    "python tools/verify_checkpoint.py RUN/checkpoints": Run(
+        instead={"RUN": "runs/quickstart_cpu"},
+        shows=r"step_\d{6}: whole, .* sizes and digests agree",
+        before=((RUN_SH, Run(SHORT)),),
+    ),
     "python tools/draw_answers.py RUN": Run(
         instead={"RUN": "runs/vision_cpu"},
         shows="right before",
