@@ -126,6 +126,17 @@ class Placing(Protocol):
         the host) become those of their owner."""
 
 
+class Saving(Protocol):
+    """A checkpoint that threads are writing."""
+
+    path: Path
+
+    def check(self, gather: Callable[[Any], list[Any]], *, wait: bool = False) -> bool:
+        """Collective: whether the checkpoint is whole; ``wait``: until it is. ``gather`` gives the
+        values of all ranks. Raises on every rank what kept one of them from writing, ValueError
+        where its disk is full."""
+
+
 class Policy(Protocol):
     """The trained model and its frozen reference.
 
@@ -153,6 +164,17 @@ class Policy(Protocol):
         """Collective: weights, reference weights when kept, optimizer, schedule and ``extra``
         (tensors, plain values and containers of them; equal on all ranks). ``about`` (JSON) becomes
         part of the manifest's info, which can be read without loading."""
+
+    def start_save(
+        self,
+        path: Path,
+        extra: Mapping[str, Any],
+        about: Mapping[str, Any] | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> Saving:
+        """Collective: ``save`` that returns as soon as the state is copied and may change; threads
+        write it. One at a time. ``after`` is called in a thread of rank 0 when the checkpoint is
+        whole."""
 
     def load(self, path: Path) -> Mapping[str, Any]:
         """Collective: the inverse of save; returns ``extra``."""

@@ -154,6 +154,11 @@ LONG = {
     "bash examples/vision_cpu/ablation.sh": Run(
         SHORT, shows="(?s)combination.*method=durian", limit_s=900
     ),
+    "python tools/verify_checkpoint.py RUN/checkpoints": Run(
+        instead={"RUN": "runs/quickstart_cpu"},
+        shows=r"step_\d{6}: whole, .* sizes and digests agree",
+        before=((RUN_SH, Run(SHORT)),),
+    ),
     "python tools/draw_answers.py RUN": Run(
         instead={"RUN": "runs/vision_cpu"},
         shows="right before",

@@ -52,8 +52,9 @@ def finish(path: Path, info: Mapping[str, Any], digests: Mapping[str, str] | Non
 
     Args:
         info: JSON, kept in the manifest.
-        digests: ``file_digest`` of files (by their name below ``path``) that other processes have
-            taken; the rest is read here.
+        digests: ``file_digest`` of files (by their name below ``path``) whose writers have taken it
+            and have forced the file to the disk; the rest is read, and forced there, here. A writer
+            on another machine must do so itself: this process can only do it for its own.
     """
     partial = path.with_name(path.name + PARTIAL)
     names = sorted(
@@ -63,14 +64,17 @@ def finish(path: Path, info: Mapping[str, Any], digests: Mapping[str, str] | Non
     known = digests or {}
     files = {}
     for name in names:
-        _to_disk(partial / name)
-        digest = known[name] if name in known else file_digest(partial / name)
+        if name in known:
+            digest = known[name]
+        else:
+            to_disk(partial / name)
+            digest = file_digest(partial / name)
         files[name] = {"bytes": (partial / name).stat().st_size, "xxh3": digest}
     manifest = partial / MANIFEST
     manifest.write_text(
         json.dumps({"info": dict(info), "files": files}, indent=1) + "\n", encoding="ascii"
     )
-    _to_disk(manifest)
+    to_disk(manifest)
     publish(path)
 
 
@@ -86,12 +90,12 @@ def publish(path: Path) -> None:
             shutil.rmtree(replaced)
         path.rename(replaced)
     partial.rename(path)
-    _to_disk(path.parent)
+    to_disk(path.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
 
 
-def _to_disk(path: Path) -> None:
+def to_disk(path: Path) -> None:
     """Forces a file or folder to the disk: contents must be there before the name says so."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -103,20 +107,26 @@ def _to_disk(path: Path) -> None:
 def problem(path: Path) -> str | None:
     """Why ``path`` is not a whole checkpoint, in a few words; None when it is. Compares sizes only:
     see ``damaged``."""
+    return next(iter(problems(path)), None)
+
+
+def problems(path: Path) -> list[str]:
+    """``problem`` of every file that is missing or has another size."""
     manifest = path / MANIFEST
     if not manifest.is_file():
-        return f"no {MANIFEST} (not a checkpoint, or its writer was stopped)"
+        return [f"no {MANIFEST} (not a checkpoint, or its writer was stopped)"]
     try:
         sizes = {name: _size(entry) for name, entry in _files(path).items()}
-    except (ValueError, KeyError, TypeError):
-        return f"{MANIFEST} cannot be read"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return [f"{MANIFEST} cannot be read"]
+    found = []
     for name, size in sizes.items():
         file = path / name
         if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes, {size} were written"
-    return None
+            found.append(f"{name} is missing")
+        elif file.stat().st_size != size:
+            found.append(f"{name} has {file.stat().st_size} bytes, {size} were written")
+    return found
 
 
 def damaged(path: Path, names: Sequence[str]) -> str | None:
@@ -139,6 +149,11 @@ def file_names(path: Path) -> list[str]:
     """
     files = _files(path)
     return sorted(files, key=lambda name: (-_size(files[name]), name))
+
+
+def without_digest(path: Path) -> int:
+    """How many files of a checkpoint are known by their size alone."""
+    return sum(not isinstance(entry, dict) for entry in _files(path).values())
 
 
 def _files(path: Path) -> dict[str, Any]:
@@ -173,7 +188,7 @@ def newest_valid(root: Path, below: int | None = None) -> Path | None:
     Args:
         below: only steps under this one.
     """
-    for path in reversed(_steps(root)):
+    for path in reversed(steps(root)):
         if below is not None and (step_of(path) or 0) >= below:
             continue
         wrong = problem(path)
@@ -185,16 +200,16 @@ def newest_valid(root: Path, below: int | None = None) -> Path | None:
 
 def newest(root: Path) -> Path | None:
     """The checkpoint with the highest step by name, whole or not; None without one."""
-    steps = _steps(root)
-    return steps[-1] if steps else None
+    there = steps(root)
+    return there[-1] if there else None
 
 
 def later_steps(root: Path, step: int) -> list[Path]:
     """The checkpoints of steps after ``step`` that have all their files."""
-    return [path for path in _steps(root) if (step_of(path) or 0) > step and problem(path) is None]
+    return [path for path in steps(root) if (step_of(path) or 0) > step and problem(path) is None]
 
 
-def prune(root: Path, keep: int, protected: Collection[int] = ()) -> list[Path]:
+def prune(root: Path, keep: int, protected: Collection[int] = (), every: int = 0) -> list[Path]:
     """Removes checkpoints older than the newest ``keep`` whole ones; returns what was removed.
 
     What dead writers left is removed too. A damaged checkpoint never counts as one of the ``keep``;
@@ -202,15 +217,17 @@ def prune(root: Path, keep: int, protected: Collection[int] = ()) -> list[Path]:
 
     Args:
         protected: steps that stay, whatever their age.
+        every: steps that are multiples of it stay; 0: none.
     """
     assert keep >= 1, f"keep is {keep}"
-    steps = _steps(root)
-    whole = [path for path in steps if problem(path) is None][-keep:]
+    there = steps(root)
+    whole = [path for path in there if problem(path) is None][-keep:]
     oldest = step_of(whole[0]) if len(whole) == keep else None
     removed = []
-    for path in steps:
+    for path in there:
         step = step_of(path) or 0
-        if oldest is not None and step < oldest and step not in protected:
+        stays = step in protected or (every > 0 and step % every == 0)
+        if oldest is not None and step < oldest and not stays:
             shutil.rmtree(path)
             removed.append(path)
     return removed + clean(root)
@@ -240,8 +257,9 @@ def clean(root: Path) -> list[Path]:
     return removed
 
 
-def _steps(root: Path) -> list[Path]:
+def steps(root: Path) -> list[Path]:
+    """The checkpoints in ``root``, whole or not, by step."""
     if not root.is_dir():
         return []
-    steps = [path for path in root.iterdir() if path.is_dir() and step_of(path) is not None]
-    return sorted(steps, key=lambda path: step_of(path) or 0)
+    there = [path for path in root.iterdir() if path.is_dir() and step_of(path) is not None]
+    return sorted(there, key=lambda path: step_of(path) or 0)

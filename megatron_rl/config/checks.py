@@ -51,6 +51,7 @@ def check(
         *_memory(config),
         *_optim(config),
         *_seed(config, world_size),
+        *_kept(config),
         *_best(config),
         *_stages(config),
     ]
@@ -278,6 +279,15 @@ def _stages(config: Config) -> Iterator[str]:
             " scores prompts, which vLLM does on the last stage alone; set it to 0 with"
             f" rollout.pipeline = {config.rollout.pipeline} (sampled tokens are compared with the"
             " policy at every step all the same)"
+        )
+
+
+def _kept(config: Config) -> Iterator[str]:
+    kept, saved = config.checkpoint.keep_every_steps, config.checkpoint.every_steps
+    if kept and (saved == 0 or kept % saved):
+        yield (
+            f"checkpoint.keep_every_steps = {kept}: checkpoints come every {saved} steps"
+            " (checkpoint.every_steps; 0 = never); give a multiple of that"
         )
 
 

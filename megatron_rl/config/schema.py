@@ -242,7 +242,10 @@ class ResumeConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: NonNegativeInt
+    every_minutes: NonNegativeFloat
+    background: bool
     keep: PositiveInt
+    keep_every_steps: NonNegativeInt
     keep_best: bool
     best_metric: Annotated[str, Field(pattern="^eval/")]
     export_every_steps: NonNegativeInt

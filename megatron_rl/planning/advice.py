@@ -66,7 +66,7 @@ def _does_not_fit(demand: Demand, config: Config) -> str:
     largest = max(demand.parts, key=lambda name: getattr(demand.stage, name))
     remedies = list(moves(demand, config))
     # Copies on the host shrink with what they are copies of, which the moves say already.
-    if demand.phase not in ON_HOST or largest in ("reference", "whole_optimizer"):
+    if demand.phase not in ON_HOST or largest in ("reference", "checkpoint_copy"):
         remedies += shrinks(largest, config)
     return (
         f"{demand.phase} needs {demand.need_gib:.1f} GiB on a rank of pipeline stage"
@@ -113,6 +113,9 @@ def shrinks(part: str, config: Config) -> Iterator[str]:
         yield f"raise rollout.tensor (now {rollout.tensor})"
     elif part == "engine_sampler":
         yield _fewer_sequences(config)
+    elif part == "checkpoint_copy":
+        yield "set checkpoint.background=false, so that the run waits while its state is written"
+        yield "use more data-parallel ranks"
     elif part == "kv_cache":
         key = "gpu_memory_utilization" if rollout.kv_cache_gib is None else "kv_cache_gib"
         yield f"lower rollout.{key} (now {getattr(rollout, key)})"

@@ -24,7 +24,7 @@ class StageMemory:
     what FP8 layers keep of their weights between passes; ``engine_sampler``: of the sampler of
     GPUs; ``engine_unquantized``: the engine's weights before they are quantized;
     ``engine_backup``: what a sleeping engine keeps of its weights on the host;
-    ``whole_optimizer``: of a distributed optimizer, which a checkpoint gathers on the host.
+    ``checkpoint_copy``: this rank's share of a checkpoint, on the host while threads write it.
     """
 
     stage: int
@@ -40,7 +40,7 @@ class StageMemory:
     reference: int
     fp8_copies: int
     engine_backup: int
-    whole_optimizer: int
+    checkpoint_copy: int
 
 
 def plan(
@@ -69,7 +69,7 @@ def plan(
             reference=policy.reference,
             fp8_copies=policy.fp8_copies,
             engine_backup=engine.backup,
-            whole_optimizer=policy.whole_optimizer,
+            checkpoint_copy=policy.checkpoint_copy,
         )
         for stage, policy in enumerate(policy_stages)
     ]

@@ -71,11 +71,11 @@ def phases(config: Config, kind: str) -> dict[str, tuple[str, ...]]:
     On a CUDA device: while the policy trains, while weights go to the engine, and while it
     generates; on its host: copies at all times, and more while a checkpoint is written or read.
     On a CPU everything at all times, for there nothing leaves by moving; what ``memory.offload``
-    names is held twice. (A checkpoint is written there when no activations are held, and is not
-    counted.)
+    names is held twice, and so is what of a checkpoint is still to be written.
     """
     if kind == "cpu":
-        return {"the run": (*STATES, *PASSES, *ENGINE_ON_CPU, "reference", *host_copies(config))}
+        held = (*STATES, *PASSES, *ENGINE_ON_CPU, "reference", *host_copies(config))
+        return {"the run": (*held, *_checkpoint_copy(config))}
     return {**_device_phases(config), **_host_phases(config)}
 
 
@@ -112,7 +112,15 @@ def _host_phases(config: Config) -> dict[str, tuple[str, ...]]:
     backup = ("engine_backup",) if config.rollout.sleep_level == 1 else ()
     copies = ("reference", *host_copies(config), *backup)
     # The reference is written from a second copy, in ordinary memory.
-    return {"host copies": copies, "checkpoint": (*copies, "reference", "whole_optimizer")}
+    return {
+        "host copies": copies,
+        "checkpoint": (*copies, "reference", *_checkpoint_copy(config)),
+    }
+
+
+def _checkpoint_copy(config: Config) -> tuple[str, ...]:
+    """Without ``background`` the host has two blocks of it at a time, which count as nothing."""
+    return ("checkpoint_copy",) if config.checkpoint.background else ()
 
 
 def overhead_gib(phase: str, kind: str) -> float:

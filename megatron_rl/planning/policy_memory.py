@@ -32,7 +32,8 @@ from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.parameter_map import padded_vocab
 
 FP8_COPIES = 2  # of one byte: by rows for the forward, by columns for the backward
-CHECKPOINT_BYTES = 3 * FLOAT32_BYTES  # weight and both moments of a parameter
+# Weight and both moments; a weight in another format is written from the float32 one.
+CHECKPOINT_BYTES = 3 * FLOAT32_BYTES
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class PolicyMemory:
     logits: int
     reference: int
     fp8_copies: int
-    whole_optimizer: int
+    checkpoint_copy: int
 
 
 def policy_memory(
@@ -73,7 +74,7 @@ def policy_memory(
                 logits=_logit_bytes(arch, parallel, stage, load),
                 reference=learning.total * item_bytes if load.keep_reference else 0,
                 fp8_copies=fp8_copy_bytes(matrices[stage].total, stage, layers, precision),
-                whole_optimizer=_whole_optimizer_bytes(learning, parallel),
+                checkpoint_copy=_checkpoint_bytes(count, learning, parallel, item_bytes, load),
             )
         )
     return stages
@@ -88,16 +89,25 @@ def _optimizer_bytes(
         state_bytes += FLOAT32_BYTES
     if not parallel.distributed_optimizer:
         return state_bytes * count.total
+    return state_bytes * _share(count, parallel, world_size)
+
+
+def _share(count: Counts, parallel: ParallelConfig, world_size: int) -> int:
+    """The part of one rank where data-parallel ranks share evenly."""
     # Context ranks hold the same weights as data ranks do, and share the work with them.
     ranks = world_size // (parallel.tensor * parallel.pipeline)
     expert_ranks = world_size // (parallel.expert_tensor * parallel.expert * parallel.pipeline)
-    share = math.ceil(count.dense / ranks) + math.ceil(count.experts / expert_ranks)
-    return state_bytes * share
+    return math.ceil(count.dense / ranks) + math.ceil(count.experts / expert_ranks)
 
 
-def _whole_optimizer_bytes(count: Counts, parallel: ParallelConfig) -> int:
-    """Of a distributed optimizer, which one rank gathers on the host for a checkpoint."""
-    return CHECKPOINT_BYTES * count.total if parallel.distributed_optimizer else 0
+def _checkpoint_bytes(
+    count: Counts, learning: Counts, parallel: ParallelConfig, item_bytes: int, load: Workload
+) -> int:
+    """What a rank copies to write its share of a checkpoint while the run goes on."""
+    all_of_them = _share(count, parallel, load.world_size)
+    trained = _share(learning, parallel, load.world_size)
+    reference = item_bytes * trained if load.keep_reference else 0
+    return CHECKPOINT_BYTES * trained + item_bytes * (all_of_them - trained) + reference
 
 
 def _activation_bytes(

@@ -1,48 +1,55 @@
-"""Checkpoints of the policy in megatron's distributed format, which suits every parallel layout."""
+"""Checkpoints of the policy in megatron's distributed format, which suits every parallel layout.
+
+Every rank writes and reads a share of its own: what a distributed optimizer gives it, and an even
+part of what all data-parallel ranks hold. Nothing is gathered to be written. ``checkpoint_loading``
+is the other direction.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import io
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as torch_checkpoint
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreLoadPlanner,
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
-from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
+from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import ReadItem
 
 from megatron_rl.checkpoints import directory, facts, safe_load
+from megatron_rl.checkpoints.part_writer import PartWriter, Settings, saved_bytes
+from megatron_rl.checkpoints.saving import Saving
 from megatron_rl.config.number_formats import format_name
 from megatron_rl.config.schema import ModelConfig, ParallelConfig
-from megatron_rl.errors import first_line
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.main_rank import on_main
-from megatron_rl.policy.optimizer import create_state, parts, unshare_steps
+from megatron_rl.policy.optimizer import create_state, parts
 from megatron_rl.policy.parallel import Ranks
+from megatron_rl.policy.precision import plain
 from megatron_rl.policy.reference import Reference
-from megatron_rl.runtime import disk
-from megatron_rl.runtime.device import device
-from megatron_rl.runtime.digest import file_digest
+from megatron_rl.policy.stored_state import (
+    MASTERS,
+    REFERENCE,
+    STATE,
+    StoredParameter,
+    stored_parameters,
+)
+from megatron_rl.runtime.device import device, platform
 
 EXTRA = "extra.pt"
+FORMAT = CheckpointingConfig("torch_dist", 1)
 LAYOUT = ("tensor", "pipeline", "context", "data", "expert", "expert_tensor")
 # Each thread writes a file of its own. On a CPU they would compete with the other ranks.
 WRITER_THREADS = {"cuda": 4, "cpu": 1}
+# Blocks of host memory of a save that is waited for: one is filled while others are written.
+WAITING_BLOCKS = 2
+_COMPARED = 2**24  # elements at a time
 
 
 class TrainingState(Protocol):
@@ -59,36 +66,7 @@ class TrainingState(Protocol):
     optimizer_steps: int
     reference: Reference | None
 
-
-class InProcess(TorchDistSaveShardedStrategy):
-    """megatron's file format, written by this process.
-
-    Megatron's own writer forks a process for every file and starts a server process that imports
-    the main program again: slow, and unsafe beside an engine that has threads.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
-        self.thread_count = WRITER_THREADS[device().type]
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, self.keep_only_main_replica
-        )
-        writer = torch_checkpoint.FileSystemWriter(
-            checkpoint_dir, single_file_per_rank=True, thread_count=self.thread_count
-        )
-        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-        try:
-            torch_checkpoint.save(
-                mcore_to_pyt_state_dict(tensors, False), storage_writer=writer, planner=planner
-            )
-        except CheckpointException as error:  # a BaseException, which `except Exception` would miss
-            first_rank = min(error.failures)
-            failure, _ = error.failures[first_rank]
-            raise RuntimeError(
-                f"rank {first_rank} could not write its part: {first_line(failure)}"
-            ) from error
+    def wait_for_param_gather(self) -> None: ...
 
 
 def save(
@@ -97,158 +75,167 @@ def save(
     extra: Mapping[str, Any],
     about: Mapping[str, Any] | None = None,
 ) -> None:
-    """Collective: writes the directory ``path`` as a whole or not at all, replacing an older one.
-
-    Args:
-        extra: tensors, numbers, text and containers of them, equal on all ranks.
-        about: JSON that goes into the manifest.
+    """Collective: ``start``, and waits until the checkpoint is whole.
 
     Raises:
         ValueError: the disk is full.
     """
+    start(policy, path, extra, about, blocks=WAITING_BLOCKS).check(gather, wait=True)
+
+
+def start(
+    policy: TrainingState,
+    path: Path,
+    extra: Mapping[str, Any],
+    about: Mapping[str, Any] | None = None,
+    after: Callable[[], None] | None = None,
+    *,
+    blocks: int | None = None,
+) -> Saving:
+    """Collective: has threads write the directory ``path``, as a whole or not at all, replacing an
+    older one. Returns when the state is copied and may change.
+
+    Args:
+        extra: tensors, numbers, text and containers of them, equal on all ranks.
+        about: JSON that goes into the manifest.
+        after: called in a thread of rank 0 when the checkpoint is whole.
+        blocks: see ``part_writer.Settings``.
+    """
+    policy.wait_for_param_gather()
     on_main(lambda: directory.begin(path))
     partial = path.with_name(path.name + directory.PARTIAL)
-    create_state(policy.optimizer)
-    state = {
-        **_model_state(policy),
-        **_reference_state(policy),
-        "optimizer_steps": policy.optimizer_steps,
-    }
-    state["optimizer"] = _optimizer_state(policy)
-    if _has_torch_adam(policy.optimizer):
-        _add_zero_counts(state["optimizer"])
-    needed = _bytes(policy)
-    with disk.room_for(partial, needed, f"the checkpoint {path.name}"):
-        dist_checkpointing.save(state, str(partial), sharded_strategy=InProcess())
-    digests = _own_digests(partial)
-
-    def seal() -> None:
-        with disk.room_for(partial, needed, f"the checkpoint {path.name}"):
-            torch.save(dict(extra), partial / EXTRA)
-            directory.finish(path, {**_describe(policy), **(about or {})}, digests)
-
-    on_main(seal)
+    with platform(), torch.no_grad():
+        create_state(policy.optimizer)
+        writer = _begin(policy, partial, extra, blocks)
+        writer.close()
+    info = {**describe(policy), **(about or {})} if dist.get_rank() == 0 else None
+    return Saving(path, writer, _bytes(policy), dist.get_world_size(), info, after)
 
 
-def load(policy: TrainingState, path: Path) -> Mapping[str, Any]:
-    """Collective: the inverse of ``save``, in any parallel layout; returns ``extra``.
-
-    Raises:
-        ValueError: the checkpoint is damaged, could run a program, or was written for another
-            model, number format or kind of optimizer.
-    """
-    facts.refuse_other(path, directory.check(path), _describe(policy))
-    safe_load.check_files(path)
-    extra: Mapping[str, Any] = safe_load.load_plain(path / EXTRA, str(path / EXTRA))
-    create_state(policy.optimizer)
-    state = {**_model_state(policy), **_reference_state(policy)}
-    state["optimizer"] = _optimizer_state(policy, is_loading=True)
-    with torch.no_grad(), _safe_objects():
-        loaded = dist_checkpointing.load(state, str(path))
-        for name, module in _modules(policy):
-            module.load_state_dict(loaded[name])
-        with _step_counts_supplied(policy):
-            policy.optimizer.load_state_dict(loaded["optimizer"])
-        if policy.reference is not None:
-            _load_reference(policy.reference, loaded)
-    unshare_steps(policy.optimizer)
-    policy.optimizer_steps = loaded["optimizer_steps"]
-    return extra
+def _begin(
+    policy: TrainingState, partial: Path, extra: Mapping[str, Any], blocks: int | None
+) -> PartWriter:
+    """The writer of this rank's part, which has been given all of it."""
+    sharded = sharded_model(policy)
+    stored = stored_parameters(sharded, policy.optimizer)
+    kind = device().type
+    settings = Settings(WRITER_THREADS[kind], kind == "cuda", blocks)
+    writer = PartWriter(partial, dist.get_rank(), _about_bytes(stored), settings)
+    _copy(writer, stored, policy.reference)
+    for shard in (shard for shards in sharded for shard in shards.values()):
+        if isinstance(shard, ShardedObject) and is_main_replica(shard.replica_id):
+            writer.add_object(shard.unique_key, saved_bytes([shard.data]))
+    if dist.get_rank() == 0:
+        common = {"optimizer_steps": policy.optimizer_steps, "optimizer": _common_state(policy)}
+        writer.add_file(safe_load.COMMON, saved_bytes(common))
+        writer.add_file(CONFIG_FNAME, json.dumps(asdict(FORMAT)).encode("ascii"))
+        writer.add_file(EXTRA, saved_bytes(dict(extra)))
+    return writer
 
 
-class _SafePlanner(MCoreLoadPlanner):
-    """megatron's plan of what to read, which checks objects before it unpickles them."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        safe_load.load_plain(value, f"object {read_item.dest_index.fqn} of the checkpoint")
-        value.seek(0)
-        super().load_bytes(read_item, value)
+def gather(value: Any) -> list[Any]:
+    """Collective: the values of all ranks."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
-@contextlib.contextmanager
-def _safe_objects() -> Iterator[None]:
-    """Puts ``_SafePlanner`` in the place of megatron's planner, which has no argument for it.
-
-    torch collects the errors of all ranks into one that is no ``Exception``; an UnsafeError is
-    raised out of it.
-    """
-    torch_strategies.MCoreLoadPlanner = _SafePlanner
-    try:
-        yield
-    except CheckpointException as error:
-        for failure, _ in error.failures.values():
-            if isinstance(failure, safe_load.UnsafeError):
-                raise failure from error
-        raise
-    finally:
-        torch_strategies.MCoreLoadPlanner = MCoreLoadPlanner
+def _about_bytes(stored: Sequence[StoredParameter]) -> int:
+    """What this rank copies, in float32 and without a reference."""
+    return 12 * sum(item.writes[1] - item.writes[0] for item in stored if item.is_main)
 
 
-def _modules(policy: TrainingState) -> list[tuple[str, torch.nn.Module]]:
-    """Model chunks under the names by which megatron's optimizers look for them."""
-    if len(policy.modules) == 1:
-        return [("model", policy.modules[0])]
-    return [(f"model{index}", module) for index, module in enumerate(policy.modules)]
+def _copy(
+    writer: PartWriter, stored: Sequence[StoredParameter], reference: Reference | None
+) -> None:
+    """Gives the writer what this rank writes."""
+    starting = reference.tensors() if reference is not None else {}
+    for item in stored:
+        first, end = item.writes
+        if not item.is_main or first == end:
+            continue
+        weights = plain(item.values).detach().reshape(-1)[first:end]
+        places = [item.place(weights.dtype)]
+        if item.states is not None:
+            begin = item.states.span[0]
+            for name, values in item.states.get().items():
+                values = values[first - begin : end - begin]
+                place = item.place(values.dtype, f"{STATE}{name}.")
+                # Weights that are their masters, rounded, are not copied a second time.
+                if name in MASTERS and places and same_bits(values, weights):
+                    writer.copy(values, first, [place, places.pop()])
+                else:
+                    writer.copy(values, first, [place])
+        if places:
+            writer.copy(weights, first, places)
+        if (item.chunk, item.name) in starting:
+            kept = starting[item.chunk, item.name].reshape(-1)[first:end]
+            writer.copy(kept, first, [item.place(kept.dtype, REFERENCE)])
+
+
+def same_bits(masters: Tensor, weights: Tensor) -> bool:
+    """Whether ``weights`` are ``masters`` in their number format, to the last bit. Both flat."""
+    if masters.dtype == weights.dtype and masters.data_ptr() == weights.data_ptr():
+        return True
+    bits = {2: torch.int16, 4: torch.int32}[weights.element_size()]
+    pairs = zip(masters.split(_COMPARED), weights.split(_COMPARED), strict=True)
+    return all(
+        torch.equal(master.to(weight.dtype).view(bits), weight.view(bits))
+        for master, weight in pairs
+    )
 
 
 def _metadata() -> dict[str, Any]:
     return {
         # Other kinds cannot change the layout, or silently load Adam's step count as 0.
         "distrib_optim_sharding_type": "fully_reshardable",
-        # The first data-parallel rank alone writes, and alone gets the states, over gloo. Without
-        # this, megatron gathers them, unsharded and in float32, in the device memory and then in
-        # the host memory of every rank.
-        "distrib_optim_fully_reshardable_mem_efficient": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "chained_optim_avoid_prefix": True,
     }
 
 
-def _model_state(policy: TrainingState) -> dict[str, Any]:
-    return {
-        name: module.sharded_state_dict(metadata=_metadata()) for name, module in _modules(policy)
-    }
+def sharded_model(policy: TrainingState) -> list[dict[str, Any]]:
+    """megatron's description of the model chunks: shards and objects by name."""
+    return [module.sharded_state_dict(metadata=_metadata()) for module in policy.modules]
 
 
-def _optimizer_state(policy: TrainingState, *, is_loading: bool = False) -> dict[str, Any]:
-    state: dict[str, Any] = policy.optimizer.sharded_state_dict(
-        _model_state(policy), is_loading=is_loading, metadata=_metadata()
-    )
-    return state
-
-
-def _reference_state(policy: TrainingState) -> dict[str, Any]:
-    """The reference weights, laid out like the trained ones; empty without a reference."""
-    if policy.reference is None:
-        return {}
-    reference = policy.reference.tensors()
-    state = {}
-    for chunk, module in enumerate(policy.modules):
-        shards = {
-            name: shard
-            for name, shard in module.sharded_state_dict(metadata=_metadata()).items()
-            if isinstance(shard, ShardedTensor | ShardedTensorFactory)
-            and (chunk, name) not in policy.reference.untrained
-        }
-        names = {name for index, name in reference if index == chunk}
-        assert set(shards) == names, (
-            f"reference weights differ from the model's: {sorted(names ^ set(shards))}"
+def sharded_optimizer(policy: TrainingState, *, is_loading: bool = False) -> dict[str, Any]:
+    """megatron's state of the optimizer; a distributed one is there without its tensors, which
+    megatron would gather on every rank."""
+    model = dict(enumerate(sharded_model(policy)))
+    with _nothing_gathered(policy.optimizer):
+        state: dict[str, Any] = policy.optimizer.sharded_state_dict(
+            model, is_loading=is_loading, metadata=_metadata()
         )
-        for name, shard in shards.items():
-            shard.data = reference[chunk, name]
-        add_prefix_for_sharding(shards, "reference.")
-        state[f"reference{chunk}"] = shards
+    if _has_torch_adam(policy.optimizer):
+        _add_zero_counts(state)
     return state
 
 
-def _load_reference(reference: Reference, loaded: Mapping[str, Any]) -> None:
-    """The inverse of ``_reference_state``."""
-    reference.assign(
-        {(chunk, name): loaded[f"reference{chunk}"][name] for chunk, name in reference.names}
+def _common_state(policy: TrainingState) -> dict[str, Any]:
+    """What of the optimizer is the same on all ranks: step counts and parameter groups."""
+    _, common = save_preprocess(
+        {"optimizer": sharded_optimizer(policy)}, validate_access_integrity=False
     )
+    state: dict[str, Any] = common["optimizer"]
+    return state
 
 
-def _describe(policy: TrainingState) -> dict[str, Any]:
+@contextlib.contextmanager
+def _nothing_gathered(optimizer: Any) -> Iterator[None]:
+    """Inside, distributed optimizers have no tensors in their sharded state."""
+    name = "sharded_param_state_fully_reshardable"
+    patched = [part for part in parts(optimizer) if hasattr(part, name)]
+    for part in patched:
+        setattr(part, name, lambda *args, **kwargs: {})
+    try:
+        yield
+    finally:
+        for part in patched:
+            delattr(part, name)
+
+
+def describe(policy: TrainingState) -> dict[str, Any]:
     """``facts.describe`` with the layout, which need not be that of the run that reads it."""
     layout = {name: getattr(policy.ranks, name) for name in LAYOUT}
     described = facts.describe(
@@ -275,17 +262,6 @@ def _bytes(policy: TrainingState) -> int:
     )
 
 
-def _own_digests(partial: Path) -> dict[str, str]:
-    """Collective: digests of the files of tensors, by name.
-
-    Each is taken by the rank that wrote the file, ``__<rank>_<number>.distcp``.
-    """
-    own = {file.name: file_digest(file) for file in sorted(partial.glob(f"__{dist.get_rank()}_*"))}
-    gathered: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, own)
-    return {name: digest for part in gathered for name, digest in part.items()}
-
-
 def _has_torch_adam(optimizer: Any) -> bool:
     kinds = torch.optim.Adam | torch.optim.AdamW
     return any(isinstance(part.optimizer, kinds) for part in parts(optimizer))
@@ -302,33 +278,3 @@ def _add_zero_counts(state: dict[Any, Any]) -> None:
         for value in state.values():
             if isinstance(value, dict):
                 _add_zero_counts(value)
-
-
-@contextlib.contextmanager
-def _step_counts_supplied(policy: TrainingState) -> Iterator[None]:
-    """Inside, parameters get the step count that megatron has just restored.
-
-    Its distributed optimizer saves no step count for each parameter but, with torch's Adam, asks
-    for one when loading (KeyError 'step').
-    """
-
-    def supplied(
-        part: Any, original: Callable[[Any, dict[str, Tensor]], None]
-    ) -> Callable[[Any, dict[str, Tensor]], None]:
-        def set_states(model_param: Any, tensors: dict[str, Tensor]) -> None:
-            group, order = part.model_param_group_index_map[model_param]
-            state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
-            own = {"step": state["step"]} if torch.is_tensor(state.get("step")) else {}
-            original(model_param, {**own, **tensors})
-
-        return set_states
-
-    name = "_set_main_param_and_optimizer_states"
-    patched = [part for part in parts(policy.optimizer) if hasattr(part, name)]
-    for part in patched:
-        setattr(part, name, supplied(part, getattr(part, name)))
-    try:
-        yield
-    finally:
-        for part in patched:
-            delattr(part, name)

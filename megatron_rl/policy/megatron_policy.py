@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from megatron_rl.checkpoints.hf import HfDirectory
+from megatron_rl.checkpoints.saving import Saving
 from megatron_rl.config.layout_rules import layout_problems
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
-from megatron_rl.policy import checkpoint, export, remedies, weights
+from megatron_rl.policy import checkpoint, checkpoint_loading, export, remedies, weights
 from megatron_rl.policy import optimizer as optim_room
 from megatron_rl.policy import parallel as groups
 from megatron_rl.policy.batching import Batching
@@ -52,6 +53,8 @@ from megatron_rl.protocols import Entropy
 from megatron_rl.runtime.device import device, platform
 from megatron_rl.types import SequenceBatch, Shard, Share, TokenLoss, TokenScores, UpdateResult
 
+Values = Mapping[str, Any]
+After = Callable[[], None] | None
 logger = logging.getLogger(__name__)
 
 
@@ -370,18 +373,20 @@ class MegatronPolicy:
         """See protocols.Offloadable."""
         self._offload.reload()
 
-    def save(
-        self, path: Path, extra: Mapping[str, Any], about: Mapping[str, Any] | None = None
-    ) -> None:
+    def save(self, path: Path, extra: Values, about: Values | None = None) -> None:
         self._offload.require("weights", "gradients", "optimizer")
-        self.wait_for_param_gather()
-        with platform():
-            checkpoint.save(self, path, extra, about)
+        checkpoint.save(self, path, extra, about)
 
-    def load(self, path: Path) -> Mapping[str, Any]:
+    def start_save(
+        self, path: Path, extra: Values, about: Values | None = None, after: After = None
+    ) -> Saving:
+        """See protocols.Policy."""
         self._offload.require("weights", "gradients", "optimizer")
-        with platform():
-            return checkpoint.load(self, path)
+        return checkpoint.start(self, path, extra, about, after)
+
+    def load(self, path: Path) -> Values:
+        self._offload.require("weights", "gradients", "optimizer")
+        return checkpoint_loading.load(self, path)
 
     def export(self, path: Path) -> None:
         self._offload.require("weights")

@@ -92,15 +92,15 @@ def _check_room(config: Config, parameters: int, keep_reference: bool) -> None:
             " run_dir on another disk"
         )
     # A new checkpoint is written before the oldest one goes.
-    num_kept = config.checkpoint.keep + 1 + int(config.checkpoint.keep_best)
+    kept = config.checkpoint
+    num_kept = kept.keep + 1 + int(kept.keep_best)
+    keys = f"checkpoint.keep = {kept.keep}"
+    if kept.keep_every_steps:
+        num_kept += config.trainer.num_steps // kept.keep_every_steps
+        keys += f" with keep_every_steps = {kept.keep_every_steps}"
     present = disk.used_bytes(folder / CHECKPOINTS)
     if free + present < num_kept * checkpoint_bytes + export_bytes:
-        logger.warning(
-            "run_dir = %s: %s; checkpoint.keep = %d will fill the disk",
-            folder,
-            sizes,
-            config.checkpoint.keep,
-        )
+        logger.warning("run_dir = %s: %s; %s will fill the disk", folder, sizes, keys)
 
 
 def _check_wandb(config: Config) -> None:

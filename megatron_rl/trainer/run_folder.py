@@ -12,13 +12,16 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
+from copy import copy
+from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from megatron_rl.checkpoints.directory import PARTIAL, later_steps, prune, step_path
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import first_line
-from megatron_rl.protocols import Policy, RolloutSource
+from megatron_rl.protocols import Policy, RolloutSource, Saving
 from megatron_rl.reporting.figures import draw_curves
 from megatron_rl.reporting.report import report
 from megatron_rl.reporting.row_file import set_aside
@@ -29,7 +32,7 @@ from megatron_rl.reporting.sinks import (
     tensorboard_writer,
     wandb_writer,
 )
-from megatron_rl.runtime import disk, random_state
+from megatron_rl.runtime import disk, failure, random_state
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.best import Scores
@@ -64,6 +67,8 @@ class RunFolder:
         self._start: Start | None = None
         self._record: dict[str, Any] = {}
         self.scores = Scores(config.checkpoint.best_metric, config.evaluation.stop_after)
+        self._saving: tuple[int, Saving] | None = None  # its step, and where it is
+        self._saved_at = monotonic()  # read on rank 0
 
     def prepare(self, data: str | None = None) -> Start:
         """Collective: takes the folder for this run and finds where it goes on. Before the engines
@@ -97,36 +102,75 @@ class RunFolder:
         self.scores = self._world.from_main(lambda: scores_until(self._config, start.step))
         if start.checkpoint is not None and self._world.is_main:
             print(f"resumed from {start.checkpoint} (step {start.step})", flush=True)
+        self._saved_at = monotonic()
         return start.step
 
     def save_due(self, step: int, improved: bool) -> bool:
-        """Whether a checkpoint follows ``step``. ``improved``: it has the best held-out score so
-        far."""
+        """Collective: whether a checkpoint follows ``step``. ``improved``: it has the best held-out
+        score so far."""
         config = self._config.checkpoint
         if config.keep_best and improved:
             return True
-        return config.every_steps > 0 and step % config.every_steps == 0
+        if config.every_steps > 0 and step % config.every_steps == 0:
+            return True
+        if config.every_minutes == 0:
+            return False
+        # Clocks differ: that of rank 0 decides.
+        minutes = (monotonic() - self._saved_at) / 60
+        return self._world.any(self._world.is_main and minutes >= config.every_minutes)
 
     def export_due(self, step: int) -> bool:
         """Whether an export follows ``step``."""
         every = self._config.checkpoint.export_every_steps
         return every > 0 and step % every == 0
 
-    def save(self, step: int, policy: Policy, source: RolloutSource) -> None:
-        """Collective. ``checkpoints/step_NNNNNN``; keeps the newest ``checkpoint.keep`` and, with
-        ``keep_best``, the best one."""
+    def save(self, step: int, policy: Policy, source: RolloutSource, *, wait: bool = True) -> None:
+        """Collective. ``checkpoints/step_NNNNNN``; keeps the newest ``checkpoint.keep``, those of
+        every ``keep_every_steps`` and, with ``keep_best``, the best one.
+
+        Args:
+            wait: until it is whole; else, with ``checkpoint.background``, it is written while the
+                run goes on, and ``check_save`` tells how that went.
+        """
+        self.check_save(wait=True)
         states = self._world.all_gather(random_state.capture())
         about = {"step": step, "run": self._record}
         extra = {"step": step, "rollouts": source.state(), "random_states": states}
-        policy.save(step_path(self.path / CHECKPOINTS, step), extra, about)
-        self._world.from_main(self._keep)
+        path = step_path(self.path / CHECKPOINTS, step)
+        keep = partial(self._keep, copy(self.scores))
+        if self._config.checkpoint.background:
+            self._saving = (step, policy.start_save(path, extra, about, keep))
+            self.check_save(wait=wait)
+        else:
+            policy.save(path, extra, about)
+            self._world.from_main(keep)
+            failure.saved(step)
+        self._saved_at = monotonic()
 
-    def _keep(self) -> None:
-        """Removes old checkpoints, and says in ``best.json`` which is the best."""
-        keep_best = self._config.checkpoint.keep_best
-        scores = self.scores
+    def check_save(self, *, wait: bool = False) -> None:
+        """Collective: looks after a checkpoint that is being written; ``wait``: until it is whole.
+
+        Raises:
+            ValueError: the disk of some rank is full. Every rank raises.
+            RuntimeError: some rank could not write for another reason.
+        """
+        if self._saving is None:
+            return
+        step, saving = self._saving
+        if saving.check(self._world.all_gather, wait=wait):
+            self._saving = None
+            failure.saved(step)
+
+    def _keep(self, scores: Scores) -> None:
+        """Removes old checkpoints, and says in ``best.json`` which is the best (rank 0).
+
+        Args:
+            scores: as they were when the newest was saved.
+        """
+        config = self._config.checkpoint
+        keep_best = config.keep_best
         protected = [scores.best_step] if keep_best and scores.best_step is not None else []
-        prune(self.path / CHECKPOINTS, self._config.checkpoint.keep, protected)
+        prune(self.path / CHECKPOINTS, config.keep, protected, config.keep_every_steps)
         if protected:
             name = None
             if has_best(self._config, scores):

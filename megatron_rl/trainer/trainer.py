@@ -56,9 +56,10 @@ class Trainer:
             if self.evaluator.due(step, num_steps):
                 metrics |= self._evaluate()
             improved = self._log(metrics)
+            folder.check_save()
             stop = self.world.any(self.stop_requested())
             ends = stop or step == num_steps or folder.scores.exhausted
-            self._keep(step, save=ends or folder.save_due(step, improved))
+            self._keep(step, save=ends or folder.save_due(step, improved), ends=ends)
             if stop:
                 folder.request_requeue(step)
                 return
@@ -86,15 +87,15 @@ class Trainer:
         self.folder.log(metrics)
         return self.folder.scores.note(metrics)
 
-    def _keep(self, step: int, *, save: bool) -> None:
-        """The checkpoint and the export that are due after ``step``."""
+    def _keep(self, step: int, *, save: bool, ends: bool) -> None:
+        """The checkpoint and the export that are due after ``step``; the last checkpoint of a run
+        is whole when this returns."""
         export = self.folder.export_due(step)
         if not (save or export):
             return
         with self.source.training():
             if save:
-                self.folder.save(step, self.learner.policy, self.source)
-                failure.saved(step)
+                self.folder.save(step, self.learner.policy, self.source, wait=ends)
             if export:
                 self.folder.export(step, self.learner.policy)
 

@@ -32,6 +32,7 @@ SCHEDULED = (
 LAYER = "megatron.core.transformer.transformer_layer.TransformerLayerSubmodules"
 BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
+FLOAT16 = "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params"
 ENGINE = "transformer_engine.pytorch"
 
 VLLM = (
@@ -179,8 +180,13 @@ MEGATRON = (
         ("distrib_optim_sharding_type",),
     ),
     Contract(DISTRIBUTED, "policy/checkpoint.py", words=("fully_reshardable",)),
-    Contract(DISTRIBUTED + ".model_param_group_index_map", "policy/checkpoint.py"),
-    Contract(DISTRIBUTED + "._set_main_param_and_optimizer_states", "policy/checkpoint.py"),
+    Contract(DISTRIBUTED + ".sharded_param_state_fully_reshardable", "policy/checkpoint.py"),
+    Contract(DISTRIBUTED + "._get_main_param_and_optimizer_states", "policy/stored_state.py"),
+    Contract(DISTRIBUTED + "._set_main_param_and_optimizer_states", "policy/stored_state.py"),
+    Contract(DISTRIBUTED + ".gbuf_ranges", "policy/stored_state.py"),
+    Contract(FLOAT16 + ".float16_groups", "policy/stored_state.py"),
+    Contract(FLOAT16 + ".fp32_from_float16_groups", "policy/stored_state.py"),
+    Contract(FLOAT16 + ".fp32_from_fp32_groups", "policy/stored_state.py"),
     Contract(
         "megatron.core.optimizer.ChainedOptimizer",
         "policy/checkpoint.py",

@@ -58,6 +58,28 @@ RESHAPES = [
     ),
 ]
 
+# Checkpoint of one case read into another layout, by number of ranks, and written again.
+MOVES = {
+    1: [
+        ("dp2", Case("alone", SHARDED)),
+        ("dp2_bf16", Case("alone", SHARDED, "bfloat16", reference=True)),
+        ("tp2", Case("alone", reference=True)),
+    ],
+    2: [
+        ("tp2", Case("pp2", {"pipeline": 2}, reference=True)),
+        ("tp2", Case("dp2", reference=True)),
+        ("tp2_bf16", Case("pp2", {"pipeline": 2}, "bfloat16")),
+        ("dp2_bf16", Case("tp2", {"tensor": 2, **SHARDED}, "bfloat16", reference=True)),
+        ("pp2_tied", Case("tp2", {"tensor": 2}, model="qwen2_tied", reference=True)),
+        ("ep2", Case("pp2", {"pipeline": 2, **SHARDED}, model="qwen3_moe")),
+    ],
+    4: [
+        ("dp2_bf16", Case("tp2_dp2", {"tensor": 2, **SHARDED}, "bfloat16", reference=True)),
+        ("ep2", Case("ep2_dp2", {"expert": 2, **SHARDED}, model="qwen3_moe")),
+        ("tp2_bf16", Case("pp2_dp2", {"pipeline": 2}, "bfloat16")),
+    ],
+}
+
 # Layouts into which the weights of a converted checkpoint are read.
 CONVERTED = [
     Case("tp2", {"tensor": 2}),

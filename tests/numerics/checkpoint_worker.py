@@ -1,6 +1,7 @@
 """Phases of the resume test, each in processes of its own: ``write`` trains 2 updates, saves,
 trains 2 more and records every bit (and exports the untrained model); ``read`` loads and must
-record the same bits; ``reshape`` loads what another layout wrote; ``converted`` reads checkpoints
+record the same bits; ``reshape`` and ``moved`` load what another layout wrote; ``gathered``
+compares with the plain way of writing; ``converted`` reads checkpoints
 made of HF directories; ``measured`` compares planned with allocated memory.
 """
 
@@ -29,7 +30,6 @@ from megatron_rl.planning import memory
 from megatron_rl.planning.workload import Workload
 from megatron_rl.policy import checkpoint
 from megatron_rl.policy.activations import layer_activations
-from megatron_rl.policy.checkpoint import _modules
 from megatron_rl.policy.export import export_hf
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.optimizer import create_state, parts
@@ -37,8 +37,10 @@ from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.runtime.device import platform
 from megatron_rl.types import LossOutput, SequenceBatch, TokenView
 from tests import zoo
-from tests.numerics.checkpoint_cases import CASES, CONVERTED, MEASURED, RESHAPES, Case
+from tests.numerics.checkpoint_arrays import same_arrays
+from tests.numerics.checkpoint_cases import CASES, CONVERTED, MEASURED, MOVES, RESHAPES, Case
 from tests.numerics.policy_state import record
+from tools.bench import gathered_checkpoint
 
 FOLDER = Path(sys.argv[2])
 OPTIM = OptimConfig(
@@ -142,22 +144,18 @@ def export(policy: MegatronPolicy, case: Case) -> None:
         ).read_bytes()
 
 
-def gathered_by_its_writer(policy: MegatronPolicy, case: Case) -> None:
-    """The first data-parallel rank writes the distributed optimizer and alone holds it
-    unsharded."""
-    state = checkpoint._optimizer_state(policy)
-    held = state["param_state"] is not None
-    assert held == (policy.data_parallel_rank == 0), (
-        f"{case.name}: states on {policy.data_parallel_rank}: {held}"
-    )
+def written_evenly(path: Path) -> None:
+    """Data-parallel ranks write equally many bytes, whatever they hold in common."""
+    sizes = [
+        sum(file.stat().st_size for file in path.glob(f"__{rank}_*.distcp"))
+        for rank in range(dist.get_world_size())
+    ]
+    assert max(sizes) <= 1.05 * sum(sizes) / len(sizes), f"{path}: {sizes} bytes by rank"
 
 
 def write(case: Case) -> None:
     policy = build(case)
     checkpoint.WRITER_THREADS["cpu"] = 4 if case.name == "dp2_bf16" else 1
-    if case.name == "dp2":
-        create_state(policy.optimizer)
-        gathered_by_its_writer(policy, case)
     if case.dtype == "float32":
         export(policy, case)
     # An optimizer that has not stepped can be saved too.
@@ -173,8 +171,11 @@ def write(case: Case) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, record(policy), strict=True)), (
         f"{case.name}: saving changed the state"
     )
-    written = len(list((FOLDER / case.name / "step_000002").glob("__0_*.distcp")))
-    assert written == checkpoint.WRITER_THREADS["cpu"], f"{case.name}: {written} files of rank 0"
+    written = list((FOLDER / case.name / "step_000002").glob("__0_*.distcp"))
+    assert len(written) == checkpoint.WRITER_THREADS["cpu"], f"{case.name}: {written} of rank 0"
+    assert all(file.stat().st_size for file in written), f"{case.name}: an empty file"
+    if case.layout.get("distributed_optimizer") and dist.get_world_size() == 2:
+        written_evenly(FOLDER / case.name / "step_000002")
     torch.save(trajectory(policy, range(2, 4)), FOLDER / f"{case.name}.{dist.get_rank()}.end.pt")
     policy.close()
 
@@ -229,6 +230,46 @@ def reshape(source: str, case: Case) -> None:
     policy.close()
 
 
+def moved(source: str, case: Case) -> None:
+    """Weights, optimizer and reference are the same bits in another layout: what one wrote, the
+    other has read, and has written again. On the way the weights change behind a writer's back."""
+    policy = build(case)
+    policy.load(FOLDER / source / "step_000002")
+    path = FOLDER / "moved" / f"{source}_{case.name}"
+    saving = policy.start_save(path, {"step": 2})
+    update(policy, 5)
+    assert saving.check(checkpoint.gather, wait=True)
+    if dist.get_rank() == 0:
+        same_arrays(path, FOLDER / source / "step_000002")
+    dist.barrier()
+    policy.close()
+
+
+def gathered(case: Case) -> None:
+    """The plain way, in which one rank writes and all read everything, gives the same bits: each
+    way reads what the other has written. It wrote without digests once."""
+    policy = build(case)
+    update(policy, 0)
+    update(policy, 1)
+    plain, shares = FOLDER / "plain" / case.name, FOLDER / "shares" / case.name
+    gathered_checkpoint.save(policy, plain, {"step": 2}, digests=False)
+    policy.save(shares, {"step": 2})
+    want = trajectory(policy, range(2, 4))
+    if dist.get_rank() == 0:
+        same_arrays(plain, shares)
+    dist.barrier()
+    for load in (
+        lambda: policy.load(plain),
+        lambda: gathered_checkpoint.load(policy, shares),
+        lambda: policy.load(shares),
+    ):
+        update(policy, 7)  # whatever was there must be replaced
+        assert load()["step"] == 2
+        torch.save(want, FOLDER / f"{case.name}.{dist.get_rank()}.plain.pt")
+        compare(case, trajectory(policy, range(2, 4)), "plain")
+    policy.close()
+
+
 def converted(case: Case) -> None:
     """What tools/convert_checkpoint.py made of the HF directory, read by megatron, is what the
     policy reads from that directory."""
@@ -237,10 +278,11 @@ def converted(case: Case) -> None:
     with torch.no_grad():
         for item in policy.held:
             item.tensor.fill_(7.0)
-        state = {name: module.sharded_state_dict(metadata={}) for name, module in _modules(policy)}
-        loaded = dist_checkpointing.load(state, str(FOLDER / f"{case.model}_converted"))
-        for name, module in _modules(policy):
-            module.load_state_dict(loaded[name])
+        state = [module.sharded_state_dict(metadata={}) for module in policy.modules]
+        folder = str(FOLDER / f"{case.model}_converted")
+        loaded = dist_checkpointing.load(dict(enumerate(state)), folder)
+        for chunk, module in enumerate(policy.modules):
+            module.load_state_dict(loaded[chunk])
     for item, tensor in zip(policy.held, want, strict=True):
         kept = slice(None)
         if case.model == "llama" and item.parameter.slot.kind == "vocab":
@@ -316,13 +358,21 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     phase = sys.argv[1]
     only = sys.argv[3:]
-    if phase == "reshape":
+    layouts = {"reshape": (reshape, RESHAPES), "moved": (moved, MOVES[dist.get_world_size()])}
+    if phase in layouts:
+        change, pairs = layouts[phase]
         work = [
-            (f"{source} -> {case.name}", lambda s=source, c=case: reshape(s, c))
-            for source, case in RESHAPES
+            (f"{source} -> {case.name}", lambda s=source, c=case: change(s, c))
+            for source, case in pairs
         ]
     else:
-        action = {"write": write, "read": read, "converted": converted, "measured": measured}[phase]
+        action = {
+            "write": write,
+            "read": read,
+            "gathered": gathered,
+            "converted": converted,
+            "measured": measured,
+        }[phase]
         of_phase = {"converted": CONVERTED, "measured": MEASURED}
         cases = of_phase.get(phase) or CASES[dist.get_world_size()]
         work = [(case.name, lambda c=case: action(c)) for case in cases]

@@ -181,3 +181,11 @@ def test_prune_never_removes_the_only_whole_one(tmp_path):
         directory.prune(tmp_path, keep=1) == []
         and directory.newest_valid(tmp_path).name == "step_000001"
     )
+
+
+def test_every_kth_checkpoint_stays(tmp_path):
+    for step in range(1, 8):
+        write(tmp_path, step)
+    removed = directory.prune(tmp_path, keep=2, every=3)
+    assert sorted(map(directory.step_of, removed)) == [1, 2, 4, 5]
+    assert [directory.step_of(path) for path in directory.steps(tmp_path)] == [3, 6, 7]

@@ -148,6 +148,12 @@ def test_ranks_may_share_a_key_value_head(run):
         (2, ["data.eval=/nowhere.jsonl"], "data.eval = /nowhere.jsonl"),
         (2, ["model.path=/nowhere"], "model.path = /nowhere"),
         (2, ["seed=4294967295", "parallel=single", "rollout.tensor=1"], "give at most 4294967294"),
+        (2, ["checkpoint.keep_every_steps=30"], "checkpoint.keep_every_steps = 30: checkpoints"),
+        (
+            2,
+            ["checkpoint.keep_every_steps=20", "checkpoint.every_steps=0"],
+            "(checkpoint.every_steps; 0 = never)",
+        ),
         (
             2,
             ["checkpoint.keep_best=true", "evaluation.every_steps=0"],

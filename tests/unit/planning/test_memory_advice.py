@@ -210,7 +210,7 @@ def test_the_plan_is_one_line():
         " logits 0.54, engine weights 7.09, engine sampler 0.62, kv cache 3.00" in line
     )
     assert "training 28.42 of 79.10, weight sync 33.99 of 79.10, generation 36.99 of 79.10" in line
-    assert "host copies 14.44 of 100.00, checkpoint 35.72 of 100.00" in line
+    assert "host copies 14.44 of 100.00, checkpoint 25.08 of 100.00" in line
 
 
 def test_a_share_of_the_device_that_leaves_no_cache_is_named():

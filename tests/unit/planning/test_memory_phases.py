@@ -1,5 +1,6 @@
 """Which parts are in memory together, and what a phase needs."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,26 +15,39 @@ from megatron_rl.planning.phases import (
     needed_gib,
     phases,
 )
-from tests.unit.planning_of_7b import GPU, PARAMETERS, config, plan
+from tests.unit.planning_of_7b import GPU, LOAD, PARAMETERS, config, plan
 
 
-def test_a_checkpoint_gathers_a_distributed_optimizer():
+def test_a_checkpoint_copies_the_share_of_a_rank():
+    """Float32 weights and moments, whoever holds them; the rest follows from them, but for the
+    reference."""
     one = plan({"distributed_optimizer": True})[0]
+    assert one.checkpoint_copy == 12 * math.ceil(PARAMETERS / 8) == plan({})[0].checkpoint_copy
+    with_reference = plan({}, replace(LOAD, keep_reference=True))[0]
+    assert with_reference.checkpoint_copy == (12 + 2) * math.ceil(PARAMETERS / 8)
     four = plan({"distributed_optimizer": True, "tensor": 4})[0]
-    assert one.whole_optimizer == 12 * PARAMETERS and plan({})[0].whole_optimizer == 0
-    assert four.whole_optimizer == 12 * four.weights // 2
+    assert four.checkpoint_copy == 12 * (four.weights // 2) // 2, "two ranks hold the same quarter"
     lean = config("memory.offload=[optimizer]", "rollout.sleep_level=2")
     kept = replace(four, reference=10**9)
-    by_phase = {one.phase: one for one in demands([kept], lean, replace(GPU, host_gib=30.0))}
+    by_phase = {one.phase: one for one in demands([kept], lean, replace(GPU, host_gib=20.0))}
     assert by_phase["host copies"].need_gib == pytest.approx((10**9 + four.optimizer) / GIB)
     # The reference a second time, to be written.
     assert by_phase["checkpoint"].need_gib == pytest.approx(
-        (2 * 10**9 + four.optimizer + four.whole_optimizer) / GIB
+        (2 * 10**9 + four.optimizer + four.checkpoint_copy) / GIB
     )
-    (message,) = problems([kept], lean, replace(GPU, host_gib=30.0))
-    assert message.startswith("checkpoint needs 33.8 GiB")
-    assert "most of it is whole_optimizer (21.3 GiB): take optimizer out" in message
-    assert "raise parallel.tensor (now 1), or raise parallel.pipeline (now 1)" in message
+    waiting = config("checkpoint.background=false", "rollout.sleep_level=2")
+    assert "checkpoint_copy" not in phases(waiting, "cuda")["checkpoint"]
+    assert "checkpoint_copy" not in phases(waiting, "cpu")["the run"]
+    assert "checkpoint_copy" in phases(lean, "cpu")["the run"]
+
+
+def test_a_copy_that_does_not_fit_is_named_with_its_keys():
+    four = plan({"distributed_optimizer": True, "tensor": 4})[0]
+    empty = config("memory.offload=[]", "rollout.sleep_level=2")
+    (message,) = problems([four], empty, Room("cuda", 1000.0, host_gib=10.0))
+    assert message.startswith("checkpoint needs 10.6 GiB on a rank of pipeline stage 0")
+    assert "most of it is checkpoint_copy (10.6 GiB): set checkpoint.background=false" in message
+    assert "or use more data-parallel ranks" in message
 
 
 def test_phases_follow_the_hand_over():
@@ -54,7 +68,7 @@ def test_phases_follow_the_hand_over():
     ), "the sync reads the weights, which leave after it"
     assert found["generation"] == ("engine_weights", "engine_sampler", "kv_cache")
     assert found["host copies"] == ("reference", "weights", "optimizer", "engine_backup")
-    assert found["checkpoint"] == (*found["host copies"], "reference", "whole_optimizer")
+    assert found["checkpoint"] == (*found["host copies"], "reference", "checkpoint_copy")
     assert phases(config("rollout.sleep_level=2"), "cuda")["host copies"] == ("reference",)
 
 
@@ -129,6 +143,7 @@ def test_on_a_cpu_everything_is_held_at_once_and_what_is_offloaded_twice():
         "logits",
         "engine_weights",
         "kv_cache",
+        "checkpoint_copy",
     )
     assert one.need_gib == pytest.approx(
         sum(getattr(stage, name) for name in names) / GIB + OVERHEAD_GIB["cpu"]

@@ -3,10 +3,11 @@ arithmetic, no engine; one process."""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,37 @@ class BanditBatching:
         """This rank works alone."""
 
 
+class BanditSaving:
+    """Written when somebody waits for it, or at the second look."""
+
+    def __init__(
+        self, path: Path, write: Callable[[], None], after: Callable[[], None] | None
+    ) -> None:
+        self.path = path
+        self.looks = 0
+        self.waits = 0
+        self.done = False
+        self._write = write
+        self._after = after
+
+    def write_fails(self, error: Exception) -> None:
+        def fail() -> None:
+            raise error
+
+        self._write = fail
+
+    def check(self, gather: Callable[[Any], list[Any]], *, wait: bool = False) -> bool:
+        assert gather(3) == [3] and not self.done
+        self.looks += 1
+        self.waits += wait
+        if wait or self.looks > 1:
+            self._write()
+            if self._after is not None:
+                self._after()
+            self.done = True
+        return self.done
+
+
 class BanditPolicy:
     gathered_bytes_sent = 0
 
@@ -71,6 +103,7 @@ class BanditPolicy:
         self.microbatch_sizes: list[list[int]] = []
         self.exported: Path | None = None
         self.away: dict[str, Tensor | None] = {}
+        self.savings: list[BanditSaving] = []
 
     def _view(self, batch: SequenceBatch, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Places in the response-token layout of the responses of ``rows``, and their tokens."""
@@ -157,6 +190,21 @@ class BanditPolicy:
         torch.save({"logits": self.logits, "extra": dict(extra)}, path / "state.pt")
         files = {"state.pt": (path / "state.pt").stat().st_size}
         (path / "manifest.json").write_text(json.dumps({"info": dict(about or {}), "files": files}))
+
+    def start_save(
+        self,
+        path: Path,
+        extra: Mapping[str, Any],
+        about: Mapping[str, Any] | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> BanditSaving:
+        state = copy.deepcopy((dict(extra), dict(about or {})))
+        frozen = BanditPolicy(0, False)
+        frozen.logits = self.logits.clone()
+        assert not self.away
+        saving = BanditSaving(path, lambda: frozen.save(path, *state), after)
+        self.savings.append(saving)
+        return saving
 
     def load(self, path: Path) -> Mapping[str, Any]:
         state = torch.load(path / "state.pt", weights_only=False)

@@ -1,0 +1,119 @@
+"""Arrays of a checkpoint and the rectangles in which ranks write and read them.
+
+A rank's part of an array is a box of it; what the rank writes or reads is a range of the flattened
+box, for that is how a distributed optimizer cuts parameters and how any number of ranks share a
+tensor evenly. The format knows rectangles only, and every range is a few of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Range = tuple[int, int]  # begin and end, as in Python's range
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of an array: where it begins, and its sizes.
+
+    ``first``: number of its first element in the rank's own tensor, flattened. The elements of the
+    box follow one another there.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What is stored as one tensor: the rectangle of an array at ``offsets``, with ``sizes``."""
+
+    key: str
+    array_shape: tuple[int, ...]
+    dtype: torch.dtype
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the elements of a rank's tensor belong in the array ``key``.
+
+    ``may_differ``: the array of the checkpoint may have another shape (a vocabulary padded for
+    another layout); what it lacks is zero.
+    """
+
+    key: str
+    array_shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
+    may_differ: bool = False
+
+    def chunks(self, start: int, end: int) -> Iterator[tuple[Chunk, Range]]:
+        """The elements ``[start, end)`` of the flattened tensor as chunks, each with its range."""
+        for box in self.boxes:
+            size = math.prod(box.sizes)
+            low = max(start - box.first, 0)
+            high = min(end - box.first, size)
+            for offsets, sizes, begin in rectangles(box.sizes, low, high):
+                at = tuple(sum(pair) for pair in zip(box.offsets, offsets, strict=True))
+                first = box.first + begin
+                chunk = Chunk(self.key, self.array_shape, self.dtype, at, sizes)
+                yield chunk, (first, first + math.prod(sizes))
+
+
+def rectangles(
+    sizes: Sequence[int], start: int, end: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """The elements ``[start, end)`` of a flattened array as (offsets, sizes, first element) of
+    rectangles, in order: at most two a dimension, less one.
+
+    Example: elements 2 to 10 of a 3 x 4 array are the end of row 0, row 1 and the begin of row 2:
+    ``[((0, 2), (1, 2), 2), ((1, 0), (1, 4), 4), ((2, 0), (1, 2), 8)]``.
+    """
+    if start >= end:
+        return []
+    if not sizes:
+        return [((), (), 0)]
+    row = math.prod(sizes[1:])
+    first, last = -(-start // row), end // row  # whole rows
+    if first > last:  # within one row
+        return _in_row(sizes, last, start, end)
+    found = _in_row(sizes, first - 1, start, first * row) if start < first * row else []
+    if first < last:
+        inner = tuple(sizes[1:])
+        found.append(((first, *(0 for _ in inner)), (last - first, *inner), first * row))
+    return found + _in_row(sizes, last, last * row, end)
+
+
+def _in_row(
+    sizes: Sequence[int], index: int, start: int, end: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """``rectangles`` where all elements are in row ``index`` of the first dimension."""
+    begin = index * math.prod(sizes[1:])
+    inner = rectangles(sizes[1:], start - begin, end - begin)
+    return [((index, *offsets), (1, *shape), begin + first) for offsets, shape, first in inner]
+
+
+def even_ranges(lengths: Sequence[int], count: int) -> list[list[Range]]:
+    """For each of ``count`` ranks, which range of every tensor it takes; lengths in elements.
+
+    The tensors are thought of as one long row, cut into equal parts: most tensors go to one rank
+    whole, and parts differ by one element at most.
+    """
+    total = sum(lengths)
+    cuts = [rank * total // count for rank in range(count + 1)]
+    shares: list[list[Range]] = [[] for _ in range(count)]
+    begin = 0
+    for length in lengths:
+        for rank, share in enumerate(shares):
+            low = min(max(cuts[rank] - begin, 0), length)
+            high = min(max(cuts[rank + 1] - begin, 0), length)
+            share.append((low, high))
+        begin += length
+    return shares

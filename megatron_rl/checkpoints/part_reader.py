@@ -1,0 +1,123 @@
+"""What one rank reads of a checkpoint, straight into tensors that are there."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron_rl.checkpoints.chunks import Chunk, Place
+from megatron_rl.checkpoints.safe_load import SafeReader, load_plain
+
+
+class PartReader:
+    """Collects what is wanted of the checkpoint ``path``, then reads it.
+
+    ``objects``: those that were wanted, by key, when they have been read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.objects: dict[str, Any] = {}
+        self._path = path
+        self._reader = SafeReader(path)
+        self._index = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._index, is_coordinator=False)
+        self._wanted: dict[str, list[tuple[Chunk, Tensor, bool]]] = defaultdict(list)
+        self._object_keys: list[str] = []
+
+    def want(self, place: Place, start: int, values: Tensor) -> None:
+        """``values``, flat and contiguous, are the elements from ``start`` on of a rank's tensor
+        that belongs to ``place``."""
+        for chunk, (low, high) in place.chunks(start, start + values.numel()):
+            target = values[low - start : high - start].view(chunk.sizes)
+            self._wanted[place.key].append((chunk, target, place.may_differ))
+
+    def want_object(self, key: str) -> None:
+        """The object ``key``, to be found in ``objects``."""
+        self._object_keys.append(key)
+
+    @torch.no_grad()
+    def read(self) -> None:
+        """Fills all tensors.
+
+        Raises:
+            ValueError: the checkpoint lacks something, or has it in another shape, or reading it
+                could run a program.
+        """
+        items: list[ReadItem] = []
+        for key, wanted in self._wanted.items():
+            items += self._array_items(key, wanted)
+        for key in self._object_keys:
+            self._stored(key, BytesStorageMetadata)
+            at = MetadataIndex(key)
+            nothing = torch.Size((0,))
+            items.append(ReadItem(LoadItemType.BYTE_IO, at, nothing, at, nothing, nothing))
+        self._reader.read_data(LoadPlan(items), _Targets(self._wanted, self.objects)).wait()
+
+    def _array_items(self, key: str, wanted: list[tuple[Chunk, Tensor, bool]]) -> list[ReadItem]:
+        array = self._stored(key, TensorStorageMetadata)
+        shape = torch.Size(wanted[0][0].array_shape)
+        may_differ = wanted[0][2]
+        if array.size != shape and not may_differ:
+            raise ValueError(
+                f"checkpoint {self._path}: {key} is {tuple(array.size)} there and {tuple(shape)}"
+                " here; take a checkpoint of this model"
+            )
+        chunks = [
+            ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+            for chunk, _, _ in wanted
+        ]
+        items: list[ReadItem] = create_read_items_for_chunk_list(key, array, chunks)
+        if may_differ:
+            for _, target, _ in wanted:
+                target.zero_()
+            return items
+        there = sum(math.prod(item.lengths) for item in items)
+        here = sum(target.numel() for _, target, _ in wanted)
+        if there != here:
+            raise ValueError(
+                f"checkpoint {self._path}: {there} of {here} elements of {key} are there; take"
+                " another checkpoint"
+            )
+        return items
+
+    def _stored(self, key: str, kind: type) -> Any:
+        stored = self._index.state_dict_metadata.get(key)
+        if not isinstance(stored, kind):
+            raise ValueError(
+                f"checkpoint {self._path} has no {key}; take a checkpoint of this model"
+            )
+        return stored
+
+
+class _Targets(DefaultLoadPlanner):
+    """Tells torch's reader where everything goes."""
+
+    def __init__(
+        self, wanted: dict[str, list[tuple[Chunk, Tensor, bool]]], objects: dict[str, Any]
+    ) -> None:
+        super().__init__()
+        self._wanted = wanted
+        self._objects = objects
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        assert index.index is not None
+        return self._wanted[index.fqn][index.index][1]
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        key = read_item.dest_index.fqn
+        self._objects[key] = load_plain(value, f"object {key} of the checkpoint")

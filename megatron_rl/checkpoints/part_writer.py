@@ -1,0 +1,285 @@
+"""What one rank writes of a checkpoint: copied by its caller, written by threads beside it.
+
+The caller's values are copied into blocks of host memory; from then on they may change. Threads
+write the blocks into files, force these to the disk, and leave a receipt that names every file and
+chunk, with digests. A block is given back as soon as it is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+import xxhash
+from torch import Tensor
+
+from megatron_rl.checkpoints.chunks import Chunk, Place, Range
+from megatron_rl.checkpoints.directory import to_disk
+
+RECEIPT = ".written-"
+# Large enough for a disk, small enough for torch's page-locked memory, which comes in powers of 2.
+BLOCK_BYTES = 2**26
+_ALIGNMENT = 16
+_BUFFER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a rank writes.
+
+    Args:
+        threads: each has a file of its own.
+        pinned: the values are on a CUDA device, and are copied to page-locked memory.
+        blocks: of host memory at the most; None: as many as the values need.
+    """
+
+    threads: int
+    pinned: bool
+    blocks: int | None
+
+
+@dataclass
+class _Block:
+    """A piece of host memory, and what of it is to be written: (chunk, its bytes, their dtype)."""
+
+    memory: Tensor
+    used: int = 0
+    chunks: list[tuple[Chunk, Range, torch.dtype]] = field(default_factory=list)
+    objects: list[tuple[str, bytes]] = field(default_factory=list)
+    copied: Any = None  # CUDA event
+
+
+class PartWriter:
+    """Writes rank ``rank``'s part of the checkpoint in ``folder``: ``num_bytes``, more or less.
+
+    One thread calls ``copy``, ``add_object`` and ``add_file``, then ``close``; the part is written
+    when ``join`` returns and ``error`` is None. An error in a thread ends the writing; what is
+    added after it is dropped.
+    """
+
+    def __init__(self, folder: Path, rank: int, num_bytes: int, settings: Settings) -> None:
+        self.error: BaseException | None = None
+        self._folder = folder
+        self._rank = rank
+        self._settings = settings
+        even = -(-num_bytes // settings.threads) + _ALIGNMENT
+        self._block_bytes = min(BLOCK_BYTES, -(-even // _ALIGNMENT) * _ALIGNMENT)
+        self._room = threading.Semaphore(settings.blocks) if settings.blocks else None
+        self._block: _Block | None = None
+        self._blocks = 0
+        self._small_files: list[tuple[str, bytes]] = []
+        self._queues: list[queue.SimpleQueue[_Block | None]] = []
+        self._records: list[dict[str, Any]] = [{} for _ in range(settings.threads)]
+        self._threads: list[threading.Thread] = []
+        for number in range(settings.threads):
+            self._queues.append(queue.SimpleQueue())
+            thread = threading.Thread(target=self._work, args=(number,), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._last = threading.Thread(target=self._finish, daemon=True)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to do, or it has failed."""
+        return self._last.ident is not None and not self._last.is_alive()
+
+    def copy(self, values: Tensor, start: int, places: Sequence[Place]) -> None:
+        """Takes the elements from ``start`` on of a tensor, one row of ``values``.
+
+        Args:
+            places: where they belong; a place of another dtype gets them converted.
+        """
+        position = 0
+        while position < values.numel() and self.error is None:
+            block = self._current()
+            count = (block.memory.numel() - block.used) // values.element_size()
+            piece = values[position : position + count]
+            end = block.used + piece.nbytes
+            target = block.memory[block.used : end].view(values.dtype)
+            target.copy_(piece, non_blocking=self._settings.pinned)
+            for place in places:
+                first = start + position
+                for chunk, (low, high) in place.chunks(first, first + piece.numel()):
+                    begin = block.used + (low - first) * values.element_size()
+                    size = (high - low) * values.element_size()
+                    block.chunks.append((chunk, (begin, begin + size), values.dtype))
+            block.used = -(-end // _ALIGNMENT) * _ALIGNMENT
+            position += piece.numel()
+            if block.used + _ALIGNMENT > block.memory.numel():
+                self._hand_over()
+
+    def add_object(self, key: str, data: bytes) -> None:
+        """Takes an object among the arrays, as torch.save wrote it."""
+        self._current().objects.append((key, data))
+
+    def add_file(self, name: str, data: bytes) -> None:
+        """Takes a whole small file."""
+        self._small_files.append((name, data))
+
+    def close(self) -> None:
+        """Nothing more comes; what was copied is complete when this returns."""
+        self._hand_over()
+        if self._settings.pinned:
+            torch.cuda.synchronize()
+        for blocks in self._queues:
+            blocks.put(None)
+        self._last.start()
+
+    def join(self) -> None:
+        """Waits until the part is written, or has failed."""
+        self._last.join()
+
+    def _current(self) -> _Block:
+        if self._block is None:
+            if self._room is not None:
+                self._room.acquire()
+            pinned = self._settings.pinned
+            memory = torch.empty(self._block_bytes, dtype=torch.uint8, pin_memory=pinned)
+            self._block = _Block(memory)
+        return self._block
+
+    def _hand_over(self) -> None:
+        block = self._block
+        if block is None:
+            return
+        if self._settings.pinned:
+            block.copied = torch.cuda.Event()
+            block.copied.record()
+        self._queues[self._blocks % len(self._queues)].put(block)
+        self._blocks += 1
+        self._block = None
+
+    def _work(self, number: int) -> None:
+        name = f"__{self._rank}_{number}.distcp"
+        try:
+            with _HashedFile(self._folder / name) as file:
+                arrays, objects = self._write_blocks(self._queues[number], file, name)
+            digest = {"bytes": file.position, "xxh3": file.digest()}
+            self._records[number] = {"files": {name: digest}, "arrays": arrays, "objects": objects}
+        except Exception as error:  # noqa: BLE001 (told by ``error``, raised by who asks for it)
+            self.error = self.error or error
+            self._drop(self._queues[number])
+
+    def _write_blocks(
+        self, blocks: queue.SimpleQueue[_Block | None], file: _HashedFile, name: str
+    ) -> tuple[list[Any], list[Any]]:
+        arrays: list[Any] = []
+        objects: list[Any] = []
+        while (block := blocks.get()) is not None:
+            if block.copied is not None:
+                block.copied.synchronize()
+            for key, data in block.objects:
+                objects.append([key, name, file.position, len(data)])
+                file.write(data)
+            for chunk, span, dtype in block.chunks:
+                begin = file.position
+                torch.save(_stored(block.memory, span, dtype, chunk), cast(IO[bytes], file))
+                arrays.append([*_plain(chunk), name, begin, file.position - begin])
+            del block
+            self._give_back()
+        return arrays, objects
+
+    def _drop(self, blocks: queue.SimpleQueue[_Block | None]) -> None:
+        """Takes what still comes, so that nobody waits for room."""
+        self._give_back()
+        while blocks.get() is not None:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if self._room is not None:
+            self._room.release()
+
+    def _finish(self) -> None:
+        for thread in self._threads:
+            thread.join()
+        if self.error is not None:
+            return
+        try:
+            self._write_receipt()
+        except Exception as error:  # noqa: BLE001 (as in ``_work``)
+            self.error = error
+
+    def _write_receipt(self) -> None:
+        receipt: dict[str, Any] = {"files": {}, "arrays": [], "objects": []}
+        for record in self._records:
+            receipt["files"] |= record["files"]
+            receipt["arrays"] += record["arrays"]
+            receipt["objects"] += record["objects"]
+        for name, data in self._small_files:
+            _write_file(self._folder / name, data)
+            receipt["files"][name] = {"bytes": len(data), "xxh3": xxhash.xxh3_128(data).hexdigest()}
+        # Complete when it has its name: whoever sees it may read it.
+        path = receipt_path(self._folder, self._rank)
+        partial = path.with_name(f"{path.name}.tmp")
+        _write_file(partial, json.dumps(receipt).encode("ascii"))
+        partial.rename(path)
+        to_disk(self._folder)
+
+
+def receipt_path(folder: Path, rank: int) -> Path:
+    """Where a rank says what it has written."""
+    return folder / f"{RECEIPT}{rank:05d}"
+
+
+def saved_bytes(value: Any) -> bytes:
+    """``value`` as torch.save writes it."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _stored(memory: Tensor, span: Range, dtype: torch.dtype, chunk: Chunk) -> Tensor:
+    """The tensor of a chunk. torch.save writes the whole storage of a tensor: this one has the
+    chunk alone in it, without a copy where no conversion is due."""
+    alone = torch.from_numpy(memory.numpy()[span[0] : span[1]])
+    return alone.view(dtype).view(chunk.sizes).to(chunk.dtype)
+
+
+def _plain(chunk: Chunk) -> list[Any]:
+    """JSON of a chunk; see ``sealing.chunk_of``."""
+    name = str(chunk.dtype).removeprefix("torch.")
+    return [chunk.key, chunk.array_shape, name, chunk.offsets, chunk.sizes]
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+    to_disk(path)
+
+
+class _HashedFile(contextlib.AbstractContextManager["_HashedFile"]):
+    """A new file, on the disk when the context ends; knows its digest without reading it again."""
+
+    def __init__(self, path: Path) -> None:
+        self.position = 0
+        self._hash = xxhash.xxh3_128()
+        self._file = path.open("wb", buffering=_BUFFER_BYTES)
+
+    def write(self, data: bytes | memoryview) -> int:
+        self._file.write(data)
+        self._hash.update(data)
+        self.position += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def digest(self) -> str:
+        """``runtime.digest.file_digest`` of the file."""
+        return self._hash.hexdigest()
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            if error[0] is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()

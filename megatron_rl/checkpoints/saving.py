@@ -1,0 +1,119 @@
+"""A checkpoint on its way to the disk, from the copied state to the sealed folder."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.checkpoints.directory import PARTIAL
+from megatron_rl.checkpoints.part_writer import PartWriter
+from megatron_rl.checkpoints.sealing import seal
+from megatron_rl.errors import first_line
+from megatron_rl.runtime import disk
+
+Gather = Callable[[Any], list[Any]]
+
+
+@dataclass(frozen=True)
+class _Report:
+    """How far a rank is. ``error``: why it will not get further; ``is_user``: he can mend it."""
+
+    written: bool
+    sealed: bool
+    error: str | None = None
+    is_user: bool = False
+
+
+class Saving:
+    """What ``Policy.start_save`` returns on every rank.
+
+    Args:
+        info: on rank 0, which seals the checkpoint; None elsewhere.
+        after: called in rank 0's thread when the checkpoint is whole.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        writer: PartWriter,
+        num_bytes: int,
+        num_ranks: int,
+        info: Mapping[str, Any] | None,
+        after: Callable[[], None] | None,
+    ) -> None:
+        self.path = path
+        self._writer = writer
+        self._num_bytes = num_bytes
+        self._num_ranks = num_ranks
+        self._info = info
+        self._after = after
+        self._sealed = False
+        self._error: Exception | None = None
+        self._cancelled = threading.Event()
+        self._sealer = threading.Thread(target=self._seal, daemon=True)
+        if info is not None:
+            self._sealer.start()
+
+    def check(self, gather: Gather, *, wait: bool = False) -> bool:
+        """Collective: whether the checkpoint is whole, on all ranks alike.
+
+        Args:
+            gather: gives the values of all ranks, in rank order.
+            wait: until it is whole.
+
+        Raises:
+            ValueError: the disk of some rank is full.
+            RuntimeError: some rank could not write for another reason.
+        """
+        if wait:
+            self._writer.join()
+        reports = self._reports(gather)
+        if wait and self._info is not None:
+            self._sealer.join()
+        if wait:
+            reports = self._reports(gather)
+        return reports[0].sealed
+
+    def _reports(self, gather: Gather) -> list[_Report]:
+        reports: list[_Report] = gather(self._report())
+        for rank, report in enumerate(reports):
+            if report.error is None:
+                continue
+            # Without this part the checkpoint will never be whole.
+            self._cancelled.set()
+            if report.is_user:
+                raise ValueError(report.error)
+            raise RuntimeError(
+                f"checkpoint {self.path.name}: rank {rank} could not write its part: {report.error}"
+            )
+        return reports
+
+    def _report(self) -> _Report:
+        written = self._writer.done
+        error = self._writer.error or self._error
+        if error is None:
+            return _Report(written, self._sealed)
+        partial = self.path.with_name(self.path.name + PARTIAL)
+        try:
+            with disk.room_for(partial, self._num_bytes, f"the checkpoint {self.path.name}"):
+                raise error
+        except Exception as raised:  # noqa: BLE001 (told to all ranks, which raise it)
+            is_user = isinstance(raised, ValueError)
+            return _Report(written, False, str(raised) if is_user else _named(raised), is_user)
+
+    def _seal(self) -> None:
+        assert self._info is not None
+        try:
+            if seal(self.path, self._num_ranks, self._info, self._cancelled):
+                if self._after is not None:
+                    self._after()
+                self._sealed = True
+        except Exception as error:  # noqa: BLE001 (told by ``check``)
+            self._error = error
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -1,0 +1,133 @@
+"""From the parts that ranks have written to a checkpoint: its index, its manifest and its name.
+
+A part counts when its receipt is there, which its rank leaves after all of its files are on the
+disk. So the manifest names nothing that a crash could still take away.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron_rl.checkpoints import directory
+from megatron_rl.checkpoints.chunks import Chunk
+from megatron_rl.checkpoints.part_writer import receipt_path
+from megatron_rl.checkpoints.safe_load import INDEX
+
+_FIRST_WAIT_S = 0.01
+_LONGEST_WAIT_S = 1.0
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a chunk, or an object (``chunk`` None), lies."""
+
+    key: str
+    chunk: Chunk | None
+    file: str
+    offset: int
+    length: int
+
+
+def seal(path: Path, num_ranks: int, info: Mapping[str, Any], cancelled: threading.Event) -> bool:
+    """Waits for all parts of the checkpoint ``path`` and makes them one. One process calls this.
+
+    Returns:
+        False where ``cancelled`` was set before all parts were there.
+    """
+    partial = path.with_name(path.name + directory.PARTIAL)
+    digests: dict[str, str] = {}
+    stored: list[Stored] = []
+    wait_s = _FIRST_WAIT_S
+    for rank in range(num_ranks):
+        receipt = receipt_path(partial, rank)
+        while not receipt.is_file():
+            if cancelled.wait(wait_s):
+                return False
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+        files, of_rank = _read(receipt)
+        digests |= files
+        stored += of_rank
+    (partial / INDEX).write_bytes(pickle.dumps(index(stored)))
+    for rank in range(num_ranks):
+        receipt_path(partial, rank).unlink()
+    directory.finish(path, info, digests)
+    return True
+
+
+def _read(receipt: Path) -> tuple[dict[str, str], list[Stored]]:
+    """Digests by name of a file, and what lies in the files."""
+    said = json.loads(receipt.read_text(encoding="ascii"))
+    digests = {name: entry["xxh3"] for name, entry in said["files"].items()}
+    stored = []
+    for key, array_shape, dtype, offsets, sizes, *place in said["arrays"]:
+        chunk = Chunk(key, tuple(array_shape), getattr(torch, dtype), tuple(offsets), tuple(sizes))
+        stored.append(Stored(key, chunk, *place))
+    stored += [Stored(key, None, *place) for key, *place in said["objects"]]
+    return digests, stored
+
+
+def index(stored: Sequence[Stored]) -> Metadata:
+    """torch's index of a distributed checkpoint; every array is there once and whole."""
+    arrays: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for item in stored:
+        at = MetadataIndex(item.key)
+        if item.chunk is None:
+            arrays[item.key] = BytesStorageMetadata()
+        else:
+            number = _add_chunk(arrays, item.chunk)
+            at = MetadataIndex(item.key, torch.Size(item.chunk.offsets), number)
+        assert at not in places, f"{item.key} was written twice at {at.offset}"
+        places[at] = _StorageInfo(item.file, item.offset, item.length)
+    for key, array in arrays.items():
+        _check_whole(key, array)
+    return Metadata(
+        state_dict_metadata=arrays,
+        storage_data=places,
+        storage_meta=StorageMeta(),
+        version=CURRENT_DCP_VERSION,
+    )
+
+
+def _add_chunk(arrays: dict[str, Any], chunk: Chunk) -> int:
+    """The number of the chunk in its array."""
+    size = torch.Size(chunk.array_shape)
+    array = arrays.get(chunk.key)
+    if array is None:
+        properties = TensorProperties(dtype=chunk.dtype)
+        array = arrays[chunk.key] = TensorStorageMetadata(properties, size, [])
+    assert array.size == size and array.properties.dtype == chunk.dtype, (
+        f"{chunk.key} is {tuple(array.size)} of {array.properties.dtype} on one rank and"
+        f" {chunk.array_shape} of {chunk.dtype} on another"
+    )
+    shape = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+    array.chunks.append(shape)
+    return len(array.chunks) - 1
+
+
+def _check_whole(key: str, array: TensorStorageMetadata | BytesStorageMetadata) -> None:
+    if isinstance(array, BytesStorageMetadata):
+        return
+    written = sum(math.prod(chunk.sizes) for chunk in array.chunks)
+    assert written == math.prod(array.size), (
+        f"{written} of the {math.prod(array.size)} elements of {key} were written"
+    )
