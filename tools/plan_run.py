@@ -1,5 +1,5 @@
-"""One page about a run on machines one does not have: does it fit, what each part of a step takes at
-the least, and what limits.
+"""One page about a run on machines one does not have: does it fit, what a step takes at the least,
+and what limits.
 
     python tools/plan_run.py --nodes 1 --model qwen2.5-7b experiment=qwen2_5_7b_8gpu
 
@@ -22,6 +22,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_rl.planning.sync_time import Links, least_seconds, simulated_seconds
+
 from megatron_rl.config.checks import check
 from megatron_rl.config.layout_rules import replica_ranks
 from megatron_rl.config.load import compose, validate
@@ -41,7 +43,6 @@ from megatron_rl.planning.rollout_time import (
     response_lengths,
     rollout_time,
 )
-from megatron_rl.planning.sync_time import Links, least_seconds, simulated_seconds
 from megatron_rl.planning.training_shards import TrainingLayout
 from megatron_rl.policy.families import Architecture, read_architecture
 from megatron_rl.policy.work_model import WorkModel

@@ -46,6 +46,7 @@ def check(
         *_batch(config, world_size),
         *_lengths(config),
         *_method(config),
+        *_stall(config),
         *_paths(config),
         *_precision(config),
         *_memory(config),
@@ -119,6 +120,17 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
         yield (
             f"batch.prompts_per_step = {batch.prompts_per_step}: fewer than the {engines} rollout"
             " replicas; raise it, or rollout.tensor"
+        )
+
+
+def _stall(config: Config) -> Iterator[str]:
+    """A reward function works without a sign of life for as long as it may."""
+    limit = config.trainer.stall_limit_s
+    if limit <= config.reward.function_timeout_s:
+        yield (
+            f"trainer.stall_limit_s = {limit:g}: not above reward.function_timeout_s ="
+            f" {config.reward.function_timeout_s:g}, so a slow reward function would end the run;"
+            " raise it"
         )
 
 

@@ -62,6 +62,7 @@ class Section(BaseModel):
 class TrainerConfig(Section):
     num_steps: PositiveInt
     epochs_per_rollout: PositiveInt
+    stall_limit_s: PositiveFloat
 
 
 class BatchConfig(Section):
@@ -271,6 +272,7 @@ class LoggingConfig(Section):
     wandb: Literal["disabled", "offline", "online"]
     wandb_project: str
     log_samples: NonNegativeInt
+    rank_files: bool
 
 
 class MemoryConfig(Section):

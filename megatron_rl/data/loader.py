@@ -10,6 +10,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+from megatron_rl.data.prompt_file import StoredPrompts
 from megatron_rl.types import Prompt
 
 
@@ -25,10 +26,10 @@ class PromptLoader:
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
         if not prompts:
             raise ValueError("data.train: no prompt to train on; give a source with at least one")
-        self._prompts = list(prompts)
+        self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
-        self._fingerprint = _fingerprint(self._prompts)
+        self._fingerprint = fingerprint(prompts)
         self._epoch = 0
         self._position = 0  # in this epoch's order
         self._order = self._order_of(0)
@@ -184,7 +185,10 @@ def _with_distinct_uids(prompts: list[Prompt]) -> list[Prompt]:
     return distinct
 
 
-def _fingerprint(prompts: Sequence[Prompt]) -> str:
+def fingerprint(prompts: Sequence[Prompt]) -> str:
+    """Their number and a digest of their order, tokens, answers and images."""
+    if isinstance(prompts, StoredPrompts) and prompts.fingerprint is not None:
+        return prompts.fingerprint
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(repr((prompt.uid, prompt.token_ids, prompt.answer)).encode())

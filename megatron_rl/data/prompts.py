@@ -35,7 +35,7 @@ class Source:
     """
 
     name: str
-    prompts: tuple[Prompt, ...]
+    prompts: Sequence[Prompt]
     num_rows: int
     dropped: Mapping[str, int]
 

@@ -15,6 +15,7 @@ from megatron_rl.config.data_names import entries
 from megatron_rl.config.overrides import typed
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader, WeightedLoader
+from megatron_rl.data.prompt_file import join
 from megatron_rl.data.prompts import Source, load_sources, without_overlap
 from megatron_rl.data.vision import VisionProcessor
 from megatron_rl.errors import shortened
@@ -22,6 +23,7 @@ from megatron_rl.types import Prompt
 
 logger = logging.getLogger(__name__)
 
+Doubt = tuple[str, str]  # key of the configuration, a sentence with a remedy
 _MARKER = "####"  # stands before the final answer in GSM8K
 _OVERLAP = "also in data.eval"
 _SHOWN_UIDS = 3
@@ -38,7 +40,7 @@ class Data:
     held_out: tuple[Source, ...]
 
     @property
-    def train_prompts(self) -> list[Prompt]:
+    def train_prompts(self) -> Sequence[Prompt]:
         return _prompts(self.train)
 
     @property
@@ -51,8 +53,16 @@ class Data:
 def read_data(
     config: Config, tokenizer: PreTrainedTokenizerBase, vision: VisionProcessor | None = None
 ) -> Data:
-    """Reads ``data.train`` and ``data.eval``; logs a summary of each, and likely mistakes.
-    ``vision``: of a model that sees images.
+    """``read_sources``; logs a summary of each source, and likely mistakes."""
+    data = read_sources(config, tokenizer, vision)
+    log(data, examined(data, config), config)
+    return data
+
+
+def read_sources(
+    config: Config, tokenizer: PreTrainedTokenizerBase, vision: VisionProcessor | None = None
+) -> Data:
+    """Reads ``data.train`` and ``data.eval``. ``vision``: of a model that sees images.
 
     Raises:
         ValueError: as ``load_sources``; no prompt is left without the held-out ones.
@@ -69,9 +79,26 @@ def read_data(
                 f"data.train: every one of its {read} prompts is also in data.eval; "
                 "give other data, or data.drop_eval_overlap=false"
             )
-    _log("data.train", train, config)
-    _log("data.eval", held_out, config)
-    num_prompts = len(_prompts(train))
+    return Data(train, held_out)
+
+
+def examined(data: Data, config: Config) -> list[Doubt]:
+    """Everything about the data that is allowed and probably a mistake."""
+    doubts = []
+    for key, sources in (("data.train", data.train), ("data.eval", data.held_out)):
+        doubts += [(key, doubt) for doubt in _doubts(_prompts(sources), config)]
+    return doubts
+
+
+def log(data: Data, doubts: Sequence[Doubt], config: Config) -> None:
+    """Logs a summary of each source, and the doubts."""
+    for key, sources in (("data.train", data.train), ("data.eval", data.held_out)):
+        for source in sources:
+            logger.info("%s: %s", key, source.summary())
+        for of, doubt in doubts:
+            if of == key:
+                logger.warning("%s: %s", key, doubt)
+    num_prompts = len(data.train_prompts)
     if num_prompts < config.batch.prompts_per_step:
         logger.warning(
             "data.train: its %d prompts are fewer than batch.prompts_per_step = %d: every step asks"
@@ -79,14 +106,6 @@ def read_data(
             num_prompts,
             config.batch.prompts_per_step,
         )
-    return Data(train, held_out)
-
-
-def _log(key: str, sources: Sequence[Source], config: Config) -> None:
-    for source in sources:
-        logger.info("%s: %s", key, source.summary())
-    for warning in _doubts(_prompts(sources), config):
-        logger.warning("%s: %s", key, warning)
 
 
 def training_stream(data: Data, config: Config) -> PromptLoader | WeightedLoader:
@@ -162,5 +181,5 @@ def _uids(prompts: Sequence[Prompt]) -> str:
     return ", ".join(shown)
 
 
-def _prompts(sources: Iterable[Source]) -> list[Prompt]:
-    return [prompt for source in sources for prompt in source.prompts]
+def _prompts(sources: Iterable[Source]) -> Sequence[Prompt]:
+    return join([source.prompts for source in sources])

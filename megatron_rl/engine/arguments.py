@@ -8,6 +8,7 @@ import torch
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engine.requests import Sight
+from megatron_rl.runtime.launch import NO_LIMIT
 
 # rollout.quantization -> what vLLM calls it; its own "fp8" is an old name for the same.
 VLLM_QUANTIZATION = {"fp8": "fp8_per_tensor"}
@@ -17,12 +18,18 @@ _BATCHED_TOKENS = 8192
 
 
 def engine_arguments(
-    model_path: str, config: RolloutConfig, seed: int, sight: Sight | None = None
+    model_path: str,
+    config: RolloutConfig,
+    seed: int,
+    sight: Sight | None = None,
+    *,
+    without_weights: bool = False,
 ) -> dict[str, Any]:
     """Keyword arguments of ``vllm.LLM`` for one rank.
 
     ``seed``: of the engine's own generator; requests bring seeds of their own. ``sight``: None
-    where no prompt has images.
+    where no prompt has images. ``without_weights``: arbitrary numbers in place of those in the
+    files, which nobody reads.
     """
     max_tokens = config.max_prompt_tokens + config.max_response_tokens
     arguments: dict[str, Any] = {
@@ -43,7 +50,11 @@ def engine_arguments(
         "skip_tokenizer_init": not config.stop,
         "use_tqdm_on_load": False,
         "seed": seed,
+        "distributed_timeout_seconds": int(NO_LIMIT.total_seconds()),
+        "cpu_distributed_timeout_seconds": int(NO_LIMIT.total_seconds()),
     }
+    if without_weights:
+        arguments["load_format"] = "dummy"
     if sight is not None:
         arguments["limit_mm_per_prompt"] = {"image": sight.max_images, "video": 0}
         # The limits of the policy; the model's own may allow images of 16 thousand tokens, for

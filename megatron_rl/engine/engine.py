@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engine.arguments import engine_arguments
+from megatron_rl.engine.filling import Shapes, all_reached, can_wait_for_sync
 from megatron_rl.engine.refusals import building
 from megatron_rl.engine.requests import Sight, check_expansion, request
 from megatron_rl.engine.requirements import check_start
@@ -30,6 +31,8 @@ from megatron_rl.engine.streams import EngineStream
 from megatron_rl.engine.watch import watched
 from megatron_rl.engine.worker import Transfer
 from megatron_rl.protocols import ENGINE_PARTS
+from megatron_rl.runtime.activity import ACTIVITY
+from megatron_rl.runtime.launch import lift_time_limits
 from megatron_rl.runtime.random_state import preserved_random_state
 from megatron_rl.types import Completion, Image, Progress, Prompt, Sampling, Shard
 
@@ -64,9 +67,12 @@ class VllmEngine:
         seed: int,
         launch_id: str,
         sight: Sight | None = None,
+        awaited: Shapes | None = None,
     ) -> None:
         """Collective. ``launch_id``: unique to the launch, equal on its ranks. ``sight``: None
-        where no prompt has images.
+        where no prompt has images. ``awaited``: the tensors (as ``expected_tensors`` gives them)
+        that a weight sync brings before the first prompt, so that the files are not read; where
+        a sync does not reach every weight of the engine they are, and the reason is logged.
 
         Raises:
             ValueError: the world is not a multiple of ``rollout.tensor``; no checkpoint in
@@ -91,7 +97,7 @@ class VllmEngine:
         self._seed = seed
         self._num_unseeded = 0
         self._failure: str | None = None
-        self._expected = expected_tensors(Path(model_path))
+        self._expected = awaited or expected_tensors(Path(model_path))
         self._eos_token_ids = eos_token_ids(Path(model_path))
         self._asleep: set[str] = set()
         self._boxes: list[Shard] | None = None
@@ -102,13 +108,25 @@ class VllmEngine:
                 config.sleep_level,
             )
         check_start(config)
+        self._is_filled = awaited is None or not can_wait_for_sync(config)
         self._stream, self._llm = self._build(model_path, launch_id)
         _ALIVE.append(self._llm)
+        if not self._is_filled:
+            self._read_what_no_sync_fills()
+
+    def _read_what_no_sync_fills(self) -> None:
+        """Collective: the files after all, where a rank finds weights that no sync reaches."""
+        with self._working() as llm:
+            if not all_reached(llm.collective_rpc("unreached", args=(self._expected,))[0]):
+                llm.collective_rpc("load_files")
+                self._is_filled = True
 
     def _build(self, model_path: str, launch_id: str) -> tuple[EngineStream, LLM]:
         """vLLM and the stream that it was built in."""
         seed = self._seed + self.replica
-        arguments = engine_arguments(model_path, self._config, seed, self._sight)
+        arguments = engine_arguments(
+            model_path, self._config, seed, self._sight, without_weights=not self._is_filled
+        )
         with undisturbed_process(), preserved_random_state(), ExitStack() as stack:
             prepare_import()
             from vllm import LLM  # after prepare_import, whose settings it reads
@@ -123,6 +141,8 @@ class VllmEngine:
             llm = LLM(**arguments)
             if self._config.pipeline > 1:
                 llm.collective_rpc("make_stage_buffers")
+            lift_time_limits()
+            ACTIVITY.note("building the rollout engine")
             return stream, llm
 
     def generate(
@@ -279,6 +299,7 @@ class VllmEngine:
             raise
         self._drop_cache()
         self._failure = None
+        self._is_filled = True
         self.weight_version = version
 
     def _drop_cache(self) -> None:
@@ -337,6 +358,10 @@ class VllmEngine:
         if self._failure is not None:
             raise RuntimeError(
                 f"the rollout engine is unusable, its weights are half replaced: {self._failure}"
+            )
+        if not self._is_filled and tuple(parts) != ("weights",):
+            raise RuntimeError(
+                "the rollout engine was built without weights, and no weight sync has brought them"
             )
         missing = self._asleep & set(parts)
         if missing:

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from megatron_rl.runtime.activity import ACTIVITY
 from megatron_rl.types import Progress
 
 
 @contextmanager
 def watched(llm_engine: Any, progress: Progress | None) -> Iterator[None]:
-    """Inside, ``progress`` is called for every request that ``llm_engine`` finishes.
+    """Inside, ``progress`` is called for every request that ``llm_engine`` finishes, and its steps
+    count as activity of this process.
 
     vLLM's own progress bar counts requests and gives rates as text only, so the results of
     ``LLMEngine.step`` are counted on their way.
@@ -26,6 +28,7 @@ def watched(llm_engine: Any, progress: Progress | None) -> Iterator[None]:
     def counting_step() -> Any:
         nonlocal num_done, num_tokens
         outputs = step()
+        ACTIVITY.note("generating")
         for request in outputs:
             if request.finished:
                 num_done += len(request.outputs)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.engine.recorder import partly_filled, record_shards
+from megatron_rl.engine.recorder import UndiscoveredError, partly_filled, record_shards
+from megatron_rl.engine.stream import shown
 from megatron_rl.types import Shard
 
 RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
@@ -38,6 +40,31 @@ class ShardReceiver:
             )
             self._keep(shards)
         return shards
+
+    def unreached(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """The weights of the model that no HF tensor of ``shapes`` is loaded into: they keep the
+        values that they were built with.
+
+        Raises:
+            UndiscoveredError: the loader computes with the tensors, so nobody knows.
+        """
+        names = {id(tensor): name for name, tensor in self.model.named_parameters()}
+        same = {
+            name: names[id(tensor)]
+            for name, tensor in self.model.named_parameters(remove_duplicate=False)
+        }
+        reached = {shard.key for shard in self.discover(shapes)}
+        reached |= {same[key] for key in reached if key in same}
+        with reloading(self.vllm_config, self.model, complete=False):
+            wanted = list(built_with_values(self.model))
+        return [name for name in wanted if name not in reached and same.get(name) not in reached]
+
+    def stored(self) -> Iterable[tuple[str, Tensor]]:
+        """The weights in the files of the model."""
+        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+        loader = DefaultModelLoader(replace(self.vllm_config.load_config, load_format="auto"))
+        return loader.get_all_weights(self.vllm_config.model_config, self.model)
 
     def declare(self, shards: Sequence[Shard]) -> None:
         """What ``discover`` would find, from elsewhere."""
@@ -91,6 +118,18 @@ class WeightReceiver:
     def discover_boxes(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Shard]:
         """See ``ShardReceiver.discover``."""
         return self.shard_receiver().discover(shapes)
+
+    def unreached(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """Why a sync would not fill an engine that was built without weights; "" where it would."""
+        try:
+            names = self.shard_receiver().unreached(shapes)
+        except UndiscoveredError as error:
+            return str(error)
+        return f"no tensor of the checkpoint is loaded into {shown(names)}" if names else ""
+
+    def load_files(self) -> None:
+        """Reads all weights from the files of the model."""
+        self.receive_weights(self.shard_receiver().stored())
 
     def declare_boxes(self, shards: Sequence[Shard]) -> None:
         """See ``ShardReceiver.declare``."""
@@ -171,6 +210,22 @@ def no_warnings(name: str) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def built_with_values(model: nn.Module) -> Iterator[str]:
+    """Names of what a load without weights fills with arbitrary numbers, during a reload.
+
+    Not of attention layers: they hold scales of the cache alone, which every reload sets again.
+    """
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    for path, layer in model.named_modules():
+        if is_deferred_attention_layer(layer):
+            continue
+        tensors = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+        for name, tensor in tensors:
+            if name not in layer._non_persistent_buffers_set and tensor.is_floating_point():
+                yield f"{path}.{name}" if path else name
 
 
 def loadable(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

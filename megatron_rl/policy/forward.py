@@ -20,6 +20,7 @@ from megatron_rl.policy.logprobs import LOGPROB_CHUNK_TOKENS, response_logprobs
 from megatron_rl.policy.microbatches import Microbatch
 from megatron_rl.policy.parallel import Ranks
 from megatron_rl.protocols import Entropy
+from megatron_rl.runtime.activity import ACTIVITY
 from megatron_rl.runtime.transfer import to_device
 from megatron_rl.types import TokenLoss, TokenScores, TokenView, largest
 
@@ -157,6 +158,7 @@ class Passes:
         self, iterator: Any, chunk: torch.nn.Module, *, consume: Consume, entropy: Any
     ) -> tuple[Tensor, Callable[..., Any]]:
         microbatch: Microbatch = next(iterator)
+        ACTIVITY.note("a micro-batch of the policy")
         output = chunk(
             input_ids=microbatch.token_ids,
             position_ids=microbatch.position_ids,

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from megatron_rl.checkpoints.hf import HfDirectory
 from megatron_rl.checkpoints.saving import Saving
 from megatron_rl.config.layout_rules import layout_problems
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
@@ -82,8 +81,7 @@ class MegatronPolicy:
         problems += vision_problems(self.arch, model, precision)
         if problems:
             raise ValueError("\n".join(problems))
-        # Reads headers only: a damaged folder is named before anything is built.
-        HfDirectory(self.path, self.arch.prefixes).check(self.arch)
+        weights.check_directory(self.path, self.arch)
         remedies.apply()
         self.ranks = groups.initialize(parallel)
         self.parallel = parallel
@@ -123,7 +121,7 @@ class MegatronPolicy:
         )
         self.held = weights.held_parameters(self.modules, self.arch, self.ranks, self.vocab_rows)
         require_finite = self.settings.require_finite
-        weights.load(self.held, self.arch, self.path, require_finite=require_finite)
+        weights.load(self.held, self.arch, self.path, self.ranks, require_finite=require_finite)
         self.chunks = [
             DistributedDataParallel(
                 self.config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.runtime.launch import NO_LIMIT, lift_time_limits
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ class Ranks:
     # and work on the same rows. None: this rank does so alone.
     replica_group: Any
     replica_roots: tuple[int, ...]  # global rank of the first of them, by data-parallel rank
+    # Data x context ranks: they hold the same dense parameters; and those with the same experts.
+    copies_group: Any
+    expert_copies_group: Any
 
     @property
     def is_last_stage(self) -> bool:
@@ -59,13 +64,15 @@ def initialize(parallel: ParallelConfig) -> Ranks:
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
+        distributed_timeout_minutes=NO_LIMIT // timedelta(minutes=1),
     )
     state = parallel_state
     replicas = _replicas(parallel)
     groups = [
-        dist.new_group(ranks, group_desc="replica") if len(ranks) > 1 else None
+        dist.new_group(ranks, NO_LIMIT, group_desc="replica") if len(ranks) > 1 else None
         for ranks in replicas
     ]
+    lift_time_limits()  # one of megatron's groups is made without
     data_rank = state.get_data_parallel_rank()
     assert dist.get_rank() in replicas[data_rank]
     return Ranks(
@@ -87,6 +94,8 @@ def initialize(parallel: ParallelConfig) -> Ranks:
         expert_group=state.get_expert_tensor_and_model_parallel_group(),
         replica_group=groups[data_rank],
         replica_roots=tuple(ranks[0] for ranks in replicas),
+        copies_group=state.get_data_parallel_group(with_context_parallel=True),
+        expert_copies_group=state.get_expert_data_parallel_group(),
     )
 
 

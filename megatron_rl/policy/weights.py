@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
@@ -35,6 +36,8 @@ from megatron_rl.policy.parameter_map import (
     vision_parameters,
 )
 from megatron_rl.policy.precision import assign
+from megatron_rl.runtime.activity import ACTIVITY
+from megatron_rl.runtime.launch import from_first_rank
 from megatron_rl.types import Shard
 
 ShardKey = tuple[str, tuple[int, ...], tuple[int, ...]]  # tensor, start and shape of a part of it
@@ -127,12 +130,29 @@ def _identify(name: str, layers: list[int], arch: Architecture, ranks: Ranks) ->
     return matches[0]
 
 
+def check_directory(path: Path, arch: Architecture) -> None:
+    """Collective. Reads headers only, on one rank: a damaged folder is named before anything is
+    built.
+
+    Raises:
+        ValueError: on every rank, as ``HfDirectory`` and its ``check``.
+    """
+    from_first_rank(lambda: HfDirectory(path, arch.prefixes).check(arch))
+
+
 def load(
-    held: Sequence[Held], arch: Architecture, path: Path, *, require_finite: bool = True
+    held: Sequence[Held],
+    arch: Architecture,
+    path: Path,
+    ranks: Ranks | None = None,
+    *,
+    require_finite: bool = True,
 ) -> None:
     """Collective: fills this rank's parameters from the HF directory.
 
-    Rows of the padded vocabulary get 0.
+    Of the ranks that hold the same parameters the first reads them and sends them to the others. So
+    the files are read once, however many data-parallel ranks there are; without ``ranks`` this rank
+    reads for itself. Rows of the padded vocabulary get 0.
 
     Raises:
         ValueError: on every rank, when a rank finds tensors that are missing, unknown, of the wrong
@@ -141,8 +161,10 @@ def load(
     """
     counts: dict[ShardKey, int] = {}
     problem: str | None = None
+    own = [item for item in held if ranks is None or _reads(item, ranks)]
     try:
-        counts = _fill(held, arch, path)
+        if own:
+            counts = _fill(own, arch, path)
     except ValueError as error:
         problem = str(error)
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -150,12 +172,36 @@ def load(
     problems = [said for said, _ in everyone if said is not None]
     if problems:
         raise ValueError(problems[0])
+    if ranks is not None:
+        _copy_to_others(held, ranks)
     if require_finite:
         _refuse_not_finite(path, [found for _, found in everyone])
 
 
+def _copies_group(item: Held, ranks: Ranks) -> Any:
+    """The ranks that hold the same values of this parameter."""
+    return ranks.copies_group if item.parameter.expert is None else ranks.expert_copies_group
+
+
+def _reads(item: Held, ranks: Ranks) -> bool:
+    """Whether this rank reads the parameter: the first that holds it. In FP8 each rank does: the
+    optimizer's copy takes the numbers of before the rounding, which nobody can send."""
+    return is_float8tensor(item.tensor) or dist.get_rank(_copies_group(item, ranks)) == 0
+
+
+def _copy_to_others(held: Sequence[Held], ranks: Ranks) -> None:
+    """Collective over the ranks that hold the same parameters."""
+    with torch.no_grad():
+        for item in held:
+            group = _copies_group(item, ranks)
+            if is_float8tensor(item.tensor) or dist.get_world_size(group) == 1:
+                continue
+            dist.broadcast(item.tensor, dist.get_global_rank(group, 0), group=group)
+            ACTIVITY.note("sending the policy's weights")
+
+
 def _fill(held: Sequence[Held], arch: Architecture, path: Path) -> dict[ShardKey, int]:
-    """Reads every shard of this rank.
+    """Reads every shard of these parameters.
 
     Returns how many values of a shard are not finite, where any are.
     """
@@ -176,6 +222,7 @@ def _fill(held: Sequence[Held], arch: Architecture, path: Path) -> dict[ShardKey
                     counts[shard.name, shard.start, shard.shape] = count
                 values[parameter_slices(shard)] = converted
             assign(item.tensor, values)
+            ACTIVITY.note("reading the policy's weights")
     return counts
 
 

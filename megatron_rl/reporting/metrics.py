@@ -73,6 +73,13 @@ TABLE: Mapping[str, Metric] = {
     "eval/truncated_share": Metric("held-out responses cut by the length limit", "share"),
     "time/": Metric("PHASE_s: one phase of the step on rank 0", "s"),
     "time/step_s": Metric("the whole step on rank 0", "s"),
+    "time/start_prompts_s": Metric(
+        "first row of a start only: reading or mapping the prompts on rank 0", "s"
+    ),
+    "time/start_policy_s": Metric("the same row: building the policy, its weights included", "s"),
+    "time/start_engine_s": Metric("the same row: building the rollout engine", "s"),
+    "time/start_restore_s": Metric("the same row: loading the checkpoint, where there is one", "s"),
+    "time/start_sync_s": Metric("the same row: the first weight sync", "s"),
     "throughput/response_tokens_per_s": Metric(
         "response tokens of the step / seconds of the whole step", "tokens/s"
     ),

@@ -20,6 +20,7 @@ from typing import Any
 from megatron_rl.rewards.base import Task
 from megatron_rl.rewards.messages import Setup
 from megatron_rl.rewards.server import Lane, Server
+from megatron_rl.runtime.activity import ACTIVITY
 
 _GRACE_S = 1.0  # the worker's own timer acts first
 _START_TIMEOUT_S = 120.0
@@ -126,6 +127,7 @@ class WorkerPool:
     def _take(self, lane: Lane, reply: Reply, batch: Batch) -> None:
         work = self._work[lane]
         work.since = time.monotonic()
+        ACTIVITY.note("judging responses")
         if "refused" in reply:
             raise ValueError(reply["refused"])
         if "pid" in reply:

@@ -55,7 +55,7 @@ class Ballot:
         """
         if not self.win_here():
             return False
-        if self.elsewhere is None or _bounded(self.elsewhere):
+        if self.elsewhere is None or bounded(self.elsewhere):
             return True
         self.lost_elsewhere = True
         self.said()  # on another machine
@@ -123,16 +123,23 @@ def alive(pid: int) -> bool:
     """Whether the process runs on this machine; False for a zombie."""
     try:
         os.kill(pid, 0)
-        # The state follows the name, which stands in brackets and may itself contain some.
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except PermissionError:  # it exists and is somebody else's
         return True
     except OSError:
         return False
-    return state not in "ZX"
+    return state_of(pid) not in ("", "Z", "X")
 
 
-def _bounded(action: Callable[[], bool]) -> bool:
+def state_of(pid: int) -> str:
+    """The letter of the kernel for what the process does, see proc(5); "" where there is none."""
+    try:
+        # The state follows the name, which stands in brackets and may itself contain some.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def bounded(action: Callable[[], bool]) -> bool:
     """What ``action`` returns; True when it raises or does not answer within ``STORE_S``."""
     answers: list[bool] = []
     thread = threading.Thread(target=lambda: answers.append(action()), daemon=True)

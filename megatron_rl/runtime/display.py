@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.status import Status
 
+from megatron_rl.runtime.activity import ACTIVITY
 from megatron_rl.types import Progress
 
 LOG_EVERY_S = 30.0
@@ -40,6 +41,7 @@ class Display:
         self._clock = clock
         self._live = shown and self.console.is_terminal
         self._status: Status | None = None
+        self.seconds: dict[str, float] = {}  # of phases that have a name for the metrics
 
     def line(self, text: str) -> None:
         """Prints a line that stays on the screen."""
@@ -47,13 +49,25 @@ class Display:
             self.console.print(text, markup=False)
 
     @contextmanager
-    def phase(self, text: str, *, announced: bool = True) -> Iterator[None]:
+    def phase(
+        self, text: str, *, announced: bool = True, name: str | None = None
+    ) -> Iterator[None]:
         """Shows ``text`` while the block runs, then its duration if that was long.
 
         Args:
             announced: a log gets a line when the phase begins. False for phases of every step,
                 which a terminal shows all the same.
+            name: its seconds are kept in ``seconds`` under this name.
         """
+        ACTIVITY.note(text)
+        begin = time.monotonic()
+        with self._visible(text, announced):
+            yield
+        if name is not None:
+            self.seconds[name] = time.monotonic() - begin
+
+    @contextmanager
+    def _visible(self, text: str, announced: bool) -> Iterator[None]:
         if not self._shown:
             yield
             return

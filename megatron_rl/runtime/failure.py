@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -74,6 +75,11 @@ class State:
         self.ballot = _ballot_of_launch()
         self.reporting = threading.Lock()  # held from the first error on, never released
         self.terminated = threading.Event()
+        self.console: int | None = None  # where stderr was before it went to a file of this rank
+        # Of the heartbeat, once there is one: how other machines learn of a failure said here (None
+        # where there are none), and that this rank ends as it should.
+        self.announce: Callable[[str], None] | None = None
+        self.goodbye: Callable[[], None] | None = None
 
 
 def _ballot_of_launch() -> Ballot:
@@ -125,6 +131,8 @@ def saved(step: int) -> None:
 
 def exit_process(code: int) -> None:
     """Ends the process now: normal teardown of engines can hang on dead ranks, hence os._exit."""
+    if code == 0 and STATE.goodbye is not None and not STATE.reporting.locked():
+        STATE.goodbye()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -196,6 +204,14 @@ def say_or_follow(message: Message, *, by_others: bool = False) -> int:
     return 1
 
 
+def say_on_this_machine(message: Message) -> int:
+    """As ``say_or_follow`` for a message that every machine of the launch says."""
+    if not STATE.ballot.win_here():
+        return _follow()
+    say(message)
+    return 1
+
+
 def _follow(seconds: float = _FOLLOW_S) -> int:
     """Waits for torchrun's SIGTERM after another rank's failure; returns the exit code.
 
@@ -209,10 +225,15 @@ def _follow(seconds: float = _FOLLOW_S) -> int:
 def say(message: Message) -> None:
     """Prints the message as the last on the screen, and writes it into torchrun's file."""
     sys.stdout.flush()
-    sys.stderr.write(message.traceback + message.text + "\n")
+    text = message.traceback + message.text + "\n"
+    sys.stderr.write(text)
     sys.stderr.flush()
+    if STATE.console is not None:
+        os.write(STATE.console, text.encode())
     write_error_file(message.text)
     STATE.ballot.said()
+    if STATE.announce is not None:
+        STATE.announce(message.text)
 
 
 def write_error_file(text: str) -> None:
@@ -346,11 +367,15 @@ def gone_ranks() -> list[Peer]:
     return [peer for peer in STATE.peers if peer.host == here and not alive(peer.pid)]
 
 
-def without_word(gone: list[Peer]) -> str:
+def without_word(gone: Sequence[Peer]) -> str:
     """Example: ``rank 1 (process 4711) ended without a message (killed? out of memory? ...)``"""
-    named = " and ".join(f"rank {peer.rank} (process {peer.pid})" for peer in gone[:8])
-    more = f" and {len(gone) - 8} more" if len(gone) > 8 else ""
-    return f"{named}{more} ended without a message (killed? out of memory? `dmesg` may tell)"
+    return f"{named(gone)} ended without a message (killed? out of memory? `dmesg` may tell)"
+
+
+def named(peers: Sequence[Peer]) -> str:
+    """Example: ``rank 1 (process 4711) and rank 2 (process 4712)``; of many the first eight."""
+    text = " and ".join(f"rank {peer.rank} (process {peer.pid})" for peer in peers[:8])
+    return f"{text} and {len(peers) - 8} more" if len(peers) > 8 else text
 
 
 def unsaved() -> str:

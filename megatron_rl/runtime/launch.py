@@ -16,16 +16,19 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.runtime import failure
+from megatron_rl.runtime.activity import ACTIVITY
 from megatron_rl.runtime.attendance import Attendance
 from megatron_rl.runtime.failure import Peer
 from megatron_rl.runtime.failure import exit_process as exit_process
 from megatron_rl.runtime.failure import report as report
+from megatron_rl.runtime.heartbeat import SILENT_S, Heartbeat
 from megatron_rl.runtime.process import prepare
 from megatron_rl.runtime.process import reported as reported
 
@@ -34,6 +37,10 @@ Value = TypeVar("Value")
 # (torch.addmm with out_dtype, its input given as ``out``), as the backward pass of the logprobs
 # does.
 _FIRST_TORCH_ON_CUDA = (2, 11)
+# A rank may wait for the longest response of another, however long that takes; what ends a launch
+# that hangs is the heartbeat. Every group of a run gets this limit: torch's own are 10 and 30
+# minutes, and gloo overflows at 10 years.
+NO_LIMIT = timedelta(days=365)
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -51,6 +58,19 @@ class World:
     control_group: Any = None
     local_size: int = 1  # ranks on this machine; neighbors in rank order
     attendance: Attendance | None = None
+    heartbeat: Heartbeat | None = None
+
+    def watch(self, stall_s: float, folder: Path) -> None:
+        """Ends the launch when no rank gets anything done for ``stall_s``; the stacks of all ranks
+        are then in ``folder``."""
+        if self.heartbeat is not None:
+            self.heartbeat.stall_s = stall_s
+            self.heartbeat.folder = folder
+
+    def begin_training(self) -> None:
+        """Everything is built and loaded: a machine that gives no sign is lost from now on."""
+        if self.heartbeat is not None:
+            self.heartbeat.silent_s = SILENT_S
 
     @property
     def is_main(self) -> bool:
@@ -63,6 +83,7 @@ class World:
         gathered: list[Any] = [None] * self.size
         with self.attendance.collective() if self.attendance else nullcontext():
             dist.all_gather_object(gathered, value, group=self.control_group)
+        ACTIVITY.note("a collective of control")
         return gathered
 
     def any(self, flag: bool) -> bool:
@@ -74,19 +95,32 @@ class World:
 
     def from_main(self, action: Callable[[], Value]) -> Value:
         """What ``action`` returns or raises on rank 0, on every rank."""
-        outcome: tuple[Any, Exception | None] = (None, None)
-        if self.is_main:
-            try:
-                outcome = (action(), None)
-            except Exception as raised:  # noqa: BLE001 (raised again on every rank)
-                outcome = (None, raised)
-        result, error = self.all_gather(outcome)[0]
-        if error is not None:
-            raise error
-        return result
+        if self.size == 1:
+            return action()
+        with self.attendance.collective() if self.attendance else nullcontext():
+            return from_first_rank(action, self.control_group)
 
 
-def start(timeout_s: float = 1800.0) -> World:
+def from_first_rank(action: Callable[[], Value], group: Any = None) -> Value:
+    """Collective: what ``action`` returns or raises on the first rank, on every rank of ``group``
+    (None: all). Returns after every rank has called it."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome = [action(), None]
+        except Exception as raised:  # noqa: BLE001 (raised again on every rank)
+            outcome = [None, raised]
+    # One copy to each rank; gathering would send each the padding of all others.
+    dist.broadcast_object_list(outcome, src=0, group=group)
+    dist.all_gather_object([None] * dist.get_world_size(group), None, group=group)
+    ACTIVITY.note("a collective of control")
+    result, error = outcome
+    if error is not None:
+        raise error
+    return result
+
+
+def start(timeout_s: float = NO_LIMIT.total_seconds()) -> World:
     """Joins the launch of torchrun (or a world of one) and selects this rank's device.
 
     Raises:
@@ -108,16 +142,26 @@ def start(timeout_s: float = 1800.0) -> World:
     if on_gpu:
         torch.cuda.set_device(local_rank)
     join("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout_s)
-    control = dist.new_group(backend="gloo") if on_gpu else dist.group.WORLD
+    control = dist.group.WORLD
+    if on_gpu:
+        control = dist.new_group(backend="gloo", timeout=NO_LIMIT)
     rank = dist.get_rank()
     size = dist.get_world_size()
     cards: list[Any] = [None] * size
     card = (uuid.uuid4().hex[:12], socket.gethostname(), os.getpid())
     dist.all_gather_object(cards, card, group=control)
-    failure.joined(rank, [Peer(other, host, pid) for other, (_, host, pid) in enumerate(cards)])
+    peers = [Peer(other, host, pid) for other, (_, host, pid) in enumerate(cards)]
+    failure.joined(rank, peers)
     launch_id = cards[0][0]
     attendance = Attendance(rank, size) if size > 1 else None
-    return World(rank, size, local_rank, launch_id, control, local_size, attendance)
+    heartbeat = Heartbeat(rank, peers, attendance)
+    return World(rank, size, local_rank, launch_id, control, local_size, attendance, heartbeat)
+
+
+def lift_time_limits() -> None:
+    """Gives ``NO_LIMIT`` to all groups of this process, also those whose maker takes no limit."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(NO_LIMIT, group)
 
 
 def _complete_variables() -> None:

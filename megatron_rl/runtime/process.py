@@ -1,7 +1,7 @@
 """What every program of a launch sets up first.
 
-It ends with its torchrun, it ends at once on SIGTERM, and its errors are reported once
-(``runtime/failure.py``).
+It may open as many files as the system lets it, it ends with its torchrun, it ends at once on
+SIGTERM, and its errors are reported once (``runtime/failure.py``).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from megatron_rl.runtime import parent
 from megatron_rl.runtime.failure import STATE, exit_process, report
+from megatron_rl.runtime.open_files import raise_limit, raise_limit_of_torchrun
 from megatron_rl.runtime.termination import answer_termination
 
 
@@ -36,8 +37,10 @@ def launched() -> Launched:
 @functools.cache
 def prepare() -> None:
     """Once per process, in its main thread. ``launch.start`` does it where ``reported`` did not."""
+    raise_limit(os.getpid())
     if "TORCHELASTIC_RUN_ID" in os.environ:  # else the parent is a shell, which may end earlier
         parent.end_with_it()
+        raise_limit_of_torchrun()
     answer_termination()
     STATE.ballot.arrive()
 

@@ -9,18 +9,21 @@ from pathlib import Path
 
 from megatron_rl.config.checks import num_optimizer_steps
 from megatron_rl.config.schema import Config, RolloutConfig
-from megatron_rl.data.reading import Data, read_data, training_stream
+from megatron_rl.data.reading import Data, training_stream
+from megatron_rl.data.shared import shared_data
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.data.vision import VisionProcessor, vision_of
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.engine.recorder import UndiscoveredError
 from megatron_rl.engine.requests import Sight, sight_of
+from megatron_rl.engine.stream import expected_tensors
 from megatron_rl.loss import Method
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.protocols import Entropy, WeightSync
 from megatron_rl.rewards.build import build_reward
+from megatron_rl.runtime import rank_log
 from megatron_rl.runtime.device import device
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
@@ -51,6 +54,7 @@ from megatron_rl.trainer.rollouts import (
 from megatron_rl.trainer.run_folder import RunFolder
 from megatron_rl.trainer.run_record import data_fingerprint
 from megatron_rl.trainer.sources import Colocated
+from megatron_rl.trainer.start import LOGS
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.trainer.visual_entropies import FILE, with_visual_entropy
 from megatron_rl.types import TransferOptions
@@ -70,25 +74,27 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     built, which takes long."""
     stop_requested = StopRequest()  # first of all: a signal during the build must not be lost
     tokenizer = load_tokenizer(config.model.path)
-    with display.phase("reading the prompts"):
+    with display.phase("reading the prompts", name="prompts"):
         vision = vision_of(config.model.path, config.data)
-        data = read_data(config, tokenizer, vision)
+        data = shared_data(config, world, tokenizer, vision)
         reward = build_reward(config.reward, lambda prompt: prompt.text)
         reward.check([*data.train_prompts, *data.held_out_prompts])
     method = build_method(config, data)
     loader = training_stream(data, config)
     folder = RunFolder(config, world, display)
     start = folder.prepare(data_fingerprint(loader.state()))
+    if config.logging.rank_files and not world.is_main:
+        rank_log.to_file(Path(config.run_dir) / LOGS, world.rank, world.launch_id)
     world.from_main(lambda: check_before_build(config, start, method.needs.ref_logprobs))
     if method.needs.visual_entropy and vision is not None:
         with display.phase("visual entropy of the images"):
             file = Path(config.run_dir) / FILE
             data = with_visual_entropy(data, Path(config.model.path), vision, file, world)
         loader = training_stream(data, config)
-    with display.phase("building the policy"):
+    with display.phase("building the policy", name="policy"):
         policy = build_policy(config, method, vision)
     sight = sight_of([*data.train_prompts, *data.held_out_prompts], vision)
-    with display.phase("building the rollout engine"):
+    with display.phase("building the rollout engine", name="engine"):
         engine, weight_sync = build_engine(config, world, policy, sight)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     sampler = Sampler(engine, reward, decode, world, display)
@@ -200,6 +206,7 @@ def build_engine(
         seed=config.seed,
         launch_id=world.launch_id,
         sight=sight,
+        awaited=world.from_main(lambda: expected_tensors(Path(config.model.path))),
     )
     # Before the engine sleeps: a plan looks at its weights.
     weight_sync = build_sync(config, policy, engine, world)

@@ -51,6 +51,7 @@ FREE = (
     "rollout.enable_prefix_caching",
     "rollout.sleep_level",
     "weight_sync",
+    "trainer.stall_limit_s",
     "reward.timeout_s",
     "reward.step_timeout_s",
     "reward.function_timeout_s",

@@ -23,6 +23,8 @@ METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 CHECKPOINTS = "checkpoints"
 EXPORTS = "exports"
+STACKS = "stacks"
+LOGS = "logs"
 LARGE_BYTES = 10**10
 logger = logging.getLogger(__name__)
 

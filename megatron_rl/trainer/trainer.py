@@ -41,10 +41,12 @@ class Trainer:
         folder = self.folder
         num_steps = self.config.num_steps
         self.display.line(f"results go to {folder.path}")
-        finished = folder.resume(self.learner.policy, self.source)
+        with self.display.phase("restoring the run", announced=False, name="restore"):
+            finished = folder.resume(self.learner.policy, self.source)
         failure.saved(finished)
-        with self.display.phase("first weight sync"):
+        with self.display.phase("first weight sync", name="sync"):
             self.source.publish(finished)
+        self.world.begin_training()
         if finished == 0 and self.evaluator.due(0, num_steps):
             self._log({"step": 0} | self._evaluate())
         for step in range(finished + 1, num_steps + 1):
@@ -83,7 +85,10 @@ class Trainer:
         return {"step": step, **_step_metrics(experience, metrics, synced, clock)}
 
     def _log(self, metrics: dict[str, float]) -> bool:
-        """Whether they hold the best held-out score so far."""
+        """Whether they hold the best held-out score so far. The first row of a start also says how
+        long its phases took."""
+        seconds = self.display.seconds
+        metrics |= {f"time/start_{name}_s": seconds.pop(name) for name in list(seconds)}
         self.folder.log(metrics)
         return self.folder.scores.note(metrics)
 

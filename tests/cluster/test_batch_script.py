@@ -63,7 +63,7 @@ def test_the_command_of_a_job_on_four_nodes(tmp_path):
         "--kill-on-bad-exit=1",
         "bash",
         "-c",
-        'trap "" USR1; exec "$@"',
+        'trap "" USR1; ulimit -S -n "$(ulimit -H -n)"; exec "$@"',
         "torchrun",
         "/project/.venv/bin/python",
         "-m",
@@ -76,6 +76,7 @@ def test_the_command_of_a_job_on_four_nodes(tmp_path):
         "--rdzv-id=123456-2",
         "-m",
         "megatron_rl.train",
+        "logging.rank_files=true",
         "run_dir=/shared/a",
         "method=dapo",
         "resume=auto",
@@ -91,6 +92,7 @@ def test_plug_ins_are_handed_on_before_the_overrides():
         "a.py",
         "--plugin",
         "b.c",
+        "logging.rank_files=true",
         "run_dir=/a/r",
         "resume=auto",
     ]
@@ -135,6 +137,81 @@ def test_the_folder_is_found_behind_the_quotes_of_hydra(tmp_path, spelling):
     assert not (folder / "requeue").exists()
 
 
+@pytest.fixture
+def failing(tmp_path) -> Path:
+    """Programs of a Slurm of three nodes, on which every step fails at node2; what scontrol is
+    asked for is in ``asked``. ``run`` is the folder of the run."""
+    programs = {
+        "srun": 'echo "srun $*" >>"$ASKED"; echo "srun: error: node2: task 1: Exited with exit code'
+        ' 1" >&2; exit 1',
+        "scancel": "",
+        "scontrol": 'case "$2" in hostnames) printf "node1\\nnode2\\nnode3\\n" ;;'
+        ' node) echo "   NodeAddr=addr-$3 X=1" ;; *) echo "$*" >>"$ASKED" ;; esac',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\nASKED={tmp_path}/asked\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "run").mkdir()
+    return tmp_path
+
+
+SLURM = {"SLURM_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "node[1-3]"}
+
+
+def start_of(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    slurm = {**SLURM, "SLURM_SUBMIT_DIR": str(folder)}
+    words = ["--nproc", "2", *options, f"run_dir={folder / 'run'}"]
+    return sbatch_script(*words, slurm=slurm, path=folder)
+
+
+def requeues(folder: Path) -> int:
+    return (folder / "asked").read_text().count("requeue 5")
+
+
+def test_a_failed_job_goes_back_into_the_queue_within_its_budget(failing):
+    for number, said in ((1, "start 2 of 3"), (2, "start 3 of 3"), (2, "not started again")):
+        done = start_of(failing)
+        assert done.returncode == 1
+        assert said in done.stdout, done.stdout + done.stderr
+        assert requeues(failing) == number
+
+
+def test_a_new_checkpoint_gives_the_whole_budget_again(failing):
+    for step in range(1, 7):
+        (failing / f"run/checkpoints/step_{step:06}").mkdir(parents=True)
+        start_of(failing)
+        start_of(failing)
+    assert requeues(failing) == 12
+    start_of(failing)
+    assert requeues(failing) == 12
+    assert (failing / "run/failed_starts").read_text() == "3 step_000006\n"
+
+
+def test_a_job_that_fails_before_it_has_a_folder_stays_down(failing):
+    """A wrong key is wrong at the second start, too."""
+    (failing / "run").rmdir()
+    assert "not started again" in start_of(failing).stdout
+    assert requeues(failing) == 0
+
+
+def test_a_spare_node_takes_the_place_of_the_one_that_failed(failing):
+    start_of(failing, "--spare", "1")
+    start_of(failing, "--spare", "1")
+    first, second = (
+        line for line in (failing / "asked").read_text().splitlines() if line.startswith("srun")
+    )
+    assert "--nodes=2" in first and "--nodelist=node1,node2 " in first
+    assert "--nodelist=node1,node3 " in second and "--rdzv-endpoint=addr-node1" in second
+
+
+def test_a_job_that_succeeds_forgets_its_failures(failing):
+    start_of(failing)
+    (failing / "srun").write_text("#!/bin/sh\nexit 0\n")
+    assert start_of(failing).returncode == 0
+    assert requeues(failing) == 1
+    assert not list((failing / "run").glob("failed_*"))
+
+
 def test_torchrun_accepts_the_options(tmp_path):
     """The printed command, its program replaced by one that prints its rank, really starts."""
     words = dry_run("--python", sys.executable, "--nproc", "2", "run_dir=/r")
@@ -161,6 +238,9 @@ def test_torchrun_accepts_the_options(tmp_path):
         (["--dry-run", "--nproc", "8", "run_dir=/r/${x}"], "this script cannot follow backslashes"),
         (["--dry-run", "--frob", "run_dir=/r"], "unknown option --frob"),
         (["--nproc", "8", "run_dir=/r"], "not inside a Slurm job"),
+        (["--dry-run", "--nproc", "8", "--starts", "0", "run_dir=/r"], "--starts 0: give a number"),
+        (["--dry-run", "--nproc", "8", "--spare", "x", "run_dir=/r"], "--spare x: give a number"),
+        (["--dry-run", "--nproc", "8", "--spare", "1", "run_dir=/r"], "ask for more"),
     ],
 )
 def test_a_wrong_call_is_named(args, message):

@@ -2,17 +2,21 @@
 everything that may go wrong."""
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
 from megatron_rl.engine import worker
 from megatron_rl.engine.engine import VllmEngine
+from megatron_rl.engine.stream import expected_tensors
 from megatron_rl.errors import WeightSyncError
 from megatron_rl.protocols import RolloutEngine
 from megatron_rl.runtime import launch
@@ -58,11 +62,11 @@ def path_of(arch: str, seed: int) -> Path:
     return small.write(arch, seed, FOLDER)
 
 
-def start(arch: str, seed: int) -> VllmEngine:
+def start(arch: str, seed: int, **more: Any) -> VllmEngine:
     # engines of one process share rotary tables; a failed update leaves them without data
     _ROPE_DICT.clear()
     return VllmEngine(
-        str(path_of(arch, seed)), small.engine_config(), seed=0, launch_id=WORLD.launch_id
+        str(path_of(arch, seed)), small.engine_config(), seed=0, launch_id=WORLD.launch_id, **more
     )
 
 
@@ -104,6 +108,74 @@ def updated_equals_fresh(arch: str) -> None:
         len(files),
         4 * sum(tensor.numel() for tensor in files),
     )
+
+
+def no_group_has_a_limit() -> None:
+    """vLLM's groups: the longest response may take longer than 30 minutes."""
+    fresh("qwen3", 1)
+    groups = dist.distributed_c10d._world.pg_map
+    limits = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+    assert len(groups) > 3 and limits == {launch.NO_LIMIT}, limits
+
+
+def filled_by_first_sync(arch: str) -> None:
+    """An engine that reads no file of the weights answers, after its first sync, bit for bit as one
+    that has read them; before, it refuses."""
+    tensors = expected_tensors(path_of(arch, 1))
+    with reads() as before:
+        engine = start(arch, 1, awaited=tensors)
+    assert not before, f"weights were read: {before}"
+    for version, seed in ((1, 1), (2, 2)):
+        with contextlib.suppress(RuntimeError):
+            engine.generate(small.make_prompts(1), small.sampling(**GREEDY))
+            assert version > 1, "it answered without weights"
+        update(engine, arch, seed, version)
+        assert gap_to_fresh(engine, arch, seed) == 0.0
+    with reads() as again:
+        start(arch, 1)
+    assert again, "the files of an engine without the promise are read"
+
+
+def unreached_reads_files(arch: str) -> None:
+    """A weight that no awaited tensor is loaded into is known by name; then the files are read."""
+    tensors = dict(expected_tensors(path_of(arch, 1)))
+    del tensors["model.layers.1.input_layernorm.weight"]
+    with collected_logs() as lines:
+        engine = start(arch, 1, awaited=tensors)
+    assert any("model.layers.1.input_layernorm.weight" in line for line in lines), lines
+    assert gap_to_fresh(engine, arch, 1) == 0.0
+
+
+@contextlib.contextmanager
+def reads() -> Iterator[list[str]]:
+    """The files whose tensors vLLM opens meanwhile."""
+    from vllm.model_executor.model_loader import weight_utils
+
+    opened: list[str] = []
+    real = weight_utils.safe_open
+
+    def noting(name: str, *args: Any, **kwargs: Any) -> Any:
+        opened.append(name)
+        return real(name, *args, **kwargs)
+
+    weight_utils.safe_open = noting
+    try:
+        yield opened
+    finally:
+        weight_utils.safe_open = real
+
+
+@contextlib.contextmanager
+def collected_logs() -> Iterator[list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("megatron_rl.engine")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
 def unpacked_is_wrong(arch: str) -> None:
@@ -280,6 +352,8 @@ if __name__ == "__main__":
     cases: dict[str, Callable[[], None]] = {
         f"updated_equals_fresh {arch}": partial(updated_equals_fresh, arch) for arch in archs
     }
+    cases |= {f"filled_by_first_sync {arch}": partial(filled_by_first_sync, arch) for arch in archs}
+    cases["unreached_reads_files qwen3"] = partial(unreached_reads_files, "qwen3")
     cases |= {
         f"unpacked_is_wrong {arch}": partial(unpacked_is_wrong, arch)
         for arch in ("qwen2_tied", "qwen3_moe")
@@ -290,6 +364,7 @@ if __name__ == "__main__":
             **{
                 case.__name__: case
                 for case in (
+                    no_group_has_a_limit,
                     prefix_cache,
                     bf16_engine_takes_float32,
                     not_confirmed,

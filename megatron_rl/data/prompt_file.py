@@ -1,0 +1,164 @@
+"""Tokenized prompts in a file that processes map into memory: one writes it, all of a machine share
+its pages, and a prompt becomes a Python object when it is asked for.
+
+The file: the digest of what follows, in 64 bytes; then an Arrow stream of one batch with a row for
+each prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import pyarrow
+import xxhash
+
+from megatron_rl.types import Prompt
+
+_HEADER_BYTES = 64  # Arrow aligns its buffers to that
+_ABOUT = b"megatron_rl"
+_SCHEMA = pyarrow.schema(
+    [
+        ("uid", pyarrow.large_string()),
+        ("token_ids", pyarrow.large_list(pyarrow.int32())),
+        ("answer", pyarrow.large_string()),
+        ("data_source", pyarrow.large_string()),
+        ("extra", pyarrow.large_string()),  # JSON
+        ("text", pyarrow.large_string()),
+    ]
+)
+
+
+class StoredPrompts(Sequence[Prompt]):
+    """Rows ``start`` to ``stop`` of a file."""
+
+    def __init__(
+        self, batch: pyarrow.RecordBatch, start: int, stop: int, fingerprints: Mapping[str, str]
+    ) -> None:
+        """``fingerprints``: of ranges of rows, by ``START:STOP``."""
+        self._batch = batch
+        self._start = start
+        self._stop = stop
+        self._fingerprints = fingerprints
+
+    @property
+    def fingerprint(self) -> str | None:
+        """What ``loader.fingerprint`` gives for these prompts, where the writer knew it."""
+        return self._fingerprints.get(f"{self._start}:{self._stop}")
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        rows = range(self._start, self._stop)[index]
+        return (
+            [self._prompt(row) for row in rows] if isinstance(rows, range) else self._prompt(rows)
+        )
+
+    def _prompt(self, row: int) -> Prompt:
+        uid, token_ids, answer, data_source, extra, text = (
+            column[row] for column in self._batch.columns
+        )
+        return Prompt(
+            uid=uid.as_py(),
+            token_ids=tuple(token_ids.values.to_numpy().tolist()),
+            answer=answer.as_py(),
+            data_source=data_source.as_py(),
+            extra=json.loads(extra.as_py()),
+            text=text.as_py(),
+        )
+
+    def joined(self, other: StoredPrompts) -> StoredPrompts | None:
+        """Both, where ``other`` follows in the same file."""
+        if other._batch is not self._batch or other._start != self._stop:
+            return None
+        return StoredPrompts(self._batch, self._start, other._stop, self._fingerprints)
+
+
+def join(parts: Sequence[Sequence[Prompt]]) -> Sequence[Prompt]:
+    """All prompts of all parts: of neighbors in one file without reading them."""
+    whole = parts[0] if parts else ()
+    for part in parts[1:]:
+        neighbors = isinstance(whole, StoredPrompts) and isinstance(part, StoredPrompts)
+        both = whole.joined(part) if neighbors else None  # type: ignore[attr-defined,arg-type]
+        if both is None:
+            return [prompt for part in parts for prompt in part]
+        whole = both
+    return whole
+
+
+def write(path: Path, prompts: Sequence[Prompt], about: Mapping[str, Any]) -> None:
+    """Makes the file, whole or not at all; of several writers the last one stays.
+
+    Raises:
+        ValueError: a prompt has images, or columns beside it that JSON does not give back.
+        OSError: the file cannot be written.
+    """
+    batch = _batch(prompts)
+    schema = _SCHEMA.with_metadata({_ABOUT: json.dumps(about)})
+    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    try:
+        with draft.open("w+b") as file:
+            file.write(bytes(_HEADER_BYTES))
+            with pyarrow.ipc.new_stream(file, schema) as stream:
+                stream.write_batch(batch.replace_schema_metadata(schema.metadata))
+            file.flush()
+            os.pwrite(file.fileno(), _digest(draft), 0)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _batch(prompts: Sequence[Prompt]) -> pyarrow.RecordBatch:
+    extras = []
+    for prompt in prompts:
+        extra = json.dumps(prompt.extra) if isinstance(prompt.extra, dict) else ""
+        if prompt.images or not extra or json.loads(extra) != prompt.extra:
+            raise ValueError(f"prompt {prompt.uid} has images, or an extra that is not JSON")
+        extras.append(extra)
+    columns = [
+        [prompt.uid for prompt in prompts],
+        [prompt.token_ids for prompt in prompts],
+        [prompt.answer for prompt in prompts],
+        [prompt.data_source for prompt in prompts],
+        extras,
+        [prompt.text for prompt in prompts],
+    ]
+    arrays = [
+        pyarrow.array(values, field.type) for values, field in zip(columns, _SCHEMA, strict=True)
+    ]
+    return pyarrow.record_batch(arrays, schema=_SCHEMA)
+
+
+def _digest(path: Path) -> bytes:
+    """The header of the file: the digest of all that follows it."""
+    with pyarrow.memory_map(str(path)) as file:
+        content = memoryview(file.read_buffer())[_HEADER_BYTES:]
+        return xxhash.xxh3_128(content).hexdigest().encode().ljust(_HEADER_BYTES)
+
+
+def is_whole(path: Path) -> bool:
+    """Whether the file is there and as it was written."""
+    try:
+        with path.open("rb") as file:
+            return file.read(_HEADER_BYTES) == _digest(path)
+    except (OSError, ValueError):
+        return False
+
+
+def read(path: Path) -> tuple[pyarrow.RecordBatch, dict[str, Any]]:
+    """The rows, mapped, and what was written about them."""
+    content = pyarrow.memory_map(str(path)).read_buffer()
+    with pyarrow.ipc.open_stream(content.slice(_HEADER_BYTES)) as stream:
+        batch = stream.read_next_batch()
+        return batch, json.loads(stream.schema.metadata[_ABOUT])

@@ -1,0 +1,111 @@
+"""The files of a model are read once by all ranks together, and every rank has what it would have
+read itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rl.checkpoints.hf import HfDirectory
+from megatron_rl.policy import weights
+from megatron_rl.types import Shard
+from tests.ranks import on_ranks
+from tests.zoo import save_tiny_model, tiny_policy
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for family in ("qwen2", "qwen3_moe"):
+        save_tiny_model(family, folder / family)
+    return folder
+
+
+@contextmanager
+def bytes_read() -> Iterator[dict[str, int]]:
+    """Bytes of each tensor that this process takes out of files meanwhile."""
+    read: dict[str, int] = {}
+    real = HfDirectory.read_shard
+
+    def counting(self: HfDirectory, shard: Shard) -> torch.Tensor:
+        values = real(self, shard)
+        read[shard.name] = read.get(shard.name, 0) + values.numel() * values.element_size()
+        return values
+
+    HfDirectory.read_shard = counting  # type: ignore[method-assign]
+    try:
+        yield read
+    finally:
+        HfDirectory.read_shard = real  # type: ignore[method-assign]
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def check(path: Path, layout: dict[str, Any], most: float) -> None:
+    """``most``: bytes that are read by all ranks, in whole models."""
+    with bytes_read() as read:
+        policy = tiny_policy(path, layout)
+    size = sum(
+        tensor.numel() * tensor.element_size()
+        for tensor in (HfDirectory(path).read(name) for name in HfDirectory(path).files)
+    )
+    total = sum(sum(of_rank.values()) for of_rank in of_all_ranks(read))
+    assert total <= most * size, f"{total / size:.3f} models were read"
+    assert total >= size, "all of it"
+    got = [item.tensor.detach().clone() for item in policy.held]
+    with torch.no_grad():
+        for item in policy.held:
+            item.tensor.fill_(float("nan"))
+    weights.load(policy.held, policy.arch, path)  # every rank for itself
+    for item, values in zip(policy.held, got, strict=True):
+        assert torch.equal(item.tensor, values), item.name
+
+
+@on_ranks(4)
+def test_data_parallel_ranks_read_one_model(models):
+    check(models / "qwen2", {}, most=1.0)
+
+
+@on_ranks(4)
+def test_with_tensor_ranks_only_norms_are_read_again(models):
+    check(models / "qwen2", {"tensor": 2}, most=1.05)
+
+
+@on_ranks(4)
+def test_with_pipeline_stages_each_reads_its_own(models):
+    check(models / "qwen2", {"pipeline": 2}, most=1.0)
+
+
+@on_ranks(4)
+def test_with_context_ranks(models):
+    check(models / "qwen2", {"context": 2}, most=1.0)
+
+
+@on_ranks(4)
+def test_experts_are_read_once_whichever_ranks_hold_them(models):
+    check(models / "qwen3_moe", {"expert": 2}, most=1.0)
+
+
+@on_ranks(2)
+def test_a_damaged_model_is_an_error_of_all_ranks(models, tmp_path):
+    """Only the first rank reads it."""
+    broken = tmp_path / "broken"
+    if dist.get_rank() == 0:
+        broken.mkdir()
+        for file in (models / "qwen2").iterdir():
+            (broken / file.name).write_bytes(file.read_bytes())
+        content = (broken / "model.safetensors").read_bytes()
+        (broken / "model.safetensors").write_bytes(content[: len(content) // 2])
+    dist.barrier()
+    with pytest.raises(ValueError, match="damaged or cut off"):
+        tiny_policy(broken, {})
