@@ -365,3 +365,4 @@ class TransferOptions:
     rounds_in_flight: int = 2  # rounds that may hold buffers at once
     verify: bool = True  # compare checksums of every bucket as sent and as arrived, at every sync
     timeout_s: float = 300.0  # of a connection, and of one command to a server
+    cast: bool = False  # the engine's floating type may differ: values are cast, then sent

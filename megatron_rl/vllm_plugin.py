@@ -43,4 +43,4 @@ def receiving_end(
 ) -> ReshardSync:
     """Collective over trainer and workers: the plan is made. The trainer's end is
     ``weight_sync.server.ServerSync``."""
-    return ReshardSync(None, sink, options, gpus_per_node=1, device=device(), group=group)
+    return ReshardSync(None, sink, options, gpus_per_node=None, device=device(), group=group)

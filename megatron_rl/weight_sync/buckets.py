@@ -55,9 +55,14 @@ class RunningChecksum:
 
 
 def pack(
-    message: Message, source: Parameters, buffer: Tensor, sums: RunningChecksum | None = None
+    message: Message,
+    source: Parameters,
+    buffer: Tensor,
+    sums: RunningChecksum | None = None,
+    done: Callable[[str], None] = lambda key: None,
 ) -> None:
-    """Gathers the bytes of a bucket from the local parameters."""
+    """Gathers the bytes of a bucket from the local parameters, cast to the dtype of the stream;
+    ``done(key)`` after each view."""
     typed = buffer.view(getattr(torch, message.stream.dtype))
     for chunk in message.chunks:
         (landing,) = chunk.landings
@@ -69,6 +74,7 @@ def pack(
             end += from_rows.numel()
             if sums is not None:
                 sums.written(end * typed.element_size())
+        done(landing.view.key)
 
 
 def unpack(

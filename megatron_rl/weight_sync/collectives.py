@@ -19,6 +19,15 @@ def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list:
     return gathered
 
 
+def broadcast(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
+    """Collective: the value of rank ``source`` of the group. A single process needs no group."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, group=group, group_src=source)
+    return box[0]
+
+
 def raise_everywhere(
     error: Exception | None,
     advice: str = "",

@@ -1,7 +1,8 @@
 """Who sends what to whom: a pure function of the shards that every process has and wants.
 
-Tensors that the same ranks have and want in the same way form one class and are planned once, so
-the cost depends on the number of kinds of tensors, not on their number, and no weight is allocated.
+Tensors that the same ranks have and want in the same way form one class, nodes whose ranks have and
+want the same of a class are alike, and both are planned once: the cost depends on the number of
+kinds of tensors and of nodes, not on their number. No weight is allocated.
 """
 
 from __future__ import annotations
@@ -11,57 +12,62 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
-from megatron_rl.weight_sync.rects import Rect, covered, intersect, slices, subtract, without
-from megatron_rl.weight_sync.schedule import Schedule, Stream, schedule
-from megatron_rl.weight_sync.shards import ITEMSIZE, ShardGroup, check_written_once, natural
-
-LINKS = ("same_process", "same_node", "across_nodes")  # nearest first
-SAME_PROCESS, SAME_NODE, ACROSS_NODES = LINKS
-Side = Mapping[int, Sequence[ShardGroup]]  # rank -> its shards
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """One rectangle, wanted by rank ``target``, of every tensor of a class. Tensor i comes from
-    ``sources[i % len(sources)]``, where it is a part of the shard ``within``."""
-
-    target: int
-    rect: Rect
-    within: Rect
-    sources: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class TensorClass:
-    """Tensors of one shape and dtype with the same sources and the same targets. ``order``: their
-    places in the order of all names."""
-
-    names: tuple[str, ...]
-    order: tuple[int, ...]
-    full: tuple[int, ...]
-    dtype: str
-    deliveries: tuple[Delivery, ...]
+from megatron_rl.weight_sync.flows import LINKS, SAME_PROCESS, Flows, Stream, gathered
+from megatron_rl.weight_sync.nodes import Needs, Nodes, Rects, elements, needs
+from megatron_rl.weight_sync.rects import Rect, covered, intersect, slices, without
+from megatron_rl.weight_sync.roles import Roles, Side, TensorClass, roles_of, tensor_classes
+from megatron_rl.weight_sync.schedule import Schedule, schedule
+from megatron_rl.weight_sync.senders import Delivery, Senders, Wanted
+from megatron_rl.weight_sync.shards import check_written_once
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The deliveries, their buckets and their cost.
+    """The deliveries, their flows and buckets, and their cost in bytes.
 
-    ``lower_bound``: bytes that a process wants and does not have, each counted once per process,
-    summed over processes; no plan can send less. ``gather_bytes``: what arrives when every rollout
-    process receives every tensor whole.
+    ``deliveries``: each with the flow of every entry of its ``sources``; None for local copies.
+    ``bytes_by_link``: same_process, same_node, across_nodes. ``lower_bound``: bytes that a process
+    wants and does not have, each counted once per process, summed over processes; no plan can send
+    less. ``node_bound``: bytes that are wanted on a node and that no process of it has, each
+    counted once per node; no plan can send less across nodes. ``gather_bytes``: what arrives when
+    every rollout process receives every tensor whole.
     """
 
     classes: tuple[TensorClass, ...]
-    streams: Mapping[Stream, int]  # bytes of each
+    deliveries: tuple[tuple[Delivery, np.ndarray | None], ...]
     schedule: Schedule
     bytes_by_link: Mapping[str, int]
     lower_bound: int
+    node_bound: int
     gather_bytes: int
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Plan)
+            and self.classes == other.classes
+            and self.costs == other.costs
+            and [delivery for delivery, _ in self.deliveries]
+            == [delivery for delivery, _ in other.deliveries]
+            and self.schedule == other.schedule
+        )
+
+    @property
+    def costs(self) -> tuple:
+        """Every figure in bytes."""
+        bounds = (self.lower_bound, self.node_bound, self.gather_bytes)
+        return dict(self.bytes_by_link), bounds
+
+    @property
+    def flows(self) -> Flows:
+        return self.schedule.flows
+
+    @property
+    def streams(self) -> Mapping[Stream, int]:
+        """Bytes between each two ranks that exchange any."""
+        return self.flows.streams
 
     @property
     def bytes_local(self) -> int:
@@ -69,295 +75,272 @@ class Plan:
 
     @property
     def bytes_sent(self) -> int:
-        return sum(self.streams.values())
+        return sum(self.bytes_by_link.values()) - self.bytes_local
 
     @property
     def ratio(self) -> float:
         """``bytes_sent / lower_bound``; 1 when there is nothing to send and nothing is sent."""
-        if self.lower_bound == 0:
-            return float(self.bytes_sent + 1)
-        return self.bytes_sent / self.lower_bound
+        return _ratio(self.bytes_sent, self.lower_bound)
+
+    @property
+    def node_ratio(self) -> float:
+        """Bytes across nodes / ``node_bound``, likewise."""
+        return _ratio(self.bytes_by_link["across_nodes"], self.node_bound)
+
+
+def _ratio(is_sent: int, least: int) -> float:
+    return is_sent / least if least else float(is_sent + 1)
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Which ranks share a node: ``rank // gpus_per_node``, or ``node_of_rank`` where it is given
+    (any number for each rank). Example: ``Machines(gpus_per_node=8)``."""
+
+    gpus_per_node: int = 1
+    node_of_rank: tuple[int, ...] | None = None
+
+    def nodes(self, taking_part: Collection[int]) -> Nodes:
+        """Raises ValueError for sizes that cannot be."""
+        if self.gpus_per_node < 1:
+            raise ValueError(f"gpus_per_node={self.gpus_per_node}: need at least 1")
+        if self.node_of_rank is not None:
+            return Nodes.of(taking_part, self.node_of_rank)
+        num_ranks = 1 + max(taking_part, default=-1)
+        return Nodes.of(taking_part, [rank // self.gpus_per_node for rank in range(num_ranks)])
 
 
 def make_plan(
     sources: Side,
     targets: Side,
     *,
-    gpus_per_node: int,
+    gpus_per_node: int | None = None,
+    machines: Machines | None = None,
     bucket_bytes: int,
     rounds_in_flight: int = 2,
     replicas: Sequence[Sequence[int]] | None = None,
     ignore: Collection[str] = (),
+    cast: bool = False,
 ) -> Plan:
     """The plan that brings every target shard to its process: from itself if it has it, else from
-    its node, else from anywhere; among equal sources the senders share the load.
+    its node, else from anywhere, once into each node; among equal sources the senders share the
+    load.
 
-    ``sources``, ``targets``: what each rank has, and wants. Node of a rank:
-    ``rank // gpus_per_node``. ``replicas``: groups of ranks that must together want every element
+    ``sources``, ``targets``: what each rank has, and wants. Its node: by ``machines``, or
+    ``Machines(gpus_per_node)``. ``replicas``: groups of ranks that must together want every element
     of every tensor (None: all ranks of ``targets`` are one). ``ignore``: tensors that rightly
-    nobody wants. Deterministic: equal inputs give equal plans on every rank.
+    nobody wants. ``cast``: floating types may differ, values are cast before they are sent.
+    Deterministic: equal inputs give equal plans on every rank.
 
     Raises ValueError, naming tensor, ranks and slices, for a tensor or an element nobody has or
     nobody wants, for a shape or dtype that differs, and for an element of a parameter that would be
     written twice.
     """
-    if gpus_per_node < 1:
-        raise ValueError(f"gpus_per_node={gpus_per_node}: need at least 1")
+    machines = machines or Machines(1 if gpus_per_node is None else gpus_per_node)
+    nodes = machines.nodes({*sources, *targets})
+    looked_at = set()
     for rank in sorted(targets):
-        check_written_once(rank, targets[rank])
+        if id(targets[rank]) not in looked_at:
+            check_written_once(rank, targets[rank])
+            looked_at.add(id(targets[rank]))
     if replicas is None:
         replicas = [sorted(targets)]
-    planner = _Planner(gpus_per_node, replicas, frozenset(ignore))
-    classes = tuple(planner.solve(members) for members in _classes(sources, targets))
+    sides = (roles_of(sources), roles_of(targets))
+    planner = _Planner(sides, nodes, replicas, frozenset(ignore))
+    classes = tuple(tensor_classes(*sides, cast))
+    for number, tensors in enumerate(classes):
+        planner.solve(number, tensors)
+    deliveries, flows = planner.flows(rounds_in_flight)
+    bytes_by_link = {SAME_PROCESS: planner.local_bytes, **flows.bytes_by_link()}
     plan = Plan(
         classes,
-        streams=dict(sorted(planner.streams.items())),
-        schedule=schedule(planner.streams, bucket_bytes, rounds_in_flight),
-        bytes_by_link={link: planner.bytes_by_link[link] for link in LINKS},
-        lower_bound=planner.lower_bound,
-        gather_bytes=planner.gather_bytes,
+        deliveries,
+        schedule(flows, bucket_bytes, rounds_in_flight),
+        {link: bytes_by_link[link] for link in LINKS},
+        planner.lower_bound,
+        planner.node_bound,
+        planner.gather_bytes,
     )
     assert plan.ratio == 1.0, (
         f"the plan sends {plan.bytes_sent} bytes where {plan.lower_bound} are needed"
     )
+    assert plan.node_ratio == 1.0, (
+        f"the plan sends {plan.bytes_by_link} bytes where {plan.node_bound} must enter nodes"
+    )
     return plan
 
 
-class _Pattern(NamedTuple):
-    """How one rank has, or wants, a tensor; what distinguishes one class from another."""
-
-    is_target: bool
-    rank: int
-    full: tuple[int, ...]
-    dtype: str
-    rect: Rect
-
-
-class _Members(NamedTuple):
-    """The tensors of a class, their places in the order of all names, and their patterns."""
-
-    names: tuple[str, ...]
-    order: tuple[int, ...]
-    patterns: list[_Pattern]
-
-
-def _classes(sources: Side, targets: Side) -> list[_Members]:
-    """Tensors with the same set of patterns, in the order of their first tensors.
-
-    A large mixture of experts has millions of pairs (tensor, pattern), over which Python must not
-    loop. Each pair becomes one integer, ``tensor * number of patterns + pattern``. Sorted, the
-    integers of one tensor stand together with its patterns in increasing order, and the bytes of
-    that interval are the key by which tensors are grouped.
-    """
-    every_group = [
-        (is_target, rank, group)
-        for is_target, side in ((False, sources), (True, targets))
-        for rank in sorted(side)
-        for group in side[rank]
-    ]
-    columns = {group.names for _, _, group in every_group}  # most groups share their names
-    names = sorted({name for column in columns for name in column}, key=natural)
-    if not names:
-        return []
-    place = {name: i for i, name in enumerate(names)}
-    places = {column: np.array([place[name] for name in column]) for column in columns}
-    numbers: dict[_Pattern, int] = {}
-    tensor_ids = []
-    pattern_ids = []
-    for is_target, rank, group in every_group:
-        shard = group.shard
-        pattern = _Pattern(is_target, rank, shard.full, shard.dtype, group.rect)
-        column = places[group.names]
-        tensor_ids.append(column)
-        pattern_ids.append(np.full(len(column), numbers.setdefault(pattern, len(numbers))))
-    pairs = np.sort(np.concatenate(tensor_ids) * len(numbers) + np.concatenate(pattern_ids))
-    pairs = pairs[np.diff(pairs, prepend=-1) > 0]  # a shard that is named twice counts once
-    ends = np.searchsorted(pairs // len(numbers), np.arange(len(names)), side="right")
-    members: dict[bytes, list[int]] = defaultdict(list)
-    begin = 0
-    patterns_of = pairs % len(numbers)
-    for tensor, end in enumerate(ends):
-        members[patterns_of[begin:end].tobytes()].append(tensor)
-        begin = end
-    patterns = list(numbers)
-    return [
-        _Members(
-            tuple(names[i] for i in tensors),
-            tuple(tensors),
-            [patterns[i] for i in np.frombuffer(key, dtype=patterns_of.dtype)],
-        )
-        for key, tensors in members.items()
-    ]
-
-
-# The ranks of a data-parallel group, and the replicas, ask for the same rectangles.
 _covered = lru_cache(maxsize=65536)(covered)
 
 
 class _Planner:
-    """Plans class after class, and keeps the load of every sender and the cost so far."""
+    """Plans class after class, and keeps the cost so far."""
 
     def __init__(
-        self, gpus_per_node: int, replicas: Sequence[Sequence[int]], ignore: frozenset[str]
+        self,
+        sides: tuple[Roles, Roles],
+        nodes: Nodes,
+        replicas: Sequence[Sequence[int]],
+        ignore: frozenset[str],
     ) -> None:
-        self.gpus_per_node = gpus_per_node
-        self.replicas = replicas
+        self.sides = sides
+        self.nodes = nodes
         self.ignore = ignore
-        self.load: dict[int, int] = defaultdict(int)  # bytes that each rank sends
-        self.streams: dict[Stream, int] = defaultdict(int)
-        self.bytes_by_link: dict[str, int] = defaultdict(int)
+        num_ranks = len(nodes.of_rank)
+        self.source_role, self.target_role = (side.of_ranks(num_ranks) for side in sides)
+        # Each kind of replica, once: the roles of its ranks -> the ranks of the first such.
+        self.replicas: dict[tuple[int, ...], list[int]] = {}
+        for replica in replicas:
+            roles = tuple(int(self.target_role[rank]) for rank in replica)
+            self.replicas.setdefault(roles, sorted(replica))
+        in_replicas = [rank for replica in replicas for rank in replica]
+        self.gathering = np.bincount(
+            self.source_role[in_replicas] + 1, minlength=len(sides[0].ranks) + 1
+        )
+        # Each kind of node, once: the roles at its places.
+        present = nodes.ranks >= 0
+        places = np.concatenate(
+            [
+                np.where(present, role[nodes.ranks], -1)
+                for role in (self.source_role, self.target_role)
+            ],
+            axis=1,
+        )
+        self.kinds, kind_of = np.unique(places, axis=0, return_inverse=True)
+        self.senders = Senders(nodes, self.source_role, self.target_role, kind_of)
+        self.nodes_of_kind = [np.flatnonzero(kind_of == i) for i in range(len(self.kinds))]
+        self.deliveries: list[tuple[Delivery, str, int]] = []  # with dtype, bytes of one tensor
+        self.local: list[Delivery] = []
+        self.local_bytes = 0
         self.lower_bound = 0
+        self.node_bound = 0
         self.gather_bytes = 0
 
-    def link(self, source: int, target: int) -> str:
-        if source == target:
-            return SAME_PROCESS
-        if source // self.gpus_per_node == target // self.gpus_per_node:
-            return SAME_NODE
-        return ACROSS_NODES
-
-    def solve(self, members: _Members) -> TensorClass:
+    def solve(self, number: int, tensors: TensorClass) -> None:
         """The deliveries of one class."""
-        full, dtype = _one_type(members)
-        sources: dict[int, list[Rect]] = defaultdict(list)
-        targets: dict[int, list[Rect]] = defaultdict(list)
-        for pattern in members.patterns:
-            side = targets if pattern.is_target else sources
-            side[pattern.rank].append(pattern.rect)
-        self._check_wanted(members.names, full, sources, targets)
-        if not targets:
-            return TensorClass(members.names, members.order, full, dtype, ())
-        ranks_with: dict[Rect, list[int]] = defaultdict(list)
-        for rank in sorted(sources):
-            for rect in sources[rank]:
-                ranks_with[rect].append(rank)
-        deliveries: list[Delivery] = []
-        for target in sorted(targets):
-            deliveries += self._bring(target, targets[target], ranks_with, members.names, dtype)
-        self._count(full, ITEMSIZE[dtype] * len(members.names), sources, targets)
-        return TensorClass(members.names, members.order, full, dtype, tuple(deliveries))
-
-    def _count(
-        self,
-        full: tuple[int, ...],
-        size: int,
-        sources: Mapping[int, list[Rect]],
-        targets: Mapping[int, list[Rect]],
-    ) -> None:
-        """Adds the lower bound and the bytes of a gather; ``size``: of one element of all tensors
-        of the class."""
-        local = {rank: tuple(rects) for rank, rects in sources.items()}
-        for rank, rects in targets.items():
-            wanted = tuple(rects)
-            missing = _covered(wanted) - _covered(wanted, local.get(rank, ()))
-            self.lower_bound += size * missing
-        for replica in self.replicas:
-            for rank in replica:
-                missing = math.prod(full) - _covered(local.get(rank, ()))
-                self.gather_bytes += size * missing
-
-    def _check_wanted(
-        self, names: tuple[str, ...], full: tuple[int, ...], sources: Mapping, targets: Mapping
-    ) -> None:
-        whole = Rect((0,) * len(full), full)
-        for rank, rects in [*sources.items(), *targets.items()]:
-            for rect in rects:
-                if intersect(rect, whole) != rect:
-                    raise ValueError(
-                        f"{names[0]}: rank {rank} names {slices(rect)}, which is empty or outside"
-                        f" of its shape {full}"
-                    )
-        if not targets and set(names) <= self.ignore:
+        self._check_wanted(tensors)
+        if not tensors.targets:
             return
-        for replica in self.replicas:
-            wanted = [rect for rank in replica if rank in targets for rect in targets[rank]]
+        size = tensors.itemsize * len(tensors.names)
+        whole = math.prod(tensors.full)
+        self.gather_bytes += size * whole * int(self.gathering.sum())
+        for role, rects in tensors.sources.items():
+            self.gather_bytes -= size * _covered(rects) * int(self.gathering[role + 1])
+        ranks_of: dict[Rect, list[int]] = defaultdict(list)
+        for role, rects in tensors.sources.items():
+            for rect in dict.fromkeys(rects):
+                ranks_of[rect] += self.sides[0].ranks[role]
+        holders = {rect: np.array(sorted(ranks)) for rect, ranks in ranks_of.items()}
+        shards = tuple(sorted(holders, key=lambda rect: holders[rect][0]))
+        want = Wanted(number, len(tensors.names), tensors.itemsize, holders)
+        for (held, wanted), nodes in self._alike(tensors).items():
+            need = needs(held, wanted, shards)
+            if need.lacking is not None:
+                self._raise_lacking(tensors, need.lacking, nodes, holders)
+            self.lower_bound += size * need.missing * len(nodes)
+            self.node_bound += size * need.entering * len(nodes)
+            self._deliver(want, tensors, need, nodes)
+
+    def _alike(self, tensors: TensorClass) -> dict[tuple[tuple[Rects, ...], ...], np.ndarray]:
+        """``(held, wanted)`` at each place of a node -> the nodes where it is so."""
+        num_places = self.kinds.shape[1] // 2
+        kinds: dict[tuple[tuple[Rects, ...], ...], list[int]] = defaultdict(list)
+        for kind, roles in enumerate(self.kinds.tolist()):
+            held = tuple(tensors.sources.get(role, ()) for role in roles[:num_places])
+            wanted = tuple(tensors.targets.get(role, ()) for role in roles[num_places:])
+            if any(wanted):
+                kinds[held, wanted].append(kind)
+        return {
+            pattern: np.sort(np.concatenate([self.nodes_of_kind[kind] for kind in alike]))
+            for pattern, alike in kinds.items()
+        }
+
+    def _deliver(self, want: Wanted, tensors: TensorClass, need: Needs, nodes: np.ndarray) -> None:
+        every_tensor = range(want.count)
+        for place, rect, within in need.local:
+            ranks = self.nodes.ranks[nodes, place]
+            self.local_bytes += want.itemsize * elements(rect) * want.count * len(ranks)
+            copies = (want.class_index, rect, within, every_tensor, (), ranks, ranks[:, None])
+            self.local.append(Delivery(*copies))
+        deliveries = [self.senders.from_mates(want, mates, nodes) for mates in need.from_mates]
+        for afar in need.from_afar:
+            deliveries += self.senders.from_afar(want, afar, nodes)
+        for delivery in deliveries:
+            size = want.itemsize * elements(delivery.rect)
+            self.deliveries.append((delivery, tensors.dtype, size))
+
+    def flows(self, hop: int) -> tuple[tuple[tuple[Delivery, np.ndarray | None], ...], Flows]:
+        """All deliveries with the flows of their sources, and the flows."""
+        dtypes = tuple(sorted({dtype for _, dtype, _ in self.deliveries}))
+        fans = tuple(sorted({(), *(delivery.takers for delivery, _, _ in self.deliveries)}))
+        number_of = {fan: number for number, fan in enumerate(fans)}
+        parts = []
+        for delivery, dtype, size in self.deliveries:
+            each = delivery.sources.shape[1]
+            way = (dtypes.index(dtype), number_of[delivery.takers])
+            for n in range(each):
+                ends = (delivery.sources[:, n], delivery.targets)
+                parts.append((*ends, *way, size * len(delivery.turns[n::each])))
+        columns, flow_of_part = gathered(parts, len(self.nodes.of_rank))
+        source, target, dtype_number, fan, size = columns
+        flows = Flows(
+            source,
+            target,
+            dtype_number,
+            fan,
+            size,
+            dtypes,
+            fans,
+            self.nodes,
+            self.senders.next_node,
+            hop,
+        )
+        rest = iter(flow_of_part)
+        with_flows = [
+            (delivery, np.stack([next(rest) for _ in range(delivery.sources.shape[1])], axis=1))
+            for delivery, _, _ in self.deliveries
+        ]
+        return (*((copy, None) for copy in self.local), *with_flows), flows
+
+    def _check_wanted(self, tensors: TensorClass) -> None:
+        names = tensors.names
+        full = tensors.full
+        whole = Rect((0,) * len(full), full)
+        for side, by_role in zip(self.sides, (tensors.sources, tensors.targets), strict=True):
+            for role, rects in by_role.items():
+                for rect in rects:
+                    if intersect(rect, whole) != rect:
+                        raise ValueError(
+                            f"{names[0]}: rank {side.ranks[role][0]} names {slices(rect)}, which is"
+                            f" empty or outside of its shape {full}"
+                        )
+        if not tensors.targets and set(names) <= self.ignore:
+            return
+        for roles, replica in self.replicas.items():
+            wanted = [rect for role in roles for rect in tensors.targets.get(role, ())]
             if _covered(tuple(wanted)) == math.prod(full):
                 continue
             lost = without(whole, wanted)
+            holders = sorted(rank for role in tensors.sources for rank in self.sides[0].ranks[role])
             raise ValueError(
                 f"{names[0]}{slices(lost[0])} (and the same slices of {len(names) - 1} other"
-                f" tensors) is held by the training ranks {sorted(sources)} but wanted by none of"
-                f" the rollout ranks {sorted(replica)}: its update would be lost. Correct the"
+                f" tensors) is held by the training ranks {holders} but wanted by none of"
+                f" the rollout ranks {replica}: its update would be lost. Correct the"
                 " recorded layout, or name the tensor in ignore"
             )
 
-    def _bring(
+    def _raise_lacking(
         self,
-        target: int,
-        wanted: Sequence[Rect],
-        ranks_with: Mapping[Rect, list[int]],
-        names: tuple[str, ...],
-        dtype: str,
-    ) -> list[Delivery]:
-        """Disjoint deliveries that cover the wanted rectangles, from the nearest sources."""
-        missing: list[Rect] = []
-        for rect in wanted:  # what is wanted in two places travels once
-            missing += without(rect, missing)
-        deliveries: list[Delivery] = []
-        for link, rect, ranks in self._by_distance(target, ranks_with):
-            for wish in missing:
-                common = intersect(wish, rect)
-                if common is not None:
-                    size = math.prod(common.shape) * ITEMSIZE[dtype]
-                    senders = self._share(ranks, target, link, size, len(names), dtype)
-                    deliveries.append(Delivery(target, common, rect, senders))
-            missing = [rest for wish in missing for rest in subtract(wish, rect)]
-            if not missing:
-                break
-        if missing:
-            others = sorted({rank for ranks in ranks_with.values() for rank in ranks})
-            raise ValueError(
-                f"{names[0]}{slices(missing[0])} (and the same slices of {len(names) - 1} other"
-                f" tensors) is wanted by rank {target} but held by no training rank; holders of"
-                f" other parts: {others}. Correct the layout or map the missing parameter"
-            )
-        return deliveries
-
-    def _by_distance(
-        self, target: int, ranks_with: Mapping[Rect, list[int]]
-    ) -> list[tuple[str, Rect, tuple[int, ...]]]:
-        """``(link, shard, the ranks at that distance that have it)``, nearest first; each shard
-        once, at its shortest distance."""
-        by_link: dict[str, list[tuple[str, Rect, tuple[int, ...]]]] = {link: [] for link in LINKS}
-        for rect, ranks in ranks_with.items():
-            at: dict[str, list[int]] = {link: [] for link in LINKS}
-            for rank in ranks:
-                at[self.link(rank, target)].append(rank)
-            nearest = next(link for link in LINKS if at[link])
-            by_link[nearest].append((nearest, rect, tuple(at[nearest])))
-        return [entry for link in LINKS for entry in by_link[link]]
-
-    def _share(
-        self, ranks: tuple[int, ...], target: int, link: str, size: int, count: int, dtype: str
-    ) -> tuple[int, ...]:
-        """The senders of ``count`` tensors, ``size`` bytes of each: least loaded first, each
-        charged with its part."""
-        self.bytes_by_link[link] += size * count
-        if link == SAME_PROCESS:
-            return ranks
-        senders = sorted(ranks, key=lambda rank: (self.load[rank], rank))
-        # Tensor i goes to sender i % len(senders), so the first ``more`` of them send one more.
-        each, more = divmod(count, len(senders))
-        for i, source in enumerate(senders):
-            num_bytes = size * (each + (i < more))
-            if num_bytes:
-                self.load[source] += num_bytes
-                self.streams[Stream(source, target, dtype)] += num_bytes
-        return tuple(senders)
-
-
-def _one_type(members: _Members) -> tuple[tuple[int, ...], str]:
-    """Shape and dtype, in which all ranks must agree."""
-    first = members.patterns[0]
-    name = members.names[0]
-    for pattern in members.patterns:
-        if (pattern.full, pattern.dtype) != (first.full, first.dtype):
-            side = "rollout" if pattern.is_target else "training"
-            raise ValueError(
-                f"{name}: rank {first.rank} has shape {first.full} and dtype {first.dtype}, rank"
-                f" {pattern.rank} ({side}) has shape {pattern.full} and dtype {pattern.dtype}; make"
-                " both sides agree (precision.params and rollout.dtype, vocabulary, model path)"
-            )
-    if first.dtype not in ITEMSIZE:
-        raise ValueError(f"{name}: dtype {first.dtype!r} is not one of {sorted(ITEMSIZE)}")
-    return first.full, first.dtype
+        tensors: TensorClass,
+        lacking: tuple[int, Rect],
+        nodes: np.ndarray,
+        holders: Mapping[Rect, np.ndarray],
+    ) -> None:
+        place, rect = lacking
+        others = sorted({int(rank) for ranks in holders.values() for rank in ranks})
+        raise ValueError(
+            f"{tensors.names[0]}{slices(rect)} (and the same slices of {len(tensors.names) - 1}"
+            f" other tensors) is wanted by rank {self.nodes.ranks[nodes[0], place]} but held by no"
+            f" training rank; holders of other parts: {others}. Correct the layout or map the"
+            " missing parameter"
+        )

@@ -3,15 +3,18 @@ copies, round by round."""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_rl.weight_sync.plan import Delivery, Plan, TensorClass
+import numpy as np
+
+from megatron_rl.weight_sync.flows import Stream
+from megatron_rl.weight_sync.nodes import elements
+from megatron_rl.weight_sync.plan import Plan
 from megatron_rl.weight_sync.rects import Rect, cut, intersect, slices
-from megatron_rl.weight_sync.schedule import Bucket, BucketId, Stream
+from megatron_rl.weight_sync.schedule import BucketId
 from megatron_rl.weight_sync.shards import ITEMSIZE, ShardGroup, View, extent, subview
 
 
@@ -35,17 +38,21 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Message:
-    """One bucket, seen from one of its ends: bytes ``[begin, begin + size)`` of the stream."""
+    """One bucket, seen from one of its ends: bytes ``[begin, begin + size)`` of a flow, on its way
+    along a stream. ``passed_on``: the sender has it from another one, and reads it where that was
+    written to."""
 
     stream: Stream
     peer: int
+    flow: int
     begin: int
     size: int
     chunks: tuple[Chunk, ...]
+    passed_on: bool = False
 
     @property
     def bucket(self) -> BucketId:
-        return BucketId(self.stream, self.begin)
+        return BucketId(self.stream, self.flow, self.begin)
 
     @property
     def contents(self) -> str:
@@ -56,11 +63,13 @@ class Message:
 
 @dataclass(frozen=True)
 class Round:
-    """What a rank sends and receives together."""
+    """What a rank sends and receives together. ``after``: the index, among the rank's rounds, of
+    the last one that must be over before; -1 where the rank passes nothing on."""
 
     number: int
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
+    after: int = -1
 
 
 @dataclass(frozen=True)
@@ -85,8 +94,8 @@ class Program:
     """``rounds`` and ``copies`` (in the order of the tensor names) of one rank, and what each of
     its parameters must be.
 
-    ``writes``: target parameter -> number of views that will be written, so that its owner can be
-    told when it is complete.
+    ``uses``: target parameter -> number of views that will be written, or read to be passed on, so
+    that its owner can be told when it is complete.
     """
 
     rank: int
@@ -95,7 +104,7 @@ class Program:
     rounds_in_flight: int
     sources: Mapping[str, Extent]
     targets: Mapping[str, Extent]
-    writes: Mapping[str, int]
+    uses: Mapping[str, int]
 
 
 class _Member(NamedTuple):
@@ -109,48 +118,14 @@ class _Member(NamedTuple):
 _Index = Mapping[str, Mapping[Rect, Sequence[_Member]]]
 
 
-class _Parcel(NamedTuple):
-    """One tensor's rectangle on its way. The first two fields give the order inside a stream, which
-    both ends must follow: by tensor name, then by delivery."""
-
-    order: int  # place of the tensor among all names
-    delivery: int  # number of the delivery in its class
-    tensor: str
-    rect: Rect
-    within: Rect  # the source shard
-
-
-class _Packed(NamedTuple):
-    """A parcel, or a part of one, from element ``begin`` of its bucket."""
-
-    begin: int
-    parcel: _Parcel
-    rect: Rect
-
-
 def compile_program(
     plan: Plan, rank: int, sources: Sequence[ShardGroup], targets: Sequence[ShardGroup]
 ) -> Program:
     """The program of ``rank``, whose own shards, with their places, are ``sources`` and
     ``targets``: those given to ``make_plan``."""
-    at_source = _index(sources)
-    at_target = _index(targets)
-    parcels: dict[Stream, list[_Parcel]] = defaultdict(list)
-    for tensors in plan.classes:
-        for parcel, source, target in _parcels(tensors, rank):
-            parcels[Stream(source, target, tensors.dtype)].append(parcel)
-    local = [
-        parcel
-        for stream, own in parcels.items()
-        if stream.source == stream.target
-        for parcel in own
-    ]
-    copies = tuple(
-        Copy(parcel.tensor, _source_view(at_source, parcel, rect), view)
-        for parcel in sorted(local)
-        for rect, view in _landings(at_target[parcel.tensor], parcel.rect)
-    )
-    rounds = tuple(_rounds(plan, rank, parcels, at_source, at_target))
+    places = _Places(_index(sources), _index(targets))
+    copies = tuple(_copies(plan, rank, places))
+    rounds = tuple(_rounds(plan, rank, places))
     return Program(
         rank,
         rounds,
@@ -158,7 +133,7 @@ def compile_program(
         plan.schedule.rounds_in_flight,
         _extents(sources),
         _extents(targets),
-        _count_writes(rounds, copies),
+        _count_uses(rounds, copies),
     )
 
 
@@ -170,112 +145,173 @@ def _index(groups: Sequence[ShardGroup]) -> _Index:
     return index
 
 
-def _parcels(tensors: TensorClass, rank: int) -> Iterator[tuple[_Parcel, int, int]]:
-    """The parcels of a class that the rank sends, receives or keeps, with source and target."""
-    for number, delivery in enumerate(tensors.deliveries):
-        for i in _taking_part(delivery, rank, len(tensors.names)):
-            source = delivery.sources[i % len(delivery.sources)]
-            parcel = _Parcel(
-                tensors.order[i], number, tensors.names[i], delivery.rect, delivery.within
-            )
-            yield parcel, source, delivery.target
+@dataclass(frozen=True)
+class _Places:
+    """Where the rank has, and wants, the rectangles of tensors."""
+
+    at_source: _Index
+    at_target: _Index
+    leaving: dict[tuple[str, Rect], tuple[Landing, ...]] = field(default_factory=dict)
+
+    def source_view(self, tensor: str, within: Rect, rect: Rect) -> View:
+        """Any of the places where the source shard lies will do."""
+        group, index = self.at_source[tensor][within][0]
+        return subview(group, index, rect)
+
+    def out(self, tensor: str, within: Rect, rect: Rect) -> tuple[Landing, ...]:
+        """Where the sender reads the rectangle; the same for all that it goes to."""
+        if (tensor, rect) not in self.leaving:
+            view = self.source_view(tensor, within, rect)
+            self.leaving[tensor, rect] = (Landing(_window(rect, rect), view),)
+        return self.leaving[tensor, rect]
+
+    def landings(self, tensor: str, rect: Rect) -> Iterator[tuple[Rect, View]]:
+        """Every place of this process that wants a part of the rectangle, with that part."""
+        for wanted, members in self.at_target[tensor].items():
+            common = intersect(wanted, rect)
+            if common is not None:
+                for group, index in members:
+                    yield common, subview(group, index, common)
+
+    def into(self, tensor: str, rect: Rect) -> tuple[Landing, ...]:
+        """Where the receiver writes the rectangle."""
+        return tuple(
+            Landing(_window(wanted, rect), view) for wanted, view in self.landings(tensor, rect)
+        )
 
 
-def _taking_part(delivery: Delivery, rank: int, count: int) -> range:
-    """The tensors, of ``count``, that the rank receives or sends: the sources take turns."""
-    if delivery.target == rank:
-        return range(count)
-    if rank in delivery.sources:
-        return range(delivery.sources.index(rank), count, len(delivery.sources))
-    return range(0)
+def _copies(plan: Plan, rank: int, places: _Places) -> Iterator[Copy]:
+    """What the rank has itself, in the order of the tensor names."""
+    rows = []
+    for number, (delivery, flows) in enumerate(plan.deliveries):
+        if flows is None and rank in delivery.targets:
+            tensors = plan.classes[delivery.class_index]
+            rows += [(tensors.order[i], number, tensors.names[i]) for i in delivery.turns]
+    for _, number, tensor in sorted(rows):
+        delivery, _ = plan.deliveries[number]
+        for rect, view in places.landings(tensor, delivery.rect):
+            yield Copy(tensor, places.source_view(tensor, delivery.within, rect), view)
 
 
-def _rounds(
-    plan: Plan,
-    rank: int,
-    parcels: Mapping[Stream, Sequence[_Parcel]],
-    at_source: _Index,
-    at_target: _Index,
-) -> Iterator[Round]:
-    buckets: dict[int, list[Bucket]] = defaultdict(list)
-    of_stream: dict[Stream, list[Bucket]] = defaultdict(list)
-    for bucket in plan.schedule.buckets:
-        if rank in (bucket.stream.source, bucket.stream.target):
-            buckets[bucket.round].append(bucket)
-            of_stream[bucket.stream].append(bucket)
-    contents: dict[BucketId, list[_Packed]] = {}
-    for stream, own in of_stream.items():
-        contents |= _fill(sorted(parcels[stream]), own)
-    for number in sorted(buckets):
-        sends = []
-        receives = []
-        for bucket in buckets[number]:
-            stream = bucket.stream
-            packed = contents[BucketId(stream, bucket.begin)]
-            if stream.source == rank:
-                chunks = tuple(_chunk_out(part, at_source) for part in packed)
-                sends.append(Message(stream, stream.target, bucket.begin, bucket.size, chunks))
-            else:
-                chunks = tuple(_chunk_in(part, at_target) for part in packed)
-                receives.append(Message(stream, stream.source, bucket.begin, bucket.size, chunks))
-        yield Round(number, tuple(sends), tuple(receives))
+class _Parcels(NamedTuple):
+    """Rectangles of tensors in the order in which they are in a flow, which all of its ranks must
+    follow: by tensor, then by delivery."""
+
+    delivery: list[int]
+    turn: list[int]  # number of the tensor in its class
 
 
-def _fill(parcels: Sequence[_Parcel], buckets: Sequence[Bucket]) -> dict[BucketId, list[_Packed]]:
-    """What is in each bucket of one stream: the parcels in their order, one cut in two wherever a
-    bucket is full."""
-    stream = buckets[0].stream
-    itemsize = ITEMSIZE[stream.dtype]
-    waiting = iter(sorted(buckets, key=lambda bucket: bucket.begin))
-    contents: dict[BucketId, list[_Packed]] = {}
-    packed: list[_Packed] = []
-    room = 0  # elements that still fit into the bucket
-    used = 0
-    for parcel in parcels:
-        left = deque([parcel.rect])
+def _parcels(plan: Plan, chosen: np.ndarray) -> dict[int, _Parcels]:
+    """Of each flow of ``chosen``, which marks flows."""
+    rows: dict[int, list[np.ndarray]] = defaultdict(list)
+    orders = [np.array(tensors.order) for tensors in plan.classes]
+    for number, (delivery, flows) in enumerate(plan.deliveries):
+        if flows is None:
+            continue
+        every_turn = np.array(delivery.turns)
+        for i, n in zip(*np.nonzero(chosen[flows])):
+            turns = every_turn[n :: flows.shape[1]]
+            order = orders[delivery.class_index][turns]
+            rows[int(flows[i, n])].append(np.stack([order, np.full_like(turns, number), turns]))
+    parcels = {}
+    for flow, blocks in rows.items():
+        columns = np.concatenate(blocks, axis=1)
+        columns = columns[:, np.lexsort((columns[1], columns[0]))]
+        parcels[flow] = _Parcels(columns[1].tolist(), columns[2].tolist())
+    return parcels
+
+
+def _rounds(plan: Plan, rank: int, places: _Places) -> Iterator[Round]:
+    """The rank's part in every flow that it sends, receives or passes on."""
+    own = plan.flows.edges.of_rank(rank)
+    chosen = np.zeros(len(plan.flows), dtype=bool)
+    chosen[own.flow] = True
+    contents: dict[tuple[int, int], tuple[Chunk, ...]] = {}
+    for flow, parcels in _parcels(plan, chosen).items():
+        is_source = int(plan.flows.source[flow]) == rank
+        for begin, pieces in _fill(plan, flow, parcels):
+            chunks = (_chunk(places, piece, is_source) for piece in pieces)
+            contents[flow, begin] = tuple(chunks)
+    messages: dict[int, tuple[list[Message], list[Message]]] = defaultdict(lambda: ([], []))
+    schedule = plan.schedule
+    for edge, bucket, number in zip(*schedule.messages(own)):
+        flow = int(own.flow[edge])
+        stream = Stream(
+            int(own.sender[edge]),
+            int(own.receiver[edge]),
+            plan.flows.dtypes[plan.flows.dtype[flow]],
+        )
+        begin = int(schedule.begin[bucket])
+        where = (flow, begin, int(schedule.size[bucket]))
+        sends, receives = messages[int(number)]
+        chunks = contents[flow, begin]
+        if stream.target == rank:
+            receives.append(Message(stream, stream.source, *where, chunks))
+        elif int(plan.flows.source[flow]) == rank:
+            sends.append(Message(stream, stream.target, *where, chunks))
+        else:
+            again = tuple(map(_read_again, chunks))
+            sends.append(Message(stream, stream.target, *where, again, passed_on=True))
+    arrived: dict[tuple[int, int], int] = {}  # bucket -> index of the round that brings it
+    for index, number in enumerate(sorted(messages)):
+        sends, receives = (sorted(each, key=lambda m: m.bucket) for each in messages[number])
+        arrived |= {(message.flow, message.begin): index for message in receives}
+        after = [arrived[message.flow, message.begin] for message in sends if message.passed_on]
+        yield Round(number, tuple(sends), tuple(receives), max(after, default=-1))
+
+
+class _Piece(NamedTuple):
+    """A parcel, or a part of one, from element ``begin`` of its bucket."""
+
+    begin: int
+    tensor: str
+    rect: Rect
+    within: Rect  # the source shard
+
+
+def _fill(plan: Plan, flow: int, parcels: _Parcels) -> Iterator[tuple[int, list[_Piece]]]:
+    """``(first byte, pieces)`` of each bucket of a flow: the parcels in their order, one cut in two
+    wherever a bucket is full."""
+    schedule = plan.schedule
+    buckets = slice(*schedule.first[flow : flow + 2])
+    itemsize = ITEMSIZE[plan.flows.dtypes[plan.flows.dtype[flow]]]
+    waiting = zip(schedule.begin[buckets].tolist(), schedule.size[buckets].tolist(), strict=True)
+    begin, size = next(waiting)
+    room = size // itemsize
+    used = 0  # elements of the bucket
+    pieces: list[_Piece] = []
+    for number, turn in zip(*parcels, strict=True):
+        delivery = plan.deliveries[number][0]
+        tensor = plan.classes[delivery.class_index].names[turn]
+        left = deque([delivery.rect])
         while left:
-            if room == used:
-                bucket = next(waiting)
-                packed = []
-                contents[BucketId(stream, bucket.begin)] = packed
-                room = bucket.size // itemsize
+            if used == room:
+                yield begin, pieces
+                begin, size = next(waiting)
+                room = size // itemsize
                 used = 0
+                pieces = []
             head, tail = cut(left.popleft(), room - used)
             for rect in head:
-                packed.append(_Packed(used, parcel, rect))
-                used += math.prod(rect.shape)
+                pieces.append(_Piece(used, tensor, rect, delivery.within))
+                used += elements(rect)
             left.extendleft(reversed(tail))
-    assert next(waiting, None) is None, f"stream {stream} holds less than was planned"
-    return contents
+    yield begin, pieces
+    assert used == room and next(waiting, None) is None, f"flow {flow} holds less than was planned"
 
 
-def _landings(places: Mapping[Rect, Sequence[_Member]], rect: Rect) -> Iterator[tuple[Rect, View]]:
-    """Every place of this process that wants a part of the rectangle, with that part."""
-    for wanted, members in places.items():
-        common = intersect(wanted, rect)
-        if common is not None:
-            for group, index in members:
-                yield common, subview(group, index, common)
+def _chunk(places: _Places, piece: _Piece, is_source: bool) -> Chunk:
+    begin, tensor, rect, within = piece
+    if is_source:
+        return Chunk(tensor, begin, rect, places.out(tensor, within, rect))
+    return Chunk(tensor, begin, rect, places.into(tensor, rect))
 
 
-def _source_view(at_source: _Index, parcel: _Parcel, rect: Rect) -> View:
-    """Any of the places where the source shard lies will do."""
-    group, index = at_source[parcel.tensor][parcel.within][0]
-    return subview(group, index, rect)
-
-
-def _chunk_out(part: _Packed, at_source: _Index) -> Chunk:
-    window = tuple(slice(0, size) for size in part.rect.shape)
-    view = _source_view(at_source, part.parcel, part.rect)
-    return Chunk(part.parcel.tensor, part.begin, part.rect, (Landing(window, view),))
-
-
-def _chunk_in(part: _Packed, at_target: _Index) -> Chunk:
-    landings = tuple(
-        Landing(_window(wanted, part.rect), view)
-        for wanted, view in _landings(at_target[part.parcel.tensor], part.rect)
-    )
-    return Chunk(part.parcel.tensor, part.begin, part.rect, landings)
+def _read_again(chunk: Chunk) -> Chunk:
+    """The chunk as it is passed on: read at a place where all of it was written to."""
+    whole = _window(chunk.rect, chunk.rect)
+    place = next(landing for landing in chunk.landings if landing.window == whole)
+    return Chunk(chunk.tensor, chunk.begin, chunk.rect, (place,))
 
 
 def _window(rect: Rect, outer: Rect) -> tuple[slice, ...]:
@@ -284,16 +320,17 @@ def _window(rect: Rect, outer: Rect) -> tuple[slice, ...]:
     return tuple(slice(first, first + size) for first, size in zip(firsts, rect.shape, strict=True))
 
 
-def _count_writes(rounds: Sequence[Round], copies: Sequence[Copy]) -> dict[str, int]:
-    writes: dict[str, int] = defaultdict(int)
+def _count_uses(rounds: Sequence[Round], copies: Sequence[Copy]) -> dict[str, int]:
+    uses: dict[str, int] = defaultdict(int)
     for step in rounds:
-        for message in step.receives:
+        passed_on = (message for message in step.sends if message.passed_on)
+        for message in (*step.receives, *passed_on):
             for chunk in message.chunks:
                 for landing in chunk.landings:
-                    writes[landing.view.key] += 1
+                    uses[landing.view.key] += 1
     for copy in copies:
-        writes[copy.target.key] += 1
-    return dict(writes)
+        uses[copy.target.key] += 1
+    return dict(uses)
 
 
 def _extents(groups: Sequence[ShardGroup]) -> dict[str, Extent]:

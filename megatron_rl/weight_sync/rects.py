@@ -127,3 +127,40 @@ def _cells(rects: Sequence[Rect], edges: Sequence[np.ndarray]) -> np.ndarray:
         )
         mask[window] = True
     return mask
+
+
+def common_parts(wanted: Sequence[Sequence[Rect]]) -> list[tuple[Rect, tuple[int, ...]]]:
+    """Disjoint rectangles, each with the numbers of those who want it, that make up what everybody
+    wants; the rectangles of one are disjoint.
+
+    Example: of ``[0:4]`` and ``[2:6]``, ``[2:4]`` is wanted by both, the rest by one.
+    """
+    parts: list[tuple[Rect, tuple[int, ...]]] = []
+    for number, rects in enumerate(wanted):
+        for rect in rects:
+            rest = [rect]
+            refined = []
+            for part, takers in parts:
+                shared = [both for left in rest if (both := intersect(left, part)) is not None]
+                refined += [(both, (*takers, number)) for both in shared]
+                refined += [(left, takers) for left in without(part, shared)]
+                rest = [left for whole in rest for left in subtract(whole, part)]
+            parts = refined + [(left, (number,)) for left in rest]
+    return parts
+
+
+def split(rect: Rect, parts: int) -> list[Rect]:
+    """The rectangle cut along its longest axis into ``parts`` of nearly equal size; into fewer
+    where that axis is shorter."""
+    if not rect.shape:
+        return [rect]
+    axis = max(range(len(rect.shape)), key=lambda axis: rect.shape[axis])
+    parts = min(parts, rect.shape[axis])
+    ends = [rect.shape[axis] * i // parts for i in range(parts + 1)]
+    return [
+        Rect(
+            (*rect.start[:axis], rect.start[axis] + low, *rect.start[axis + 1 :]),
+            (*rect.shape[:axis], high - low, *rect.shape[axis + 1 :]),
+        )
+        for low, high in zip(ends, ends[1:])
+    ]

@@ -3,6 +3,7 @@ engine keeps it, once."""
 
 from __future__ import annotations
 
+import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -15,10 +16,11 @@ from torch import Tensor
 from megatron_rl.types import Shard, SyncReport, TransferOptions
 from megatron_rl.weight_sync.buckets import Parameters
 from megatron_rl.weight_sync.collectives import all_gather
+from megatron_rl.weight_sync.exchange import exchange
 from megatron_rl.weight_sync.failure import Progress, Stage
-from megatron_rl.weight_sync.plan import make_plan
+from megatron_rl.weight_sync.plan import Machines, make_plan
 from megatron_rl.weight_sync.program import compile_program
-from megatron_rl.weight_sync.shards import ShardGroup, collect
+from megatron_rl.weight_sync.shards import collect
 from megatron_rl.weight_sync.transport import Transport, TransportReport
 
 Transfer = Callable[[Parameters, Callable[[str], None]], None]
@@ -64,12 +66,13 @@ class ReshardSync:
         sink: WeightSink | None,
         options: TransferOptions,
         *,
-        gpus_per_node: int,
+        gpus_per_node: int | None,
         device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """Collective over ``group`` (None: all processes). ``source`` and ``sink`` are None on a
-        process that has no such side.
+        process that has no such side. ``gpus_per_node``: neighbors in rank order that share a node;
+        None: those that share a host name.
 
         Raises ValueError, on every rank, when the two sides do not fit each other: names tensor,
         ranks and slices.
@@ -84,10 +87,11 @@ class ReshardSync:
         self.plan = make_plan(
             sources,
             targets,
-            gpus_per_node=gpus_per_node,
+            machines=_machines(gpus_per_node, group),
             bucket_bytes=options.bucket_mib << 20,
             rounds_in_flight=options.rounds_in_flight,
             replicas=_replicas(None if sink is None else sink.replica, group),
+            cast=options.cast,
         )
         program = compile_program(self.plan, dist.get_rank(group), own_sources, own_targets)
         self._transport = Transport(program, device, group)
@@ -167,22 +171,12 @@ def _no_target(key: str) -> Tensor:
     raise AssertionError(f"a process without rollout side was to receive {key}")
 
 
-def exchange(
-    sources: Sequence[ShardGroup],
-    targets: Sequence[ShardGroup],
-    group: dist.ProcessGroup | None = None,
-) -> tuple[dict[int, list[ShardGroup]], dict[int, list[ShardGroup]]]:
-    """Collective: ``(sources, targets)`` of every rank that has such, geometry only but for the
-    caller's own."""
-    geometry = (
-        [shards.geometry() for shards in sources],
-        [shards.geometry() for shards in targets],
-    )
-    everyone = all_gather(geometry, group)
-    everyone[dist.get_rank(group)] = (list(sources), list(targets))
-    all_sources = {rank: sides[0] for rank, sides in enumerate(everyone) if sides[0]}
-    all_targets = {rank: sides[1] for rank, sides in enumerate(everyone) if sides[1]}
-    return all_sources, all_targets
+def _machines(gpus_per_node: int | None, group: dist.ProcessGroup | None) -> Machines:
+    """Collective: which ranks share a node, as each rank sees its own."""
+    own = dist.get_rank(group) // gpus_per_node if gpus_per_node else platform.node()
+    labels = all_gather(str(own), group)
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+    return Machines(node_of_rank=tuple(numbers[label] for label in labels))
 
 
 def _replicas(replica: int | None, group: dist.ProcessGroup | None) -> list[list[int]]:

@@ -3,72 +3,129 @@ bytes."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
+from megatron_rl.weight_sync.flows import Edges, Flows, Stream
+
 ALIGNMENT = 16  # bytes; a multiple of every item size, so that no element is cut
-
-
-class Stream(NamedTuple):
-    """All bytes of one dtype that go from one rank to another."""
-
-    source: int
-    target: int
-    dtype: str
+SLOTS = 8  # parts of a round that are given away; more waste less of it, and plan longer
+LOOK_BACK = 32 * SLOTS  # slots that are searched before the last one used; older gaps stay open
 
 
 class BucketId(NamedTuple):
-    """A bucket is known by its stream and its first byte there."""
+    """A bucket on its way between two ranks: their stream, the flow it belongs to and its first
+    byte there."""
 
     stream: Stream
+    flow: int
     begin: int
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Bytes ``[begin, begin + size)`` of a stream, sent in one round."""
+    """Bytes ``[begin, begin + size)`` of a flow, sent from one end of a stream in one round."""
 
     round: int
     stream: Stream
+    flow: int
     begin: int
     size: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Schedule:
-    """Buckets in the order (round, stream, begin), which every process follows.
+    """The buckets of all flows, as columns: ``flow``, ``arrival`` (round of arrivals at the first
+    target), ``begin`` and ``size``; those of one flow together.
 
-    ``peak_staging_bytes``: rank -> most bytes under way at once when ``rounds_in_flight`` rounds of
-    the rank overlap. The buffers of the transport are that large where rounds are full, else
-    somewhat larger: later rounds use each again, so it has the size of the largest.
+    A round of arrivals is followed by the turns in which ranks pass on what arrived in the one
+    before it. Each of these is a round to the transport, numbered from 0 in ``numbers``, which
+    every process follows.
     """
 
-    buckets: tuple[Bucket, ...]
+    flows: Flows
+    flow: np.ndarray
+    arrival: np.ndarray
+    begin: np.ndarray
+    size: np.ndarray
+    numbers: np.ndarray
     rounds_in_flight: int
-    peak_staging_bytes: Mapping[int, int]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Schedule)
+            and self.flows == other.flows
+            and all(
+                np.array_equal(getattr(self, name), getattr(other, name))
+                for name in ("flow", "arrival", "begin", "size")
+            )
+        )
 
     @property
     def rounds(self) -> int:
-        return max((bucket.round + 1 for bucket in self.buckets), default=0)
+        return len(self.numbers)
+
+    @cached_property
+    def first(self) -> np.ndarray:
+        """The first bucket of each flow; one entry more than there are flows."""
+        return np.searchsorted(self.flow, np.arange(len(self.flows) + 1))
+
+    def messages(self, edges: Edges) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """``(edge, bucket, round)``: the buckets that travel on each of the edges."""
+        counts = np.diff(self.first)[edges.flow]
+        edge = np.repeat(np.arange(len(edges.flow)), counts)
+        start = np.repeat(np.cumsum(counts) - counts, counts)
+        bucket = self.first[edges.flow[edge]] + np.arange(len(edge)) - start
+        key = (self.arrival[bucket] + edges.delay[edge]) * self.flows.turns + edges.turn[edge]
+        return edge, bucket, np.searchsorted(self.numbers, key)
+
+    @property
+    def buckets(self) -> Iterator[Bucket]:
+        """Every bucket on every edge, in the order (round, stream, begin)."""
+        edges = self.flows.edges
+        rows = []
+        for edge, bucket, number in zip(*self.messages(edges), strict=True):
+            flow = int(edges.flow[edge])
+            ends = (int(edges.sender[edge]), int(edges.receiver[edge]))
+            stream = Stream(*ends, self.flows.dtypes[self.flows.dtype[flow]])
+            where = (int(self.begin[bucket]), int(self.size[bucket]))
+            rows.append((int(number), stream, flow, *where))
+        return (Bucket(*row) for row in sorted(rows))
+
+    @cached_property
+    def peak_staging_bytes(self) -> Mapping[int, int]:
+        """Rank -> most bytes under way at once when ``rounds_in_flight`` rounds of the rank
+        overlap. The buffers of the transport are that large where rounds are full, else somewhat
+        larger: later rounds use each again, so it has the size of the largest."""
+        edges = self.flows.edges
+        edge, bucket, number = self.messages(edges)
+        keys = np.concatenate(
+            [ends[edge] * self.rounds + number for ends in (edges.sender, edges.receiver)]
+        )
+        busy, inverse = np.unique(keys, return_inverse=True)
+        total = np.zeros(len(busy) + 1, dtype=np.int64)
+        np.add.at(total, inverse + 1, np.tile(self.size[bucket], 2))
+        total = np.cumsum(total)  # before each of the busy rounds
+        rank = busy // max(self.rounds, 1)
+        ends = np.searchsorted(rank, rank, side="right")
+        last = np.minimum(np.arange(len(busy)) + self.rounds_in_flight, ends)
+        window = total[last] - total[:-1]
+        peaks: dict[int, int] = {}
+        first = np.flatnonzero(np.diff(rank, prepend=-1))
+        for start, end in zip(first, [*first[1:], len(busy)]):
+            peaks[int(rank[start])] = int(window[start:end].max())
+        return peaks
 
 
-class _Pending(NamedTuple):
-    """A bucket without a round. Sorted, the pending buckets are in the order of placement."""
-
-    turn: int  # number of the bucket in its stream: the first of every stream, then the second, ...
-    distance: int  # from source to target; equal distances pair every rank with another one
-    source: int
-    target: int
-    dtype: str
-    begin: int
-    size: int
-
-
-def schedule(streams: Mapping[Stream, int], bucket_bytes: int, rounds_in_flight: int) -> Schedule:
-    """Cuts each stream into buckets of at most ``bucket_bytes``, each in the first round with room
-    at both ends.
+def schedule(
+    flows: Flows | Mapping[Stream, int], bucket_bytes: int, rounds_in_flight: int
+) -> Schedule:
+    """Cuts each flow into buckets of at most ``bucket_bytes`` and gives each the first rounds with
+    room at both ends.
 
     A process issues its rounds in increasing order and waits for them in that order, so the
     earliest unfinished round can always finish: no deadlock, however many rounds are in flight.
@@ -79,94 +136,143 @@ def schedule(streams: Mapping[Stream, int], bucket_bytes: int, rounds_in_flight:
             f"bucket_bytes={bucket_bytes}, rounds_in_flight={rounds_in_flight}: need at least"
             f" {ALIGNMENT} bytes and one round in flight"
         )
-    limit = bucket_bytes // ALIGNMENT * ALIGNMENT
-    sent = _Load(limit)
-    received = _Load(limit)
-    buckets = []
-    for _, _, source, target, dtype, begin, size in sorted(_pending(streams, limit)):
-        number = _first_room(sent, source, received, target, size)
-        sent.add(source, number, size)
-        received.add(target, number, size)
-        buckets.append(Bucket(number, Stream(source, target, dtype), begin, size))
-    buckets.sort(key=lambda bucket: (bucket.round, bucket.stream, bucket.begin))
-    return Schedule(tuple(buckets), rounds_in_flight, _peaks(sent, received, rounds_in_flight))
+    if not isinstance(flows, Flows):
+        flows = Flows.direct(flows)
+    slot = max(ALIGNMENT, bucket_bytes // SLOTS // ALIGNMENT * ALIGNMENT)
+    calendar = _Calendar(len(flows.nodes.of_rank), slot, bucket_bytes // slot)
+    for together in matchings(flows):
+        calendar.place(together, flows)
+    columns = calendar.buckets()
+    edges = flows.edges
+    keys = []
+    for delay, turn in np.unique(np.stack([edges.delay, edges.turn]), axis=1).T:
+        has = np.zeros(len(flows), dtype=bool)
+        has[edges.flow[(edges.delay == delay) & (edges.turn == turn)]] = True
+        arrivals = np.unique(columns[1][has[columns[0]]])
+        keys.append((arrivals + delay) * flows.turns + turn)
+    numbers = np.unique(np.concatenate(keys)) if keys else np.zeros(0, dtype=np.int64)
+    return Schedule(flows, *columns, numbers, rounds_in_flight)
 
 
-def _pending(streams: Mapping[Stream, int], limit: int) -> list[_Pending]:
-    """Every bucket of every stream.
+def matchings(flows: Flows) -> list[np.ndarray]:
+    """The flows in groups in which no rank is the source, or the first target, of two.
 
-    The order of placement matters: were all buckets of rank 0 placed first, its partners would have
-    to wait for one another. Round after round of equal distances, every rank has one partner to
-    send to and one to receive from, as in a round-robin tournament.
+    Flows of one component of the graph from sources to targets are grouped by the distance from
+    source to target, both counted inside the component, as in a round-robin tournament. Those
+    across nodes come first, the others fill what they leave.
     """
-    num_ranks = 1 + max((max(stream.source, stream.target) for stream in streams), default=0)
-    pending = []
-    for stream, total in streams.items():
-        distance = (stream.target - stream.source) % num_ranks
-        for turn, begin in enumerate(range(0, total, limit)):
-            size = min(limit, total - begin)
-            pending.append(_Pending(turn, distance, *stream, begin, size))
-    return pending
+    if not len(flows):
+        return []
+    distance = np.zeros(len(flows), dtype=np.int64)
+    for crossing in (True, False):
+        chosen = np.flatnonzero(flows.crosses == crossing)
+        distance[chosen] = _distances(flows.source[chosen], flows.target[chosen])
+    # Fans of different turns may share a target; those of one turn cannot.
+    turns = [first if fan else 0 for first, fan in zip(flows.first_turns, flows.fans)]
+    keys = np.stack([~flows.crosses, np.array(turns)[flows.fan], flows.dtype, distance])
+    order = np.lexsort(keys[::-1])
+    changes = np.any(np.diff(keys[:, order], axis=1) != 0, axis=0)
+    return np.split(order, np.flatnonzero(changes) + 1)
 
 
-class _Load:
-    """Bytes of each rank in each round, in one direction.
-
-    A set of rounds is kept as an integer whose bit n stands for round n. The first round that two
-    ranks have free is then one union and one search for the lowest zero, however many rounds there
-    are; with lists, a plan for hundreds of ranks would spend most of its time here.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.bytes: defaultdict[int, list[int]] = defaultdict(list)
-        self.used: defaultdict[int, int] = defaultdict(int)  # rounds with any bytes
-        self.full: defaultdict[int, int] = defaultdict(int)  # rounds without room
-
-    def add(self, rank: int, number: int, size: int) -> None:
-        load = self.bytes[rank]
-        load += [0] * (number + 1 - len(load))
-        load[number] += size
-        self.used[rank] |= 1 << number
-        if load[number] >= self.limit:
-            self.full[rank] |= 1 << number
-
-    def room(self, rank: int, number: int) -> int:
-        """Bytes that still fit."""
-        load = self.bytes[rank]
-        return self.limit - load[number] if number < len(load) else self.limit
+def _distances(source: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Of each pair, counted in its component."""
+    if not len(source):
+        return source
+    component = _components(source, target)
+    places = []
+    sizes = []
+    for ends in (source, target):
+        # Ranks sorted by component, then by rank; the place counts from the component's first one.
+        members, inverse = np.unique(np.stack([component, ends]), axis=1, return_inverse=True)
+        numbers = np.arange(members.shape[1])
+        first = np.searchsorted(members[0], members[0])
+        count = np.searchsorted(members[0], members[0], side="right") - first
+        places.append((numbers - first)[inverse])
+        sizes.append(count[inverse])
+    return (places[1] - places[0]) % np.maximum(*sizes)
 
 
-def _first_room(sent: _Load, source: int, received: _Load, target: int, size: int) -> int:
-    """The first round in which ``source`` can still send and ``target`` still receive the bytes."""
-    if size == sent.limit:  # a full bucket needs a round that is empty at both ends
-        return _lowest_zero(sent.used[source] | received.used[target])
-    # The last, smaller bucket of a stream may share a round. One that is not full may still lack
-    # room for it, then it is crossed out and the search goes on.
-    taken = sent.full[source] | received.full[target]
+def _components(source: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """A number for each pair, equal where pairs are connected by common sources or targets."""
+    size = int(max(source.max(), target.max())) + 1
+    of_source = np.arange(size)
+    of_target = np.arange(size)
     while True:
-        number = _lowest_zero(taken)
-        if sent.room(source, number) >= size and received.room(target, number) >= size:
-            return number
-        taken |= 1 << number
+        lowest = np.minimum(of_source[source], of_target[target])
+        before = of_source[source], of_target[target]
+        np.minimum.at(of_source, source, lowest)
+        np.minimum.at(of_target, target, lowest)
+        if all(
+            np.array_equal(a, b) for a, b in zip(before, (of_source[source], of_target[target]))
+        ):
+            return of_source[source]
 
 
-def _lowest_zero(bits: int) -> int:
-    """Position of the lowest zero bit: adding 1 carries through the ones below it, so it is the
-    only bit that ``bits + 1`` gains."""
-    return (~bits & (bits + 1)).bit_length() - 1
+class _Calendar:
+    """Which slots of its rounds each rank has given away, out and in. Flows are placed a matching
+    at a time: each takes the first slots that are free at both of its ends."""
+
+    def __init__(self, num_ranks: int, slot_bytes: int, slots_a_round: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.slots_a_round = slots_a_round
+        self.busy = np.zeros((2, num_ranks, 64), dtype=bool)  # out, in
+        self.free_from = np.zeros((2, num_ranks), dtype=np.int64)  # no free slot before it
+        self.used_to = np.zeros((2, num_ranks), dtype=np.int64)  # all are free from there on
+        self.placed: list[tuple[np.ndarray, ...]] = []
+
+    def place(self, chosen: np.ndarray, flows: Flows) -> None:
+        ends = (flows.source[chosen], flows.target[chosen])
+        wanted = -(-flows.size[chosen] // self.slot_bytes)
+        both = [(side, end) for side, end in enumerate(ends)]
+        last = max_of([self.used_to[at] for at in both])
+        first = max_of([self.free_from[at] for at in both])
+        low = int(np.maximum(first, last - LOOK_BACK).min())
+        high = int((last + wanted).max())
+        while high > self.busy.shape[2]:
+            self.busy = np.concatenate([self.busy, np.zeros_like(self.busy)], axis=2)
+        window = [self.busy[side, end, low:high] for side, end in both]
+        free = ~(window[0] | window[1])
+        taken = free & (np.cumsum(free, axis=1, dtype=np.int32) <= wanted[:, None])
+        for (side, end), before in zip(both, window, strict=True):
+            now = before | taken
+            self.busy[side, end, low:high] = now
+            full = now.all(axis=1)
+            lowest = np.where(full, high, low + np.argmin(now, axis=1))
+            known = self.free_from[side, end]
+            self.free_from[side, end] = np.where(known >= low, lowest, known)
+            highest = high - np.argmax(now[:, ::-1], axis=1)
+            self.used_to[side, end] = np.maximum(self.used_to[side, end], highest)
+        self._keep(chosen, flows.size[chosen], wanted, np.nonzero(taken), low)
+
+    def _keep(
+        self,
+        chosen: np.ndarray,
+        size: np.ndarray,
+        wanted: np.ndarray,
+        taken: tuple[np.ndarray, ...],
+        low: int,
+    ) -> None:
+        """The slots of a flow in one round are one bucket."""
+        row, column = taken
+        number = np.arange(len(row)) - (np.cumsum(wanted) - wanted)[row]  # of the slot in its flow
+        arrival = (low + column) // self.slots_a_round
+        starts = np.flatnonzero(np.diff(row, prepend=-1) | np.diff(arrival, prepend=-1))
+        begin = number[starts] * self.slot_bytes
+        end = np.append(number[starts[1:] - 1] + 1, number[-1:] + 1) * self.slot_bytes
+        bucket_row = row[starts]
+        bucket_size = np.minimum(end, size[bucket_row]) - begin
+        self.placed.append((chosen[bucket_row], arrival[starts], begin, bucket_size))
+
+    def buckets(self) -> list[np.ndarray]:
+        """Columns flow, arrival, begin, size, sorted by flow and begin."""
+        if not self.placed:
+            return [np.zeros(0, dtype=np.int64)] * 4
+        columns = [np.concatenate(column) for column in zip(*self.placed, strict=True)]
+        order = np.argsort(columns[0], kind="stable")
+        return [column[order] for column in columns]
 
 
-def _peaks(sent: _Load, received: _Load, rounds_in_flight: int) -> dict[int, int]:
-    """Rank -> most bytes in its consecutive rounds, out and in together. Rounds in which a rank has
-    nothing to do take none of its buffers."""
-    peaks = {}
-    for rank in sorted({*sent.bytes, *received.bytes}):
-        both: defaultdict[int, int] = defaultdict(int)
-        for load in (sent.bytes[rank], received.bytes[rank]):
-            for number, size in enumerate(load):
-                both[number] += size
-        busy = [both[number] for number in sorted(both) if both[number]]
-        windows = (busy[i : i + rounds_in_flight] for i in range(len(busy)))
-        peaks[rank] = max(sum(window) for window in windows)
-    return peaks
+def max_of(columns: list[np.ndarray]) -> np.ndarray:
+    """The larger of two columns, element by element."""
+    return np.maximum(*columns)

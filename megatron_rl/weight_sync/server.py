@@ -220,7 +220,7 @@ class ServerSync:
             self._source,
             None,
             self._options,
-            gpus_per_node=1,
+            gpus_per_node=None,
             device=self._device,
             group=self._group,
         )

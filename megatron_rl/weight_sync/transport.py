@@ -189,8 +189,10 @@ def _aligned(size: int) -> int:
 
 
 class _Flight(NamedTuple):
-    """A round under way: its messages, and the buffers that they arrive in."""
+    """A round under way: its place among the rank's rounds, its messages, and the buffers that they
+    arrive in."""
 
+    index: int
     step: Round
     works: list[dist.Work]
     incoming: list[tuple[Message, Tensor]]
@@ -219,7 +221,7 @@ class _Run:
         self.checksums: dict[BucketId, Tensor] = {}
         self.error: Exception | None = None
         self.open: dict[str, Tensor] = {}  # target parameters with views still to come
-        self.left = dict(self.program.writes)
+        self.left = dict(self.program.uses)
         self.flying: deque[_Flight] = deque()
         self.sent = 0
         self.received = 0
@@ -230,7 +232,9 @@ class _Run:
         num_copies = len(self.program.copies)
         next_copy = 0
         for index in range(len(rounds)):
-            while len(self.flying) >= self.program.rounds_in_flight:
+            while len(self.flying) >= self.program.rounds_in_flight or (
+                self.flying and self.flying[0].index <= rounds[index].after
+            ):
                 self.finish()
             self.issue(index)
             share = (index + 1) * num_copies // len(rounds)
@@ -295,11 +299,11 @@ class _Run:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
             raise self.failure(step, error) from error
-        self.flying.append(_Flight(step, works, incoming))
+        self.flying.append(_Flight(index, step, works, incoming))
 
     def finish(self) -> None:
         """Waits for the oldest round under way and unpacks what has come."""
-        step, works, incoming = self.flying.popleft()
+        _, step, works, incoming = self.flying.popleft()
         try:
             for work in works:
                 work.wait()
@@ -313,7 +317,10 @@ class _Run:
         if self.error is None:
             with self.local():
                 sums = RunningChecksum(buffer, self.transport.kind) if self.checked else None
-                pack(message, self.source, buffer, sums)
+                if message.passed_on:  # from where it was written to a round ago
+                    pack(message, self.target, buffer, sums, self.done)
+                else:
+                    pack(message, self.source, buffer, sums)
                 self.keep(message, sums)
 
     def unpacked(self, message: Message, buffer: Tensor) -> None:

@@ -30,10 +30,10 @@ from megatron_rl.planning.training_shards import parse_rollout, parse_training, 
 from megatron_rl.policy.families import Architecture, architecture_from
 from megatron_rl.weight_sync.buckets import strided
 from megatron_rl.weight_sync.engine_tables import ModelShape, rollout_shards
+from megatron_rl.weight_sync.exchange import exchange
 from megatron_rl.weight_sync.plan import Plan, Side, make_plan
 from megatron_rl.weight_sync.program import compile_program
 from megatron_rl.weight_sync.rects import Rect
-from megatron_rl.weight_sync.reshard import exchange
 from megatron_rl.weight_sync.shards import ShardGroup, extent, subview
 from megatron_rl.weight_sync.transport import Transport, TransportReport, tensors
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from megatron_rl.weight_sync.buckets import RunningChecksum, pack, strided, unpack
 from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout
-from megatron_rl.weight_sync.plan import Plan, Side
+from megatron_rl.weight_sync.flows import Stream
+from megatron_rl.weight_sync.plan import Plan
 from megatron_rl.weight_sync.program import compile_program
-from megatron_rl.weight_sync.schedule import Stream
+from megatron_rl.weight_sync.roles import Side
 from megatron_rl.weight_sync.transport import tensors
 from tests.unit.weight_sync.training_tables import TrainLayout
 
@@ -273,7 +275,7 @@ def simulate(
         rank: compile_program(plan, rank, sources.get(rank, []), targets.get(rank, []))
         for rank in sorted({*sources, *targets})
     }
-    left = {rank: dict(program.writes) for rank, program in programs.items()}
+    left = {rank: dict(program.uses) for rank, program in programs.items()}
     moved = {"sent": 0, "copied": 0}
 
     def done(rank: int, key: str) -> None:
@@ -291,20 +293,16 @@ def simulate(
             for message in step.sends:
                 buffer = torch.empty(message.size, dtype=torch.uint8)
                 sums = RunningChecksum(buffer, "hash", piece=48)
-                pack(message, tensors(train[rank]), buffer, sums)
+                uses = partial(done, rank) if message.passed_on else lambda key: None
+                kept = rollout if message.passed_on else train
+                pack(message, tensors(kept[rank]), buffer, sums, uses)
                 wire[message.stream].append((buffer, sums.result()))
         for rank, step in now.items():
             for message in step.receives:
                 buffer, sent = wire[message.stream].pop(0)
                 sums = RunningChecksum(buffer, "hash", piece=48)
                 moved["sent"] += buffer.numel()
-                unpack(
-                    message,
-                    buffer,
-                    tensors(rollout[rank]),
-                    lambda key, rank=rank: done(rank, key),
-                    sums,
-                )
+                unpack(message, buffer, tensors(rollout[rank]), partial(done, rank), sums)
                 assert torch.equal(sums.result(), sent), (
                     "taken in pieces, before the bytes are read as after they are written"
                 )

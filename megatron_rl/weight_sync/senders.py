@@ -1,0 +1,213 @@
+"""Which rank sends what: equal sources share the load, each taker hears from few of them, and ranks
+without training weights pass on what they get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.weight_sync.nodes import FromAfar, FromMates, Nodes, elements
+from megatron_rl.weight_sync.rects import Rect, split
+
+Turns = range  # numbers of the tensors of a class
+
+
+@dataclass(frozen=True, eq=False)
+class Delivery:
+    """``rect`` of the tensors ``turns`` of a class. The n-th of them goes to ``targets[i]`` from
+    ``sources[i, n % k]``, where it is a part of the shard ``within``. ``takers``: the places of the
+    target's node that want it too, the target's own among them; empty where it alone does."""
+
+    class_index: int
+    rect: Rect
+    within: Rect
+    turns: Turns
+    takers: tuple[int, ...]
+    targets: np.ndarray  # [targets]
+    sources: np.ndarray  # [targets, k]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Delivery)
+            and self._plain() == other._plain()
+            and np.array_equal(self.targets, other.targets)
+            and np.array_equal(self.sources, other.sources)
+        )
+
+    def _plain(self) -> tuple:
+        return self.class_index, self.rect, self.within, self.turns, self.takers
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a class wants to be delivered: its number, how many tensors it has, bytes of one
+    element, and rectangle -> the ranks that hold it."""
+
+    class_index: int
+    count: int
+    itemsize: int
+    holders: dict[Rect, np.ndarray]
+
+
+class Senders:
+    """Chooses senders, delivery after delivery, and keeps the load of each."""
+
+    def __init__(
+        self, nodes: Nodes, source_role: np.ndarray, target_role: np.ndarray, kind: np.ndarray
+    ) -> None:
+        """``source_role``, ``target_role``: of each rank, -1 without one. ``kind``: of each node,
+        equal where the same roles stand at the same places."""
+        num_ranks = len(source_role)
+        self.nodes = nodes
+        self.load = np.zeros(num_ranks, dtype=np.int64)  # bytes that each rank sends
+        self.is_source = source_role >= 0
+        self.cell, self.num_cells = _cells(source_role)
+        self.next_node = _chains(nodes, self.is_source, target_role)
+        self.is_head = np.ones(len(nodes.ranks), dtype=bool)
+        self.is_head[self.next_node[self.next_node >= 0]] = False
+        self.num_groups, self.group = self._groups(target_role, kind)
+
+    def _groups(self, target_role: np.ndarray, kind: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """``(number of groups, own group)`` of each rank that hears from sources: the cells stand
+        in that many groups of neighbors, and it hears from its own.
+
+        Ranks that want the same and whose nodes lack the same are spread evenly over the cells,
+        each near its own cell. Fewer of them than cells hear from several cells each.
+        """
+        num_groups = np.ones(len(target_role), dtype=np.int64)
+        group = np.zeros(len(target_role), dtype=np.int64)
+        part = np.flatnonzero(self.nodes.of_rank >= 0)
+        hears = part[self.is_head[self.nodes.of_rank[part]] & (target_role[part] >= 0)]
+        alike = target_role[hears] * (1 + kind.max(initial=0)) + kind[self.nodes.of_rank[hears]]
+        for number in np.unique(alike):
+            takers = hears[alike == number]
+            takers = takers[np.argsort(self.cell[takers], kind="stable")]
+            num_groups[takers] = min(self.num_cells, len(takers))
+            group[takers] = np.arange(len(takers)) * num_groups[takers] // len(takers)
+        return num_groups, group
+
+    def from_mates(self, want: Wanted, need: FromMates, nodes: np.ndarray) -> Delivery:
+        """All holders of the node take turns, least loaded first."""
+        targets = self.nodes.ranks[nodes, need.place]
+        sources = self.nodes.ranks[nodes][:, list(need.holders)]
+        order = np.argsort(self.load[sources], axis=1, kind="stable")
+        sources = np.take_along_axis(sources, order, axis=1)[:, : want.count]
+        delivery = Delivery(
+            want.class_index, need.rect, need.within, range(want.count), (), targets, sources
+        )
+        self._charge(delivery, want.itemsize)
+        return delivery
+
+    def from_afar(self, want: Wanted, need: FromAfar, nodes: np.ndarray) -> Iterator[Delivery]:
+        """Once into each node, at the places that want it in turn: tensors as far as they divide
+        evenly, then parts of the others. Only the first node of a chain hears from a source."""
+        heads = nodes[self.is_head[nodes]]
+        takers = need.takers if len(need.takers) > 1 else ()
+        for place, rect, turns in _shares(need, want.count):
+            ranks = self.nodes.ranks[heads, place]
+            for num_groups in np.unique(self.num_groups[ranks]):
+                targets = ranks[self.num_groups[ranks] == num_groups]
+                # Where there are fewer tensors than senders, the first ones send.
+                sources = self._choose(want.holders[need.within], targets)[:, : len(turns)]
+                delivery = Delivery(
+                    want.class_index, rect, need.within, turns, takers, targets, sources
+                )
+                self._charge(delivery, want.itemsize)
+                yield delivery
+
+    def _charge(self, delivery: Delivery, itemsize: int) -> None:
+        size = itemsize * elements(delivery.rect)
+        each = delivery.sources.shape[1]
+        for n in range(each):
+            np.add.at(self.load, delivery.sources[:, n], size * len(delivery.turns[n::each]))
+
+    def _choose(self, holders: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """[targets, k]: the senders of each target, which all stand at one place of their nodes and
+        have one number of groups.
+
+        Where a group has more targets than holders, holders on the rail of the targets come first,
+        and targets take turns at the least loaded; where it has more holders, each target hears
+        from several.
+        """
+        num_groups = int(self.num_groups[targets[0]])
+        group = self.group[targets]
+        held_in = self.cell * num_groups // self.num_cells
+        wanted = np.bincount(group, minlength=num_groups)
+        held = np.bincount(held_in[holders], minlength=num_groups)
+        if (held[wanted > 0] == 0).any():  # copies are not even: everybody hears from everybody
+            group = np.zeros_like(group)
+            held_in = np.zeros_like(held_in)
+            wanted = np.array([len(targets)])
+            held = np.array([len(holders)])
+        used = wanted > 0
+        each = int((held[used] // wanted[used]).min())
+        if each <= 1:
+            place = self.nodes.position[targets[0]]
+            on_rail = holders[self.nodes.position[holders] == place]
+            held_on_rail = np.bincount(held_in[on_rail], minlength=len(held))
+            if (held_on_rail[used] > 0).all():
+                holders = on_rail
+                held = held_on_rail
+        each = max(1, each)
+        order = np.lexsort((holders, self.load[holders], held_in[holders]))
+        holders = holders[order]
+        first = np.cumsum(held) - held
+        by_group = np.argsort(group, kind="stable")
+        turn = np.empty(len(targets), dtype=np.int64)
+        turn[by_group] = np.arange(len(targets)) - np.repeat(np.cumsum(wanted) - wanted, wanted)
+        among = turn[:, None] * each + np.arange(each)
+        return holders[first[group][:, None] + among % held[group][:, None]]
+
+
+def _shares(need: FromAfar, count: int) -> Iterator[tuple[int, Rect, Turns]]:
+    """``(place, rectangle, tensors)``: the share of each place that wants ``count`` tensors."""
+    num_takers = len(need.takers)
+    even = count - count % num_takers
+    parts = split(need.rect, num_takers) if even < count else []
+    for i, place in enumerate(need.takers):
+        if even:
+            yield place, need.rect, range(i, even, num_takers)
+        if i < len(parts):
+            yield place, parts[i], range(even, count)
+
+
+def _cells(source_role: np.ndarray) -> tuple[np.ndarray, int]:
+    """``(cell of each rank, number of cells)``: a cell has one rank of every role, so it holds a
+    whole model. Copies of a role that are too many are dealt out again."""
+    cell = np.zeros(len(source_role), dtype=np.int64)
+    sources = np.flatnonzero(source_role >= 0)
+    if not len(sources):
+        return cell, 1
+    counts = np.bincount(source_role[sources])
+    num_cells = int(counts.min())
+    by_role = sources[np.argsort(source_role[sources], kind="stable")]
+    cell[by_role] = np.arange(len(by_role)) - np.repeat(np.cumsum(counts) - counts, counts)
+    cell[sources] %= num_cells
+    return cell, num_cells
+
+
+def _chains(nodes: Nodes, is_source: np.ndarray, target_role: np.ndarray) -> np.ndarray:
+    """Node -> the node that it passes on to, -1 without one.
+
+    Nodes without training weights that want the same form chains of neighbors. As many chains as
+    the sources can feed at the rate at which a node takes: more would wait for the sources, fewer
+    would be longer.
+    """
+    next_node = np.full(len(nodes.ranks), -1)
+    if not len(nodes.ranks):
+        return next_node
+    present = nodes.ranks >= 0
+    held = is_source[nodes.ranks] & present
+    roles = np.where(present, target_role[nodes.ranks], -1)
+    pure = np.flatnonzero(~held.any(axis=1) & (roles >= 0).any(axis=1))
+    num_ranks_pure = int(present[pure].sum())
+    alike: dict[bytes, list[int]] = {}
+    for node in pure:
+        alike.setdefault(roles[node].tobytes(), []).append(int(node))
+    for members in alike.values():
+        fed = int(is_source.sum()) * len(members) // max(1, num_ranks_pure)
+        for chain in np.array_split(members, min(max(1, fed), len(members))):
+            next_node[chain[:-1]] = chain[1:]
+    return next_node
