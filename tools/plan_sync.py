@@ -1,14 +1,17 @@
 """Plan a weight sync for machines one does not have: bytes by link, staging memory, the lower
-bound, estimated seconds.
+bounds, simulated seconds.
 
     python tools/plan_sync.py --model 72b --train tp=8,pp=4,dp=2 --rollout tp=8,dp=8
     python tools/plan_sync.py --model qwen3-235b-a22b --train tp=4,pp=8,dp=4,ep=8 \\
         --rollout tp=8,dp=16 --json
 
-No weight is allocated. The estimate is, for the busiest process, its larger direction over NVLink
-plus its larger direction over the network, at the given speeds; copies on the device and latencies
-are left out. Rollout processes are the training processes, unless ``--disaggregated`` puts them
-behind those.
+    python tools/plan_sync.py --model 72b --train tp=8,pp=4,dp=2 --rollout tp=2,dp=224 \\
+        --disaggregated --network-gb-s 50
+
+No weight is allocated. The seconds are simulated message by message, in the order in which the
+transport sends them, at the given speeds; the least is that of the busiest link. Copies on the
+device are left out, and so are latencies unless they are given. Rollout processes are the training
+processes, unless ``--disaggregated`` puts them behind those.
 """
 
 from __future__ import annotations
@@ -25,16 +28,20 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from megatron_rl.errors import concerning
+from megatron_rl.planning.sync_time import Links, least_seconds, simulated_seconds
 from megatron_rl.planning.training_shards import (
+    Place,
     TrainingLayout,
     parse_rollout,
     parse_training,
+    place_of,
     training_shards,
 )
 from megatron_rl.policy.families import FAMILIES, Architecture, architecture_from
 from megatron_rl.types import Shard
-from megatron_rl.weight_sync.engine_tables import ModelShape, rollout_shards
-from megatron_rl.weight_sync.plan import Plan, Side, make_plan
+from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rollout_shards
+from megatron_rl.weight_sync.plan import make_plan
+from megatron_rl.weight_sync.roles import Side
 from megatron_rl.weight_sync.shards import ShardGroup
 
 # What is in the config.json of these models, as far as sizes go.
@@ -158,21 +165,20 @@ def whole_tensors(sources: Side) -> list[ShardGroup]:
     ]
 
 
-def seconds(plan: Plan, gpus_per_node: int, nvlink_gb_s: float, network_gb_s: float) -> float:
-    """Time of the busiest process at full link speed, directions at the same time."""
-    load: dict[int, dict[tuple[str, str], int]] = defaultdict(lambda: defaultdict(int))
-    for (source, target, _), size in plan.streams.items():
-        link = "node" if source // gpus_per_node == target // gpus_per_node else "network"
-        load[source][link, "out"] += size
-        load[target][link, "in"] += size
-    speeds = {"node": nvlink_gb_s * 1e9, "network": network_gb_s * 1e9}
-    slowest = 0.0
-    for of_rank in load.values():
-        times = [
-            max(of_rank[link, "in"], of_rank[link, "out"]) / speed for link, speed in speeds.items()
-        ]
-        slowest = max(slowest, sum(times))
-    return slowest
+def sides(arch: Architecture, train: TrainingLayout, rollout: RolloutLayout) -> tuple[Side, Side]:
+    """What every rank has, and what it wants; ranks of one role share their shards."""
+    held: dict[Place, list[ShardGroup]] = {}
+    sources = {}
+    for rank in range(train.world_size):
+        place = place_of(train, rank)
+        if place not in held:
+            held[place] = training_shards(arch, train, rank)
+        sources[rank] = held[place]
+    shape = ModelShape.of(arch)
+    ranks = rollout.ranks
+    size = max(rollout.tp, rollout.ep)
+    wanted = [rollout_shards(shape, rollout, rank) for rank in ranks[:size]]
+    return sources, {rank: wanted[i % size] for i, rank in enumerate(ranks)}
 
 
 def report(arguments: argparse.Namespace) -> dict[str, float]:
@@ -188,9 +194,7 @@ def report(arguments: argparse.Namespace) -> dict[str, float]:
             " equal or add --disaggregated"
         )
     began = time.perf_counter()
-    sources = {rank: training_shards(arch, train, rank) for rank in range(train.world_size)}
-    shape = ModelShape.of(arch)
-    targets = {rank: rollout_shards(shape, rollout, rank) for rank in rollout.ranks}
+    sources, targets = sides(arch, train, rollout)
     settings = {
         "gpus_per_node": arguments.gpus_per_node,
         "bucket_bytes": arguments.bucket_mib << 20,
@@ -201,20 +205,24 @@ def report(arguments: argparse.Namespace) -> dict[str, float]:
     whole = whole_tensors(sources)
     gather = make_plan(sources, dict.fromkeys(rollout.ranks, whole), **settings)
     assert gather.bytes_sent == plan.gather_bytes
-    speeds = (arguments.gpus_per_node, arguments.nvlink_gb_s, arguments.network_gb_s)
+    links = Links(arguments.nvlink_gb_s, arguments.network_gb_s, arguments.latency_us)
     return {
         "bytes_sent": plan.bytes_sent,
         "bytes_local": plan.bytes_local,
         "lower_bound": plan.lower_bound,
         "ratio": plan.ratio,
+        "node_bound": plan.node_bound,
+        "node_ratio": plan.node_ratio,
+        "most_peers": int(plan.flows.num_peers().max(initial=0)),
         "peak_staging_bytes": max(plan.schedule.peak_staging_bytes.values(), default=0),
         "gather_bytes": plan.gather_bytes,
         "bytes_same_node": plan.bytes_by_link["same_node"],
         "bytes_across_nodes": plan.bytes_by_link["across_nodes"],
         "gather_bytes_across_nodes": gather.bytes_by_link["across_nodes"],
         "rounds": plan.schedule.rounds,
-        "seconds": seconds(plan, *speeds),
-        "gather_seconds": seconds(gather, *speeds),
+        "seconds": simulated_seconds(plan, links),
+        "least_seconds": least_seconds(plan, links),
+        "gather_seconds": simulated_seconds(gather, links),
         "planning_seconds": took,
         "first_layers": train.parallel.first_stage_layers or 0,
         "last_layers": train.parallel.last_stage_layers or 0,
@@ -239,12 +247,15 @@ def show(figures: Mapping[str, float]) -> None:
     across = figures["gather_bytes_across_nodes"]
     print(f"{'sent across nodes':28}{gb('bytes_across_nodes')}{across / 1e9:>19,.2f} GB")
     print(f"{'sent':28}{gb('bytes_sent')}{figures['gather_bytes'] / 1e9:>19,.2f} GB")
-    print(f"{'lower bound':28}{gb('lower_bound')}   ratio {figures['ratio']:.2f}")
+    print(f"{'least across nodes':28}{gb('node_bound')}   ratio {figures['node_ratio']:.2f}")
+    print(f"{'least':28}{gb('lower_bound')}   ratio {figures['ratio']:.2f}")
     print(
         f"{'peak staging of a process':28}{figures['peak_staging_bytes'] / 2**20:>11,.0f} MiB   in"
         f" {figures['rounds']:.0f} rounds"
     )
-    print(f"{'estimated seconds':28}{figures['seconds']:>15.2f}{figures['gather_seconds']:>22.2f}")
+    print(f"{'peers of a process':28}{figures['most_peers']:>15.0f}")
+    print(f"{'simulated seconds':28}{figures['seconds']:>15.2f}{figures['gather_seconds']:>22.2f}")
+    print(f"{'least, by the busiest link':28}{figures['least_seconds']:>15.2f}")
     print(f"{'planned in':28}{figures['planning_seconds']:>13.2f} s")
 
 
@@ -294,6 +305,9 @@ def options() -> argparse.ArgumentParser:
         type=speed,
         default=45.0,
         help="GB/s of one GPU to other nodes, one direction",
+    )
+    parser.add_argument(
+        "--latency-us", type=float, default=0.0, help="microseconds of a message, beside its bytes"
     )
     parser.add_argument("--json", action="store_true")
     return parser

@@ -172,12 +172,6 @@ def _method(config: Config) -> Iterator[str]:
             )
         if config.mismatch_limits.warn_above is None:
             yield f"{reason} set mismatch_limits.warn_above (0.1 in rollout=vllm_fp8)"
-    if config.weight_sync.method == "reshard" and config.precision.params != config.rollout.dtype:
-        yield (
-            "weight_sync.method = reshard: moves bytes as they are, but precision.params ="
-            f" {config.precision.params} and rollout.dtype = {config.rollout.dtype}; make the two"
-            " equal, or set weight_sync.method=gather, which converts"
-        )
 
 
 def _precision(config: Config) -> Iterator[str]:

@@ -144,7 +144,7 @@ class RolloutConfig(Section):
 
 
 class WeightSyncConfig(Section):
-    method: Literal["gather", "reshard"]
+    method: Literal["auto", "gather", "reshard"]
     verify: bool
     bucket_mib: PositiveInt
     rounds_in_flight: PositiveInt
@@ -317,3 +317,12 @@ class Config(Section):
     rollout_hooks: RolloutHooks  # between scoring and credit, in this order: {name: {knobs}}
     nonfinite: NonFiniteConfig
     method: MethodConfig
+
+    @property
+    def sync_method(self) -> Literal["gather", "reshard"]:
+        """What ``weight_sync.method`` is, or what auto means here: reshard where policy and engine
+        have one dtype and the engine keeps its weights in it."""
+        if self.weight_sync.method != "auto":
+            return self.weight_sync.method
+        one_dtype = self.precision.params == self.rollout.dtype
+        return "reshard" if one_dtype and self.rollout.quantization is None else "gather"

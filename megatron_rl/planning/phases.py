@@ -104,7 +104,7 @@ def quantized_at_end(config: Config) -> bool:
     it replaces: the ranks of an engine agree on a scale, and shards of a plan arrive in another
     order on each (engine/worker.py, ``processing_is_collective``)."""
     rollout = config.rollout
-    planned = config.weight_sync.method == "reshard"
+    planned = config.sync_method == "reshard"
     return planned and rollout.quantization is not None and rollout.ranks > 1
 
 

@@ -224,25 +224,41 @@ def build_colocation(config: Config, policy: MegatronPolicy, engine: VllmEngine)
 def build_sync(
     config: Config, policy: MegatronPolicy, engine: VllmEngine, world: World
 ) -> WeightSync:
-    """Collective. ``weight_sync.method``: gather; or reshard, whose plan is made here, and its cost
-    is logged.
+    """Collective. Gather or reshard, see ``Config.sync_method``; the plan of reshard is made here,
+    and its cost is logged.
 
     Raises:
-        ValueError: policy and engine do not fit each other, or no plan is possible for the
-            architecture.
+        ValueError: policy and engine do not fit each other, or reshard was asked for and no plan is
+            possible for the architecture.
     """
     settings = config.weight_sync
-    if settings.method == "gather":
-        return GatherSync(policy, engine, verify=settings.verify)
-    origin = find_shards(engine, policy.arch, config.rollout, world.rank)
-    options = TransferOptions(settings.bucket_mib, settings.rounds_in_flight, settings.verify)
+    gather = GatherSync(policy, engine, verify=settings.verify)
+    if config.sync_method == "gather":
+        return gather
+    try:
+        origin = find_shards(engine, policy.arch, config.rollout, world.rank)
+        problem = ""
+    except ValueError as error:
+        if settings.method == "reshard":
+            raise
+        problem = str(error)
+    problems = [text for text in world.all_gather(problem) if text]
+    if problems:
+        if world.is_main:
+            logger.info("weight sync: weight_sync.method = auto is gather here: %s", problems[0])
+        return gather
+    options = TransferOptions(
+        settings.bucket_mib, settings.rounds_in_flight, settings.verify, cast=True
+    )
     sync = ReshardSync(policy, engine, options, gpus_per_node=world.local_size, device=device())
     if world.is_main:
         plan = sync.plan
-        sizes = (plan.bytes_sent, plan.lower_bound, plan.gather_bytes, plan.bytes_local)
+        across = plan.bytes_by_link["across_nodes"]
+        sizes = (plan.bytes_sent, across, plan.gather_bytes, plan.bytes_local)
         logger.info(
-            "weight sync: what the engine wants is %s; each sync sends %.1f MiB between processes"
-            " (least possible: %.1f; gathering: %.1f) and copies %.1f MiB inside them",
+            "weight sync: what the engine wants is %s; each sync sends %.1f MiB between processes,"
+            " %.1f of them across nodes, both the least possible (gathering: %.1f), and copies"
+            " %.1f MiB inside them",
             origin,
             *(size / 2**20 for size in sizes),
         )

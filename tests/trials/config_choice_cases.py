@@ -264,12 +264,6 @@ def format_choices() -> list[Case]:
             r"precision\.adam_moments",
         ),
         refused_toy(
-            "cfg74",
-            "planned sync of two dtypes",
-            ["weight_sync.method=reshard", "rollout.dtype=bfloat16"],
-            r"weight_sync\.method|rollout\.dtype",
-        ),
-        refused_toy(
             "cfg82",
             "durian without visual entropy",
             lambda place: ["method=durian", f"data.train={no_entropy(place)}"],

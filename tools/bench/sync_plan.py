@@ -21,16 +21,11 @@ from typing import TypeVar
 
 from machine import Watch, description
 
-from megatron_rl.planning.training_shards import (
-    parse_rollout,
-    parse_training,
-    place_of,
-    training_shards,
-)
-from megatron_rl.weight_sync.engine_tables import ModelShape, rollout_shards
-from megatron_rl.weight_sync.plan import Side, make_plan
+from megatron_rl.planning.training_shards import parse_rollout, parse_training
+from megatron_rl.weight_sync.plan import make_plan
 from megatron_rl.weight_sync.program import Program, compile_program
-from tools.plan_sync import architecture, even_out
+from megatron_rl.weight_sync.roles import Side
+from tools.plan_sync import architecture, even_out, sides
 
 Value = TypeVar("Value")
 MIB = 2**20
@@ -48,29 +43,14 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def sides(arguments: argparse.Namespace) -> tuple[Side, Side, list[range]]:
+def shards_of_all(arguments: argparse.Namespace) -> tuple[Side, Side, list[range]]:
     """What every rank has, what it wants, and the replicas."""
     arch = architecture(arguments.model)
     train = even_out(arch, parse_training("--train", arguments.train))
     rollout = parse_rollout("--rollout", arguments.rollout)
     if arguments.disaggregated:
         rollout = replace(rollout, first_rank=train.world_size)
-    shape = ModelShape.of(arch)
-    held: dict[object, list] = {}
-    sources = {}
-    for rank in range(train.world_size):
-        place = place_of(train, rank)
-        if place not in held:
-            held[place] = training_shards(arch, train, rank)
-        sources[rank] = held[place]
-    wanted: dict[int, list] = {}
-    targets = {}
-    for rank in rollout.ranks:
-        role = (rank - rollout.first_rank) % max(rollout.tp, rollout.ep)
-        if role not in wanted:
-            wanted[role] = rollout_shards(shape, rollout, rank)
-        targets[rank] = wanted[role]
-    return sources, targets, rollout.replicas
+    return (*sides(arch, train, rollout), rollout.replicas)
 
 
 def messages(program: Program) -> dict[str, int]:
@@ -100,7 +80,7 @@ def main() -> None:
     arguments = parser.parse_args()
     watch = Watch()
     before = peak_mib()
-    (sources, targets, replicas), shard_seconds = timed(lambda: sides(arguments))
+    (sources, targets, replicas), shard_seconds = timed(lambda: shards_of_all(arguments))
     plan, plan_seconds = timed(
         lambda: make_plan(
             sources,
