@@ -19,6 +19,20 @@ VISION_SH = "bash examples/vision_cpu/run.sh"
 SBATCH = "examples/slurm/train.sbatch"
 CONVERT = "python tools/convert_checkpoint.py"
 BENCH = "python tools/bench"
+PLAN_RUN = "python tools/plan_run.py --nodes 1 --model qwen2.5-7b experiment=qwen2_5_7b_8gpu"
+PLAN_72B = (
+    "python tools/plan_run.py --nodes 8 --model 72b --host-gib 1800 experiment=qwen2_5_7b_8gpu"
+    " parallel=tp8_pp4 rollout.tensor=8 batch.prompts_per_step=256"
+    " batch.tokens_per_microbatch=16384 rollout.max_response_tokens=8192"
+)
+PLAN_235B = (
+    "python tools/plan_run.py --nodes 128 --model qwen3-235b-a22b --host-gib 1800"
+    " experiment=qwen2_5_7b_8gpu parallel=tp4 parallel.sequence=true parallel.pipeline=8"
+    " parallel.first_stage_layers=11 parallel.last_stage_layers=11 parallel.expert=32"
+    " parallel.recompute=full rollout.tensor=8 rollout.gpu_memory_utilization=0.8"
+    " rollout.max_response_tokens=16384 batch.prompts_per_step=1024 batch.responses_per_prompt=16"
+    " batch.prompts_per_minibatch=256 batch.tokens_per_microbatch=32768"
+)
 # Seconds of training instead of minutes. An overlong penalty and resampling need a model that can
 # do something: left as they are.
 SHORT = (
@@ -129,6 +143,9 @@ LONG = {
         "python tools/plan_sync.py --model qwen3-235b-a22b --train tp=4,pp=8,dp=4,ep=8"
         " --rollout tp=8,dp=16 --json"
     ): Run(shows='"lower_bound'),
+    PLAN_RUN: Run(shows="(?s)sync .* peers .*step .*generation"),
+    PLAN_72B: Run(shows="24 peers of a rank"),
+    PLAN_235B: Run(shows="1024 GPUs(?s:.)*255 peers"),
     MAKER: Run("--steps 150", {"DIR": "{new}/model"}, shows="held-out greedy accuracy"),
     "python tools/make_toy_model.py --out DIR": Run("--steps 2", shows="held-out greedy accuracy"),
     "python tools/make_toy_model.py --out UNTRAINED --steps 1": Run(

@@ -22,8 +22,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_rl.planning.sync_time import Links, least_seconds, simulated_seconds
-
 from megatron_rl.config.checks import check
 from megatron_rl.config.layout_rules import replica_ranks
 from megatron_rl.config.load import compose, validate
@@ -43,6 +41,7 @@ from megatron_rl.planning.rollout_time import (
     response_lengths,
     rollout_time,
 )
+from megatron_rl.planning.sync_time import Links, least_seconds, simulated_seconds
 from megatron_rl.planning.training_shards import TrainingLayout
 from megatron_rl.policy.families import Architecture, read_architecture
 from megatron_rl.policy.work_model import WorkModel
@@ -190,7 +189,7 @@ def planned(config: Config, arch: Architecture, cluster: Cluster, lengths: np.nd
     return Page(
         stages=stages,
         too_large=problems(stages, config, room),
-        rollout=rollout_of(config, arch, cluster, lengths),
+        rollout=rollout_of(config, arch, cluster, lengths, stages[0].kv_cache),
         train_seconds=train,
         train_idle=idle_share(rows, data_ranks) if data_ranks > 1 else 0.0,
         sync=sync_of(config, arch, cluster),
@@ -199,10 +198,10 @@ def planned(config: Config, arch: Architecture, cluster: Cluster, lengths: np.nd
 
 
 def rollout_of(
-    config: Config, arch: Architecture, cluster: Cluster, lengths: np.ndarray
+    config: Config, arch: Architecture, cluster: Cluster, lengths: np.ndarray, cache_bytes: int
 ) -> Rollout:
     """Ranks of a replica read their share of weights and cache at the same time, stages one after
-    the other."""
+    the other. As many sequences run as the cache holds of the mean length."""
     rollout = config.rollout
     heads = max(1, arch.num_kv_heads // rollout.tensor)
     layers = longest_stage(arch, rollout)
@@ -212,10 +211,12 @@ def rollout_of(
         rollout.pipeline * token_bytes,
         cluster.memory_gb_s,
     )
+    mean_tokens = rollout.max_prompt_tokens + float(lengths.mean())
+    fit = max(1, int(cache_bytes / (token_bytes * mean_tokens)))
     return rollout_time(
         lengths.tolist(),
         cluster.size // rollout.ranks,
-        max_sequences(rollout, cluster.gpu_gib),
+        min(fit, max_sequences(rollout, cluster.gpu_gib)),
         step,
         rollout.max_prompt_tokens,
     )

@@ -1,0 +1,62 @@
+"""tools/plan_run.py: its figures by hand where they can be, and what it refuses."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.unit.planning_of_7b import PARAMETERS
+from tools import plan_run
+
+SEVEN = ["--model", "qwen2.5-7b", "experiment=qwen2_5_7b_8gpu"]
+
+
+def page(capsys, monkeypatch, *words: str) -> tuple[int, dict[str, str], str]:
+    """Exit status, lines by their first word, and what stands on stderr."""
+    monkeypatch.setattr(sys, "argv", ["plan_run.py", *words])
+    status = plan_run.main()
+    printed = capsys.readouterr()
+    found: dict[str, str] = {}
+    for line in printed.out.splitlines():
+        word, _, rest = line.partition(" ")
+        found[word] = f"{found.get(word, '')}{rest.strip()}\n"
+    return status, found, printed.err
+
+
+def test_seven_billion_on_a_node(capsys, monkeypatch) -> None:
+    status, found, _ = page(capsys, monkeypatch, "--nodes", "1", "--storage-gb-s", "10", *SEVEN)
+    assert status == 0
+    assert found["engines"] == "4 of tensor 2 x pipeline 1\n"
+    # Weights in bfloat16, master weights and two moments in float32, from 8 ranks.
+    of_rank = 14 * PARAMETERS / 8 / 1e9
+    assert found["checkpoint"].startswith(f"{of_rank:.2f} GB a rank, {8 * of_rank / 10:.1f} s, ev")
+    assert "0.0 GB across nodes" in found["sync"]
+
+
+def test_what_does_not_fit_is_said(capsys, monkeypatch) -> None:
+    status, found, _ = page(capsys, monkeypatch, "--nodes", "1", "--gpu-gib", "24", *SEVEN)
+    assert status == 1
+    assert "NOT FIT: generation needs" in found["DOES"]
+
+
+def test_the_tail_of_the_lengths_is_what_idles(capsys, monkeypatch) -> None:
+    def idle(*words: str) -> float:
+        _, found, _ = page(capsys, monkeypatch, "--nodes", "1", *words, *SEVEN)
+        return float(found["rollout"].rpartition("idle ")[2].rstrip("%\n"))
+
+    assert idle("--median", "100", "--p99", "3000") > idle("--median", "1000", "--p99", "1000")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--model", "9b", "experiment=qwen2_5_7b_8gpu"], "--model 9b: give one of 7b"),
+        ([*SEVEN, "parallel.tensor=3"], "parallel.tensor = 3"),
+        ([*SEVEN, "--median", "10", "--p99", "5"], "--median 10 --p99 5: give 0 < median <= p99"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_message(capsys, monkeypatch, words, says) -> None:
+    status, found, error = page(capsys, monkeypatch, "--nodes", "1", *words)
+    assert status == 2 and not found
+    assert says in error
