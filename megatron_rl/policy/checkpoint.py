@@ -57,7 +57,7 @@ WRITER_THREADS = {"cuda": 4, "cpu": 1}
 # Blocks of host memory of a save that is waited for: one is filled while others are written.
 WAITING_BLOCKS = 2
 # Of a save that is not: this part of a rank's share at a time, the rest when some is written.
-HELD_SHARE = 0.9
+HELD_SHARE = 0.85
 _COMPARED = 2**20  # elements at a time: what a core's cache keeps
 
 
