@@ -2,7 +2,7 @@
 
 The caller's values are copied into blocks of host memory; from then on they may change. Threads
 write the blocks into files, force these to the disk, and leave a receipt that names every file and
-chunk, with digests. A block is given back as soon as it is written.
+chunk, with digests. A block is used again as soon as it is written.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from megatron_rl.checkpoints.chunks import Chunk, Place, Range
 from megatron_rl.checkpoints.directory import to_disk
 
 RECEIPT = ".written-"
-# Large enough for a disk, small enough for torch's page-locked memory, which comes in powers of 2.
-BLOCK_BYTES = 2**26
+# Large enough for a disk; a power of 2, in which torch takes page-locked memory.
+BLOCK_BYTES = 2**25
+NICENESS = 10  # of the threads; higher yields more, up to 19
 _ALIGNMENT = 16
 _BUFFER_BYTES = 1 << 20
 
@@ -39,12 +40,34 @@ class Settings:
     Args:
         threads: each has a file of its own.
         pinned: the values are on a CUDA device, and are copied to page-locked memory.
-        blocks: of host memory at the most; None: as many as the values need.
+        blocks: of host memory at the most; who copies more waits until one is written.
     """
 
     threads: int
     pinned: bool
-    blocks: int | None
+    blocks: int
+
+
+class Memory:
+    """Blocks of host memory that are free, kept for the next checkpoint: new memory takes several
+    times as long to fill, and page-locked memory longer still."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int, *, pinned: bool) -> Tensor:
+        """A block; others than of this size are given up."""
+        with self._lock:
+            self._free = [block for block in self._free if block.numel() == num_bytes]
+            if self._free:
+                return self._free.pop()
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+
+    def give(self, block: Tensor) -> None:
+        """Takes a block back."""
+        with self._lock:
+            self._free.append(block)
 
 
 @dataclass
@@ -66,14 +89,17 @@ class PartWriter:
     added after it is dropped.
     """
 
-    def __init__(self, folder: Path, rank: int, num_bytes: int, settings: Settings) -> None:
+    def __init__(
+        self, folder: Path, rank: int, num_bytes: int, settings: Settings, memory: Memory
+    ) -> None:
         self.error: BaseException | None = None
+        self._memory = memory
         self._folder = folder
         self._rank = rank
         self._settings = settings
         even = -(-num_bytes // settings.threads) + _ALIGNMENT
         self._block_bytes = min(BLOCK_BYTES, -(-even // _ALIGNMENT) * _ALIGNMENT)
-        self._room = threading.Semaphore(settings.blocks) if settings.blocks else None
+        self._room = threading.Semaphore(settings.blocks)
         self._block: _Block | None = None
         self._blocks = 0
         self._small_files: list[tuple[str, bytes]] = []
@@ -140,11 +166,9 @@ class PartWriter:
 
     def _current(self) -> _Block:
         if self._block is None:
-            if self._room is not None:
-                self._room.acquire()
+            self._room.acquire()
             pinned = self._settings.pinned
-            memory = torch.empty(self._block_bytes, dtype=torch.uint8, pin_memory=pinned)
-            self._block = _Block(memory)
+            self._block = _Block(self._memory.take(self._block_bytes, pinned=pinned))
         return self._block
 
     def _hand_over(self) -> None:
@@ -159,6 +183,8 @@ class PartWriter:
         self._block = None
 
     def _work(self, number: int) -> None:
+        # Of this thread alone: where cores are few, the run comes first.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         name = f"__{self._rank}_{number}.distcp"
         try:
             with _HashedFile(self._folder / name) as file:
@@ -184,19 +210,18 @@ class PartWriter:
                 begin = file.position
                 torch.save(_stored(block.memory, span, dtype, chunk), cast(IO[bytes], file))
                 arrays.append([*_plain(chunk), name, begin, file.position - begin])
-            del block
-            self._give_back()
+            self._give_back(block)
         return arrays, objects
 
     def _drop(self, blocks: queue.SimpleQueue[_Block | None]) -> None:
         """Takes what still comes, so that nobody waits for room."""
-        self._give_back()
-        while blocks.get() is not None:
-            self._give_back()
+        self._room.release()  # for the block that was being written
+        while (block := blocks.get()) is not None:
+            self._give_back(block)
 
-    def _give_back(self) -> None:
-        if self._room is not None:
-            self._room.release()
+    def _give_back(self, block: _Block) -> None:
+        self._memory.give(block.memory)
+        self._room.release()
 
     def _finish(self) -> None:
         for thread in self._threads:

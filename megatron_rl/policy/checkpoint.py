@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +24,13 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from torch import Tensor
 
 from megatron_rl.checkpoints import directory, facts, safe_load
-from megatron_rl.checkpoints.part_writer import PartWriter, Settings, saved_bytes
+from megatron_rl.checkpoints.part_writer import (
+    BLOCK_BYTES,
+    Memory,
+    PartWriter,
+    Settings,
+    saved_bytes,
+)
 from megatron_rl.checkpoints.saving import Saving
 from megatron_rl.config.number_formats import format_name
 from megatron_rl.config.schema import ModelConfig, ParallelConfig
@@ -49,7 +56,9 @@ LAYOUT = ("tensor", "pipeline", "context", "data", "expert", "expert_tensor")
 WRITER_THREADS = {"cuda": 4, "cpu": 1}
 # Blocks of host memory of a save that is waited for: one is filled while others are written.
 WAITING_BLOCKS = 2
-_COMPARED = 2**24  # elements at a time
+# Of a save that is not: this part of a rank's share at a time, the rest when some is written.
+HELD_SHARE = 0.85
+_COMPARED = 2**20  # elements at a time: what a core's cache keeps
 
 
 class TrainingState(Protocol):
@@ -65,6 +74,7 @@ class TrainingState(Protocol):
     optimizer: Any  # a MegatronOptimizer
     optimizer_steps: int
     reference: Reference | None
+    checkpoint_memory: Memory
 
     def wait_for_param_gather(self) -> None: ...
 
@@ -99,7 +109,7 @@ def start(
         extra: tensors, numbers, text and containers of them, equal on all ranks.
         about: JSON that goes into the manifest.
         after: called in a thread of rank 0 when the checkpoint is whole.
-        blocks: see ``part_writer.Settings``.
+        blocks: see ``part_writer.Settings``; None: for ``HELD_SHARE``.
     """
     policy.wait_for_param_gather()
     on_main(lambda: directory.begin(path))
@@ -119,8 +129,12 @@ def _begin(
     sharded = sharded_model(policy)
     stored = stored_parameters(sharded, policy.optimizer)
     kind = device().type
+    num_bytes = _about_bytes(stored)
+    if blocks is None:
+        blocks = max(WAITING_BLOCKS, math.ceil(HELD_SHARE * num_bytes / BLOCK_BYTES))
     settings = Settings(WRITER_THREADS[kind], kind == "cuda", blocks)
-    writer = PartWriter(partial, dist.get_rank(), _about_bytes(stored), settings)
+    memory = policy.checkpoint_memory
+    writer = PartWriter(partial, dist.get_rank(), num_bytes, settings, memory)
     _copy(writer, stored, policy.reference)
     for shard in (shard for shards in sharded for shard in shards.values()):
         if isinstance(shard, ShardedObject) and is_main_replica(shard.replica_id):
@@ -141,8 +155,9 @@ def gather(value: Any) -> list[Any]:
 
 
 def _about_bytes(stored: Sequence[StoredParameter]) -> int:
-    """What this rank copies, in float32 and without a reference."""
-    return 12 * sum(item.writes[1] - item.writes[0] for item in stored if item.is_main)
+    """What this rank copies: see planning/policy_memory.py."""
+    sizes = [item.writes[1] - item.writes[0] for item in stored if item.is_main]
+    return 12 * sum(sizes)
 
 
 def _copy(

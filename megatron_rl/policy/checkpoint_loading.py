@@ -53,16 +53,26 @@ def load(policy: TrainingState, path: Path) -> Mapping[str, Any]:
     common = safe_load.load_plain(path / safe_load.COMMON, str(path / safe_load.COMMON))
     with platform(), torch.no_grad():
         create_state(policy.optimizer)
-        _load_common(policy, common["optimizer"])
+        _load_common(policy, path, common["optimizer"])
         _load_tensors(policy, path)
     unshare_steps(policy.optimizer)
     policy.optimizer_steps = common["optimizer_steps"]
     return extra
 
 
-def _load_common(policy: TrainingState, common: dict[Any, Any]) -> None:
-    """Step counts and parameter groups; the tensors of the optimizer stay as they are."""
+def _load_common(policy: TrainingState, path: Path, common: dict[Any, Any]) -> None:
+    """Step counts and parameter groups; the tensors of the optimizer stay as they are.
+
+    Raises:
+        ValueError: experts have an optimizer of their own on one side only.
+    """
     local, state = extract_nonpersistent(sharded_optimizer(policy, is_loading=True))
+    if (0 in common) != (0 in state):  # megatron numbers them where there are two
+        raise ValueError(
+            f"checkpoint {path} was written with experts"
+            f" {'over several ranks' if 0 in common else 'whole on every rank'}, and this run has"
+            " them otherwise; set parallel.expert so that it is 1 in both or in none"
+        )
     tensors, _ = extract_sharded_base(state)
     loaded = merge(_without_tensors(common), dict_list_map_outplace(_unwrapped, local))
     own = dict_list_map_outplace(lambda shard: shard.data, tensors)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from megatron_rl.checkpoints.part_writer import Memory
 from megatron_rl.checkpoints.saving import Saving
 from megatron_rl.config.layout_rules import layout_problems
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
@@ -90,6 +91,7 @@ class MegatronPolicy:
         self.settings = settings
         self.total_optimizer_steps = settings.total_optimizer_steps
         self.optimizer_steps = 0
+        self.checkpoint_memory = Memory()
         self.device = device()
         self.vocab_rows = padded_vocab(
             self.arch.vocab_size, model.make_vocab_divisible_by, parallel.tensor

@@ -71,7 +71,14 @@ MOVES = {
         ("tp2_bf16", Case("pp2", {"pipeline": 2}, "bfloat16")),
         ("dp2_bf16", Case("tp2", {"tensor": 2, **SHARDED}, "bfloat16", reference=True)),
         ("pp2_tied", Case("tp2", {"tensor": 2}, model="qwen2_tied", reference=True)),
-        ("ep2", Case("pp2", {"pipeline": 2, **SHARDED}, model="qwen3_moe")),
+        (
+            "ep2",
+            Case(
+                "tp2_ep2",
+                {"tensor": 2, "sequence": True, "expert": 2, **SHARDED},
+                model="qwen3_moe",
+            ),
+        ),
     ],
     4: [
         ("dp2_bf16", Case("tp2_dp2", {"tensor": 2, **SHARDED}, "bfloat16", reference=True)),

@@ -52,8 +52,8 @@ def test_the_plain_way_writes_and_reads_the_same_bits(folder):
 
 @pytest.mark.full
 def test_every_bit_moves_into_other_layouts(folder):
-    """TP2 to PP2 and DP2, DP2 to one rank and to TP2 x DP2, EP2 to PP2 and EP2 x DP2; with and
-    without the distributed optimizer, in fp32 and bf16."""
+    """TP2 to PP2 and DP2, DP2 to one rank and to TP2 x DP2, EP2 to TP2 x EP2 and EP2 x DP2;
+    with and without the distributed optimizer, in fp32 and bf16."""
     if not (folder / "tp2").exists():
         phase("write", 2, folder, 7)
     for nproc, cases in ((1, 3), (2, 6), (4, 3)):

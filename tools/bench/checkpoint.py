@@ -10,10 +10,12 @@ shares, waited    every rank writes its share, two blocks of host memory at a ti
 shares, behind    the same, copied first and written by threads; nothing else runs meanwhile
 
 Bytes are those of the files a rank wrote. Memory is the highest resident set above that before the
-call, by the parameters of the rank (page-locked memory of a GPU counts too). "blocks" is the time
-until the caller goes on, "whole" until the checkpoint is sealed; their ratio is the share of the
-write that a step waits for. Files go to the disk of --folder (fsync) in every way. Reading: seconds
-and bytes that the process asked the system for, from files that are in its cache.
+call, by the parameters of the rank, of a first write, which is not counted otherwise: the blocks of
+host memory are kept for the next one. "blocks" is the time until the caller goes on, "whole" until
+the checkpoint is sealed; their ratio is the share of the write that a step waits for. Processor
+seconds say more where other programs take the cores: those of the thread that calls, until it goes
+on, and of all threads of the rank. Files go to the disk of --folder (fsync) in every way. Reading:
+seconds and bytes that the process asked the system for, from files that are in its cache.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ from gpu_model import (
 )
 from machine import Watch, description, in_turns, spread
 
+from megatron_rl.checkpoints.part_writer import Memory
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.runtime import launch
 from megatron_rl.runtime.launch import World
@@ -57,6 +60,7 @@ class Cost:
 
     blocks_s: float
     whole_s: float
+    caller_cpu_s: list[float]  # of the thread that calls, until it goes on
     cpu_s: list[float]
     peak_bytes: list[int]
     file_bytes: list[int] = field(default_factory=list)
@@ -83,19 +87,22 @@ def measured(world: World, begin: Callable[[], Callable[[], object]]) -> Cost:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts anew
     before = resident_bytes("VmRSS")
     cpu = time.process_time()
+    caller = time.thread_time()
     start = time.perf_counter()
     end = begin()
+    caller = time.thread_time() - caller
     blocks = time.perf_counter() - start
     end()
     whole = time.perf_counter() - start
     rows = world.all_gather(
-        (blocks, whole, time.process_time() - cpu, resident_bytes("VmHWM") - before)
+        (blocks, whole, caller, time.process_time() - cpu, resident_bytes("VmHWM") - before)
     )
     return Cost(
         max(row[0] for row in rows),
         max(row[1] for row in rows),
         [row[2] for row in rows],
         [row[3] for row in rows],
+        [row[4] for row in rows],
     )
 
 
@@ -107,13 +114,14 @@ class Ways:
         self._policy = policy
         self._folder = folder
 
-    def writing(self) -> dict[str, Callable[[], Cost]]:
+    def writing(self, *, fresh: bool = False) -> dict[str, Callable[[], Cost]]:
+        """``fresh``: with no memory kept from an earlier write."""
         begins: dict[str, Callable[[Path], Callable[[], object]]] = {
             "gathered": self._gathered,
             "shares, waited": self._waited,
             "shares, behind": self._behind,
         }
-        return {name: partial(self._written, name, begin) for name, begin in begins.items()}
+        return {name: partial(self._written, name, begin, fresh) for name, begin in begins.items()}
 
     def path(self, name: str) -> Path:
         return self._folder / name.replace(", ", "_") / "step_000001"
@@ -130,7 +138,11 @@ class Ways:
         saving = self._policy.start_save(path, {"step": 1})
         return lambda: saving.check(self._world.all_gather, wait=True)
 
-    def _written(self, name: str, begin: Callable[[Path], Callable[[], object]]) -> Cost:
+    def _written(
+        self, name: str, begin: Callable[[Path], Callable[[], object]], fresh: bool
+    ) -> Cost:
+        if fresh:
+            self._policy.checkpoint_memory = Memory()
         path = self.path(name)
         self._world.from_main(lambda: shutil.rmtree(path.parent, ignore_errors=True))
         cost = measured(self._world, partial(begin, path))
@@ -138,7 +150,7 @@ class Ways:
             sum(file.stat().st_size for file in path.glob(f"__{rank}_*"))
             for rank in range(self._world.size)
         ]
-        return Cost(cost.blocks_s, cost.whole_s, cost.cpu_s, cost.peak_bytes, sizes)
+        return replace(cost, file_bytes=sizes)
 
     def reading(self) -> dict[str, Callable[[], tuple[Cost, list[int]]]]:
         gathered, shares = self.path("gathered"), self.path("shares, behind")
@@ -163,19 +175,19 @@ class Ways:
         return cost, self._world.all_gather(read_bytes() - before)
 
 
-def writing_row(name: str, costs: list[Cost], parameters: int) -> dict[str, Any]:
+def writing_row(name: str, first: Cost, costs: list[Cost], parameters: int) -> dict[str, Any]:
     last = costs[-1]
     total = sum(last.file_bytes)
-    peaks = [max(cost.peak_bytes) / parameters for cost in costs]
     return {
         "way": name,
         "MB by rank": " / ".join(f"{size / 1e6:.0f}" for size in last.file_bytes),
         "% by rank": " / ".join(f"{100 * size / total:.1f}" for size in last.file_bytes),
-        "peak B/parameter": spread(peaks).text(),
+        "peak B/parameter": f"{max(first.peak_bytes) / parameters:.2f}",
         "blocks s": spread([cost.blocks_s for cost in costs]).text(),
         "whole s": spread([cost.whole_s for cost in costs]).text(),
         "blocks / whole %": spread([100 * cost.blocks_s / cost.whole_s for cost in costs]).text(0),
-        "processor s a rank": spread([max(cost.cpu_s) for cost in costs]).text(),
+        "processor s of the caller": spread([max(cost.caller_cpu_s) for cost in costs]).text(),
+        "of a rank": spread([max(cost.cpu_s) for cost in costs]).text(),
     }
 
 
@@ -214,12 +226,14 @@ def main() -> None:
     own = list(range(2 * world.rank, 2 * world.rank + 2))
     policy.update_microbatches(rows, [own], policy_gradient)
     ways = Ways(world, policy, options.folder / "written")
-    in_turns(ways.writing(), 1)  # not counted
+    first = in_turns(ways.writing(fresh=True), 1)
     written = in_turns(ways.writing(), options.repeats)
     read = in_turns(ways.reading(), options.repeats)
     load = watch.load(sum(world.all_gather(watch.own_since())))
     if world.is_main:
-        writing = [writing_row(name, costs, parameters) for name, costs in written.items()]
+        writing = [
+            writing_row(name, first[name][0], costs, parameters) for name, costs in written.items()
+        ]
         reading = [reading_row(name, costs, parameters) for name, costs in read.items()]
         print(description(), "; torch", torch.__version__, "; ", load, sep="")
         print(f"{parameters / 1e6:.1f} million parameters in {options.params}, {world.size} ranks")

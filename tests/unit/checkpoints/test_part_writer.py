@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as torch_checkpoint
 from megatron_rl.checkpoints import directory, part_writer, sealing
 from megatron_rl.checkpoints.chunks import Box, Place
 from megatron_rl.checkpoints.part_reader import PartReader
-from megatron_rl.checkpoints.part_writer import PartWriter, Settings
+from megatron_rl.checkpoints.part_writer import Memory, PartWriter, Settings
 from megatron_rl.checkpoints.safe_load import SafeReader, UnsafeError
 from megatron_rl.checkpoints.saving import Saving
 from megatron_rl.runtime.digest import file_digest
@@ -24,7 +24,7 @@ from tests.ranks import on_ranks
 
 ARRAY = torch.arange(6 * 5, dtype=torch.float32).view(6, 5) / 7
 WHOLE = Place("whole", (6, 5), torch.float32, (Box((0, 0), (6, 5)),))
-ONE_THREAD = Settings(threads=1, pinned=False, blocks=None)
+ONE_THREAD = Settings(threads=1, pinned=False, blocks=100)
 
 
 def alone(value):
@@ -34,7 +34,7 @@ def alone(value):
 def saving(path: Path, *, settings: Settings = ONE_THREAD, after=None) -> tuple[PartWriter, Saving]:
     """A checkpoint of one rank, to be filled and closed."""
     partial = directory.begin(path)
-    writer = PartWriter(partial, 0, 10_000, settings)
+    writer = PartWriter(partial, 0, 10_000, settings, Memory())
     return writer, Saving(path, writer, 10_000, 1, {"step": 1}, after)
 
 
@@ -63,7 +63,7 @@ def read_by_torch(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("blocks", [None, 1])
+@pytest.mark.parametrize("blocks", [1, 100])
 def test_torch_reads_what_was_written(tmp_path, threads, blocks, monkeypatch):
     monkeypatch.setattr(part_writer, "BLOCK_BYTES", 48)  # 12 numbers: chunks end within rows
     path = written(tmp_path / "step_000001", settings=Settings(threads, False, blocks))
@@ -76,6 +76,31 @@ def test_torch_reads_what_was_written(tmp_path, threads, blocks, monkeypatch):
     assert sorted(names) == sorted(
         file.name for file in path.iterdir() if file.name != directory.MANIFEST
     ), "no receipt is left"
+
+
+def test_memory_is_bounded_and_used_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(part_writer, "BLOCK_BYTES", 4096)
+    memory = Memory()
+    taken: list[int] = []
+    take = memory.take
+
+    def counted(num_bytes, *, pinned):
+        taken.append(num_bytes)
+        return take(num_bytes, pinned=pinned)
+
+    monkeypatch.setattr(memory, "take", counted)
+    values = torch.arange(100_000, dtype=torch.float32)
+    place = Place("array", (100_000,), torch.float32, (Box((0,), (100_000,)),))
+    for step in (1, 2):
+        partial = directory.begin(tmp_path / f"step_00000{step}")
+        writer = PartWriter(partial, 0, values.nbytes, Settings(2, False, 3), memory)
+        handle = Saving(tmp_path / f"step_00000{step}", writer, 0, 1, {}, None)
+        writer.copy(values, 0, [place])
+        writer.close()
+        assert handle.check(alone, wait=True)
+        assert torch.equal(read_by_torch(tmp_path / f"step_00000{step}")["array"], values)
+        assert len(memory._free) <= 3
+    assert len(taken) == 2 * 98 and set(taken) == {4096}
 
 
 def test_any_range_is_read_into_memory_that_is_there(tmp_path):
@@ -164,7 +189,7 @@ def test_nothing_is_sealed_before_every_part_is_there(tmp_path):
     partial = directory.begin(path)
     top = Place("whole", (6, 5), torch.float32, (Box((0, 0), (3, 5)),))
     bottom = Place("whole", (6, 5), torch.float32, (Box((3, 0), (3, 5)),))
-    first, second = (PartWriter(partial, rank, 100, ONE_THREAD) for rank in range(2))
+    first, second = (PartWriter(partial, rank, 100, ONE_THREAD, Memory()) for rank in range(2))
     handle = Saving(path, first, 100, 2, {}, None)
     first.copy(ARRAY.view(-1)[:15], 0, [top])
     first.close()
@@ -209,7 +234,7 @@ def test_a_full_disk_is_said_and_the_older_checkpoint_stays(tmp_path):
     path = written(tmp_path / "step_000001")
     partial = directory.begin(path)
     full_disk(partial, "__0_0.distcp")
-    writer = PartWriter(partial, 0, 10_000, Settings(1, False, 1))
+    writer = PartWriter(partial, 0, 10_000, Settings(1, False, 1), Memory())
     handle = Saving(path, writer, 10_000, 1, {}, None)
     for _ in range(3):  # more than there is room for: what comes after the error is dropped
         writer.copy(torch.zeros(10_000), 0, [WHOLE])
@@ -234,7 +259,8 @@ def test_every_rank_learns_that_one_could_not_write(tmp_path):
     if rank == 0:
         full_disk(directory.begin(path), "__1_0.distcp")
     dist.barrier()
-    writer = PartWriter(path.with_name(path.name + directory.PARTIAL), rank, 100, ONE_THREAD)
+    partial = path.with_name(path.name + directory.PARTIAL)
+    writer = PartWriter(partial, rank, 100, ONE_THREAD, Memory())
     handle = Saving(path, writer, 100, 2, {} if rank == 0 else None, None)
     boxes = (Box((3 * rank, 0), (3, 5)),)
     own = Place("whole", (6, 5), torch.float32, boxes)
