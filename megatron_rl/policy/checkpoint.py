@@ -70,11 +70,13 @@ class TrainingState(Protocol):
     parallel: ParallelConfig
     config: Any  # megatron's TransformerConfig
     ranks: Ranks
-    modules: Sequence[Any]
     optimizer: Any  # a MegatronOptimizer
     optimizer_steps: int
     reference: Reference | None
     checkpoint_memory: Memory
+
+    @property
+    def modules(self) -> Sequence[Any]: ...
 
     def wait_for_param_gather(self) -> None: ...
 
