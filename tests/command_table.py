@@ -108,6 +108,10 @@ QUICK = {
     "python tools/plan_sync.py --model 72b --train tp=8,pp=4,dp=2 --rollout tp=8,dp=8": Run(
         shows="lower bound"
     ),
+    (
+        "python tools/plan_sync.py --model 72b --train tp=8,pp=4,dp=2 --rollout tp=2,dp=224"
+        " --disaggregated --network-gb-s 50"
+    ): Run(shows="across nodes.*ratio 1.00"),
     "python tools/method_cards.py --check": Run(shows="up to date"),
     "python tools/style_figures.py": Run(
         shows=r"comment / code lines .*\n.*\n\| \*\*megatron_rl\*\*"
@@ -273,6 +277,10 @@ LONG = {
     f"{BENCH}/convert.py FOLDER": Run(
         "--layers 1 --max-file-mb 100 --repeats 1", shows="load average"
     ),
+    (
+        f"{BENCH}/sync_plan.py --model qwen3-235b-a22b --train tp=4,pp=8,dp=32,ep=32"
+        " --rollout tp=8,dp=128"
+    ): Run(shows='"ratio": 1.0.*load average'),
     (
         "torchrun --standalone --nproc-per-node 4 tools/bench/sync.py --train tp=2,pp=2"
         " --rollout tp=1,dp=4 --hidden 1024 --layers 8"

@@ -247,8 +247,8 @@ def show(figures: Mapping[str, float]) -> None:
     across = figures["gather_bytes_across_nodes"]
     print(f"{'sent across nodes':28}{gb('bytes_across_nodes')}{across / 1e9:>19,.2f} GB")
     print(f"{'sent':28}{gb('bytes_sent')}{figures['gather_bytes'] / 1e9:>19,.2f} GB")
-    print(f"{'least across nodes':28}{gb('node_bound')}   ratio {figures['node_ratio']:.2f}")
-    print(f"{'least':28}{gb('lower_bound')}   ratio {figures['ratio']:.2f}")
+    print(f"{'lower bound across nodes':28}{gb('node_bound')}   ratio {figures['node_ratio']:.2f}")
+    print(f"{'lower bound':28}{gb('lower_bound')}   ratio {figures['ratio']:.2f}")
     print(
         f"{'peak staging of a process':28}{figures['peak_staging_bytes'] / 2**20:>11,.0f} MiB   in"
         f" {figures['rounds']:.0f} rounds"
