@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
@@ -375,7 +375,7 @@ class MegatronPolicy:
 
     def save(self, path: Path, extra: Values, about: Values | None = None) -> None:
         self._offload.require("weights", "gradients", "optimizer")
-        checkpoint.save(cast(Any, self), path, extra, about)
+        checkpoint.save(self, path, extra, about)
 
     def start_save(
         self, path: Path, extra: Values, about: Values | None = None, after: After = None
