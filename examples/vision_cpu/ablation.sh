@@ -3,6 +3,7 @@
 # finished is not done again. Arguments are further overrides:
 #   bash examples/vision_cpu/ablation.sh trainer.num_steps=2 evaluation.num_prompts=16
 set -euo pipefail
+# shellcheck source=SCRIPTDIR/toy.sh
 source "$(dirname "${BASH_SOURCE[0]}")/toy.sh"
 
 "$python" -m megatron_rl.sweep --out runs/vision_ablation --nproc 2 --config-dir "$repo/examples/vision_cpu/ablation" \

@@ -3,6 +3,7 @@
 # of prompts with the answers before and after. Arguments are overrides:
 #   bash examples/vision_cpu/run.sh run_dir=runs/mine seed=2 trainer.num_steps=4 method=durian
 set -euo pipefail
+# shellcheck source=SCRIPTDIR/toy.sh
 source "$(dirname "${BASH_SOURCE[0]}")/toy.sh"
 
 run_dir=runs/vision_cpu

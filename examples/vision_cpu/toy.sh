@@ -1,3 +1,4 @@
+# shellcheck shell=bash disable=SC2034 # the variables are for the scripts that source this
 # Sourced by the scripts beside it: environment, tasks and toy Qwen2.5-VL, kept in .work/ of the repository.
 # Gives repo, python and made, the folder that holds model/ and tasks/.
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
