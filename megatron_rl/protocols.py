@@ -136,6 +136,10 @@ class Saving(Protocol):
         values of all ranks. Raises on every rank what kept one of them from writing, ValueError
         where its disk is full."""
 
+    def end(self, within_s: float) -> None:
+        """Not collective, for a run that ends by an error: waits so long for the threads of this
+        process."""
+
 
 class Policy(Protocol):
     """The trained model and its frozen reference.

@@ -132,7 +132,7 @@ QUICK = {
         " model.path=/shared/models/Qwen2.5-7B"
     ): Run(
         instead={f"sbatch --nodes 4 {SBATCH}": f"bash {SBATCH} --dry-run --nproc 8"},
-        shows=r"torch\.distributed\.run .* megatron_rl\.train run_dir=/shared/runs/a",
+        shows=r"torch\.distributed\.run .* megatron_rl\.train .*run_dir=/shared/runs/a",
     ),
     f"sbatch {SBATCH} run_dir=DIR key=value": Run(
         instead={f"sbatch {SBATCH}": f"bash {SBATCH} --dry-run --nproc 8"},
@@ -171,6 +171,16 @@ LONG = {
     ),
     f"{VISION_SH} run_dir=runs/mine seed=2 trainer.num_steps=4 method=durian": Run(
         f"{SHORT} run_dir=runs/vision_durian", shows="finished"
+    ),
+    "python tools/verify_checkpoint.py run_dir/checkpoints": Run(
+        instead={"run_dir": "runs/quickstart_cpu"},
+        shows=r"step_\d{6}: whole, .* sizes and digests agree",
+        before=((RUN_SH, Run(SHORT)),),
+    ),
+    "python tools/verify_checkpoint.py --sizes-only run_dir/checkpoints": Run(
+        instead={"run_dir": "runs/quickstart_cpu"},
+        shows=r"step_\d{6}: whole",
+        before=((RUN_SH, Run(SHORT)),),
     ),
     "bash examples/vision_cpu/ablation.sh": Run(
         SHORT, shows="(?s)combination.*method=durian", limit_s=900
@@ -321,6 +331,15 @@ NOT_RUN = {
     ".venv/bin/python -m megatron_rl.train --cfg job method=rloo_token_mean": GUIDE,
     **{f".venv/bin/pytest tests/unit/{name}": GUIDE for name in GUIDE_TESTS},
     "bash tools/setup_cpu.sh": "the network, minutes: .ci/run",
+    "python tools/verify_checkpoint.py run_dir/checkpoints/step_000020": (
+        "the folder of all of a run is given above"
+    ),
+    "torchrun --standalone --nproc-per-node 2 tools/bench/checkpoint.py --folder DIR": (
+        "minutes, and gigabytes on the disk"
+    ),
+    "bash examples/vision_cpu/ablation.sh trainer.num_steps=2 evaluation.num_prompts=16": (
+        "as without the overrides, which the test gives smaller"
+    ),
     "python tools/mutate_loss.py": "minutes: tests/unit/loss/test_mutations.py",
     "python tools/mutate_loss.py --sample 20 --seed 1": (
         "a minute: tests/unit/loss/test_mutations.py"

@@ -160,9 +160,9 @@ class PartWriter:
             blocks.put(None)
         self._last.start()
 
-    def join(self) -> None:
+    def join(self, within_s: float | None = None) -> None:
         """Waits until the part is written, or has failed."""
-        self._last.join()
+        self._last.join(within_s)
 
     def _current(self) -> _Block:
         if self._block is None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from megatron_rl.checkpoints.directory import PARTIAL
@@ -76,6 +77,14 @@ class Saving:
         if wait:
             reports = self._reports(gather)
         return reports[0].sealed
+
+    def end(self, within_s: float) -> None:
+        """Not collective, for a run that ends by an error: gives the threads of this process so
+        long to finish."""
+        ends_at = monotonic() + within_s
+        self._writer.join(within_s)
+        if self._info is not None:
+            self._sealer.join(max(0.0, ends_at - monotonic()))
 
     def _reports(self, gather: Gather) -> list[_Report]:
         reports: list[_Report] = gather(self._report())

@@ -52,6 +52,8 @@ from megatron_rl.trainer.start import (
     scores_until,
 )
 
+# How long a run that ends by an error waits for the checkpoint that is being written.
+_LAST_WRITE_S = 60.0
 logger = logging.getLogger(__name__)
 
 
@@ -160,6 +162,12 @@ class RunFolder:
         if saving.check(self._world.all_gather, wait=wait):
             self._saving = None
             failure.saved(step)
+
+    def end_save(self) -> None:
+        """Not collective, when the run ends by an error: what is on its way to the disk gets there,
+        as far as this process can see to it."""
+        if self._saving is not None:
+            self._saving[1].end(_LAST_WRITE_S)
 
     def _keep(self, scores: Scores) -> None:
         """Removes old checkpoints, and says in ``best.json`` which is the best (rank 0).

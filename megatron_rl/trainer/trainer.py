@@ -38,6 +38,13 @@ class Trainer:
     def run(self) -> None:
         """Trains to ``num_steps``, until the held-out score has stopped rising, or to the next step
         boundary after a stop request (then leaves a checkpoint and a ``requeue`` marker)."""
+        try:
+            self._train()
+        except Exception:
+            self.folder.end_save()
+            raise
+
+    def _train(self) -> None:
         folder = self.folder
         num_steps = self.config.num_steps
         self.display.line(f"results go to {folder.path}")

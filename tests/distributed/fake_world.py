@@ -145,8 +145,9 @@ def _flat(given: Any) -> Iterator[torch.Tensor]:
 def fake_world(rank: int, ranks: int, answers: Answers) -> Iterator[None]:
     """``torch.distributed`` as rank ``rank`` of ``ranks`` sees it, none of the others there. Groups
     that megatron wants with gloo are fake too. An object is gathered as this rank's own from
-    everyone, but for the layers of pipeline stages."""
+    everyone, but for the layers of pipeline stages; one that is broadcast stays as it is."""
     new_group, gather_object = dist.new_group, dist.all_gather_object
+    broadcast_objects = dist.broadcast_object_list
 
     def fake_group(*args: Any, backend: str | None = None, **more: Any) -> Any:
         return new_group(*args, **more)
@@ -158,8 +159,10 @@ def fake_world(rank: int, ranks: int, answers: Answers) -> Iterator[None]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     dist.new_group, dist.all_gather_object = fake_group, gather
+    dist.broadcast_object_list = lambda objects, src, group=None: None
     try:
         yield
     finally:
         dist.new_group, dist.all_gather_object = new_group, gather_object
+        dist.broadcast_object_list = broadcast_objects
         dist.destroy_process_group()

@@ -22,6 +22,7 @@ from megatron_rl.planning.advice import describe, problems
 from megatron_rl.planning.at_start import plan as memory_plan
 from megatron_rl.planning.parameter_counts import stage_counts
 from megatron_rl.planning.phases import Room
+from megatron_rl.planning.sync_time import Links, least_seconds, simulated_seconds
 from megatron_rl.policy.families import architecture_from
 from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.plan import make_plan
@@ -137,9 +138,9 @@ def engine_bytes(model: ModelShape, ranks: int) -> int:
     )
 
 
-def planned(case: Case, rollout_tensor: int) -> None:
-    """Every byte of every engine rank arrives once, from itself or from another; the rounds are
-    hardly more than the busiest needs."""
+def planned(case: Case, rollout_tensor: int, slack: float) -> None:
+    """Every byte of every engine rank arrives once, from itself or from another; the messages,
+    simulated one by one in their rounds, end within ``slack`` of what the busiest link needs."""
     config, parallel = CONFIGS[case.model], case.parallel(narrow=False)
     model = shape_from_hf(config.to_dict())
     train = train_layout(parallel, case.ranks)
@@ -156,7 +157,9 @@ def planned(case: Case, rollout_tensor: int) -> None:
         sent["out of", source] += size
         sent["into", target] += size
     needed = math.ceil(max(sent.values()) / BUCKET)
-    assert needed <= plan.schedule.rounds <= 1.15 * needed
+    assert needed <= plan.schedule.rounds
+    links = Links(nvlink_gb_s=400.0, network_gb_s=45.0)
+    assert simulated_seconds(plan, links) <= slack * least_seconds(plan, links)
     print(
         f"\n{case.name}: {plan.bytes_sent / 1e9:.1f} GB sent, "
         f"{plan.bytes_local / 1e9:.1f} GB local, {plan.schedule.rounds} rounds"
@@ -168,23 +171,28 @@ def named(name: str) -> Case:
     return case
 
 
-SMALL_PLANS = [(CORE[0], 2), (CORE[2], 8)]
-LARGE_PLANS = [(CORE[3], 8), (named("70b on 256: tensor=8,pipeline=4,context=2"), 8)]
+SMALL_PLANS = [(CORE[0], 2, 1.15), (CORE[2], 8, 1.15)]
+# What is handed on inside a node overlaps with what comes from other nodes only in part: with
+# experts on 8 ranks and engines as wide as a node that shows.
+LARGE_PLANS = [
+    (CORE[3], 8, 1.4),
+    (named("70b on 256: tensor=8,pipeline=4,context=2"), 8, 1.15),
+]
 
 
 @pytest.mark.parametrize(
-    ("case", "tensor"), SMALL_PLANS, ids=[case.name for case, _ in SMALL_PLANS]
+    ("case", "tensor", "slack"), SMALL_PLANS, ids=[case.name for case, *_ in SMALL_PLANS]
 )
-def test_plans_of_weight_syncs(case, tensor):
-    planned(case, tensor)
+def test_plans_of_weight_syncs(case, tensor, slack):
+    planned(case, tensor, slack)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("case", "tensor"), LARGE_PLANS, ids=[case.name for case, _ in LARGE_PLANS]
+    ("case", "tensor", "slack"), LARGE_PLANS, ids=[case.name for case, *_ in LARGE_PLANS]
 )
-def test_large_plans_of_weight_syncs(case, tensor):
-    planned(case, tensor)
+def test_large_plans_of_weight_syncs(case, tensor, slack):
+    planned(case, tensor, slack)
 
 
 @pytest.mark.parametrize(

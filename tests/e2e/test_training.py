@@ -273,7 +273,7 @@ def test_preemption_leaves_a_checkpoint_and_a_marker(folder, start):
             r"memory plan of a rank in GiB .*: weights 270.84, .*\nerror: 1 problem in the memory"
             r" plan \(memory.enforce=false starts all "
             r"the same\):\n  - the run needs \d{4}\.\d GiB on a rank of pipeline stage 0, .* most"
-            r" of it is optimizer \(541.7 GiB\): ",
+            r" of it is checkpoint_copy \(1083.4 GiB\): set checkpoint.background=false",
         ),
         (
             ["batch.tokens_per_microbatch=1000000000", "batch.responses_per_prompt=50000000"],

@@ -17,7 +17,6 @@ from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.trainer.build import find_shards
 from megatron_rl.types import Shard
 from megatron_rl.weight_sync import transport
-from megatron_rl.weight_sync.engine_tables import RolloutLayout
 from tests.numerics import rollout_models as small
 from tests.numerics.reshard_parts import (
     GREEDY,
@@ -210,9 +209,8 @@ def declared_shards_serve_where_nothing_was_recorded() -> None:
     want = answers(engine)[:2]
     recorded, engine._boxes = engine._boxes, None
     record, worker.record_shards = worker.record_shards, computing
-    layout = RolloutLayout(1, WORLD.size)
     try:
-        origin = find_shards(engine, policy.arch, "float32", layout, WORLD.rank)
+        origin = find_shards(engine, policy.arch, small.engine_config(), WORLD.rank)
     finally:
         worker.record_shards = record
     assert origin.startswith("declared (") and engine._boxes != recorded

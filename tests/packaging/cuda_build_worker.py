@@ -114,13 +114,14 @@ def build(fake: FakeTensorMode, tensor: int, folder: Path) -> MegatronPolicy:
     (folder / "config.json").write_text(json.dumps(QWEN_7B))
     machine = Machine((9, 0), None, "transformer_engine")
     model_room.this_machine = megatron_policy.this_machine = lambda: machine
-    megatron_policy.HfDirectory.__init__ = lambda self, path: None
-    megatron_policy.HfDirectory.check = lambda self, arch: None
+    weights.HfDirectory.__init__ = lambda self, path: None
+    weights.HfDirectory.check = lambda self, arch: None
     # Transformer Engine's Adam allocates where it is made.
     megatron_policy.optim_room.build_optimizer = lambda *_: None
     dist.all_gather_object = all_gather_object
     torch.nn.Module._apply = converted
     weights.load = lambda *_, **__: None
+    weights.from_first_rank = lambda action: action()
     paths = [f"model.path={folder}", "data.train=-", "data.eval=-"]
     layout = [f"parallel.tensor={tensor}", f"parallel.sequence={tensor > 1}".lower()]
     run = validate(Config, compose("config", [*paths, *layout, "precision=bf16"]), "test")

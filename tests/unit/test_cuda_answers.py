@@ -109,7 +109,9 @@ def nccl_beside_gloo(patch: Patch, _: Any) -> None:
     patch.setattr(launch, "Attendance", lambda rank, size: None)
     patch.setattr(failure, "joined", lambda rank, peers: None)
     patch.setattr(torch.cuda, "set_device", lambda index: seen.update(device=index))
-    patch.setattr(dist, "new_group", lambda backend: control if backend == "gloo" else None)
+    patch.setattr(
+        dist, "new_group", lambda backend, timeout: control if backend == "gloo" else None
+    )
     patch.setattr(dist, "get_rank", lambda: 1)
     patch.setattr(dist, "get_world_size", lambda: 2)
     patch.setattr(dist, "all_gather_object", gather)

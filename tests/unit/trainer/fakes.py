@@ -84,11 +84,18 @@ class BanditSaving:
         self.looks += 1
         self.waits += wait
         if wait or self.looks > 1:
-            self._write()
-            if self._after is not None:
-                self._after()
-            self.done = True
+            self._finish()
         return self.done
+
+    def end(self, within_s: float) -> None:
+        assert within_s > 0
+        self._finish()
+
+    def _finish(self) -> None:
+        self._write()
+        if self._after is not None:
+            self._after()
+        self.done = True
 
 
 class BanditPolicy:
