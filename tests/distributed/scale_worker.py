@@ -10,6 +10,8 @@ import json
 import sys
 from pathlib import Path
 
+import torch
+
 from megatron_rl.config.layout_rules import stage_layers
 from megatron_rl.config.load import compose
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
@@ -59,6 +61,15 @@ def batch(todo: Work) -> SequenceBatch:
     )
 
 
+def fill(policy: MegatronPolicy) -> None:
+    """Any finite weights: the rank that would read and send them is not there."""
+    with torch.no_grad():
+        for module in policy.modules:
+            for parameter in module.parameters():
+                parameter.normal_(0.0, 0.02)
+    policy.optimizer.reload_model_params()
+
+
 def check(case: Case, rank: int, arch: Architecture, folder: Path) -> None:
     parallel = case.parallel(narrow=True)
     todo, chunks = work(case, arch, parallel), layers_of_stages(arch, parallel)
@@ -82,6 +93,7 @@ def check(case: Case, rank: int, arch: Architecture, folder: Path) -> None:
                 tokens_per_microbatch=todo.length,
             ),
         )
+        fill(policy)
         assert (
             policy.data_parallel_size * parallel.tensor * parallel.context * parallel.pipeline
             == case.ranks
