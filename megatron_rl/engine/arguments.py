@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.engine.filling import WITHOUT_WEIGHTS
 from megatron_rl.engine.requests import Sight
 from megatron_rl.runtime.launch import NO_LIMIT
 
@@ -54,7 +55,7 @@ def engine_arguments(
         "cpu_distributed_timeout_seconds": int(NO_LIMIT.total_seconds()),
     }
     if without_weights:
-        arguments["load_format"] = "dummy"
+        arguments["load_format"] = WITHOUT_WEIGHTS
     if sight is not None:
         arguments["limit_mm_per_prompt"] = {"image": sight.max_images, "video": 0}
         # The limits of the policy; the model's own may allow images of 16 thousand tokens, for

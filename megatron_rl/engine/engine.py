@@ -15,7 +15,12 @@ from torch import Tensor
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engine.arguments import engine_arguments
-from megatron_rl.engine.filling import Shapes, all_reached, can_wait_for_sync
+from megatron_rl.engine.filling import (
+    Shapes,
+    all_reached,
+    can_wait_for_sync,
+    register_loader,
+)
 from megatron_rl.engine.refusals import building
 from megatron_rl.engine.requests import Sight, check_expansion, request
 from megatron_rl.engine.requirements import check_start
@@ -131,6 +136,7 @@ class VllmEngine:
             prepare_import()
             from vllm import LLM  # after prepare_import, whose settings it reads
 
+            register_loader()
             # vLLM learns of streams that are set after its import, so the stream comes now.
             stream = EngineStream()
             stack.enter_context(stream.entered())

@@ -1,8 +1,10 @@
-"""Whether the first weight sync fills an engine that was built without weights."""
+"""An engine that is built without weights, and whether the first weight sync fills it."""
 
 from __future__ import annotations
 
 import logging
+from functools import cache
+from typing import Any
 
 import torch.distributed as dist
 
@@ -10,6 +12,7 @@ from megatron_rl.config.schema import RolloutConfig
 
 logger = logging.getLogger(__name__)
 
+WITHOUT_WEIGHTS = "megatron_rl_without_weights"  # a load format of vLLM's
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -22,6 +25,25 @@ def can_wait_for_sync(config: RolloutConfig) -> bool:
             config.quantization,
         )
     return config.quantization is None
+
+
+@cache
+def register_loader() -> None:
+    """Makes ``WITHOUT_WEIGHTS`` known to vLLM, once in this process."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    class LoaderWithoutFiles(DummyModelLoader):
+        """Arbitrary numbers in the parameters. Buffers keep what the model has computed for them
+        (how an image is normalized), for no file and no sync may have it."""
+
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+            super().load_weights(model, model_config)
+            for buffer, values in kept:
+                buffer.copy_(values)
+
+    register_model_loader(WITHOUT_WEIGHTS)(LoaderWithoutFiles)
 
 
 def all_reached(reason: str) -> bool:

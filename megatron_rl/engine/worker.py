@@ -222,9 +222,8 @@ def built_with_values(model: nn.Module) -> Iterator[str]:
     for path, layer in model.named_modules():
         if is_deferred_attention_layer(layer):
             continue
-        tensors = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
-        for name, tensor in tensors:
-            if name not in layer._non_persistent_buffers_set and tensor.is_floating_point():
+        for name, tensor in layer.named_parameters(recurse=False):
+            if tensor.is_floating_point():
                 yield f"{path}.{name}" if path else name
 
 

@@ -200,16 +200,13 @@ def build_engine(
     """Collective. The engine takes its memory when it is built: the policy makes room for it as it
     does in every step, and gets it back."""
     policy.offload(config.memory.offload)
-    awaited = None
-    if policy.arch.vision is None:  # a tower that was built without its files does not become right
-        awaited = world.from_main(lambda: expected_tensors(Path(config.model.path)))
     engine = VllmEngine(
         config.model.path,
         config.rollout,
         seed=config.seed,
         launch_id=world.launch_id,
         sight=sight,
-        awaited=awaited,
+        awaited=world.from_main(lambda: expected_tensors(Path(config.model.path))),
     )
     # Before the engine sleeps: a plan looks at its weights.
     weight_sync = build_sync(config, policy, engine, world)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from megatron_rl.data.vision import VisionProcessor
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.engine.requests import Sight
+from megatron_rl.engine.stream import expected_tensors
 from megatron_rl.runtime import launch
 from megatron_rl.types import Completion, Image, Prompt
 from tests.numerics import rollout_models as small
@@ -192,6 +193,24 @@ def a_planned_sync_leaves_nothing_of_the_old_tower() -> None:
     agree(PROMPTS, ENGINE.generate(PROMPTS, SAMPLING))
 
 
+def an_engine_without_files_sees_after_a_sync() -> None:
+    """What the model computes for itself (how an image is normalized) is in no file and no sync."""
+    awaited = expected_tensors(PATH)
+    sight = Sight(VISION, max_images=2)
+    engine = VllmEngine(
+        str(PATH), CONFIG, seed=0, launch_id=WORLD.launch_id, sight=sight, awaited=awaited
+    )
+    weights = change_the_tower(5)
+    try:
+        engine.generate(PROMPTS, SAMPLING)
+    except RuntimeError as error:
+        assert "built without weights" in str(error), "the files were not read"
+    else:
+        raise AssertionError("an engine without weights has answered")
+    engine.load_weights(iter(weights.items()), 1)
+    agree(PROMPTS, engine.generate(PROMPTS, SAMPLING))
+
+
 def the_logprob_check_sees_a_stale_tower() -> None:
     """The engine keeps the old tower, all else is new: prompts of text show nothing."""
     images = [one.images for one in PROMPTS]
@@ -218,6 +237,7 @@ if __name__ == "__main__":
                 another_processor_is_noticed,
                 a_gathered_sync_leaves_nothing_of_the_old_tower,
                 a_planned_sync_leaves_nothing_of_the_old_tower,
+                an_engine_without_files_sees_after_a_sync,
                 the_logprob_check_sees_a_stale_tower,
             )
         }

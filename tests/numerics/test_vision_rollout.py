@@ -16,6 +16,7 @@ CASES = (
     "another_processor_is_noticed",
     "a_gathered_sync_leaves_nothing_of_the_old_tower",
     "a_planned_sync_leaves_nothing_of_the_old_tower",
+    "an_engine_without_files_sees_after_a_sync",
     "the_logprob_check_sees_a_stale_tower",
 )
 
