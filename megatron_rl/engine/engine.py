@@ -14,13 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.engine import filling
 from megatron_rl.engine.arguments import engine_arguments
-from megatron_rl.engine.filling import (
-    Shapes,
-    all_reached,
-    can_wait_for_sync,
-    register_loader,
-)
 from megatron_rl.engine.refusals import building
 from megatron_rl.engine.requests import Sight, check_expansion, request
 from megatron_rl.engine.requirements import check_start
@@ -72,7 +67,7 @@ class VllmEngine:
         seed: int,
         launch_id: str,
         sight: Sight | None = None,
-        awaited: Shapes | None = None,
+        awaited: filling.Shapes | None = None,
     ) -> None:
         """Collective. ``launch_id``: unique to the launch, equal on its ranks. ``sight``: None
         where no prompt has images. ``awaited``: the tensors (as ``expected_tensors`` gives them)
@@ -113,7 +108,7 @@ class VllmEngine:
                 config.sleep_level,
             )
         check_start(config)
-        self._is_filled = awaited is None or not can_wait_for_sync(config)
+        self._is_filled = awaited is None or not filling.can_wait_for_sync(config)
         self._stream, self._llm = self._build(model_path, launch_id)
         _ALIVE.append(self._llm)
         if not self._is_filled:
@@ -122,7 +117,7 @@ class VllmEngine:
     def _read_what_no_sync_fills(self) -> None:
         """Collective: the files after all, where a rank finds weights that no sync reaches."""
         with self._working() as llm:
-            if not all_reached(llm.collective_rpc("unreached", args=(self._expected,))[0]):
+            if not filling.all_reached(llm.collective_rpc("unreached", args=(self._expected,))[0]):
                 llm.collective_rpc("load_files")
                 self._is_filled = True
 
@@ -136,7 +131,7 @@ class VllmEngine:
             prepare_import()
             from vllm import LLM  # after prepare_import, whose settings it reads
 
-            register_loader()
+            filling.register_loader()
             # vLLM learns of streams that are set after its import, so the stream comes now.
             stream = EngineStream()
             stack.enter_context(stream.entered())
