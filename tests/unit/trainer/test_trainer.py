@@ -159,14 +159,14 @@ def test_dynamic_sampling_keeps_informative_groups_and_refills(build):
     last = rows(trainer)[-1]
     assert last["rollout/num_responses"] == 32
     assert last["credit/zero_spread_group_share"] == 0
-    assert trainer.source.engine.requests > 4 * 3
+    assert len(trainer.source.engine.begun) > 4 * 3 * 8
 
 
 def test_dynamic_sampling_without_any_informative_group_says_what_to_do(build):
     trainer = build(
         method="dapo", method_overrides=["reward_shaping.overlong=null"], answers="nothing"
     )
-    with pytest.raises(ValueError, match=r"dynamic sampling: all 40 groups of step 1 .* 10 rounds"):
+    with pytest.raises(ValueError, match="dynamic sampling: all 40 groups of step 1 were"):
         trainer.run()
 
 
