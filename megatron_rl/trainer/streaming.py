@@ -155,6 +155,7 @@ class Streaming:
         with clock("rollout"):
             sampled = world.all_gather(replica.num_tokens if number == 0 else 0)
             outcome = world.from_main(lambda: dispatcher.outcome(sum(sampled)))
+        if world.is_main:
             self._mail.receive(_TO_MAIN)  # of responses that came too late to count
         return outcome, replica
 
