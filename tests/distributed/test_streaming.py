@@ -173,7 +173,7 @@ class _Counting:
 def test_no_token_is_mailed() -> None:
     for num_bytes, num_tokens in call(2, mailed):
         assert num_tokens > 1000 * PER_PROMPT
-        assert 0 < num_bytes < 1000 * 6 * PER_PROMPT < num_tokens
+        assert 0 < num_bytes < num_tokens / 2, "less than a byte for two tokens"
 
 
 def failing(num_replicas: int) -> str:
