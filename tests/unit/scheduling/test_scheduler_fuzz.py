@@ -71,15 +71,36 @@ class World:
     batches: list[tuple[int, list[int]]] = field(default_factory=list)
     num_workers: int = 0
     is_training: bool = False
+    judges_slowly: bool = False
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.rules)
 
     def event(self) -> None:
-        kinds = [self.answer] * 40 + [self.judge] * 12 + [self.train] * 4 + [self.switch] * 4
-        kinds += [self.join, self.leave, self.fail, self.restart]
+        kinds = [self.answer] * 40 + [self.judge] * (4 if self.judges_slowly else 11) + [self.train] * 4 + [self.switch] * 4
+        kinds += [self.join, self.leave, self.fail, self.restart, self.look_for_requests]
         self.rng.choice(kinds)()
         self.look()
+
+    def look_for_requests(self) -> None:
+        """Every request of an open batch is in one place, and there are no others."""
+        scheduler = self.scheduler
+        waiting = [request for heap in scheduler.queue._waiting.values() for request in heap]
+        workers = scheduler.queue.workers.values()
+        running = [request for worker in workers for request in worker.running]
+        answered = [
+            Request(batch.version, group, response)
+            for batch in scheduler._batches
+            for group in range(batch.start, batch.start + batch.admitted)
+            for response in scheduler._answered.get(group, ())
+        ]
+        expected = [
+            Request(batch.version, group, response)
+            for batch in scheduler._batches
+            for group in range(batch.start, batch.start + batch.admitted)
+            for response in range(self.rules.responses_per_group)
+        ]
+        assert sorted([*waiting, *running, *answered]) == sorted(expected)
 
     def look(self) -> None:
         """Submits and aborts as told; nothing runs twice, nothing beyond a capacity."""
@@ -166,7 +187,7 @@ def test_random_events_train_what_a_plain_loop_trains(name: str) -> None:
     verdict = wants(0.4) if rules.lockstep else lambda version, group: wants(0.4)(0, group)
     num_steps = 0
     for seed in range(4):
-        world = World(rules, verdict, random.Random(seed))
+        world = World(rules, verdict, random.Random(seed), judges_slowly=seed % 2 == 1)
         for _ in range(EVENTS // len(SETTINGS) // 4):
             world.event()
         expected = [pair for pair, _ in zip(trained(rules, verdict), world.batches, strict=False)]
