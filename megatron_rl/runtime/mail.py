@@ -23,7 +23,10 @@ class Mail:
     """
 
     def __init__(self, world: World) -> None:
-        self._store = dist.distributed_c10d._get_default_store() if world.size > 1 else None
+        # Any: it takes bytes, though its signature says text.
+        self._store: Any = None
+        if world.size > 1:
+            self._store = dist.distributed_c10d._get_default_store()
         self._here: dict[str, deque[Any]] = defaultdict(deque)  # in a world of one
         self._num_read: dict[str, int] = defaultdict(int)
 

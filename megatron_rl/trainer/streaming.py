@@ -18,6 +18,7 @@ None of this changes what is sampled or trained: see ``scheduling/batches.py``.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -131,13 +132,28 @@ class Streaming:
         dispatcher: Dispatcher | None = None
         if world.is_main:
             dispatcher = Dispatcher(order, self._engine.num_replicas, self._engine.capacity)
+        with self._display.phase(f"{order.what}: generating", announced=False):
+            self._generate(order, replica, dispatcher, clock)
+        self._judge.forget()
+        with clock("rollout"):
+            sampled = world.all_gather(replica.num_tokens if number == 0 else 0)
+            outcome = world.from_main(partial(_outcome, dispatcher, sum(sampled)))
+        if world.is_main:
+            self._mail.receive(_TO_MAIN)  # of responses that came too late to count
+        return outcome, replica
+
+    def _generate(
+        self, order: Order, replica: Replica, dispatcher: Dispatcher | None, clock: Clock
+    ) -> None:
+        """One turn after the other, until rank 0 says that it is over."""
         report = self._display.generating(order.what)
         pause_s = _SHORTEST_PAUSE_S
         is_over = False
         while not is_over:
             with clock("reward" if dispatcher and dispatcher.only_judges else "rollout"):
+                has_heard = False
                 if dispatcher is not None:
-                    self._dispatch(dispatcher)
+                    has_heard = self._dispatch(dispatcher)
                     report(dispatcher.progress)
                 tasks = self._next_tasks()
                 for task in tasks:
@@ -146,26 +162,21 @@ class Streaming:
                 events = replica.work(order)
                 if events:
                     self._mail.send(_TO_MAIN, events)
-                if events or tasks or replica.is_busy:
+                if has_heard or tasks or events or replica.is_busy:
                     pause_s = _SHORTEST_PAUSE_S
-                elif number == 0:
+                elif self._world.rank == self.leader:  # the others wait for its broadcast
                     time.sleep(pause_s)
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        self._judge.forget()
-        with clock("rollout"):
-            sampled = world.all_gather(replica.num_tokens if number == 0 else 0)
-            outcome = world.from_main(lambda: dispatcher.outcome(sum(sampled)))
-        if world.is_main:
-            self._mail.receive(_TO_MAIN)  # of responses that came too late to count
-        return outcome, replica
 
-    def _dispatch(self, dispatcher: Dispatcher) -> None:
-        """Rank 0: what has come, and what follows from it."""
-        for events in self._mail.receive(_TO_MAIN):
+    def _dispatch(self, dispatcher: Dispatcher) -> bool:
+        """Rank 0: what has come, and what follows from it; whether anything has."""
+        letters = self._mail.receive(_TO_MAIN)
+        for events in letters:
             for event in events:
                 dispatcher.hear(event)
         for replica, task in dispatcher.tasks().items():
             self._mail.send(_box(replica), task)
+        return bool(letters)
 
     def _next_tasks(self) -> list[Task]:
         """What this replica is to do, in order: equal on all of its ranks."""
@@ -179,6 +190,11 @@ class Streaming:
         carried: list[Any] = [tasks]
         dist.broadcast_object_list(carried, src=self.leader, group=self._team)
         return carried[0]
+
+
+def _outcome(dispatcher: Dispatcher | None, sampled_tokens: int) -> Outcome:
+    assert dispatcher is not None, "rank 0 has it"
+    return dispatcher.outcome(sampled_tokens)
 
 
 def _box(replica: int) -> str:

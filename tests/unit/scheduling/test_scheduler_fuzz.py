@@ -77,7 +77,12 @@ class World:
         self.scheduler = Scheduler(self.rules)
 
     def event(self) -> None:
-        kinds = [self.answer] * 40 + [self.judge] * (4 if self.judges_slowly else 11) + [self.train] * 4 + [self.switch] * 4
+        kinds = (
+            [self.answer] * 40
+            + [self.judge] * (4 if self.judges_slowly else 11)
+            + [self.train] * 4
+            + [self.switch] * 4
+        )
         kinds += [self.join, self.leave, self.fail, self.restart, self.look_for_requests]
         self.rng.choice(kinds)()
         self.look()
