@@ -317,7 +317,8 @@ class RolloutEngine(Protocol):
 
 
 class Reward(Protocol):
-    """Text in, verdict out; deterministic."""
+    """Text in, verdict out; deterministic: a verdict does not depend on the other responses of a
+    call. Called in a thread of its own, one call after the other, while an engine generates."""
 
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], truncated: Sequence[bool]

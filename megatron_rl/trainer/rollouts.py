@@ -1,5 +1,5 @@
-"""Prompts in, scored responses out: generation over the engine's replicas, rewards, dynamic
-sampling with refills."""
+"""Prompts in, scored responses out: what a step asks ``streaming`` for, and what it makes of the
+answers."""
 
 from __future__ import annotations
 
