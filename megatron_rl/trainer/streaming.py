@@ -132,6 +132,7 @@ class Streaming:
         dispatcher: Dispatcher | None = None
         if world.is_main:
             dispatcher = Dispatcher(order, self._engine.num_replicas, self._engine.capacity)
+        clock.add({"rollout": 0.0, "reward": 0.0})  # a metric of every step, also where it is 0
         with self._display.phase(f"{order.what}: generating", announced=False):
             self._generate(order, replica, dispatcher, clock)
         self._judge.forget()

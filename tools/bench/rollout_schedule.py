@@ -8,7 +8,8 @@ reach the limit of 32,768 tokens. A group is wanted with a given probability, in
 tables, each with the speed against its first column:
 
 One step: 128 prompts x 8, all wanted. "Shares of prompts" is the schedule that this project had
-before: a contiguous share of the prompts for each replica.
+before: a contiguous share of the prompts for each replica. "Partial": responses go on in the next
+step, see ``megatron_rl/scheduling/partial.py``; means of as many steps behind the first five.
 
 Dynamic sampling: 128 wanted groups of 8. "Rounds" is what this project had before: what is missing
 is sampled anew when all of a round is there.
@@ -30,6 +31,7 @@ from gpu_model import table
 from simulated_fleet import Fleet
 
 from megatron_rl.scheduling.batches import KeptShare, Rules
+from megatron_rl.scheduling.partial import PartialRules, PartialScheduler
 from megatron_rl.scheduling.scheduler import Scheduler
 from megatron_rl.scheduling.work import Request
 
@@ -165,6 +167,79 @@ def steps_behind(staleness: int, num_steps: int, num_replicas: int) -> tuple[flo
     return float(np.diff(ends)[2:].mean()), driver.fleet.idle_share()
 
 
+class PartialDriver:
+    """The same for partial rollouts. ``left``: tokens that a response still takes; ``there``: those
+    of earlier steps."""
+
+    def __init__(self, fleet: Fleet, rules: PartialRules, content: Content) -> None:
+        self.fleet = fleet
+        self.scheduler = PartialScheduler(rules)
+        self.content = content
+        self.there: dict[tuple[int, int], int] = {}
+        self.limit = math.inf
+        for number in range(len(fleet.replicas)):
+            self.scheduler.queue.join(_name(number), CAPACITY, 10**9)
+
+    def left(self, request: Request) -> int:
+        there = self.there.get((request.group, request.response), 0)
+        return self.content.length(request) - there
+
+    def hand_out(self) -> None:
+        work: dict[int, dict[Request, tuple[int, int]]] = {}
+        for worker, request in self.scheduler.assign():
+            there = self.there.get((request.group, request.response), 0)
+            num_tokens = int(min(self.left(request), self.limit))
+            work.setdefault(int(worker), {})[request] = (there, num_tokens)
+        for number, responses in work.items():
+            self.fleet.resume(number, responses)
+
+    def next_end(self) -> None:
+        number, request = self.fleet.next_end()
+        if self.left(request) <= self.limit:
+            self.scheduler.finished(_name(number), request, self.left(request))
+        else:
+            self.scheduler.paused(_name(number), request)
+        limit = self.scheduler.limit
+        if limit is not None and limit < self.limit:
+            self.limit = limit
+            self.fleet.limit(limit)
+        self.hand_out()
+
+    def step(self) -> tuple[int, int]:
+        """Drives one step; responses that were begun before it, and the age of the oldest group."""
+        self.limit = math.inf
+        self.hand_out()
+        while not self.scheduler.is_ready:
+            self.next_end()
+        taken = self.scheduler.take()
+        for number, group in self.scheduler._groups.items():
+            if group.first_step <= taken.step:
+                for response in range(RESPONSES):
+                    name = (number, response)
+                    length = self.content.length(Request(0, *name))
+                    self.there[name] = min(length, self.there.get(name, 0) + taken.level)
+        num_old = sum(first < taken.step for first in taken.first_steps)
+        return num_old, taken.step - min(taken.first_steps)
+
+
+def partial_step(num_replicas: int, in_flight: int, num_steps: int) -> tuple[float, ...]:
+    """Of a step, without the first ones: mean seconds, idle share, share of groups that were begun
+    in an earlier step, largest age."""
+    first_steps = 5
+    fleet = Fleet(num_replicas)
+    content = Content.drawn(7, in_flight + 128 * (num_steps + first_steps))
+    driver = PartialDriver(fleet, PartialRules(128, RESPONSES, in_flight, max_age=3), content)
+    for _ in range(first_steps):
+        driver.step()
+    begin_s = fleet.now_s
+    idle_s = fleet.idle_share() * begin_s
+    steps = [driver.step() for _ in range(num_steps)]
+    seconds = fleet.now_s - begin_s
+    idle = (fleet.idle_share() * fleet.now_s - idle_s) / seconds
+    old = sum(num for num, _ in steps) / (128 * num_steps)
+    return seconds / num_steps, idle, old, max(age for _, age in steps)
+
+
 def mean(runs: int, run: Callable[[int], tuple[float, ...]]) -> list[float]:
     """Of what ``run`` gives for each seed."""
     return np.mean([run(seed) for seed in range(runs)], axis=0).tolist()
@@ -186,11 +261,19 @@ def plain_rows(runs: int) -> list[Row]:
 
         before_s, before_idle = mean(runs, shares)
         now_s, now_idle = mean(runs, queue)
+        partial_cells = {}
+        for in_flight in (160, 192, 256):
+            step_s, idle, old, age = partial_step(num_replicas, in_flight, runs)
+            partial_cells[f"partial, {in_flight} groups in flight"] = (
+                f"{step_s:.0f} s, {idle:.0%}, {before_s / step_s:.2f}x; {old:.0%} begun before,"
+                f" age {age:.0f}"
+            )
         rows.append(
             {
                 "replicas": num_replicas,
                 "shares of prompts": f"{before_s:.0f} s, {before_idle:.0%}",
                 "queue of responses": f"{now_s:.0f} s, {now_idle:.0%}, {before_s / now_s:.2f}x",
+                **partial_cells,
             }
         )
     return rows

@@ -2,8 +2,8 @@
 
 A decode step of a replica takes ``STEP_S``, ``SEQUENCE_S`` for each sequence and ``CONTEXT_S`` for
 each token in the cache: about a 7B model in bfloat16 on one GPU of the H100 class. Prompts cost
-nothing. Between two events a replica's sequences stay the same, so n steps take the sum of an
-arithmetic series.
+nothing; a response that goes on has its tokens computed again, ``RESUMED_S`` each. Between two
+events a replica's sequences stay the same, so n steps take the sum of an arithmetic series.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from megatron_rl.scheduling.work import Request
 STEP_S = 7e-3
 SEQUENCE_S = 2e-5
 CONTEXT_S = 17e-9
+RESUMED_S = 1 / 20_000
 
 
 @dataclass
@@ -48,6 +49,8 @@ class Replica:
 
     def advance(self, now_s: float) -> None:
         """To this moment, which is not behind the next end."""
+        if now_s <= self.now_s:
+            return  # it is still computing what was resumed
         if self.ends:
             self._step(self.steps_in(now_s - self.now_s))
             self.busy_s += now_s - self.now_s
@@ -62,11 +65,23 @@ class Replica:
         self.begins[request] = self.steps
         self.ends[request] = self.steps + num_tokens
 
+    def resume(self, request: Request, num_there: int, num_tokens: int) -> None:
+        """``num_there``: tokens that were sampled before."""
+        self.busy_s += num_there * RESUMED_S
+        self.now_s += num_there * RESUMED_S
+        self.context += num_there
+        self.begin(request, num_tokens)
+
+    def limit(self, num_tokens: float) -> None:
+        """Responses end after so many tokens, those that have more at once."""
+        for request, begin in self.begins.items():
+            self.ends[request] = min(self.ends[request], begin + num_tokens)
+
     def end(self, request: Request) -> float:
         """Ends a response, now; returns the tokens that it has."""
         del self.ends[request]
         length = self.steps - self.begins.pop(request)
-        self.context -= length
+        self.context = self.context - length if self.ends else 0.0
         return length
 
     def next_end(self) -> tuple[float, Request] | None:
@@ -100,6 +115,21 @@ class Fleet:
             self.replicas[number].begin(request, num_tokens)
         self._expect(number)
 
+    def resume(self, number: int, work: dict[Request, tuple[int, int]]) -> None:
+        """``work``: of each response the tokens that are there, and those that it still gets."""
+        self.replicas[number].advance(self.now_s)
+        for request, (num_there, num_tokens) in work.items():
+            self.replicas[number].resume(request, num_there, num_tokens)
+        self._expect(number)
+
+    def limit(self, num_tokens: float) -> None:
+        """Everywhere, see ``Replica.limit``."""
+        for number, replica in enumerate(self.replicas):
+            if replica.ends:
+                replica.advance(self.now_s)
+                replica.limit(num_tokens)
+                self._expect(number)
+
     def abort(self, number: int, requests: list[Request]) -> None:
         self.replicas[number].advance(self.now_s)
         for request in requests:
@@ -120,7 +150,8 @@ class Fleet:
         ending = replica.next_end()
         assert ending is not None
         replica.advance(self.now_s)
-        replica.steps = replica.ends[ending[1]]  # without the rounding of the square root
+        # Without the rounding of the square root.
+        replica.steps = max(replica.steps, replica.ends[ending[1]])
         replica.end(ending[1])
         self._expect(number)
         return number, ending[1]
