@@ -56,7 +56,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(build, method):
     rest = build("trainer.num_steps=4", few, run="parts", **settings)
     rest.run()
     if method == "dapo":
-        assert all(row["rollout/discarded_groups"] > 0 for row in rows(whole)[1:])
+        assert any(row["rollout/discarded_groups"] > 0 for row in rows(whole)[1:])
     assert torch.equal(whole.learner.policy.logits, rest.learner.policy.logits)
     expected = [timeless(row) for row in rows(whole)]
     got = [
