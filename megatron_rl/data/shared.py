@@ -27,7 +27,7 @@ from megatron_rl.data.labels import files_of
 from megatron_rl.data.loader import fingerprint
 from megatron_rl.data.prompt_file import StoredPrompts
 from megatron_rl.data.prompts import Source
-from megatron_rl.data.reading import Data, Doubt, examined, log, read_sources
+from megatron_rl.data.reading import Data, Doubt, examined, log, read_data, read_sources
 from megatron_rl.data.vision import VisionProcessor
 from megatron_rl.errors import first_line
 from megatron_rl.runtime.digest import file_digest
@@ -51,15 +51,12 @@ def shared_data(
         ValueError: as ``read_data``, on every rank.
     """
 
-    def read() -> tuple[Data, list[Doubt]]:
-        data = read_sources(config, tokenizer, vision)
-        return data, examined(data, config)
-
     if vision is not None or world.size == 1:
-        data, doubts = read()
-    else:
-        path = _made_by_first(world, lambda: _file(config, world.launch_id, read))
-        data, doubts = read() if path is None else load(path)
+        return read_data(config, tokenizer, vision)
+    path = _made_by_first(world, lambda: _file(config, world.launch_id, tokenizer))
+    if path is None:
+        return read_data(config, tokenizer)
+    data, doubts = load(path)
     log(data, doubts, config)
     return data
 
@@ -79,9 +76,7 @@ def _made_by_first(world: World, make: Callable[[], Path | None]) -> Path | None
     return outcomes[world.rank - world.local_rank][0]
 
 
-def _file(
-    config: Config, launch_id: str, read: Callable[[], tuple[Data, list[Doubt]]]
-) -> Path | None:
+def _file(config: Config, launch_id: str, tokenizer: PreTrainedTokenizerBase) -> Path | None:
     """The file of these data, written where there is none that is whole; None where none can be."""
     try:
         folder = private_folder()
@@ -92,9 +87,9 @@ def _file(
     except OSError as error:
         logger.warning("prompts are not shared by the ranks of a machine: %s", first_line(error))
         return None
-    data, doubts = read()
+    data = read_sources(config, tokenizer)
     try:
-        save(path, data, doubts)
+        save(path, data, examined(data, config))
         _prune(folder)
     except (OSError, ValueError) as error:
         logger.warning("prompts are not shared by the ranks of a machine: %s", first_line(error))
