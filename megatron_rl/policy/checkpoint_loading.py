@@ -36,6 +36,7 @@ from megatron_rl.policy.stored_state import (
     stored_parameters,
 )
 from megatron_rl.runtime.device import platform
+from megatron_rl.runtime.launch import gather_objects
 
 Name = tuple[int, str]  # number of the model chunk, name in it
 
@@ -53,20 +54,23 @@ def load(policy: TrainingState, path: Path) -> Mapping[str, Any]:
     common = safe_load.load_plain(path / safe_load.COMMON, str(path / safe_load.COMMON))
     with platform(), torch.no_grad():
         create_state(policy.optimizer)
-        _load_common(policy, path, common["optimizer"])
-        _load_tensors(policy, path)
+        sharded = sharded_model(policy)
+        _load_common(policy, sharded, path, common["optimizer"])
+        _load_tensors(policy, sharded, path)
     unshare_steps(policy.optimizer)
     policy.optimizer_steps = common["optimizer_steps"]
     return extra
 
 
-def _load_common(policy: TrainingState, path: Path, common: dict[Any, Any]) -> None:
+def _load_common(
+    policy: TrainingState, sharded: Sequence[dict[str, Any]], path: Path, common: dict[Any, Any]
+) -> None:
     """Step counts and parameter groups; the tensors of the optimizer stay as they are.
 
     Raises:
         ValueError: experts have an optimizer of their own on one side only.
     """
-    local, state = extract_nonpersistent(sharded_optimizer(policy, is_loading=True))
+    local, state = extract_nonpersistent(sharded_optimizer(policy, sharded, is_loading=True))
     if (0 in common) != (0 in state):  # megatron numbers them where there are two
         raise ValueError(
             f"checkpoint {path} was written with experts"
@@ -90,8 +94,7 @@ def _without_tensors(state: Any) -> Any:
     return {key: _without_tensors(value) for key, value in state.items() if key != "param_state"}
 
 
-def _load_tensors(policy: TrainingState, path: Path) -> None:
-    sharded = sharded_model(policy)
+def _load_tensors(policy: TrainingState, sharded: Sequence[dict[str, Any]], path: Path) -> None:
     stored = stored_parameters(sharded, policy.optimizer)
     reader = PartReader(path)
     shared = _Shared(reader)
@@ -185,8 +188,6 @@ def _on_all_ranks(action: Callable[[], None]) -> None:
         action()
     except Exception as raised:  # noqa: BLE001 (raised below, on every rank)
         error = raised
-    errors: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    first = next((other for other in errors if other is not None), None)
+    first = next((other for other in gather_objects(error) if other is not None), None)
     if first is not None:
         raise first from error

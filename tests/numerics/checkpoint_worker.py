@@ -35,6 +35,7 @@ from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.optimizer import create_state, parts
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.runtime.device import platform
+from megatron_rl.runtime.launch import gather_objects
 from megatron_rl.types import LossOutput, SequenceBatch, TokenView
 from tests import zoo
 from tests.numerics.checkpoint_arrays import same_arrays
@@ -238,7 +239,7 @@ def moved(source: str, case: Case) -> None:
     path = FOLDER / "moved" / f"{source}_{case.name}"
     saving = policy.start_save(path, {"step": 2})
     update(policy, 5)
-    assert saving.check(checkpoint.gather, wait=True)
+    assert saving.check(gather_objects, wait=True)
     if dist.get_rank() == 0:
         same_arrays(path, FOLDER / source / "step_000002")
     dist.barrier()
