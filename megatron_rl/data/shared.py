@@ -51,9 +51,14 @@ def shared_data(
         ValueError: as ``read_data``, on every rank.
     """
 
+
+    def read() -> tuple[Data, list[Doubt]]:
+        data = read_sources(config, tokenizer)
+        return data, examined(data, config)
+
     if vision is not None or world.size == 1:
         return read_data(config, tokenizer, vision)
-    path = _made_by_first(world, lambda: _file(config, world.launch_id, tokenizer))
+    path = _made_by_first(world, lambda: _file(config, world.launch_id, read))
     if path is None:
         return read_data(config, tokenizer)
     data, doubts = load(path)
@@ -76,7 +81,9 @@ def _made_by_first(world: World, make: Callable[[], Path | None]) -> Path | None
     return outcomes[world.rank - world.local_rank][0]
 
 
-def _file(config: Config, launch_id: str, tokenizer: PreTrainedTokenizerBase) -> Path | None:
+def _file(
+    config: Config, launch_id: str, read: Callable[[], tuple[Data, list[Doubt]]]
+) -> Path | None:
     """The file of these data, written where there is none that is whole; None where none can be."""
     try:
         folder = private_folder()
@@ -87,9 +94,9 @@ def _file(config: Config, launch_id: str, tokenizer: PreTrainedTokenizerBase) ->
     except OSError as error:
         logger.warning("prompts are not shared by the ranks of a machine: %s", first_line(error))
         return None
-    data = read_sources(config, tokenizer)
+    data, doubts = read()
     try:
-        save(path, data, examined(data, config))
+        save(path, data, doubts)
         _prune(folder)
     except (OSError, ValueError) as error:
         logger.warning("prompts are not shared by the ranks of a machine: %s", first_line(error))
