@@ -51,7 +51,6 @@ def shared_data(
         ValueError: as ``read_data``, on every rank.
     """
 
-
     def read() -> tuple[Data, list[Doubt]]:
         data = read_sources(config, tokenizer)
         return data, examined(data, config)
