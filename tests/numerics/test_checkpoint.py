@@ -37,6 +37,7 @@ CASES = {
         Case("dp2_overlap", OVERLAPPED, "bfloat16"),
         Case("pp2_tied", {"pipeline": 2}, model="qwen2_tied", reference=True),
         Case("ep2", {"expert": 2, **SHARDED}, model="qwen3_moe"),
+        Case("experts", {"tensor": 2, "sequence": True}, model="qwen3_moe"),
     ],
     4: [
         Case("tp2_pp2", {"tensor": 2, "pipeline": 2}, reference=True),
@@ -61,6 +62,8 @@ RESHAPES = [
         "ep2",
         Case("tp2_ep2", {"tensor": 2, "sequence": True, "expert": 2, **SHARDED}, model="qwen3_moe"),
     ),
+    ("ep2", Case("dp2", SHARDED, model="qwen3_moe")),
+    ("experts", Case("ep2", {"expert": 2}, model="qwen3_moe")),
 ]
 
 # Checkpoint of one case read into another layout, by number of ranks, and written again.
@@ -84,6 +87,9 @@ MOVES = {
                 model="qwen3_moe",
             ),
         ),
+        # Experts spread over ranks, which gives them an optimizer of their own, and not.
+        ("ep2", Case("dp2", SHARDED, model="qwen3_moe")),
+        ("experts", Case("ep2", {"expert": 2}, model="qwen3_moe")),
     ],
     4: [
         ("dp2_bf16", Case("tp2_dp2", {"tensor": 2, **SHARDED}, "bfloat16", reference=True)),

@@ -29,6 +29,8 @@ CASES = [
     Case("dp2_bf16", SHARDED, "bfloat16"),
     Case("selective", {"tensor": 2, "recompute": "selective"}),
     Case("pp2_tied", {"pipeline": 2}, model="qwen2_tied"),
+    Case("experts", {"tensor": 2, "sequence": True, **SHARDED}, model="qwen3_moe"),
+    Case("ep2", {"expert": 2, **SHARDED}, model="qwen3_moe"),
 ]
 
 
@@ -46,13 +48,17 @@ def test_planned_is_allocated(hf_models: Path, case: Case) -> None:
         for parameter, state in part.optimizer.state.items():
             states += sum(state[key].nbytes for key in ("exp_avg", "exp_avg_sq"))
             states += parameter.nbytes if case.dtype == "bfloat16" else 0
-    buffers = [buffer for chunk in policy.chunks for buffer in chunk.buffers]
+    chunks = policy.chunks
+    buffers = [
+        buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
     pairs = {
         "weights": (planned.weights, sum(item.tensor.nbytes for item in policy.held)),
         "gradients": (planned.gradients, sum(buffer.grad_data.nbytes for buffer in buffers)),
         "optimizer": (planned.optimizer, states),
     }
-    if policy.ranks.pipeline == 1:
+    # What experts keep depends on how their tokens are sent; the plan takes it from dense layers.
+    if policy.ranks.pipeline == 1 and not policy.arch.num_experts:
         saved, tokens = saved_bytes(policy)
         element = ITEM_BYTES[case.dtype]
         pairs["activations"] = (

@@ -37,6 +37,7 @@ NIGHTLY = {
         "qwen2_tied:pipeline=2",
         "qwen3:tensor=2",
         "qwen2_tied:tensor=2",
+        "qwen3_moe:tensor=2",
     ),
     (1, 1): ("qwen3_moe:", "mixtral:", "qwen3:", "qwen2_tied:", "llama:"),
     (4, 1): (
