@@ -18,7 +18,6 @@ from torch import Tensor
 from megatron_rl.types import (
     Completion,
     Image,
-    Progress,
     Prompt,
     Sampling,
     Score,
@@ -261,21 +260,32 @@ class WeightSink(Protocol):
 
 
 class RolloutEngine(Protocol):
-    """The sampler. ``num_replicas`` engines work side by side; ranks of one replica pass the same
-    requests."""
+    """The sampler. ``num_replicas`` engines work side by side; ranks of one replica make the same
+    calls in the same order. ``capacity``: responses that are worth giving to a replica at a time.
+
+    A response is begun by ``submit``, which gives it a ticket, and ends in ``poll`` or ``abort``.
+    ``score``, syncs and sleep want an engine in which none is open."""
 
     replica: int
     num_replicas: int
     weight_version: int
+    capacity: int
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        progress: Progress | None = None,
-    ) -> list[list[Completion]]:
-        """``num_responses`` completions for each prompt of this replica, on every rank of the
-        replica. ``progress`` is called as they get done, where the engine can tell."""
+    def submit(self, prompt: Prompt, responses: Sequence[int], sampling: Sampling) -> list[int]:
+        """Begins some of the responses to a prompt, by their numbers; a ticket for each. Response j
+        is a function of (``sampling``, uid of the prompt, j) and the weights."""
+
+    def poll(self) -> list[tuple[int, Completion]]:
+        """Works for a moment: long enough to be called in a loop, short enough to be stopped in
+        between. Tickets and completions of the responses that ended, on every rank of the
+        replica."""
+
+    def abort(self, tickets: Sequence[int]) -> int:
+        """Ends responses without an answer; returns the tokens that are thrown away. Tickets that
+        have ended do not matter."""
+
+    def running_lengths(self) -> list[int]:
+        """Tokens so far of every response that is open."""
 
     def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()
@@ -307,7 +317,8 @@ class RolloutEngine(Protocol):
 
 
 class Reward(Protocol):
-    """Text in, verdict out; deterministic."""
+    """Text in, verdict out; deterministic: a verdict does not depend on the other responses of a
+    call. Called in a thread of its own, one call after the other, while an engine generates."""
 
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], truncated: Sequence[bool]

@@ -266,8 +266,18 @@ class LossOutput:
 
 TokenLoss = Callable[[TokenView], LossOutput]
 
-# Told how far a generation has come: (responses that are done, their tokens).
-Progress = Callable[[int, int], None]
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a generation is, over all replicas. Tokens are of all responses, done or not.
+
+    Example: ``Progress(num_done=12, num_wanted=64, num_tokens=5210, longest=391)``.
+    """
+
+    num_done: int
+    num_wanted: int  # responses that are done or asked for so far
+    num_tokens: int
+    longest: int  # tokens of the longest response that is not done
 
 
 @dataclass(frozen=True)

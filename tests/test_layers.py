@@ -27,6 +27,7 @@ LAYERS = (
     {"config"},
     {"protocols"},
     {"types", "plugins"},
+    {"scheduling"},
     {"errors"},
 )
 HEIGHT = {room: len(LAYERS) - index for index, layer in enumerate(LAYERS) for room in layer}
@@ -58,6 +59,16 @@ NOT_IN_LOSS = (
     "omegaconf",
     "yaml",
 )
+# The scheduler decides from what it is told: the same events give the same decisions anywhere.
+IN_SCHEDULING = {
+    "__future__",
+    "collections",
+    "dataclasses",
+    "heapq",
+    "math",
+    "megatron_rl",
+    "typing",
+}
 
 
 def imported_modules(source: str, module: str, is_package: bool = False) -> Iterator[str]:
@@ -106,6 +117,8 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
             found.append(
                 f"{module} imports {name}: only megatron_rl.{VENDOR_ROOM[top]} imports {top}"
             )
+        if room == "scheduling" and top not in IN_SCHEDULING:
+            found.append(f"{module} imports {name}: the scheduler is pure, without clock or device")
         if room == "loss" and any(
             name == banned or name.startswith(banned + ".") for banned in NOT_IN_LOSS
         ):
@@ -226,6 +239,13 @@ def test_no_import_cycle_between_modules():
             "only megatron_rl.loss.method",
         ),
         ("megatron_rl.loss.kl", "from megatron_rl.runtime import launch", "pure torch"),
+        ("megatron_rl.scheduling.work", "import time", "the scheduler is pure"),
+        ("megatron_rl.scheduling.work", "import torch", "the scheduler is pure"),
+        (
+            "megatron_rl.scheduling.work",
+            "from megatron_rl.types import Prompt",
+            "types is not below scheduling",
+        ),
     ],
 )
 def test_each_rule_can_fail(module, source, why):

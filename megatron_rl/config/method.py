@@ -93,7 +93,8 @@ class RewardShapingConfig(Piece):
 class DynamicSamplingConfig(Piece):
     """Keep the groups with both outcomes; refill from the prompt stream."""
 
-    max_tries: PositiveInt = 10  # rollouts for one step; what was collected by then is used
+    # Prompts that one step looks at, in batches of its size; then it takes the groups found so far.
+    max_tries: PositiveInt = 10
 
 
 class FiltersConfig(Piece):

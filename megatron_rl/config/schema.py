@@ -143,6 +143,12 @@ class RolloutConfig(Section):
         return self.tensor * self.pipeline
 
 
+class SourceConfig(Section):
+    """Where the responses of a step come from."""
+
+    name: Literal["colocated"]
+
+
 class WeightSyncConfig(Section):
     method: Literal["auto", "gather", "reshard"]
     verify: bool
@@ -305,6 +311,7 @@ class Config(Section):
     parallel: ParallelConfig
     precision: PrecisionConfig
     rollout: RolloutConfig
+    source: SourceConfig
     weight_sync: WeightSyncConfig
     data: DataConfig
     reward: RewardConfig

@@ -76,9 +76,10 @@ class PromptLoader:
             ValueError: the state belongs to other prompts, another seed or another order.
         """
         self.check(state)
-        self._epoch = state["epoch"]
         self._position = state["position"]
-        self._order = self._order_of(self._epoch)
+        if self._epoch != state["epoch"]:
+            self._epoch = state["epoch"]
+            self._order = self._order_of(self._epoch)
 
     def _order_of(self, epoch: int) -> list[int]:
         order = list(range(len(self._prompts)))
@@ -168,6 +169,34 @@ class WeightedLoader:
         self._taken = list(state["taken"])
 
 
+class Ahead:
+    """The next prompts of a stream, by number from 0, drawn as they are asked for. ``keep`` leaves
+    the stream behind the first ones, as if no more had been drawn.
+
+    Prompts that come twice get distinct uids, as they do in ``take``.
+    """
+
+    def __init__(self, stream: PromptLoader | WeightedLoader) -> None:
+        self._stream = stream
+        self._begin = stream.state()
+        self._prompts: list[Prompt] = []
+        self._counts: Counter[str] = Counter()
+
+    def __call__(self, number: int) -> Prompt:
+        while len(self._prompts) <= number:
+            (prompt,) = self._stream.take(1)
+            self._prompts.append(_distinct(prompt, self._counts))
+        return self._prompts[number]
+
+    def keep(self, count: int) -> None:
+        """The next prompt of the stream is the one with the number ``count``."""
+        if count < len(self._prompts):
+            self._stream.restore(self._begin)
+            self._stream.take(count)
+        else:
+            self._stream.take(count - len(self._prompts))
+
+
 def _with_distinct_uids(prompts: list[Prompt]) -> list[Prompt]:
     """``prompts``; one that comes again has the uid ``<uid>#2``, ``<uid>#3``, ...
 
@@ -175,14 +204,13 @@ def _with_distinct_uids(prompts: list[Prompt]) -> list[Prompt]:
     the first, response by response, and a step would count the same evidence twice.
     """
     counts: Counter[str] = Counter()
-    distinct = []
-    for prompt in prompts:
-        counts[prompt.uid] += 1
-        if counts[prompt.uid] > 1:
-            distinct.append(replace(prompt, uid=f"{prompt.uid}#{counts[prompt.uid]}"))
-        else:
-            distinct.append(prompt)
-    return distinct
+    return [_distinct(prompt, counts) for prompt in prompts]
+
+
+def _distinct(prompt: Prompt, counts: Counter[str]) -> Prompt:
+    counts[prompt.uid] += 1
+    count = counts[prompt.uid]
+    return prompt if count == 1 else replace(prompt, uid=f"{prompt.uid}#{count}")
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:

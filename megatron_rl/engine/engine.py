@@ -17,9 +17,10 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engine import filling
 from megatron_rl.engine.arguments import engine_arguments
 from megatron_rl.engine.refusals import building
-from megatron_rl.engine.requests import Sight, check_expansion, request
+from megatron_rl.engine.requests import Sight, request
 from megatron_rl.engine.requirements import check_start
-from megatron_rl.engine.sampling import eos_token_ids, request_seed, scoring, vllm_sampling
+from megatron_rl.engine.running import Running
+from megatron_rl.engine.sampling import eos_token_ids, scoring
 from megatron_rl.engine.shared_memory import private_segments
 from megatron_rl.engine.side_effects import (
     prepare_import,
@@ -28,17 +29,16 @@ from megatron_rl.engine.side_effects import (
 )
 from megatron_rl.engine.stream import CheckedStream, expected_tensors
 from megatron_rl.engine.streams import EngineStream
-from megatron_rl.engine.watch import watched
 from megatron_rl.engine.worker import Transfer
 from megatron_rl.protocols import ENGINE_PARTS
 from megatron_rl.runtime.activity import ACTIVITY
 from megatron_rl.runtime.launch import lift_time_limits
 from megatron_rl.runtime.random_state import preserved_random_state
-from megatron_rl.types import Completion, Image, Progress, Prompt, Sampling, Shard
+from megatron_rl.types import Completion, Image, Prompt, Sampling, Shard
 
 if TYPE_CHECKING:
     from vllm import LLM
-    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.outputs import RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class VllmEngine:
         self._num_unseeded = 0
         self._failure: str | None = None
         self._expected = awaited or expected_tensors(Path(model_path))
-        self._eos_token_ids = eos_token_ids(Path(model_path))
+        self._running = Running(eos_token_ids(Path(model_path)), sight)
         self._asleep: set[str] = set()
         self._boxes: list[Shard] | None = None
         self._can_sleep = torch.cuda.is_available() and config.sleep_level > 0
@@ -110,6 +110,9 @@ class VllmEngine:
         check_start(config)
         self._is_filled = awaited is None or not filling.can_wait_for_sync(config)
         self._stream, self._llm = self._build(model_path, launch_id)
+        # What it works on at a time, and some to go on with until more is handed out.
+        at_a_time = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
+        self.capacity = at_a_time * 9 // 8 + 1
         _ALIVE.append(self._llm)
         if not self._is_filled:
             self._read_what_no_sync_fills()
@@ -146,50 +149,61 @@ class VllmEngine:
             ACTIVITY.note("building the rollout engine")
             return stream, llm
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        progress: Progress | None = None,
-    ) -> list[list[Completion]]:
-        """``num_responses`` completions for each prompt, on every rank of the replica.
+    def submit(self, prompt: Prompt, responses: Sequence[int], sampling: Sampling) -> list[int]:
+        """Begins some of the responses to a prompt, by their numbers; returns a ticket for each.
 
         With a seed, response j to a prompt depends on (seed, prompt uid, j) and the weights alone;
         without one, on the calls before. That holds on one kind of machine: on GPUs vLLM samples
         with other kernels and another generator than on a CPU, so the same seed gives other tokens
         there.
 
-        Args:
-            progress: called as responses finish.
-
         Raises:
-            ValueError: a prompt or the requested response is longer than the engine was built for;
-                stop strings without tokenizer; images that do not fit their tokens.
-            RuntimeError: a weight update failed before; vLLM read another prompt.
+            ValueError: the prompt or the requested response is longer than the engine was built
+                for; stop strings without tokenizer; images that do not fit their tokens.
+            RuntimeError: a weight update failed before.
         """
         self._require_usable(ENGINE_PARTS)
-        self._check(prompts, sampling)
-        if not prompts:
-            return []
+        self._check(prompt, sampling)
         seed = sampling.seed
         if seed is None:
             # Negative, so that it meets no seed of a step; a large prime keeps runs apart.
             self._num_unseeded += 1
             seed = -(self._seed * 1_000_003 + self._num_unseeded)
-        requests = [
-            request(prompt.token_ids, prompt.images, self._sight, f"prompt {prompt.uid}")
-            for prompt in prompts
-        ]
-        params = [
-            vllm_sampling(sampling, request_seed(seed, prompt.uid), self._eos_token_ids)
-            for prompt in prompts
-        ]
-        with self._working() as llm, watched(llm.llm_engine, progress):
-            outputs = llm.generate(requests, params, use_tqdm=False)
-        if self._sight is not None:
-            for prompt, output in zip(prompts, outputs, strict=True):
-                check_expansion(prompt.token_ids, output, f"prompt {prompt.uid}")
-        return [self._completions(output) for output in outputs]
+        with self._working() as llm:
+            return self._running.begin(llm, prompt, responses, sampling, seed)
+
+    def poll(self) -> list[tuple[int, Completion]]:
+        """Works for a moment; tickets and completions of the responses that ended in it. With
+        nothing to do it returns at once. After an exception nothing is open any more.
+
+        Raises:
+            RuntimeError: vLLM read another prompt than it was given.
+        """
+        with self._working() as llm:
+            return self._running.stepped(llm, self.weight_version)
+
+    def abort(self, tickets: Sequence[int]) -> int:
+        """Ends responses without an answer; returns the tokens that are thrown away."""
+        with self._working() as llm:
+            return self._running.drop(llm, tickets)
+
+    def running_lengths(self) -> list[int]:
+        """Tokens so far of every response that has not ended."""
+        return self._running.lengths(self._llm)
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
+        """All responses to some prompts, on every rank of the replica: for those who have the
+        engine alone and wait. Raises what ``submit`` and ``poll`` do."""
+        every = range(sampling.num_responses)
+        try:
+            tickets = [self.submit(prompt, every, sampling) for prompt in prompts]
+        except Exception:
+            self.abort(self._running.tickets)
+            raise
+        ended: dict[int, Completion] = {}
+        while self._running.tickets:
+            ended.update(self.poll())
+        return [[ended[ticket] for ticket in of_prompt] for of_prompt in tickets]
 
     def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()
@@ -345,16 +359,6 @@ class VllmEngine:
         allocations = CuMemAllocator.get_instance().pointer_to_data.values()
         return sum(data.handle[1] for data in allocations if not data.is_asleep)
 
-    def _completions(self, output: RequestOutput) -> list[Completion]:
-        return [self._completion(response) for response in output.outputs]
-
-    def _completion(self, response: CompletionOutput) -> Completion:
-        token_ids = list(response.token_ids)
-        flat = response.logprobs  # ids and logprobs of all tokens in two lists, see vllm_sampling
-        assert list(flat.token_ids) == token_ids, "one logprob for each sampled token"
-        truncated = response.finish_reason == "length"
-        return Completion(token_ids, flat.logprobs, truncated, self.weight_version)
-
     def _require_usable(self, parts: Sequence[str]) -> None:
         if self._failure is not None:
             raise RuntimeError(
@@ -371,7 +375,7 @@ class VllmEngine:
                 " first"
             )
 
-    def _check(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+    def _check(self, prompt: Prompt, sampling: Sampling) -> None:
         config = self._config
         if sampling.max_response_tokens > config.max_response_tokens:
             raise ValueError(
@@ -383,13 +387,11 @@ class VllmEngine:
                 f"sampling: stop strings {list(sampling.stop)} need rollout.stop, with which the"
                 " engine loads its tokenizer"
             )
-        for prompt in prompts:
-            if len(prompt.token_ids) > config.max_prompt_tokens:
-                raise ValueError(
-                    f"prompt {prompt.uid}: {len(prompt.token_ids)} tokens,"
-                    f" rollout.max_prompt_tokens is {config.max_prompt_tokens}; raise it or drop"
-                    " the prompt"
-                )
+        if len(prompt.token_ids) > config.max_prompt_tokens:
+            raise ValueError(
+                f"prompt {prompt.uid}: {len(prompt.token_ids)} tokens, rollout.max_prompt_tokens is"
+                f" {config.max_prompt_tokens}; raise it or drop the prompt"
+            )
 
 
 def _prompt_logprobs(tokens: Sequence[int], output: RequestOutput) -> list[float]:

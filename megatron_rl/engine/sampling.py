@@ -43,9 +43,9 @@ def request_seed(seed: int, prompt_uid: str) -> int:
 
 
 def vllm_sampling(sampling: Sampling, seed: int, eos_token_ids: Sequence[int]) -> SamplingParams:
-    """One request for ``num_responses`` responses.
+    """The request for one response, which ``seed`` is of.
 
-    A response ends with one of ``eos_token_ids`` or ``stop_token_ids`` (kept as its last token),
+    It ends with one of ``eos_token_ids`` or ``stop_token_ids`` (kept as its last token),
     with a ``stop`` string (its tokens are kept), or at the length limit. Logprobs are those of the
     sampled token only.
     """
@@ -53,7 +53,6 @@ def vllm_sampling(sampling: Sampling, seed: int, eos_token_ids: Sequence[int]) -
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        n=sampling.num_responses,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,

@@ -28,7 +28,10 @@ TABLE: Mapping[str, Metric] = {
     "rollout/response_tokens_max": Metric("longest response", "tokens"),
     "rollout/truncated_share": Metric("responses cut by the length limit", "share"),
     "rollout/discarded_groups": Metric("groups thrown away by dynamic sampling", "groups"),
-    "rollout/tries": Metric("rounds of generation of dynamic sampling", "rounds"),
+    "rollout/tries": Metric(
+        "prompts that dynamic sampling looked at, in batches of the step's size, rounded up",
+        "batches",
+    ),
     "rollout/num_responses": Metric("responses of the step", "responses"),
     "rollout/entropy": Metric("mean entropy of the policy at the start of the step", _NATS),
     "hook/": Metric("NAME/KEY: what the rollout hook NAME reports of the step"),
@@ -82,6 +85,11 @@ TABLE: Mapping[str, Metric] = {
     "time/start_sync_s": Metric("the same row: the first weight sync", "s"),
     "throughput/response_tokens_per_s": Metric(
         "response tokens of the step / seconds of the whole step", "tokens/s"
+    ),
+    "throughput/unused_tokens_share": Metric(
+        "of all sampled tokens, those of no response of the step: groups that were not wanted, or"
+        " sampled ahead and not needed",
+        "share",
     ),
     "memory/rss_gib": Metric("resident memory of rank 0", "GiB"),
     "memory/": Metric(

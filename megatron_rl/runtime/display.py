@@ -83,27 +83,28 @@ class Display:
         if announced and seconds >= _LONG_S:
             self.line(f"{text}: {duration(seconds)}")
 
-    def generating(self, what: str, num_responses: int) -> Progress:
-        """A function that an engine calls as responses finish.
+    def generating(self, what: str) -> Callable[[Progress], None]:
+        """A function that is called as a generation goes on.
 
         A log gets a line every ``LOG_EVERY_S`` seconds, so nothing of a short generation.
 
         Args:
             what: which generation this is, e.g. "step 12".
-            num_responses: how many it will finish.
         """
         begin = self._clock()
         last_line = begin
 
-        def report(num_done: int, num_tokens: int) -> None:
+        def report(progress: Progress) -> None:
             nonlocal last_line
             now = self._clock()
+            is_due = self._shown and not self._live and now - last_line >= LOG_EVERY_S
+            if self._status is None and not is_due:
+                return
             elapsed = max(now - begin, 1e-9)
-            speed = f"{num_tokens / elapsed:.0f} tokens/s"
-            text = f"{what}: {num_done} of {num_responses} responses, {speed}, {duration(elapsed)}"
+            text = f"{what}: {in_words(progress, elapsed)}, {duration(elapsed)}"
             if self._status is not None:
                 self._status.update(text)
-            elif self._shown and not self._live and now - last_line >= LOG_EVERY_S:
+            else:
                 last_line = now
                 self.line(text)
 
@@ -120,6 +121,13 @@ class Display:
         if self._status is not None:
             self._status.stop()
             self._status = None
+
+
+def in_words(progress: Progress, seconds: float) -> str:
+    """Example: ``12 of 64 responses, 950 tokens/s, longest 391``."""
+    speed = progress.num_tokens / seconds
+    done = f"{progress.num_done} of {progress.num_wanted} responses, {speed:.0f} tokens/s"
+    return f"{done}, longest {progress.longest}" if progress.longest else done
 
 
 def duration(seconds: float) -> str:

@@ -92,6 +92,17 @@ class World:
     def barrier(self) -> None:
         self.all_gather(None)
 
+    def team(self, size: int) -> Any:
+        """Collective: a control group of this rank and its neighbors, ``size`` in all. The ranks
+        are cut into such teams from 0 on."""
+        assert self.size % size == 0
+        for first in range(0, self.size, size):
+            ranks = list(range(first, first + size))
+            group = dist.new_group(ranks, timeout=NO_LIMIT, backend="gloo")
+            if self.rank in ranks:
+                own = group
+        return own
+
     def from_main(self, action: Callable[[], Value]) -> Value:
         """What ``action`` returns or raises on rank 0, on every rank."""
         if self.size == 1:

@@ -42,8 +42,8 @@ class Evaluator:
     def run(self) -> dict[str, float]:
         """Collective. Accuracy (mean over responses), pass@k (unbiased, mean over prompts),
         response length in tokens, truncated share, and the accuracy of each data source."""
-        sampled = self._sampler.run(self._prompts, self._sampling, "held-out evaluation")
-        return evaluation_metrics(sampled.responses, self.config.pass_at)
+        responses = self._sampler.run(self._prompts, self._sampling, "held-out evaluation")
+        return evaluation_metrics(responses, self.config.pass_at)
 
 
 def evaluation_metrics(responses: Responses, pass_at: Sequence[int]) -> dict[str, float]:

@@ -17,15 +17,15 @@ from megatron_rl.trainer.ownership import Route
 from megatron_rl.types import Completion
 
 
-def token_rows(first_row: int, completions: Sequence[Completion]) -> TokenRows:
-    """The rows that were sampled here, numbered from ``first_row``; columns ``token_ids`` (int32)
-    and ``sampler_logprobs`` (float32)."""
+def token_rows(rows: RowNumbers, completions: Sequence[Completion]) -> TokenRows:
+    """The rows that were sampled here; columns ``token_ids`` (int32) and ``sampler_logprobs``
+    (float32)."""
     ids = [np.asarray(completion.token_ids, dtype=np.int32) for completion in completions]
     logprobs = [
         np.asarray(completion.sampler_logprobs, dtype=np.float32) for completion in completions
     ]
     return TokenRows(
-        rows=np.arange(first_row, first_row + len(completions)),
+        rows=np.asarray(rows, dtype=np.int64),
         lengths=np.array([len(values) for values in ids], dtype=np.int64),
         columns={
             "token_ids": np.concatenate([np.empty(0, np.int32), *ids]),

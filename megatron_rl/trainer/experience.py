@@ -79,36 +79,6 @@ class Responses:
         )
 
 
-def joined(parts: Sequence[Responses]) -> Responses:
-    """One behind the other."""
-    if len(parts) == 1:
-        return parts[0]
-    first_rows = np.cumsum([0, *map(len, parts)])
-    first_groups = np.cumsum([0, *(part.num_groups for part in parts)])
-    tokens = [part.tokens for part in parts]
-    return Responses(
-        prompts=[prompt for part in parts for prompt in part.prompts],
-        group_ids=np.concatenate(
-            [part.group_ids + first for part, first in zip(parts, first_groups, strict=False)]
-        ),
-        lengths=np.concatenate([part.lengths for part in parts]),
-        truncated=np.concatenate([part.truncated for part in parts]),
-        weight_versions=np.concatenate([part.weight_versions for part in parts]),
-        scores=[score for part in parts for score in part.scores],
-        tokens=TokenRows(
-            rows=np.concatenate(
-                [part.rows + first for part, first in zip(tokens, first_rows, strict=False)]
-            ),
-            lengths=np.concatenate([part.lengths for part in tokens]),
-            columns={
-                name: np.concatenate([part.columns[name] for part in tokens])
-                for name in tokens[0].columns
-            },
-        ),
-        holders=np.concatenate([part.holders for part in parts]),
-    )
-
-
 @dataclass(frozen=True)
 class Experience:
     """One rollout: N responses in canonical (prompt, response) order.
@@ -126,7 +96,8 @@ class Experience:
     correct: Bool[Tensor, " responses"]
     truncated: Bool[Tensor, " responses"]
     discarded_groups: int = 0  # thrown away by dynamic sampling
-    tries: int = 1  # rounds of generation of dynamic sampling
+    tries: int = 1  # prompts that dynamic sampling looked at, over those of a step, rounded up
+    unused_tokens: int = 0  # sampled ahead of need, or of groups that were thrown away
     hook_metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)  # by phase: rollout, reward
     share: Share | None = None  # of a pass over all rows; rows as in ``responses.tokens``

@@ -51,18 +51,6 @@ class Route:
         return tokens.tolist()
 
 
-def sampling_ranks(group_sizes: Sequence[int], leaders: Sequence[int]) -> Ranks:
-    """The rank that has each row after generation: groups are split over the replicas in contiguous
-    shares that differ by at most one group, and the leader of a replica has its share.
-
-    Example: three groups of two rows, replicas led by ranks 0 and 4: ``[0, 0, 4, 4, 4, 4]``.
-    """
-    num_groups = len(group_sizes)
-    firsts = [num_groups * replica // len(leaders) for replica in range(len(leaders) + 1)]
-    leader_of_group = np.repeat(np.asarray(leaders, dtype=np.int64), np.diff(firsts))
-    return np.repeat(leader_of_group, group_sizes)
-
-
 def owning_ranks(
     plans: Sequence[Sequence[Sequence[Sequence[int]]]], num_rows: int, owners: Sequence[int]
 ) -> Ranks:

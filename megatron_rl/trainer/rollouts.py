@@ -1,24 +1,26 @@
-"""Prompts in, scored responses out: generation over the engine's replicas, rewards, dynamic
-sampling with refills."""
+"""Prompts in, scored responses out: what a step asks ``streaming`` for, and what it makes of the
+answers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int
 
 from megatron_rl.config.schema import Config
-from megatron_rl.data.loader import PromptLoader, WeightedLoader
+from megatron_rl.data.loader import Ahead, PromptLoader, WeightedLoader
 from megatron_rl.data.token_rows import RowNumbers
 from megatron_rl.loss import Method
 from megatron_rl.protocols import Reward, RolloutEngine
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
+from megatron_rl.scheduling.batches import KeptShare, Rules
+from megatron_rl.scheduling.work import Request
+from megatron_rl.trainer.dispatch import Order, Outcome
 from megatron_rl.trainer.exchange import on_main, token_rows
 from megatron_rl.trainer.experience import (
     Experience,
@@ -26,12 +28,12 @@ from megatron_rl.trainer.experience import (
     Response,
     Responses,
     experience_of,
-    joined,
 )
 from megatron_rl.trainer.hooks import RolloutEdit, edited_responses
+from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.metrics import Clock
-from megatron_rl.trainer.ownership import sampling_ranks
-from megatron_rl.types import Completion, Prompt, Sampling, Score
+from megatron_rl.trainer.streaming import Streaming
+from megatron_rl.types import Prompt, Sampling
 
 # Between scoring and credit: what of the groups of a step is changed (``trainer/hooks.py``). They
 # are given on rank 0; the answer is equal on every rank.
@@ -46,10 +48,11 @@ def not_logged(step: int, responses: Sequence[Response]) -> None:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Scored responses to each of some prompts, and the seconds that ``rollout`` and ``reward``
-    took."""
+    """Scored responses, what else is known of their generation, and the seconds that ``rollout``
+    and ``reward`` took."""
 
     responses: Responses
+    outcome: Outcome
     seconds: Mapping[str, float]
 
 
@@ -64,100 +67,45 @@ class Sampler:
         world: World,
         display: Display,
     ) -> None:
-        self._engine = engine
-        self._reward = reward
         self._decode = decode
         self._world = world
-        self._display = display
+        self._streaming = Streaming(engine, Judge(reward, decode), world, display)
 
-    @property
-    def _leaders(self) -> list[int]:
-        """The first rank of each replica. Replicas are runs of world.size / num_replicas ranks, so
-        these are the ranks that this divides."""
-        world = self._world
-        num_replicas = self._engine.num_replicas
-        return [rank for rank in range(world.size) if rank * num_replicas % world.size == 0]
+    def run(self, prompts: Sequence[Prompt], sampling: Sampling, what: str) -> Responses:
+        """Collective. ``sampling.num_responses`` scored responses for each prompt. ``what`` names
+        this generation where its progress is shown."""
+        rules = Rules(len(prompts), sampling.num_responses)
+        return self.sample(Order(rules, prompts.__getitem__, sampling, what)).responses
 
-    def run(self, prompts: Sequence[Prompt], sampling: Sampling, what: str) -> Sampled:
-        """Collective. ``sampling.num_responses`` scored responses for each prompt; tokens stay on
-        the first rank of the replica that sampled them. ``what`` names this generation where its
-        progress is shown."""
+    def sample(self, order: Order) -> Sampled:
+        """Collective. The scored responses of the groups that ``order`` wants; tokens stay on the
+        first rank of the replica that sampled them."""
         clock = Clock()
-        share = _share(prompts, self._engine.replica, self._engine.num_replicas)
-        with clock("rollout"), self._display.phase(f"{what}: generating", announced=False):
-            groups = self._generate(share, sampling, what)
-            facts = self._facts(groups)
-        with clock("reward"):
-            scores = self._score(share, groups)
-        group_ids = np.repeat(np.arange(len(prompts)), sampling.num_responses)
-        assert len(facts) == len(scores) == len(group_ids), "every response that was asked for"
-        holders = sampling_ranks([sampling.num_responses] * len(prompts), self._leaders)
+        outcome, replica = self._streaming.run(order, clock)
+        leaders = self._streaming.leaders
+        holders = leaders[np.asarray(outcome.replicas, dtype=np.int64)]
         here = np.flatnonzero(holders == self._world.rank)
-        completions = [completion for group in groups for completion in group]
-        tokens = token_rows(0, [])
-        if len(here):
-            tokens = token_rows(int(here[0]), completions)
+        names = [
+            (group, response)
+            for group in outcome.groups
+            for response in range(order.rules.responses_per_group)
+        ]
+        completions = [replica.completions[Request(0, *names[row])] for row in here]
         responses = Responses(
-            prompts=[prompts[group] for group in group_ids],
-            group_ids=group_ids,
-            lengths=facts[:, 0],
-            truncated=facts[:, 1].astype(bool),
-            weight_versions=facts[:, 2],
-            scores=scores,
-            tokens=tokens,
+            prompts=[order.prompts(group) for group, _ in names],
+            group_ids=np.repeat(np.arange(len(outcome.groups)), order.rules.responses_per_group),
+            lengths=np.asarray(outcome.lengths, dtype=np.int64),
+            truncated=np.asarray(outcome.truncated, dtype=bool),
+            weight_versions=np.asarray(outcome.weight_versions, dtype=np.int64),
+            scores=outcome.scores,
+            tokens=token_rows(here, completions),
             holders=holders,
         )
-        return Sampled(responses, clock.seconds)
+        return Sampled(responses, outcome, clock.seconds)
 
     def shown(self, responses: Responses, rows: RowNumbers) -> list[Response] | None:
         """Collective: see ``exchange.on_main``."""
         return on_main(responses, rows, self._decode, self._world)
-
-    def _generate(
-        self, share: Sequence[Prompt], sampling: Sampling, what: str
-    ) -> list[list[Completion]]:
-        """Every replica answers a contiguous share of the prompts; all its ranks have the same
-        completions."""
-        if not share:
-            return []
-        progress = self._display.generating(what, len(share) * sampling.num_responses)
-        return self._engine.generate(share, sampling, progress)
-
-    def _facts(self, groups: Sequence[Sequence[Completion]]) -> Int[np.ndarray, "rows 3"]:
-        """Collective: tokens, whether it is truncated and the version of the weights, of each
-        completion of all ranks; the first rank of a replica tells."""
-        told = []
-        if self._world.rank in self._leaders:
-            told = [
-                (len(completion.token_ids), completion.truncated, completion.weight_version)
-                for group in groups
-                for completion in group
-            ]
-        by_rank = self._world.all_gather(np.array(told, dtype=np.int64).reshape(-1, 3))
-        return np.concatenate(by_rank)
-
-    def _score(
-        self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]
-    ) -> list[Score]:
-        """Collective: the verdicts on all responses. The ranks of a replica judge a contiguous
-        share each of what the replica sampled."""
-        pairs = [
-            (prompt, completion)
-            for prompt, group in zip(prompts, groups, strict=True)
-            for completion in group
-        ]
-        leader = self._leaders[self._engine.replica]
-        num_ranks = self._world.size // self._engine.num_replicas
-        share = _share(pairs, self._world.rank - leader, num_ranks)
-        texts = [self._decode(list(completion.token_ids)) for _, completion in share]
-        truncated = [completion.truncated for _, completion in share]
-        scores = self._reward.score([prompt for prompt, _ in share], texts, truncated)
-        return [score for scores in self._world.all_gather(scores) for score in scores]
-
-
-def _share(items: Sequence, index: int, count: int) -> Sequence:
-    """The share ``index`` of a contiguous split into ``count`` that differ by at most one item."""
-    return items[len(items) * index // count : len(items) * (index + 1) // count]
 
 
 @dataclass(frozen=True)
@@ -176,11 +124,13 @@ class Rollouts:
     after_scoring: AfterScoring | None = None
     log_samples: LogSamples = not_logged
     num_samples: int = 0  # to log of a step
+    # Of dynamic sampling: says how many prompts are sampled ahead, and changes no response.
+    kept_share: KeptShare = field(default_factory=KeptShare)
 
     def collect(self, step: int) -> Experience:
-        """The responses of one training step. Under dynamic sampling (DAPO, 2503.14476 eq 11)
-        groups the method does not want are replaced by those of further prompts, for a bounded
-        number of rounds; what was found by then is used.
+        """The responses of one training step. Under dynamic sampling (DAPO, 2503.14476 eq 11) these
+        are the first groups, in the order of the prompts, that the method wants; so many prompts
+        are looked at that there are enough, up to a limit. What was found by then is used.
 
         Some responses are logged, also when none was wanted: whatever stops the run in this step,
         they show what the policy answered.
@@ -188,25 +138,21 @@ class Rollouts:
         Raises:
             ValueError: no group was wanted, or a rollout hook failed.
         """
+        prompts = Ahead(self.loader)
+        sampled = self.sampler.sample(self._order(step, prompts))
+        outcome = sampled.outcome
+        prompts.keep(outcome.end)
         clock = Clock()
-        kept: list[Responses] = []
-        num_kept = discarded = tries = 0
-        while num_kept < self.prompts_per_step and tries < self.method.needs.max_sampling_tries:
-            latest = self._round(step, tries, self.prompts_per_step - num_kept, clock)
-            tries += 1
-            wanted = self._wanted(latest)
-            discarded += latest.num_groups - wanted.num_groups
-            num_kept += wanted.num_groups
-            kept.append(wanted)
-        if not num_kept:
-            self._log(step, latest)
+        clock.add(sampled.seconds)
+        responses = sampled.responses
+        if not outcome.num_wanted:
+            self._log(step, responses)
             raise ValueError(
-                f"dynamic sampling: all {discarded} groups of step {step} were entirely right or"
-                f" entirely wrong in {tries} rounds (samples.jsonl has some of the last); use"
-                " easier or harder prompts, raise method.filters.dynamic_sampling.max_tries or"
-                " switch it off (null)"
+                f"dynamic sampling: all {outcome.num_refused} groups of step {step} were entirely"
+                " right or entirely wrong (samples.jsonl has some of the last); use easier or"
+                " harder prompts, raise method.filters.dynamic_sampling.max_tries or switch it off"
+                " (null)"
             )
-        responses = joined(kept)
         metrics: Mapping[str, float] = {}
         if self.after_scoring is not None:
             with clock("reward"):
@@ -218,25 +164,31 @@ class Rollouts:
         self._log(step, responses)
         return replace(
             experience_of(responses),
-            discarded_groups=discarded,
-            tries=tries,
+            discarded_groups=outcome.num_refused,
+            tries=-(-outcome.end // self.prompts_per_step),
+            unused_tokens=outcome.unused_tokens,
             hook_metrics=metrics,
             seconds=clock.seconds,
         )
 
-    def _round(self, step: int, attempt: int, num_prompts: int, clock: Clock) -> Responses:
-        prompts = self.loader.take(num_prompts)
-        sampling = replace(self.sampling, seed=sampling_seed(self.seed, step, attempt))
-        what = f"step {step}" if attempt == 0 else f"step {step}, round {attempt + 1}"
-        sampled = self.sampler.run(prompts, sampling, what)
-        clock.add(sampled.seconds)
-        return sampled.responses
+    def _order(self, step: int, prompts: Ahead) -> Order:
+        needs = self.method.needs
+        rules = Rules(self.prompts_per_step, self.sampling.num_responses)
+        if needs.dynamic_sampling:
+            rules = replace(rules, max_groups=needs.max_sampling_tries * self.prompts_per_step)
+        return Order(
+            rules=rules,
+            prompts=prompts,
+            sampling=replace(self.sampling, seed=sampling_seed(self.seed, step)),
+            what=f"step {step}",
+            wants=self._wants,
+            kept_share=self.kept_share,
+        )
 
-    def _wanted(self, responses: Responses) -> Responses:
-        """Those of the groups that the method learns from."""
-        correct = torch.tensor([score.correct for score in responses.scores])
-        wants = self.method.wants_groups(correct, torch.from_numpy(responses.group_ids))
-        return responses if wants.all() else responses.take(wants.nonzero().flatten().numpy())
+    def _wants(self, correct: Sequence[bool]) -> bool:
+        """Whether the method learns from a group with these responses."""
+        one_group = torch.zeros(len(correct), dtype=torch.int64)
+        return bool(self.method.wants_groups(torch.tensor(correct), one_group).all())
 
     def _log(self, step: int, responses: Responses) -> None:
         """Collective."""
@@ -255,9 +207,9 @@ class Rollouts:
         self.loader.restore(state)
 
 
-def sampling_seed(seed: int, step: int, attempt: int) -> int:
-    """A distinct seed per generation round (32 bits); evaluation uses step 0 only."""
-    return (seed * 1_000_003 + step * 1_009 + attempt) % 2**32
+def sampling_seed(seed: int, step: int) -> int:
+    """A distinct seed for each step (32 bits); evaluation uses step 0 only."""
+    return (seed * 1_000_003 + step * 1_009) % 2**32
 
 
 def rollout_sampling(config: Config, stop_ids: tuple[int, ...]) -> Sampling:
@@ -283,7 +235,7 @@ def evaluation_sampling(config: Config, stop_ids: tuple[int, ...]) -> Sampling:
         max_response_tokens=config.rollout.max_response_tokens,
         temperature=evaluation.temperature,
         top_p=evaluation.top_p,
-        seed=sampling_seed(config.seed, 0, 0),
+        seed=sampling_seed(config.seed, 0),
         stop_token_ids=stop_ids,
         stop=config.rollout.stop,
     )

@@ -188,8 +188,7 @@ def answers(source: Source, question: Question, world: World, scratch: Path) -> 
         world,
         display,
     )
-    sampled = sampler.run(prompts, sampling, "sample")
-    responses = sampled.responses
+    responses = sampler.run(prompts, sampling, "sample")
     everything = sampler.shown(responses, range(len(responses)))
     if everything is None:
         return ""

@@ -19,7 +19,8 @@ class Colocated:
     """Policy and engine in the same processes, on the same devices, taking turns.
 
     ``weight_sync`` hands the memory over too (``ColocatedSync``). Every response is sampled with
-    the newest weights.
+    the newest weights; what a step samples ahead and does not need is dropped at its end, so that
+    the engine is idle outside of ``generation``.
     """
 
     def __init__(

@@ -37,13 +37,21 @@ ENGINE = "transformer_engine.pytorch"
 
 VLLM = (
     # What generation returns.
-    Contract("vllm.outputs.RequestOutput.outputs", "engine/engine.py"),
+    Contract("vllm.outputs.RequestOutput.outputs", "engine/running.py"),
     Contract("vllm.outputs.RequestOutput.prompt_logprobs", "engine/engine.py"),
-    Contract("vllm.outputs.RequestOutput.finished", "engine/watch.py"),
-    Contract("vllm.logprobs.FlatLogprobs.token_ids", "engine/engine.py"),
-    Contract("vllm.logprobs.FlatLogprobs.logprobs", "engine/engine.py"),
+    Contract("vllm.outputs.RequestOutput.finished", "engine/running.py"),
+    Contract("vllm.logprobs.FlatLogprobs.token_ids", "engine/running.py"),
+    Contract("vllm.logprobs.FlatLogprobs.logprobs", "engine/running.py"),
     Contract("vllm.logprobs.Logprob.logprob", "engine/engine.py"),
-    Contract("vllm.v1.engine.llm_engine.LLMEngine.step", "engine/watch.py"),
+    Contract("vllm.v1.engine.llm_engine.LLMEngine.step", "engine/running.py"),
+    # Requests that are open: begun, looked at, dropped.
+    Contract("vllm.LLM.enqueue", "engine/running.py"),
+    Contract("vllm.v1.engine.llm_engine.LLMEngine.abort_request", "engine/running.py"),
+    Contract("vllm.v1.engine.output_processor.OutputProcessor.request_states", "engine/running.py"),
+    Contract(
+        "vllm.v1.engine.detokenizer.IncrementalDetokenizer.num_output_tokens", "engine/running.py"
+    ),
+    Contract("vllm.config.scheduler.SchedulerConfig.max_num_seqs", "engine/engine.py"),
     # Words in the arguments of the engine and of its commands.
     Contract("vllm.config.parallel", "engine/arguments.py", words=("external_launcher",)),
     Contract("vllm.config.quantization", "engine/arguments.py", words=("fp8_per_tensor",)),

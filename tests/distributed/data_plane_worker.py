@@ -17,7 +17,7 @@ from megatron_rl.policy.packing_plan import plan_microbatches
 from megatron_rl.policy.work_model import WorkModel
 from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.exchange import exchange_rows, token_rows
-from megatron_rl.trainer.ownership import Route, owning_ranks, sampling_ranks
+from megatron_rl.trainer.ownership import Route, owning_ranks
 from megatron_rl.trainer.partials import (
     gathered,
     mismatch_of_partials,
@@ -53,7 +53,8 @@ def old_logprobs(rows: TokenRows) -> np.ndarray:
 def owned(world: World) -> TokenRows:
     """The rows this rank trains."""
     ranks = list(range(world.size))
-    source = sampling_ranks(GROUP_SIZES, ranks)
+    # Any: a response is where there was room for it.
+    source = np.random.default_rng(7).integers(0, world.size, NUM_ROWS)
     plan = plan_microbatches(
         LENGTHS.tolist(),
         range(NUM_ROWS),
@@ -64,7 +65,7 @@ def owned(world: World) -> TokenRows:
     )
     route = Route(LENGTHS, source, owning_ranks([plan], NUM_ROWS, ranks))
     sampled = np.flatnonzero(source == world.rank)
-    held = token_rows(int(sampled[0]), [completion(row) for row in sampled.tolist()])
+    held = token_rows(sampled, [completion(row) for row in sampled.tolist()])
     received = exchange_rows(held, route, world)
     assert sorted(received.rows.tolist()) == sorted(
         row for rows in plan[world.rank] for row in rows

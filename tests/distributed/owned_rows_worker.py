@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from megatron_rl.trainer.placement import Placement
 from megatron_rl.trainer.rollouts import Rollouts, Sampler
 from megatron_rl.types import Completion, Prompt, Sampling, Score
 from tests.distributed.fake_world import Answers, Kind, Record
+from tests.engines import Answering
 from tests.zoo import tiny_policy
 
 PROMPTS = [Prompt(f"p{n}", tuple(range(5, 8 + n)), str(n), "toy") for n in range(8)]
@@ -46,21 +46,17 @@ LONGEST = 44
 ONE_ROW = 54
 
 
-@dataclass
-class SeededEngine:
+class SeededEngine(Answering):
     """Response j to a prompt is a function of both. ``scale`` times as long as they would be."""
 
-    replica: int
-    num_replicas: int
-    scale: int = 1
-    weight_version = 0
+    def __init__(self, replica: int, num_replicas: int, scale: int = 1) -> None:
+        super().__init__()
+        self.replica = replica
+        self.num_replicas = num_replicas
+        self.scale = scale
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, progress: Any = None
-    ) -> list[list[Completion]]:
-        return [
-            [self._response(prompt, j) for j in range(sampling.num_responses)] for prompt in prompts
-        ]
+    def response(self, prompt: Prompt, sampling: Sampling, number: int) -> Completion:
+        return self._response(prompt, number)
 
     def _response(self, prompt: Prompt, j: int) -> Completion:
         draw = np.random.default_rng((int(prompt.uid[1:]), j))
@@ -151,7 +147,7 @@ def step(path: Path, layout: dict[str, Any]) -> dict[str, Any]:
     """The metrics of one step, and where its rows lay."""
     rollouts, learner, policy = parts(path, layout, 1, ONE_ROW)
     experience = learner.score(rollouts.collect(1))
-    check_tokens(experience, rollouts.sampler._engine)
+    check_tokens(experience, SeededEngine(0, 1))
     metrics = rollout_metrics(experience) | learner.update(1, experience)
     report = {
         "metrics": metrics,

@@ -194,7 +194,7 @@ class Building:
     def owned(self) -> Any:
         """With every row at home already: an exchange has a table of its own."""
         case = self.case
-        held = token_rows(0, self.sampled)
+        held = token_rows(range(len(self.sampled)), self.sampled)
         placement = Placement(OwnersPlan(case), World(0, 1, 0, "bench"))
         experience = placement.at_home(experience_of(self.responses()))
         assert experience.share is not None
@@ -261,7 +261,7 @@ class Exchange:
             source[share.start : share.stop] = rank
         share = case.share(self.world.rank, ranks)
         target = np.where(source < 0, -1, np.arange(case.num_rows) % 2)
-        held = token_rows(share.start, case.completions(share))
+        held = token_rows(share, case.completions(share))
         return held, Route(case.lengths, source, target)
 
     def everything(self) -> Any:

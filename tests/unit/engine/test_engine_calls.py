@@ -11,6 +11,7 @@ import torch
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.engine import engine as engine_module
+from megatron_rl.engine import running as running_module
 from megatron_rl.engine.arguments import VLLM_QUANTIZATION, engine_arguments
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.types import Prompt, Sampling
@@ -25,19 +26,33 @@ class Llm:
 
     def __init__(self, **arguments: object) -> None:
         self.record = RECORDS[-1]
-        self.calls, self.llm_engine = [], SimpleNamespace()
+        self.calls = []
+        scheduler_config = SimpleNamespace(max_num_seqs=8)
+        self.llm_engine = SimpleNamespace(
+            vllm_config=SimpleNamespace(scheduler_config=scheduler_config),
+            step=self.step,
+            abort_request=lambda names, internal: self.note(f"abort {names}"),
+        )
         self.note("build")
         torch.cuda.set_stream(self.record.make())
 
     def note(self, what: str) -> None:
         self.calls.append((what, self.record.current))
 
-    def generate(self, requests: list, params: object, use_tqdm: bool) -> list:
-        self.note("generate")
+    def enqueue(self, requests: list, params: list, use_tqdm: bool) -> list[str]:
+        self.note("enqueue")
+        return [f"{number}-a1b2" for number in range(len(requests))]
+
+    def step(self) -> list:
+        self.note("step")
         flat = SimpleNamespace(token_ids=[7], logprobs=[-0.5])
         output = SimpleNamespace(token_ids=[7], logprobs=flat, finish_reason="stop")
+        return [SimpleNamespace(request_id="0", finished=True, outputs=[output])]
+
+    def generate(self, requests: list, params: object, use_tqdm: bool) -> list:
+        self.note("generate")
         scores = [None, {4: SimpleNamespace(logprob=-0.25)}]
-        return [SimpleNamespace(outputs=[output], prompt_logprobs=scores) for _ in requests]
+        return [SimpleNamespace(prompt_logprobs=scores) for _ in requests]
 
     def collective_rpc(self, method: str, args: tuple) -> list:
         if method == "receive_weights":
@@ -78,10 +93,10 @@ def record(monkeypatch):
         ("unlink_broadcast_buffer", lambda: None),
         ("expected_tensors", lambda path: {"a": (2,)}),
         ("eos_token_ids", lambda path: ()),
-        ("vllm_sampling", lambda *arguments: None),
         ("scoring", lambda: None),
     ):
         monkeypatch.setattr(engine_module, name, value)
+    monkeypatch.setattr(running_module, "vllm_sampling", lambda *arguments: None)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Llm))
     yield RECORDS[-1]
     RECORDS.pop()
@@ -105,7 +120,8 @@ def test_calls_are_made_in_the_stream_of_the_engine(record):
     # it.
     assert {stream for _, stream in calls} == {"other0"}, calls
     assert [what for what, _ in calls] == [
-        "generate",
+        "enqueue",
+        "step",
         "generate",
         "discover_boxes",
         "declare_boxes",

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from megatron_rl.reporting.sinks import ConsoleLine
 from megatron_rl.runtime.display import Display, duration
+from megatron_rl.types import Progress
 
 
 class Watch:
@@ -55,11 +56,11 @@ def test_a_terminal_shows_the_phase_and_its_progress_in_one_live_line():
     with display.phase("building"):
         pass
     with display.phase("step 1: generating", announced=False):
-        report = display.generating("step 1", 8)
+        report = display.generating("step 1")
         watch.now += 2
-        report(4, 100)
+        report(Progress(4, 8, 100, 30))
         watch.now += 2
-        report(8, 300)
+        report(Progress(8, 8, 300, 0))
     assert " building\n" in text(shown)
     assert "step 1: 8 of 8 responses, 75 tokens/s, 4 s" in text(shown)
     assert "..." not in text(shown)
@@ -67,13 +68,13 @@ def test_a_terminal_shows_the_phase_and_its_progress_in_one_live_line():
 
 def test_a_long_generation_says_how_far_it_is_every_half_minute_in_a_log():
     shown, watch = console(), Watch()
-    report = Display(console=shown, clock=watch).generating("step 7", 100)
+    report = Display(console=shown, clock=watch).generating("step 7")
     for second in range(1, 66):
         watch.now = 100.0 + second
-        report(second, 50 * second)
+        report(Progress(second, 100, 50 * second, 7))
     assert text(shown).splitlines() == [
-        "step 7: 30 of 100 responses, 50 tokens/s, 30 s",
-        "step 7: 60 of 100 responses, 50 tokens/s, 1 min 00 s",
+        "step 7: 30 of 100 responses, 50 tokens/s, longest 7, 30 s",
+        "step 7: 60 of 100 responses, 50 tokens/s, longest 7, 1 min 00 s",
     ]
 
 
@@ -83,7 +84,7 @@ def test_other_ranks_show_nothing():
     with display.phase("building"):
         watch.now += 100
     display.line("x")
-    display.generating("step 1", 4)(4, 4)
+    display.generating("step 1")(Progress(4, 4, 4, 0))
     assert text(shown) == ""
 
 

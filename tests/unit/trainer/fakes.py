@@ -32,6 +32,7 @@ from megatron_rl.types import (
     TokenView,
     UpdateResult,
 )
+from tests.engines import Answering
 
 VOCAB = 4
 LENGTH = 3
@@ -222,25 +223,16 @@ class BanditPolicy:
         self.exported = path
 
 
-class BanditEngine:
-    replica = 0
-    num_replicas = 1
-
+class BanditEngine(Answering):
     def __init__(self) -> None:
+        super().__init__()
         self.logits = torch.zeros(VOCAB, dtype=torch.float64)
         self.weight_version = -1
         self.asleep: set[str] = set()
-        self.requests = 0
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, progress=None
-    ) -> list[list[Completion]]:
+    def response(self, prompt: Prompt, sampling: Sampling, number: int) -> Completion:
         assert not self.asleep
-        self.requests += len(prompts)
-        return [
-            [self._sample(prompt, sampling, j) for j in range(sampling.num_responses)]
-            for prompt in prompts
-        ]
+        return self._sample(prompt, sampling, number)
 
     def _sample(self, prompt: Prompt, sampling: Sampling, j: int) -> Completion:
         if sampling.temperature == 0:

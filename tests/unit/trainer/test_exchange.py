@@ -17,6 +17,7 @@ from megatron_rl.trainer.exchange import exchange_rows, on_main, token_rows
 from megatron_rl.trainer.ownership import Route
 from megatron_rl.trainer.rollouts import Sampler
 from megatron_rl.types import Completion, Prompt, Sampling, Score
+from tests.engines import Answering
 from tests.unit.trainer.runs import WORLD, words
 
 NUM_PROMPTS, PER_PROMPT = 6, 4
@@ -41,35 +42,15 @@ def num_tokens(groups: list[list[Completion]]) -> int:
     return sum(len(completion.token_ids) for group in groups for completion in group)
 
 
-class TwoRanks:
-    """A world in which another rank leads the second replica, and everything travels as a
-    pickle. The other rank says the same of its own half."""
+class ListedEngine(Answering):
+    """``groups[n]`` are the responses to prompt ``pn``."""
 
-    rank, size = 0, 2
+    def __init__(self, groups: list[list[Completion]]) -> None:
+        super().__init__()
+        self.groups = groups
 
-    def __init__(self, theirs: list[list[Completion]]) -> None:
-        self.theirs, self.sent = theirs, []
-
-    def all_gather(self, value: Any) -> list[Any]:
-        self.sent.append(pickle.dumps(value))
-        if isinstance(value, np.ndarray):
-            flat = [completion for group in self.theirs for completion in group]
-            other = [(len(each.token_ids), each.truncated, each.weight_version) for each in flat]
-            return [value, np.array(other)]
-        return [value, value]
-
-
-class HalfEngine:
-    replica, num_replicas = 0, 2
-
-    def __init__(self, mine: list[list[Completion]]) -> None:
-        self.mine = mine
-
-    def generate(
-        self, prompts: Any, sampling: Sampling, progress: Any = None
-    ) -> list[list[Completion]]:
-        assert len(prompts) == len(self.mine)
-        return self.mine
+    def response(self, prompt: Prompt, sampling: Sampling, number: int) -> Completion:
+        return self.groups[int(prompt.uid[1:])][number]
 
 
 class LengthIsReward:
@@ -81,23 +62,6 @@ def prompts() -> list[Prompt]:
     return [Prompt(f"p{i}", (1,), "", "") for i in range(NUM_PROMPTS)]
 
 
-def test_no_token_travels_while_responses_are_sampled_and_judged():
-    groups = completions()
-    world = TwoRanks(groups[3:])
-    sampler = Sampler(HalfEngine(groups[:3]), LengthIsReward(), words, world, Display(shown=False))
-    got = sampler.run(prompts(), Sampling(PER_PROMPT, 400), "test").responses
-    flat = [completion for group in groups for completion in group]
-    assert got.lengths.tolist() == [len(completion.token_ids) for completion in flat]
-    assert got.truncated.tolist() == [completion.truncated for completion in flat]
-    assert got.weight_versions.tolist() == [completion.weight_version for completion in flat]
-    assert got.holders.tolist() == [0] * 12 + [1] * 12
-    assert [score.reward for score in got.scores[:12]] == got.lengths[:12].tolist()
-    assert got.tokens.rows.tolist() == list(range(12)), "the first half was sampled here"
-    for ids, completion in zip(got.tokens.views("token_ids"), flat[:12], strict=True):
-        assert ids.tolist() == list(completion.token_ids)
-    assert sum(map(len, world.sent)) < 64 * len(flat) < num_tokens(groups[:3])
-
-
 def test_a_completion_is_compact_by_itself():
     groups = completions()
     assert len(pickle.dumps(groups)) / num_tokens(groups) <= MAX_BYTES_PER_TOKEN
@@ -106,14 +70,10 @@ def test_a_completion_is_compact_by_itself():
     assert isinstance(first.sampler_logprobs, array) and first.sampler_logprobs.itemsize == 4
 
 
-class OneEngine(HalfEngine):
-    num_replicas = 1
-
-
 def test_whole_responses_come_to_the_main_rank_in_the_order_that_is_asked_for():
     groups = completions(1)
-    sampler = Sampler(OneEngine(groups), LengthIsReward(), words, WORLD, Display(shown=False))
-    responses = sampler.run(prompts(), Sampling(PER_PROMPT, 400), "test").responses
+    sampler = Sampler(ListedEngine(groups), LengthIsReward(), words, WORLD, Display(shown=False))
+    responses = sampler.run(prompts(), Sampling(PER_PROMPT, 400), "test")
     chosen = on_main(responses, [5, 23, 0], words, WORLD)
     flat = [completion for group in groups for completion in group]
     assert [response.completion for response in chosen] == [flat[5], flat[23], flat[0]]
@@ -141,7 +101,7 @@ def test_the_batch_is_that_of_plain_lists():
 
 def test_completions_become_rows():
     rows = token_rows(
-        6,
+        [6, 7, 8],
         [
             Completion((9, 2), (-0.5, -0.25), False, 1),
             Completion((), (), True, 1),
@@ -154,12 +114,12 @@ def test_completions_become_rows():
     assert rows.columns["token_ids"].dtype == np.int32
     assert rows.columns["sampler_logprobs"].tolist() == [-0.5, -0.25, -1.0]
     assert rows.columns["sampler_logprobs"].dtype == np.float32
-    nothing = token_rows(3, [])
+    nothing = token_rows([], [])
     assert [values.dtype for values in nothing.columns.values()] == [np.int32, np.float32]
 
 
 def test_one_rank_keeps_its_rows():
-    rows = token_rows(0, [Completion((9, 2), (-0.5, -0.25), False, 1)])
+    rows = token_rows([0], [Completion((9, 2), (-0.5, -0.25), False, 1)])
     here = np.array([0])
     kept = exchange_rows(rows, Route(np.array([2]), here, here), World(0, 1, 0, "test"))
     assert kept.columns["token_ids"].tolist() == [9, 2]

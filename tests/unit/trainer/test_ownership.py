@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.trainer.ownership import Route, owning_ranks, sampling_ranks
+from megatron_rl.trainer.ownership import Route, owning_ranks
 
 
 def test_the_examples():
@@ -20,8 +20,6 @@ def test_the_examples():
     assert route.tokens_to(0, 2) == [5, 7]
     assert route.tokens_from(0, 2) == [5, 2]
     assert route.tokens_from(1, 3) == [7, 3, 0]
-    assert sampling_ranks([2, 2, 2], [0, 4]).tolist() == [0, 0, 4, 4, 4, 4]
-    assert sampling_ranks([1, 3], [0, 1, 2]).tolist() == [1, 2, 2, 2], "a replica without a group"
     assert owning_ranks([[[[0, 2]], [[1]]]], 3, [0, 4]).tolist() == [0, 4, 0]
 
 

@@ -1,4 +1,4 @@
-"""Responses of a step: some of them, several rounds together, and what they cost in objects."""
+"""Responses of a step: some of them, and what they cost in objects."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import sys
 import numpy as np
 
 from megatron_rl.data.token_rows import TokenRows
-from megatron_rl.trainer.experience import Responses, experience_of, joined
+from megatron_rl.trainer.experience import Responses, experience_of
 from megatron_rl.trainer.placement import Placement
 from megatron_rl.trainer.rollouts import Sampler
 from megatron_rl.types import Completion, Prompt, Sampling, Score
+from tests.engines import Answering
 from tests.unit.trainer.fakes import BanditBatching
 from tests.unit.trainer.runs import DISPLAY, WORLD
 
@@ -60,30 +61,13 @@ def test_the_order_of_the_rows_asked_for_is_kept():
     }
 
 
-def test_rounds_stand_one_behind_the_other():
-    both = joined([responses(), responses().take([]), responses(100).take([3, 4])])
-    assert both.group_ids.tolist() == [0, 0, 1, 2, 2, 3, 3] and both.num_groups == 4
-    assert both.lengths.tolist() == [1, 2, 3, 4, 5, 4, 5]
-    assert [prompt.uid for prompt in both.prompts[-2:]] == ["p102", "p102"]
-    assert both.weight_versions[-2:].tolist() == [104, 105]
-    assert both.tokens.rows.tolist() == [1, 3, 4, 5, 6]
-    assert both.tokens.views("token_ids")[3].tolist() == [130] * 4
-    assert both.tokens.columns["sampler_logprobs"].dtype == np.float32
-    only = responses()
-    assert joined([only]) is only
-
-
-class LongEngine:
-    replica, num_replicas = 0, 1
-
+class LongEngine(Answering):
     def __init__(self, tokens: int) -> None:
-        self.completions = [
-            [Completion([2] * tokens, [-0.5] * tokens, False, 0) for _ in range(4)]
-            for _ in range(8)
-        ]
+        super().__init__()
+        self.tokens = tokens
 
-    def generate(self, prompts, sampling, progress=None):
-        return self.completions
+    def response(self, prompt: Prompt, sampling: Sampling, number: int) -> Completion:
+        return Completion([2] * self.tokens, [-0.5] * self.tokens, False, 0)
 
 
 class NoVerdict:
@@ -98,8 +82,8 @@ def blocks_of_a_step(tokens: int) -> int:
     placement = Placement(BanditBatching(10**6), WORLD)
     gc.collect()
     before = sys.getallocatedblocks()
-    sampled = sampler.run(prompts, Sampling(4, tokens), "test")
-    experience = placement.at_home(experience_of(sampled.responses))
+    responses = sampler.run(prompts, Sampling(4, tokens), "test")
+    experience = placement.at_home(experience_of(responses))
     gc.collect()
     after = sys.getallocatedblocks()
     assert int(experience.responses.lengths.sum()) == 32 * tokens

@@ -1,0 +1,185 @@
+"""Which worker does which request.
+
+A worker is whatever answers requests: a replica of the engine in the training processes, a server,
+a simulated one. Where a request runs changes when it is answered, never what is answered: a request
+is a pure function of the run's seed, the uid of its prompt, the number of the response and the
+weight version. So a request may be handed out again after a loss, and an answer that comes
+twice counts once.
+
+Invariants of ``WorkQueue``, which ``tests/unit/scheduling`` checks after random events:
+
+1. A request is in one place: it waits, or one worker runs it. Answered, it is in none.
+2. A worker runs at most ``capacity`` requests.
+3. A worker runs requests of its own weight version alone (``exact``), or of no newer one.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Request(NamedTuple):
+    """One response that is wanted, and the weights that it is wanted of.
+
+    Requests are handed out in this order: of the oldest version first, then in prompt order.
+
+    Example: ``Request(version=3, group=17, response=0)``.
+    """
+
+    version: int
+    group: int  # number of the prompt in the order of the stream
+    response: int  # number in the group
+
+
+class Assignment(NamedTuple):
+    """``request`` is to run, or to end, on ``worker``."""
+
+    worker: str
+    request: Request
+
+
+@dataclass
+class Worker:
+    """``capacity``: requests that it takes at a time; ``version``: of the weights that it has."""
+
+    capacity: int
+    version: int
+    running: set[Request] = field(default_factory=set)
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.running) < self.capacity
+
+
+class WorkQueue:
+    """One queue over all workers."""
+
+    def __init__(self, *, exact: bool = True) -> None:
+        """``exact``: a request runs on the very version it names, else on that or a newer one."""
+        self.workers: dict[str, Worker] = {}
+        self._exact = exact
+        self._waiting: dict[int, list[Request]] = {}  # by version, each a heap
+        self._place: dict[Request, str] = {}  # of those that run
+        self._worker_of_group: dict[int, str] = {}  # that took the last request of a group
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    @property
+    def num_running(self) -> int:
+        return len(self._place)
+
+    def join(self, name: str, capacity: int, version: int) -> None:
+        """A worker that is new, or comes back."""
+        assert name not in self.workers, f"worker {name} is there already"
+        self.workers[name] = Worker(capacity, version)
+
+    def leave(self, name: str) -> list[Request]:
+        """A worker is gone; what it ran waits again and is returned. Does nothing twice."""
+        worker = self.workers.pop(name, None)
+        lost = sorted(worker.running) if worker else []
+        for request in lost:
+            del self._place[request]
+        self.add(lost)
+        return lost
+
+    def switch(self, name: str, version: int) -> None:
+        """A worker has other weights now. In an exact queue it must be idle."""
+        worker = self.workers[name]
+        assert version >= worker.version, f"worker {name} went back to version {version}"
+        assert not (self._exact and worker.running), f"worker {name} switched with work in it"
+        worker.version = version
+
+    def is_drained(self, name: str) -> bool:
+        """Whether a worker has nothing left to do with its weights: nothing runs there, and nothing
+        waits for this version or an older one."""
+        worker = self.workers[name]
+        due = any(heap and version <= worker.version for version, heap in self._waiting.items())
+        return not worker.running and not due
+
+    def add(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            heapq.heappush(self._waiting.setdefault(request.version, []), request)
+
+    def assign(self) -> list[Assignment]:
+        """Hands out what waits to the workers that have room; the caller submits it there.
+
+        Loads stay even. Requests of one group share their prompt, so they go to one worker as long
+        as that has no more than its equal part of all work.
+        """
+        assigned: list[Assignment] = []
+        for version in sorted(self._waiting):
+            heap = self._waiting[version]
+            fitting = {name: w for name, w in self.workers.items() if self._fits(w, version)}
+            if heap and fitting:
+                total = len(heap) + sum(len(worker.running) for worker in fitting.values())
+                assigned += self._hand_out(heap, fitting, -(-total // len(fitting)))
+            if not heap:
+                del self._waiting[version]
+        return assigned
+
+    def _fits(self, worker: Worker, version: int) -> bool:
+        return worker.version == version if self._exact else worker.version >= version
+
+    def _hand_out(
+        self, heap: list[Request], fitting: dict[str, Worker], equal_part: int
+    ) -> list[Assignment]:
+        # Least load first. An entry may be out of date by the siblings that followed a request.
+        by_load = [(len(w.running), name) for name, w in fitting.items() if w.has_room]
+        heapq.heapify(by_load)
+        assigned = []
+        while heap and by_load:
+            name = self._worker_of_group.get(heap[0].group, "")
+            sibling = fitting.get(name)
+            if sibling is None or not sibling.has_room or len(sibling.running) >= equal_part:
+                load, name = heapq.heappop(by_load)
+                worker = fitting[name]
+                if len(worker.running) != load:
+                    if worker.has_room:
+                        heapq.heappush(by_load, (len(worker.running), name))
+                    continue
+                if load + 1 < worker.capacity:
+                    heapq.heappush(by_load, (load + 1, name))
+            request = heapq.heappop(heap)
+            fitting[name].running.add(request)
+            self._place[request] = name
+            self._worker_of_group[request.group] = name
+            assigned.append(Assignment(name, request))
+        return assigned
+
+    def finish(self, name: str, request: Request) -> bool:
+        """An answer; whether it counts. It does from the worker that has the request: not when that
+        was cancelled meanwhile, or given to another because this one was thought to be gone."""
+        if self._place.get(request) != name:
+            return False
+        del self._place[request]
+        self.workers[name].running.remove(request)
+        return True
+
+    def fail(self, name: str, request: Request) -> bool:
+        """A worker could not answer: the request waits again. Returns what ``finish`` does."""
+        counts = self.finish(name, request)
+        if counts:
+            self.add([request])
+        return counts
+
+    def cancel(self, unneeded: Callable[[Request], bool]) -> list[Assignment]:
+        """Forgets requests; returns those that run, which the caller is to abort."""
+        for version, heap in self._waiting.items():
+            kept = [request for request in heap if not unneeded(request)]
+            heapq.heapify(kept)
+            self._waiting[version] = kept
+        running = [
+            Assignment(name, request) for request, name in self._place.items() if unneeded(request)
+        ]
+        for name, request in running:
+            self.finish(name, request)
+        return running
+
+    def forget_group(self, group: int) -> None:
+        """No request of it comes again."""
+        self._worker_of_group.pop(group, None)

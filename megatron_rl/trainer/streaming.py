@@ -1,0 +1,202 @@
+"""Generation in the training processes: every rank drives its part of an engine, rank 0 hands out
+the work.
+
+Who agrees with whom, and how:
+
+- Rank 0 alone has the scheduler. It hears of ended responses and of verdicts, and answers with
+  tasks, by mail (``runtime/mail.py``): no replica waits for another one before the end.
+- The ranks of one replica must make the same calls of the engine in the same order. In each turn
+  the first of them reads the mail and broadcasts it to the others; then all begin and stop the same
+  responses and work the same number of steps. Each judges its share of what has ended.
+- Prompts are not sent: group n is the n-th prompt of this generation on every rank.
+- When rank 0 says that the step has its groups, every replica stops what still runs, and one
+  collective gives all ranks the same ``Outcome``.
+
+None of this changes what is sampled or trained: see ``scheduling/batches.py``.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_rl.protocols import RolloutEngine
+from megatron_rl.runtime.display import Display
+from megatron_rl.runtime.launch import World
+from megatron_rl.runtime.mail import Mail
+from megatron_rl.scheduling.work import Request
+from megatron_rl.trainer.dispatch import Dispatcher, Ended, Order, Outcome, Scored, Standing, Task
+from megatron_rl.trainer.judge import Judge
+from megatron_rl.trainer.metrics import Clock
+from megatron_rl.trainer.ownership import Ranks
+from megatron_rl.types import Completion
+
+_TO_MAIN = "rank 0"
+_STANDING_EVERY_S = 1.0
+# Who finds nothing to do waits before the next look, twice as long each time, between these bounds.
+_SHORTEST_PAUSE_S = 0.0005
+_LONGEST_PAUSE_S = 0.1
+
+
+class Replica:
+    """This rank's part of one generation: what it has begun, and the completions it has."""
+
+    def __init__(self, engine: RolloutEngine, judge: Judge, number: int, num_ranks: int) -> None:
+        """``number``: of this rank among the ``num_ranks`` of its replica."""
+        self.completions: dict[Request, Completion] = {}
+        self.num_tokens = 0  # sampled, of all responses that are no longer running
+        self._engine = engine
+        self._judge = judge
+        self._number = number
+        self._num_ranks = num_ranks
+        self._requests: dict[int, Request] = {}  # by ticket, of what runs
+        self._told_standing = time.monotonic()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._requests)
+
+    def obey(self, task: Task, order: Order) -> None:
+        """Begins and stops."""
+        stop = set(task.stop)
+        if task.is_end:
+            stop.update(self._requests.values())
+        tickets = [ticket for ticket, request in self._requests.items() if request in stop]
+        self.num_tokens += self._engine.abort(tickets)
+        for ticket in tickets:
+            del self._requests[ticket]
+        by_group: dict[int, list[Request]] = {}
+        for request in task.begin:
+            by_group.setdefault(request.group, []).append(request)
+        for group, requests in by_group.items():
+            responses = [request.response for request in requests]
+            tickets = self._engine.submit(order.prompts(group), responses, order.sampling)
+            self._requests.update(zip(tickets, requests, strict=True))
+
+    def work(self, order: Order) -> list[Ended | Scored | Standing]:
+        """The engine works for a moment; what rank 0 is to hear of it from this rank."""
+        events: list[Ended | Scored | Standing] = []
+        replica = self._engine.replica
+        for ticket, completion in self._engine.poll() if self._requests else ():
+            request = self._requests.pop(ticket)
+            if len(self.completions) % self._num_ranks == self._number:
+                self._judge.give(request, order.prompts(request.group), completion)
+            self.completions[request] = completion
+            length = len(completion.token_ids)
+            self.num_tokens += length
+            if self._number == 0:
+                facts = (length, completion.truncated, completion.weight_version)
+                events.append(Ended(replica, request, *facts))
+        events += [Scored(replica, request, score) for request, score in self._judge.take()]
+        now = time.monotonic()
+        if self._number == 0 and (events or now > self._told_standing + _STANDING_EVERY_S):
+            self._told_standing = now
+            lengths = self._engine.running_lengths()
+            num_tokens = self.num_tokens + sum(lengths)
+            events.append(Standing(replica, num_tokens, max(lengths, default=0)))
+        return events
+
+
+class Streaming:
+    """Generations of a launch, one after the other."""
+
+    def __init__(self, engine: RolloutEngine, judge: Judge, world: World, display: Display) -> None:
+        self._engine = engine
+        self._judge = judge
+        self._world = world
+        self._display = display
+        self._mail = Mail(world)
+        self._ranks_per_replica = world.size // engine.num_replicas
+        self._team: Any = None  # of the ranks of a replica, made when it is needed first
+
+    @property
+    def leaders(self) -> Ranks:
+        """The first rank of each replica."""
+        return np.arange(0, self._world.size, self._ranks_per_replica)
+
+    @property
+    def leader(self) -> int:
+        """The first rank of this replica."""
+        return int(self.leaders[self._engine.replica])
+
+    def run(self, order: Order, clock: Clock) -> tuple[Outcome, Replica]:
+        """Collective. The clock counts as ``reward`` the time in which all is sampled and verdicts
+        are waited for, which rank 0 knows, and as ``rollout`` the rest."""
+        world = self._world
+        number = world.rank - self.leader
+        replica = Replica(self._engine, self._judge, number, self._ranks_per_replica)
+        dispatcher: Dispatcher | None = None
+        if world.is_main:
+            dispatcher = Dispatcher(order, self._engine.num_replicas, self._engine.capacity)
+        clock.add({"rollout": 0.0, "reward": 0.0})  # a metric of every step, also where it is 0
+        with self._display.phase(f"{order.what}: generating", announced=False):
+            self._generate(order, replica, dispatcher, clock)
+        self._judge.forget()
+        with clock("rollout"):
+            sampled = world.all_gather(replica.num_tokens if number == 0 else 0)
+            outcome = world.from_main(partial(_outcome, dispatcher, sum(sampled)))
+        if world.is_main:
+            self._mail.receive(_TO_MAIN)  # of responses that came too late to count
+        return outcome, replica
+
+    def _generate(
+        self, order: Order, replica: Replica, dispatcher: Dispatcher | None, clock: Clock
+    ) -> None:
+        """One turn after the other, until rank 0 says that it is over."""
+        report = self._display.generating(order.what)
+        pause_s = _SHORTEST_PAUSE_S
+        is_over = False
+        while not is_over:
+            with clock("reward" if dispatcher and dispatcher.only_judges else "rollout"):
+                has_heard = False
+                if dispatcher is not None:
+                    has_heard = self._dispatch(dispatcher)
+                    report(dispatcher.progress)
+                tasks = self._next_tasks()
+                for task in tasks:
+                    replica.obey(task, order)
+                is_over = any(task.is_end for task in tasks)
+                events = replica.work(order)
+                if events:
+                    self._mail.send(_TO_MAIN, events)
+                if has_heard or tasks or events or replica.is_busy:
+                    pause_s = _SHORTEST_PAUSE_S
+                elif self._world.rank == self.leader:  # the others wait for its broadcast
+                    time.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _dispatch(self, dispatcher: Dispatcher) -> bool:
+        """Rank 0: what has come, and what follows from it; whether anything has."""
+        letters = self._mail.receive(_TO_MAIN)
+        for events in letters:
+            for event in events:
+                dispatcher.hear(event)
+        for replica, task in dispatcher.tasks().items():
+            self._mail.send(_box(replica), task)
+        return bool(letters)
+
+    def _next_tasks(self) -> list[Task]:
+        """What this replica is to do, in order: equal on all of its ranks."""
+        tasks: list[Task] = []
+        if self._world.rank == self.leader:
+            tasks = self._mail.receive(_box(self._engine.replica))
+        if self._ranks_per_replica == 1:
+            return tasks
+        if self._team is None:
+            self._team = self._world.team(self._ranks_per_replica)
+        carried: list[Any] = [tasks]
+        dist.broadcast_object_list(carried, src=self.leader, group=self._team)
+        return carried[0]
+
+
+def _outcome(dispatcher: Dispatcher | None, sampled_tokens: int) -> Outcome:
+    assert dispatcher is not None, "rank 0 has it"
+    return dispatcher.outcome(sampled_tokens)
+
+
+def _box(replica: int) -> str:
+    return f"replica {replica}"

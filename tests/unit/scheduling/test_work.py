@@ -1,0 +1,108 @@
+"""Placement: even loads, groups together where that costs nothing, nothing lost."""
+
+from megatron_rl.scheduling.work import Request, WorkQueue
+
+
+def requests(num_groups: int, num_responses: int, version: int = 0) -> list[Request]:
+    return [
+        Request(version, group, response)
+        for group in range(num_groups)
+        for response in range(num_responses)
+    ]
+
+
+def queue_of(num_workers: int, capacity: int, *, exact: bool = True) -> WorkQueue:
+    queue = WorkQueue(exact=exact)
+    for number in range(num_workers):
+        queue.join(f"w{number}", capacity, 0)
+    return queue
+
+
+def by_worker(queue: WorkQueue) -> dict[str, list[int]]:
+    """Group numbers of what each worker runs."""
+    return {
+        name: sorted(request.group for request in worker.running)
+        for name, worker in queue.workers.items()
+    }
+
+
+def test_groups_stay_whole_where_there_are_enough_of_them() -> None:
+    queue = queue_of(num_workers=2, capacity=100)
+    queue.add(requests(num_groups=4, num_responses=3))
+    queue.assign()
+    assert by_worker(queue) == {"w0": [0, 0, 0, 2, 2, 2], "w1": [1, 1, 1, 3, 3, 3]}
+
+
+def test_groups_are_cut_where_workers_would_stand_idle() -> None:
+    queue = queue_of(num_workers=4, capacity=100)
+    queue.add(requests(num_groups=2, num_responses=6))
+    queue.assign()
+    assert by_worker(queue) == {"w0": [0] * 3, "w1": [0] * 3, "w2": [1] * 3, "w3": [1] * 3}
+
+
+def test_what_comes_later_goes_where_most_room_is() -> None:
+    queue = queue_of(num_workers=2, capacity=100)
+    queue.add(requests(num_groups=2, num_responses=4))
+    queue.assign()
+    for response in range(3):
+        assert queue.finish("w1", Request(0, 1, response))
+    queue.add([Request(0, 2, 0), Request(0, 2, 1)])
+    assert [worker for worker, _ in queue.assign()] == ["w1", "w1"]
+
+
+def test_no_more_than_the_capacity_in_prompt_order() -> None:
+    queue = queue_of(num_workers=1, capacity=3)
+    queue.add(reversed(requests(num_groups=3, num_responses=2)))
+    assert [request for _, request in queue.assign()] == requests(3, 2)[:3]
+    assert queue.assign() == [] and queue.num_waiting == 3
+    queue.finish("w0", Request(0, 0, 0))
+    assert [request for _, request in queue.assign()] == [Request(0, 1, 1)]
+
+
+def test_what_a_lost_worker_ran_goes_elsewhere_and_its_late_answer_does_not_count() -> None:
+    queue = queue_of(num_workers=2, capacity=100)
+    queue.add(requests(num_groups=2, num_responses=2))
+    queue.assign()
+    assert queue.leave("w0") == [Request(0, 0, 0), Request(0, 0, 1)]
+    assert queue.leave("w0") == []
+    assert queue.assign() == [("w1", Request(0, 0, 0)), ("w1", Request(0, 0, 1))]
+    assert not queue.finish("w0", Request(0, 0, 0))
+    assert queue.finish("w1", Request(0, 0, 0))
+    assert not queue.finish("w1", Request(0, 0, 0)), "an answer counts once"
+
+
+def test_a_failed_request_waits_again() -> None:
+    queue = queue_of(num_workers=1, capacity=1)
+    queue.add([Request(0, 0, 0)])
+    queue.assign()
+    assert queue.fail("w0", Request(0, 0, 0))
+    assert queue.assign() == [("w0", Request(0, 0, 0))]
+
+
+def test_weights_of_a_request_are_those_of_its_worker_or_where_allowed_newer_ones() -> None:
+    for exact, taken in ((True, [Request(1, 5, 0)]), (False, [Request(0, 4, 0), Request(1, 5, 0)])):
+        queue = WorkQueue(exact=exact)
+        queue.join("new", 8, version=1)
+        queue.add([Request(0, 4, 0), Request(1, 5, 0), Request(2, 6, 0)])
+        assert [request for _, request in queue.assign()] == taken
+
+
+def test_a_worker_keeps_its_weights_while_something_wants_them() -> None:
+    queue = queue_of(num_workers=1, capacity=1)
+    queue.add([Request(0, 0, 0), Request(0, 1, 0)])
+    queue.assign()
+    queue.finish("w0", Request(0, 0, 0))
+    assert not queue.is_drained("w0"), "one waits"
+    queue.assign()
+    assert not queue.is_drained("w0"), "one runs"
+    queue.finish("w0", Request(0, 1, 0))
+    assert queue.is_drained("w0")
+
+
+def test_cancelled_requests_are_gone_and_those_that_run_are_named() -> None:
+    queue = queue_of(num_workers=1, capacity=3)
+    queue.add(requests(num_groups=2, num_responses=2))
+    queue.assign()
+    assert queue.cancel(lambda request: request.group == 1) == [("w0", Request(0, 1, 0))]
+    assert (queue.num_waiting, queue.num_running) == (0, 2)
+    assert not queue.finish("w0", Request(0, 1, 0))

@@ -1,0 +1,172 @@
+"""Replicas of a rollout engine as a formula: for ``rollout_schedule.py``.
+
+A decode step of a replica takes ``STEP_S``, ``SEQUENCE_S`` for each sequence and ``CONTEXT_S`` for
+each token in the cache: about a 7B model in bfloat16 on one GPU of the H100 class. Prompts cost
+nothing; a response that goes on has its tokens computed again, ``RESUMED_S`` each. Between two
+events a replica's sequences stay the same, so n steps take the sum of an arithmetic series.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, field
+
+from megatron_rl.scheduling.work import Request
+
+STEP_S = 7e-3
+SEQUENCE_S = 2e-5
+CONTEXT_S = 17e-9
+RESUMED_S = 1 / 20_000
+
+
+@dataclass
+class Replica:
+    """``steps``: made so far; a request that was begun at step a with n tokens ends at step a +
+    n."""
+
+    now_s: float = 0.0
+    busy_s: float = 0.0  # with at least one sequence
+    steps: float = 0.0
+    tokens: float = 0.0
+    context: float = 0.0  # tokens in the cache
+    ends: dict[Request, float] = field(default_factory=dict)  # step at which a response ends
+    begins: dict[Request, float] = field(default_factory=dict)
+
+    def seconds(self, steps: float) -> float:
+        """Of so many further steps."""
+        num = len(self.ends)
+        of_steps = steps * (STEP_S + SEQUENCE_S * num)
+        return of_steps + CONTEXT_S * (steps * self.context + num * steps * steps / 2)
+
+    def steps_in(self, seconds: float) -> float:
+        """The inverse of ``seconds``."""
+        num = len(self.ends)
+        linear = STEP_S + SEQUENCE_S * num + CONTEXT_S * self.context
+        square = CONTEXT_S * num / 2
+        root = math.sqrt(linear * linear + 4 * square * seconds)
+        return 2 * seconds / (linear + root)
+
+    def advance(self, now_s: float) -> None:
+        """To this moment, which is not behind the next end."""
+        if now_s <= self.now_s:
+            return  # it is still computing what was resumed
+        if self.ends:
+            self._step(self.steps_in(now_s - self.now_s))
+            self.busy_s += now_s - self.now_s
+        self.now_s = now_s
+
+    def _step(self, steps: float) -> None:
+        self.steps += steps
+        self.tokens += steps * len(self.ends)
+        self.context += steps * len(self.ends)
+
+    def begin(self, request: Request, num_tokens: int) -> None:
+        self.begins[request] = self.steps
+        self.ends[request] = self.steps + num_tokens
+
+    def resume(self, request: Request, num_there: int, num_tokens: int) -> None:
+        """``num_there``: tokens that were sampled before."""
+        self.busy_s += num_there * RESUMED_S
+        self.now_s += num_there * RESUMED_S
+        self.context += num_there
+        self.begin(request, num_tokens)
+
+    def limit(self, num_tokens: float) -> None:
+        """Responses end after so many tokens, those that have more at once."""
+        for request, begin in self.begins.items():
+            self.ends[request] = min(self.ends[request], begin + num_tokens)
+
+    def end(self, request: Request) -> float:
+        """Ends a response, now; returns the tokens that it has."""
+        del self.ends[request]
+        length = self.steps - self.begins.pop(request)
+        self.context = self.context - length if self.ends else 0.0
+        return length
+
+    def next_end(self) -> tuple[float, Request] | None:
+        """The moment at which the next response ends, and which."""
+        if not self.ends:
+            return None
+        step, request = min((step, request) for request, step in self.ends.items())
+        return self.now_s + self.seconds(max(0.0, step - self.steps)), request
+
+
+class Fleet:
+    """Several replicas and their next events."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self.replicas = [Replica() for _ in range(num_replicas)]
+        self.now_s = 0.0
+        self._due: list[tuple[float, int, int]] = []  # moment, replica, its change
+        self._changes = [0] * num_replicas
+
+    def _expect(self, number: int) -> None:
+        """Looks up anew when a replica that has changed ends something."""
+        self._changes[number] += 1
+        ending = self.replicas[number].next_end()
+        if ending is not None:
+            heapq.heappush(self._due, (ending[0], number, self._changes[number]))
+
+    def begin(self, number: int, work: dict[Request, int]) -> None:
+        """``work``: tokens of each response that is begun now."""
+        self.replicas[number].advance(self.now_s)
+        for request, num_tokens in work.items():
+            self.replicas[number].begin(request, num_tokens)
+        self._expect(number)
+
+    def resume(self, number: int, work: dict[Request, tuple[int, int]]) -> None:
+        """``work``: of each response the tokens that are there, and those that it still gets."""
+        self.replicas[number].advance(self.now_s)
+        for request, (num_there, num_tokens) in work.items():
+            self.replicas[number].resume(request, num_there, num_tokens)
+        self._expect(number)
+
+    def limit(self, num_tokens: float) -> None:
+        """Everywhere, see ``Replica.limit``."""
+        for number, replica in enumerate(self.replicas):
+            if replica.ends:
+                replica.advance(self.now_s)
+                replica.limit(num_tokens)
+                self._expect(number)
+
+    def abort(self, number: int, requests: list[Request]) -> None:
+        self.replicas[number].advance(self.now_s)
+        for request in requests:
+            self.replicas[number].end(request)
+        self._expect(number)
+
+    def next_moment(self) -> float:
+        """Of the next end; infinity where nothing runs."""
+        while self._due and self._due[0][2] != self._changes[self._due[0][1]]:
+            heapq.heappop(self._due)
+        return self._due[0][0] if self._due else math.inf
+
+    def next_end(self) -> tuple[int, Request]:
+        """Goes to the next end; the replica and the response."""
+        self.now_s = self.next_moment()
+        number = self._due[0][1]
+        replica = self.replicas[number]
+        ending = replica.next_end()
+        assert ending is not None
+        replica.advance(self.now_s)
+        # Without the rounding of the square root.
+        replica.steps = max(replica.steps, replica.ends[ending[1]])
+        replica.end(ending[1])
+        self._expect(number)
+        return number, ending[1]
+
+    def wait_until(self, now_s: float) -> None:
+        """Nothing ends before this moment."""
+        assert now_s <= self.next_moment() + 1e-9
+        self.now_s = now_s
+
+    def idle_share(self) -> float:
+        """Of the time so far, that in which a replica had no sequence; mean of the replicas."""
+        for replica in self.replicas:
+            replica.advance(self.now_s)
+        busy_s = sum(replica.busy_s for replica in self.replicas)
+        return 1 - busy_s / (len(self.replicas) * self.now_s)
+
+    def num_tokens(self) -> float:
+        return sum(replica.tokens for replica in self.replicas)
