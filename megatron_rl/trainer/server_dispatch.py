@@ -20,7 +20,14 @@ from megatron_rl.scheduling.batches import Batch, Rules
 from megatron_rl.scheduling.scheduler import Scheduler
 from megatron_rl.scheduling.work import Assignment, Request
 from megatron_rl.trainer.prompt_stream import FinishedGroup, OpenGroup
-from megatron_rl.trainer.server_tasks import Client, News, Servers, Tasks, WeightVersionError
+from megatron_rl.trainer.server_tasks import (
+    Client,
+    News,
+    NoServerError,
+    Servers,
+    Tasks,
+    WeightVersionError,
+)
 from megatron_rl.types import Completion, Prompt, Sampling, Score
 
 Result = TypeVar("Result")
@@ -91,7 +98,8 @@ class ServerDispatcher:
         return self._call(self._take())
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """What one server says of sequences, the next time the next one."""
+        """What one server says of sequences, the next time the next one. Raises NoServerError where
+        none is left."""
         return self._call(self._score(sequences))
 
     def counts(self) -> dict[str, float]:
@@ -101,11 +109,6 @@ class ServerDispatcher:
             "source/lost_servers": self._num_lost,
             "source/reissued_requests": self._num_reissued,
         }
-
-    @property
-    def num_servers(self) -> int:
-        """Those at work."""
-        return len(self._clients)
 
     def state(self) -> dict[str, Any]:
         """Plain values: the scheduler's, and the answers that are there."""
@@ -200,10 +203,16 @@ class ServerDispatcher:
         return await self._until(self._arrivals)
 
     async def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        names = sorted(self._clients)
-        self._num_scored += 1
-        client = self._clients[names[self._num_scored % len(names)]]
-        return await asyncio.gather(*map(client.score, sequences))
+        while self._clients:
+            names = sorted(self._clients)
+            self._num_scored += 1
+            name = names[self._num_scored % len(names)]
+            try:
+                return await asyncio.gather(*map(self._clients[name].score, sequences))
+            except self._tasks.lost as error:
+                if name in self._clients:
+                    self._give_up(name, str(error))
+        raise NoServerError("no server is left to score sequences")
 
     async def _judged(
         self, prompts: Sequence[Prompt], answers: Sequence[Completion]

@@ -36,6 +36,10 @@ class News(NamedTuple):
     servers: Mapping[str, str] = {}
 
 
+class NoServerError(ConnectionError):
+    """Nobody is left to ask."""
+
+
 class WeightVersionError(ValueError):
     """A response was sampled with other weights than was said."""
 

@@ -33,6 +33,7 @@ STEPS = 10
 PROGRAM = Path(__file__).parent / "delayed_program.py"
 CLIENT = Path(__file__).parent / "client_program.py"
 LIMIT_S = 600
+OF_THE_SOURCE = ("time/", "throughput/", "memory/", "source/", "sync/", "rollout/unused")
 ASYNCHRONOUS = (
     "rollout.tensor=1",
     "rollout.max_response_tokens=8",
@@ -218,6 +219,23 @@ def test_a_server_answers_its_run_as_the_engine_in_the_process_and_nobody_else(f
     arguments.append("parallel=single")
     output = launch(CLIENT, 1, arguments, timeout=LIMIT_S).stdout
     assert "all cases hold" in output
+
+
+def test_a_server_that_takes_turns_with_the_trainer_is_the_colocated_engine(folder, register):
+    steps = []
+    for source in ("servers", "colocated"):
+        run_dir = folder / f"turns_{source}"
+        register(0, run_dir)
+        more = [f"source={source}", "source.staleness=0", "trainer.num_steps=3"]
+        words = overrides(folder, run_dir, *ON_SERVERS, *more)
+        launch("megatron_rl.train", 2, words, timeout=LIMIT_S)
+        steps.append(
+            [
+                {key: value for key, value in row.items() if not key.startswith(OF_THE_SOURCE)}
+                for row in rows(run_dir)
+            ]
+        )
+    assert steps[0] == steps[1] and len(steps[0]) == 3
 
 
 def test_free_servers_take_new_weights_at_once_and_ages_stay_within_the_bound(folder, register):

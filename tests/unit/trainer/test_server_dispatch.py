@@ -15,7 +15,7 @@ from megatron_rl.runtime.registry import Registration
 from megatron_rl.scheduling.batches import Rules
 from megatron_rl.trainer.prompt_stream import FinishedGroup, PromptStream
 from megatron_rl.trainer.server_dispatch import ServerDispatcher
-from megatron_rl.trainer.server_tasks import News, Tasks, WeightVersionError
+from megatron_rl.trainer.server_tasks import News, NoServerError, Tasks, WeightVersionError
 from megatron_rl.types import Completion, Prompt, Sampling, Score
 from tests.unit.trainer.fakes import prompts
 
@@ -68,6 +68,8 @@ class Server:
         return Completion((token, version), (-0.5, -1.0), False, version)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
+        if self.name in self.fleet.dead:
+            raise Gone(f"{self.name} is dead")
         return [float(token) for token in token_ids[1:]]
 
     async def close(self) -> None: ...
@@ -166,7 +168,7 @@ def test_requests_of_a_dead_server_are_answered_by_another(start):
     dispatcher = start(fleet)
     publish(dispatcher, fleet, 0)
     while not any(name == "a" for name, *_ in fleet.asked):
-        dispatcher.num_servers  # noqa: B018 (it is asked for while the other thread works)
+        dispatcher.counts()
     fleet.dead.add("a")
     trained = contents([step(dispatcher, fleet, version) for version in range(1, 5)])
     assert trained == expected
@@ -315,4 +317,6 @@ def test_held_out_prompts_are_answered_beside_training(start):
     assert dispatcher.generate(asked, Sampling(3, 4, seed=9)) == groups, "by the other"
     assert fleet.registered == {"b"}
     fleet.dead.add("b")
+    with pytest.raises(NoServerError):
+        dispatcher.score([(1, 2, 3)])
     assert dispatcher.generate(asked, Sampling(3, 4, seed=9)) == ("starved", {})
