@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import PIL.Image
 import torch
@@ -101,24 +101,38 @@ class Sampling:
     stop: tuple[str, ...] = ()
 
 
+class VersionSpan(NamedTuple):
+    """Tokens of a response up to ``end``, from the end of the span before, were sampled with the
+    weights ``version``."""
+
+    version: int
+    end: int
+
+
 @dataclass(frozen=True)
 class Completion:
     """One sampled response. ``token_ids`` ends with the stop token when there is one.
 
     Any sequences are taken; they are kept as arrays of 32-bit numbers, so that a token takes 8
-    bytes and no Python object.
+    bytes and no Python object. ``spans``: which weights sampled which tokens, in their order; not
+    given, one span of ``weight_version``.
 
-    Example: ``Completion((9, 2), (-0.1, -0.7), truncated=False, weight_version=4)``.
+    Example: ``Completion((9, 2), (-0.1, -0.7), truncated=False, weight_version=4)``, whose spans
+    are ``(VersionSpan(4, end=2),)``.
     """
 
     token_ids: Sequence[int]  # array("i")
     sampler_logprobs: Sequence[float]  # array("f")
     truncated: bool  # cut by the length limit, not by a stop condition
-    weight_version: int
+    weight_version: int  # of its first token, hence the oldest
+    spans: tuple[VersionSpan, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", _packed("i", self.token_ids))
         object.__setattr__(self, "sampler_logprobs", _packed("f", self.sampler_logprobs))
+        if not self.spans:
+            whole = VersionSpan(self.weight_version, len(self.token_ids))
+            object.__setattr__(self, "spans", (whole,))
 
 
 def _packed(typecode: str, values: Sequence[Any]) -> array:

@@ -172,6 +172,7 @@ LONG = {
     f"{RUN_SH} run_dir=runs/mine seed=2 trainer.num_steps=4 method=dapo": Run(
         SHORT, shows="finished"
     ),
+    "bash examples/servers_cpu/run.sh seed=2": Run(SHORT, shows="finished: ", limit_s=900),
     VISION_SH: Run(SHORT, shows="(?s)finished.*answers.png"),
     f"{VISION_SH} run_dir=runs/mine seed=2 method=durian": Run(
         f"{SHORT} run_dir=runs/vision_durian", shows="(?s)visual entropy of .*finished"

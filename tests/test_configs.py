@@ -29,6 +29,7 @@ EXPERIMENTS = {  # name -> (processes, shape of the model it is for)
     "qwen2_5_vl_7b_8gpu": (8, QWEN2_5_VL_7B),
     "geo3k_durian": (8, QWEN2_5_VL_7B),
     "quickstart_cpu": (2, TOY),
+    "servers_cpu": (2, TOY),
     "vision_cpu": (2, TOY),
 }
 

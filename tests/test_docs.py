@@ -126,9 +126,9 @@ def test_readme_begins_with_the_two_commands():
     commands, last_line = first_block_commands(README.read_text(encoding="utf-8"))
     assert last_line <= COMMANDS_WITHIN_LINES
     assert commands[0] == "bash examples/quickstart_cpu/run.sh"
-    assert "tools/setup_cpu.sh" in (REPO / "examples/quickstart_cpu/run.sh").read_text(
-        encoding="utf-8"
-    )
+    quickstart = REPO / "examples/quickstart_cpu"
+    assert '/toy.sh"' in (quickstart / "run.sh").read_text(encoding="utf-8")
+    assert "tools/setup_cpu.sh" in (quickstart / "toy.sh").read_text(encoding="utf-8")
     assert re.fullmatch(r"bash tools/setup_cpu\.sh test && \.venv/bin/pytest -n 2", commands[1])
     assert len(commands) == 2
 

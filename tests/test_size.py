@@ -30,6 +30,7 @@ ENVIRONMENT_READERS = {
     "megatron_rl/rewards/server.py": (
         "handed on to a child process, with the path to this package added"
     ),
+    "megatron_rl/serve.py": "handed on to the server, a child process",
     "megatron_rl/engine/side_effects.py": (
         "variables that building the vLLM engine changes, to put them back"
     ),

@@ -2,28 +2,8 @@
 # From nothing to a trained model on two CPU cores: environment, toy model (kept in .work/), training. Arguments are overrides:
 #   bash examples/quickstart_cpu/run.sh run_dir=runs/mine seed=2 trainer.num_steps=4 method=dapo
 set -euo pipefail
-start=$PWD
-repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+# shellcheck source=SCRIPTDIR/toy.sh
+source "$(dirname "${BASH_SOURCE[0]}")/toy.sh"
 
-bash "$repo/tools/setup_cpu.sh"
-python=$repo/.venv/bin/python
-
-# Two spinning OpenMP threads per process on two cores are up to thirty times slower; the compiler's first call costs seconds.
-export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0
-export TORCH_CPP_LOG_LEVEL=ERROR # not a line about memory nodes from every rank
-
-# The name carries what the model is made by: a changed maker makes a new one. Written aside and renamed, so a half-made one is never used.
-maker=$repo/tools/make_toy_model.py
-model=$repo/.work/toy_model-$(sha256sum "$maker" | cut -c1-12)
-if [ ! -d "$model" ]; then
-    mkdir -p "$repo/.work"
-    aside=$(mktemp -d "$repo/.work/toy_model.XXXXXX")
-    trap 'rm -rf "$aside"' EXIT
-    "$python" -m torch.distributed.run --standalone --nproc-per-node 2 "$maker" --out "$aside/model"
-    mv -T "$aside/model" "$model"
-    rm -rf "$aside"
-fi
-
-cd "$start" # a relative run_dir is the caller's
 exec "$python" -m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_rl.train \
     experiment=quickstart_cpu model.path="$model" "$@"

@@ -19,6 +19,7 @@ from megatron_rl.config.layout_rules import (
 from megatron_rl.config.method import reward_scheme_errors
 from megatron_rl.config.model_config import model_sizes, read_model_config
 from megatron_rl.config.schema import Config, Fp8Config, RolloutConfig
+from megatron_rl.config.source_rules import source_problems
 from megatron_rl.errors import ConfigError
 
 LAYERS_IN_BF16 = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
@@ -43,6 +44,7 @@ def check(
     """
     problems = [
         *_processes(config, world_size),
+        *source_problems(config),
         *_batch(config, world_size),
         *_lengths(config),
         *_method(config),
@@ -91,7 +93,7 @@ def read_hf_config(
 def _processes(config: Config, world_size: int) -> Iterator[str]:
     yield from world_problems(config.parallel, world_size)
     rollout = config.rollout
-    if world_size % rollout.ranks:
+    if not config.source.is_servers and world_size % rollout.ranks:
         key = f"rollout.tensor = {rollout.tensor}"
         if rollout.pipeline > 1:
             key = f"rollout.tensor * rollout.pipeline = {rollout.ranks}"
@@ -116,7 +118,7 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
             f" are fewer than the {replicas} data-parallel ranks; raise it"
         )
     engines = max(1, world_size // config.rollout.ranks)
-    if batch.prompts_per_step < engines:
+    if not config.source.is_servers and batch.prompts_per_step < engines:
         yield (
             f"batch.prompts_per_step = {batch.prompts_per_step}: fewer than the {engines} rollout"
             " replicas; raise it, or rollout.tensor"

@@ -146,7 +146,14 @@ class RolloutConfig(Section):
 class SourceConfig(Section):
     """Where the responses of a step come from."""
 
-    name: Literal["colocated"]
+    name: Literal["colocated", "servers"]
+    staleness: NonNegativeInt
+    schedule: Literal["lockstep", "free"]
+    requests_per_server: PositiveInt
+
+    @property
+    def is_servers(self) -> bool:
+        return self.name == "servers"
 
 
 class WeightSyncConfig(Section):

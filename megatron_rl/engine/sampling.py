@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.types import Sampling
 
@@ -42,29 +42,37 @@ def request_seed(seed: int, prompt_uid: str) -> int:
     return int.from_bytes(digest, "big") >> (64 - SEED_BITS)
 
 
-def vllm_sampling(sampling: Sampling, seed: int, eos_token_ids: Sequence[int]) -> SamplingParams:
-    """The request for one response, which ``seed`` is of.
+def sampling_values(sampling: Sampling, seed: int, eos_token_ids: Sequence[int]) -> dict[str, Any]:
+    """The request for one response, which ``seed`` is of, as plain data: what vLLM in this process
+    and a server of vLLM are asked alike.
 
     It ends with one of ``eos_token_ids`` or ``stop_token_ids`` (kept as its last token),
     with a ``stop`` string (its tokens are kept), or at the length limit. Logprobs are those of the
     sampled token only.
     """
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": seed,
+        "max_tokens": sampling.max_response_tokens,
+        "stop": list(sampling.stop),
+        "stop_token_ids": sorted({*eos_token_ids, *sampling.stop_token_ids}),
+        # End tokens are given above: left to itself the engine takes them from the tokenizer too,
+        # hence other ones when it has none.
+        "ignore_eos": True,
+        "detokenize": bool(sampling.stop),
+        "logprobs": 0,
+    }
+
+
+def vllm_sampling(sampling: Sampling, seed: int, eos_token_ids: Sequence[int]) -> SamplingParams:
+    """``sampling_values`` for the engine in this process, which answers once, when all is done."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=seed,
-        max_tokens=sampling.max_response_tokens,
-        stop=list(sampling.stop),
-        stop_token_ids=sorted({*eos_token_ids, *sampling.stop_token_ids}),
-        # End tokens are given above: left to itself the engine takes them from the tokenizer too,
-        # hence other ones when it has none.
-        ignore_eos=True,
-        detokenize=bool(sampling.stop),
-        logprobs=0,
+        **sampling_values(sampling, seed, eos_token_ids),
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch.distributed as dist
+from vllm import envs
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -127,10 +128,11 @@ class ShardTransferEngine(WeightTransferEngine):
         )
         timeout_s = init_info.options.timeout_s
         store = visit_store(init_info.address, init_info.port, timeout_s)
-        self.meeting = Meeting(store)
+        secret = envs.VLLM_API_KEY or ""
+        self.meeting = Meeting(store, secret)
         with self._reported("init"):
             self.meeting.arrive("init", self.rank, self._discover(init_info))
-            self.group = join_group(store, self.rank, init_info.size, timeout_s)
+            self.group = join_group(store, self.rank, init_info.size, timeout_s, secret)
             self.sync = type(self).connect(self.sink, self.group, init_info.options)
 
     @contextmanager

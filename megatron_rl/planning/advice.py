@@ -43,7 +43,7 @@ def _in_all(demand: Demand) -> str:
 def problems(stages: Sequence[StageMemory], config: Config, room: Room) -> list[str]:
     """One message for each phase that does not fit: how much, of what most, which key to change."""
     messages = []
-    if stages[0].kv_cache == 0:
+    if stages[0].kv_cache == 0 and not config.source.is_servers:
         messages.append(_no_cache(stages[0], config, room))
     for demand in demands(stages, config, room):
         if demand.has_gib is not None and demand.need_gib > demand.has_gib:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -61,8 +62,24 @@ def plan(config: Config, world_size: int, room: Room, *, fused: bool) -> list[me
         fused=fused,
         keep_reference=method.needs.ref_logprobs,
     )
-    return memory.plan(
+    stages = memory.plan(
         arch, config.parallel, config.precision, config.rollout, load, room.device_gib
+    )
+    if config.source.is_servers:
+        return [_beside_servers(stage, config) for stage in stages]
+    return stages
+
+
+def _beside_servers(stage: memory.StageMemory, config: Config) -> memory.StageMemory:
+    """No engine; in its place, in lockstep behind the policy, the weights of the version before."""
+    held = config.source.staleness > 0 and config.source.schedule == "lockstep"
+    return replace(
+        stage,
+        engine_weights=stage.weights if held else 0,
+        engine_sampler=0,
+        engine_unquantized=0,
+        kv_cache=0,
+        engine_backup=0,
     )
 
 

@@ -34,6 +34,20 @@ TABLE: Mapping[str, Metric] = {
     ),
     "rollout/num_responses": Metric("responses of the step", "responses"),
     "rollout/entropy": Metric("mean entropy of the policy at the start of the step", _NATS),
+    "source/staleness_mean": Metric(
+        "servers only: updates between the weights that sampled a token and those that the step"
+        " trains, mean over tokens",
+        "updates",
+    ),
+    "source/staleness_max": Metric("servers only: largest of the same", "updates"),
+    "source/mixed_share": Metric(
+        "servers only: responses whose tokens come from more than one weight version", "share"
+    ),
+    "source/servers": Metric("servers only: those at work", "servers"),
+    "source/lost_servers": Metric("servers only: given up since the start", "servers"),
+    "source/reissued_requests": Metric(
+        "servers only: requests that went to another server, since the start", "requests"
+    ),
     "hook/": Metric("NAME/KEY: what the rollout hook NAME reports of the step"),
     "credit/": Metric("statistics of the advantage estimation, see the method's card"),
     "loss/total": Metric("policy loss + KL loss - entropy bonus, mean over the optimizer steps"),

@@ -4,6 +4,8 @@ workers of a server."""
 from __future__ import annotations
 
 import gc
+import hashlib
+import hmac
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -25,16 +27,21 @@ class Meeting:
     """Lets processes begin a collective step only when all of them are there and well, so that none
     hangs in it; and tells the first of them how it ended for the others. A step has a name of its
     own; a problem is a text, "" means none.
+
+    Every text is signed with the secret of the run: who does not know it is not let in, and lets
+    nobody in.
     """
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: dist.Store, secret: str = "") -> None:
+        """``secret``: of the run; empty where the network is all that keeps others out."""
         self.store = store
+        self.secret = secret
 
     def arrive(self, step: str, rank: int, problem: str = "") -> None:
         """All but the first: waits for the verdict of ``open``. Raises JointGroupError when any
         process has a problem."""
-        self.store.set(f"{step}/{rank}", problem)
-        verdict = self.store.get(f"{step}/verdict").decode()
+        self._say(f"{step}/{rank}", problem)
+        verdict = self._hear(f"{step}/verdict")
         if verdict:
             raise JointGroupError(verdict)
 
@@ -47,20 +54,40 @@ class Meeting:
             verdict = alive()
             time.sleep(POLL_S)
         verdict = verdict or together(self._texts(keys, ranks))
-        self.store.set(f"{step}/verdict", verdict)
+        self._say(f"{step}/verdict", verdict)
         if verdict:
             raise JointGroupError(verdict)
 
     def report(self, step: str, rank: int, problem: str) -> None:
         """All but the first: how the step ended."""
-        self.store.set(f"{step}/end/{rank}", problem)
+        self._say(f"{step}/end/{rank}", problem)
 
     def reports(self, step: str, ranks: Sequence[int]) -> dict[int, str]:
         """The first: waits for the reports of all ``ranks``."""
         return self._texts([f"{step}/end/{rank}" for rank in ranks], ranks)
 
     def _texts(self, keys: Sequence[str], ranks: Sequence[int]) -> dict[int, str]:
-        return {rank: self.store.get(key).decode() for rank, key in zip(ranks, keys, strict=True)}
+        return {rank: self._hear(key) for rank, key in zip(ranks, keys, strict=True)}
+
+    def _say(self, key: str, text: str) -> None:
+        self.store.set(key, signature(self.secret, f"{key} {text}") + text)
+
+    def _hear(self, key: str) -> str:
+        """Waits for the text. Who signs it with another secret is a problem, as if it said so."""
+        message = self.store.get(key).decode()
+        text = message[SIGNATURE_LENGTH:]
+        expected = signature(self.secret, f"{key} {text}")
+        if hmac.compare_digest(message[:SIGNATURE_LENGTH].encode(), expected.encode()):
+            return text
+        return "it does not know the secret of this run"
+
+
+SIGNATURE_LENGTH = 64
+
+
+def signature(secret: str, text: str) -> str:
+    """SIGNATURE_LENGTH hexadecimal digits that only who knows ``secret`` can compute."""
+    return hmac.new(secret.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
 def together(problems: Mapping[int, str]) -> str:
@@ -87,14 +114,18 @@ def visit_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
     return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
-def join_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
-    """Collective over the ``size`` processes that share ``store``: gloo for the host's memory, NCCL
-    for that of a GPU.
+def join_group(
+    store: dist.Store, rank: int, size: int, timeout_s: float, secret: str = ""
+) -> dist.ProcessGroup:
+    """Collective over the ``size`` processes that share ``store`` and ``secret``: gloo for the
+    host's memory, NCCL for that of a GPU. Their addresses are in the store under names that only
+    who knows the secret can guess.
 
     torch.distributed must be initialized, in each process with whatever world it has; its functions
     take the group like any other.
     """
     timeout = timedelta(seconds=timeout_s)
+    store = dist.PrefixStore(signature(secret, "group"), store)
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType
     group._set_default_backend(kind.GLOO)

@@ -24,10 +24,15 @@ def end_with_it() -> None:
     SIGKILL and not SIGTERM: a rank that nobody supervises must not write another byte into a folder
     that the next start of the run already uses. What is on the disk stays whole, as after any kill.
     """
+    die_with_parent()
+    if sys.platform.startswith("linux") and os.getppid() != _PARENT:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with_parent() -> None:
+    """The same for a process that its parent has just forked, as ``preexec_fn`` of a program."""
     if not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != _PARENT:
-        os.kill(os.getpid(), signal.SIGKILL)

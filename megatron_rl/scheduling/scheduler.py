@@ -123,6 +123,19 @@ class Scheduler:
         """Whether all responses of an admitted group are there."""
         return len(self._answered.get(group, ())) == self.rules.responses_per_group
 
+    def batch_with(self, group: int) -> Batch | None:
+        """The step to come that a group is admitted to; None: to none any more."""
+        return next((batch for batch in self._batches if batch.has(group)), None)
+
+    def to_judge(self) -> list[tuple[int, int]]:
+        """Version and number of every group that is whole and waits for its verdict."""
+        return [
+            (batch.version, group)
+            for batch in self._batches
+            for group in range(batch.start, batch.start + batch.admitted)
+            if self.is_whole(group) and group not in batch.verdicts
+        ]
+
     def failed(self, worker: str, request: Request) -> None:
         """A worker could not answer; the request waits again."""
         self.queue.fail(worker, request)
@@ -142,6 +155,11 @@ class Scheduler:
         self._admit()
 
     # Steps
+
+    @property
+    def start(self) -> int:
+        """The first group that a step may still take."""
+        return self._start
 
     @property
     def is_ready(self) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.checks import num_optimizer_steps
 from megatron_rl.config.schema import Config, RolloutConfig
@@ -21,7 +23,7 @@ from megatron_rl.loss import Method
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
-from megatron_rl.protocols import Entropy, WeightSync
+from megatron_rl.protocols import Entropy, RolloutSource, WeightSync
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.runtime import rank_log
 from megatron_rl.runtime.device import device
@@ -29,17 +31,17 @@ from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import Ledger, memory_in_use
 from megatron_rl.runtime.signals import StopRequest
+from megatron_rl.trainer.build_servers import SourceParts, build_logprob_check, build_servers
 from megatron_rl.trainer.bundle import write_bundle
 from megatron_rl.trainer.colocation import ColocatedSync, Colocation
-from megatron_rl.trainer.evaluator import Evaluator
+from megatron_rl.trainer.evaluator import AnswersPrompts, Evaluator
+from megatron_rl.trainer.exchange import on_main
+from megatron_rl.trainer.experience import Experience
 from megatron_rl.trainer.health import Health
 from megatron_rl.trainer.hooks import RolloutHooks
 from megatron_rl.trainer.learner import Learner, MinibatchPlan
 from megatron_rl.trainer.logprob_check import (
     CheckedSync,
-    CheckSequence,
-    LogprobCheck,
-    check_sequences,
 )
 from megatron_rl.trainer.objective import check_visual_entropy
 from megatron_rl.trainer.placement import Placement
@@ -55,6 +57,7 @@ from megatron_rl.trainer.run_folder import RunFolder
 from megatron_rl.trainer.run_record import data_fingerprint
 from megatron_rl.trainer.sources import Colocated
 from megatron_rl.trainer.start import LOGS
+from megatron_rl.trainer.step_end import StepEnd
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.trainer.visual_entropies import FILE, with_visual_entropy
 from megatron_rl.types import TransferOptions
@@ -66,6 +69,7 @@ from megatron_rl.weight_sync.shards import expand
 # What a method wants entropies for, and what the policy then computes.
 ENTROPY: dict[str, Entropy] = {"none": "none", "metric": "value", "grad": "grad"}
 
+Decode = Callable[[Sequence[int]], str]
 logger = logging.getLogger(__name__)
 
 
@@ -93,35 +97,32 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         loader = training_stream(data, config)
     with display.phase("building the policy", name="policy"):
         policy = build_policy(config, method, vision)
-    sight = sight_of([*data.train_prompts, *data.held_out_prompts], vision)
-    with display.phase("building the rollout engine", name="engine"):
-        engine, weight_sync = build_engine(config, world, policy, sight)
-    decode = partial(tokenizer.decode, skip_special_tokens=True)
-    sampler = Sampler(engine, reward, decode, world, display)
+    decode = text_of(tokenizer)
     stop_ids = stop_token_ids(tokenizer.eos_token_id)
-    rollouts = Rollouts(
-        sampler=sampler,
-        loader=loader,
+    parts = SourceParts(
+        policy=policy,
+        weights=policy,
         method=method,
+        data=data,
+        vision=vision,
+        loader=loader,
+        reward=reward,
+        decode=decode,
         sampling=rollout_sampling(config, stop_ids),
-        prompts_per_step=config.batch.prompts_per_step,
-        seed=config.seed,
-        after_scoring=build_hooks(config, world),
-        log_samples=folder.log_samples,
-        num_samples=config.logging.log_samples,
+        end=build_step_end(config, world, folder, decode),
+        save=lambda step: folder.save_unless_there(step, policy, source),
     )
-    memory = build_colocation(config, policy, engine)
-    weight_sync = ColocatedSync(weight_sync, memory)
-    if config.weight_sync.logprob_check_every > 0:
-        image_token = None if vision is None else vision.image_token_id
-        sequences = check_sequences(data.train_prompts, image_token)
-        check = build_logprob_check(config, policy, engine, world, sequences)
-        weight_sync = CheckedSync(weight_sync, check)
+    source: RolloutSource[Experience]
+    sampler: AnswersPrompts
+    if config.source.is_servers:
+        source = sampler = build_servers(config, world, parts)
+    else:
+        source, sampler = build_colocated(config, world, display, parts)
     held_out = data.held_out_prompts[: config.evaluation.num_prompts]
     sampling = evaluation_sampling(config, stop_ids)
     return Trainer(
         config=config.trainer,
-        source=Colocated(rollouts, policy, engine, weight_sync, memory),
+        source=source,
         learner=build_learner(config, world, policy, method),
         evaluator=Evaluator(config.evaluation, sampler, held_out, sampling),
         folder=folder,
@@ -129,6 +130,44 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         display=display,
         stop_requested=stop_requested.__bool__,
     )
+
+
+def build_colocated(
+    config: Config, world: World, display: Display, parts: SourceParts
+) -> tuple[Colocated, Sampler]:
+    """Collective. Engines in the processes of the policy, and what answers held-out prompts."""
+    data = parts.data
+    policy = parts.policy
+    sight = sight_of([*data.train_prompts, *data.held_out_prompts], parts.vision)
+    with display.phase("building the rollout engine", name="engine"):
+        engine, weight_sync = build_engine(config, world, policy, sight)
+    sampler = Sampler(engine, parts.reward, parts.decode, world, display)
+    rollouts = Rollouts(
+        sampler=sampler,
+        loader=parts.loader,
+        method=parts.method,
+        sampling=parts.sampling,
+        prompts_per_step=config.batch.prompts_per_step,
+        seed=config.seed,
+        after_scoring=parts.end.after_scoring,
+        log_samples=parts.end.log_samples,
+        num_samples=parts.end.num_samples,
+    )
+    memory = build_colocation(config, policy, engine)
+    weight_sync = ColocatedSync(weight_sync, memory)
+    check = build_logprob_check(config, world, parts, engine)
+    if check is not None:
+        weight_sync = CheckedSync(weight_sync, check)
+    return Colocated(rollouts, policy, engine, weight_sync, memory), sampler
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase) -> Decode:
+    """The text of tokens without special ones."""
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    return decode
 
 
 def build_method(config: Config, data: Data) -> Method:
@@ -146,6 +185,15 @@ def build_method(config: Config, data: Data) -> Method:
         )
     check_visual_entropy(data.train_prompts, method)
     return method
+
+
+def build_step_end(config: Config, world: World, folder: RunFolder, decode: Decode) -> StepEnd:
+    return StepEnd(
+        shown=partial(on_main, decode=decode, world=world),
+        after_scoring=build_hooks(config, world),
+        log_samples=folder.log_samples,
+        num_samples=config.logging.log_samples,
+    )
 
 
 def build_hooks(config: Config, world: World) -> RolloutHooks | None:
@@ -282,21 +330,3 @@ def find_shards(engine: VllmEngine, arch: Architecture, rollout: RolloutConfig, 
         engine.declare_boxes(expand(rollout_shards(shape, layout, rank)))
         return f"declared ({error})"
     return "recorded from its loaders"
-
-
-def build_logprob_check(
-    config: Config,
-    policy: MegatronPolicy,
-    engine: VllmEngine,
-    world: World,
-    sequences: Sequence[CheckSequence],
-) -> LogprobCheck:
-    settings = config.weight_sync
-    return LogprobCheck(
-        partial(policy.score_alone, temperature=1.0),
-        engine,
-        world,
-        sequences,
-        every=settings.logprob_check_every,
-        tolerance=settings.logprob_check_tolerance,
-    )

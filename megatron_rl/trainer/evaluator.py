@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
+from typing import Protocol
 
 import numpy as np
 
 from megatron_rl.config.schema import EvaluationConfig
 from megatron_rl.reporting.pass_at_k import pass_at_k
 from megatron_rl.trainer.experience import Responses
-from megatron_rl.trainer.rollouts import Sampler
 from megatron_rl.types import Prompt, Sampling
+
+
+class AnswersPrompts(Protocol):
+    """Scored responses to prompts that are no part of training."""
+
+    def run(self, prompts: Sequence[Prompt], sampling: Sampling, what: str) -> Responses:
+        """Collective; see ``rollouts.Sampler``."""
 
 
 class Evaluator:
@@ -21,7 +28,7 @@ class Evaluator:
     def __init__(
         self,
         config: EvaluationConfig,
-        sampler: Sampler,
+        sampler: AnswersPrompts,
         prompts: Sequence[Prompt],
         sampling: Sampling,
     ) -> None:

@@ -100,6 +100,7 @@ class Experience:
     unused_tokens: int = 0  # sampled ahead of need, or of groups that were thrown away
     hook_metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)  # by phase: rollout, reward
+    source_metrics: Mapping[str, float] = field(default_factory=dict)  # ages, servers
     share: Share | None = None  # of a pass over all rows; rows as in ``responses.tokens``
     credit: Credit | None = None
     # Of the rows of ``share``, as are the next.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from jaxtyping import Float
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.errors import WeightSyncError
-from megatron_rl.protocols import RolloutEngine, WeightSync
+from megatron_rl.protocols import WeightSync
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import Image, Prompt, SequenceBatch, SyncReport, TokenScores
 
@@ -24,6 +25,17 @@ NUM_SEQUENCES = 4
 MAX_TOKENS = 64
 # Collective: the policy's scores at temperature 1, whatever it trains with.
 ScoreBatch = Callable[[SequenceBatch], TokenScores]
+
+
+class Scoring(Protocol):
+    """What is asked of the engine; see ``protocols.RolloutEngine``."""
+
+    @property
+    def replica(self) -> int: ...
+
+    def score(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()
+    ) -> list[list[float]]: ...
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,7 @@ class LogprobCheck:
     def __init__(
         self,
         score: ScoreBatch,
-        engine: RolloutEngine,
+        engine: Scoring,
         world: World,
         sequences: Sequence[CheckSequence],
         *,

@@ -61,6 +61,7 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
         for name, value in score.parts.items():
             parts[name].append(value)
     metrics |= experience.hook_metrics
+    metrics |= experience.source_metrics
     for name, values in sorted(parts.items()):
         metrics[f"reward/part/{name}"] = sum(values) / len(values)
     return metrics

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -24,26 +23,14 @@ from megatron_rl.trainer.dispatch import Order, Outcome
 from megatron_rl.trainer.exchange import on_main, token_rows
 from megatron_rl.trainer.experience import (
     Experience,
-    Groups,
     Response,
     Responses,
-    experience_of,
 )
-from megatron_rl.trainer.hooks import RolloutEdit, edited_responses
 from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.metrics import Clock
+from megatron_rl.trainer.step_end import AfterScoring, LogSamples, StepEnd, not_logged
 from megatron_rl.trainer.streaming import Streaming
 from megatron_rl.types import Prompt, Sampling
-
-# Between scoring and credit: what of the groups of a step is changed (``trainer/hooks.py``). They
-# are given on rank 0; the answer is equal on every rank.
-AfterScoring = Callable[[int, Groups | None], RolloutEdit]
-# Told some responses of a step, on rank 0.
-LogSamples = Callable[[int, Sequence[Response]], None]
-
-
-def not_logged(step: int, responses: Sequence[Response]) -> None:
-    """The ``LogSamples`` of a run that logs none."""
 
 
 @dataclass(frozen=True)
@@ -146,29 +133,18 @@ class Rollouts:
         clock.add(sampled.seconds)
         responses = sampled.responses
         if not outcome.num_wanted:
-            self._log(step, responses)
+            self._end.log(step, responses)
             raise ValueError(
                 f"dynamic sampling: all {outcome.num_refused} groups of step {step} were entirely"
                 " right or entirely wrong (samples.jsonl has some of the last); use easier or"
                 " harder prompts, raise method.filters.dynamic_sampling.max_tries or switch it off"
                 " (null)"
             )
-        metrics: Mapping[str, float] = {}
-        if self.after_scoring is not None:
-            with clock("reward"):
-                everything = self.sampler.shown(responses, range(len(responses)))
-                groups = None if everything is None else grouped(everything, responses)
-                edit = self.after_scoring(step, groups)
-                responses = edited_responses(responses, edit)
-                metrics = edit.metrics
-        self._log(step, responses)
         return replace(
-            experience_of(responses),
+            self._end(step, responses, clock),
             discarded_groups=outcome.num_refused,
             tries=-(-outcome.end // self.prompts_per_step),
             unused_tokens=outcome.unused_tokens,
-            hook_metrics=metrics,
-            seconds=clock.seconds,
         )
 
     def _order(self, step: int, prompts: Ahead) -> Order:
@@ -190,14 +166,10 @@ class Rollouts:
         one_group = torch.zeros(len(correct), dtype=torch.int64)
         return bool(self.method.wants_groups(torch.tensor(correct), one_group).all())
 
-    def _log(self, step: int, responses: Responses) -> None:
-        """Collective."""
-        if not self.num_samples:
-            return
-        rows = of_different_prompts([prompt.uid for prompt in responses.prompts], self.num_samples)
-        shown = self.sampler.shown(responses, rows)
-        if shown is not None:
-            self.log_samples(step, shown)
+    @property
+    def _end(self) -> StepEnd:
+        shown = self.sampler.shown
+        return StepEnd(shown, self.after_scoring, self.log_samples, self.num_samples)
 
     def state(self) -> dict[str, Any]:
         """The position in the prompts."""
@@ -246,25 +218,3 @@ def stop_token_ids(eos: int | Sequence[int] | None) -> tuple[int, ...]:
     if eos is None:
         return ()
     return (eos,) if isinstance(eos, int) else tuple(eos)
-
-
-def of_different_prompts(uids: Sequence[str], count: int) -> list[int]:
-    """Row numbers: the first response of each of the first prompts; then the second of each, and so
-    on. ``uids``: of the prompt of each row.
-
-    Example: rows of prompts a a a b b b, ``count=3``: 0 3 1.
-    """
-    by_prompt: dict[str, list[int]] = {}
-    for row, uid in enumerate(uids):
-        by_prompt.setdefault(uid, []).append(row)
-    turns = zip_longest(*by_prompt.values())
-    in_turn = [row for turn in turns for row in turn if row is not None]
-    return in_turn[:count]
-
-
-def grouped(everything: Sequence[Response], responses: Responses) -> Groups:
-    """All of ``responses`` as they were made whole, by group."""
-    groups: list[list[Response]] = [[] for _ in range(responses.num_groups)]
-    for response, group in zip(everything, responses.group_ids.tolist(), strict=True):
-        groups[group].append(response)
-    return groups

@@ -149,6 +149,14 @@ class RunFolder:
             failure.saved(step)
         self._saved_at = monotonic()
 
+    def save_unless_there(self, step: int, policy: Policy, source: RolloutSource) -> None:
+        """Collective. A whole checkpoint of ``step``, for a run that has to wait and may be ended
+        meanwhile."""
+        self.check_save(wait=True)
+        path = step_path(self.path / CHECKPOINTS, step)
+        if not self._world.from_main(path.exists):
+            self.save(step, policy, source)
+
     def check_save(self, *, wait: bool = False) -> None:
         """Collective: looks after a checkpoint that is being written; ``wait``: until it is whole.
 

@@ -29,9 +29,9 @@ from megatron_rl.trainer.experience import Groups, Response
 from megatron_rl.trainer.rollouts import (
     Sampler,
     evaluation_sampling,
-    grouped,
     stop_token_ids,
 )
+from megatron_rl.trainer.step_end import grouped
 from megatron_rl.types import Prompt, Sampling, Score
 
 INDENT = " " * 11

@@ -47,19 +47,21 @@ def compare(
     if not wrong:
         return
     rank = dist.get_rank(group)
-    own = {
-        bucket: sums.numpy()
+    own = [
+        (bucket, sums.numpy().tobytes().hex())
         for bucket, sums in checksums.items()
         if bucket.stream in wrong and bucket.stream.source == rank
-    }
-    sent_by = all_gather(own, group)
+    ]
+    everyone = all_gather(own, list[tuple[BucketId, str]], group)
+    sent_by = [dict(of_rank) for of_rank in everyone]
     places: list[str] = []
     for bucket in sorted(checksums):
         if bucket.stream in wrong and bucket.stream.target == rank:
-            sent = torch.from_numpy(sent_by[bucket.stream.source][bucket])
+            text = bytes.fromhex(sent_by[bucket.stream.source][bucket])
+            sent = torch.frombuffer(bytearray(text), dtype=checksums[bucket].dtype)
             places += _wrong_places(messages[bucket], sent, checksums[bucket], kind)
     places = list(dict.fromkeys(places))
-    every_place = [place for of_rank in all_gather(places, group) for place in of_rank]
+    every_place = [place for of_rank in all_gather(places, list[str], group) for place in of_rank]
     span = PIECE_BYTES if kind == "hash" else ROW_BYTES
     raise WeightSyncError(
         f"weight sync: in {len(every_place)} slices (changes are found to {span} bytes) other bytes"
@@ -75,8 +77,8 @@ def _wrong_streams(
     for bucket in sorted(checksums):  # the order in which both ends digest a stream
         digest = digests.setdefault(bucket.stream, xxhash.xxh3_128())
         digest.update(memoryview(checksums[bucket].numpy()))
-    own = {stream: digest.hexdigest() for stream, digest in digests.items()}
-    everyone = all_gather(own, group)
+    own = [(stream, digest.hexdigest()) for stream, digest in digests.items()]
+    everyone = [dict(pairs) for pairs in all_gather(own, list[tuple[Stream, str]], group)]
     return {
         stream
         for of_rank in everyone
@@ -120,9 +122,9 @@ def verify_tensors(digests: Mapping[str, str]) -> None:
     Raises:
         WeightSyncError: on every rank, naming the tensors and the ranks.
     """
-    if len(set(all_gather(combined_digest(digests)))) == 1:
+    if len(set(all_gather(combined_digest(digests), str))) == 1:
         return
-    tables = all_gather(dict(digests))
+    tables = all_gather(dict(digests), dict[str, str])
     names = sorted({name for table in tables for name in table})
     differences = [_difference(name, tables) for name in names]
     differences = [text for text in differences if text]

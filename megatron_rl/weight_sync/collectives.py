@@ -1,4 +1,8 @@
-"""What one rank knows, made known to all: values, and failures."""
+"""What one rank knows, made known to all: values, and failures.
+
+Other ranks may be workers of a server that somebody else has started, so values are plain data with
+a schema (``runtime/plain_data.py``), never pickles.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,51 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_rl.errors import WeightSyncError
-from megatron_rl.runtime.launch import gather_objects
+from megatron_rl.runtime.plain_data import Schema, decoded, encoded
 
 
-def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list:
+def all_gather(value: Any, schema: Schema, group: dist.ProcessGroup | None = None) -> list:
     """Collective: the values of all ranks, in their order. A single process needs no group."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
-    return gather_objects(value, group)
+    own = _tensor(encoded(value, schema))
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([own.numel()]), group)
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+    padded[: own.numel()] = own
+    messages = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(messages, padded, group)
+    return [
+        decoded(_content(message[: int(size)]), schema, f"rank {rank}")
+        for rank, (message, size) in enumerate(zip(messages, sizes, strict=True))
+    ]
 
 
-def broadcast(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
+def broadcast(
+    value: Any, schema: Schema, source: int, group: dist.ProcessGroup | None = None
+) -> Any:
     """Collective: the value of rank ``source`` of the group. A single process needs no group."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return value
-    box = [value]
-    dist.broadcast_object_list(box, group=group, group_src=source)
-    return box[0]
+    is_source = dist.get_rank(group) == source
+    message = _tensor(encoded(value, schema)) if is_source else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([message.numel()])
+    dist.broadcast(size, group=group, group_src=source)
+    if not is_source:
+        message = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(message, group=group, group_src=source)
+    return value if is_source else decoded(_content(message), schema, f"rank {source}")
+
+
+def _tensor(message: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def _content(message: Tensor) -> bytes:
+    return message.numpy().tobytes()
 
 
 def raise_everywhere(
@@ -52,7 +82,8 @@ def raise_everywhere(
         if not failed:
             return
         own = None if error is None else (_text(error, rank), isinstance(error, ValueError))
-        errors = [entry for entry in all_gather(own, group) if entry is not None]
+        everyone = all_gather(own, tuple[str, bool] | None, group)
+        errors = [entry for entry in everyone if entry is not None]
     except RuntimeError as gone:
         raise WeightSyncError(
             f"rank {rank}: a peer is gone in the middle of the weight sync: {gone}. {advice}"

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch.distributed as dist
 import xxhash
 
@@ -17,14 +16,23 @@ from megatron_rl.weight_sync.shards import ShardGroup
 Groups = Sequence[ShardGroup]
 
 
+class DescribedGroup(NamedTuple):
+    """One group of shards: of which group of tensors, and its geometry."""
+
+    column: int
+    full: tuple[int, ...]
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+
 class Described(NamedTuple):
-    """Shards without their places: names that nobody has told before, then groups of tensors as
-    numbers among all names told so far, then ``(group of tensors, full, start, shape, dtype)`` of
-    each group of shards."""
+    """Shards without their places, as a message: names that nobody has told before, groups of
+    tensors as numbers among all names told so far, and the groups of shards."""
 
     new_names: list[str]
-    columns: list[np.ndarray]
-    rows: list[tuple]
+    columns: list[list[int]]
+    rows: list[DescribedGroup]
 
 
 class Names:
@@ -40,12 +48,12 @@ class Names:
         each = dict.fromkeys(name for names in columns for name in names)
         new_names = [name for name in each if name not in self.numbers]
         numbers = self.numbers | {name: len(self.names) + i for i, name in enumerate(new_names)}
-        arrays = [np.array([numbers[name] for name in names], np.int32) for names in columns]
+        lists = [[numbers[name] for name in names] for names in columns]
         rows = [
-            (columns[group.names], group.shard.full, *group.rect, group.shard.dtype)
+            DescribedGroup(columns[group.names], group.shard.full, *group.rect, group.shard.dtype)
             for group in groups
         ]
-        return Described(new_names, arrays, rows)
+        return Described(new_names, lists, rows)
 
     def understand(self, described: Described) -> list[ShardGroup]:
         """The groups, without their places; remembers the new names."""
@@ -74,7 +82,7 @@ def exchange(
     caller's own. Ranks of one role share one sequence of groups."""
     own = (sources, targets)
     rank = dist.get_rank(group)
-    everyone = all_gather([digest(groups) for groups in own], group)
+    everyone = all_gather([digest(groups) for groups in own], list[str], group)
     names = Names()
     roles: dict[str, Groups] = {"": ()}
     # Targets first: each of them names nearly all tensors, so the others only count them.
@@ -82,7 +90,9 @@ def exchange(
         for owner, digests in enumerate(everyone):
             if digests[side] not in roles:
                 described = names.describe(own[side]) if rank == owner else None
-                roles[digests[side]] = names.understand(broadcast(described, owner, group))
+                roles[digests[side]] = names.understand(
+                    broadcast(described, Described, owner, group)
+                )
     all_sources, all_targets = (
         {i: roles[digests[side]] for i, digests in enumerate(everyone) if digests[side]}
         for side in (0, 1)

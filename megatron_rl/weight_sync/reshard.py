@@ -6,8 +6,8 @@ from __future__ import annotations
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,14 +16,15 @@ from torch import Tensor
 from megatron_rl.types import Shard, SyncReport, TransferOptions
 from megatron_rl.weight_sync.buckets import Parameters
 from megatron_rl.weight_sync.collectives import all_gather
-from megatron_rl.weight_sync.exchange import exchange
+from megatron_rl.weight_sync.exchange import Groups, digest, exchange
 from megatron_rl.weight_sync.failure import Progress, Stage
-from megatron_rl.weight_sync.plan import Machines, make_plan
+from megatron_rl.weight_sync.plan import Machines, Plan, make_plan
 from megatron_rl.weight_sync.program import compile_program
 from megatron_rl.weight_sync.shards import collect
 from megatron_rl.weight_sync.transport import Transport, TransportReport
 
 Transfer = Callable[[Parameters, Callable[[str], None]], None]
+Plans = dict[str, Plan]  # by what they were made from, see ``_shape``
 
 
 class WeightSource(Protocol):
@@ -69,10 +70,12 @@ class ReshardSync:
         gpus_per_node: int | None,
         device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,
+        plans: Plans | None = None,
     ) -> None:
         """Collective over ``group`` (None: all processes). ``source`` and ``sink`` are None on a
         process that has no such side. ``gpus_per_node``: neighbors in rank order that share a node;
-        None: those that share a host name.
+        None: those that share a host name. ``plans``: those this process has made; equal inputs
+        have their plan from there.
 
         Raises ValueError, on every rank, when the two sides do not fit each other: names tensor,
         ranks and slices.
@@ -84,15 +87,18 @@ class ReshardSync:
         own_targets = [] if sink is None else collect(sink.weight_boxes())
         self.num_tensors = len({name for shards in own_targets for name in shards.names})
         sources, targets = exchange(own_sources, own_targets, group)
-        self.plan = make_plan(
-            sources,
-            targets,
+        inputs: dict[str, Any] = dict(
             machines=_machines(gpus_per_node, group),
             bucket_bytes=options.bucket_mib << 20,
             rounds_in_flight=options.rounds_in_flight,
             replicas=_replicas(None if sink is None else sink.replica, group),
             cast=options.cast,
         )
+        plans = {} if plans is None else plans
+        shape = _shape(sources, targets, inputs)
+        if shape not in plans:
+            plans[shape] = make_plan(sources, targets, **inputs)
+        self.plan = plans[shape]
         program = compile_program(self.plan, dist.get_rank(group), own_sources, own_targets)
         self._transport = Transport(program, device, group)
 
@@ -167,6 +173,14 @@ class ReshardSync:
         return self._source.weight(key)
 
 
+def _shape(
+    sources: Mapping[int, Groups], targets: Mapping[int, Groups], inputs: Mapping[str, Any]
+) -> str:
+    """What a plan follows from, as a text: equal for two servers that are cut alike."""
+    sides = [{rank: digest(groups) for rank, groups in side.items()} for side in (sources, targets)]
+    return repr((sides, sorted(inputs.items())))
+
+
 def _no_target(key: str) -> Tensor:
     raise AssertionError(f"a process without rollout side was to receive {key}")
 
@@ -174,7 +188,7 @@ def _no_target(key: str) -> Tensor:
 def _machines(gpus_per_node: int | None, group: dist.ProcessGroup | None) -> Machines:
     """Collective: which ranks share a node, as each rank sees its own."""
     own = dist.get_rank(group) // gpus_per_node if gpus_per_node else platform.node()
-    labels = all_gather(str(own), group)
+    labels = all_gather(str(own), str, group)
     numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
     return Machines(node_of_rank=tuple(numbers[label] for label in labels))
 
@@ -182,7 +196,7 @@ def _machines(gpus_per_node: int | None, group: dist.ProcessGroup | None) -> Mac
 def _replicas(replica: int | None, group: dist.ProcessGroup | None) -> list[list[int]]:
     """Collective: the ranks of each replica."""
     ranks: dict[int, list[int]] = defaultdict(list)
-    for rank, number in enumerate(all_gather(replica, group)):
+    for rank, number in enumerate(all_gather(replica, int | None, group)):
         if number is not None:
             ranks[number].append(rank)
     return [ranks[number] for number in sorted(ranks)]

@@ -35,10 +35,14 @@ from megatron_rl.runtime.joint_group import (
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import SyncReport, TransferOptions
 from megatron_rl.weight_sync.failure import Progress, Stage
-from megatron_rl.weight_sync.reshard import ReshardSync, WeightSource
+from megatron_rl.weight_sync.reshard import Plans, ReshardSync, WeightSource
 
 InFlight = Literal["wait", "abort", "keep"]
 PORTS = {"http": 80, "https": 443}
+REMEDIES = {
+    401: "; it was started with another secret than that of this run",
+    404: "; start the server with VLLM_SERVER_DEV_MODE=1 in its environment",
+}
 
 
 class Server(Protocol):
@@ -76,11 +80,14 @@ class HttpServer:
     """An OpenAI server of vLLM, started with VLLM_SERVER_DEV_MODE=1 and ``--weight-transfer-config
     '{"backend": "megatron_rl"}'``."""
 
-    def __init__(self, url: str, timeout_s: float = 300.0) -> None:
+    def __init__(self, url: str, timeout_s: float = 300.0, secret: str = "") -> None:
         """``url``: such as http://127.0.0.1:8000. ``timeout_s``: for one command, and for requests
-        under way to end."""
+        under way to end. ``secret``: of the run, which the server was started with."""
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
+        self.headers = {"Content-Type": "application/json"}
+        if secret:
+            self.headers["Authorization"] = f"Bearer {secret}"
         # Through no proxy: the weights go to this address directly, so the commands can.
         self.opener = build_opener(ProxyHandler({}))
 
@@ -94,13 +101,11 @@ class HttpServer:
             url += f"?{urlencode(query)}"
         data = None if body is None else json.dumps(body).encode()
         try:
-            request = Request(url, data, {"Content-Type": "application/json"}, method=method)
+            request = Request(url, data, self.headers, method=method)
             with self.opener.open(request, timeout=self.timeout_s) as answer:
                 return json.loads(answer.read() or b"null")
         except HTTPError as error:
-            remedy = ""
-            if error.code == 404:
-                remedy = "; start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
+            remedy = REMEDIES.get(error.code, "")
             text = error.read().decode(errors="replace")[:1000]
             raise ConnectionError(
                 f"{method} {url}: the server answers {error.code} {error.reason}: {text}{remedy}"
@@ -181,10 +186,14 @@ class ServerSync:
         *,
         in_flight_requests: InFlight = "wait",
         device: torch.device | str | None = None,
+        secret: str = "",
+        plans: Plans | None = None,
     ) -> None:
         """Collective over the trainer's ranks; ``server`` is used by rank 0 alone. ``options``:
         None: those of ``TransferOptions()``. ``device``: where the policy's weights are, None:
-        where this process computes; the server's must be of the same kind.
+        where this process computes; the server's must be of the same kind. ``secret``: of the
+        run; the workers know it from the server's VLLM_API_KEY. ``plans``: those made for other
+        servers; one of the same shape is not planned again.
 
         Raises ValueError, on every rank: the server is not reached, lacks the backend, or holds
         another model; names tensors.
@@ -195,6 +204,8 @@ class ServerSync:
         self._options = options or TransferOptions()
         self._in_flight_requests = in_flight_requests
         self._device = this_device.device() if device is None else torch.device(device)
+        self._secret = secret
+        self._plans = plans
         self._pool = ThreadPoolExecutor(1)
         self._failure: str | None = None
         self._steps = 0
@@ -215,7 +226,7 @@ class ServerSync:
         timeout_s = self._options.timeout_s
         address, port, size = self._world.from_main(self._invite)
         store = visit_store(address, port, timeout_s)
-        self._group = join_group(store, self._world.rank, size, timeout_s)
+        self._group = join_group(store, self._world.rank, size, timeout_s, self._secret)
         sync = ReshardSync(
             self._source,
             None,
@@ -223,6 +234,7 @@ class ServerSync:
             gpus_per_node=None,
             device=self._device,
             group=self._group,
+            plans=self._plans,
         )
         self._world.from_main(self._check)
         return sync
@@ -299,7 +311,7 @@ class ServerSync:
         first_worker = self._world.size
         size = first_worker + self._server.num_workers()
         self._store = host_store(address, self._options.timeout_s)
-        self._meeting = Meeting(self._store)
+        self._meeting = Meeting(self._store, self._secret)
         self._workers = range(first_worker, size)
         info = {
             "address": address,

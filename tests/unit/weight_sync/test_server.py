@@ -64,7 +64,8 @@ class TwoWorkers:
     """A server of two workers, in threads: follows the commands as the backend does, and notes
     them."""
 
-    def __init__(self):
+    def __init__(self, secret=""):
+        self.secret = secret
         self.commands, self.problem = [], ""
         self.workers = [Worker(0), Worker(1)]
         self.pool = ThreadPoolExecutor(2)
@@ -101,7 +102,7 @@ class TwoWorkers:
 
     def one(self, step, number, action):
         rank = self.info["first_rank"] + number
-        meeting = Meeting(visit_store("127.0.0.1", self.info["port"], 20))
+        meeting = Meeting(visit_store("127.0.0.1", self.info["port"], 20), self.secret)
         problem = ""
         try:
             meeting.arrive(step, rank, self.problem if number == 1 else "")
@@ -112,7 +113,8 @@ class TwoWorkers:
 
     def join(self, number):
         store = visit_store("127.0.0.1", self.info["port"], 20)
-        group = join_group(store, self.info["first_rank"] + number, self.info["size"], 20)
+        rank = self.info["first_rank"] + number
+        group = join_group(store, rank, self.info["size"], 20, self.secret)
         options = TransferOptions(**self.info["options"])
         self.syncs[number] = ReshardSync(
             None, self.workers[number], options, gpus_per_node=1, group=group

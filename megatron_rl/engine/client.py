@@ -1,0 +1,163 @@
+"""Requests to a vLLM server: token ids in; sampled token ids, their logprobs and the versions of
+the weights out.
+
+The endpoint is vLLM's own ``/inference/v1/generate`` (``--enable-scale-out``). A request says all
+that its answer follows from, so it may be sent to another server when one is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from megatron_rl.engine.sampling import request_seed, sampling_values
+from megatron_rl.runtime.plain_data import MalformedMessageError, decoded
+from megatron_rl.types import Completion, Prompt, Sampling, VersionSpan
+
+GENERATE = "inference/v1/generate"
+_SHOWN = 500  # characters of a refusal
+
+
+class ServerLostError(ConnectionError):
+    """A server did not answer a request; another one may."""
+
+
+@dataclass(frozen=True)
+class _TokenLogprob:
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True)
+class _Logprobs:
+    content: list[_TokenLogprob]
+
+
+@dataclass(frozen=True)
+class _Span:
+    version: str
+    end: int
+
+
+@dataclass(frozen=True)
+class _Choice:
+    finish_reason: str | None
+    token_ids: list[int]
+    logprobs: _Logprobs
+    weight_versions: list[_Span]
+
+
+@dataclass(frozen=True)
+class _Generated:
+    choices: list[_Choice]
+
+
+@dataclass(frozen=True)
+class _PromptLogprob:
+    logprob: float
+
+
+@dataclass(frozen=True)
+class _Scored:
+    prompt_logprobs: list[dict[str, _PromptLogprob] | None]
+
+
+class ServerClient:
+    """One server, for the event loop in which it is constructed."""
+
+    def __init__(self, url: str, secret: str, eos_token_ids: Sequence[int]) -> None:
+        """``secret``: of the run; ``eos_token_ids``: of the model."""
+        self.url = url.rstrip("/")
+        self._eos_token_ids = eos_token_ids
+        # No limit of connections or of time: the server queues requests, and a long response may
+        # take an hour; who waits for a server that is gone cancels. No proxy from the environment.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None),
+            headers={"Authorization": f"Bearer {secret}"},
+            trust_env=False,
+        )
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, response: int) -> Completion:
+        """Response number ``response`` to the prompt: that of ``VllmEngine.generate`` with the same
+        ``sampling`` and the same weights, token for token. ``sampling.num_responses`` does not
+        matter here. Cancelled, the server drops the request too.
+
+        Raises:
+            ServerLostError: no answer, or the server dropped the request.
+            ValueError: the server refuses it, as any other would.
+        """
+        assert sampling.seed is not None, "without a seed no other server could answer alike"
+        seed = request_seed(sampling.seed, prompt.uid) + response
+        values = sampling_values(sampling, seed, self._eos_token_ids)
+        body = {"token_ids": list(prompt.token_ids), "sampling_params": values}
+        answer: _Generated = await self._post(GENERATE, body, _Generated, f"prompt {prompt.uid}")
+        (choice,) = answer.choices
+        if choice.finish_reason not in ("stop", "length"):
+            raise ServerLostError(
+                f"{self.url}: dropped a request to prompt {prompt.uid} ({choice.finish_reason})"
+            )
+        return _completion(self.url, choice)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Logprob at temperature 1 of every token but the first, which follows nothing.
+
+        Raises as ``generate`` does.
+        """
+        values = {
+            "temperature": 0.0,
+            "max_tokens": 1,
+            "prompt_logprobs": 0,
+            "detokenize": False,
+        }
+        body = {"token_ids": list(token_ids), "sampling_params": values}
+        answer: _Scored = await self._post(GENERATE, body, _Scored, "score")
+        by_token = answer.prompt_logprobs[1:]
+        return [
+            scores[str(token)].logprob
+            for token, scores in zip(token_ids[1:], by_token, strict=True)
+            if scores is not None
+        ]
+
+    async def close(self) -> None:
+        """Ends its connections, and with them the requests under way."""
+        await self._session.close()
+
+    async def _post(self, path: str, body: Mapping[str, Any], schema: Any, what: str) -> Any:
+        url = f"{self.url}/{path}"
+        try:
+            async with self._session.post(url, json=body) as answer:
+                text = await answer.read()
+                status = answer.status
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise ServerLostError(f"{url}: no answer ({type(error).__name__}: {error})") from error
+        if status in (400, 422):
+            shown = text.decode(errors="replace")[:_SHOWN]
+            raise ValueError(f"{what}: the server {self.url} refuses it: {shown}")
+        if status != 200:
+            shown = text.decode(errors="replace")[:_SHOWN]
+            raise ServerLostError(f"{url}: answers {status}: {shown}")
+        try:
+            return decoded(text, schema, url)
+        except MalformedMessageError as error:
+            raise ServerLostError(str(error)) from error
+
+
+def _completion(url: str, choice: _Choice) -> Completion:
+    """Raises ServerLostError where the server samples with weights that no trainer has sent."""
+    content = choice.logprobs.content
+    if [token.token_id for token in content] != choice.token_ids:
+        raise ServerLostError(f"{url}: gave other logprobs than those of the sampled tokens")
+    versions = [span.version for span in choice.weight_versions]
+    if not versions or not all(version.isdecimal() for version in versions):
+        raise ServerLostError(f"{url}: samples with weights {versions}, which are of no version")
+    return Completion(
+        choice.token_ids,
+        [token.logprob for token in content],
+        truncated=choice.finish_reason == "length",
+        weight_version=int(versions[0]),
+        spans=tuple(VersionSpan(int(span.version), span.end) for span in choice.weight_versions),
+    )

@@ -1,0 +1,157 @@
+"""Servers that wait for a run, in a folder that trainer and servers see: ``run_dir/servers``.
+
+A server has one file there, ``<name>.json``, and writes it again and again: each time with the next
+number of ``beat``. Clocks of machines differ, so nobody compares them: whoever looks counts by its
+own clock how long a number has not changed, and after ``lease_s`` of that the server counts as
+gone. A removed file tells a server that it is not wanted any more.
+
+``secret`` is the run's: a request to a server, and the workers that take weights, prove that they
+know it. Who can read the folder can take part, and nobody else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_rl.runtime.plain_data import MalformedMessageError, decoded, encoded
+
+FOLDER = "servers"
+SECRET = "secret"
+_SECRET_BYTES = 32
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What a server says of itself.
+
+    ``url``: as the trainer reaches it; ``beat``: how often it has written this; ``lease_s``: silent
+    for longer, it is gone.
+    Example: ``Registration("node3-8000-1f2e", "http://127.0.0.1:8000", beat=7, lease_s=30.0)``.
+    """
+
+    name: str
+    url: str
+    beat: int
+    lease_s: float
+
+
+def run_secret(folder: Path) -> str:
+    """The secret of the run, made by whoever asks first; only the owner can read it.
+
+    Raises:
+        ValueError: others can read it, or it is empty.
+    """
+    path = folder / SECRET
+    folder.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        aside = folder / f"{SECRET}.{secrets.token_hex(4)}"
+        aside.touch(mode=0o600)
+        aside.write_text(secrets.token_hex(_SECRET_BYTES) + "\n", encoding="ascii")
+        try:
+            os.link(aside, path)  # fails where somebody else was first
+        except FileExistsError:
+            logger.debug("%s was made by another process", path)
+        finally:
+            aside.unlink()
+    if path.stat().st_mode & 0o077:
+        raise ValueError(
+            f"{path}: others can read the secret of this run (chmod 600 {path}, or remove it and"
+            " start trainer and servers again)"
+        )
+    text = path.read_text(encoding="ascii").strip()
+    if not text:
+        raise ValueError(f"{path}: is empty; remove it and start trainer and servers again")
+    return text
+
+
+class Lease:
+    """A server's own file. ``is_held`` turns false when somebody has removed it."""
+
+    def __init__(self, folder: Path, name: str, url: str, lease_s: float) -> None:
+        self._path = folder / f"{name}.json"
+        self._registration = Registration(name, url, 0, lease_s)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._write()
+
+    @property
+    def is_held(self) -> bool:
+        return self._path.exists()
+
+    def renew(self) -> None:
+        """Another beat; does nothing when the file is gone."""
+        if self.is_held:
+            old = self._registration
+            self._registration = Registration(old.name, old.url, old.beat + 1, old.lease_s)
+            self._write()
+
+    def end(self) -> None:
+        """The server will not answer any more."""
+        self._path.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        partial = self._path.with_suffix(".partial")
+        partial.write_bytes(encoded(self._registration, Registration))
+        partial.replace(self._path)
+
+
+@dataclass
+class _Seen:
+    registration: Registration
+    changed_at: float
+
+
+@dataclass
+class Registry:
+    """What the trainer sees of ``run_dir/servers``."""
+
+    folder: Path
+    clock: Callable[[], float] = time.monotonic
+    _seen: dict[str, _Seen] = field(default_factory=dict)
+    _malformed: set[str] = field(default_factory=set)
+
+    def look(self) -> dict[str, Registration]:
+        """The servers that have written within their lease, by name."""
+        now = self.clock()
+        present: dict[str, _Seen] = {}
+        for path in sorted(self.folder.glob("*.json")):
+            registration = self._read(path)
+            if registration is None:
+                continue
+            seen = self._seen.get(registration.name)
+            if seen is None or seen.registration != registration:
+                seen = _Seen(registration, now)
+            present[registration.name] = seen
+        self._seen = present
+        return {
+            name: seen.registration
+            for name, seen in present.items()
+            if now - seen.changed_at <= seen.registration.lease_s
+        }
+
+    def remove(self, name: str) -> None:
+        """The server is not to come back under this name."""
+        (self.folder / f"{name}.json").unlink(missing_ok=True)
+        self._seen.pop(name, None)
+
+    def _read(self, path: Path) -> Registration | None:
+        try:
+            registration = decoded(path.read_bytes(), Registration, str(path))
+        except FileNotFoundError:
+            return None
+        except MalformedMessageError as error:
+            registration, problem = None, str(error)
+        else:
+            problem = ""
+            if registration.name != path.stem:
+                problem = f"{path}: names a server {registration.name}"
+        if problem and path.name not in self._malformed:
+            self._malformed.add(path.name)
+            logger.warning("%s; it is not used", problem)
+        return None if problem else registration

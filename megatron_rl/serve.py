@@ -1,0 +1,68 @@
+"""A vLLM server for a run with ``source=servers``.
+
+    python -m megatron_rl.serve experiment=NAME run_dir=DIR key=value ...
+
+The same overrides as the trainer's, above all the same ``run_dir``, where the server registers. It
+gets its weights from the trainer, serves for as long as this command runs, and may come and go
+while the trainer works. Which GPUs it takes is said by CUDA_VISIBLE_DEVICES; it needs
+``rollout.tensor * rollout.pipeline`` of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from megatron_rl.config.load import compose, validate
+from megatron_rl.config.schema import Config
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_rl.serve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address of this machine that the trainer reaches"
+    )
+    parser.add_argument("--port", type=int, default=0, help="default: a free one")
+    parser.add_argument(
+        "--lease-s", type=float, default=30.0, help="silent for longer, the server counts as gone"
+    )
+    parser.add_argument("--config-name", default="config", help=argparse.SUPPRESS)
+    parser.add_argument("--config-dir", help="a folder with groups of your own")
+    return parser.parse_intermixed_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Ends the process: 0 when it was asked to end or is not wanted any more, 1 on any error."""
+    options = arguments(argv)
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it asks the trainer to save; servers inherit it
+    try:
+        values = compose(options.config_name, options.overrides, options.config_dir)
+        config = validate(Config, values, "the configuration")
+        # Deferred until the configuration is valid: importing torch takes seconds.
+        from megatron_rl.engine.server import Address, serve
+
+        address = Address(options.host, options.port, options.lease_s)
+        serve(config, Path(config.run_dir), address, os.environ)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""From a configuration with ``source=servers`` to its source and the sampler of its evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.config.schema import Config
+from megatron_rl.data.loader import PromptLoader, WeightedLoader
+from megatron_rl.data.reading import Data
+from megatron_rl.data.vision import VisionProcessor
+from megatron_rl.engine.client import ServerClient, ServerLostError
+from megatron_rl.engine.sampling import eos_token_ids
+from megatron_rl.loss import Method
+from megatron_rl.policy.megatron_policy import MegatronPolicy
+from megatron_rl.protocols import Reward, WeightSource
+from megatron_rl.runtime.device import device
+from megatron_rl.runtime.launch import World
+from megatron_rl.runtime.registry import FOLDER, Registry, run_secret
+from megatron_rl.scheduling.batches import Rules
+from megatron_rl.trainer.logprob_check import LogprobCheck, Scoring, check_sequences
+from megatron_rl.trainer.prompt_stream import PromptStream
+from megatron_rl.trainer.rollouts import sampling_seed
+from megatron_rl.trainer.server_dispatch import ServerDispatcher
+from megatron_rl.trainer.server_tasks import Tasks
+from megatron_rl.trainer.servers import ServerParts, Servers
+from megatron_rl.trainer.step_end import StepEnd
+from megatron_rl.types import Completion, Prompt, Sampling, Score, TransferOptions
+from megatron_rl.weight_sync.fleet import FleetSync
+from megatron_rl.weight_sync.held import HeldWeights
+
+
+@dataclass(frozen=True)
+class SourceParts:
+    """What a source is made of, wherever its engines are. ``weights``: the policy's; ``decode``:
+    tokens to text; ``sampling``: of a training step, without its seed; ``end``: what follows when a
+    step has its responses; ``save``: leaves a checkpoint of a finished step, unless there is
+    one."""
+
+    policy: MegatronPolicy
+    weights: WeightSource
+    method: Method
+    data: Data
+    vision: VisionProcessor | None
+    loader: PromptLoader | WeightedLoader
+    reward: Reward
+    decode: Callable[[Sequence[int]], str]
+    sampling: Sampling
+    end: StepEnd
+    save: Callable[[int], None]
+
+    def judge(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+        """The verdicts on the answers to a prompt."""
+        texts = [self.decode(list(one.token_ids)) for one in completions]
+        truncated = [one.truncated for one in completions]
+        return self.reward.score([prompt] * len(texts), texts, truncated)
+
+    def wants(self, scores: Sequence[Score]) -> bool:
+        """Whether the method learns from a group with these verdicts."""
+        correct = torch.tensor([score.correct for score in scores])
+        one_group = torch.zeros(len(correct), dtype=torch.int64)
+        return bool(self.method.wants_groups(correct, one_group).all())
+
+
+def build_servers(config: Config, world: World, parts: SourceParts) -> Servers:
+    """Collective. The servers need not be there yet.
+
+    Raises:
+        ValueError: some prompts have images.
+    """
+    _refuse_images(parts.data)
+    folder = Path(config.run_dir) / FOLDER
+    secret = world.from_main(lambda: run_secret(folder))
+    tasks = Tasks(
+        prompts=PromptStream(parts.loader),
+        sampling=partial(_sampling_of, parts.sampling, config.seed),
+        judge=parts.judge,
+        wants=parts.wants,
+        connect=partial(
+            ServerClient, secret=secret, eos_token_ids=eos_token_ids(Path(config.model.path))
+        ),
+        lost=ServerLostError,
+        capacity=config.source.requests_per_server,
+    )
+    rules = source_rules(config, parts.method)
+    # What waits for servers when the policy has changed is of the weights before.
+    held = HeldWeights(parts.weights) if rules.lockstep and rules.staleness else None
+
+    def dispatcher(saved: Mapping[str, Any] | None) -> ServerDispatcher:
+        return ServerDispatcher(rules, tasks, Registry(folder), saved)
+
+    source = Servers(
+        ServerParts(
+            world=world,
+            policy=parts.policy,
+            fleet=_fleet(config, world, held or parts.weights, secret),
+            held=held,
+            dispatcher=dispatcher,
+            prompts=tasks.prompts,
+            end=parts.end,
+            save=parts.save,
+            staleness=config.source.staleness,
+        )
+    )
+    source.checks = build_logprob_check(config, world, parts, source)
+    return source
+
+
+def _fleet(config: Config, world: World, weights: WeightSource, secret: str) -> FleetSync:
+    settings = config.weight_sync
+    return FleetSync(
+        weights,
+        world,
+        secret,
+        TransferOptions(settings.bucket_mib, settings.rounds_in_flight, settings.verify, cast=True),
+        # In lockstep nothing runs when the weights change.
+        in_flight_requests="wait" if config.source.schedule == "lockstep" else "keep",
+        device=device(),
+    )
+
+
+def _refuse_images(data: Data) -> None:
+    for prompt in [*data.train_prompts, *data.held_out_prompts]:
+        if prompt.images:
+            raise ValueError(
+                f"source = servers: prompt {prompt.uid} has images, which are not sent to servers;"
+                " use source=colocated"
+            )
+
+
+def build_logprob_check(
+    config: Config, world: World, parts: SourceParts, engine: Scoring
+) -> LogprobCheck | None:
+    """None where nothing is to be compared."""
+    settings = config.weight_sync
+    if settings.logprob_check_every == 0:
+        return None
+    image_token = None if parts.vision is None else parts.vision.image_token_id
+    return LogprobCheck(
+        partial(parts.policy.score_alone, temperature=1.0),
+        engine,
+        world,
+        check_sequences(parts.data.train_prompts, image_token),
+        every=settings.logprob_check_every,
+        tolerance=settings.logprob_check_tolerance,
+    )
+
+
+def source_rules(config: Config, method: Method) -> Rules:
+    """Which groups a step trains, and how old they may be."""
+    needs = method.needs
+    size = config.batch.prompts_per_step
+    return Rules(
+        groups_per_step=size,
+        responses_per_group=config.batch.responses_per_prompt,
+        max_groups=size * needs.max_sampling_tries if needs.dynamic_sampling else None,
+        staleness=config.source.staleness,
+        lockstep=config.source.schedule == "lockstep",
+    )
+
+
+def _sampling_of(sampling: Sampling, seed: int, step: int) -> Sampling:
+    """Of a step, counted from 0. The seed is that of the step, as for every source: the answer to
+    a request follows from the run's seed, the step, the prompt's uid, the number of the response
+    and the weights."""
+    return replace(sampling, seed=sampling_seed(seed, step + 1))

@@ -1,0 +1,61 @@
+"""What rank 0's dispatcher of servers is given, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from megatron_rl.runtime.registry import Registration
+from megatron_rl.trainer.prompt_stream import PromptStream
+from megatron_rl.types import Completion, Prompt, Sampling, Score
+
+
+class Client(Protocol):
+    """Requests to one server; see ``engine.client.ServerClient``."""
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, response: int) -> Completion: ...
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]: ...
+
+    async def close(self) -> None: ...
+
+
+class Servers(Protocol):
+    """The servers that want to take part; see ``runtime.registry.Registry``."""
+
+    def look(self) -> Mapping[str, Registration]: ...
+
+    def remove(self, name: str) -> None: ...
+
+
+class News(NamedTuple):
+    """Why ``wait`` returns. ``servers``: URLs of those that are to join, by name."""
+
+    kind: Literal["join", "starved"]
+    servers: Mapping[str, str] = {}
+
+
+class NoServerError(ConnectionError):
+    """Nobody is left to ask."""
+
+
+class WeightVersionError(ValueError):
+    """A response was sampled with other weights than was said."""
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """What the dispatcher is given to do. ``prompts``: by group; ``sampling``: of a step, counted
+    from 0;
+    ``judge``: the verdicts on the answers to a prompt, in a thread of its own; ``wants``: whether
+    the method learns from a group; ``connect``: a client for a URL; ``lost``: which errors mean
+    that a server is gone; ``capacity``: requests that a server is sent at a time."""
+
+    prompts: PromptStream
+    sampling: Callable[[int], Sampling]
+    judge: Callable[[Prompt, Sequence[Completion]], Sequence[Score]]
+    wants: Callable[[Sequence[Score]], bool]
+    connect: Callable[[str], Client]
+    lost: type[Exception]
+    capacity: int

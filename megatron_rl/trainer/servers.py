@@ -1,0 +1,295 @@
+"""Rollouts on vLLM servers: generation and training on separate devices, at the same time.
+
+Rank 0 asks the servers (``server_dispatch.py``), all ranks push weights (``weight_sync/fleet.py``).
+While the policy trains on the groups of a step, servers sample those of later ones with weights
+that are at most ``source.staleness`` updates old.
+
+Servers come and go. One that is lost is given up, and others answer what it was asked. One that
+comes gets the weights at the next publication, or at once where the trainer waits for it. Where
+none is left the trainer says so, leaves a checkpoint, and waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from jaxtyping import Int
+
+from megatron_rl.runtime.launch import World
+from megatron_rl.trainer.exchange import token_rows
+from megatron_rl.trainer.experience import Experience, Responses
+from megatron_rl.trainer.metrics import Clock
+from megatron_rl.trainer.prompt_stream import FinishedGroup, PromptStream
+from megatron_rl.trainer.server_dispatch import ServerDispatcher
+from megatron_rl.trainer.server_tasks import News, NoServerError
+from megatron_rl.trainer.step_end import StepEnd
+from megatron_rl.types import Completion, Image, Prompt, Sampling, Score, SyncReport
+from megatron_rl.weight_sync.fleet import FleetSync
+from megatron_rl.weight_sync.held import HeldWeights
+
+Result = TypeVar("Result")
+logger = logging.getLogger(__name__)
+
+
+class CheckedPolicy(Protocol):
+    """What a source asks of the policy beside its weights."""
+
+    def check_weights(self, step: int) -> None:
+        """See protocols.Policy."""
+
+
+class ScoreChecks(Protocol):
+    """See ``logprob_check.LogprobCheck``."""
+
+    def expected(self, version: int) -> Any: ...
+
+    def check(self, version: int, expected: Any) -> tuple[float, float]: ...
+
+
+@dataclass(frozen=True)
+class Told:
+    """What rank 0 tells the others: all but the tokens. ``groups``: their numbers in the stream;
+    ``start``: the first of the step; ``facts``: of each response its length, whether it is
+    truncated, and the oldest version of its weights."""
+
+    facts: Int[np.ndarray, "rows 3"]
+    scores: list[Score]
+    groups: Sequence[int] = ()
+    start: int = 0
+    num_refused: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ServerParts:
+    """What ``Servers`` is made of. ``held``: weights that the fleet takes in place of the policy's,
+    where servers may still want those of the version before; ``dispatcher``: makes that of rank 0,
+    from a saved state; ``prompts``: the stream of this rank, on rank 0 the dispatcher's; ``end``:
+    from responses to experience; ``save``: leaves a checkpoint of the step that is finished."""
+
+    world: World
+    policy: CheckedPolicy
+    fleet: FleetSync
+    held: HeldWeights | None
+    dispatcher: Callable[[Mapping[str, Any] | None], ServerDispatcher]
+    prompts: PromptStream
+    end: StepEnd
+    save: Callable[[int], None]
+    staleness: int
+
+
+class Servers:
+    """Implements ``protocols.RolloutSource``; see the head of this file."""
+
+    def __init__(self, parts: ServerParts) -> None:
+        self._parts = parts
+        self._world = parts.world
+        self._dispatcher: ServerDispatcher | None = None
+        self._saved: Mapping[str, Any] | None = None
+        self._published = -1
+        self.checks: ScoreChecks | None = None
+
+    @property
+    def _main(self) -> ServerDispatcher:
+        """On rank 0."""
+        if self._dispatcher is None:
+            self._dispatcher = self._parts.dispatcher(self._saved)
+            self._saved = None
+        return self._dispatcher
+
+    def next(self, step: int) -> Experience:
+        """See protocols.RolloutSource."""
+        clock = Clock()
+        with clock("rollout"):
+            self._met(step - 1, lambda: self._main.wait())
+            mine: list[FinishedGroup] = []
+            told = self._world.from_main(lambda: self._take(step, mine))
+            responses = _responses(self._prompts(told, mine), told, mine)
+        experience = self._parts.end(step, responses, clock)
+        return replace(experience, discarded_groups=told.num_refused, source_metrics=told.metrics)
+
+    def _take(self, step: int, mine: list[FinishedGroup]) -> Told:
+        """Rank 0: the groups of the step; they go into the list, and not to the others."""
+        batch, groups = self._main.take()
+        assert batch.step == step - 1, f"the scheduler is at step {batch.step + 1}"
+        if not groups:
+            raise ValueError(
+                f"dynamic sampling: all {batch.num_refused} groups of step {step} were entirely"
+                " right or entirely wrong; use easier or harder prompts, raise"
+                " method.filters.dynamic_sampling.max_tries or switch it off (null)"
+            )
+        mine += groups
+        completions = [one for group in groups for one in group.completions]
+        ages = step - 1 - token_versions(completions)
+        if ages.max() > self._parts.staleness:
+            raise RuntimeError(
+                f"step {step}: a response is {ages.max()} updates old, source.staleness is"
+                f" {self._parts.staleness}"
+            )
+        metrics = {
+            "source/staleness_mean": float(ages.mean()),
+            "source/staleness_max": float(ages.max()),
+            "source/mixed_share": fmean(len(one.spans) > 1 for one in completions),
+            **self._main.counts(),
+        }
+        return replace(
+            _told(groups),
+            groups=batch.groups,
+            start=batch.start,
+            num_refused=batch.num_refused,
+            metrics=metrics,
+        )
+
+    def _prompts(self, told: Told, mine: Sequence[FinishedGroup]) -> list[Prompt]:
+        """Of the groups of a step. Rank 0's stream belongs to its dispatcher."""
+        if self._world.is_main:
+            return [group.prompt for group in mine]
+        stream = self._parts.prompts
+        prompts = [stream.of_step(told.start, number) for number in told.groups]
+        stream.forget_below(told.groups[-1])
+        return prompts
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """See protocols.RolloutSource. Policy and engines share no device: nothing is moved."""
+        yield
+
+    @contextmanager
+    def generation(self) -> Iterator[None]:
+        """See protocols.RolloutSource."""
+        yield
+
+    def publish(self, version: int) -> SyncReport:
+        """See protocols.RolloutSource. In lockstep it waits until what is wanted of the old weights
+        is sampled. A server that does not take the weights is given up."""
+        self._parts.policy.check_weights(version)
+        if self._published < 0 < version and self._saved is None:
+            raise ValueError(
+                f"resume: step {version} has no rollouts that source=servers could go on from (the"
+                " prompts or the source have changed); start with resume=never in a new run_dir"
+            )
+        checks = self.checks
+        expected = None if checks is None else checks.expected(version)
+        servers = self._met(0, lambda: self._main.drained(version))
+        if self._parts.held is not None:
+            self._parts.held.hold()
+        self._parts.fleet.keep(servers)
+        self._published = version
+        report = self._push(servers)
+        if checks is None or expected is None:
+            return report
+        try:
+            mean, largest = checks.check(version, expected)
+        except NoServerError:  # on every rank; whoever comes gets compared the next time
+            return report
+        return replace(report, logprob_check_diff=mean, logprob_check_diff_max=largest)
+
+    def _push(self, servers: Mapping[str, str]) -> SyncReport:
+        """Collective: the policy's weights, of the published version, into these servers."""
+        report = self._parts.fleet.sync(self._published, servers)
+        updated = {name: servers[name] for name in report.updated}
+        self._world.from_main(lambda: self._main.published(self._published, updated, report.lost))
+        return report.sync
+
+    def _met(self, finished: int, work: Callable[[], Result | News]) -> Result:
+        """Collective: what ``work`` gives on rank 0, once there are servers for it. Those that come
+        get the published weights. ``finished``: the last step, for a checkpoint; 0 where the policy
+        is already further."""
+        while True:
+            outcome = self._world.from_main(work)
+            if not isinstance(outcome, News):
+                return outcome
+            if outcome.kind == "join":
+                self._push(outcome.servers)
+            else:
+                self._starve(finished)
+
+    def _starve(self, finished: int) -> None:
+        if self._world.is_main:
+            logger.warning(
+                "no server is left: the run waits for one to register in run_dir/servers"
+                " (python -m megatron_rl.serve)"
+            )
+        if finished > 0:
+            self._parts.save(finished)
+
+    def run(self, prompts: Sequence[Prompt], sampling: Sampling, what: str) -> Responses:
+        """Collective, inside ``generation``: scored responses to prompts that are no part of
+        training, beside what the servers do for it. Tokens lie on rank 0."""
+        mine: list[FinishedGroup] = []
+        told = self._met(0, lambda: self._answer(prompts, sampling, mine))
+        return _responses(prompts, told, mine)
+
+    def _answer(
+        self, prompts: Sequence[Prompt], sampling: Sampling, mine: list[FinishedGroup]
+    ) -> Told | News:
+        """Rank 0."""
+        groups = self._main.generate(prompts, sampling)
+        if isinstance(groups, News):
+            return groups
+        mine += groups
+        return _told(groups)
+
+    replica = 0
+
+    def score(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()
+    ) -> list[list[float]]:
+        """Collective: see ``protocols.RolloutEngine``. Servers are asked in turn."""
+        assert not any(images)
+        return self._world.from_main(lambda: self._main.score(sequences))
+
+    def state(self) -> dict[str, Any]:
+        """See protocols.RolloutSource. Collective."""
+        return self._world.from_main(lambda: self._main.state())
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See protocols.RolloutSource."""
+        assert self._dispatcher is None, "a source is restored before it begins"
+        if "scheduler" not in state:
+            raise ValueError(
+                "resume: the checkpoint is of a run without source=servers; go on with the source"
+                " of that run, or start with resume=never in a new run_dir"
+            )
+        self._parts.prompts.restore(state["prompts"])
+        self._saved = state
+
+
+def _told(groups: Sequence[FinishedGroup]) -> Told:
+    completions = [one for group in groups for one in group.completions]
+    facts = [(len(one.token_ids), one.truncated, one.weight_version) for one in completions]
+    scores = [score for group in groups for score in group.scores]
+    return Told(np.array(facts, dtype=np.int64).reshape(-1, 3), scores)
+
+
+def _responses(prompts: Sequence[Prompt], told: Told, mine: Sequence[FinishedGroup]) -> Responses:
+    """Equal on all ranks but for the tokens, which lie on rank 0. ``mine``: there alone."""
+    completions = [one for group in mine for one in group.completions]
+    size = len(told.scores) // len(prompts)
+    tokens = token_rows(range(len(completions)), completions)
+    columns = {**tokens.columns, "weight_versions": token_versions(completions)}
+    return Responses(
+        prompts=[prompt for prompt in prompts for _ in range(size)],
+        group_ids=np.repeat(np.arange(len(prompts)), size),
+        lengths=told.facts[:, 0],
+        truncated=told.facts[:, 1].astype(bool),
+        weight_versions=told.facts[:, 2],
+        scores=told.scores,
+        tokens=replace(tokens, columns=columns),
+        holders=np.zeros(len(told.scores), dtype=np.int64),
+    )
+
+
+def token_versions(completions: Sequence[Completion]) -> Int[np.ndarray, " tokens"]:
+    """The version of the weights that sampled each token, of one response after the other."""
+    versions = [span.version for one in completions for span in one.spans]
+    ends = [span.end for one in completions for span in one.spans]
+    starts = [start for one in completions for start in [0, *(span.end for span in one.spans[:-1])]]
+    lengths = np.array(ends, dtype=np.int64) - np.array(starts, dtype=np.int64)
+    return np.repeat(np.array(versions, dtype=np.int32), lengths)

@@ -1,0 +1,288 @@
+"""Training on vLLM servers: two of them, one step behind, is the plain program one step after the
+other, bit for bit; so it is when a server is killed in the middle of a group, the trainer is killed
+and goes on, and another server comes late."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl.runtime.registry import FOLDER, SECRET, Lease, Registration
+from tests.e2e.toy import overrides, write_data, write_model
+from tests.launch import REPO, end, launch, torchrun
+from tests.numerics.server import with_entry_point
+
+pytestmark = pytest.mark.full
+STEPS = 10
+PROGRAM = Path(__file__).parent / "delayed_program.py"
+CLIENT = Path(__file__).parent / "client_program.py"
+LIMIT_S = 600
+OF_THE_SOURCE = ("time/", "throughput/", "memory/", "source/", "sync/", "rollout/unused")
+ASYNCHRONOUS = (
+    "rollout.tensor=1",
+    "rollout.max_response_tokens=8",
+    "batch.responses_per_prompt=4",
+    "method.mismatch.kind=tis",
+    "method.mismatch.cap=2.0",
+    "mismatch_limits.abort_above=null",
+    "weight_sync.logprob_check_tolerance=1e-4",
+    "evaluation.at_start=false",
+    "evaluation.at_end=false",
+    f"trainer.num_steps={STEPS}",
+)
+ON_SERVERS = (*ASYNCHRONOUS, "source=servers", "source.staleness=1")
+
+
+@dataclass
+class Served:
+    """A server of ``megatron_rl.serve`` in its own run folder."""
+
+    process: subprocess.Popen
+    folder: Path
+    log: Path
+
+    def registration(self) -> Registration:
+        deadline = time.monotonic() + LIMIT_S
+        while not (files := list((self.folder / FOLDER).glob("*.json"))):
+            assert self.process.poll() is None, self.log.read_text(errors="replace")[-3000:]
+            assert time.monotonic() < deadline, self.log.read_text(errors="replace")[-3000:]
+            time.sleep(0.5)
+        return Registration(**json.loads(files[0].read_text()))
+
+    def tree(self) -> list[psutil.Process]:
+        process = psutil.Process(self.process.pid)
+        return [process, *process.children(recursive=True)]
+
+    def send(self, number: int) -> None:
+        for process in self.tree():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("servers")
+    write_model(path / "model")
+    write_data(path / "data.jsonl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def servers(folder) -> Iterator[list[Served]]:
+    """Three, which start at the same time; one secret for all."""
+    environment = {
+        **os.environ,
+        **with_entry_point(folder),
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    started: list[Served] = []
+    try:
+        for number in range(3):
+            home = folder / f"server{number}"
+            (home / FOLDER).mkdir(parents=True)
+            if number:
+                shutil.copy(folder / "server0" / FOLDER / SECRET, home / FOLDER)
+            else:
+                (home / FOLDER / SECRET).touch(mode=0o600)
+                (home / FOLDER / SECRET).write_text("known to these servers\n")
+            command = [sys.executable, "-m", "megatron_rl.serve", "--lease-s", "60"]
+            command += overrides(folder, home, *ON_SERVERS)
+            log = folder / f"server{number}.log"
+            with log.open("w") as output:
+                process = subprocess.Popen(
+                    command, stdout=output, stderr=output, cwd=REPO, env=environment
+                )
+            started.append(Served(process, home, log))
+        yield started
+    finally:
+        for served in started:
+            end(served.process)
+
+
+@pytest.fixture
+def register(servers) -> Iterator[Callable[[int, Path], Lease]]:
+    """Lets a server take part in the run of a folder, as if it had been started for it."""
+    stop = threading.Event()
+    threads: list[threading.Thread] = []
+
+    def renew(lease: Lease) -> None:
+        while lease.is_held and not stop.wait(2.0):
+            lease.renew()
+
+    def register(number: int, run_dir: Path) -> Lease:
+        registration = servers[number].registration()
+        home = run_dir / FOLDER
+        home.mkdir(parents=True, exist_ok=True)
+        if not (home / SECRET).exists():
+            shutil.copy(servers[number].folder / FOLDER / SECRET, home)
+        lease = Lease(home, registration.name, registration.url, 60.0)
+        threads.append(threading.Thread(target=renew, args=(lease,)))
+        threads[-1].start()
+        return lease
+
+    yield register
+    stop.set()
+    for thread in threads:
+        thread.join()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What each step was, and the weights in the end."""
+
+    steps: list[dict]
+    weights: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def sequential(folder) -> Trained:
+    out = folder / "sequential"
+    launch(PROGRAM, 2, [1, out, *overrides(folder, folder / "unused", *ASYNCHRONOUS)], LIMIT_S)
+    weights = torch.load(out / "weights.pt", weights_only=True)
+    return Trained(json.loads((out / "steps.json").read_text()), weights)
+
+
+def rows(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def must_be_equal(run_dir: Path, expected: Trained) -> None:
+    """Every number of every step, and every bit of the weights."""
+    found = rows(run_dir)
+    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
+    for row, wanted in zip(found, expected.steps, strict=True):
+        assert {key: row.get(key) for key in wanted} == wanted
+    weights: dict[str, torch.Tensor] = {}
+    for file in (run_dir / "export").glob("*.safetensors"):
+        weights |= load_file(file)
+    assert weights.keys() == expected.weights.keys()
+    different = [name for name in weights if not weights[name].equal(expected.weights[name])]
+    assert not different
+
+
+def test_two_servers_one_step_behind_are_the_delayed_program(folder, register, sequential):
+    run_dir = folder / "lockstep"
+    register(0, run_dir)
+    register(1, run_dir)
+    arguments = overrides(folder, run_dir, *ON_SERVERS)
+    launch("megatron_rl.train", 2, arguments, timeout=LIMIT_S)
+    must_be_equal(run_dir, sequential)
+    found = rows(run_dir)
+    assert [row["source/servers"] for row in found] == [2.0] * STEPS
+    assert [row["source/staleness_max"] for row in found] == [0.0] + [1.0] * (STEPS - 1)
+
+
+def test_server_and_trainer_are_killed_and_nothing_is_lost(folder, servers, register, sequential):
+    run_dir = folder / "trouble"
+    register(0, run_dir)
+    lease = register(1, run_dir)
+    with training(folder, run_dir) as (process, log):
+        until(lambda: checkpoint(run_dir, 2), process, log)
+        servers[1].send(signal.SIGSTOP)  # it has taken requests, and answers none of them
+        time.sleep(3.0)
+        servers[1].send(signal.SIGKILL)
+        until(lambda: "is given up" in log.read_text(), process, log)
+        assert not lease.is_held
+        kill(process)
+    finished = len(rows(run_dir))
+    assert 2 <= finished < STEPS, "it was killed in the middle"
+    with training(folder, run_dir) as (process, log):
+        until(lambda: len(rows(run_dir)) > finished, process, log)
+        register(2, run_dir)
+        until(lambda: process.poll() is not None, process, log, may_end=True)
+        assert process.returncode == 0, log.read_text()[-3000:]
+    assert re.search(r"server .* takes part from weights version", log.read_text())
+    must_be_equal(run_dir, sequential)
+
+
+def test_a_server_answers_its_run_as_the_engine_in_the_process_and_nobody_else(folder, servers):
+    registration = servers[0].registration()
+    secret = (servers[0].folder / FOLDER / SECRET).read_text().strip()
+    arguments = [registration.url, secret, *overrides(folder, folder / "unused", *ON_SERVERS)]
+    arguments.append("parallel=single")
+    output = launch(CLIENT, 1, arguments, timeout=LIMIT_S).stdout
+    assert "all cases hold" in output
+
+
+def test_a_server_that_takes_turns_with_the_trainer_is_the_colocated_engine(folder, register):
+    steps = []
+    for source in ("servers", "colocated"):
+        run_dir = folder / f"turns_{source}"
+        register(0, run_dir)
+        more = [f"source={source}", "source.staleness=0", "trainer.num_steps=3"]
+        words = overrides(folder, run_dir, *ON_SERVERS, *more)
+        launch("megatron_rl.train", 2, words, timeout=LIMIT_S)
+        steps.append(
+            [
+                {key: value for key, value in row.items() if not key.startswith(OF_THE_SOURCE)}
+                for row in rows(run_dir)
+            ]
+        )
+    assert steps[0] == steps[1] and len(steps[0]) == 3
+
+
+def test_free_servers_take_new_weights_at_once_and_ages_stay_within_the_bound(folder, register):
+    run_dir = folder / "free"
+    register(0, run_dir)
+    register(1, run_dir)
+    more = ["source.schedule=free", "source.staleness=2", "trainer.num_steps=5"]
+    launch("megatron_rl.train", 2, overrides(folder, run_dir, *ON_SERVERS, *more), timeout=LIMIT_S)
+    found = rows(run_dir)
+    assert [row["rollout/num_responses"] for row in found] == [32] * 5
+    ages = [row["source/staleness_max"] for row in found]
+    assert max(ages) <= 2 and ages[0] == 0, "nothing is older than the first weights"
+    assert all(row["mismatch/logprob_abs_diff_max"] < 20 for row in found)
+
+
+def checkpoint(run_dir: Path, step: int) -> bool:
+    return (run_dir / "checkpoints" / f"step_{step:06d}" / "manifest.json").exists()
+
+
+def kill(process: subprocess.Popen) -> None:
+    for each in [psutil.Process(process.pid), *psutil.Process(process.pid).children(True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    process.wait()
+
+
+@contextlib.contextmanager
+def training(folder: Path, run_dir: Path) -> Iterator[tuple[subprocess.Popen, Path]]:
+    command = torchrun("megatron_rl.train", 2)
+    command += overrides(folder, run_dir, *ON_SERVERS, "checkpoint.every_steps=2")
+    log = folder / f"{run_dir.name}.log"
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1"}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, cwd=REPO, env=environment
+        )
+    try:
+        yield process, log
+    finally:
+        end(process)
+
+
+def until(
+    holds: Callable[[], bool], process: subprocess.Popen, log: Path, *, may_end: bool = False
+) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not holds():
+        assert may_end or process.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.1)

@@ -1,0 +1,67 @@
+"""Which settings go with servers, and with older weights."""
+
+import pytest
+
+from megatron_rl.config.load import compose, validate
+from megatron_rl.config.schema import Config
+from megatron_rl.config.source_rules import source_problems
+
+PATHS = ["model.path=/m", "data.train=/a", "data.eval=/b", "precision=fp32", "rollout=vllm_cpu"]
+CORRECTED = ["method.mismatch.kind=tis", "method.mismatch.cap=2.0"]
+
+
+def problems(*overrides: str) -> list[str]:
+    config = validate(Config, compose("config", [*PATHS, *overrides]), "the test")
+    return list(source_problems(config))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["source=servers"],
+        ["source=servers", "source.staleness=1", *CORRECTED],
+        ["source=servers", "source.staleness=2", "source.schedule=free", *CORRECTED],
+        [
+            "source=servers",
+            "source.staleness=1",
+            "method.mismatch.kind=icepop",
+            "method.mismatch.cap=2.0",
+        ],
+    ],
+)
+def test_what_goes_together(overrides):
+    assert problems(*overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["source.staleness=1"], "colocated engines always sample with the newest"),
+        (["source=servers", "source.staleness=1"], "method.mismatch.kind = none does not correct"),
+        (
+            [
+                "source=servers",
+                "source.staleness=1",
+                "method.mismatch.kind=sequence_mask",
+                "method.mismatch.cap=2.0",
+            ],
+            "sequence_mask does not correct",
+        ),
+        (
+            [
+                "source=servers",
+                "source.staleness=1",
+                *CORRECTED,
+                "mismatch_limits.abort_above=0.001",
+            ],
+            "differ on purpose; set it to null",
+        ),
+        (["source=servers", "source.schedule=free"], "set it to lockstep, or raise"),
+        (["source=servers", "weight_sync.method=gather"], "servers take their weights by a plan"),
+        (["source=servers", "memory.offload=[optimizer]"], "share no device"),
+    ],
+)
+def test_what_does_not_is_said_with_a_remedy(overrides, words):
+    found = problems(*overrides)
+    assert len(found) == 1 and words in found[0], found

@@ -1,0 +1,87 @@
+"""Servers that register, fall silent and are removed; the secret of the run."""
+
+import logging
+import stat
+
+import pytest
+
+from megatron_rl.runtime.registry import Lease, Registry, run_secret
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_a_server_is_there_for_as_long_as_it_writes(tmp_path, clock):
+    registry = Registry(tmp_path, clock)
+    assert registry.look() == {}
+    lease = Lease(tmp_path, "a", "http://127.0.0.1:1", lease_s=10.0)
+    assert registry.look()["a"].url == "http://127.0.0.1:1"
+    for clock.now in (9.0, 18.0, 27.0):
+        lease.renew()
+        assert list(registry.look()) == ["a"]
+    clock.now = 36.9
+    assert list(registry.look()) == ["a"]
+    clock.now = 37.1
+    assert registry.look() == {}, "silent since 27"
+    lease.renew()
+    assert list(registry.look()) == ["a"], "it was only slow"
+    lease.end()
+    assert registry.look() == {}
+
+
+def test_clocks_of_servers_do_not_matter(tmp_path, clock):
+    """One that has written before the trainer started counts from when the trainer sees it."""
+    Lease(tmp_path, "a", "http://127.0.0.1:1", lease_s=10.0)
+    clock.now = 1e6
+    registry = Registry(tmp_path, clock)
+    assert list(registry.look()) == ["a"]
+    clock.now += 11.0
+    assert registry.look() == {}
+
+
+def test_a_removed_server_learns_it_and_does_not_come_back(tmp_path, clock):
+    registry = Registry(tmp_path, clock)
+    lease = Lease(tmp_path, "a", "http://127.0.0.1:1", lease_s=10.0)
+    other = Lease(tmp_path, "b", "http://127.0.0.1:1", lease_s=10.0)
+    registry.remove("a")
+    lease.renew()
+    assert not lease.is_held and other.is_held
+    assert list(registry.look()) == ["b"]
+
+
+def test_files_of_others_are_told_once_and_not_used(tmp_path, clock, caplog):
+    (tmp_path / "half.json").write_text('{"name": "half"')
+    (tmp_path / "other.json").write_bytes(
+        b'{"name": "../x", "url": "x", "beat": 0, "lease_s": 1.0}'
+    )
+    registry = Registry(tmp_path, clock)
+    with caplog.at_level(logging.WARNING):
+        assert registry.look() == {} == registry.look()
+    assert len(caplog.records) == 2
+    assert "half.json sent a message that is not of the schema" in caplog.text
+    assert "other.json: names a server ../x" in caplog.text
+
+
+def test_the_secret_is_made_once_and_for_its_owner_alone(tmp_path):
+    folder = tmp_path / "servers"
+    secret = run_secret(folder)
+    assert len(secret) == 64 and run_secret(folder) == secret
+    path = folder / "secret"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert sorted(entry.name for entry in folder.iterdir()) == ["secret"]
+    path.chmod(0o640)
+    with pytest.raises(ValueError, match="others can read the secret"):
+        run_secret(folder)
+    path.chmod(0o600)
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="is empty; remove it"):
+        run_secret(folder)

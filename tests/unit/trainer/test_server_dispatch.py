@@ -1,0 +1,322 @@
+"""The thread that keeps servers busy, with servers that answer, fall silent, die and come: what
+they answer follows from the request and the weights, so what is trained must too."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from megatron_rl.data.loader import PromptLoader
+from megatron_rl.runtime.registry import Registration
+from megatron_rl.scheduling.batches import Rules
+from megatron_rl.trainer.prompt_stream import FinishedGroup, PromptStream
+from megatron_rl.trainer.server_dispatch import ServerDispatcher
+from megatron_rl.trainer.server_tasks import News, NoServerError, Tasks, WeightVersionError
+from megatron_rl.types import Completion, Prompt, Sampling, Score
+from tests.unit.trainer.fakes import prompts
+
+RULES = Rules(groups_per_step=3, responses_per_group=2, staleness=1)
+
+
+class Gone(ConnectionError):
+    """What a client says of a server that is dead."""
+
+
+@dataclass
+class Fleet:
+    """Servers by name, in the roles of registry and clients. A server in ``silent`` takes requests
+    and answers none; one in ``dead`` refuses them."""
+
+    versions: dict[str, int] = field(default_factory=dict)
+    registered: set[str] = field(default_factory=set)
+    silent: set[str] = field(default_factory=set)
+    dead: set[str] = field(default_factory=set)
+    asked: list[tuple[str, int, str, int]] = field(default_factory=list)
+    refuses: str = ""
+
+    def look(self) -> Mapping[str, Registration]:
+        return {name: Registration(name, f"at {name}", 0, 9.0) for name in sorted(self.registered)}
+
+    def remove(self, name: str) -> None:
+        self.registered.discard(name)
+
+    def connect(self, url: str) -> Server:
+        return Server(self, url.removeprefix("at "))
+
+
+@dataclass
+class Server:
+    fleet: Fleet
+    name: str
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, response: int) -> Completion:
+        fleet = self.fleet
+        version = fleet.versions[self.name]
+        fleet.asked.append((self.name, version, prompt.uid, response))
+        await asyncio.sleep(0.001)
+        if fleet.refuses:
+            raise ValueError(fleet.refuses)
+        while self.name in fleet.silent and self.name not in fleet.dead:
+            await asyncio.sleep(0.001)
+        if self.name in fleet.dead:
+            raise Gone(f"{self.name} is dead")
+        token = sum(prompt.uid.encode()) + 7 * response + 31 * version + (sampling.seed or 0)
+        return Completion((token, version), (-0.5, -1.0), False, version)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        if self.name in self.fleet.dead:
+            raise Gone(f"{self.name} is dead")
+        return [float(token) for token in token_ids[1:]]
+
+    async def close(self) -> None: ...
+
+
+def judge(prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+    return [Score(float(one.token_ids[0] % 2), one.token_ids[0] % 2 == 1) for one in completions]
+
+
+@pytest.fixture
+def made() -> Iterator[list[ServerDispatcher]]:
+    dispatchers: list[ServerDispatcher] = []
+    yield dispatchers
+    for dispatcher in dispatchers:
+        dispatcher.close()
+
+
+@pytest.fixture
+def start(made):
+    def start(fleet: Fleet, rules: Rules = RULES, saved=None, **changes) -> ServerDispatcher:
+        stream = PromptStream(PromptLoader(prompts(7), seed=1, shuffle=True))
+        if saved is not None:
+            stream.restore(saved["prompts"])
+        tasks = Tasks(
+            prompts=stream,
+            sampling=lambda step: Sampling(2, 4, seed=1000 * step),
+            judge=judge,
+            wants=lambda scores: True,
+            connect=fleet.connect,
+            lost=Gone,
+            capacity=4,
+        )
+        made.append(ServerDispatcher(rules, replace(tasks, **changes), fleet, saved))
+        return made[-1]
+
+    return start
+
+
+def publish(dispatcher: ServerDispatcher, fleet: Fleet, version: int) -> None:
+    """What the source does: everybody who is there gets the weights."""
+    servers = dispatcher.drained(version)
+    while isinstance(servers, News):
+        assert servers.kind == "starved" or welcome(dispatcher, fleet, servers, version - 1)
+        servers = dispatcher.drained(version)
+    fleet.versions |= dict.fromkeys(servers, version)
+    dispatcher.published(version, servers, {})
+
+
+def welcome(dispatcher: ServerDispatcher, fleet: Fleet, news: News, version: int) -> bool:
+    assert news.kind == "join"
+    fleet.versions |= dict.fromkeys(news.servers, version)
+    dispatcher.published(version, news.servers, {})
+    return True
+
+
+def step(dispatcher: ServerDispatcher, fleet: Fleet, version: int) -> list[FinishedGroup]:
+    """One step of the trainer: the groups that it trains, and the publication that follows."""
+    while isinstance(news := dispatcher.wait(), News):
+        assert news.kind == "starved" or welcome(dispatcher, fleet, news, version - 1)
+    _, groups = dispatcher.take()
+    publish(dispatcher, fleet, version)
+    return groups
+
+
+def contents(steps: Sequence[Sequence[FinishedGroup]]) -> list:
+    return [
+        (group.prompt.uid, [one.token_ids.tolist() for one in group.completions], group.scores)
+        for groups in steps
+        for group in groups
+    ]
+
+
+def run(start, fleet: Fleet, num_steps: int, rules: Rules = RULES) -> list:
+    dispatcher = start(fleet, rules)
+    publish(dispatcher, fleet, 0)
+    return contents([step(dispatcher, fleet, version) for version in range(1, num_steps + 1)])
+
+
+def test_a_step_gets_its_prompts_in_order_of_the_version_that_is_due(start):
+    trained = run(start, Fleet(registered={"a"}), 4)
+    stream = PromptStream(PromptLoader(prompts(7), seed=1, shuffle=True))
+    uids = [stream.of_step(3 * (number // 3), number).uid for number in range(12)]
+    assert [uid for uid, _, _ in trained] == uids
+    versions = [tokens[0][1] for _, tokens, _ in trained]
+    assert versions == [0] * 6 + [1] * 3 + [2] * 3, "max(0, step - 1 - 1)"
+
+
+def test_what_is_trained_does_not_depend_on_who_samples_it(start):
+    alone = run(start, Fleet(registered={"a"}), 5)
+    assert run(start, Fleet(registered={"a", "b", "c"}), 5) == alone
+
+
+def test_requests_of_a_dead_server_are_answered_by_another(start):
+    expected = run(start, Fleet(registered={"b"}), 4)
+    fleet = Fleet(registered={"a", "b"}, silent={"a"})
+    dispatcher = start(fleet)
+    publish(dispatcher, fleet, 0)
+    while not any(name == "a" for name, *_ in fleet.asked):
+        dispatcher.counts()
+    fleet.dead.add("a")
+    trained = contents([step(dispatcher, fleet, version) for version in range(1, 5)])
+    assert trained == expected
+    assert dispatcher.counts()["source/lost_servers"] == 1
+    assert dispatcher.counts()["source/reissued_requests"] >= 1
+    assert fleet.registered == {"b"}, "it is told that it is not wanted any more"
+
+
+def test_a_silent_server_is_given_up_when_its_lease_ends(start):
+    expected = run(start, Fleet(registered={"b"}), 3)
+    fleet = Fleet(registered={"a", "b"}, silent={"a"})
+    dispatcher = start(fleet)
+    publish(dispatcher, fleet, 0)
+    fleet.registered.remove("a")  # so the registry says
+    assert contents([step(dispatcher, fleet, version) for version in range(1, 4)]) == expected
+
+
+def test_without_servers_it_says_so_once_and_goes_on_when_one_comes(start):
+    expected = run(start, Fleet(registered={"a"}), 3)
+    fleet = Fleet()
+    dispatcher = start(fleet)
+    publish(dispatcher, fleet, 0)
+    assert dispatcher.wait().kind == "starved"
+    fleet.registered.add("b")
+    news = dispatcher.wait()
+    assert news == ("join", {"b": "at b"})
+    welcome(dispatcher, fleet, news, 0)
+    assert contents([step(dispatcher, fleet, version) for version in range(1, 4)]) == expected
+
+
+def test_all_die_while_the_policy_trains_and_one_comes_for_the_old_weights(start):
+    """In lockstep what is wanted of version 0 is sampled with version 0, also when the policy is at
+    1 already."""
+    expected = run(start, Fleet(registered={"a"}), 3)
+    fleet = Fleet(registered={"a"})
+    dispatcher = start(fleet)
+    publish(dispatcher, fleet, 0)
+    assert dispatcher.wait() is True
+    fleet.silent.add("a")
+    _, first = dispatcher.take()
+    fleet.dead.add("a")
+    assert dispatcher.drained(1).kind == "starved"
+    fleet.registered.add("b")
+    publish(dispatcher, fleet, 1)
+    assert fleet.asked[-1][:2] == ("b", 0) or ("b", 0) in {entry[:2] for entry in fleet.asked}
+    rest = [step(dispatcher, fleet, version) for version in (2, 3)]
+    assert contents([first, *rest]) == expected
+
+
+def test_a_run_that_goes_on_asks_for_nothing_twice(start):
+    fleet = Fleet(registered={"a"})
+    expected = run(start, Fleet(registered={"a"}), 5)
+    dispatcher = start(fleet)
+    publish(dispatcher, fleet, 0)
+    trained = [step(dispatcher, fleet, version) for version in (1, 2)]
+    while len(fleet.asked) < 3 * 6 + 4:  # some of step 4 are under way
+        pass
+    state = dispatcher.state()
+    there = [len(group["completions"]) for number, group in state["groups"].items() if number >= 9]
+    other = Fleet(registered={"c"})
+    resumed = start(other, saved=state)
+    assert resumed.drained(2) == {"c": "at c"}, "the policy has what is wanted"
+    publish(resumed, other, 2)
+    trained += [step(resumed, other, version) for version in (3, 4, 5)]
+    assert contents(trained) == expected
+    of_step_4 = [asked for asked in other.asked if asked[1] == 2]
+    assert len(of_step_4) == 6 - sum(there) and not [one for one in other.asked if one[1] < 2]
+
+
+def test_a_group_that_was_whole_and_not_judged_is_judged_by_the_run_that_goes_on(start):
+    gate = threading.Event()
+
+    def slow(prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+        gate.wait(30.0)
+        return judge(prompt, completions)
+
+    fleet = Fleet(registered={"a"})
+    expected = run(start, Fleet(registered={"a"}), 1)
+    dispatcher = start(fleet, judge=slow)
+    publish(dispatcher, fleet, 0)
+    while sum(map(len, complete(dispatcher))) < 12:  # of steps 1 and 2
+        pass
+    state = dispatcher.state()
+    gate.set()
+    assert not any(group["scores"] for group in state["groups"].values())
+    other = Fleet(registered={"b"})
+    resumed = start(other, saved=state)
+    publish(resumed, other, 0)
+    assert resumed.wait() is True and not other.asked
+    assert contents([resumed.take()[1]]) == expected
+
+
+def complete(dispatcher: ServerDispatcher) -> list:
+    return [group["completions"] for group in dispatcher.state()["groups"].values()]
+
+
+def test_groups_that_the_method_does_not_want_are_replaced_alike_by_any_servers(start):
+    rules = replace(RULES, max_groups=12)
+    seen = []
+    for names in ("a", "ab", "abc"):
+        fleet = Fleet(registered=set(names))
+        dispatcher = start(fleet, rules, wants=lambda scores: scores[0].correct)
+        publish(dispatcher, fleet, 0)
+        seen.append(contents([step(dispatcher, fleet, version) for version in range(1, 6)]))
+    assert seen[0] == seen[1] == seen[2]
+    uids = [uid for uid, _, _ in seen[0]]
+    assert all(scores[0].correct for _, _, scores in seen[0])
+    assert len(seen[0]) == 15 and uids != [uid for uid, _, _ in run(start, Fleet({}, {"a"}), 5)]
+
+
+@pytest.mark.parametrize("schedule", ["refused", "reward", "version"])
+def test_what_no_other_server_could_mend_ends_the_run(start, schedule):
+    fleet = Fleet(registered={"a"})
+
+    def fails(prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+        raise RuntimeError("the judge is out")
+
+    changes = {}
+    error, words = ValueError, "prompt is too long"
+    if schedule == "refused":
+        fleet.refuses = "prompt is too long"
+    elif schedule == "reward":
+        changes, error, words = {"judge": fails}, RuntimeError, "the judge is out"
+    else:
+        error, words = WeightVersionError, r"weights version 0 comes from \[5\]"
+    dispatcher = start(fleet, **changes)
+    servers = dispatcher.drained(0)
+    fleet.versions["a"] = 5 if schedule == "version" else 0
+    dispatcher.published(0, servers, {})
+    with pytest.raises(error, match=words):
+        dispatcher.wait()
+
+
+def test_held_out_prompts_are_answered_beside_training(start):
+    fleet = Fleet(registered={"a", "b"})
+    dispatcher = start(fleet)
+    publish(dispatcher, fleet, 0)
+    asked = prompts(5)
+    groups = dispatcher.generate(asked, Sampling(3, 4, seed=9))
+    assert [group.prompt for group in groups] == asked
+    assert all(len(group.completions) == len(group.scores) == 3 for group in groups)
+    tokens = [one.token_ids[0] for one in groups[1].completions]
+    assert tokens == [tokens[0] + 7 * response for response in range(3)]
+    assert dispatcher.score([(1, 2, 3), (4, 5)]) == [[2.0, 3.0], [5.0]]
+    fleet.dead.add("a")
+    assert dispatcher.generate(asked, Sampling(3, 4, seed=9)) == groups, "by the other"
+    assert fleet.registered == {"b"}
+    fleet.dead.add("b")
+    with pytest.raises(NoServerError):
+        dispatcher.score([(1, 2, 3)])
+    assert dispatcher.generate(asked, Sampling(3, 4, seed=9)) == ("starved", {})
