@@ -54,10 +54,14 @@ class Credit:
 class TokenBatch:
     """Tokens of one micro-batch on one rank; ``response_index`` points into per-response vectors.
 
-    ``logprobs`` carries the gradient; ``entropy`` does when the entropy coefficient is not 0. The
+    ``logprobs`` carries the gradient; ``entropy`` does when the entropy coefficient is not 0;
+    ``topk_logprobs``, those of the most likely tokens, does. ``is_argmax``: no token is more likely
+    than the sampled one. The
     denominators are those of the minibatch (one optimizer step, all ranks):
-    ``response_loss_tokens`` per response, ``num_responses`` kept responses, ``num_tokens`` loss
-    tokens. Default: those of this batch alone, where every row counts as a response.
+    ``response_loss_tokens`` per response (0 for one that is not in it), ``num_responses`` kept
+    responses, ``num_tokens`` loss tokens. Default: those of this batch alone, where every row
+    counts as a response. ``group_accuracy``: share of correct responses of the response's prompt,
+    over all of the rollout step (``segments.group_accuracy``).
     """
 
     logprobs: Float[Tensor, " tokens"]
@@ -69,8 +73,11 @@ class TokenBatch:
     ref_logprobs: Float[Tensor, " tokens"] | None = None
     sampler_logprobs: Float[Tensor, " tokens"] | None = None
     entropy: Float[Tensor, " tokens"] | None = None
+    topk_logprobs: Float[Tensor, "tokens top_k"] | None = None
+    is_argmax: Bool[Tensor, " tokens"] | None = None
     correct: Bool[Tensor, " responses"] | None = None
     group_ids: Int[Tensor, " responses"] | None = None
+    group_accuracy: Float[Tensor, " responses"] | None = None
     response_loss_tokens: Int[Tensor, " responses"] | None = None
     num_responses: int | None = None
     num_tokens: int | None = None
@@ -114,7 +121,8 @@ class Needs:
     """What a method asks of the trainer, so that the trainer has no case distinction of its own."""
 
     ref_logprobs: bool  # of the frozen reference, over the response tokens
-    entropy: Literal["none", "metric", "grad"]
+    entropy: Literal["none", "metric", "value", "grad"]  # "value": TokenBatch.entropy, detached
+    top_k: int  # columns of TokenBatch.topk_logprobs, 0 without; is_argmax goes with them
     visual_entropy: bool  # ResponseBatch.visual_entropy
     response_statistics: bool  # anything of Method.response_statistics before credit
     correct: bool  # TokenBatch.correct

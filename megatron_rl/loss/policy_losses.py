@@ -8,14 +8,26 @@ before the star, knobs after it (see ``choices.py``).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from megatron_rl.loss.choices import policy_loss
+from megatron_rl.loss.whole_responses import WholeResponses
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Clipped(NamedTuple):
+    """What a loss returns whose bounds differ from token to token: values, and its bounds of the
+    ratio, so that the shares of clipped tokens are logged."""
+
+    per_token: Float[Tensor, " tokens"]
+    lower: Float[Tensor, " tokens"]
+    upper: Float[Tensor, " tokens"]
 
 
 @policy_loss(clips=True)
@@ -37,6 +49,68 @@ def ppo_clip(
     if dual_c is None:
         return loss
     return torch.where(advantages < 0, torch.minimum(loss, -dual_c * advantages), loss)
+
+
+@policy_loss()
+def entropy_clip(
+    log_ratio: Float[Tensor, " tokens"],
+    advantages: Float[Tensor, " tokens"],
+    entropy: Float[Tensor, " tokens"],
+    responses: WholeResponses,
+    *,
+    quantile: Share = 0.8,
+    low: NonNegativeFloat = 0.2,
+    high: NonNegativeFloat = 0.2,
+    reasoning_low: NonNegativeFloat = 0.5,
+    reasoning_high: NonNegativeFloat = 0.5,
+) -> Clipped:
+    """-min(rho A, clip(rho, 1 - low, 1 + high) A), with bounds of their own at reasoning tokens.
+
+    A token is one of reasoning where its entropy is above the quantile of its response.
+    Source: Archer (arXiv 2507.15778), its released code.
+    """
+    ratio = log_ratio.exp()
+    reasons = entropy > responses.quantile(entropy, quantile)
+    lower = torch.full_like(ratio, 1 - low).masked_fill(reasons, 1 - reasoning_low)
+    upper = torch.full_like(ratio, 1 + high).masked_fill(reasons, 1 + reasoning_high)
+    clipped = torch.minimum(torch.maximum(ratio, lower), upper)
+    return Clipped(torch.maximum(-ratio * advantages, -clipped * advantages), lower, upper)
+
+
+@policy_loss(clips=True)
+def simko(
+    log_ratio: Float[Tensor, " tokens"],
+    advantages: Float[Tensor, " tokens"],
+    entropy: Float[Tensor, " tokens"],
+    correct: Bool[Tensor, " tokens"],
+    topk_logprobs: Float[Tensor, "tokens top_k"],
+    is_argmax: Bool[Tensor, " tokens"],
+    responses: WholeResponses,
+    *,
+    quantile: Share = 0.8,
+    top_k: PositiveInt = 3,
+    spread: Share = 0.01,
+    penalty: PositiveFloat = 1.1,
+    low: NonNegativeFloat = 0.2,
+    high: NonNegativeFloat = 0.2,
+) -> Float[Tensor, " tokens"]:
+    """-min(r A, clip(r, 1 - low, 1 + high) A), r = rho but at tokens whose entropy is above the
+    quantile of their response.
+
+    There, of correct responses, r = (1 - spread) rho + spread/K sum_k sg(rho / rho_k) rho_k over
+    the K = ``top_k`` most likely tokens: the value of rho, with a share of its gradient spread over
+    them. sg(rho / rho_k) rho_k is sg(rho) pi_k / sg(pi_k): their old probabilities cancel. A < 0 at
+    the most likely token is multiplied by ``penalty`` there.
+    Source: SimKO (arXiv 2510.14807), its released code.
+    """
+    gate = entropy > responses.quantile(entropy, quantile)
+    ratio = log_ratio.exp()
+    grown = (topk_logprobs - topk_logprobs.detach()).exp().mean(1)  # 1, with a gradient
+    spread_out = (1 - spread) * ratio + spread * ratio.detach() * grown
+    ratio = torch.where(correct & gate, spread_out, ratio)
+    held = gate & is_argmax & (advantages < 0)
+    advantages = torch.where(held, penalty * advantages, advantages)
+    return torch.maximum(-ratio * advantages, -ratio.clamp(1 - low, 1 + high) * advantages)
 
 
 @policy_loss(sequence_ratio=True, clips=True)

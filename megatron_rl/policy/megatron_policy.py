@@ -33,6 +33,7 @@ from megatron_rl.policy.forward import (
 )
 from megatron_rl.policy.gathered_weights import Gather
 from megatron_rl.policy.hardware import this_machine
+from megatron_rl.policy.logprobs import TokenValues
 from megatron_rl.policy.microbatches import Microbatch, multiples
 from megatron_rl.policy.model import build_chunks, transformer_config
 from megatron_rl.policy.not_finite import check_weights
@@ -220,11 +221,9 @@ class MegatronPolicy:
         entropy: Entropy = "value" if self.settings.entropy != "none" and not reference else "none"
         board = self._board(batch, entropy)
 
-        def consume(
-            microbatch: Microbatch, logprobs: Tensor, entropies: Tensor | None
-        ) -> tuple[Tensor, Any]:
-            board.write(microbatch, logprobs, entropies)
-            return logprobs.new_zeros(()), None
+        def consume(microbatch: Microbatch, values: TokenValues) -> tuple[Tensor, Any]:
+            board.write(microbatch, values)
+            return values.logprobs.new_zeros(()), None
 
         passes = self._passes if temperature is None else self._passes_at(temperature)
         with self._weights(reference), logprob_format(self.config, self.precision), platform():
@@ -279,15 +278,19 @@ class MegatronPolicy:
         """
         self._offload.require("weights", "gradients", "optimizer")
         entropy = self.settings.entropy
-        if entropy == "value" and board is None:
+        in_loss = entropy == "grad" or self.settings.entropy_in_loss
+        if board is None and not in_loss:
             entropy = "none"  # nobody would read them
         with platform():
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            consume = loss_consumer(loss, self.ranks, entropy=entropy == "grad", board=board)
+            consume = loss_consumer(loss, self.ranks, entropy=in_loss, board=board)
             packed = self.batching.packed(batch, microbatches)
-            collected = self._passes.run(packed, consume, backward=True, entropy=entropy)
+            top_k = self.settings.top_k
+            collected = self._passes.run(
+                packed, consume, backward=True, entropy=entropy, top_k=top_k
+            )
         return reduce_totals(collected, self.ranks)
 
     def _board(self, batch: SequenceBatch, entropy: Entropy) -> ScoreBoard:

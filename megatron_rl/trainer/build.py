@@ -21,7 +21,7 @@ from megatron_rl.loss import Method
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
-from megatron_rl.protocols import Entropy, WeightSync
+from megatron_rl.protocols import WeightSync
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.runtime import rank_log
 from megatron_rl.runtime.device import device
@@ -41,7 +41,7 @@ from megatron_rl.trainer.logprob_check import (
     LogprobCheck,
     check_sequences,
 )
-from megatron_rl.trainer.objective import check_visual_entropy
+from megatron_rl.trainer.objective import check_visual_entropy, token_settings
 from megatron_rl.trainer.placement import Placement
 from megatron_rl.trainer.preflight import check_before_build
 from megatron_rl.trainer.rollouts import (
@@ -62,9 +62,6 @@ from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rol
 from megatron_rl.weight_sync.gather import GatherSync
 from megatron_rl.weight_sync.reshard import ReshardSync
 from megatron_rl.weight_sync.shards import expand
-
-# What a method wants entropies for, and what the policy then computes.
-ENTROPY: dict[str, Entropy] = {"none": "none", "metric": "value", "grad": "grad"}
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +162,7 @@ def build_policy(
         max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_response_tokens,
         tokens_per_microbatch=config.batch.tokens_per_microbatch,
         share_prompts=config.batch.share_prompts,
-        entropy=ENTROPY[method.needs.entropy],
+        **token_settings(method),
         image_processor=vision,
     )
     return MegatronPolicy(config.model, config.parallel, config.precision, config.optim, settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,11 +12,26 @@ from torch import Tensor
 
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.loss import Credit, Method, ResponseBatch, TokenBatch
+from megatron_rl.loss.segments import group_accuracy
+from megatron_rl.protocols import Entropy
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.transfer import to_device
 from megatron_rl.trainer.experience import Experience
 from megatron_rl.trainer.partials import of_all_rows
 from megatron_rl.types import LossOutput, Prompt, TokenScores, TokenView
+
+# What a method wants entropies for, and what the policy then computes.
+ENTROPY: dict[str, Entropy] = {"none": "none", "metric": "value", "value": "value", "grad": "grad"}
+
+
+def token_settings(method: Method) -> dict[str, Any]:
+    """The settings of a policy that say what it computes of a token beside its logprob."""
+    wanted = method.needs.entropy
+    return {
+        "entropy": ENTROPY[wanted],
+        "entropy_in_loss": wanted in ("value", "grad"),
+        "top_k": method.needs.top_k,
+    }
 
 
 def on_cpu(scores: TokenScores) -> TokenScores:
@@ -122,6 +138,8 @@ class MinibatchLoss:
         credit = experience.credit
         assert credit is not None, "a loss needs a scored experience"
         lengths = experience.sequences.response_lengths
+        own = torch.tensor(list(rows), dtype=torch.int64)
+        here = torch.zeros_like(lengths).index_fill(0, own, 1)
         self._method = method
         self._columns = {name: torch.from_numpy(values) for name, values in tokens.columns.items()}
         self._response_index = torch.from_numpy(np.repeat(tokens.rows, tokens.lengths))
@@ -130,7 +148,8 @@ class MinibatchLoss:
             "kl_weights": credit.kl_weights,
             "correct": experience.correct,
             "group_ids": experience.group_ids,
-            "response_loss_tokens": lengths,
+            "group_accuracy": group_accuracy(experience.correct, experience.group_ids),
+            "response_loss_tokens": lengths * here,
         }
         self._on_device: dict[str, Tensor] = {}
         self._num_responses = len(rows)
@@ -164,10 +183,13 @@ class MinibatchLoss:
                 ref_logprobs=ref_logprobs,
                 sampler_logprobs=tokens(columns["sampler_logprobs"]),
                 entropy=view.entropy,
+                topk_logprobs=view.topk_logprobs,
+                is_argmax=view.is_argmax,
                 num_responses=self._num_responses,
                 num_tokens=self._num_tokens,
                 **self._on_device,
             ),
             sequence_sum=view.sequence_sum,
+            sequence_gather=view.sequence_gather,
         )
         return LossOutput(loss=result.loss, metrics=result.metrics)

@@ -25,6 +25,8 @@ TESTS = {
     "filters": "test_filters",
     "credit": "test_credit",
     "kl": "test_kl",
+    "token_advantages": "test_token_advantages",
+    "whole_responses": "test_token_advantages",
     "policy_losses": "test_policy_losses",
     "aggregate": "test_aggregate",
     "mismatch": "test_mismatch",

@@ -45,6 +45,9 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("(share > 0) & (share < 1)", "(share >= 0) & (share < 1)"),
     ],
     ("shaping", "easy_focused"): [
+        ("(1 - share.sqrt() + 1e-6)", "(1 - share + 1e-6)"),
+        ('if easy_form == "released":', 'if easy_form != "released":'),
+        ("share, easy_form=easy_form)", "share)"),
         ("0.5 * advantages * _safe(1 - share).rsqrt()", "0.5 * advantages * _safe(share).rsqrt()"),
         ("0.5 * advantages * _safe(1 - share).rsqrt()", "0.5 * advantages / _safe(1 - share)"),
         (

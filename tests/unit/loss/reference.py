@@ -8,6 +8,9 @@ import math
 from dataclasses import dataclass, field
 from math import comb
 
+from tests.unit.loss import token_reference
+from tests.unit.loss.plain import average, deviation, quantile
+
 INF = float("inf")
 
 
@@ -33,6 +36,7 @@ class Choice:
     aggregate: str = "response_mean"
     kl: float = 0.0
     dads: bool = False
+    token: str = ""  # what happens inside a response, see ``token_reference``
     knobs: dict[str, float] = field(default_factory=dict)
 
 
@@ -68,6 +72,10 @@ NAMED = {
     "easy_focused": Choice(shaping=("easy",)),
     "a_grae_dapo": Choice(shaping=("ddas", "ass"), high=0.28, aggregate="token"),
     "a_grae_dr_grpo": Choice("centered", shaping=("ddas", "ass"), aggregate="norm"),
+    "rl_zvp": Choice(aggregate="token", token="zero_variance"),
+    "entropy_advantage": Choice(aggregate="token", token="entropy_bonus"),
+    "simko": Choice(aggregate="token", token="simko"),
+    "archer": Choice(aggregate="token", kl=1e-3, token="archer"),
     "durian": Choice(
         "durian",
         aggregate="token",
@@ -89,23 +97,6 @@ NAMED = {
 }
 
 EPS = 1e-6
-
-
-def average(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def deviation(values: list[float], ddof: int = 0) -> float:
-    middle = average(values)
-    return math.sqrt(sum((value - middle) ** 2 for value in values) / (len(values) - ddof))
-
-
-def quantile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
 def advantages(rows: list[Row], choice: Choice) -> list[float]:
@@ -279,28 +270,34 @@ def kl_weight(row: Row, rows: list[Row], choice: Choice) -> float:
 def loss(
     rows: list[Row],
     choice: Choice,
-    logprobs: list[list[float]],
-    old: list[list[float]],
-    ref: list[list[float]],
+    tokens: "Tokens",
     norm_len: int,
 ) -> float:
     """The minibatch loss: responses and their tokens, one after another."""
-    tokens = sum(len(response) for response in logprobs)
+    count = sum(len(response) for response in tokens.new)
     total = 0.0
-    for row, advantage, new_row, old_row, ref_row in zip(
-        rows, advantages(rows, choice), logprobs, old, ref, strict=True
-    ):
+    by_row = zip(rows, token_advantages(rows, choice, tokens), range(len(rows)), strict=True)
+    for row, inside, at in by_row:
+        new_row, old_row, entropies = tokens.new[at], tokens.old[at], tokens.entropy[at]
         weight = {
             "response_mean": 1 / len(rows) / len(new_row),
-            "token": 1 / tokens,
+            "token": 1 / count,
             "norm": 1 / len(rows) / norm_len,
         }[choice.aggregate]
         sequence = math.exp(
             average([new - past for new, past in zip(new_row, old_row, strict=True)])
         )
-        for new, past, frozen in zip(new_row, old_row, ref_row, strict=True):
+        for place, (new, past, frozen) in enumerate(
+            zip(new_row, old_row, tokens.ref[at], strict=True)
+        ):
+            advantage = inside[place]
+            low, high = choice.low, choice.high
+            kl_mean = weight
+            if choice.token == "archer":
+                low, high = token_reference.archer_clip(entropies, place)
+                kl_mean = token_reference.archer_kl_weight(tokens.entropy, entropies, place)
             ratio = sequence if choice.loss == "gspo" else math.exp(new - past)
-            clipped = min(max(ratio, 1 - choice.low), 1 + choice.high)
+            clipped = min(max(ratio, 1 - low), 1 + high)
             value = {"reinforce": -advantage * new, "cispo": -clipped * advantage * new}.get(
                 choice.loss, -min(ratio * advantage, clipped * advantage)
             )
@@ -309,5 +306,33 @@ def loss(
                 * kl_weight(row, rows, choice)
                 * (math.exp(frozen - new) - (frozen - new) - 1)
             )
-            total += weight * (value + penalty)
+            total += weight * value + kl_mean * penalty
     return total
+
+
+@dataclass
+class Tokens:
+    """Of each response, its tokens' numbers."""
+
+    new: list[list[float]]
+    old: list[list[float]]
+    ref: list[list[float]]
+    entropy: list[list[float]]
+    is_argmax: list[list[bool]]
+
+
+def token_advantages(rows: list[Row], choice: Choice, tokens: Tokens) -> list[list[float]]:
+    """The advantage of each token of each response."""
+    result = []
+    by_row = zip(rows, advantages(rows, choice), tokens.entropy, tokens.is_argmax, strict=True)
+    for row, advantage, entropies, modes in by_row:
+        accuracy = average([float(other.correct) for other in rows if other.group == row.group])
+        result.append(
+            [
+                token_reference.advantage(
+                    choice.token, advantage, accuracy, entropies, place, modes[place]
+                )
+                for place in range(len(entropies))
+            ]
+        )
+    return result

@@ -12,7 +12,7 @@ import torch
 from megatron_rl.config.load import conf_dir
 from megatron_rl.config.method import MethodConfig, MismatchConfig
 from megatron_rl.loss import Method, TokenBatch, load_method
-from tests.unit.loss import reference
+from tests.unit.loss import reference, token_reference
 from tests.unit.loss.batches import LIMIT, per_response, response_batch, rollout, token_batch
 
 HEAD = ("paper", "formula", "depends on", "reduces to", "choices", "released code")
@@ -46,15 +46,18 @@ def test_credit_and_loss_equal_the_plain_reference(name: str) -> None:
         )
         torch.testing.assert_close(credit.kl_weights, weights, rtol=1e-9, atol=1e-9)
         batch = token_batch(rows, credit, seed)
-        assert batch.ref_logprobs is not None
-        parts = [
-            per_response(values, rows)
-            for values in (batch.logprobs, batch.old_logprobs, batch.ref_logprobs)
-        ]
         found = method.loss(batch).loss.item()
-        assert found == pytest.approx(
-            reference.loss(rows, choice, *parts, LIMIT), rel=1e-9, abs=1e-10
-        )
+        expected = reference.loss(rows, choice, plain_tokens(batch, rows), LIMIT)
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-10)
+
+
+def plain_tokens(batch: TokenBatch, rows: list[reference.Row]) -> reference.Tokens:
+    """What the plain reference is given of a batch."""
+    assert batch.ref_logprobs is not None and batch.entropy is not None
+    assert batch.is_argmax is not None
+    values = (batch.logprobs, batch.old_logprobs, batch.ref_logprobs, batch.entropy)
+    values += (batch.is_argmax,)
+    return reference.Tokens(*[per_response(each, rows) for each in values])
 
 
 def micro_batches(batch: TokenBatch, num_rows: int, seed: int) -> list[TokenBatch]:
@@ -146,12 +149,21 @@ def test_yaml_head_says_what_the_method_is(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_on_policy_every_method_has_the_gradient_of_reinforce(name: str) -> None:
-    """At ratio 1: d loss / d logprob = -weight A, plus the KL's weight coef (1 - exp(d)) which is 0
-    at the reference."""
+    """At ratio 1: d loss / d logprob = -weight A, A at the token (simko spreads a share over other
+    tokens), plus the KL's weight coef (1 - exp(d)) which is 0 at the reference."""
     method = named(name)
     rows = rollout(0)
     credit = method.credit(response_batch(rows))
     batch = token_batch(rows, credit)
+    choice, tokens = reference.NAMED[name], plain_tokens(batch, rows)
+    expected = [
+        value * token_reference.own_gradient(choice.token, row.correct, entropies, place)
+        for row, inside, entropies in zip(
+            rows, reference.token_advantages(rows, choice, tokens), tokens.entropy, strict=True
+        )
+        for place, value in enumerate(inside)
+    ]
+    advantages = torch.tensor(expected, dtype=torch.float64)
     logprobs = batch.old_logprobs.clone().requires_grad_()
     method.loss(
         dataclasses.replace(batch, logprobs=logprobs, ref_logprobs=batch.old_logprobs)
@@ -165,7 +177,7 @@ def test_on_policy_every_method_has_the_gradient_of_reinforce(name: str) -> None
     }[method.config.aggregate.name]
     torch.testing.assert_close(
         logprobs.grad,
-        (-weights * credit.advantages[batch.response_index]).detach(),
+        (-weights * advantages).detach(),
         rtol=1e-9,
         atol=1e-12,
     )

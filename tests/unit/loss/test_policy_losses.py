@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.loss import policy_losses as losses
+from megatron_rl.loss.whole_responses import WholeResponses
 from tests.unit.loss.groups import flags, same, vector
 
 
@@ -52,6 +53,73 @@ def test_dual_clip() -> None:
         lambda _, log_ratio, a: losses.ppo_clip(log_ratio, a, low=0.2, high=0.2, dual_c=3.0),
         [(5, -1, 3, 0), (2, -1, 2, 2), (5, 1, -1.2, 0), (0.5, -1, 0.8, 0)],
     )
+
+
+def test_entropy_clip_by_hand() -> None:
+    """The last token has the entropy above the 0.8-quantile (rank 4 of 0 to 5): it alone may reach
+    1.5 and 0.5."""
+    responses = WholeResponses(
+        torch.zeros(6, dtype=torch.int64), flags(*[1] * 6), 1, lambda columns: columns
+    )
+    entropy = vector(10, 0, 20, 30, 40, 50)
+
+    def function(_: Tensor, log_ratio: Tensor, a: Tensor) -> Tensor:
+        found = losses.entropy_clip(log_ratio, a, entropy, responses)
+        same(found.lower, *[0.8] * 5, 0.5)
+        same(found.upper, *[1.2] * 5, 1.5)
+        return found.per_token
+
+    plain = [(1.5, 1, -1.2, 0), (0.5, 1, -0.5, -0.5), (0.5, -1, 0.8, 0), (1.4, -1, 1.4, 1.4)]
+    plain += [(1.1, 2, -2.2, -2.2)]
+    for last in [(1.4, 1, -1.4, -1.4), (1.6, 1, -1.5, 0), (0.4, -1, 0.5, 0), (0.6, -1, 0.6, 0.6)]:
+        check(function, [*plain, last])
+
+
+def simko(
+    rho: float, advantage: float, correct: int, is_argmax: int, **knobs: float
+) -> tuple[float, float, list[float]]:
+    """Loss, and its gradients at the logprob and at those of the two most likely tokens, of the
+    last of six tokens, whose entropy is above the 0.8-quantile."""
+    responses = WholeResponses(
+        torch.zeros(6, dtype=torch.int64), flags(*[1] * 6), 1, lambda columns: columns
+    )
+    log_ratio = torch.full((6,), math.log(rho), dtype=torch.float64, requires_grad=True)
+    topk = torch.tensor([[-0.5, -1.5]] * 6, dtype=torch.float64, requires_grad=True)
+    found = losses.simko(
+        log_ratio,
+        vector(*[advantage] * 6),
+        vector(10, 0, 20, 30, 40, 50),
+        flags(*[correct] * 6),
+        topk,
+        flags(*[is_argmax] * 6),
+        responses,
+        **{"top_k": 2, **knobs},
+    )
+    plain = losses.ppo_clip(log_ratio, vector(*[advantage] * 6), low=0.2, high=0.2)
+    same(found.detach()[:5], *plain.detach()[:5].tolist())
+    gradients = torch.autograd.grad(found.sum(), [log_ratio, topk])
+    assert not gradients[1][:5].any()
+    return found[5].item(), gradients[0][5].item(), gradients[1][5].tolist()
+
+
+def test_simko_by_hand() -> None:
+    """rho 1.1, A 2, a 0.2, K 2: the value is that of the plain loss, -2.2; of its gradient 0.8
+    stay, and each of the two most likely tokens gets 0.1."""
+    loss, own, others = simko(1.1, 2.0, 1, 1, spread=0.2)
+    same(vector(loss, own, *others), -2.2, -1.76, -0.22, -0.22)
+    loss, own, others = simko(1.1, 2.0, 0, 1, spread=0.2)
+    same(vector(loss, own, *others), -2.2, -2.2, 0, 0)
+    loss, own, others = simko(1.5, 2.0, 1, 1, spread=0.2)
+    same(vector(loss, own, *others), -2.4, 0, 0, 0)  # clipped
+
+
+def test_simko_holds_the_most_likely_token_back_by_hand() -> None:
+    """A = -2 becomes -2.2 at a token that none exceeds, and of a response that is not correct its
+    gradient stays where it is."""
+    same(vector(*simko(1.1, -2.0, 0, 1)[:2]), 2.42, 2.42)
+    same(vector(*simko(1.1, -2.0, 0, 0)[:2]), 2.2, 2.2)
+    same(vector(*simko(1.1, -2.0, 0, 1, penalty=2.0)[:2]), 4.4, 4.4)
+    same(vector(*simko(1.1, 2.0, 0, 1)[:2]), -2.2, -2.2)
 
 
 def test_cispo() -> None:
