@@ -159,6 +159,8 @@ def metric_keys(method: Method) -> tuple[list[str], list[str]]:
         group_accuracy=ones / 4,
         topk_logprobs=-ones[:, None],
         is_argmax=correct,
+        group_ids=batch.group_ids,
+        log_ratio_sums=0 * ones,
     )
     return sorted(credit.metrics), sorted(method.loss(tokens).metrics)
 
@@ -197,6 +199,7 @@ def needs_text(method: Method) -> str:
         ("the old policy's mean logprob of every response", needs.response_statistics),
         ("the entropy of every token in the loss", needs.entropy in ("value", "grad")),
         (f"the logprobs of the {needs.top_k} most likely tokens in the loss", needs.top_k),
+        ("a pass over every minibatch before it", needs.log_ratio_sums),
         ("dynamic sampling", needs.dynamic_sampling),
     ]
     wanted = [what for what, asked in asks if asked]

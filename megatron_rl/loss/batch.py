@@ -61,7 +61,8 @@ class TokenBatch:
     ``response_loss_tokens`` per response (0 for one that is not in it), ``num_responses`` kept
     responses, ``num_tokens`` loss tokens. Default: those of this batch alone, where every row
     counts as a response. ``group_accuracy``: share of correct responses of the response's prompt,
-    over all of the rollout step (``segments.group_accuracy``).
+    over all of the rollout step (``segments.group_accuracy``). ``log_ratio_sums``: logprobs minus
+    old_logprobs summed over a response, of all responses of the minibatch, without gradient.
     """
 
     logprobs: Float[Tensor, " tokens"]
@@ -78,6 +79,7 @@ class TokenBatch:
     correct: Bool[Tensor, " responses"] | None = None
     group_ids: Int[Tensor, " responses"] | None = None
     group_accuracy: Float[Tensor, " responses"] | None = None
+    log_ratio_sums: Float[Tensor, " responses"] | None = None
     response_loss_tokens: Int[Tensor, " responses"] | None = None
     num_responses: int | None = None
     num_tokens: int | None = None
@@ -126,6 +128,7 @@ class Needs:
     visual_entropy: bool  # ResponseBatch.visual_entropy
     response_statistics: bool  # anything of Method.response_statistics before credit
     correct: bool  # TokenBatch.correct
+    log_ratio_sums: bool  # TokenBatch.log_ratio_sums, by a pass over the minibatch before it
     dynamic_sampling: bool  # see Method.wants_group and max_sampling_tries
     max_sampling_tries: int  # 1 without dynamic sampling
     token_ids: bool  # Method.shape_rewards reads the response tokens

@@ -240,6 +240,7 @@ def _needs(config: MethodConfig, plan: CreditPlan, loss_plan: LossPlan) -> Needs
         visual_entropy="visual_entropy" in reads,
         response_statistics=bool({"mean_logprobs", "sum_logprobs", "kl"} & reads),
         correct=coefficients[0] != coefficients[1] or "correct" in token_reads,
+        log_ratio_sums="log_ratio_sums" in token_reads,
         dynamic_sampling=dynamic is not None,
         max_sampling_tries=1 if dynamic is None else dynamic.max_tries,
         token_ids=config.reward_shaping.repetition is not None,

@@ -16,6 +16,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from megatron_rl.loss.choices import policy_loss
+from megatron_rl.loss.segments import segments_of
 from megatron_rl.loss.whole_responses import WholeResponses
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -82,7 +83,8 @@ def simko(
     log_ratio: Float[Tensor, " tokens"],
     advantages: Float[Tensor, " tokens"],
     entropy: Float[Tensor, " tokens"],
-    correct: Bool[Tensor, " tokens"],
+    correct: Bool[Tensor, " responses"],
+    response_index: Int[Tensor, " tokens"],
     topk_logprobs: Float[Tensor, "tokens top_k"],
     is_argmax: Bool[Tensor, " tokens"],
     responses: WholeResponses,
@@ -107,7 +109,7 @@ def simko(
     ratio = log_ratio.exp()
     grown = (topk_logprobs - topk_logprobs.detach()).exp().mean(1)  # 1, with a gradient
     spread_out = (1 - spread) * ratio + spread * ratio.detach() * grown
-    ratio = torch.where(correct & gate, spread_out, ratio)
+    ratio = torch.where(correct[response_index] & gate, spread_out, ratio)
     held = gate & is_argmax & (advantages < 0)
     advantages = torch.where(held, penalty * advantages, advantages)
     return torch.maximum(-ratio * advantages, -ratio.clamp(1 - low, 1 + high) * advantages)
@@ -151,6 +153,46 @@ def reinforce(
 ) -> Float[Tensor, " tokens"]:
     """-A logp. Source: Williams 1992; GPG (arXiv 2504.02546)."""
     return -advantages * logprobs
+
+
+@policy_loss()
+def pacs(
+    logprobs: Float[Tensor, " tokens"],
+    log_ratio_sums: Float[Tensor, " responses"],
+    correct: Bool[Tensor, " responses"],
+    group_ids: Int[Tensor, " responses"],
+    response_loss_tokens: Int[Tensor, " responses"],
+    response_index: Int[Tensor, " tokens"],
+    *,
+    beta: PositiveFloat = 1.0,
+) -> Float[Tensor, " tokens"]:
+    """w_i BCE(psi_i, correct_i) of response i, psi_i = rhat_i - mean of the others' rhat in its
+    group, rhat_i = beta sum_t log rho_t; spread evenly over its tokens, so that their sum is it.
+
+    w_i = G / (2 responses of i's class) where both classes are in the group of G, else 1. Groups
+    are what the minibatch has of them. Once psi is known the gradient is linear in the tokens'
+    logprobs: psi comes from ``log_ratio_sums``, and no token waits for another. Advantages are not
+    read.
+    Source: PACS (arXiv 2509.02522), its released code.
+    """
+    present = response_loss_tokens > 0
+    groups = segments_of(group_ids)
+    size = groups.broadcast(groups.sum(present))
+    others = (size - 1).clamp(min=1)
+    estimate = beta * log_ratio_sums * present
+    psi = estimate - (groups.broadcast(groups.sum(estimate)) - estimate) / others
+    num_correct = groups.broadcast(groups.sum(correct & present))
+    of_class = torch.where(correct, num_correct, size - num_correct)
+    both = (num_correct > 0) & (num_correct < size)
+    balanced = size.to(psi.dtype) / (2 * of_class).clamp(min=1)
+    weight = torch.where(both, balanced, torch.ones_like(psi))
+    loss = weight * (torch.nn.functional.softplus(psi) - correct * psi)
+    slope = weight * (psi.sigmoid() - correct.to(psi.dtype)) * present
+    # psi_i grows with rhat_i, and falls by 1/others with that of each other response.
+    pull = slope - (groups.broadcast(groups.sum(slope)) - slope) / others
+    value = loss / response_loss_tokens.clamp(min=1)
+    rise = logprobs - logprobs.detach()  # 0, with a gradient
+    return value[response_index] + beta * pull[response_index] * rise
 
 
 @policy_loss()

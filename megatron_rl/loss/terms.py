@@ -16,7 +16,15 @@ from megatron_rl.loss.whole_responses import SequenceGather, WholeResponses
 SequenceSum = Callable[[Tensor], Tensor]
 # Properties of Terms that are an optional field of TokenBatch. Who names one is given it; the
 # trainer learns from ``Needs`` what to provide.
-OPTIONAL = ("entropy", "correct", "group_accuracy", "topk_logprobs", "is_argmax")
+OPTIONAL = (
+    "entropy",
+    "correct",
+    "group_ids",
+    "group_accuracy",
+    "topk_logprobs",
+    "is_argmax",
+    "log_ratio_sums",
+)
 
 
 @dataclass(frozen=True)
@@ -82,10 +90,21 @@ class Terms:
         return self.batch.is_argmax
 
     @property
-    def correct(self) -> Bool[Tensor, " tokens"]:
-        """Of the response, at each token."""
+    def correct(self) -> Bool[Tensor, " responses"]:
         assert self.batch.correct is not None
-        return self.batch.correct[self.response_index]
+        return self.batch.correct
+
+    @property
+    def group_ids(self) -> Int[Tensor, " responses"]:
+        """Which prompt."""
+        assert self.batch.group_ids is not None
+        return self.batch.group_ids
+
+    @property
+    def log_ratio_sums(self) -> Float[Tensor, " responses"]:
+        """Of log_ratio over each response, whose tokens may lie elsewhere."""
+        assert self.batch.log_ratio_sums is not None
+        return self.batch.log_ratio_sums.to(self.dtype)
 
     @property
     def group_accuracy(self) -> Float[Tensor, " tokens"]:

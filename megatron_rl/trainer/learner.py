@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from megatron_rl.loss import Method
 from megatron_rl.protocols import Policy
@@ -14,7 +15,7 @@ from megatron_rl.trainer.experience import Experience
 from megatron_rl.trainer.health import Health, Minibatch
 from megatron_rl.trainer.metrics import credit_metrics, token_metrics, update_metrics
 from megatron_rl.trainer.objective import MinibatchLoss, credit_of, on_cpu
-from megatron_rl.trainer.placement import Placement
+from megatron_rl.trainer.placement import Placed, Placement
 from megatron_rl.types import TokenScores, UpdateResult
 
 
@@ -111,7 +112,8 @@ class Learner:
             minibatch = Minibatch(step, number, experience, rows)
             self.health.before(minibatch)
             placed = self.placement.lent(experience, rows)
-            loss = MinibatchLoss(self.method, experience, rows, placed.tokens)
+            sums = self._log_ratio_sums(experience, placed)
+            loss = MinibatchLoss(self.method, experience, rows, placed.tokens, sums)
             result = self.policy.update(placed.share, loss, with_scores=experience.on_policy)
             self.health.after(minibatch, result)
             updates.append(result)
@@ -125,6 +127,18 @@ class Learner:
             "optim/empty_minibatches": num_empty,
             **of_tokens,
         }
+
+    def _log_ratio_sums(self, experience: Experience, placed: Placed) -> Tensor | None:
+        """Collective: how far the policy has moved from the old one on each response of a
+        minibatch, by a pass of its own, where the method reads it."""
+        if not self.method.needs.log_ratio_sums:
+            return None
+        num_rows = len(experience.responses)
+        if experience.on_policy:
+            return torch.zeros(num_rows, dtype=torch.float64)
+        logprobs = on_cpu(self.policy.score(placed.share)).logprobs.numpy()
+        moved = logprobs - placed.tokens.columns["old_logprobs"]
+        return self.placement.response_sums(placed, moved, num_rows)
 
 
 def _old_scores(experience: Experience, updates: Sequence[UpdateResult]) -> TokenScores:

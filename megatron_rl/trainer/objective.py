@@ -129,11 +129,17 @@ class MinibatchLoss:
     """The loss of one optimizer step over ``rows`` of a scored experience, of which this rank works
     on those in ``tokens`` (``Experience.scored_tokens`` has the columns).
 
-    The denominators are those of all rows, fixed before the first backward.
+    The denominators are those of all rows, fixed before the first backward. ``log_ratio_sums``: of
+    every row of the experience, where the method reads them.
     """
 
     def __init__(
-        self, method: Method, experience: Experience, rows: Sequence[int], tokens: TokenRows
+        self,
+        method: Method,
+        experience: Experience,
+        rows: Sequence[int],
+        tokens: TokenRows,
+        log_ratio_sums: Float[Tensor, " rows"] | None = None,
     ) -> None:
         credit = experience.credit
         assert credit is not None, "a loss needs a scored experience"
@@ -151,6 +157,8 @@ class MinibatchLoss:
             "group_accuracy": group_accuracy(experience.correct, experience.group_ids),
             "response_loss_tokens": lengths * here,
         }
+        if log_ratio_sums is not None:
+            self._per_response["log_ratio_sums"] = log_ratio_sums
         self._on_device: dict[str, Tensor] = {}
         self._num_responses = len(rows)
         self._num_tokens = int(lengths[list(rows)].sum())

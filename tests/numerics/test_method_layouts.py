@@ -30,7 +30,7 @@ from tests.numerics.policy_worker import splits
 from tests.ranks import call
 
 MODEL = "qwen3"
-METHODS = ("archer", "rl_zvp", "entropy_advantage", "simko")
+METHODS = ("archer", "rl_zvp", "entropy_advantage", "simko", "pacs")
 CORRECT = torch.tensor([True, False, True, True, True, True])  # one group of each kind
 
 
@@ -69,8 +69,18 @@ def token_batch(experience: Experience, batch: SequenceBatch, logits: Tensor) ->
         topk_logprobs=topk.values,
         is_argmax=topk.indices[:, 0] == tokens,
         correct=experience.correct,
+        group_ids=experience.group_ids,
+        log_ratio_sums=sums_of(experience, logprobs.detach()),
         group_accuracy=group_accuracy(experience.correct, experience.group_ids),
     )
+
+
+def sums_of(experience: Experience, logprobs: Tensor) -> Tensor:
+    """How far each response's logprobs are from the old ones."""
+    assert experience.old is not None
+    moved = logprobs.double() - experience.old.logprobs.double()
+    rows = torch.arange(NUM_ROWS).repeat_interleave(experience.sequences.response_lengths)
+    return torch.zeros(NUM_ROWS, dtype=torch.float64).index_add(0, rows, moved)
 
 
 def plain_logits(model: torch.nn.Module, batch: SequenceBatch) -> Tensor:
@@ -115,7 +125,10 @@ def compare(path: Path, layout: dict[str, Any], answers: dict[str, dict[str, Any
         for cut, split in splits(policy).items():
             what = f"{name}, {cut}"
             experience = wanted["experience"]
-            loss = MinibatchLoss(method, experience, range(NUM_ROWS), experience.scored_tokens)
+            rows = range(NUM_ROWS)
+            scores = zoo.of_all_rows(policy.score_microbatches(batch, split))
+            sums = sums_of(experience, scores.logprobs)
+            loss = MinibatchLoss(method, experience, rows, experience.scored_tokens, sums)
             totals = policy.backward(batch, split, loss)
             assert totals.loss == pytest.approx(wanted["loss"], rel=1e-6, abs=1e-6), what
             for key, value in totals.metrics.items():

@@ -74,6 +74,7 @@ def token_batch(
     old = -1.5 + 0.3 * noise[0]
     source = torch.Generator().manual_seed(seed + 100)
     others = torch.rand(ids.numel(), 4, generator=source, dtype=torch.float64)
+    moved = torch.zeros(len(rows), dtype=torch.float64).index_add(0, ids, scale * noise[1])
     return TokenBatch(
         logprobs=(old + scale * noise[1]).to(dtype).requires_grad_(),
         old_logprobs=old.to(dtype),
@@ -86,6 +87,7 @@ def token_batch(
         entropy=(1 + 0.1 * noise[3].abs()).to(dtype),
         topk_logprobs=-others[:, :3].sort(1).values.to(dtype),
         is_argmax=others[:, 3] > 0.5,
+        log_ratio_sums=moved,
         correct=torch.tensor([row.correct for row in rows]),
         group_ids=torch.tensor([row.group for row in rows]),
         group_accuracy=group_accuracy(

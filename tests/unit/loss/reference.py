@@ -74,6 +74,7 @@ NAMED = {
     "a_grae_dr_grpo": Choice("centered", shaping=("ddas", "ass"), aggregate="norm"),
     "rl_zvp": Choice(aggregate="token", token="zero_variance"),
     "entropy_advantage": Choice(aggregate="token", token="entropy_bonus"),
+    "pacs": Choice(aggregate="sum", token="pacs"),
     "simko": Choice(aggregate="token", token="simko"),
     "archer": Choice(aggregate="token", kl=1e-3, token="archer"),
     "durian": Choice(
@@ -274,6 +275,8 @@ def loss(
     norm_len: int,
 ) -> float:
     """The minibatch loss: responses and their tokens, one after another."""
+    if choice.token == "pacs":
+        return average([token_reference.pacs(row, rows, tokens.moved) for row in rows])
     count = sum(len(response) for response in tokens.new)
     total = 0.0
     by_row = zip(rows, token_advantages(rows, choice, tokens), range(len(rows)), strict=True)
@@ -319,6 +322,11 @@ class Tokens:
     ref: list[list[float]]
     entropy: list[list[float]]
     is_argmax: list[list[bool]]
+
+    @property
+    def moved(self) -> list[float]:
+        """Of each response, how far the sum of its logprobs is from the old one."""
+        return [sum(new) - sum(old) for new, old in zip(self.new, self.old, strict=True)]
 
 
 def token_advantages(rows: list[Row], choice: Choice, tokens: Tokens) -> list[list[float]]:

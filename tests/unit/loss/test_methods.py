@@ -3,6 +3,7 @@ yaml."""
 
 import dataclasses
 import functools
+import math
 import subprocess
 import sys
 
@@ -147,10 +148,22 @@ def test_yaml_head_says_what_the_method_is(name: str) -> None:
     assert config(name).name == name
 
 
-@pytest.mark.parametrize("name", NAMES)
+def on_policy(batch: TokenBatch) -> tuple[TokenBatch, torch.Tensor]:
+    """The same at ratio 1 and at the reference, and its logprobs."""
+    assert batch.log_ratio_sums is not None
+    logprobs = batch.old_logprobs.clone().requires_grad_()
+    unmoved = torch.zeros_like(batch.log_ratio_sums)
+    same = dataclasses.replace(
+        batch, logprobs=logprobs, ref_logprobs=batch.old_logprobs, log_ratio_sums=unmoved
+    )
+    return same, logprobs
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"pacs"}))
 def test_on_policy_every_method_has_the_gradient_of_reinforce(name: str) -> None:
-    """At ratio 1: d loss / d logprob = -weight A, A at the token (simko spreads a share over other
-    tokens), plus the KL's weight coef (1 - exp(d)) which is 0 at the reference."""
+    """(But pacs, which reads no advantages.) At ratio 1: d loss / d logprob = -weight A, A at the
+    token (simko spreads a share over other tokens), plus the KL's weight coef (1 - exp(d)) which is
+    0 at the reference."""
     method = named(name)
     rows = rollout(0)
     credit = method.credit(response_batch(rows))
@@ -164,10 +177,8 @@ def test_on_policy_every_method_has_the_gradient_of_reinforce(name: str) -> None
         for place, value in enumerate(inside)
     ]
     advantages = torch.tensor(expected, dtype=torch.float64)
-    logprobs = batch.old_logprobs.clone().requires_grad_()
-    method.loss(
-        dataclasses.replace(batch, logprobs=logprobs, ref_logprobs=batch.old_logprobs)
-    ).loss.backward()
+    batch, logprobs = on_policy(batch)
+    method.loss(batch).loss.backward()
     weights = {
         "seq_mean_token_mean": (
             1 / len(rows) / torch.bincount(batch.response_index).double()[batch.response_index]
@@ -181,6 +192,44 @@ def test_on_policy_every_method_has_the_gradient_of_reinforce(name: str) -> None
         rtol=1e-9,
         atol=1e-12,
     )
+
+
+def test_pacs_has_the_gradient_of_its_formula() -> None:
+    """By autograd through the sums of whole responses; psi is a constant in the method itself."""
+    rows = rollout(3)
+    method = named("pacs")
+    batch = token_batch(rows, method.credit(response_batch(rows)))
+    method.loss(batch).loss.backward()
+    logprobs = batch.logprobs.detach().clone().requires_grad_()
+    moved = torch.zeros(len(rows), dtype=torch.float64)
+    moved = moved.index_add(0, batch.response_index, logprobs - batch.old_logprobs)
+    losses = []
+    for place, row in enumerate(rows):
+        group = [at for at, other in enumerate(rows) if other.group == row.group]
+        psi = moved[place] - moved[[at for at in group if at != place]].mean()
+        alike = sum(rows[at].correct == row.correct for at in group)
+        weight = len(group) / (2 * alike) if alike < len(group) else 1.0
+        sign = 1 if row.correct else -1
+        losses.append(-weight * torch.nn.functional.logsigmoid(sign * psi))
+    torch.stack(losses).mean().backward()
+    torch.testing.assert_close(batch.logprobs.grad, logprobs.grad, rtol=1e-10, atol=1e-14)
+
+
+def test_pacs_at_the_old_policy() -> None:
+    """log 2 in every group, for the weights of a group of both classes have mean 1 as well; and
+    the gradient of a response is w (1/2 - correct) less the mean of the others'."""
+    rows = rollout(0)
+    method = named("pacs")
+    batch, logprobs = on_policy(token_batch(rows, method.credit(response_batch(rows))))
+    result = method.loss(batch)
+    assert result.loss.item() == pytest.approx(math.log(2), rel=1e-12)
+    result.loss.backward()
+    # Group 0: correct, wrong, wrong, correct: w = 1, slopes -1/2, 1/2, 1/2, -1/2.
+    expected = [-0.5 - 0.5 / 3, 0.5 + 0.5 / 3, 0.5 + 0.5 / 3, -0.5 - 0.5 / 3]
+    assert logprobs.grad is not None
+    for place, value in enumerate(expected):
+        found = logprobs.grad[batch.response_index == place] * len(rows)
+        torch.testing.assert_close(found, torch.full_like(found, value))
 
 
 def test_load_is_light_and_quick() -> None:

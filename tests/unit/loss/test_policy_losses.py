@@ -89,7 +89,8 @@ def simko(
         log_ratio,
         vector(*[advantage] * 6),
         vector(10, 0, 20, 30, 40, 50),
-        flags(*[correct] * 6),
+        flags(correct),
+        torch.zeros(6, dtype=torch.int64),
         topk,
         flags(*[is_argmax] * 6),
         responses,
@@ -120,6 +121,32 @@ def test_simko_holds_the_most_likely_token_back_by_hand() -> None:
     same(vector(*simko(1.1, -2.0, 0, 0)[:2]), 2.2, 2.2)
     same(vector(*simko(1.1, -2.0, 0, 1, penalty=2.0)[:2]), 4.4, 4.4)
     same(vector(*simko(1.1, 2.0, 0, 1)[:2]), -2.2, -2.2)
+
+
+def test_pacs_by_hand() -> None:
+    """One group of three, the first correct, with rhat = 0.3, 0, -0.6: psi = 0.6, 0.15, -0.75,
+    w = 1.5, 0.75, 0.75. Its second response has two tokens, which share its loss. A second group
+    has one response, which is its own psi; a third is not in the minibatch."""
+    logprobs = vector(-1, -1, -1, -1, -1).requires_grad_()
+    found = losses.pacs(
+        logprobs,
+        vector(0.3, 0, -0.6, 0.2, 9),
+        flags(1, 0, 0, 1, 1),
+        torch.tensor([7, 7, 7, 3, 5]),
+        torch.tensor([1, 2, 1, 1, 0]),
+        torch.tensor([0, 1, 1, 2, 3]),
+    )
+    bce = [0.437488, 0.770957, 0.386871, 0.598139]
+    same(found.detach(), 1.5 * bce[0], *[0.375 * bce[1]] * 2, 0.75 * bce[2], bce[3])
+    found.sum().backward()
+    slope = [1.5 * (0.645656 - 1), 0.75 * 0.537430, 0.75 * 0.320821]
+    pull = [
+        slope[0] - (slope[1] + slope[2]) / 2,
+        slope[1] - (slope[0] + slope[2]) / 2,
+        slope[2] - (slope[0] + slope[1]) / 2,
+    ]
+    assert logprobs.grad is not None
+    same(logprobs.grad, pull[0], pull[1], pull[1], pull[2], 0.549834 - 1)
 
 
 def test_cispo() -> None:

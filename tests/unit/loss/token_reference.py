@@ -1,6 +1,14 @@
 """The plain reference of what methods do inside a response: one token at a time, Python floats."""
 
-from tests.unit.loss.plain import quantile
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from tests.unit.loss.plain import average, quantile
+
+if TYPE_CHECKING:
+    from tests.unit.loss.reference import Row
 
 
 def advantage(
@@ -45,3 +53,14 @@ def archer_kl_weight(everything: list[list[float]], entropies: list[float], plac
     return 1 / sum(
         not reasons(response, other) for response in everything for other in range(len(response))
     )
+
+
+def pacs(row: Row, rows: list[Row], moved: list[float]) -> float:
+    """The weighted binary cross entropy of one response."""
+    group = [place for place, other in enumerate(rows) if other.group == row.group]
+    own = next(place for place in group if rows[place] is row)
+    psi = moved[own] - average([moved[place] for place in group if place != own])
+    alike = sum(rows[place].correct == row.correct for place in group)
+    weight = len(group) / (2 * alike) if alike < len(group) else 1.0
+    predicted = 1 / (1 + math.exp(-psi))
+    return -weight * math.log(predicted if row.correct else 1 - predicted)
