@@ -143,6 +143,9 @@ def metric_keys(method: Method) -> tuple[list[str], list[str]]:
         sum_logprobs=-ones,
         visual_entropy=ones,
         kl=ones,
+        visits=torch.zeros(8, dtype=torch.int64),
+        history_mean=ones,
+        history_var=ones,
     )
     credit = method.credit(batch)
     tokens = TokenBatch(
@@ -200,6 +203,7 @@ def needs_text(method: Method) -> str:
         ("the entropy of every token in the loss", needs.entropy in ("value", "grad")),
         (f"the logprobs of the {needs.top_k} most likely tokens in the loss", needs.top_k),
         ("a pass over every minibatch before it", needs.log_ratio_sums),
+        ("what earlier visits to a prompt were rewarded with", needs.history),
         ("dynamic sampling", needs.dynamic_sampling),
     ]
     wanted = [what for what, asked in asks if asked]

@@ -17,7 +17,8 @@ class ResponseBatch:
     ``correct``: the accuracy reward is 1 (not derived from ``rewards``, which may hold a format
     part). ``group_ids``: which prompt. ``mean_logprobs`` / ``sum_logprobs``: of the old policy over
     loss tokens. ``visual_entropy``: of the prompt's image, nats. ``kl``: sum over loss tokens of
-    the KL estimator at (old, ref).
+    the KL estimator at (old, ref). ``visits``, ``history_mean``, ``history_var``: of the prompt,
+    before this step (``histories.py``).
     Example: two prompts with two responses each::
 
         ResponseBatch(rewards=tensor([1., 0., 0., 0.]), correct=tensor([True, False, False, False]),
@@ -33,6 +34,9 @@ class ResponseBatch:
     sum_logprobs: Float[Tensor, " responses"] | None = None
     visual_entropy: Float[Tensor, " responses"] | None = None
     kl: Float[Tensor, " responses"] | None = None
+    visits: Int[Tensor, " responses"] | None = None
+    history_mean: Float[Tensor, " responses"] | None = None
+    history_var: Float[Tensor, " responses"] | None = None
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,15 @@ class Credit:
 
     ``kl_weights`` multiplies kl.coef. Rows with ``keep`` False take no part in the update and leave
     all denominators. ``metrics`` are values of the whole batch (equal on every rank, not
-    contributions).
+    contributions). ``history``: what the fields of that name of ResponseBatch are the next time,
+    where the method reads them.
     """
 
     advantages: Float[Tensor, " responses"]
     kl_weights: Float[Tensor, " responses"]
     keep: Bool[Tensor, " responses"]
     metrics: Mapping[str, Tensor]
+    history: Mapping[str, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -126,8 +132,10 @@ class Needs:
     entropy: Literal["none", "metric", "value", "grad"]  # "value": TokenBatch.entropy, detached
     top_k: int  # columns of TokenBatch.topk_logprobs, 0 without; is_argmax goes with them
     visual_entropy: bool  # ResponseBatch.visual_entropy
+    history: bool  # ResponseBatch.visits, history_mean and history_var
     response_statistics: bool  # anything of Method.response_statistics before credit
     correct: bool  # TokenBatch.correct
+    group_accuracy: bool  # TokenBatch.group_accuracy
     log_ratio_sums: bool  # TokenBatch.log_ratio_sums, by a pass over the minibatch before it
     dynamic_sampling: bool  # see Method.wants_group and max_sampling_tries
     max_sampling_tries: int  # 1 without dynamic sampling

@@ -18,9 +18,11 @@ from megatron_rl.loss import (
     advantages,
     aggregate,
     choices,
+    histories,
     kl,
     mismatch,
     policy_losses,
+    response_losses,
     shaping,
     token_advantages,
 )
@@ -29,9 +31,19 @@ from megatron_rl.loss.choices import Function
 from megatron_rl.loss.terms import OPTIONAL
 
 PLAIN = EstimatorNeeds()
-READABLE = ("mean_logprobs", "sum_logprobs", "visual_entropy", "kl")
+READABLE = ("mean_logprobs", "sum_logprobs", "visual_entropy", "kl", *histories.FIELDS)
 # Their decorators have filled the tables below.
-FILES = (advantages, shaping, token_advantages, policy_losses, aggregate, kl, mismatch)
+FILES = (
+    advantages,
+    histories,
+    shaping,
+    token_advantages,
+    policy_losses,
+    response_losses,
+    aggregate,
+    kl,
+    mismatch,
+)
 
 
 def _own() -> Iterator[tuple[Choices, Mapping[str, choices.Choice]]]:
@@ -180,7 +192,7 @@ def register_policy_loss(
         sequence_ratio: ``terms.log_ratio`` is the response's mean, as in GSPO, not the token's.
         clips: the loss clips the ratio to [1 - low, 1 + high] of its knobs ``low`` and ``high``, so
             that the shares of clipped tokens are logged. (Bounds that differ from token to token
-            are returned: ``policy_losses.Clipped``.)
+            are returned: ``response_losses.Clipped``.)
         reads: as for ``register_token_shaper``.
 
     Raises:

@@ -19,6 +19,7 @@ from megatron_rl.loss.choices import (
     TOKEN_SHAPERS,
     Knobs,
 )
+from megatron_rl.loss.response_losses import Clipped
 from megatron_rl.loss.segments import lifted, where_correct
 from megatron_rl.loss.terms import SequenceSum, Terms, terms_of
 from megatron_rl.loss.whole_responses import SequenceGather
@@ -141,7 +142,7 @@ def policy_term(
     bounds: Bounds | None = None
     if chosen.clips:
         bounds = (1 - plan.policy_knobs["low"], 1 + plan.policy_knobs["high"])
-    if isinstance(per_token, losses.Clipped):
+    if isinstance(per_token, Clipped):
         per_token, lower, upper = per_token
         bounds = (lower, upper)
     _check_per_token(f"policy loss {plan.policy_loss}", per_token, terms)

@@ -33,6 +33,7 @@ from megatron_rl.trainer.bundle import write_bundle
 from megatron_rl.trainer.colocation import ColocatedSync, Colocation
 from megatron_rl.trainer.evaluator import Evaluator
 from megatron_rl.trainer.health import Health
+from megatron_rl.trainer.histories import Histories
 from megatron_rl.trainer.hooks import RolloutHooks
 from megatron_rl.trainer.learner import Learner, MinibatchPlan
 from megatron_rl.trainer.logprob_check import (
@@ -78,7 +79,8 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         reward.check([*data.train_prompts, *data.held_out_prompts])
     method = build_method(config, data)
     loader = training_stream(data, config)
-    folder = RunFolder(config, world, display)
+    histories = Histories()
+    folder = RunFolder(config, world, display, histories)
     start = folder.prepare(data_fingerprint(loader.state()))
     if config.logging.rank_files and not world.is_main:
         rank_log.to_file(Path(config.run_dir) / LOGS, world.rank, world.launch_id)
@@ -119,7 +121,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     return Trainer(
         config=config.trainer,
         source=Colocated(rollouts, policy, engine, weight_sync, memory),
-        learner=build_learner(config, world, policy, method),
+        learner=build_learner(config, world, policy, method, histories),
         evaluator=Evaluator(config.evaluation, sampler, held_out, sampling),
         folder=folder,
         world=world,
@@ -168,7 +170,13 @@ def build_policy(
     return MegatronPolicy(config.model, config.parallel, config.precision, config.optim, settings)
 
 
-def build_learner(config: Config, world: World, policy: MegatronPolicy, method: Method) -> Learner:
+def build_learner(
+    config: Config,
+    world: World,
+    policy: MegatronPolicy,
+    method: Method,
+    histories: Histories,
+) -> Learner:
     """The learner and what watches over it."""
     fp8 = config.precision.fp8
     return Learner(
@@ -180,6 +188,7 @@ def build_learner(config: Config, world: World, policy: MegatronPolicy, method: 
         plan=build_minibatch_plan(config),
         placement=Placement(policy.batching, world),
         update_matches_score=fp8 is None or fp8.logprobs == "same",
+        histories=histories,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from megatron_rl.protocols import Policy
 from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.experience import Experience
 from megatron_rl.trainer.health import Health, Minibatch
+from megatron_rl.trainer.histories import Histories
 from megatron_rl.trainer.metrics import credit_metrics, token_metrics, update_metrics
 from megatron_rl.trainer.objective import MinibatchLoss, credit_of, on_cpu
 from megatron_rl.trainer.placement import Placed, Placement
@@ -54,6 +55,7 @@ class Learner:
 
     ``update_matches_score``: the policy's updates compute logprobs in the number format of its
     scores, so that those of an update's own forward may stand in for a pass of their own.
+    ``histories``: what the method remembers of prompts; those of the checkpoints.
     """
 
     policy: Policy
@@ -62,6 +64,7 @@ class Learner:
     plan: MinibatchPlan
     placement: Placement
     update_matches_score: bool
+    histories: Histories = field(default_factory=Histories)
 
     def score(self, experience: Experience) -> Experience:
         """Collective: brings tokens to their owners, and adds the credit and the reference and old
@@ -75,7 +78,8 @@ class Learner:
             experience = replace(experience, ref=self._scores(experience, reference=True))
         if needs.response_statistics:  # the credit is computed from old logprobs
             experience = replace(experience, old=self._scores(experience))
-        experience = replace(experience, credit=credit_of(experience, self.method, self._world))
+        credit = credit_of(experience, self.method, self._world, self.histories)
+        experience = replace(experience, credit=credit)
         if needs.response_statistics or self._update_gives_old_logprobs(experience):
             return experience
         return replace(experience, old=self._scores(experience))

@@ -17,6 +17,7 @@ from megatron_rl.protocols import Entropy
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.transfer import to_device
 from megatron_rl.trainer.experience import Experience
+from megatron_rl.trainer.histories import Histories
 from megatron_rl.trainer.partials import of_all_rows
 from megatron_rl.types import LossOutput, Prompt, TokenScores, TokenView
 
@@ -40,14 +41,15 @@ def on_cpu(scores: TokenScores) -> TokenScores:
     return TokenScores(scores.logprobs.cpu(), None if entropy is None else entropy.cpu())
 
 
-def credit_of(experience: Experience, method: Method, world: World) -> Credit:
+def credit_of(experience: Experience, method: Method, world: World, histories: Histories) -> Credit:
     """Collective where the method reads tokens or logprobs: advantages, KL weights and kept rows of
-    a whole rollout.
+    a whole rollout. What the method remembers of the prompts is noted in ``histories``.
 
     The prompts have passed ``check_visual_entropy``; ``experience`` has its old logprobs where the
     method reads statistics of them.
     """
-    return method.credit(
+    uids = [prompt.uid for prompt in experience.responses.prompts]
+    credit = method.credit(
         ResponseBatch(
             rewards=_shaped_rewards(experience, method, world),
             correct=experience.correct,
@@ -56,8 +58,12 @@ def credit_of(experience: Experience, method: Method, world: World) -> Credit:
             truncated=experience.truncated,
             visual_entropy=_visual_entropy(experience) if method.needs.visual_entropy else None,
             **_statistics(experience, method, world),
+            **(histories.fields(uids) if method.needs.history else {}),
         )
     )
+    if credit.history is not None:
+        histories.note(uids, credit.history)
+    return credit
 
 
 def _shaped_rewards(
@@ -154,9 +160,11 @@ class MinibatchLoss:
             "kl_weights": credit.kl_weights,
             "correct": experience.correct,
             "group_ids": experience.group_ids,
-            "group_accuracy": group_accuracy(experience.correct, experience.group_ids),
             "response_loss_tokens": lengths * here,
         }
+        if method.needs.group_accuracy:
+            shares = group_accuracy(experience.correct, experience.group_ids)
+            self._per_response["group_accuracy"] = shares
         if log_ratio_sums is not None:
             self._per_response["log_ratio_sums"] = log_ratio_sums
         self._on_device: dict[str, Tensor] = {}

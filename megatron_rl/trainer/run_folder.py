@@ -37,6 +37,7 @@ from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.best import Scores
 from megatron_rl.trainer.experience import Response
+from megatron_rl.trainer.histories import Histories
 from megatron_rl.trainer.preflight import claim
 from megatron_rl.trainer.run_record import describe, listed
 from megatron_rl.trainer.start import (
@@ -60,8 +61,11 @@ logger = logging.getLogger(__name__)
 class RunFolder:
     """Created on every rank; only rank 0 touches the disk, but for the shards of a checkpoint."""
 
-    def __init__(self, config: Config, world: World, display: Display) -> None:
+    def __init__(
+        self, config: Config, world: World, display: Display, histories: Histories | None = None
+    ) -> None:
         self._config = config
+        self._histories = Histories() if histories is None else histories
         self._world = world
         self._display = display
         self.path = Path(config.run_dir)
@@ -96,6 +100,7 @@ class RunFolder:
         if start.checkpoint is not None:
             extra = policy.load(start.checkpoint)
             self._restore_data(source, extra["rollouts"])
+            self._histories.restore(extra.get("histories", {}))  # none before there were any
             states = extra["random_states"]
             random_state.restore(states[self._world.rank % len(states)])
             start = Start(start.checkpoint, extra["step"], start.changes)
@@ -137,7 +142,12 @@ class RunFolder:
         self.check_save(wait=True)
         states = self._world.all_gather(random_state.capture())
         about = {"step": step, "run": self._record}
-        extra = {"step": step, "rollouts": source.state(), "random_states": states}
+        extra = {
+            "step": step,
+            "rollouts": source.state(),
+            "random_states": states,
+            "histories": self._histories.state(),
+        }
         path = step_path(self.path / CHECKPOINTS, step)
         keep = partial(self._keep, copy(self.scores))
         if self._config.checkpoint.background:

@@ -60,6 +60,21 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("(1 - share) ** gamma", "(1 - share) ** (1 / gamma)"),
         ("(1 - share) ** gamma", "(1 - share) * gamma"),
     ],
+    ("histories", "smoothed"): [
+        ("(1 - weight) * new + weight * everything", "weight * new + weight * everything"),
+        ("weight * new + (1 - weight) * everything", "everything"),
+        ("mostly_new.abs() < mostly_all.abs()", "mostly_new.abs() > mostly_all.abs()"),
+        ("1 / (visits.double() + 1)", "1 / visits.double().clamp(min=1)"),
+        ("groups.spread(rewards) > 0, var", "groups.spread(rewards) >= 0, var"),
+        ("(var.sqrt() + eps)", "(var + eps)"),
+    ],
+    ("histories", "after_visit"): [
+        ("(n * mean + m) / (n + 1)", "(mean + m) / 2"),
+        ("n / (n + 1) * (m - mean).square()", "(m - mean).square()"),
+        ("n / (n + 1) * (m - mean).square()", "n / (n + 1) * (m - mean)"),
+        ("ddof=1", "ddof=0"),
+        ("return visits + 1,", "return visits,"),
+    ],
     ("filters", "groups"): [
         ("(right > 0) & (right < groups.count)", "(right > 0)"),
         ("(right > 0) & (right < groups.count)", "(right < groups.count)"),

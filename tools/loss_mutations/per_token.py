@@ -48,14 +48,23 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("torch.minimum(loss, -dual_c * advantages)", "torch.maximum(loss, -dual_c * advantages)"),
         ("torch.where(advantages < 0, torch.minimum", "torch.where(advantages > 0, torch.minimum"),
     ],
-    ("policy_losses", "entropy_clip"): [
+    ("response_losses", "entropy_clip"): [
         ("reasons = entropy > responses", "reasons = entropy >= responses"),
         ("masked_fill(reasons, 1 - reasoning_low)", "masked_fill(~reasons, 1 - reasoning_low)"),
         ("masked_fill(reasons, 1 + reasoning_high)", "masked_fill(reasons, 1 + high)"),
-        ("-clipped * advantages), lower, upper)", "-clipped * advantages), upper, lower)"),
-        ("torch.minimum(torch.maximum(ratio, lower), upper)", "torch.maximum(ratio, lower)"),
     ],
-    ("policy_losses", "simko"): [
+    ("response_losses", "clipped"): [
+        ("-inside * advantages), lower, upper)", "-inside * advantages), upper, lower)"),
+        ("torch.minimum(torch.maximum(ratio, lower), upper)", "torch.maximum(ratio, lower)"),
+        ("return Clipped(torch.maximum(", "return Clipped(torch.minimum("),
+    ],
+    ("response_losses", "adaptive_clip"): [
+        ("1 - 4 * low / old_probability", "1 - 4 * low * old_probability"),
+        ("1 + 4 * high / old_probability", "1 + high / old_probability"),
+        (".clamp(max=largest)", ""),
+        ("(logprobs - log_ratio).detach().exp()", "logprobs.detach().exp()"),
+    ],
+    ("response_losses", "simko"): [
         ("gate = entropy > responses", "gate = entropy < responses"),
         ("topk_logprobs.detach()).exp().mean(1)", "topk_logprobs.detach()).exp().sum(1)"),
         ("spread * ratio.detach() * grown", "spread * ratio * grown"),
@@ -63,7 +72,7 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("gate & is_argmax & (advantages < 0)", "gate & (advantages < 0)"),
         ("gate & is_argmax & (advantages < 0)", "gate & is_argmax"),
     ],
-    ("policy_losses", "pacs"): [
+    ("response_losses", "pacs"): [
         ("groups.sum(estimate)) - estimate) / others", "groups.sum(estimate))) / others"),
         ("estimate = beta * log_ratio_sums * present", "estimate = beta * log_ratio_sums"),
         ("others = (size - 1).clamp(min=1)", "others = size"),

@@ -55,6 +55,9 @@ def response_batch(rows: list[Row], dtype: torch.dtype = torch.float64) -> Respo
         sum_logprobs=torch.tensor([row.mean_logprob * row.length for row in rows], dtype=dtype),
         visual_entropy=torch.tensor([row.visual_entropy for row in rows], dtype=dtype),
         kl=torch.tensor([0.01 * row.length for row in rows], dtype=dtype),
+        visits=torch.tensor([row.visits for row in rows]),
+        history_mean=torch.tensor([row.history_mean for row in rows], dtype=torch.float64),
+        history_var=torch.tensor([0.2 for row in rows], dtype=torch.float64),
     )
 
 

@@ -23,6 +23,15 @@ class Row:
     mean_logprob: float = 0.0
     visual_entropy: float = 0.0
 
+    @property
+    def visits(self) -> int:
+        return self.group % 3
+
+    @property
+    def history_mean(self) -> float:
+        """Of earlier visits; their variance is 0.2."""
+        return 0.3 + 0.05 * self.group
+
 
 @dataclass
 class Choice:
@@ -74,6 +83,7 @@ NAMED = {
     "a_grae_dr_grpo": Choice("centered", shaping=("ddas", "ass"), aggregate="norm"),
     "rl_zvp": Choice(aggregate="token", token="zero_variance"),
     "entropy_advantage": Choice(aggregate="token", token="entropy_bonus"),
+    "dcpo": Choice("smoothed", aggregate="sum", token="dcpo"),
     "pacs": Choice(aggregate="sum", token="pacs"),
     "simko": Choice(aggregate="token", token="simko"),
     "archer": Choice(aggregate="token", kl=1e-3, token="archer"),
@@ -123,6 +133,8 @@ def estimate(row: Row, rows: list[Row], choice: Choice) -> float:
         return lead(row, group)
     if name == "whitened":
         return whitened(row, rows)
+    if name == "smoothed":
+        return smoothed(row, rewards)
     if max(rewards) == min(rewards):
         return 0.0
     accuracy = average([float(other.correct) for other in group])
@@ -155,6 +167,19 @@ def estimate(row: Row, rows: list[Row], choice: Choice) -> float:
         "tree": (row.reward - mean) / (mean * (1 - mean)),
         "apd": percent,
     }[name]
+
+
+def smoothed(row: Row, rewards: list[float]) -> float:
+    n = row.visits
+    mean = average(rewards)
+    square = deviation(rewards, 1) ** 2 if max(rewards) > min(rewards) else 0.0
+    past_mean = row.history_mean if n else mean
+    all_mean = (n * past_mean + mean) / (n + 1)
+    all_var = (n * 0.2 + square + n / (n + 1) * (mean - past_mean) ** 2) / (n + 1)
+    new = (row.reward - mean) / (math.sqrt(square) + EPS) if square else 0.0
+    total = (row.reward - all_mean) / (math.sqrt(all_var) + EPS) if all_var else 0.0
+    mixtures = [(n * new + total) / (n + 1), (new + n * total) / (n + 1)]
+    return min(mixtures, key=abs)
 
 
 def kalman(row: Row, group: list[Row]) -> float:
@@ -286,6 +311,7 @@ def loss(
             "response_mean": 1 / len(rows) / len(new_row),
             "token": 1 / count,
             "norm": 1 / len(rows) / norm_len,
+            "sum": 1 / len(rows),
         }[choice.aggregate]
         sequence = math.exp(
             average([new - past for new, past in zip(new_row, old_row, strict=True)])
@@ -299,6 +325,8 @@ def loss(
             if choice.token == "archer":
                 low, high = token_reference.archer_clip(entropies, place)
                 kl_mean = token_reference.archer_kl_weight(tokens.entropy, entropies, place)
+            if choice.token == "dcpo":
+                low, high = token_reference.dcpo_clip(math.exp(past))
             ratio = sequence if choice.loss == "gspo" else math.exp(new - past)
             clipped = min(max(ratio, 1 - low), 1 + high)
             value = {"reinforce": -advantage * new, "cispo": -clipped * advantage * new}.get(

@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.loss import test_advantages, test_shaping, test_token_advantages
+from tests.unit.loss import (
+    test_advantages,
+    test_histories,
+    test_shaping,
+    test_token_advantages,
+)
 from tools import method_cards
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,5 +34,5 @@ def test_tests_named_in_the_table_exist() -> None:
         )
     )
     assert len(named) > 15
-    files = (test_advantages, test_shaping, test_token_advantages)
+    files = (test_advantages, test_histories, test_shaping, test_token_advantages)
     assert named <= set().union(*map(vars, files))

@@ -184,6 +184,7 @@ def test_on_policy_every_method_has_the_gradient_of_reinforce(name: str) -> None
             1 / len(rows) / torch.bincount(batch.response_index).double()[batch.response_index]
         ),
         "token_mean": torch.full_like(logprobs, 1 / logprobs.numel()),
+        "seq_mean_token_sum": torch.full_like(logprobs, 1 / len(rows)),
         "seq_mean_token_sum_norm": torch.full_like(logprobs, 1 / len(rows) / LIMIT),
     }[method.config.aggregate.name]
     torch.testing.assert_close(

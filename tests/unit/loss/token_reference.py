@@ -42,6 +42,13 @@ def own_gradient(name: str, correct: bool, entropies: list[float], place: int) -
     return 0.99 if name == "simko" and correct and reasons(entropies, place) else 1.0
 
 
+def dcpo_clip(old: float) -> tuple[float, float]:
+    """How far the ratio of a token of this old probability may go below and above 1."""
+    low = 0.5 + 0.5 * math.sqrt(max(1 - 0.64 / old, 0.0))
+    high = min(0.5 + 0.5 * math.sqrt(1 + 0.8 / old), 10.0)
+    return 1 - low, high - 1
+
+
 def archer_clip(entropies: list[float], place: int) -> tuple[float, float]:
     return (0.5, 0.5) if reasons(entropies, place) else (0.2, 0.2)
 
