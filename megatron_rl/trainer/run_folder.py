@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -99,8 +99,7 @@ class RunFolder:
         start = self._start or self.prepare()
         if start.checkpoint is not None:
             extra = policy.load(start.checkpoint)
-            self._restore_data(source, extra["rollouts"])
-            self._histories.restore(extra.get("histories", {}))  # none before there were any
+            self._restore_data(source, extra)
             states = extra["random_states"]
             random_state.restore(states[self._world.rank % len(states)])
             start = Start(start.checkpoint, extra["step"], start.changes)
@@ -248,10 +247,12 @@ class RunFolder:
             print(report(self.path / METRICS), flush=True)
             print(f"finished: {results(self._config, self.scores)}", flush=True)
 
-    def _restore_data(self, source: RolloutSource, state: dict[str, Any]) -> None:
-        """The position in the prompts; the start of them where others are allowed."""
+    def _restore_data(self, source: RolloutSource, extra: Mapping[str, Any]) -> None:
+        """The position in the prompts, and what is remembered of them; the start of them and
+        nothing where others are allowed."""
         try:
-            source.restore(state)
+            source.restore(extra["rollouts"])
+            self._histories.restore(extra.get("histories", {}))  # older checkpoints have none
         except ValueError as error:
             if self._config.resume.changed != "allow":
                 raise

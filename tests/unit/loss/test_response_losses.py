@@ -1,4 +1,4 @@
-"""Policy losses that look inside a response: values and gradients worked out by hand, in float64."""
+"""Policy losses that look inside a response: values and gradients by hand, in float64."""
 
 import math
 
@@ -109,8 +109,8 @@ def test_pacs_by_hand() -> None:
 
 def test_adaptive_clip_by_hand() -> None:
     """q = 0.9: 1/2 + sqrt(1 - 0.64 / 0.9) / 2 = 0.768742 and 1/2 + sqrt(1 + 0.8 / 0.9) / 2 =
-    1.187184; q = 0.1: the root's argument is negative, so 1/2, and 1/2 + sqrt(9) / 2 = 2; q = 0.001:
-    1/2 + sqrt(801) / 2 is above 10."""
+    1.187184; q = 0.1: the root's argument is negative, so 1/2, and 1/2 + sqrt(9) / 2 = 2;
+    q = 0.001: 1/2 + sqrt(801) / 2 is above 10."""
     old = vector(0.9, 0.9, 0.1, 0.1, 0.001, 0.001).log()
     rho = vector(1.1, 1.5, 1.9, 0.4, 12, 12)
     logprobs = (old + rho.log()).requires_grad_()
