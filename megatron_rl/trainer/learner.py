@@ -113,11 +113,11 @@ class Learner:
             if not rows:
                 num_empty += 1
                 continue
-            minibatch = Minibatch(step, number, experience, rows)
-            self.health.before(minibatch)
             placed = self.placement.lent(experience, rows)
             sums = self._log_ratio_sums(experience, placed)
-            loss = MinibatchLoss(self.method, experience, rows, placed.tokens, sums)
+            minibatch = Minibatch(step, number, replace(experience, log_ratio_sums=sums), rows)
+            self.health.before(minibatch)
+            loss = MinibatchLoss(self.method, minibatch.experience, rows, placed.tokens)
             result = self.policy.update(placed.share, loss, with_scores=experience.on_policy)
             self.health.after(minibatch, result)
             updates.append(result)

@@ -135,17 +135,11 @@ class MinibatchLoss:
     """The loss of one optimizer step over ``rows`` of a scored experience, of which this rank works
     on those in ``tokens`` (``Experience.scored_tokens`` has the columns).
 
-    The denominators are those of all rows, fixed before the first backward. ``log_ratio_sums``: of
-    every row of the experience, where the method reads them.
+    The denominators are those of all rows, fixed before the first backward.
     """
 
     def __init__(
-        self,
-        method: Method,
-        experience: Experience,
-        rows: Sequence[int],
-        tokens: TokenRows,
-        log_ratio_sums: Float[Tensor, " rows"] | None = None,
+        self, method: Method, experience: Experience, rows: Sequence[int], tokens: TokenRows
     ) -> None:
         credit = experience.credit
         assert credit is not None, "a loss needs a scored experience"
@@ -165,8 +159,8 @@ class MinibatchLoss:
         if method.needs.group_accuracy:
             shares = group_accuracy(experience.correct, experience.group_ids)
             self._per_response["group_accuracy"] = shares
-        if log_ratio_sums is not None:
-            self._per_response["log_ratio_sums"] = log_ratio_sums
+        if experience.log_ratio_sums is not None:
+            self._per_response["log_ratio_sums"] = experience.log_ratio_sums
         self._on_device: dict[str, Tensor] = {}
         self._num_responses = len(rows)
         self._num_tokens = int(lengths[list(rows)].sum())

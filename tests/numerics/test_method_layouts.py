@@ -128,7 +128,8 @@ def compare(path: Path, layout: dict[str, Any], answers: dict[str, dict[str, Any
             rows = range(NUM_ROWS)
             scores = zoo.of_all_rows(policy.score_microbatches(batch, split))
             sums = sums_of(experience, scores.logprobs)
-            loss = MinibatchLoss(method, experience, rows, experience.scored_tokens, sums)
+            placed = replace(experience, log_ratio_sums=sums)
+            loss = MinibatchLoss(method, placed, rows, experience.scored_tokens)
             totals = policy.backward(batch, split, loss)
             assert totals.loss == pytest.approx(wanted["loss"], rel=1e-6, abs=1e-6), what
             for key, value in totals.metrics.items():

@@ -135,7 +135,7 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
             "(values * weights).masked_fill(~loss_mask, 0).sum()",
             "(loss_mask * values * weights).sum()",
         ),
-        (".sum()", ".mean()"),
+        (".masked_fill(~loss_mask, 0).sum()", ".masked_fill(~loss_mask, 0).mean()"),
     ],
     ("mismatch", "tis"): [
         ("gap.detach().exp().clamp(max=cap)", "(-gap).detach().exp().clamp(max=cap)"),
