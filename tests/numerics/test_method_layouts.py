@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from megatron_rl.loss import Credit, TokenBatch, load_method
 from megatron_rl.loss.segments import group_accuracy
+from megatron_rl.policy import forward
 from megatron_rl.trainer.experience import Experience
 from megatron_rl.trainer.objective import MinibatchLoss, token_settings
 from megatron_rl.types import SequenceBatch, TokenScores
@@ -131,7 +133,8 @@ def compare(path: Path, layout: dict[str, Any], answers: dict[str, dict[str, Any
             placed = replace(experience, log_ratio_sums=sums)
             loss = MinibatchLoss(method, placed, rows, experience.scored_tokens)
             totals = policy.backward(batch, split, loss)
-            assert totals.loss == pytest.approx(wanted["loss"], rel=1e-6, abs=1e-6), what
+            wanted_loss = pytest.approx(wanted["loss"], rel=1e-6, abs=1e-6)
+            assert totals.loss == wanted_loss, what
             for key, value in totals.metrics.items():
                 if key != "entropy/mean" or method.needs.entropy != "none":
                     assert value == pytest.approx(wanted["metrics"][key], rel=2e-6, abs=1e-6), (
@@ -169,3 +172,19 @@ def test_layouts_agree_with_transformers(
 ) -> None:
     processes, fields = LAYOUTS[layout]
     call(processes, compare, hf_models / MODEL, fields, answers, timeout=200)
+
+
+def differ_without_gathering(path: Path, answers: dict[str, dict[str, Any]]) -> None:
+    with (
+        mock.patch.object(forward, "sequence_gather", lambda *_: lambda columns: columns),
+        pytest.raises(AssertionError, match="archer, whole"),
+    ):
+        compare(path, {"context": 2}, answers)
+
+
+@pytest.mark.full
+def test_quantiles_of_half_a_response_are_noticed(
+    hf_models: Path, answers: dict[str, dict[str, Any]]
+) -> None:
+    """The comparison above can fail: context ranks that gather nothing gate other tokens."""
+    call(2, differ_without_gathering, hf_models / MODEL, {"archer": answers["archer"]})

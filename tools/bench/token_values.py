@@ -1,8 +1,8 @@
 """What methods that look inside a response ask of the policy, beside plain log-probabilities: time
 and peak memory at a large vocabulary.
 
-    python tools/bench/token_values.py [--tokens 1024] [--vocab 152064] [--hidden 1024] [--chunk 256]
-    [--top-k 3] [--repeats 5] [--record FILE]
+    python tools/bench/token_values.py [--tokens 1024] [--vocab 152064] [--hidden 1024]
+    [--chunk 256] [--top-k 3] [--repeats 5] [--record FILE]
 
 ``logprobs``: of the given tokens alone. ``entropy``: with entropies, ``entropy_gradient``: with
 their gradient. ``top_k``: with the logprobs of the most likely tokens, and their gradient. Every

@@ -13,6 +13,11 @@ DCPO = {"method": "dcpo", "method_overrides": ["std_ddof=0"]}
 EIGHT = ("trainer.num_steps=8", "optim.learning_rate=1e-3")
 
 
+def trained(row: dict) -> dict:
+    """Without the evaluation that the end of a run adds."""
+    return {key: value for key, value in timeless(row).items() if not key.startswith("eval/")}
+
+
 def test_a_prompt_is_remembered_by_its_uid() -> None:
     histories = Histories()
     new = histories.fields(["a", "b"])
@@ -57,7 +62,7 @@ def test_a_resumed_run_remembers_and_repeats_the_uninterrupted_one(build) -> Non
     assert len(state) == 16 and {visits for visits, _, _ in state.values()} == {2}
     assert resumed.learner.histories.state() == state
     for row, other in zip(rows(whole), rows(resumed), strict=True):
-        assert timeless(row) == timeless(other)
+        assert trained(row) == trained(other)
 
 
 def test_without_its_memory_a_resumed_run_would_differ(
