@@ -60,10 +60,9 @@ class Credit:
 class TokenBatch:
     """Tokens of one micro-batch on one rank; ``response_index`` points into per-response vectors.
 
-    ``logprobs`` carries the gradient; ``entropy`` does when the entropy coefficient is not 0;
-    ``topk_logprobs``, those of the most likely tokens, does. ``is_argmax``: no token is more likely
-    than the sampled one. The
-    denominators are those of the minibatch (one optimizer step, all ranks):
+    ``logprobs`` carries the gradient; so do ``topk_logprobs``, of the most likely tokens, and
+    ``entropy`` when the entropy coefficient is not 0. ``is_argmax``: no token is more likely than
+    the sampled one. The denominators are those of the minibatch (one optimizer step, all ranks):
     ``response_loss_tokens`` per response (0 for one that is not in it), ``num_responses`` kept
     responses, ``num_tokens`` loss tokens. Default: those of this batch alone, where every row
     counts as a response. ``group_accuracy``: share of correct responses of the response's prompt,

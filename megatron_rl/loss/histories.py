@@ -11,10 +11,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from megatron_rl.loss.advantages import over
 from megatron_rl.loss.choices import estimator
 from megatron_rl.loss.segments import Segments
 
 FIELDS = ("visits", "history_mean", "history_var")  # of ResponseBatch
+ROUNDING = 1e-12  # two float64 means of the same rewards differ by less of themselves
 
 
 @estimator(reads=FIELDS)
@@ -54,15 +56,17 @@ def after_visit(
 ) -> tuple[Int[Tensor, " responses"], Float[Tensor, " responses"], Float[Tensor, " responses"]]:
     """(visits, mean, variance) of each response's prompt with this visit in it, in float64.
 
-    mean' = (n mean + m) / (n + 1), var' = (n var + s^2 + n/(n + 1) (m - mean)^2) / (n + 1), with m
-    and s the mean and sample std of this visit, n the visits before it.
+    mean' = mean + (m - mean) / (n + 1), var' = (n var + s^2 + n/(n + 1) (m - mean)^2) / (n + 1),
+    with m and s the mean and sample std of this visit, n the visits before it.
     """
     m, square = (groups.broadcast(each) for each in _of_this_visit(rewards, groups))
     n = visits.double()
     mean = torch.where(visits > 0, history_mean.double(), m)
-    var = history_var.double()
-    merged = (n * var + square + n / (n + 1) * (m - mean).square()) / (n + 1)
-    return visits + 1, (n * mean + m) / (n + 1), merged
+    moved = m - mean
+    # Visits that were all alike have no variance, whatever the rounding of their means.
+    moved = moved.masked_fill(moved.abs() <= ROUNDING * mean.abs(), 0)
+    merged = (n * history_var.double() + square + n / (n + 1) * moved.square()) / (n + 1)
+    return visits + 1, mean + moved / (n + 1), merged
 
 
 def _of_this_visit(
@@ -75,7 +79,5 @@ def _of_this_visit(
 
 
 def _standardized(rewards: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
-    # Where var is 0 the reward is the mean, but for rounding.
-    return torch.where(
-        var > 0, (rewards.double() - mean) / (var.sqrt() + eps).clamp(min=1e-300), 0.0
-    )
+    spread = torch.where(var > 0, var.sqrt() + eps, torch.zeros_like(var))
+    return over(rewards.double() - mean, spread)  # 0 where var is 0

@@ -81,6 +81,7 @@ class MegatronPolicy:
         self.arch, self.hf_config = read_architecture(self.path)
         problems = layout_problems(self.arch, parallel, dist.get_world_size())
         problems += vision_problems(self.arch, model, precision)
+        problems += settings.problems(self.arch.vocab_size)
         if problems:
             raise ValueError("\n".join(problems))
         weights.check_directory(self.path, self.arch)
@@ -287,10 +288,8 @@ class MegatronPolicy:
             self.optimizer.zero_grad()
             consume = loss_consumer(loss, self.ranks, entropy=in_loss, board=board)
             packed = self.batching.packed(batch, microbatches)
-            top_k = self.settings.top_k
-            collected = self._passes.run(
-                packed, consume, backward=True, entropy=entropy, top_k=top_k
-            )
+            wanted: Values = {"entropy": entropy, "top_k": self.settings.top_k}
+            collected = self._passes.run(packed, consume, backward=True, **wanted)
         return reduce_totals(collected, self.ranks)
 
     def _board(self, batch: SequenceBatch, entropy: Entropy) -> ScoreBoard:

@@ -79,8 +79,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         reward.check([*data.train_prompts, *data.held_out_prompts])
     method = build_method(config, data)
     loader = training_stream(data, config)
-    histories = Histories()
-    folder = RunFolder(config, world, display, histories)
+    folder = RunFolder(config, world, display)
     start = folder.prepare(data_fingerprint(loader.state()))
     if config.logging.rank_files and not world.is_main:
         rank_log.to_file(Path(config.run_dir) / LOGS, world.rank, world.launch_id)
@@ -121,7 +120,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     return Trainer(
         config=config.trainer,
         source=Colocated(rollouts, policy, engine, weight_sync, memory),
-        learner=build_learner(config, world, policy, method, histories),
+        learner=build_learner(config, world, policy, method, folder.histories),
         evaluator=Evaluator(config.evaluation, sampler, held_out, sampling),
         folder=folder,
         world=world,

@@ -61,14 +61,12 @@ logger = logging.getLogger(__name__)
 class RunFolder:
     """Created on every rank; only rank 0 touches the disk, but for the shards of a checkpoint."""
 
-    def __init__(
-        self, config: Config, world: World, display: Display, histories: Histories | None = None
-    ) -> None:
+    def __init__(self, config: Config, world: World, display: Display) -> None:
         self._config = config
-        self._histories = Histories() if histories is None else histories
         self._world = world
         self._display = display
         self.path = Path(config.run_dir)
+        self.histories = Histories()  # the learner's; in every checkpoint
         self._writers: list[Callable[[Metrics], None]] = []
         self._start: Start | None = None
         self._record: dict[str, Any] = {}
@@ -145,7 +143,7 @@ class RunFolder:
             "step": step,
             "rollouts": source.state(),
             "random_states": states,
-            "histories": self._histories.state(),
+            "histories": self.histories.state(),
         }
         path = step_path(self.path / CHECKPOINTS, step)
         keep = partial(self._keep, copy(self.scores))
@@ -252,7 +250,7 @@ class RunFolder:
         nothing where others are allowed."""
         try:
             source.restore(extra["rollouts"])
-            self._histories.restore(extra.get("histories", {}))  # older checkpoints have none
+            self.histories.restore(extra.get("histories", {}))  # older checkpoints have none
         except ValueError as error:
             if self._config.resume.changed != "allow":
                 raise

@@ -18,7 +18,6 @@ from megatron_rl.trainer.bundle import write_bundle
 from megatron_rl.trainer.colocation import ColocatedSync, Colocation
 from megatron_rl.trainer.evaluator import Evaluator
 from megatron_rl.trainer.health import Health
-from megatron_rl.trainer.histories import Histories
 from megatron_rl.trainer.learner import Learner, MinibatchPlan
 from megatron_rl.trainer.placement import Placement
 from megatron_rl.trainer.rollouts import Rollouts, Sampler, rollout_sampling
@@ -79,8 +78,7 @@ def build_bandit(
     policy = BanditPolicy(config.batch.tokens_per_microbatch, has_entropy)
     engine = BanditEngine()
     sampler = Sampler(engine, FirstTokenIsAnswer(), words, WORLD, DISPLAY)
-    histories = Histories()
-    run_folder = RunFolder(config, WORLD, DISPLAY, histories)
+    run_folder = RunFolder(config, WORLD, DISPLAY)
     rollouts = Rollouts(
         sampler=sampler,
         loader=PromptLoader(prompts(16, answers), seed=config.seed, shuffle=True),
@@ -106,7 +104,7 @@ def build_bandit(
     return Trainer(
         config=config.trainer,
         source=Colocated(rollouts, policy, engine, sync, memory),
-        learner=Learner(policy, chosen, health, plan, placement, True, histories),
+        learner=Learner(policy, chosen, health, plan, placement, True, run_folder.histories),
         evaluator=Evaluator(config.evaluation, sampler, prompts(4), greedy),
         folder=run_folder,
         world=WORLD,
