@@ -19,7 +19,7 @@ from megatron_rl.loss.batch import EstimatorNeeds
 from megatron_rl.loss.evidence import Evidence
 from megatron_rl.loss.terms import OPTIONAL, Terms
 
-Function = Callable[..., Tensor]
+Function = Callable[..., Any]  # a tensor, or ``Clipped``
 Knobs = Mapping[str, Any]
 
 
@@ -155,11 +155,15 @@ def token_reads(inputs: Collection[str], others: Collection[str]) -> tuple[str, 
     return tuple(name for name in OPTIONAL if name in inputs or name in others)
 
 
+def _name(function: Function) -> str:
+    return function.__name__
+
+
 def estimator(**needs: Any) -> Callable[[Function], Function]:
     """Enters one advantage per response under the function's name; ``needs``: EstimatorNeeds."""
 
     def enter(function: Function) -> Function:
-        enter_estimator(function.__name__, function, EstimatorNeeds(**needs))
+        enter_estimator(_name(function), function, EstimatorNeeds(**needs))
         return function
 
     return enter
@@ -167,13 +171,13 @@ def estimator(**needs: Any) -> Callable[[Function], Function]:
 
 def shaper(function: Function) -> Function:
     """Enters advantages -> advantages under the function's name."""
-    enter_shaper(function.__name__, function)
+    enter_shaper(_name(function), function)
     return function
 
 
 def token_shaper(function: Function) -> Function:
     """Enters advantages of tokens -> advantages of tokens under the function's name."""
-    enter_token_shaper(function.__name__, function)
+    enter_token_shaper(_name(function), function)
     return function
 
 
@@ -183,7 +187,7 @@ def policy_loss(
     """Enters what is minimized at each token under the function's name; see ``PolicyLoss``."""
 
     def enter(function: Function) -> Function:
-        enter_policy_loss(function.__name__, function, sequence_ratio, clips)
+        enter_policy_loss(_name(function), function, sequence_ratio, clips)
         return function
 
     return enter
@@ -192,14 +196,14 @@ def policy_loss(
 def aggregation(function: Function) -> Function:
     """Enters the weight of each token under the function's name."""
     inputs = PER_TOKEN.inputs_of(function)
-    AGGREGATIONS[function.__name__] = OfTokens(function, inputs, PER_TOKEN, token_reads(inputs, ()))
+    AGGREGATIONS[_name(function)] = OfTokens(function, inputs, PER_TOKEN, token_reads(inputs, ()))
     return function
 
 
 def kl_weight(function: Function) -> Function:
     """Enters the factor of kl.coef at each response under the function's name."""
     inputs = PER_RESPONSE.inputs_of(function)
-    KL_WEIGHTS[function.__name__] = Choice(function, inputs, PER_RESPONSE)
+    KL_WEIGHTS[_name(function)] = Choice(function, inputs, PER_RESPONSE)
     return function
 
 

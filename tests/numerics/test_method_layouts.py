@@ -32,7 +32,7 @@ from tests.numerics.policy_worker import splits
 from tests.ranks import call
 
 MODEL = "qwen3"
-METHODS = ("archer", "rl_zvp", "entropy_advantage", "simko", "pacs")
+NAMES = ("archer", "rl_zvp", "entropy_advantage", "simko", "pacs")
 CORRECT = torch.tensor([True, False, True, True, True, True])  # one group of each kind
 
 
@@ -157,7 +157,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, dict[str, Any]]:
-    return plain_answers(METHODS)
+    return plain_answers(NAMES)
 
 
 @pytest.mark.parametrize(

@@ -34,17 +34,25 @@ def test_smoothed_by_hand() -> None:
 
 def test_a_group_without_spread_still_has_advantages_by_hand() -> None:
     """mean' = 0.5, var' = (0.5 + 0 + 2/3 * 0.5625) / 3 = 0.291667: A_all = 0.925820, a third of
-    it. A prompt of which all visits were alike has none, whatever the rounding."""
+    it."""
     rewards, groups = ragged([1.0, 1.0])
     found = histories.smoothed(rewards, groups, *earlier(2, 2, 0.25, 0.25), 0.0)
     same(found, 0.308607, 0.308607)
-    alike = torch.full((7,), 0.7)
-    groups = segments_of(torch.zeros(7, dtype=torch.int64))
-    visits, mean, var = earlier(7, 0, 0.0, 0.0)
-    for _ in range(9):
-        found = histories.smoothed(alike, groups, visits, mean, var, 0.0)
-        assert found.dtype == torch.float32 and not found.any()
-        visits, mean, var = histories.after_visit(alike, groups, visits, mean, var)
+
+
+def test_a_prompt_whose_visits_were_all_alike_has_none_whatever_the_rounding() -> None:
+    """The mean of three float64 numbers 0.1 is above 0.1, that of five is 0.1."""
+    for dtype in (torch.float32, torch.float64):
+        past = (0, 0.0, 0.0)
+        for size in (3, 5, 3, 10, 7, 6):
+            alike = torch.full((size,), 0.1, dtype=dtype)
+            groups = segments_of(torch.zeros(size, dtype=torch.int64))
+            visits, mean, var = earlier(size, *past)
+            found = histories.smoothed(alike, groups, visits, mean, var, 0.0)
+            assert found.dtype == dtype and not found.any()
+            after = histories.after_visit(alike, groups, visits, mean, var)
+            past = tuple(values[0].item() for values in after)
+        assert past[0] == 6 and past[2] == 0
 
 
 def test_after_visit_by_hand() -> None:

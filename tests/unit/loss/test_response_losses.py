@@ -84,13 +84,13 @@ def test_simko_holds_the_most_likely_token_back_by_hand() -> None:
 def test_pacs_by_hand() -> None:
     """One group of three, the first correct, with rhat = 0.3, 0, -0.6: psi = 0.6, 0.15, -0.75,
     w = 1.5, 0.75, 0.75. Its second response has two tokens, which share its loss. A second group
-    has one response, which is its own psi; a third is not in the minibatch."""
+    has one response, which is its own psi; the last one of the first is not in the minibatch."""
     logprobs = vector(-1, -1, -1, -1, -1).requires_grad_()
     found = losses.pacs(
         logprobs,
         vector(0.3, 0, -0.6, 0.2, 9),
         flags(1, 0, 0, 1, 1),
-        torch.tensor([7, 7, 7, 3, 5]),
+        torch.tensor([7, 7, 7, 3, 7]),
         torch.tensor([1, 2, 1, 1, 0]),
         torch.tensor([0, 1, 1, 2, 3]),
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.loss import TokenBatch
+from megatron_rl.loss import TokenBatch, choices
 from megatron_rl.loss.token_loss import LossPlan, token_loss
 from tests.unit.loss.groups import flags, same, vector
 
@@ -234,6 +234,19 @@ def test_token_shaping_has_no_gradient() -> None:
     run(shaped, entropy=entropy).loss.backward()
     assert entropy.grad is not None
     same(entropy.grad, -0.05, -0.05, -0.1)
+
+
+def test_what_a_token_shaper_returns_is_a_constant() -> None:
+    """A + logp = 0, -1, -5: the gradient is -(A + logp) w alone."""
+    choices.enter_token_shaper("leaky", lambda advantages, logprobs: advantages + logprobs)
+    try:
+        data = batch()
+        shaped = plan(token_shaping=(("leaky", {}),))
+        token_loss(data, shaped, lambda sums: sums).loss.backward()
+    finally:
+        del choices.TOKEN_SHAPERS["leaky"]
+    assert data.logprobs.grad is not None
+    same(data.logprobs.grad, 0, 0.25, 2.5)
 
 
 def test_clip_shares_of_bounds_that_differ_by_token() -> None:
