@@ -103,11 +103,6 @@ def verified(folder: str) -> Run:
 
 # Seconds each, without the engines.
 QUICK = {
-    f"{CONVERT} to-megatron HF_DIRECTORY CHECKPOINT": Run(shows="checkpoint: digest [0-9a-f]{32}"),
-    f"{CONVERT} to-hf CHECKPOINT HF_DIRECTORY": Run(
-        instead={"CHECKPOINT HF_DIRECTORY": "{place}/checkpoint {new}/hf"},
-        shows="hf: digest [0-9a-f]{32}",
-    ),
     (
         "python tools/plan_memory.py --world-size 8 --gpu-gib 80"
         " experiment=qwen2_5_7b_8gpu model.path=/models/Qwen2.5-7B"
@@ -149,6 +144,11 @@ QUICK = {
 
 # With the engines, or more than a few seconds.
 LONG = {
+    f"{CONVERT} to-megatron HF_DIRECTORY CHECKPOINT": Run(shows="checkpoint: digest [0-9a-f]{32}"),
+    f"{CONVERT} to-hf CHECKPOINT HF_DIRECTORY": Run(
+        instead={"CHECKPOINT HF_DIRECTORY": "{place}/checkpoint {new}/hf"},
+        shows="hf: digest [0-9a-f]{32}",
+    ),
     f"{CONVERT} to-nemo HF_DIRECTORY CHECKPOINT": Run(shows="checkpoint: digest [0-9a-f]{32}"),
     (
         "python tools/plan_sync.py --model qwen3-235b-a22b --train tp=4,pp=8,dp=4,ep=8"

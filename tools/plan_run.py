@@ -22,10 +22,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_rl.config.cache import token_bytes
 from megatron_rl.config.checks import check
 from megatron_rl.config.layout_rules import replica_ranks
 from megatron_rl.config.load import compose, validate
-from megatron_rl.config.number_formats import ITEM_BYTES
 from megatron_rl.config.schema import Config
 from megatron_rl.loss import Method
 from megatron_rl.planning.advice import problems
@@ -33,7 +33,6 @@ from megatron_rl.planning.at_start import plan
 from megatron_rl.planning.balance import idle_share
 from megatron_rl.planning.engine_memory import engine_weight_bytes, max_sequences
 from megatron_rl.planning.memory import StageMemory
-from megatron_rl.planning.parameter_counts import longest_stage
 from megatron_rl.planning.phases import Room, demands
 from megatron_rl.planning.rollout_time import (
     DecodeStep,
@@ -47,7 +46,7 @@ from megatron_rl.policy.families import Architecture, read_architecture
 from megatron_rl.policy.work_model import WorkModel
 from megatron_rl.weight_sync.engine_tables import RolloutLayout
 from megatron_rl.weight_sync.plan import make_plan
-from tools.plan_sync import PRESETS, sides
+from tools.plan_sync import PRESETS, positive, sides, whole
 
 SHARE_THAT_LIMITS = 0.15  # of a step, or of the engines' time
 
@@ -99,27 +98,24 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--nodes", type=int, required=True)
-    add("--gpus-per-node", type=int, default=8)
-    add("--gpu-gib", type=float, default=80.0, help="memory of a GPU (80)")
-    add("--host-gib", type=float, help="memory of a node; not checked without it")
+    add("--nodes", type=whole, required=True)
+    add("--gpus-per-node", type=whole, default=8)
+    add("--gpu-gib", type=positive, default=80.0, help="memory of a GPU (80)")
+    add("--host-gib", type=positive, help="memory of a node; not checked without it")
     add("--model", help=f"a model by name, one of {', '.join(PRESETS)}")
     add("--median", type=float, help="median response in tokens; a quarter of the limit without it")
     add("--p99", type=float, help="length that 1 %% of the responses exceed; the limit without it")
-    add("--memory-gb-s", type=float, default=3350.0, help="of a GPU's memory (3350: H100 SXM)")
-    add("--tflops", type=float, default=989.0, help="of a GPU, dense bfloat16 (989: H100 SXM)")
-    add("--nvlink-gb-s", type=float, default=400.0, help="of a GPU to its node, one direction")
-    add("--network-gb-s", type=float, default=45.0, help="of a GPU to other nodes, one direction")
-    add("--storage-gb-s", type=float, default=20.0, help="of the file system, all nodes together")
+    add("--memory-gb-s", type=positive, default=3350.0, help="of a GPU's memory (3350: H100 SXM)")
+    add("--tflops", type=positive, default=989.0, help="of a GPU, dense bfloat16 (989: H100 SXM)")
+    add("--nvlink-gb-s", type=positive, default=400.0, help="of a GPU to its node, one direction")
+    add(
+        "--network-gb-s", type=positive, default=45.0, help="of a GPU to other nodes, one direction"
+    )
+    add(
+        "--storage-gb-s", type=positive, default=20.0, help="of the file system, all nodes together"
+    )
     add("overrides", nargs="*", help="Hydra overrides of a run")
-    found = parser.parse_args()
-    for name in ("nodes", "gpus_per_node", "gpu_gib", "memory_gb_s", "tflops", "nvlink_gb_s"):
-        if not getattr(found, name) > 0:
-            parser.error(f"--{name.replace('_', '-')} {getattr(found, name)}: give more than 0")
-    for name in ("network_gb_s", "storage_gb_s"):
-        if not getattr(found, name) > 0:
-            parser.error(f"--{name.replace('_', '-')} {getattr(found, name)}: give more than 0")
-    return found
+    return parser.parse_args()
 
 
 def main() -> int:
@@ -203,16 +199,14 @@ def rollout_of(
     """Ranks of a replica read their share of weights and cache at the same time, stages one after
     the other. As many sequences run as the cache holds of the mean length."""
     rollout = config.rollout
-    heads = max(1, arch.num_kv_heads // rollout.tensor)
-    layers = longest_stage(arch, rollout)
-    token_bytes = 2 * layers * heads * arch.head_dim * ITEM_BYTES[rollout.dtype]
+    of_token = token_bytes(rollout, arch)
     step = DecodeStep(
         rollout.pipeline * engine_weight_bytes(arch, rollout),
-        rollout.pipeline * token_bytes,
+        rollout.pipeline * of_token,
         cluster.memory_gb_s,
     )
     mean_tokens = rollout.max_prompt_tokens + float(lengths.mean())
-    fit = max(1, int(cache_bytes / (token_bytes * mean_tokens)))
+    fit = max(1, int(cache_bytes / (of_token * mean_tokens)))
     return rollout_time(
         lengths.tolist(),
         cluster.size // rollout.ranks,
@@ -243,7 +237,9 @@ def train_seconds(
 def sync_of(config: Config, arch: Architecture, cluster: Cluster) -> Sync | None:
     """Of the planned sync; None where the engine's layout has no declared table."""
     rollout = config.rollout
-    if rollout.pipeline > 1:
+    try:
+        engines = RolloutLayout.of(rollout, cluster.size // rollout.ranks)
+    except ValueError:
         return None
     layout = TrainingLayout(
         config.parallel,
@@ -251,13 +247,11 @@ def sync_of(config: Config, arch: Architecture, cluster: Cluster) -> Sync | None
         config.model.make_vocab_divisible_by,
         config.precision.params,
     )
-    replicas = cluster.size // rollout.tensor
-    experts = rollout.tensor if rollout.expert_parallel else 1
-    sources, targets = sides(arch, layout, RolloutLayout(rollout.tensor, replicas, experts))
+    sources, targets = sides(arch, layout, engines)
     result = make_plan(
         sources,
         targets,
-        replicas=RolloutLayout(rollout.tensor, replicas, experts).replicas,
+        replicas=engines.replicas,
         gpus_per_node=cluster.gpus,
         bucket_bytes=config.weight_sync.bucket_mib << 20,
         rounds_in_flight=config.weight_sync.rounds_in_flight,

@@ -266,7 +266,7 @@ def whole(text: str) -> int:
     return int(text)
 
 
-def speed(text: str) -> float:
+def positive(text: str) -> float:
     """A number above 0, for argparse."""
     value = float(text)
     if not value > 0:
@@ -296,13 +296,13 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--nvlink-gb-s",
-        type=speed,
+        type=positive,
         default=400.0,
         help="GB/s of one GPU to its node, one direction",
     )
     parser.add_argument(
         "--network-gb-s",
-        type=speed,
+        type=positive,
         default=45.0,
         help="GB/s of one GPU to other nodes, one direction",
     )

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_rl.config.model_config import model_sizes
+from megatron_rl.config.layout_rules import longest_engine_stage
+from megatron_rl.config.model_config import ModelSizes, model_sizes
 from megatron_rl.config.number_formats import ITEM_BYTES
 from megatron_rl.config.schema import Config, RolloutConfig
 
@@ -49,8 +50,12 @@ def least_cache_bytes(
         return None
     tokens = rollout.max_prompt_tokens + rollout.max_response_tokens
     num_blocks = math.ceil(tokens / block_tokens) + 1
+    return num_blocks * block_tokens * token_bytes(rollout, sizes)
+
+
+def token_bytes(rollout: RolloutConfig, sizes: ModelSizes) -> int:
+    """Keys and values of one token on one rank, of the longest stage."""
     # Where ranks outnumber the key-value heads, several hold the same head.
     heads_of_rank = max(1, sizes.num_kv_heads // rollout.tensor)
-    layers = math.ceil(sizes.num_layers / rollout.pipeline)
-    token_numbers = 2 * layers * heads_of_rank * sizes.head_dim
-    return num_blocks * block_tokens * token_numbers * ITEM_BYTES[rollout.dtype]
+    layers = longest_engine_stage(sizes.num_layers, rollout.pipeline)
+    return 2 * layers * heads_of_rank * sizes.head_dim * ITEM_BYTES[rollout.dtype]

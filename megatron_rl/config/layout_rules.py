@@ -6,6 +6,7 @@ and vLLM check most of this again, one rule at a time, after processes and group
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megatron_rl.config.model_config import ModelSizes
@@ -66,6 +67,12 @@ def model_problems(sizes: ModelSizes, parallel: ParallelConfig) -> Iterator[str]
         yield from _dense_problems(sizes, parallel)
     if parallel.pipeline > 1:
         yield from _stage_problems(sizes, parallel)
+
+
+def longest_engine_stage(num_layers: int, pipeline: int) -> int:
+    """Layers of it. vLLM gives what is left of an even share to some of the stages, one layer
+    each."""
+    return math.ceil(num_layers / pipeline)
 
 
 def rollout_problems(sizes: ModelSizes, rollout: RolloutConfig) -> Iterator[str]:

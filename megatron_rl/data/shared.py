@@ -27,7 +27,7 @@ from megatron_rl.data.labels import files_of
 from megatron_rl.data.loader import fingerprint
 from megatron_rl.data.prompt_file import StoredPrompts
 from megatron_rl.data.prompts import Source
-from megatron_rl.data.reading import Data, Doubt, examined, log, read_sources
+from megatron_rl.data.reading import Data, Doubt, examined, log, read_data, read_sources
 from megatron_rl.data.vision import VisionProcessor
 from megatron_rl.errors import first_line
 from megatron_rl.runtime.digest import file_digest
@@ -52,14 +52,15 @@ def shared_data(
     """
 
     def read() -> tuple[Data, list[Doubt]]:
-        data = read_sources(config, tokenizer, vision)
+        data = read_sources(config, tokenizer)
         return data, examined(data, config)
 
     if vision is not None or world.size == 1:
-        data, doubts = read()
-    else:
-        path = _made_by_first(world, lambda: _file(config, world.launch_id, read))
-        data, doubts = read() if path is None else load(path)
+        return read_data(config, tokenizer, vision)
+    path = _made_by_first(world, lambda: _file(config, world.launch_id, read))
+    if path is None:
+        return read_data(config, tokenizer)
+    data, doubts = load(path)
     log(data, doubts, config)
     return data
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.runtime.launch import gather_objects
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +53,7 @@ def all_reached(reason: str) -> bool:
     Args:
         reason: why this rank's weights are not all reached; "" where they are.
     """
-    reasons: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(reasons, reason)
-    first = next(filter(None, reasons), None)
+    first = next(filter(None, gather_objects(reason)), None)
     if first is not None and dist.get_rank() == 0:
         logger.warning("every engine reads the files of the model once: %s", first)
     return first is None

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from megatron_rl.config.layout_rules import longest_engine_stage
 from megatron_rl.config.number_formats import ITEM_BYTES
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.planning.parameter_counts import (
@@ -18,7 +19,6 @@ from megatron_rl.planning.parameter_counts import (
     experts_of_rank,
     is_cut_by_engine,
     is_layer_matrix,
-    longest_stage,
 )
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.host_memory import rounded
@@ -148,4 +148,4 @@ def engine_backup_bytes(arch: Architecture, rollout: RolloutConfig, sampler: Ite
         layer += locked(expert_parameters(arch, 0, 0), copies, cuts)
     tables = sum(rounded(size) for size in sampler)
     ends = locked(vision_parameters(arch)) + locked(before) + locked(after)
-    return ends + longest_stage(arch, rollout) * layer + tables
+    return ends + longest_engine_stage(arch.num_layers, rollout.pipeline) * layer + tables

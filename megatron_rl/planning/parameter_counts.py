@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from megatron_rl.config.layout_rules import stage_layers
+from megatron_rl.config.layout_rules import longest_engine_stage, stage_layers
 from megatron_rl.config.schema import ParallelConfig, RolloutConfig
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.parameter_map import (
@@ -99,13 +99,7 @@ def engine_counts(arch: Architecture, rollout: RolloutConfig, which: Which = eve
     tower = vision_parameters(arch)
     cut = _count(filter(is_cut_by_engine, tower), arch, rows, tensor, which)
     vision = math.ceil(cut / tensor) + _count(tower, arch, rows, tensor, which) - cut
-    return outer + vision + longest_stage(arch, rollout) * layer
-
-
-def longest_stage(arch: Architecture, rollout: RolloutConfig) -> int:
-    """Layers of it. vLLM gives what is left of an even share to some of the stages, one layer
-    each."""
-    return math.ceil(arch.num_layers / rollout.pipeline)
+    return outer + vision + longest_engine_stage(arch.num_layers, rollout.pipeline) * layer
 
 
 def experts_of_rank(arch: Architecture, rollout: RolloutConfig) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
 from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.optimizer import distrib_optimizer
 from torch import Tensor
 
 from megatron_rl.checkpoints import directory, facts, safe_load
@@ -35,7 +37,6 @@ from megatron_rl.checkpoints.saving import Saving
 from megatron_rl.config.number_formats import format_name
 from megatron_rl.config.schema import ModelConfig, ParallelConfig
 from megatron_rl.policy.families import Architecture
-from megatron_rl.policy.main_rank import on_main
 from megatron_rl.policy.optimizer import create_state, parts
 from megatron_rl.policy.parallel import Ranks
 from megatron_rl.policy.precision import plain
@@ -48,6 +49,7 @@ from megatron_rl.policy.stored_state import (
     stored_parameters,
 )
 from megatron_rl.runtime.device import device, platform
+from megatron_rl.runtime.launch import from_first_rank, gather_objects
 
 EXTRA = "extra.pt"
 FORMAT = CheckpointingConfig("torch_dist", 1)
@@ -92,7 +94,7 @@ def save(
     Raises:
         ValueError: the disk is full.
     """
-    start(policy, path, extra, about, blocks=WAITING_BLOCKS).check(gather, wait=True)
+    start(policy, path, extra, about, blocks=WAITING_BLOCKS).check(gather_objects, wait=True)
 
 
 def start(
@@ -114,7 +116,7 @@ def start(
         blocks: see ``part_writer.Settings``; None: for ``HELD_SHARE``.
     """
     policy.wait_for_param_gather()
-    on_main(lambda: directory.begin(path))
+    from_first_rank(lambda: directory.begin(path))
     partial = path.with_name(path.name + directory.PARTIAL)
     with platform(), torch.no_grad():
         create_state(policy.optimizer)
@@ -142,18 +144,12 @@ def _begin(
         if isinstance(shard, ShardedObject) and is_main_replica(shard.replica_id):
             writer.add_object(shard.unique_key, saved_bytes([shard.data]))
     if dist.get_rank() == 0:
-        common = {"optimizer_steps": policy.optimizer_steps, "optimizer": _common_state(policy)}
+        optimizer = _common_state(policy, sharded)
+        common = {"optimizer_steps": policy.optimizer_steps, "optimizer": optimizer}
         writer.add_file(safe_load.COMMON, saved_bytes(common))
         writer.add_file(CONFIG_FNAME, json.dumps(asdict(FORMAT)).encode("ascii"))
         writer.add_file(EXTRA, saved_bytes(dict(extra)))
     return writer
-
-
-def gather(value: Any) -> list[Any]:
-    """Collective: the values of all ranks."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
 
 
 def _about_bytes(stored: Sequence[StoredParameter]) -> int:
@@ -216,23 +212,25 @@ def sharded_model(policy: TrainingState) -> list[dict[str, Any]]:
     return [module.sharded_state_dict(metadata=_metadata()) for module in policy.modules]
 
 
-def sharded_optimizer(policy: TrainingState, *, is_loading: bool = False) -> dict[str, Any]:
+def sharded_optimizer(
+    policy: TrainingState, sharded: Sequence[dict[str, Any]], *, is_loading: bool = False
+) -> dict[str, Any]:
     """megatron's state of the optimizer; a distributed one is there without its tensors, which
-    megatron would gather on every rank."""
-    model = dict(enumerate(sharded_model(policy)))
+    megatron would gather on every rank. ``sharded``: of ``sharded_model``."""
+    model = dict(enumerate(sharded))
     with _nothing_gathered(policy.optimizer):
         state: dict[str, Any] = policy.optimizer.sharded_state_dict(
             model, is_loading=is_loading, metadata=_metadata()
         )
     if _has_torch_adam(policy.optimizer):
-        _add_zero_counts(state)
+        add_zero_counts(state)
     return state
 
 
-def _common_state(policy: TrainingState) -> dict[str, Any]:
+def _common_state(policy: TrainingState, sharded: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What of the optimizer is the same on all ranks: step counts and parameter groups."""
     _, common = save_preprocess(
-        {"optimizer": sharded_optimizer(policy)}, validate_access_integrity=False
+        {"optimizer": sharded_optimizer(policy, sharded)}, validate_access_integrity=False
     )
     state: dict[str, Any] = common["optimizer"]
     return state
@@ -245,9 +243,14 @@ def _nothing_gathered(optimizer: Any) -> Iterator[None]:
     patched = [part for part in parts(optimizer) if hasattr(part, name)]
     for part in patched:
         setattr(part, name, lambda *args, **kwargs: {})
+    # megatron has Python look through all its objects for what gathering left behind: half a second
+    # that the step would wait for.
+    collector = distrib_optimizer.gc
+    distrib_optimizer.gc = SimpleNamespace(collect=lambda: 0)
     try:
         yield
     finally:
+        distrib_optimizer.gc = collector
         for part in patched:
             delattr(part, name)
 
@@ -284,7 +287,7 @@ def _has_torch_adam(optimizer: Any) -> bool:
     return any(isinstance(part.optimizer, kinds) for part in parts(optimizer))
 
 
-def _add_zero_counts(state: dict[Any, Any]) -> None:
+def add_zero_counts(state: dict[Any, Any]) -> None:
     """Puts back, in place, the step count of 0 that megatron leaves out.
 
     Without it torch's Adam cannot load (KeyError 'step').
@@ -294,4 +297,4 @@ def _add_zero_counts(state: dict[Any, Any]) -> None:
     else:
         for value in state.values():
             if isinstance(value, dict):
-                _add_zero_counts(value)
+                add_zero_counts(value)

@@ -36,6 +36,7 @@ from megatron_rl.policy.stored_state import (
     stored_parameters,
 )
 from megatron_rl.runtime.device import platform
+from megatron_rl.runtime.launch import gather_objects
 
 Name = tuple[int, str]  # number of the model chunk, name in it
 
@@ -53,30 +54,53 @@ def load(policy: TrainingState, path: Path) -> Mapping[str, Any]:
     common = safe_load.load_plain(path / safe_load.COMMON, str(path / safe_load.COMMON))
     with platform(), torch.no_grad():
         create_state(policy.optimizer)
-        _load_common(policy, path, common["optimizer"])
-        _load_tensors(policy, path)
+        sharded = sharded_model(policy)
+        _load_common(policy, sharded, common["optimizer"])
+        _load_tensors(policy, sharded, path)
     unshare_steps(policy.optimizer)
     policy.optimizer_steps = common["optimizer_steps"]
     return extra
 
 
-def _load_common(policy: TrainingState, path: Path, common: dict[Any, Any]) -> None:
-    """Step counts and parameter groups; the tensors of the optimizer stay as they are.
-
-    Raises:
-        ValueError: experts have an optimizer of their own on one side only.
-    """
-    local, state = extract_nonpersistent(sharded_optimizer(policy, is_loading=True))
-    if (0 in common) != (0 in state):  # megatron numbers them where there are two
-        raise ValueError(
-            f"checkpoint {path} was written with experts"
-            f" {'over several ranks' if 0 in common else 'whole on every rank'}, and this run has"
-            " them otherwise; set parallel.expert so that it is 1 in both or in none"
-        )
+def _load_common(
+    policy: TrainingState, sharded: Sequence[dict[str, Any]], common: dict[Any, Any]
+) -> None:
+    """Step counts and parameter groups; the tensors of the optimizer stay as they are."""
+    local, state = extract_nonpersistent(sharded_optimizer(policy, sharded, is_loading=True))
     tensors, _ = extract_sharded_base(state)
-    loaded = merge(_without_tensors(common), dict_list_map_outplace(_unwrapped, local))
+    plain_values = _without_tensors(_for_optimizers(state, common))
+    loaded = merge(plain_values, dict_list_map_outplace(_unwrapped, local))
     own = dict_list_map_outplace(lambda shard: shard.data, tensors)
     policy.optimizer.load_state_dict(merge(loaded, own))
+
+
+def _for_optimizers(state: Mapping[Any, Any], stored: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """What is ``stored``, for as many optimizers as ``state`` is of.
+
+    megatron has one for all parameters, or, where experts are spread over ranks, number 0 for the
+    rest and number 1 for the experts. Rates and step counts are those of all parameters alike.
+    """
+    if (0 in stored) == (0 in state):
+        return stored
+    if 0 in stored:
+        return {**stored[0]}
+    return {0: stored, 1: _of_experts(stored, state[1])}
+
+
+def _of_experts(stored: Any, state: Any) -> Any:
+    """``stored`` of all parameters, with the groups that the experts have in ``state``."""
+    if not isinstance(stored, Mapping):
+        return stored
+    if "param_groups" not in stored:
+        return {key: _of_experts(value, state.get(key)) for key, value in stored.items()}
+    by_rates = {_rates(group): group for group in stored["param_groups"]}
+    wanted = [by_rates[_rates(group)] for group in state["param_groups"]]
+    return {**stored, "param_groups": [{**group, "is_expert_parallel": True} for group in wanted]}
+
+
+def _rates(group: Mapping[str, Any]) -> tuple[float, float]:
+    """What tells megatron's groups of parameters apart."""
+    return group["wd_mult"], group["lr_mult"]
 
 
 def _unwrapped(value: LocalNonpersistentObject) -> Any:
@@ -90,8 +114,7 @@ def _without_tensors(state: Any) -> Any:
     return {key: _without_tensors(value) for key, value in state.items() if key != "param_state"}
 
 
-def _load_tensors(policy: TrainingState, path: Path) -> None:
-    sharded = sharded_model(policy)
+def _load_tensors(policy: TrainingState, sharded: Sequence[dict[str, Any]], path: Path) -> None:
     stored = stored_parameters(sharded, policy.optimizer)
     reader = PartReader(path)
     shared = _Shared(reader)
@@ -185,8 +208,6 @@ def _on_all_ranks(action: Callable[[], None]) -> None:
         action()
     except Exception as raised:  # noqa: BLE001 (raised below, on every rank)
         error = raised
-    errors: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    first = next((other for other in errors if other is not None), None)
+    first = next((other for other in gather_objects(error) if other is not None), None)
     if first is not None:
         raise first from error

@@ -14,8 +14,8 @@ from megatron_rl.checkpoints import directory, facts
 from megatron_rl.checkpoints.hf import MAX_FILE_BYTES, ShardWriter, copy_companions, write_config
 from megatron_rl.config.number_formats import format_name
 from megatron_rl.policy.families import Architecture
-from megatron_rl.policy.main_rank import on_main
 from megatron_rl.runtime import disk
+from megatron_rl.runtime.launch import from_first_rank
 
 
 class Exportable(Protocol):
@@ -39,7 +39,7 @@ def export_hf(policy: Exportable, path: Path, *, max_file_bytes: int = MAX_FILE_
         ValueError: the disk is full.
     """
     partial = path.with_name(path.name + directory.PARTIAL)
-    on_main(lambda: directory.begin(path))
+    from_first_rank(lambda: directory.begin(path))
     writer = ShardWriter(partial, max_file_bytes)
     failure = _write(policy.gathered_weights(), writer, dist.get_rank() == 0)
     params = format_name(policy.config.params_dtype)
@@ -54,7 +54,7 @@ def export_hf(policy: Exportable, path: Path, *, max_file_bytes: int = MAX_FILE_
             copy_companions(policy.path, partial)
         directory.publish(path)
 
-    on_main(publish)
+    from_first_rank(publish)
 
 
 def _write(

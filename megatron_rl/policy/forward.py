@@ -26,6 +26,7 @@ from megatron_rl.policy.microbatches import Microbatch
 from megatron_rl.policy.parallel import Ranks
 from megatron_rl.protocols import Entropy
 from megatron_rl.runtime.activity import ACTIVITY
+from megatron_rl.runtime.launch import gather_objects
 from megatron_rl.runtime.transfer import to_device
 from megatron_rl.types import TokenLoss, TokenScores, TokenView, largest
 
@@ -310,9 +311,7 @@ def reduce_totals(collected: Sequence[Any], ranks: Ranks) -> Totals:
     if ranks.is_last_stage and ranks.tensor_rank == 0:
         for loss, metrics in _numbers([data for data in collected if data is not None]):
             local.add(loss, metrics)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, local)
     total = Totals()
-    for other in everyone:
+    for other in gather_objects(local):
         total.add(other.loss, other.metrics)
     return total

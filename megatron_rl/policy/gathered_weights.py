@@ -31,6 +31,7 @@ from megatron_rl.policy.parameter_map import (
     vision_parameters,
 )
 from megatron_rl.policy.weights import Held
+from megatron_rl.runtime.launch import gather_objects
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,7 @@ class Gather:
     def _stage_of_layers(self, held: Sequence[Held]) -> dict[int, int]:
         """Collective over pipeline stages."""
         own = {item.parameter.layer for item in held if item.parameter.layer is not None}
-        by_stage: list[Any] = [None] * self.ranks.pipeline
-        dist.all_gather_object(by_stage, sorted(own), self.ranks.pipeline_group)
+        by_stage = gather_objects(sorted(own), self.ranks.pipeline_group)
         stage_of = {layer: stage for stage, layers in enumerate(by_stage) for layer in layers}
         assert sorted(stage_of) == list(range(self._arch.num_layers)), (
             f"layers on pipeline stages: {by_stage}"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_rl.errors import NonFiniteError
 from megatron_rl.policy.precision import plain
+from megatron_rl.runtime.launch import gather_objects
 
 SHOWN = 4
 
@@ -52,9 +53,7 @@ def check_weights(
     if total.item() == 0:
         return
     own_names = [name for place in bad for name in named[place][0]]
-    everyone: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, own_names)
-    names = sorted(set().union(*everyone))
+    names = sorted(set().union(*gather_objects(own_names)))
     shown = ", ".join(names[:SHOWN])
     if len(names) > SHOWN:
         shown += ", ..."

@@ -37,7 +37,7 @@ from megatron_rl.policy.parameter_map import (
 )
 from megatron_rl.policy.precision import assign
 from megatron_rl.runtime.activity import ACTIVITY
-from megatron_rl.runtime.launch import from_first_rank
+from megatron_rl.runtime.launch import from_first_rank, gather_objects
 from megatron_rl.types import Shard
 
 ShardKey = tuple[str, tuple[int, ...], tuple[int, ...]]  # tensor, start and shape of a part of it
@@ -167,8 +167,7 @@ def load(
             counts = _fill(own, arch, path)
     except ValueError as error:
         problem = str(error)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (problem, counts))
+    everyone = gather_objects((problem, counts))
     problems = [said for said, _ in everyone if said is not None]
     if problems:
         raise ValueError(problems[0])

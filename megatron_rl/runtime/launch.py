@@ -80,9 +80,8 @@ class World:
         """``value`` of every rank, in rank order."""
         if self.size == 1:
             return [value]
-        gathered: list[Any] = [None] * self.size
         with self.attendance.collective() if self.attendance else nullcontext():
-            dist.all_gather_object(gathered, value, group=self.control_group)
+            gathered = gather_objects(value, self.control_group)
         ACTIVITY.note("a collective of control")
         return gathered
 
@@ -101,6 +100,13 @@ class World:
             return from_first_rank(action, self.control_group)
 
 
+def gather_objects(value: Value, group: Any = None) -> list[Value]:
+    """Collective: ``value`` of every rank of ``group`` (None: all), in rank order."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
 def from_first_rank(action: Callable[[], Value], group: Any = None) -> Value:
     """Collective: what ``action`` returns or raises on the first rank, on every rank of ``group``
     (None: all). Returns after every rank has called it."""
@@ -112,7 +118,7 @@ def from_first_rank(action: Callable[[], Value], group: Any = None) -> Value:
             outcome = [None, raised]
     # One copy to each rank; gathering would send each the padding of all others.
     dist.broadcast_object_list(outcome, src=0, group=group)
-    dist.all_gather_object([None] * dist.get_world_size(group), None, group=group)
+    gather_objects(None, group)
     ACTIVITY.note("a collective of control")
     result, error = outcome
     if error is not None:
@@ -147,9 +153,8 @@ def start(timeout_s: float = NO_LIMIT.total_seconds()) -> World:
         control = dist.new_group(backend="gloo", timeout=NO_LIMIT)
     rank = dist.get_rank()
     size = dist.get_world_size()
-    cards: list[Any] = [None] * size
     card = (uuid.uuid4().hex[:12], socket.gethostname(), os.getpid())
-    dist.all_gather_object(cards, card, group=control)
+    cards = gather_objects(card, control)
     peers = [Peer(other, host, pid) for other, (_, host, pid) in enumerate(cards)]
     failure.joined(rank, peers)
     launch_id = cards[0][0]

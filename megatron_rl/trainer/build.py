@@ -277,7 +277,7 @@ def find_shards(engine: VllmEngine, arch: Architecture, rollout: RolloutConfig, 
         engine.weight_boxes()
     except UndiscoveredError as error:
         try:
-            layout = declared_layout(rollout, engine.num_replicas)
+            layout = RolloutLayout.of(rollout, engine.num_replicas)
             shape = ModelShape.of(arch, rollout.dtype)
         except ValueError as unknown:
             raise ValueError(
@@ -287,18 +287,6 @@ def find_shards(engine: VllmEngine, arch: Architecture, rollout: RolloutConfig, 
         engine.declare_boxes(expand(rollout_shards(shape, layout, rank)))
         return f"declared ({error})"
     return "recorded from its loaders"
-
-
-def declared_layout(rollout: RolloutConfig, num_replicas: int) -> RolloutLayout:
-    """The engine's layout as the declared table takes it.
-
-    Raises:
-        ValueError: the table has no pipeline stages.
-    """
-    if rollout.pipeline > 1:
-        raise ValueError(f"rollout.pipeline = {rollout.pipeline} is in no declared table")
-    ep = rollout.tensor if rollout.expert_parallel else 1
-    return RolloutLayout(rollout.tensor, num_replicas, ep)
 
 
 def build_logprob_check(

@@ -8,15 +8,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import WeightSyncError
+from megatron_rl.runtime.launch import gather_objects
 
 
 def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list:
     """Collective: the values of all ranks, in their order. A single process needs no group."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
-    gathered: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group)
-    return gathered
+    return gather_objects(value, group)
 
 
 def broadcast(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
 
+from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.policy.families.base import Architecture
 from megatron_rl.types import Shard
 from megatron_rl.weight_sync.rects import Rect
@@ -97,6 +98,14 @@ class RolloutLayout:
     ep: int = 1
     first_rank: int = 0
     vocab_multiple: int = 64
+
+    @staticmethod
+    def of(rollout: RolloutConfig, num_replicas: int) -> RolloutLayout:
+        """Raises ValueError where the engine has pipeline stages: they are in no table."""
+        if rollout.pipeline > 1:
+            raise ValueError(f"rollout.pipeline = {rollout.pipeline} is in no declared table")
+        ep = rollout.tensor if rollout.expert_parallel else 1
+        return RolloutLayout(rollout.tensor, num_replicas, ep)
 
     @property
     def ranks(self) -> range:

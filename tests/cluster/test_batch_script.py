@@ -176,6 +176,7 @@ def test_a_failed_job_goes_back_into_the_queue_within_its_budget(failing):
         assert requeues(failing) == number
 
 
+@pytest.mark.full
 def test_a_new_checkpoint_gives_the_whole_budget_again(failing):
     for step in range(1, 7):
         (failing / f"run/checkpoints/step_{step:06}").mkdir(parents=True)

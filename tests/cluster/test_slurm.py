@@ -1,6 +1,8 @@
 """The batch script on a real Slurm of two nodes (both on this machine): rendezvous across nodes,
 USR1, requeue, going on."""
 
+import contextlib
+import json
 import os
 import re
 import shutil
@@ -8,11 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.launch import REPO
+from tests.e2e import toy
+from tests.launch import REPO, launch
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 MISSING = [name for name in PROGRAMS if shutil.which(name) is None]
@@ -51,6 +56,30 @@ def wait_until(text: str, file: Path, seconds: float, log: Path) -> None:
         time.sleep(0.5)
 
 
+def submit(env: dict[str, str], folder: Path, overrides: Sequence[str]) -> str:
+    """Submits the batch script from ``folder``, one process a node; returns the job's id. What it
+    prints goes to ``job.out``."""
+    # No --gpus-per-node: these nodes have none.
+    text = (REPO / "examples/slurm/train.sbatch").read_text()
+    script = folder / "train.sbatch"
+    script.write_text(re.sub(r"^#SBATCH --gpus-per-node.*\n", "", text, flags=re.MULTILINE))
+    command = ["sbatch", "--parsable", "--time=10", "--output", str(folder / "job.out")]
+    command += [str(script), "--python", sys.executable, "--nproc", "1", *overrides]
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def rank_of_job(job: str, rank: int) -> psutil.Process:
+    """The training process of the job with this rank."""
+    wanted = {"SLURM_JOB_ID": job, "RANK": str(rank)}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if wanted.items() <= process.environ().items():
+                return process
+    raise AssertionError(f"job {job} has no process of rank {rank}")
+
+
 def test_a_stopped_job_is_requeued_and_goes_on(slurm_env, tmp_path):
     # The folder of submission comes first on the path of `python -m`: its megatron_rl.train is the
     # stand-in.
@@ -60,41 +89,11 @@ def test_a_stopped_job_is_requeued_and_goes_on(slurm_env, tmp_path):
         (folder / "__init__.py").touch()  # else one on PYTHONPATH that is a package would go first
     shutil.copy(REPO / "tests/cluster/stand_in_train.py", package / "train.py")
     shutil.copy(REPO / "megatron_rl/runtime/signals.py", package / "runtime/signals.py")
-    run_dir, log = tmp_path / "run", tmp_path / "job.out"
+    run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "requeue").write_text("7\n")  # left by an earlier start
-    # no --gpus-per-node here: these nodes have none
-    script = tmp_path / "train.sbatch"
-    script.write_text(
-        re.sub(
-            r"^#SBATCH --gpus-per-node.*\n",
-            "",
-            (REPO / "examples/slurm/train.sbatch").read_text(),
-            flags=re.MULTILINE,
-        )
-    )
-    submit = [
-        "sbatch",
-        "--parsable",
-        "--time=10",
-        "--output",
-        str(log),
-        str(script),
-        "--python",
-        sys.executable,
-        "--nproc",
-        "1",
-    ]
-    done = subprocess.run(
-        [*submit, f"run_dir={run_dir}"],
-        env=slurm_env,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    assert done.returncode == 0, done.stderr
-    job = done.stdout.strip()
+    log = tmp_path / "job.out"
+    job = submit(slurm_env, tmp_path, [f"run_dir={run_dir}"])
 
     notes = run_dir / "notes"
     wait_until("start at 0, world 2, restart 0", notes, 60, log)
@@ -111,3 +110,38 @@ def test_a_stopped_job_is_requeued_and_goes_on(slurm_env, tmp_path):
     # Slurm holds a requeued job for about two minutes
     wait_until(f"start at {stopped_at}, world 2, restart 1", notes, 300, log)
     wait_until("finished at 40", notes, 90, log)
+
+
+def test_the_job_of_a_killed_rank_goes_on_alone_and_repeats_nothing(slurm_env, tmp_path):
+    """``megatron_rl.train`` itself, data parallel over two nodes: the metrics are those of a run
+    that nothing happened to, each step once."""
+    run_dir = tmp_path / "run"
+    log = tmp_path / "job.out"
+    toy.write_model(tmp_path / "model")
+    toy.write_data(tmp_path / "data.jsonl")
+    more = [
+        "parallel=single",
+        "rollout.tensor=1",
+        "trainer.num_steps=40",
+        "checkpoint.every_steps=2",
+    ]
+    env = {**slurm_env, "PYTHONPATH": str(REPO)}
+
+    job = submit(env, tmp_path, toy.overrides(tmp_path, run_dir, *more))
+    wait_until("", run_dir / "checkpoints/step_000004/manifest.json", 120, log)
+    rank_of_job(job, 1).kill()
+    wait_until("start 2 of 3 from step_0000", log, 60, log)
+    wait_until("resumed from", log, 300, log)
+    wait_until("finished: run_dir", log, 120, log)
+
+    whole = tmp_path / "whole"
+    launch("megatron_rl.train", 2, toy.overrides(tmp_path, whole, *more), 240)
+    assert metrics(run_dir) == metrics(whole)
+    assert [row["step"] for row in metrics(run_dir)] == list(range(41))
+
+
+def metrics(run_dir: Path) -> list[dict[str, object]]:
+    """Of all steps, but times and memory."""
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    own = ("time/", "throughput/", "memory/")
+    return [{key: row[key] for key in row if not key.startswith(own)} for row in rows]

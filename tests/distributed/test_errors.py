@@ -149,7 +149,7 @@ def test_ranks_end_with_their_torchrun(number):
     ("case", "number", "text"),
     [
         ("stop", signal.SIGTERM, f"ended by SIGTERM{UNSAVED}"),
-        ("serve", signal.SIGINT, f"interrupted{UNSAVED}"),
+        pytest.param("serve", signal.SIGINT, f"interrupted{UNSAVED}", marks=pytest.mark.full),
         pytest.param("serve", signal.SIGTERM, f"ended by SIGTERM{UNSAVED}", marks=pytest.mark.full),
     ],
 )
@@ -164,7 +164,8 @@ def test_a_signal_to_torchrun_is_one_line(case, number, text):
     assert own == [text]
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_is_waited_for_is_named(rank):
     output = launch(WORKER, 3, ["late", rank], is_warm=False).stdout
     (line,) = (line for line in output.splitlines() if line.startswith("waiting"))

@@ -83,6 +83,7 @@ def test_rank_0_can_have_all_for_eyes_and_for_a_bundle(reports):
         assert beside_tensor_ranks[exact] == expected["digests"][exact]
 
 
+@pytest.mark.full
 def test_nothing_of_a_token_goes_to_the_world(model):
     """Responses four times as long: what is told to all ranks has the same size, what goes from
     rank to rank is four times as much."""

@@ -14,6 +14,7 @@ from tests.launch import launch
 WORKER = Path(__file__).with_name("processing_worker.py")
 
 
+@pytest.mark.full
 def test_shards_agree_on_the_scale_of_each_layer():
     """Processed on arrival, layer one of rank 0 would meet layer three of rank 1, or wait for
     ever."""

@@ -53,6 +53,7 @@ def played(cases: list[Case], folder: Path, timeout: float) -> None:
                 assert f"OK {case.name}, rank {rank}, {what}:" in done.stdout, done.stdout
 
 
+@pytest.mark.full
 def test_messages_of_a_step_are_those_of_the_formula(tmp_path):
     played(CORE, tmp_path, 280)
 

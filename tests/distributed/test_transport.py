@@ -11,7 +11,7 @@ from tests.launch import launch
 WORKER = Path(__file__).with_name("transport_worker.py")
 
 
-@pytest.mark.parametrize(("nproc", "cases"), [(2, 7), (4, 10)])
+@pytest.mark.parametrize(("nproc", "cases"), [(2, 7), pytest.param(4, 10, marks=pytest.mark.full)])
 def test_workers_receive_exactly_their_shards(nproc: int, cases: int) -> None:
     """Bit-equal to shards cut from whole tensors, at the lower bound of bytes, twice; refusals and
     a dying peer are named."""

@@ -88,6 +88,7 @@ def errors(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith("error: ")]
 
 
+@pytest.mark.full
 def test_a_tail_of_five_times_the_old_limit_lives(tmp_path):
     (output,) = outputs_of(1, 3, "tail", tmp_path)
     assert sorted(re.findall(r"rank \d lives", output)) == [f"rank {n} lives" for n in range(3)]

@@ -23,7 +23,11 @@ def fail(nproc: int, args: list[str]) -> list[str]:
     ("args", "text"),
     [
         (["experiment=quickstart_cpu", "model.path=m", "method=gpro"], "gpro"),
-        (["--nonsense"], "error: unrecognized arguments: --nonsense; --help shows"),
+        pytest.param(
+            ["--nonsense"],
+            "error: unrecognized arguments: --nonsense; --help shows",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_typing_error_on_four_ranks_is_one_message(args, text):

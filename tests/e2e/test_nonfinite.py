@@ -35,6 +35,7 @@ def replayed(folder: Path, bundle: Path, processes: int) -> tuple[str, dict[str,
     return done.stdout, json.loads(result.read_text())
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_rate_far_too_large_is_told_step_by_step_and_ends_with_a_bundle_that_replays(folder):
     run_dir = folder / "large"

@@ -212,6 +212,7 @@ def test_offloading_at_every_hand_over_and_around_checkpoints_changes_no_number(
     assert all(row[f"memory/{phase}_host_gib"] > 0 for row in rows(run_dir)[1:] for phase in phases)
 
 
+@pytest.mark.full  # in the core tier: test_errors of tests/distributed
 def test_a_killed_rank_ends_the_job_and_the_run_goes_on_from_the_newest_whole_checkpoint(
     folder, four_steps, start
 ):

@@ -87,6 +87,9 @@ CASES = [
     _case("qwen3", 2, pipeline=2, virtual_pipeline=2),
     _case("llama", 2, context=2),
     _case("qwen3_moe", 2, expert=2),
+    _case("qwen3_moe", 2, tensor=2, sequence=True),
+    _case("qwen3_moe", 2, tensor=2, sequence=True, distributed_optimizer=True, full=True),
+    _case("qwen3_moe", 2, context=2, full=True),
     _case("qwen3_moe", 2, expert=2, distributed_optimizer=True),
     _case("mixtral", 2, tensor=2, sequence=True, expert=2),
     _case("qwen2", 2, tensor=2, sequence=True, recompute="full"),
@@ -114,6 +117,9 @@ CASES = [
     _case("mixtral", 4, tensor=2, sequence=True, expert=2, expert_tensor=2, full=True),
     _case("qwen3_moe", 4, tensor=2, sequence=True, expert=4, full=True),
     _case("qwen3_moe", 4, context=2, expert=2, full=True),
+    _case("mixtral", 2, tensor=2, sequence=True, expert_tensor=2, full=True),
+    _case("mixtral", 4, tensor=2, sequence=True, full=True),
+    _case("qwen3_moe", 4, tensor=2, sequence=True, pipeline=2, full=True),
 ]
 
 METHOD_NAMES = ("grpo", "gspo", "apo")

@@ -10,15 +10,29 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.runtime.digest import combined_digest, tensor_digest
 from tests import zoo
-from tests.launch import launch, run
+from tests.launch import run
+from tests.numerics.small_policy import SHARDED, Case, build
+from tests.ranks import call, on_ranks
 from tools.convert_checkpoint import main, to_hf, to_megatron
 
-WORKER = Path(__file__).with_name("checkpoint_worker.py")
 NAMES = ("llama", "qwen2_tied", "qwen3_moe")
+# Layouts into which the weights of a converted checkpoint are read.
+CASES = [
+    Case("tp2", {"tensor": 2}),
+    Case("pp2", {"pipeline": 2}, "bfloat16", model="qwen2_tied"),
+    Case("tp2_tied", {"tensor": 2}, model="qwen2_tied"),
+    Case("ep2", {"expert": 2}, model="qwen3_moe"),
+]
+# Layouts that write a checkpoint of their own.
+TRAINED = [
+    Case("tp2", {"tensor": 2, "sequence": True}, reference=True),
+    Case("ep2", {"expert": 2, **SHARDED}, model="qwen3_moe"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +42,14 @@ def folder(tmp_path_factory) -> Path:
         zoo.save_tiny_model(name, path / name)
         (path / name / "tokenizer.json").write_text("{}")
     return path
+
+
+@pytest.fixture(scope="module")
+def converted(folder) -> Path:
+    """What ``to_megatron`` makes of every model, beside it."""
+    for name in NAMES:
+        to_megatron(folder / name, folder / f"{name}_converted")
+    return folder
 
 
 def equal(one: Path, two: Path) -> bool:
@@ -168,20 +190,42 @@ def test_a_damaged_source_is_named(folder, tmp_path, refused):
     assert "split" in refused("to-megatron", tmp_path / "split", tmp_path / "x")
 
 
-def test_megatron_reads_it(folder):
+@on_ranks(2)
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
+def test_megatron_reads_it(converted, case):
     """TP, PP with tied embeddings, EP: every parameter equals what the policy reads from the HF
     directory."""
-    for name in NAMES:
-        to_megatron(folder / name, folder / f"{name}_converted")
-    result = launch(WORKER, 2, ["converted", folder], timeout=300)
-    assert result.stdout.count("OK converted ") == 4, result.stdout
+    policy = build(converted, case)
+    want = [item.tensor.detach().clone() for item in policy.held]
+    with torch.no_grad():
+        for item in policy.held:
+            item.tensor.fill_(7.0)
+        state = [module.sharded_state_dict(metadata={}) for module in policy.modules]
+        path = str(converted / f"{case.model}_converted")
+        loaded = dist_checkpointing.load(dict(enumerate(state)), path)
+        for chunk, module in enumerate(policy.modules):
+            module.load_state_dict(loaded[chunk])
+    for item, tensor in zip(policy.held, want, strict=True):
+        kept = slice(None)
+        if case.model == "llama" and item.parameter.slot.kind == "vocab":
+            # Not the padding: the model has 123 tokens.
+            first_row = policy.ranks.tensor_rank * tensor.shape[0]
+            kept = slice(0, max(0, min(123 - first_row, tensor.shape[0])))
+        assert torch.equal(item.tensor[kept], tensor[kept]), item.name
+    policy.close()
 
 
-def test_a_training_checkpoint_becomes_a_hf_directory(folder):
-    launch(WORKER, 2, ["write", folder, "tp2", "ep2"], timeout=300)
-    for case, name in (("tp2", "llama"), ("ep2", "qwen3_moe")):
-        to_hf(folder / case / "step_000000", folder / f"{case}_hf", folder / name, 10**9)
-        assert equal(folder / name, folder / f"{case}_hf")
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in TRAINED])
+def test_a_training_checkpoint_becomes_a_hf_directory(folder, tmp_path, case):
+    call(2, save, folder, tmp_path / "saved", case)
+    to_hf(tmp_path / "saved", tmp_path / "back", folder / case.model, 10**9)
+    assert equal(folder / case.model, tmp_path / "back")
+
+
+def save(models: Path, path: Path, case: Case) -> None:
+    policy = build(models, case)
+    policy.save(path, {"step": 0})
+    policy.close()
 
 
 def test_keys_and_configuration_of_nemo_2(folder, tmp_path):

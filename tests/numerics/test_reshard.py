@@ -28,15 +28,17 @@ CASES = {
         "qwen3:tensor=2",
         "qwen2_tied:pipeline=2",
     ),
+}
+NIGHTLY = {
+    (2, 1): ("mixtral:tensor=2", "qwen3:pipeline=2", "llama:"),
     (2, 2): (
         "qwen3_moe:tensor=2,expert=2",
         "qwen3:",
         "qwen2_tied:pipeline=2",
+        "qwen3:tensor=2",
+        "qwen2_tied:tensor=2",
+        "qwen3_moe:tensor=2",
     ),
-}
-NIGHTLY = {
-    (2, 1): ("mixtral:tensor=2", "qwen3:pipeline=2", "llama:"),
-    (2, 2): ("qwen3:tensor=2", "qwen2_tied:tensor=2"),
     (1, 1): ("qwen3_moe:", "mixtral:", "qwen3:", "qwen2_tied:", "llama:"),
     (4, 1): (
         "qwen3_moe:expert=2,pipeline=2",

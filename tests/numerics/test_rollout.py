@@ -101,6 +101,7 @@ def test_the_next_launch_removes_them(killed_launch, tensor_parallel_jobs):
     assert not [name for name in killed_launch if (shared_memory.DIRECTORY / name).exists()]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", TWO_PROCESSES)
 def test_data_parallel(data_parallel_job, name):
     assert not verdict(data_parallel_job, name, ranks=2), verdict(data_parallel_job, name, ranks=2)

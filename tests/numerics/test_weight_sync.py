@@ -48,6 +48,7 @@ def both_engines(tmp_path_factory):
     ).stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", UPDATES)
 def test_update(updates, name):
     assert not verdict(updates, name), verdict(updates, name)

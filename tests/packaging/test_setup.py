@@ -109,6 +109,7 @@ def test_stub_wheel_has_metadata_and_nothing_to_import(tmp_path):
     assert f"Version: {VERSION}\n" in metadata
 
 
+@pytest.mark.full
 def test_pip_takes_the_stub_where_it_is_told_to_stay_below_a_release(tmp_path):
     """A company's constraint, and a higher version beside the stub: the stub is installed all the
     same."""

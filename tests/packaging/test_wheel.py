@@ -64,6 +64,7 @@ def test_every_module_is_inside_and_nothing_else(wheel):
     assert names == {str(path.relative_to(REPO)) for path in (REPO / "megatron_rl").rglob("*.py")}
 
 
+@pytest.mark.full
 def test_a_method_loads_from_the_wheel_alone(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     done = subprocess.run(

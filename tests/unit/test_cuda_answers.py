@@ -113,7 +113,7 @@ def nccl_beside_gloo(patch: Patch, _: Any) -> None:
         dist, "new_group", lambda backend, timeout: control if backend == "gloo" else None
     )
     patch.setattr(dist, "get_rank", lambda: 1)
-    patch.setattr(dist, "get_world_size", lambda: 2)
+    patch.setattr(dist, "get_world_size", lambda group=None: 2)
     patch.setattr(dist, "all_gather_object", gather)
     world = launch.start()
     assert seen == {"device": 1, "backend": "cpu:gloo,cuda:nccl", "group": control}
@@ -319,6 +319,7 @@ def the_engine_can_sleep(patch: Patch, folder: Any) -> None:
     patch.setattr(dist, "is_initialized", lambda: True)
     patch.setattr(dist, "get_rank", lambda: 2)
     patch.setattr(dist, "get_world_size", lambda: 4)
+    patch.setattr(engine.filling, "register_loader", lambda: None)
     patch.setattr(engine, "expected_tensors", lambda _: {})
     patch.setattr(engine, "EngineStream", lambda: SimpleNamespace(entered=nullcontext))
     patch.setattr(engine, "private_segments", refuse)

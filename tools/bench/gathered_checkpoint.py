@@ -28,11 +28,11 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import Tensor
 
 from megatron_rl.checkpoints import directory
-from megatron_rl.policy.checkpoint import EXTRA, describe
-from megatron_rl.policy.main_rank import on_main
+from megatron_rl.policy.checkpoint import EXTRA, add_zero_counts, describe
 from megatron_rl.policy.optimizer import create_state, parts, unshare_steps
 from megatron_rl.runtime.device import platform
 from megatron_rl.runtime.digest import file_digest
+from megatron_rl.runtime.launch import from_first_rank, gather_objects
 
 
 class InProcess(TorchDistSaveShardedStrategy):
@@ -55,7 +55,7 @@ class InProcess(TorchDistSaveShardedStrategy):
 def save(policy: Any, path: Path, extra: Mapping[str, Any], *, digests: bool = True) -> None:
     """Collective. ``digests``: False leaves a manifest from before there were any."""
     policy.wait_for_param_gather()
-    on_main(lambda: directory.begin(path))
+    from_first_rank(lambda: directory.begin(path))
     partial = path.with_name(path.name + directory.PARTIAL)
     create_state(policy.optimizer)
     with platform():
@@ -64,12 +64,10 @@ def save(policy: Any, path: Path, extra: Mapping[str, Any], *, digests: bool = T
         state["optimizer"] = policy.optimizer.sharded_state_dict(
             _model_state(policy), metadata=_metadata()
         )
-        _add_zero_counts(state["optimizer"])
+        add_zero_counts(state["optimizer"])
         dist_checkpointing.save(state, str(partial), sharded_strategy=InProcess())
     own = {file.name: file_digest(file) for file in partial.glob(f"__{dist.get_rank()}_*")}
-    gathered: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, own)
-    known = {name: digest for part in gathered for name, digest in part.items()}
+    known = {name: digest for part in gather_objects(own) for name, digest in part.items()}
 
     def seal() -> None:
         torch.save(dict(extra), partial / EXTRA)
@@ -77,7 +75,7 @@ def save(policy: Any, path: Path, extra: Mapping[str, Any], *, digests: bool = T
         if not digests:
             _forget_digests(path / directory.MANIFEST)
 
-    on_main(seal)
+    from_first_rank(seal)
 
 
 def load(policy: Any, path: Path) -> Mapping[str, Any]:
@@ -148,15 +146,6 @@ def _reference_state(policy: Any) -> dict[str, Any]:
         add_prefix_for_sharding(shards, "reference.")
         state[f"reference{chunk}"] = shards
     return state
-
-
-def _add_zero_counts(state: dict[Any, Any]) -> None:
-    if "state" in state and "param_groups" in state:
-        state["state"].setdefault("common_step", torch.tensor(0.0, dtype=torch.float32))
-    else:
-        for value in state.values():
-            if isinstance(value, dict):
-                _add_zero_counts(value)
 
 
 @contextlib.contextmanager
