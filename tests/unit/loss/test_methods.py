@@ -195,6 +195,31 @@ def test_on_policy_every_method_has_the_gradient_of_reinforce(name: str) -> None
     )
 
 
+@pytest.mark.parametrize("name", ["rl_zvp", "entropy_advantage", "archer", "dcpo", "pacs"])
+def test_gradients_are_the_slopes_of_the_plain_reference(name: str) -> None:
+    """Central differences of its loss at every ninth token. (What simko spreads has no slope: its
+    value is the plain one.)"""
+    rows = rollout(2)
+    method = named(name)
+    batch = token_batch(rows, method.credit(response_batch(rows)), 2)
+    method.loss(batch).loss.backward()
+    assert batch.logprobs.grad is not None
+    choice, tokens = reference.NAMED[name], plain_tokens(batch, rows)
+    step = 1e-6
+    places = [(at, place) for at, row in enumerate(tokens.new) for place in range(len(row))]
+    slopes = []
+    for at, place in places[::9]:
+        values = []
+        for sign in (1, -1):
+            new = [list(row) for row in tokens.new]
+            new[at][place] += sign * step
+            moved = dataclasses.replace(tokens, new=new)
+            values.append(reference.loss(rows, choice, moved, LIMIT))
+        slopes.append((values[0] - values[1]) / (2 * step))
+    assert batch.logprobs.grad[::9].tolist() == pytest.approx(slopes, rel=1e-5, abs=1e-8)
+    assert max(map(abs, slopes)) > 1e-3
+
+
 def test_pacs_has_the_gradient_of_its_formula() -> None:
     """By autograd through the sums of whole responses; psi is a constant in the method itself."""
     rows = rollout(3)
