@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from megatron_rl.checkpoints.part_writer import saved_bytes
+from megatron_rl.checkpoints.safe_load import load_plain
 from megatron_rl.trainer.histories import Histories
 from tests.unit.trainer.runs import rows, timeless
 
@@ -50,6 +54,17 @@ def test_a_state_is_a_copy() -> None:
     assert histories.fields(["a"])["visits"].tolist() == [0]
     histories.restore(state)
     assert histories.fields(["a"])["visits"].tolist() == [1]
+
+
+def test_a_checkpoint_file_holds_it_exactly(tmp_path: Path) -> None:
+    """As the policy writes and reads what a checkpoint holds beside tensors."""
+    histories = Histories()
+    histories.restore({"a": (3, 0.1, 1 / 3), "b": (1, 1.0, 0.0)})
+    file = tmp_path / "extra.pt"
+    file.write_bytes(saved_bytes({"histories": histories.state()}))
+    again = Histories()
+    again.restore(load_plain(file, "extra.pt")["histories"])
+    assert again.state() == histories.state() == {"a": (3, 0.1, 1 / 3), "b": (1, 1.0, 0.0)}
 
 
 def test_a_resumed_run_remembers_and_repeats_the_uninterrupted_one(build) -> None:
