@@ -313,6 +313,7 @@ NEMO = (
 GUIDE = "needs the files of its guide: tests/test_guides.py"
 GUIDE_TESTS = (
     "loss/test_spread_scaled.py",
+    "loss/test_forking.py",
     "policy/test_seed_oss.py",
     "rewards/test_close_number.py",
     "trainer/test_alternating.py",
