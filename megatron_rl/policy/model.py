@@ -183,7 +183,13 @@ def transformer_config(
             moe_router_dtype="fp32",
         )
         if parallel.expert_tensor > 1 and on_cpu:
-            # gloo has no all-gather of unequal sizes, which the other dispatcher needs.
+            if parallel.pipeline > 1:
+                raise ValueError(
+                    f"parallel.expert_tensor = {parallel.expert_tensor}: without a GPU not together"
+                    f" with parallel.pipeline = {parallel.pipeline}; set one of them to 1"
+                )
+            # gloo has no all-gather of unequal sizes, which the other dispatcher needs. This one
+            # wants micro-batches of one length, which a pipeline does not get.
             fields["moe_token_dispatcher_type"] = "allgather"
     return TransformerConfig(**fields)
 

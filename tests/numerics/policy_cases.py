@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import random
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+from megatron_rl.config.layout_rules import layout_problems
 from megatron_rl.config.load import compose
+from megatron_rl.config.model_config import model_sizes
 from megatron_rl.config.schema import OptimConfig, ParallelConfig, PrecisionConfig
+from tests import zoo
 
 
 @cache
@@ -117,10 +121,48 @@ CASES = [
     _case("mixtral", 4, tensor=2, sequence=True, expert=2, expert_tensor=2, full=True),
     _case("qwen3_moe", 4, tensor=2, sequence=True, expert=4, full=True),
     _case("qwen3_moe", 4, context=2, expert=2, full=True),
+    _case("qwen3_moe", 4, expert=4, full=True),
+    _case("mixtral", 4, expert=2, distributed_optimizer=True, recompute="selective", full=True),
     _case("mixtral", 2, tensor=2, sequence=True, expert_tensor=2, full=True),
     _case("mixtral", 4, tensor=2, sequence=True, full=True),
     _case("qwen3_moe", 4, tensor=2, sequence=True, pipeline=2, full=True),
 ]
+
+
+@cache
+def random_cases(number: int, seed: int = 1) -> list[Case]:
+    """Layouts that the rules allow, of up to four processes, with and without experts."""
+    draw = random.Random(seed)
+    models = ("qwen2", "qwen2_tied", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral")
+    sizes = {model: model_sizes(zoo.tiny_model(model).config.to_dict()) for model in models}
+    cases: dict[str, Case] = {}
+    while len(cases) < number:
+        model = draw.choice([*models, "qwen3_moe", "mixtral"])
+        has_experts = sizes[model].num_experts > 0
+        layout: dict[str, Any] = dict(
+            tensor=draw.choice([1, 2, 2, 4]),
+            pipeline=draw.choice([1, 1, 2, 4]),
+            context=draw.choice([1, 1, 2, 4]),
+            expert=draw.choice([1, 1, 2, 4]) if has_experts else 1,
+            expert_tensor=draw.choice([1, 1, 2]) if has_experts else 1,
+            sequence=draw.random() < 0.5,
+            distributed_optimizer=draw.random() < 0.4,
+            overlap_grad_reduce=draw.random() < 0.3,
+            recompute=draw.choice(["none", "selective", "full"]),
+        )
+        if layout["pipeline"] > 1 and draw.random() < 0.4:
+            layout["virtual_pipeline"] = 2
+        processes = draw.choice([1, 2, 2, 4, 4])
+        if layout["expert_tensor"] > 1 and layout["pipeline"] > 1:
+            continue  # refused without a GPU
+        if list(layout_problems(sizes[model], parallel(**layout), processes)):
+            continue
+        same = ("none", False, 1)
+        told = {key: value for key, value in layout.items() if value is True or value not in same}
+        case = replace(_case(model, processes, **told), layout=layout)
+        cases.setdefault(case.name, case)
+    return list(cases.values())
+
 
 METHOD_NAMES = ("grpo", "gspo", "apo")
 AGGREGATIONS = (

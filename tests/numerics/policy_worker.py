@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,9 @@ def splits(policy: MegatronPolicy) -> dict[str, list[list[int]]]:
     rows = list(range(NUM_ROWS))[policy.data_parallel_rank :: policy.data_parallel_size]
     multiple = policy.microbatch_multiple
     whole = [rows] + [[]] * (multiple - 1)
-    each = [[row] for row in rows] + [[]] * (-len(rows) % multiple)
+    most = math.ceil(NUM_ROWS / policy.data_parallel_size)
+    num_each = most + -most % multiple
+    each = [[row] for row in rows] + [[]] * (num_each - len(rows))
     uneven = (
         [[], rows[:1], rows[1:], []] if policy.data_parallel_rank % 2 == 0 else [rows, [], [], []]
     )

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from tests import zoo
-from tests.numerics.policy_cases import CASES, Case
+from tests.numerics.policy_cases import CASES, Case, random_cases
 from tests.numerics.policy_worker import compare, reference
 from tests.ranks import call
 
+NUM_RANDOM = 40  # layouts
 TOKENS = 48  # response tokens of the batch
 
 
@@ -73,5 +74,17 @@ def check(case: Case, ranks: list[dict[str, Any]], bound: float, tokens: int) ->
     ],
 )
 def test_policy_equals_transformers(case: Case, answers: Any) -> None:
+    compared(case, answers)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(NUM_RANDOM))
+def test_random_layouts_equal_transformers(number: int, answers: Any) -> None:
+    case = random_cases(NUM_RANDOM)[number]
+    print(case.name)
+    compared(case, answers)
+
+
+def compared(case: Case, answers: Any) -> None:
     ranks = call(case.processes, compare, case, *answers(case.model, case.layers), timeout=200)
     check(case, ranks, bound=1e-5, tokens=TOKENS)

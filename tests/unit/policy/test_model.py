@@ -87,6 +87,12 @@ def test_only_a_pipeline_without_cuda_asks_for_lengths(monkeypatch: pytest.Monke
     assert [asks(1), asks(2)] == [False, False]
 
 
+def test_what_gloo_cannot_do_with_cut_experts_is_refused() -> None:
+    layout = parallel(tensor=2, sequence=True, expert_tensor=2, pipeline=2)
+    with pytest.raises(ValueError, match="without a GPU not together with parallel.pipeline = 2"):
+        model.transformer_config(EXPERTS, layout, precision())
+
+
 def test_what_is_run_again(engine: None) -> None:
     def fields(arch: Any, recompute: str, *overrides: str) -> tuple[Any, ...]:
         built = model.transformer_config(arch, parallel(recompute=recompute), precision(*overrides))
