@@ -127,6 +127,33 @@ def recomputation(
     return dict(recompute_granularity="selective", recompute_modules=modules)
 
 
+def expert_fields(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
+    """Of a model with experts.
+
+    Raises:
+        ValueError: what gloo cannot do.
+    """
+    fields: dict[str, Any] = dict(
+        num_moe_experts=arch.num_experts,
+        moe_router_topk=arch.experts_per_token,
+        moe_ffn_hidden_size=arch.expert_ffn_hidden_size,
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_router_pre_softmax=False,
+        moe_router_dtype="fp32",
+    )
+    if parallel.expert_tensor > 1 and not torch.cuda.is_available():
+        # gloo has no all-gather of unequal sizes, which the other dispatcher needs. This one wants
+        # micro-batches of one length, which a pipeline does not get.
+        fields["moe_token_dispatcher_type"] = "allgather"
+        if parallel.pipeline > 1:
+            raise ValueError(
+                f"parallel.expert_tensor = {parallel.expert_tensor}: without a GPU not together"
+                f" with parallel.pipeline = {parallel.pipeline}; set one of them to 1"
+            )
+    return fields
+
+
 def transformer_config(
     arch: Architecture, parallel: ParallelConfig, precision: PrecisionConfig
 ) -> TransformerConfig:
@@ -163,6 +190,7 @@ def transformer_config(
         # pipeline of two stages; unbatched and overlapped is right for every layout.
         batch_p2p_comm=False,
         overlap_p2p_comm=interleaved,
+        # Also asked of dense models: megatron refuses its default with lengths that vary.
         moe_token_dispatcher_type="alltoall",
         mrope_section=list(arch.mrope_section) or None,
         calculate_per_token_loss=True,  # DDP reads it when it wraps a model
@@ -173,24 +201,7 @@ def transformer_config(
         **model_fields(precision, arch.num_experts),
     )
     if arch.num_experts:
-        fields |= dict(
-            num_moe_experts=arch.num_experts,
-            moe_router_topk=arch.experts_per_token,
-            moe_ffn_hidden_size=arch.expert_ffn_hidden_size,
-            moe_router_load_balancing_type="none",
-            moe_aux_loss_coeff=0.0,
-            moe_router_pre_softmax=False,
-            moe_router_dtype="fp32",
-        )
-        if parallel.expert_tensor > 1 and on_cpu:
-            if parallel.pipeline > 1:
-                raise ValueError(
-                    f"parallel.expert_tensor = {parallel.expert_tensor}: without a GPU not together"
-                    f" with parallel.pipeline = {parallel.pipeline}; set one of them to 1"
-                )
-            # gloo has no all-gather of unequal sizes, which the other dispatcher needs. This one
-            # wants micro-batches of one length, which a pipeline does not get.
-            fields["moe_token_dispatcher_type"] = "allgather"
+        fields |= expert_fields(arch, parallel)
     return TransformerConfig(**fields)
 
 

@@ -217,15 +217,22 @@ def the_facts_of_a_gpu(patch: Patch, _: Any) -> None:
 def weights_are_made_on_the_device(patch: Patch, _: Any) -> None:
     from megatron_rl.policy import model
     from tests.numerics.policy_cases import parallel
-    from tests.unit.small_models import DENSE, EXPERTS, precision
+    from tests.unit.small_models import DENSE, precision
 
     patch.setattr(model, "this_machine", lambda: Machine((9, 0), None, "torch"))
     assert not model.transformer_config(DENSE, parallel(), precision()).use_cpu_initialization
-    split = parallel(tensor=2, sequence=True, expert_tensor=2)
-    assert (
-        model.transformer_config(EXPERTS, split, precision()).moe_token_dispatcher_type
-        == "alltoall"
-    )
+
+
+@asked_at("policy.model:expert_fields")
+def cut_experts_keep_their_dispatcher(patch: Patch, _: Any) -> None:
+    from megatron_rl.policy import model
+    from tests.numerics.policy_cases import parallel
+    from tests.unit.small_models import EXPERTS, precision
+
+    patch.setattr(model, "this_machine", lambda: Machine((9, 0), None, "torch"))
+    cut = parallel(tensor=2, sequence=True, expert_tensor=2, pipeline=2)
+    config = model.transformer_config(EXPERTS, cut, precision())
+    assert config.moe_token_dispatcher_type == "alltoall"
 
 
 @asked_at("policy.model:one_length")

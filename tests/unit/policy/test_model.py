@@ -89,7 +89,7 @@ def test_only_a_pipeline_without_cuda_asks_for_lengths(monkeypatch: pytest.Monke
 
 def test_what_gloo_cannot_do_with_cut_experts_is_refused() -> None:
     layout = parallel(tensor=2, sequence=True, expert_tensor=2, pipeline=2)
-    with pytest.raises(ValueError, match="without a GPU not together with parallel.pipeline = 2"):
+    with pytest.raises(ValueError, match="without a GPU not together with parallel"):
         model.transformer_config(EXPERTS, layout, precision())
 
 
