@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import PIL.Image
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
@@ -251,7 +251,10 @@ class TokenView:
 
     ``index`` names the tokens in the response-token layout; it is on the host, wherever the others
     are. Under context parallelism a rank sees a part of a response; ``sequence_sum`` is then the
-    differentiable all-reduce over the context-parallel ranks, else the identity.
+    differentiable all-reduce over the context-parallel ranks, ``sequence_gather`` what they hold
+    side by side, ``[k, t] -> [k, T]``, filled up with columns of NaN; else they are the identity.
+    ``topk_logprobs``: of the most likely tokens, with gradient, ``is_argmax``: none is more likely
+    than the sampled one; where the policy's settings ask for them.
 
     Example, tokens 4 and 5::
 
@@ -262,6 +265,9 @@ class TokenView:
     logprobs: Float[Tensor, " t"]
     entropy: Float[Tensor, " t"] | None
     sequence_sum: Callable[[Tensor], Tensor]
+    sequence_gather: Callable[[Tensor], Tensor] = lambda columns: columns
+    topk_logprobs: Float[Tensor, "t k"] | None = None
+    is_argmax: Bool[Tensor, " t"] | None = None
 
 
 @dataclass(frozen=True)

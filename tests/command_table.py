@@ -271,6 +271,7 @@ LONG = {
         "--tokens 256 --vocab 8000 --hidden 64 --repeats 2",
         shows=r"load average .*\n(.*\n)*.*\| seconds_train",
     ),
+    f"{BENCH}/token_values.py": Run("--tokens 64 --vocab 400 --repeats 1", shows=r"train \| top_k"),
     f"{BENCH}/loss.py --responses 1000000 --tokens 8000000": Run(
         "--responses 800 --tokens 8000 --padded-responses 80 --methods grpo --repeats 2",
         shows=r"load average .*\n(.*\n)*\| padded_loss",
@@ -314,6 +315,7 @@ NEMO = (
 GUIDE = "needs the files of its guide: tests/test_guides.py"
 GUIDE_TESTS = (
     "loss/test_spread_scaled.py",
+    "loss/test_forking.py",
     "policy/test_seed_oss.py",
     "rewards/test_close_number.py",
     "trainer/test_alternating.py",

@@ -33,6 +33,7 @@ PAGES = ROOT / "examples" / "methods"
 CHOICES = (
     ("estimator", schema.ESTIMATORS),
     ("shaping", schema.SHAPERS),
+    ("token_shaping", schema.TOKEN_SHAPERS),
     ("policy_loss", schema.POLICY_LOSSES),
     ("aggregate", schema.AGGREGATIONS),
     ("kl.weights", schema.KL_WEIGHTS),
@@ -116,7 +117,7 @@ def section_defaults() -> Iterator[tuple[str, str]]:
         if isinstance(section, type) and issubclass(section, Piece):
             fields = section.model_fields.items()
             yield from ((f"{key}.{name}", default_text(field)) for name, field in fields)
-        elif key not in ("name", "shaping"):
+        elif key not in ("name", "shaping", "token_shaping"):
             yield key, default_text(info)
 
 
@@ -142,6 +143,9 @@ def metric_keys(method: Method) -> tuple[list[str], list[str]]:
         sum_logprobs=-ones,
         visual_entropy=ones,
         kl=ones,
+        visits=torch.zeros(8, dtype=torch.int64),
+        history_mean=ones,
+        history_var=ones,
     )
     credit = method.credit(batch)
     tokens = TokenBatch(
@@ -154,6 +158,12 @@ def metric_keys(method: Method) -> tuple[list[str], list[str]]:
         ref_logprobs=-ones,
         sampler_logprobs=-ones,
         entropy=ones,
+        correct=correct,
+        group_accuracy=ones / 4,
+        topk_logprobs=-ones[:, None],
+        is_argmax=correct,
+        group_ids=batch.group_ids,
+        log_ratio_sums=0 * ones,
     )
     return sorted(credit.metrics), sorted(method.loss(tokens).metrics)
 
@@ -190,6 +200,10 @@ def needs_text(method: Method) -> str:
         ("the reference's logprobs", needs.ref_logprobs),
         ("`extra.visual_entropy` of every prompt (tools/visual_entropy.py)", needs.visual_entropy),
         ("the old policy's mean logprob of every response", needs.response_statistics),
+        ("the entropy of every token in the loss", needs.entropy in ("value", "grad")),
+        (f"the logprobs of the {needs.top_k} most likely tokens in the loss", needs.top_k),
+        ("a pass over every minibatch before it", needs.log_ratio_sums),
+        ("what earlier visits to a prompt were rewarded with", needs.history),
         ("dynamic sampling", needs.dynamic_sampling),
     ]
     wanted = [what for what, asked in asks if asked]
@@ -202,8 +216,10 @@ INTRODUCTION = """\
 One yaml each in `conf/method`; the cards say equation, choices, limits and deviations. Every method
 is compared with a plain implementation (`tests/unit/loss/reference.py`) by
 `test_credit_and_loss_equal_the_plain_reference` in `tests/unit/loss/test_methods.py`; the last
-column names the tests by hand of its estimator (`tests/unit/loss/test_advantages.py`) and of its
-shapers (`tests/unit/loss/test_shaping.py`).
+column names the tests by hand of its estimator (`tests/unit/loss/test_advantages.py`), of its
+shapers (`tests/unit/loss/test_shaping.py`) and of those of tokens
+(`tests/unit/loss/test_token_advantages.py`). What a card says of released code is tested, where an
+option gives it, by `tests/unit/loss/test_released.py`.
 
 | method | paper | yaml | tests by hand |
 |---|---|---|---|"""
@@ -226,6 +242,7 @@ def front_page(configs: dict[str, MethodConfig], methods: dict[str, Method]) -> 
         link = r"[arXiv \1](https://arxiv.org/abs/\1)"
         paper = re.sub(r"arXiv (\d{4}\.\d{5})", link, fields["paper"].rstrip("."))
         functions = (config.estimator.name, *map(shaper_test, config.shaping))
+        functions += tuple(config.token_shaping)
         tests = ", ".join(f"`test_{function}_by_hand`" for function in functions)
         yaml = f"[{name}.yaml](../../conf/method/{name}.yaml)"
         lines.append(f"| [{name}]({name}.md) | {fields['title']}: {paper} | {yaml} | {tests} |")

@@ -29,7 +29,7 @@ from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.reporting.report import table
 from megatron_rl.runtime.launch import World, configure_logging, exit_process, report, start
 from megatron_rl.trainer.bundle import Bundle, read_bundle
-from megatron_rl.trainer.objective import MinibatchLoss
+from megatron_rl.trainer.objective import MinibatchLoss, token_settings
 
 ONE_PROCESS = dict(
     tensor=1,
@@ -106,7 +106,7 @@ def build_policy(bundle: Bundle, parallel: ParallelConfig) -> MegatronPolicy:
             max_sequence_tokens=limit,
             tokens_per_microbatch=config.batch.tokens_per_microbatch,
             share_prompts=config.batch.share_prompts,
-            entropy="grad" if method.needs.entropy == "grad" else "none",
+            **token_settings(method),
             require_finite=False,
             image_processor=vision_of(config.model.path, config.data),
         ),

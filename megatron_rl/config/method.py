@@ -17,6 +17,7 @@ FUNCTIONS = "megatron_rl.loss.register"  # its import fills the tables
 
 ESTIMATORS = Choices("estimator", FUNCTIONS)
 SHAPERS = Choices("shaper", FUNCTIONS)
+TOKEN_SHAPERS = Choices("token shaper", FUNCTIONS)
 POLICY_LOSSES = Choices("policy loss", FUNCTIONS)
 AGGREGATIONS = Choices("aggregation", FUNCTIONS)
 KL_WEIGHTS = Choices("KL weight", FUNCTIONS)
@@ -25,6 +26,7 @@ CORRECTIONS = Choices("mismatch correction", FUNCTIONS)
 
 Estimator = Annotated[SerializeAsAny[Named], by_name(ESTIMATORS)]
 Shaping = Annotated[dict[str, SerializeAsAny[Named]], by_key(SHAPERS)]
+TokenShaping = Annotated[dict[str, SerializeAsAny[Named]], by_key(TOKEN_SHAPERS)]
 PolicyLoss = Annotated[SerializeAsAny[Named], by_name(POLICY_LOSSES)]
 Aggregate = Annotated[SerializeAsAny[Named], by_name(AGGREGATIONS)]
 KlWeights = Annotated[SerializeAsAny[Named], by_name(KL_WEIGHTS)]
@@ -105,7 +107,8 @@ class FiltersConfig(Piece):
 class MethodConfig(Piece):
     name: str
     estimator: Estimator
-    shaping: Shaping = Field(default_factory=dict)
+    shaping: Shaping = Field(default_factory=dict)  # of responses
+    token_shaping: TokenShaping = Field(default_factory=dict)  # of tokens, after the other
     policy_loss: PolicyLoss
     aggregate: Aggregate
     kl: KlConfig

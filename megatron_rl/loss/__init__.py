@@ -13,7 +13,12 @@ from megatron_rl.loss.batch import (
 )
 from megatron_rl.loss.evidence import Evidence
 from megatron_rl.loss.method import Method, load_method
-from megatron_rl.loss.register import register_estimator, register_policy_loss, register_shaper
+from megatron_rl.loss.register import (
+    register_estimator,
+    register_policy_loss,
+    register_shaper,
+    register_token_shaper,
+)
 from megatron_rl.loss.terms import Terms
 
 __all__ = [
@@ -30,4 +35,5 @@ __all__ = [
     "register_estimator",
     "register_policy_loss",
     "register_shaper",
+    "register_token_shaper",
 ]

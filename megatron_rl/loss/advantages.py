@@ -34,7 +34,7 @@ def zscore(
 
     Source: GRPO (arXiv 2402.03300) section 4.1.2. verl and EasyR1 use ddof 1.
     """
-    return _over(centered(rewards, groups), groups.broadcast(groups.std(rewards, ddof)) + eps)
+    return over(centered(rewards, groups), groups.broadcast(groups.std(rewards, ddof)) + eps)
 
 
 @estimator()
@@ -100,7 +100,7 @@ def tree(rewards: Float[Tensor, " responses"], groups: Segments) -> Float[Tensor
     Source: TreeRPO (arXiv 2506.05183), as in MAPO (arXiv 2509.18849) fig. 3.
     """
     mean = groups.broadcast(groups.mean(rewards))
-    return _over(centered(rewards, groups), mean * (1 - mean))
+    return over(centered(rewards, groups), mean * (1 - mean))
 
 
 @estimator(min_group=1)  # a group of one has a meaning: its reward beside the filter's prior
@@ -232,7 +232,7 @@ def apd(
 
     Source: MAPO (arXiv 2509.18849) eq. 4.
     """
-    return _over(centered(rewards, groups), groups.broadcast(groups.mean(rewards)) + eps)
+    return over(centered(rewards, groups), groups.broadcast(groups.mean(rewards)) + eps)
 
 
 def _durian_reads(
@@ -328,7 +328,7 @@ def pass_at_k(
     positive = none_right
     negative = none_right - _choose_ratio(wrong - 1, size - 1, k - 1)
     value = torch.where(correct, groups.broadcast(positive), groups.broadcast(negative))
-    return _over(value, groups.broadcast(spread))
+    return over(value, groups.broadcast(spread))
 
 
 def _choose_ratio(part: Tensor, whole: Tensor, k: int) -> Tensor:
@@ -345,7 +345,7 @@ def _where_spread(rewards: Tensor, groups: Segments, advantages: Tensor) -> Tens
     return torch.where(spread, advantages, torch.zeros_like(advantages))
 
 
-def _over(values: Tensor, divisor: Tensor) -> Tensor:
+def over(values: Tensor, divisor: Tensor) -> Tensor:
     """values / divisor, 0 where the divisor is 0."""
     usable = divisor != 0
     # The branch that is not taken must stay finite, or its gradient would be NaN.

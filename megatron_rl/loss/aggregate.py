@@ -6,12 +6,15 @@ contributions of micro-batches and ranks only have to be added.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from jaxtyping import Bool, Float, Int
-from pydantic import PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor
 
 from megatron_rl.loss.choices import aggregation
+from megatron_rl.loss.whole_responses import WholeResponses, num_up_to_quantile
 
 
 @aggregation
@@ -68,6 +71,29 @@ def seq_mean_token_sum_norm(
             " response_limit"
         )
     return seq_mean_token_sum(num_responses, response_index, dtype) / divisor
+
+
+@aggregation
+def token_mean_by_entropy(
+    entropy: Float[Tensor, " tokens"],
+    responses: WholeResponses,
+    response_loss_tokens: Int[Tensor, " responses"],
+    *,
+    quantile: Annotated[float, Field(ge=0, le=1)] = 0.8,
+    reasoning: NonNegativeFloat = 0.0,
+) -> Float[Tensor, " tokens"]:
+    """1 / (low-entropy tokens), and reasoning / (reasoning tokens) at those: a mean over each set.
+
+    A token is one of reasoning where its entropy is above the quantile of its response. How many
+    there are in the minibatch follows from lengths, as if no two entropies of a response were
+    equal: known before any token is seen, it is the same for every cut into micro-batches.
+    Source: the KL term of Archer (arXiv 2507.15778), its released code.
+    """
+    num_low = num_up_to_quantile(response_loss_tokens, quantile).sum()
+    num_high = response_loss_tokens.sum() - num_low
+    of_low, of_high = (1 / num.clamp(min=1).to(entropy.dtype) for num in (num_low, num_high))
+    reasons = entropy > responses.quantile(entropy, quantile)
+    return torch.where(reasons, reasoning * of_high, of_low)
 
 
 def weighted_sum(

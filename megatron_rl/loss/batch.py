@@ -17,7 +17,8 @@ class ResponseBatch:
     ``correct``: the accuracy reward is 1 (not derived from ``rewards``, which may hold a format
     part). ``group_ids``: which prompt. ``mean_logprobs`` / ``sum_logprobs``: of the old policy over
     loss tokens. ``visual_entropy``: of the prompt's image, nats. ``kl``: sum over loss tokens of
-    the KL estimator at (old, ref).
+    the KL estimator at (old, ref). ``visits``, ``history_mean``, ``history_var``: of the prompt,
+    before this step (``histories.py``).
     Example: two prompts with two responses each::
 
         ResponseBatch(rewards=tensor([1., 0., 0., 0.]), correct=tensor([True, False, False, False]),
@@ -33,6 +34,9 @@ class ResponseBatch:
     sum_logprobs: Float[Tensor, " responses"] | None = None
     visual_entropy: Float[Tensor, " responses"] | None = None
     kl: Float[Tensor, " responses"] | None = None
+    visits: Int[Tensor, " responses"] | None = None
+    history_mean: Float[Tensor, " responses"] | None = None
+    history_var: Float[Tensor, " responses"] | None = None
 
 
 @dataclass(frozen=True)
@@ -41,23 +45,29 @@ class Credit:
 
     ``kl_weights`` multiplies kl.coef. Rows with ``keep`` False take no part in the update and leave
     all denominators. ``metrics`` are values of the whole batch (equal on every rank, not
-    contributions).
+    contributions). ``history``: what the fields of that name of ResponseBatch are the next time,
+    where the method reads them.
     """
 
     advantages: Float[Tensor, " responses"]
     kl_weights: Float[Tensor, " responses"]
     keep: Bool[Tensor, " responses"]
     metrics: Mapping[str, Tensor]
+    history: Mapping[str, Tensor] | None = None
 
 
 @dataclass(frozen=True)
 class TokenBatch:
     """Tokens of one micro-batch on one rank; ``response_index`` points into per-response vectors.
 
-    ``logprobs`` carries the gradient; ``entropy`` does when the entropy coefficient is not 0. The
-    denominators are those of the minibatch (one optimizer step, all ranks):
-    ``response_loss_tokens`` per response, ``num_responses`` kept responses, ``num_tokens`` loss
-    tokens. Default: those of this batch alone, where every row counts as a response.
+    ``logprobs`` carries the gradient; so do ``topk_logprobs``, of the most likely tokens, and
+    ``entropy`` when the entropy coefficient is not 0. ``is_argmax``: no token is more likely than
+    the sampled one. The denominators are those of the minibatch (one optimizer step, all ranks):
+    ``response_loss_tokens`` per response (0 for one that is not in it), ``num_responses`` kept
+    responses, ``num_tokens`` loss tokens. Default: those of this batch alone, where every row
+    counts as a response. ``group_accuracy``: share of correct responses of the response's prompt,
+    over all of the rollout step (``segments.group_accuracy``). ``log_ratio_sums``: logprobs minus
+    old_logprobs summed over a response, of all responses of the minibatch, without gradient.
     """
 
     logprobs: Float[Tensor, " tokens"]
@@ -69,8 +79,12 @@ class TokenBatch:
     ref_logprobs: Float[Tensor, " tokens"] | None = None
     sampler_logprobs: Float[Tensor, " tokens"] | None = None
     entropy: Float[Tensor, " tokens"] | None = None
+    topk_logprobs: Float[Tensor, "tokens top_k"] | None = None
+    is_argmax: Bool[Tensor, " tokens"] | None = None
     correct: Bool[Tensor, " responses"] | None = None
     group_ids: Int[Tensor, " responses"] | None = None
+    group_accuracy: Float[Tensor, " responses"] | None = None
+    log_ratio_sums: Float[Tensor, " responses"] | None = None
     response_loss_tokens: Int[Tensor, " responses"] | None = None
     num_responses: int | None = None
     num_tokens: int | None = None
@@ -114,10 +128,14 @@ class Needs:
     """What a method asks of the trainer, so that the trainer has no case distinction of its own."""
 
     ref_logprobs: bool  # of the frozen reference, over the response tokens
-    entropy: Literal["none", "metric", "grad"]
+    entropy: Literal["none", "metric", "value", "grad"]  # "value": TokenBatch.entropy, detached
+    top_k: int  # columns of TokenBatch.topk_logprobs, 0 without; is_argmax goes with them
     visual_entropy: bool  # ResponseBatch.visual_entropy
+    history: bool  # ResponseBatch.visits, history_mean and history_var
     response_statistics: bool  # anything of Method.response_statistics before credit
     correct: bool  # TokenBatch.correct
+    group_accuracy: bool  # TokenBatch.group_accuracy
+    log_ratio_sums: bool  # TokenBatch.log_ratio_sums, by a pass over the minibatch before it
     dynamic_sampling: bool  # see Method.wants_group and max_sampling_tries
     max_sampling_tries: int  # 1 without dynamic sampling
     token_ids: bool  # Method.shape_rewards reads the response tokens

@@ -9,7 +9,7 @@ needs of the batch, and where it is defined, stands in its decorator.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megatron_rl.loss.batch import EstimatorNeeds
 from megatron_rl.loss.evidence import Evidence
-from megatron_rl.loss.terms import Terms
+from megatron_rl.loss.terms import OPTIONAL, Terms
 
-Function = Callable[..., Tensor]
+Function = Callable[..., Any]  # a tensor, or ``Clipped``
 Knobs = Mapping[str, Any]
 
 
@@ -57,6 +57,7 @@ class Form:
 PER_RESPONSE = Form(Evidence, "evidence")
 SHAPING = Form(Evidence, "evidence", ("advantages",))
 PER_TOKEN = Form(Terms, "terms")
+TOKEN_SHAPING = Form(Terms, "terms", ("advantages",))
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,14 @@ class Shaper(Choice):
 
 
 @dataclass(frozen=True)
-class PolicyLoss(Choice):
+class OfTokens(Choice):
+    """A function of ``Terms``. ``reads``: optional fields of TokenBatch, by their names."""
+
+    reads: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PolicyLoss(OfTokens):
     """Terms -> what is minimized, per token."""
 
     sequence_ratio: bool  # log_ratio is the response's mean, not the token's
@@ -104,8 +112,9 @@ class PolicyLoss(Choice):
 
 ESTIMATORS: dict[str, Estimator] = {}
 SHAPERS: dict[str, Shaper] = {}
+TOKEN_SHAPERS: dict[str, OfTokens] = {}
 POLICY_LOSSES: dict[str, PolicyLoss] = {}
-AGGREGATIONS: dict[str, Choice] = {}
+AGGREGATIONS: dict[str, OfTokens] = {}
 KL_WEIGHTS: dict[str, Choice] = {}
 CORRECTIONS: dict[str, Choice] = {}
 
@@ -121,17 +130,40 @@ def enter_shaper(name: str, function: Function, reads: Sequence[str] = ()) -> No
     SHAPERS[name] = Shaper(function, SHAPING.inputs_of(function), SHAPING, tuple(reads))
 
 
-def enter_policy_loss(name: str, function: Function, sequence_ratio: bool, clips: bool) -> None:
+def enter_token_shaper(name: str, function: Function, reads: Sequence[str] = ()) -> None:
+    """Makes a token shaper callable by name."""
+    inputs = TOKEN_SHAPING.inputs_of(function)
+    read = token_reads(inputs, reads)
+    TOKEN_SHAPERS[name] = OfTokens(function, inputs, TOKEN_SHAPING, read)
+
+
+def enter_policy_loss(
+    name: str,
+    function: Function,
+    sequence_ratio: bool,
+    clips: bool,
+    reads: Sequence[str] = (),
+) -> None:
     """Makes a policy loss callable by name."""
     inputs = PER_TOKEN.inputs_of(function)
-    POLICY_LOSSES[name] = PolicyLoss(function, inputs, PER_TOKEN, sequence_ratio, clips)
+    read = token_reads(inputs, reads)
+    POLICY_LOSSES[name] = PolicyLoss(function, inputs, PER_TOKEN, read, sequence_ratio, clips)
+
+
+def token_reads(inputs: Collection[str], others: Collection[str]) -> tuple[str, ...]:
+    """The optional fields of TokenBatch among the inputs of a function, and ``others``."""
+    return tuple(name for name in OPTIONAL if name in inputs or name in others)
+
+
+def _name(function: Function) -> str:
+    return function.__name__
 
 
 def estimator(**needs: Any) -> Callable[[Function], Function]:
     """Enters one advantage per response under the function's name; ``needs``: EstimatorNeeds."""
 
     def enter(function: Function) -> Function:
-        enter_estimator(function.__name__, function, EstimatorNeeds(**needs))
+        enter_estimator(_name(function), function, EstimatorNeeds(**needs))
         return function
 
     return enter
@@ -139,7 +171,13 @@ def estimator(**needs: Any) -> Callable[[Function], Function]:
 
 def shaper(function: Function) -> Function:
     """Enters advantages -> advantages under the function's name."""
-    enter_shaper(function.__name__, function)
+    enter_shaper(_name(function), function)
+    return function
+
+
+def token_shaper(function: Function) -> Function:
+    """Enters advantages of tokens -> advantages of tokens under the function's name."""
+    enter_token_shaper(_name(function), function)
     return function
 
 
@@ -149,7 +187,7 @@ def policy_loss(
     """Enters what is minimized at each token under the function's name; see ``PolicyLoss``."""
 
     def enter(function: Function) -> Function:
-        enter_policy_loss(function.__name__, function, sequence_ratio, clips)
+        enter_policy_loss(_name(function), function, sequence_ratio, clips)
         return function
 
     return enter
@@ -158,14 +196,14 @@ def policy_loss(
 def aggregation(function: Function) -> Function:
     """Enters the weight of each token under the function's name."""
     inputs = PER_TOKEN.inputs_of(function)
-    AGGREGATIONS[function.__name__] = Choice(function, inputs, PER_TOKEN)
+    AGGREGATIONS[_name(function)] = OfTokens(function, inputs, PER_TOKEN, token_reads(inputs, ()))
     return function
 
 
 def kl_weight(function: Function) -> Function:
     """Enters the factor of kl.coef at each response under the function's name."""
     inputs = PER_RESPONSE.inputs_of(function)
-    KL_WEIGHTS[function.__name__] = Choice(function, inputs, PER_RESPONSE)
+    KL_WEIGHTS[_name(function)] = Choice(function, inputs, PER_RESPONSE)
     return function
 
 

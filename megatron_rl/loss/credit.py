@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.loss import filters
+from megatron_rl.loss import filters, histories
 from megatron_rl.loss.advantages import ONE
 from megatron_rl.loss.batch import Credit, ResponseBatch
 from megatron_rl.loss.choices import ESTIMATORS, KL_WEIGHTS, SHAPERS, Knobs
@@ -84,7 +84,17 @@ def credit(batch: ResponseBatch, plan: CreditPlan) -> Credit:
     keep = torch.ones_like(batch.correct)
     if plan.drop_all_correct:
         keep = filters.not_all_correct(batch.correct, groups)
-    return Credit(advantages, kl_weights, keep, metrics(evidence, advantages, kl_weights, keep))
+    of_batch = metrics(evidence, advantages, kl_weights, keep)
+    return Credit(advantages, kl_weights, keep, of_batch, _history(evidence, plan))
+
+
+def _history(evidence: Evidence, plan: CreditPlan) -> dict[str, Tensor] | None:
+    """What is to be remembered of each response's prompt, where the method reads it."""
+    if not {*histories.FIELDS} & reads_of(plan).keys():
+        return None
+    earlier = (evidence.visits, evidence.history_mean, evidence.history_var)
+    values = histories.after_visit(evidence.rewards, evidence.groups, *earlier)
+    return dict(zip(histories.FIELDS, values, strict=True))
 
 
 def metrics(

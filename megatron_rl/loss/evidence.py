@@ -46,6 +46,24 @@ class Evidence:
         return self.groups.broadcast(self.accuracy)
 
     @property
+    def visits(self) -> Int[Tensor, " responses"]:
+        """To the response's prompt, before this step."""
+        assert self.batch.visits is not None
+        return self.batch.visits
+
+    @property
+    def history_mean(self) -> Float[Tensor, " responses"]:
+        """Of the rewards of those visits."""
+        assert self.batch.history_mean is not None
+        return self.batch.history_mean
+
+    @property
+    def history_var(self) -> Float[Tensor, " responses"]:
+        """The same of their variance."""
+        assert self.batch.history_var is not None
+        return self.batch.history_var
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the rewards: float32 or float64."""
         return self.rewards.dtype

@@ -17,7 +17,8 @@ from megatron_rl.loss.choices import ESTIMATORS
 from megatron_rl.loss.credit import CreditPlan, credit, reads_of
 from megatron_rl.loss.segments import lifted, segments_of
 from megatron_rl.loss.terms import SequenceSum
-from megatron_rl.loss.token_loss import LossPlan, token_loss
+from megatron_rl.loss.token_loss import LossPlan, token_loss, token_reads_of
+from megatron_rl.loss.whole_responses import SequenceGather
 
 
 def load_method(
@@ -52,7 +53,7 @@ class Method:
         self.response_limit = response_limit
         self._credit_plan = _credit_plan(config)
         self._loss_plan = _loss_plan(config, response_limit)
-        self.needs = _needs(config, self._credit_plan)
+        self.needs = _needs(config, self._credit_plan, self._loss_plan)
 
     def credit(self, batch: ResponseBatch) -> Credit:
         """Advantages, KL weights and kept rows of a whole rollout step.
@@ -62,19 +63,25 @@ class Method:
         """
         return credit(batch, self._credit_plan)
 
-    def loss(self, batch: TokenBatch, sequence_sum: SequenceSum = lambda sums: sums) -> LossResult:
+    def loss(
+        self,
+        batch: TokenBatch,
+        sequence_sum: SequenceSum = lambda sums: sums,
+        sequence_gather: SequenceGather = lambda columns: columns,
+    ) -> LossResult:
         """The contribution of ``batch`` to the minibatch loss.
 
         Args:
             batch: tokens of one micro-batch on one rank.
             sequence_sum: differentiable sum over the ranks that share a response (context
                 parallelism).
+            sequence_gather: what those ranks hold, see ``WholeResponses``.
 
         Raises:
             ValueError: the batch lacks what the method reads, or the length of Dr. GRPO's divisor
                 is not known.
         """
-        return token_loss(batch, self._loss_plan, sequence_sum)
+        return token_loss(batch, self._loss_plan, sequence_sum, sequence_gather)
 
     def shape_rewards(
         self,
@@ -204,27 +211,38 @@ def _loss_plan(config: MethodConfig, response_limit: int | None) -> LossPlan:
         mismatch=config.mismatch.kind,
         mismatch_cap=config.mismatch.cap,
         response_limit=response_limit,
+        token_shaping=tuple((name, choice.knobs) for name, choice in config.token_shaping.items()),
     )
 
 
-def _needs(config: MethodConfig, plan: CreditPlan) -> Needs:
+def _needs(config: MethodConfig, plan: CreditPlan, loss_plan: LossPlan) -> Needs:
     coefficients = _kl_coef(config)
     reads = reads_of(plan).keys()
     dynamic = config.filters.dynamic_sampling
-    entropy: Literal["none", "metric", "grad"] = "none"
+    entropy: Literal["none", "metric", "value", "grad"] = "none"
     if config.entropy.coef:
         entropy = "grad"
+    elif "entropy" in token_reads_of(loss_plan):
+        entropy = "value"
     elif config.entropy.metric:
         entropy = "metric"
     min_group = ESTIMATORS[plan.estimator].needs.min_group
     if isinstance(min_group, str):
         min_group = plan.estimator_knobs[min_group]
+    token_reads = token_reads_of(loss_plan)
+    top_k = int("is_argmax" in token_reads)
+    if "topk_logprobs" in token_reads:
+        top_k = loss_plan.policy_knobs["top_k"]
     return Needs(
         ref_logprobs=any(coefficients) or "kl" in reads,
         entropy=entropy,
+        top_k=top_k,
         visual_entropy="visual_entropy" in reads,
+        history="visits" in reads,
         response_statistics=bool({"mean_logprobs", "sum_logprobs", "kl"} & reads),
-        correct=coefficients[0] != coefficients[1],
+        correct=coefficients[0] != coefficients[1] or "correct" in token_reads,
+        group_accuracy="group_accuracy" in token_reads,
+        log_ratio_sums="log_ratio_sums" in token_reads,
         dynamic_sampling=dynamic is not None,
         max_sampling_tries=1 if dynamic is None else dynamic.max_tries,
         token_ids=config.reward_shaping.repetition is not None,

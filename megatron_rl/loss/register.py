@@ -14,20 +14,43 @@ from typing import Any
 from megatron_rl.config import method, registry
 from megatron_rl.config.pieces import Choices, Named
 from megatron_rl.errors import RegistrationError
-from megatron_rl.loss import advantages, aggregate, choices, kl, mismatch, policy_losses, shaping
+from megatron_rl.loss import (
+    advantages,
+    aggregate,
+    choices,
+    histories,
+    kl,
+    mismatch,
+    policy_losses,
+    response_losses,
+    shaping,
+    token_advantages,
+)
 from megatron_rl.loss.batch import EstimatorNeeds
 from megatron_rl.loss.choices import Function
+from megatron_rl.loss.terms import OPTIONAL
 
 PLAIN = EstimatorNeeds()
-READABLE = ("mean_logprobs", "sum_logprobs", "visual_entropy", "kl")
+READABLE = ("mean_logprobs", "sum_logprobs", "visual_entropy", "kl", *histories.FIELDS)
 # Their decorators have filled the tables below.
-FILES = (advantages, shaping, policy_losses, aggregate, kl, mismatch)
+FILES = (
+    advantages,
+    histories,
+    shaping,
+    token_advantages,
+    policy_losses,
+    response_losses,
+    aggregate,
+    kl,
+    mismatch,
+)
 
 
 def _own() -> Iterator[tuple[Choices, Mapping[str, choices.Choice]]]:
     """The tables of the configuration, each with the functions whose knobs it describes."""
     yield method.ESTIMATORS, choices.ESTIMATORS
     yield method.SHAPERS, choices.SHAPERS
+    yield method.TOKEN_SHAPERS, choices.TOKEN_SHAPERS
     yield method.POLICY_LOSSES, choices.POLICY_LOSSES
     yield method.AGGREGATIONS, choices.AGGREGATIONS
     yield method.KL_WEIGHTS, choices.KL_WEIGHTS
@@ -121,8 +144,41 @@ def register_shaper(name: str, *, reads: Sequence[str] = ()) -> Callable[[Functi
     return register
 
 
+def register_token_shaper(
+    name: str, *, reads: Sequence[str] = ()
+) -> Callable[[Function], Function]:
+    """``f(advantages, terms, *, knobs)`` gives the advantages after it, one per token.
+
+    Example::
+
+        @register_token_shaper("sharpen")
+        def sharpen(advantages: Tensor, entropy: Tensor, *, scale: float = 0.1) -> Tensor:
+            return advantages * (1 + scale * entropy)
+
+    Args:
+        reads: optional fields of TokenBatch that a function of ``terms`` reads (``OPTIONAL`` of
+            ``terms.py``); those that it names as inputs are known.
+
+    Raises:
+        RegistrationError: the name is taken, a knob has no type, or ``reads`` is not understood.
+    """
+
+    def register(function: Function) -> Function:
+        inputs = choices.TOKEN_SHAPING.inputs_of(function)
+        if "topk_logprobs" in (*inputs, *reads):
+            raise RegistrationError(
+                f"token shaper {name}: reads topk_logprobs, which a policy loss alone is given"
+            )
+        _check_reads(f"token shaper {name}", reads, OPTIONAL)
+        registry.register_piece("token shaper", method.TOKEN_SHAPERS, name, function, inputs)
+        choices.enter_token_shaper(name, function, reads)
+        return function
+
+    return register
+
+
 def register_policy_loss(
-    name: str, *, sequence_ratio: bool = False, clips: bool = False
+    name: str, *, sequence_ratio: bool = False, clips: bool = False, reads: Sequence[str] = ()
 ) -> Callable[[Function], Function]:
     """``f(terms, *, knobs)`` gives what is minimized, one value per token, with gradient.
 
@@ -135,35 +191,48 @@ def register_policy_loss(
     Args:
         sequence_ratio: ``terms.log_ratio`` is the response's mean, as in GSPO, not the token's.
         clips: the loss clips the ratio to [1 - low, 1 + high] of its knobs ``low`` and ``high``, so
-            that the shares of clipped tokens are logged.
+            that the shares of clipped tokens are logged. (Bounds that differ from token to token
+            are returned: ``response_losses.Clipped``.)
+        reads: as for ``register_token_shaper``.
 
     Raises:
-        RegistrationError: the name is taken, a knob has no type, or ``clips`` lacks its two knobs.
+        RegistrationError: the name is taken, a knob has no type, ``clips`` lacks its two knobs, or
+            ``reads`` is not understood.
     """
 
     def register(function: Function) -> Function:
+        _check_reads(f"policy loss {name}", reads, OPTIONAL)
         inputs = choices.PER_TOKEN.inputs_of(function)
         schema = registry.register_piece(
             "policy loss", method.POLICY_LOSSES, name, function, inputs
         )
+        read = choices.token_reads(inputs, reads)
+        if "topk_logprobs" in read and "top_k" not in schema.model_fields:
+            del method.POLICY_LOSSES[name]
+            raise RegistrationError(
+                f"policy loss {name}: reads topk_logprobs, so it needs the knob top_k: int"
+            )
         floats = [knob for knob, info in schema.model_fields.items() if info.annotation is float]
         if clips and not {"low", "high"} <= set(floats):
             del method.POLICY_LOSSES[name]
             raise RegistrationError(
                 f"policy loss {name}: clips=True needs the knobs low: float and high: float"
             )
-        choices.enter_policy_loss(name, function, sequence_ratio, clips)
+        choices.enter_policy_loss(name, function, sequence_ratio, clips, reads)
         return function
 
     return register
 
 
-def _check_reads(subject: str, reads: Sequence[str]) -> None:
+def _check_reads(subject: str, reads: Sequence[str], readable: Sequence[str] = READABLE) -> None:
+    always = "rewards, correct, lengths and groups"
+    if readable is OPTIONAL:
+        always = "logprobs, log_ratio, advantages and loss_mask"
     for field in reads:
-        if field not in READABLE:
+        if field not in readable:
             raise RegistrationError(
-                f"{subject}: reads {field!r}, which is none of {', '.join(READABLE)}; "
-                "rewards, correct, lengths and groups are always there"
+                f"{subject}: reads {field!r}, which is none of {', '.join(readable)}; {always} are"
+                " always there"
             )
 
 

@@ -78,3 +78,11 @@ def segments_of(ids: Int[Tensor, " items"]) -> Segments:
     """Segments of equal id, which need not be contiguous."""
     _, index, count = torch.unique(ids, return_inverse=True, return_counts=True)
     return Segments(index, count)
+
+
+def group_accuracy(
+    correct: Bool[Tensor, " items"], ids: Int[Tensor, " items"]
+) -> Float[Tensor, " items"]:
+    """The share of correct items among those of the same id, at each of them; float32."""
+    groups = segments_of(ids)
+    return groups.broadcast(groups.mean(correct.float()))

@@ -17,6 +17,8 @@ from torch import Tensor
 from megatron_rl.loss.choices import shaper
 from megatron_rl.loss.segments import Segments, segments_of
 
+EasyForm = Literal["paper", "released"]
+
 
 @shaper
 def stcr(
@@ -53,13 +55,16 @@ def ddas(
     advantages: Float[Tensor, " responses"],
     share: Float[Tensor, " responses"],
     omega: Float[Tensor, ""],
+    *,
+    easy_form: EasyForm = "paper",
 ) -> Float[Tensor, " responses"]:
     """omega/2 A / sqrt(p) + (1 - omega)/2 A / sqrt(1 - p); unchanged where p is 0 or 1.
 
+    ``easy_form``: that of ``easy_focused``.
     Source: A-GRAE (arXiv 2602.05548) eq. 12.
     """
     hard = hard_focused(advantages, share)
-    easy = easy_focused(advantages, share)
+    easy = easy_focused(advantages, share, easy_form=easy_form)
     return torch.where(_inside(share), omega * hard + (1 - omega) * easy, advantages)
 
 
@@ -101,13 +106,20 @@ def hard_focused(
 
 @shaper
 def easy_focused(
-    advantages: Float[Tensor, " responses"], share: Float[Tensor, " responses"]
+    advantages: Float[Tensor, " responses"],
+    share: Float[Tensor, " responses"],
+    *,
+    easy_form: EasyForm = "paper",
 ) -> Float[Tensor, " responses"]:
     """0.5 A / sqrt(1 - p); unchanged where p is 0 or 1.
 
-    Source: A-GRAE (arXiv 2602.05548) section 4.1.
+    ``easy_form`` released divides by 1 - sqrt(p) + 1e-6 instead: at p = 0.75 by 0.134, not 0.5.
+    Source: A-GRAE (arXiv 2602.05548) section 4.1; its released code.
     """
-    return torch.where(_inside(share), 0.5 * advantages * _safe(1 - share).rsqrt(), advantages)
+    shaped = 0.5 * advantages * _safe(1 - share).rsqrt()
+    if easy_form == "released":
+        shaped = 0.5 * advantages / (1 - share.sqrt() + 1e-6)
+    return torch.where(_inside(share), shaped, advantages)
 
 
 @shaper

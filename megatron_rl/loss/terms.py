@@ -11,8 +11,20 @@ from torch import Tensor
 
 from megatron_rl.loss.batch import TokenBatch
 from megatron_rl.loss.segments import lifted
+from megatron_rl.loss.whole_responses import SequenceGather, WholeResponses
 
 SequenceSum = Callable[[Tensor], Tensor]
+# Properties of Terms that are an optional field of TokenBatch. Who names one is given it; the
+# trainer learns from ``Needs`` what to provide.
+OPTIONAL = (
+    "entropy",
+    "correct",
+    "group_ids",
+    "group_accuracy",
+    "topk_logprobs",
+    "is_argmax",
+    "log_ratio_sums",
+)
 
 
 @dataclass(frozen=True)
@@ -22,7 +34,7 @@ class Terms:
     A function that names a field or property is given it. ``logprobs`` and ``log_ratio`` (current
     minus old) are 0 outside the mask, so that nothing there reaches a value or a gradient;
     ``advantages`` stand at each token. ``sequence_sum`` adds per-response sums over the ranks that
-    share a response.
+    share a response; ``sequence_gather`` is that of ``WholeResponses``.
     """
 
     batch: TokenBatch
@@ -33,6 +45,7 @@ class Terms:
     num_responses: int
     num_tokens: int
     sequence_sum: SequenceSum
+    sequence_gather: SequenceGather
     response_limit: int | None  # tokens of the longest response the run allows, where known
 
     @property
@@ -56,13 +69,69 @@ class Terms:
         gap = old - lifted(self.batch.sampler_logprobs).to(self.dtype)
         return gap.masked_fill(~self.loss_mask, 0).detach()
 
+    @property
+    def entropy(self) -> Float[Tensor, " tokens"]:
+        """Of the current policy, in nats, 0 outside the mask, detached."""
+        assert self.batch.entropy is not None
+        entropy = lifted(self.batch.entropy.detach()).to(self.dtype)
+        return entropy.masked_fill(~self.loss_mask, 0)
+
+    @property
+    def topk_logprobs(self) -> Float[Tensor, "tokens top_k"]:
+        """Of the most likely tokens, 0 outside the mask, with gradient."""
+        assert self.batch.topk_logprobs is not None
+        logprobs = lifted(self.batch.topk_logprobs).to(self.dtype)
+        return logprobs.masked_fill(~self.loss_mask[:, None], 0)
+
+    @property
+    def is_argmax(self) -> Bool[Tensor, " tokens"]:
+        """Where no token is more likely than the sampled one."""
+        assert self.batch.is_argmax is not None
+        return self.batch.is_argmax
+
+    @property
+    def correct(self) -> Bool[Tensor, " responses"]:
+        assert self.batch.correct is not None
+        return self.batch.correct
+
+    @property
+    def group_ids(self) -> Int[Tensor, " responses"]:
+        """Which prompt."""
+        assert self.batch.group_ids is not None
+        return self.batch.group_ids
+
+    @property
+    def log_ratio_sums(self) -> Float[Tensor, " responses"]:
+        """Of log_ratio over each response, whose tokens may lie elsewhere."""
+        assert self.batch.log_ratio_sums is not None
+        return self.batch.log_ratio_sums.to(self.dtype)
+
+    @property
+    def group_accuracy(self) -> Float[Tensor, " tokens"]:
+        """Share of correct responses of the prompt, at each token."""
+        assert self.batch.group_accuracy is not None
+        return self.batch.group_accuracy.to(self.dtype)[self.response_index]
+
+    @property
+    def responses(self) -> WholeResponses:
+        """For order statistics over the tokens of a response."""
+        num_responses = self.response_loss_tokens.numel()
+        return WholeResponses(
+            self.response_index, self.loss_mask, num_responses, self.sequence_gather
+        )
+
     def mean(self, values: Tensor) -> Float[Tensor, ""]:
         """Contribution to the mean over the loss tokens of the minibatch, detached."""
         kept = values.detach().to(self.dtype).masked_fill(~self.loss_mask, 0)
         return kept.sum() / max(self.num_tokens, 1)
 
 
-def terms_of(batch: TokenBatch, sequence_sum: SequenceSum, response_limit: int | None) -> Terms:
+def terms_of(
+    batch: TokenBatch,
+    sequence_sum: SequenceSum,
+    response_limit: int | None,
+    sequence_gather: SequenceGather = lambda columns: columns,
+) -> Terms:
     """The batch as the functions read it; denominators are its own where none are given."""
     mask = batch.loss_mask
     # masked_fill, not a product: a NaN outside the mask times 0 would stay NaN.
@@ -87,5 +156,6 @@ def terms_of(batch: TokenBatch, sequence_sum: SequenceSum, response_limit: int |
         num_responses=num_responses,
         num_tokens=num_tokens,
         sequence_sum=sequence_sum,
+        sequence_gather=sequence_gather,
         response_limit=response_limit,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -11,9 +12,17 @@ from torch import Tensor
 from megatron_rl.loss import aggregate, kl
 from megatron_rl.loss import policy_losses as losses
 from megatron_rl.loss.batch import LossResult, TokenBatch
-from megatron_rl.loss.choices import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES, Knobs
+from megatron_rl.loss.choices import (
+    AGGREGATIONS,
+    CORRECTIONS,
+    POLICY_LOSSES,
+    TOKEN_SHAPERS,
+    Knobs,
+)
+from megatron_rl.loss.response_losses import Clipped
 from megatron_rl.loss.segments import lifted, where_correct
 from megatron_rl.loss.terms import SequenceSum, Terms, terms_of
+from megatron_rl.loss.whole_responses import SequenceGather
 
 
 @dataclass(frozen=True)
@@ -30,24 +39,47 @@ class LossPlan:
     mismatch: str
     mismatch_cap: float
     response_limit: int | None = None
+    token_shaping: tuple[tuple[str, Knobs], ...] = ()
 
 
-def token_loss(batch: TokenBatch, plan: LossPlan, sequence_sum: SequenceSum) -> LossResult:
+def token_reads_of(plan: LossPlan) -> dict[str, str]:
+    """Optional fields of TokenBatch that the chosen functions read, each with who reads it."""
+    fields: dict[str, str] = {}
+    for name, _ in plan.token_shaping:
+        fields |= dict.fromkeys(TOKEN_SHAPERS[name].reads, f"token shaper {name}")
+    for name in (plan.aggregate[0], plan.kl_aggregate[0]):
+        fields |= dict.fromkeys(AGGREGATIONS[name].reads, f"aggregation {name}")
+    reads = POLICY_LOSSES[plan.policy_loss].reads
+    return fields | dict.fromkeys(reads, f"policy loss {plan.policy_loss}")
+
+
+def token_loss(
+    batch: TokenBatch,
+    plan: LossPlan,
+    sequence_sum: SequenceSum,
+    sequence_gather: SequenceGather = lambda columns: columns,
+) -> LossResult:
     """The contribution of ``batch``: policy_loss + kl_loss - entropy_coef entropy.
 
     Raises:
         ValueError: the batch lacks what the method reads.
     """
-    terms = terms_of(batch, sequence_sum, plan.response_limit)
+    for field, reader in token_reads_of(plan).items():
+        if getattr(batch, field) is None:
+            raise ValueError(f"TokenBatch.{field} is missing, but {reader} reads it; give it")
+    terms = terms_of(batch, sequence_sum, plan.response_limit, sequence_gather)
     weights = token_weights(terms, plan.aggregate)
-    log_ratio, per_token = policy_term(terms, plan)
+    terms = replace(terms, advantages=token_advantages(terms, plan))
+    log_ratio, per_token, bounds = policy_term(terms, plan)
     correction = mismatch_weights(terms, plan)
     if correction is not None:
         per_token = correction * per_token
     policy_loss = aggregate.weighted_sum(per_token, weights, batch.loss_mask)
     kl_loss, divergence = kl_term(terms, plan, weights)
     loss = policy_loss + kl_loss
-    metrics = ratio_metrics(terms, log_ratio.detach(), plan)
+    metrics = ratio_metrics(terms, log_ratio.detach(), bounds)
+    if plan.token_shaping:
+        metrics["policy/token_advantage_mean"] = terms.mean(terms.advantages)
     if batch.entropy is not None:
         entropy = lifted(batch.entropy)
         metrics["entropy/mean"] = terms.mean(entropy)
@@ -78,10 +110,24 @@ def token_weights(terms: Terms, aggregation: tuple[str, Knobs]) -> Float[Tensor,
     return AGGREGATIONS[name](terms, knobs)
 
 
+def token_advantages(terms: Terms, plan: LossPlan) -> Float[Tensor, " tokens"]:
+    """The advantages of the responses at each token, shaped in order, detached."""
+    advantages = terms.advantages
+    for name, knobs in plan.token_shaping:
+        shaped = TOKEN_SHAPERS[name](terms, knobs, advantages)
+        _check_per_token(f"token shaper {name}", shaped, terms)
+        advantages = shaped.detach()
+    return advantages
+
+
+Bounds = tuple[Tensor | float, Tensor | float]
+
+
 def policy_term(
     terms: Terms, plan: LossPlan
-) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
-    """The log ratio the loss clips (the sequence's under gspo), and the per-token loss."""
+) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"], Bounds | None]:
+    """The log ratio the loss clips (the sequence's under gspo), the per-token loss, and the bounds
+    of the ratio where the loss has any."""
     chosen = POLICY_LOSSES[plan.policy_loss]
     if chosen.sequence_ratio:
         log_ratio = losses.sequence_log_ratio(
@@ -93,15 +139,25 @@ def policy_term(
         )
         terms = replace(terms, log_ratio=log_ratio)
     per_token = chosen(terms, plan.policy_knobs)
-    if not isinstance(per_token, Tensor) or per_token.shape != terms.log_ratio.shape:
-        returned = type(per_token).__name__
-        if isinstance(per_token, Tensor):
-            returned = str(tuple(per_token.shape))
-        raise ValueError(
-            f"policy loss {plan.policy_loss}: returned {returned}; return a tensor "
-            f"{tuple(terms.log_ratio.shape)}, one value per token"
-        )
-    return terms.log_ratio, per_token
+    bounds: Bounds | None = None
+    if chosen.clips:
+        bounds = (1 - plan.policy_knobs["low"], 1 + plan.policy_knobs["high"])
+    if isinstance(per_token, Clipped):
+        per_token, lower, upper = per_token
+        bounds = (lower, upper)
+    _check_per_token(f"policy loss {plan.policy_loss}", per_token, terms)
+    return terms.log_ratio, per_token, bounds
+
+
+def _check_per_token(who: str, values: Any, terms: Terms) -> None:
+    """Raises ValueError unless there is one value for each token."""
+    if isinstance(values, Tensor) and values.shape == terms.log_ratio.shape:
+        return
+    returned = str(tuple(values.shape)) if isinstance(values, Tensor) else type(values).__name__
+    raise ValueError(
+        f"{who}: returned {returned}; return a tensor {tuple(terms.log_ratio.shape)}, one value"
+        " per token"
+    )
 
 
 def kl_term(
@@ -156,7 +212,7 @@ def mismatch_weights(terms: Terms, plan: LossPlan) -> Float[Tensor, " tokens"] |
     return CORRECTIONS[plan.mismatch](terms, {"cap": plan.mismatch_cap})
 
 
-def ratio_metrics(terms: Terms, log_ratio: Tensor, plan: LossPlan) -> dict[str, Tensor]:
+def ratio_metrics(terms: Terms, log_ratio: Tensor, bounds: Bounds | None) -> dict[str, Tensor]:
     """Means over loss tokens of the ratio that the loss clips.
 
     Clip shares are by side of the clip and sign of the advantage.
@@ -170,9 +226,9 @@ def ratio_metrics(terms: Terms, log_ratio: Tensor, plan: LossPlan) -> dict[str, 
         "policy/ratio_max": masked.max() if masked.numel() else masked.new_zeros(()),
         "policy/kl_old_mean": terms.mean(old_divergence),
     }
-    if POLICY_LOSSES[plan.policy_loss].clips:
-        above = ratio > 1 + plan.policy_knobs["high"]
-        below = ratio < 1 - plan.policy_knobs["low"]
+    if bounds is not None:
+        above = ratio > bounds[1]
+        below = ratio < bounds[0]
         signs = {"positive": terms.advantages > 0, "negative": terms.advantages < 0}
         for sign, rows in signs.items():
             metrics[f"policy/clip_up_{sign}_share"] = terms.mean(above & rows)

@@ -16,7 +16,12 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.policy.logprobs import LOGPROB_CHUNK_TOKENS, response_logprobs
+from megatron_rl.policy.logprobs import (
+    LOGPROB_CHUNK_TOKENS,
+    Head,
+    TokenValues,
+    token_values,
+)
 from megatron_rl.policy.microbatches import Microbatch
 from megatron_rl.policy.parallel import Ranks
 from megatron_rl.protocols import Entropy
@@ -25,7 +30,7 @@ from megatron_rl.runtime.launch import gather_objects
 from megatron_rl.runtime.transfer import to_device
 from megatron_rl.types import TokenLoss, TokenScores, TokenView, largest
 
-Consume = Callable[[Microbatch, Tensor, Tensor | None], tuple[Tensor, Any]]
+Consume = Callable[[Microbatch, TokenValues], tuple[Tensor, Any]]
 
 
 class _SequenceSum(torch.autograd.Function):
@@ -53,6 +58,22 @@ def sequence_sum(ranks: Ranks) -> Callable[[Tensor], Tensor]:
     return lambda values: _SequenceSum.apply(values, ranks.context_group)
 
 
+def sequence_gather(ranks: Ranks, num_places: int) -> Callable[[Tensor], Tensor]:
+    """See ``types.TokenView``. ``num_places``: columns that no rank exceeds, so that nobody has to
+    ask how many the others have."""
+    if ranks.context == 1:
+        return lambda columns: columns
+
+    def gather(columns: Tensor) -> Tensor:
+        padded = columns.new_full((columns.shape[0], num_places), torch.nan)
+        padded[:, : columns.shape[1]] = columns.detach()
+        everyone = [torch.empty_like(padded) for _ in range(ranks.context)]
+        dist.all_gather(everyone, padded, group=ranks.context_group)
+        return torch.cat(everyone, dim=1)
+
+    return gather
+
+
 class ScoreBoard:
     """Logprobs, and entropies if wanted, of all response tokens of a batch, written where they are
     computed: by tensor rank 0 of the last stage, on the context rank that holds the token.
@@ -70,13 +91,13 @@ class ScoreBoard:
         self._places: list[Tensor] = []
         self._written: list[Tensor] = []
 
-    def write(self, microbatch: Microbatch, logprobs: Tensor, entropies: Tensor | None) -> None:
+    def write(self, microbatch: Microbatch, values: TokenValues) -> None:
         if not self._writes:
             return
-        rows = [logprobs]
+        rows = [values.logprobs]
         if len(self._values) > 1:
-            assert entropies is not None, "entropies were wanted and not computed"
-            rows.append(entropies)
+            assert values.entropy is not None, "entropies were wanted and not computed"
+            rows.append(values.entropy)
         self._places.append(microbatch.index)
         self._written.append(torch.stack([values.detach().float() for values in rows]))
 
@@ -114,8 +135,8 @@ class Totals:
 
 
 class Passes:
-    """Runs micro-batches through the chunks of this rank. ``consume(microbatch, logprobs,
-    entropy)`` is called on the last stage only and returns (loss, what to collect)."""
+    """Runs micro-batches through the chunks of this rank. ``consume(microbatch, values)`` is called
+    on the last stage only and returns (loss, what to collect)."""
 
     def __init__(
         self, chunks: Sequence[torch.nn.Module], ranks: Ranks, vocab_size: int, temperature: float
@@ -133,16 +154,18 @@ class Passes:
         *,
         backward: bool,
         entropy: Entropy,
+        top_k: int = 0,
     ) -> list[Any]:
         """Collective: what ``consume`` collected for each micro-batch, in order (nothing before the
-        last stage)."""
+        last stage). ``entropy``, ``top_k``: see ``Head``."""
         lengths = {microbatch.token_ids.shape[1] for microbatch in microbatches}
         told = self.ranks.pipeline == 1 or self.chunks[0].config.variable_seq_lengths
         assert told or len(lengths) == 1, (
             f"pipeline stages expect micro-batches of one length: {lengths}"
         )
         iterators = [iter(microbatches) for _ in self.chunks]
-        step = partial(self._step, consume=consume, entropy=entropy)
+        head = self._head(entropy, top_k)
+        step = partial(self._step, consume=consume, head=head)
         with torch.set_grad_enabled(backward):
             return self.schedule(
                 forward_step_func=step,
@@ -155,8 +178,13 @@ class Passes:
                 forward_only=not backward,
             )
 
+    def _head(self, entropy: Entropy, top_k: int) -> Head:
+        group = self.ranks.tensor_group if self.ranks.tensor > 1 else None
+        chunk_tokens = LOGPROB_CHUNK_TOKENS
+        return Head(self.temperature, self.vocab_size, chunk_tokens, group, entropy, top_k)
+
     def _step(
-        self, iterator: Any, chunk: torch.nn.Module, *, consume: Consume, entropy: Any
+        self, iterator: Any, chunk: torch.nn.Module, *, consume: Consume, head: Head
     ) -> tuple[Tensor, Callable[..., Any]]:
         microbatch: Microbatch = next(iterator)
         ACTIVITY.note("a micro-batch of the policy")
@@ -167,14 +195,14 @@ class Passes:
             packed_seq_params=microbatch.packing,
             **({"fp32_output": False} if _casts(chunk) else {}),
         )
-        return output, partial(self._finish, chunk, microbatch, consume, entropy)
+        return output, partial(self._finish, chunk, microbatch, consume, head)
 
     def _finish(
         self,
         chunk: torch.nn.Module,
         microbatch: Microbatch,
         consume: Consume,
-        entropy: Any,
+        head: Head,
         output: Tensor,
     ) -> tuple[Tensor, Tensor, Any]:
         """Last stage only: states -> logprobs of response tokens -> loss. Megatron expects (loss,
@@ -182,20 +210,12 @@ class Passes:
         weight = get_attr_wrapped_model(chunk, "head_weight")()
         _wait_for(chunk, weight)
         hidden = output.squeeze(1)
-        logprobs, entropies = response_logprobs(
-            hidden.index_select(0, microbatch.rows).to(weight.dtype),
-            weight,
-            microbatch.targets,
-            temperature=self.temperature,
-            vocab_size=self.vocab_size,
-            chunk_tokens=LOGPROB_CHUNK_TOKENS,
-            group=self.ranks.tensor_group if self.ranks.tensor > 1 else None,
-            entropy=entropy,
-        )
-        loss, data = consume(microbatch, logprobs, entropies)
+        states = hidden.index_select(0, microbatch.rows).to(weight.dtype)
+        values = token_values(states, weight, microbatch.targets, head)
+        loss, data = consume(microbatch, values)
         # Without response tokens the graph must still reach every stage: the pipeline waits for a
         # gradient.
-        connected = loss + hidden[:0].sum() + weight[:0].sum() + logprobs.sum() * 0
+        connected = loss + hidden[:0].sum() + weight[:0].sum() + values.logprobs.sum() * 0
         return connected, torch.zeros([], dtype=torch.int, device=loss.device), data
 
 
@@ -242,14 +262,21 @@ def loss_consumer(
     ``entropy``: the loss gets it."""
     over_context = sequence_sum(ranks)
 
-    def consume(
-        microbatch: Microbatch, logprobs: Tensor, entropies: Tensor | None
-    ) -> tuple[Tensor, Any]:
+    def consume(microbatch: Microbatch, values: TokenValues) -> tuple[Tensor, Any]:
         if microbatch.empty:
-            return logprobs.new_zeros(()), None
+            return values.logprobs.new_zeros(()), None
         if board is not None:
-            board.write(microbatch, logprobs, entropies)
-        view = TokenView(microbatch.index, logprobs, entropies if entropy else None, over_context)
+            board.write(microbatch, values)
+        view = TokenView(
+            microbatch.index,
+            values.logprobs,
+            values.entropy if entropy else None,
+            sequence_sum=over_context,
+            topk_logprobs=values.topk_logprobs,
+            is_argmax=values.is_argmax,
+            # A context rank has at most one response token for each token it works on.
+            sequence_gather=sequence_gather(ranks, microbatch.token_ids.shape[1]),
+        )
         result = loss(view)
         assert result.loss.ndim == 0, f"a loss is a scalar, not {tuple(result.loss.shape)}"
         # The schedule may change the loss in place.

@@ -1,4 +1,4 @@
-"""Logprobs and entropies of given tokens from hidden states, a chunk of logits at a time.
+"""Logprobs, entropies and most likely tokens from hidden states, a chunk of logits at a time.
 
 The output layer, softmax and gather are one differentiable operation over chunks of tokens. Forward
 keeps three or four numbers per token and drops the logits; backward computes each chunk's logits
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from megatron_rl.protocols import Entropy
@@ -77,47 +77,94 @@ def response_logprobs(
     assert hidden.shape[0] == targets.shape[0], (
         f"{hidden.shape[0]} hidden states but {targets.shape[0]} targets"
     )
-    head = _Head(temperature, vocab_size, chunk_tokens, group, entropy)
-    logprobs, entropies = _Logprobs.apply(hidden, weight, targets, head)
-    return logprobs, (None if entropy == "none" else entropies)
+    head = Head(temperature, vocab_size, chunk_tokens, group, entropy)
+    values = token_values(hidden, weight, targets, head)
+    return values.logprobs, values.entropy
 
 
 @dataclass(frozen=True)
-class _Head:
-    """How states become a distribution: the settings of ``response_logprobs``."""
+class Head:
+    """How states become a distribution, and what is wanted of it beside logprobs: the settings of
+    ``response_logprobs``, and ``top_k`` tokens (0: none)."""
 
     temperature: float
     vocab_size: int
     chunk_tokens: int
     group: dist.ProcessGroup | None
     entropy: Entropy
+    top_k: int = 0
 
     @property
     def rank(self) -> int:
         return 0 if self.group is None else dist.get_rank(self.group)
 
 
+@dataclass(frozen=True)
+class TokenValues:
+    """What ``token_values`` computes, in nats; ``is_argmax``: no token is more likely."""
+
+    logprobs: Float[Tensor, " t"]
+    entropy: Float[Tensor, " t"] | None = None
+    topk_logprobs: Float[Tensor, "t k"] | None = None
+    is_argmax: Bool[Tensor, " t"] | None = None
+
+
+def token_values(
+    hidden: Float[Tensor, "t h"],
+    weight: Float[Tensor, "v_local h"],
+    targets: Int[Tensor, " t"],
+    head: Head,
+) -> TokenValues:
+    """``response_logprobs`` with the most likely tokens.
+
+    ``topk_logprobs``: of the ``top_k`` most likely tokens, most likely first, with gradient; which
+    of two equally likely tokens is the k-th is not said.
+
+    Raises:
+        ValueError: the vocabulary has fewer than ``top_k`` tokens.
+    """
+    if head.top_k > head.vocab_size:
+        raise ValueError(
+            f"token_values: top_k is {head.top_k}, but the vocabulary has {head.vocab_size} tokens"
+        )
+    logprobs, entropies, topk, is_argmax = _Logprobs.apply(hidden, weight, targets, head)
+    return TokenValues(
+        logprobs,
+        None if head.entropy == "none" else entropies,
+        topk if head.top_k else None,
+        is_argmax if head.top_k else None,
+    )
+
+
 class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: _Head
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         with_entropy = head.entropy != "none"
         chunks = _Chunks(hidden, weight, targets, head)
         everyone = _gather(_local_stats(chunks, with_entropy), head.group)
-        logprobs, logsumexp, entropies = _combine(everyone, with_entropy)
-        ctx.save_for_backward(hidden, weight, targets, logsumexp, entropies)
+        num_sums = 4 if with_entropy else 3
+        logprobs, logsumexp, entropies = _combine(everyone[:, :num_sums], with_entropy)
+        topk, tokens = _largest(everyone[:, num_sums:], head.top_k)
+        is_argmax = everyone[:, 2].amax(0) == everyone[:, 0].amax(0)
+        topk = topk - logsumexp[:, None]
+        ctx.save_for_backward(hidden, weight, targets, logsumexp, entropies, tokens)
         ctx.head = head
+        fixed = [is_argmax]
         if head.entropy != "grad":
-            ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
+            fixed.append(entropies)
+        if not head.top_k:
+            fixed.append(topk)
+        ctx.mark_non_differentiable(*fixed)  # the last call counts alone
+        return logprobs, entropies, topk, is_argmax
 
     @staticmethod
     def backward(
-        ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor
+        ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor, grad_topk: Tensor, _: Any
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, logsumexp, entropies = ctx.saved_tensors
-        head: _Head = ctx.head
+        hidden, weight, targets, logsumexp, entropies, tokens = ctx.saved_tensors
+        head: Head = ctx.head
         chunks = _Chunks(hidden, weight, targets, head)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = chunks.zeros_like(hidden) if wants_hidden else None
@@ -127,14 +174,21 @@ class _Logprobs(torch.autograd.Function):
             # gradient, then that gradient once more at the target.
             x.sub_(logsumexp[rows, None])
             outer = grad_logprobs[rows] / head.temperature
+            every = outer  # of log p of all wanted tokens: d log p is -p, and 1 at the token
+            if head.top_k:
+                of_topk = grad_topk[rows] / head.temperature
+                every = outer + of_topk.sum(1)
             if head.entropy == "grad":
                 outer_entropy = grad_entropies[rows] / head.temperature
-                _entropy_gradient_(x, outer, outer_entropy, entropies[rows])
+                _entropy_gradient_(x, every, outer_entropy, entropies[rows])
             else:
-                x.exp_().mul_(-outer[:, None])
-            is_own, column = chunks.own(rows)
+                x.exp_().mul_(-every[:, None])
+            is_own, column = chunks.own(targets[rows])
             if chunks.width:
                 x.scatter_add_(1, column[:, None], (outer * is_own)[:, None])
+            if chunks.width and head.top_k:
+                is_own, column = chunks.own(tokens[rows])
+                x.scatter_add_(1, column, of_topk * is_own)
             grad_logits = chunks.operand(x)
             if grad_hidden is not None:
                 _mm(grad_logits, chunks.weight, out=grad_hidden[rows])
@@ -158,7 +212,7 @@ class _Chunks:
     overwrite.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, head: _Head) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head) -> None:
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         self.first = weight.shape[0] * head.rank
         # Padding is at the end of the vocabulary, so masking it is to leave it out; a whole block
@@ -168,6 +222,7 @@ class _Chunks:
         self.targets = targets
         self.temperature = head.temperature
         self.size = head.chunk_tokens
+        self.top_k = head.top_k
         self.weight = self.operand(weight[: self.width])
 
     def operand(self, x: Tensor) -> Tensor:
@@ -181,9 +236,9 @@ class _Chunks:
         """Of the shape of ``x``, in the format of sums."""
         return torch.zeros(x.shape, dtype=self.dtype, device=x.device)
 
-    def own(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Which targets are in this rank's true columns, and the column (0 for the others)."""
-        column = self.targets[rows].long() - self.first
+    def own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Which tokens are in this rank's true columns, and the column (0 for the others)."""
+        column = tokens.long() - self.first
         is_own = (column >= 0) & (column < self.width)
         return is_own, torch.where(is_own, column, 0)
 
@@ -212,15 +267,20 @@ def _mm(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool = False) -> None:
 
 
 def _local_stats(chunks: _Chunks, entropy: bool) -> Tensor:
-    """``[3 or 4, t]``: sums over this rank's columns, from which those of all ranks follow.
+    """``[3 or 4 + 2 top_k, t]``: what follows from this rank's columns for those of all ranks.
 
-    max m, sum exp(x - m), x of the target or -inf, and for the entropy sum (x - m) exp(x - m).
+    max m, sum exp(x - m), x of the target or -inf, and for the entropy sum (x - m) exp(x - m);
+    then the largest x and their tokens (float32 holds every number of a token).
     """
+    num_sums = 4 if entropy else 3
     stats = torch.zeros(
-        (4 if entropy else 3, chunks.hidden.shape[0]),
+        (num_sums + 2 * chunks.top_k, chunks.hidden.shape[0]),
         dtype=chunks.dtype,
         device=chunks.hidden.device,
     )
+    largest, tokens = stats[num_sums:].chunk(2) if chunks.top_k else (None, None)
+    if largest is not None:
+        largest.fill_(-torch.inf)  # where this rank has fewer columns
     if chunks.width == 0:
         stats[0] = torch.finfo(chunks.dtype).min  # finite: (m - max) * 0 below must be 0, not nan
         stats[2] = -torch.inf
@@ -228,7 +288,11 @@ def _local_stats(chunks: _Chunks, entropy: bool) -> Tensor:
     for rows, x in chunks:
         maximum = stats[0, rows]
         torch.amax(x, 1, out=maximum)
-        is_own, column = chunks.own(rows)
+        if largest is not None and tokens is not None:
+            found, columns = x.topk(min(chunks.top_k, chunks.width), dim=1)
+            largest[: found.shape[1], rows] = found.t()
+            tokens[: found.shape[1], rows] = (columns.t() + chunks.first).to(x.dtype)
+        is_own, column = chunks.own(chunks.targets[rows])
         stats[2, rows] = torch.where(is_own, x.gather(1, column[:, None])[:, 0], -torch.inf)
         x.sub_(maximum[:, None])
         if entropy:
@@ -244,7 +308,7 @@ def _local_stats(chunks: _Chunks, entropy: bool) -> Tensor:
 
 
 def _gather(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """``[ranks, 3 or 4, t]``. No tokens, no collective: all ranks of the group have the same t."""
+    """``[ranks, numbers, t]``. No tokens, no collective: all ranks of the group have the same t."""
     if group is None or stats.shape[1] == 0:
         return stats[None]
     everyone = stats.new_empty((dist.get_world_size(group), *stats.shape))
@@ -268,6 +332,17 @@ def _combine(stats: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     weighted = (stats[:, 3] + stats[:, 1] * (stats[:, 0] - maximum)) * scale
     mean = weighted.sum(0) / total  # E[x] - maximum
     return logprobs, maximum + log_total, log_total - mean
+
+
+def _largest(stats: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """``(x, token)``, ``[t, top_k]`` each, of the largest x of all ranks."""
+    ranks, _, num_tokens = stats.shape
+    if not top_k:
+        nothing = stats.new_empty((num_tokens, 0))
+        return nothing, nothing.long()
+    values, tokens = stats.reshape(ranks, 2, top_k, num_tokens).transpose(0, 1).flatten(1, 2)
+    found, place = values.t().topk(top_k, dim=1)
+    return found, tokens.t().gather(1, place).long()
 
 
 def _split_size(x: Tensor) -> int:

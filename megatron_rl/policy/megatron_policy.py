@@ -33,6 +33,7 @@ from megatron_rl.policy.forward import (
 )
 from megatron_rl.policy.gathered_weights import Gather
 from megatron_rl.policy.hardware import this_machine
+from megatron_rl.policy.logprobs import TokenValues
 from megatron_rl.policy.microbatches import Microbatch, multiples
 from megatron_rl.policy.model import build_chunks, transformer_config
 from megatron_rl.policy.not_finite import check_weights
@@ -80,6 +81,7 @@ class MegatronPolicy:
         self.arch, self.hf_config = read_architecture(self.path)
         problems = layout_problems(self.arch, parallel, dist.get_world_size())
         problems += vision_problems(self.arch, model, precision)
+        problems += settings.problems(self.arch.vocab_size)
         if problems:
             raise ValueError("\n".join(problems))
         weights.check_directory(self.path, self.arch)
@@ -220,11 +222,9 @@ class MegatronPolicy:
         entropy: Entropy = "value" if self.settings.entropy != "none" and not reference else "none"
         board = self._board(batch, entropy)
 
-        def consume(
-            microbatch: Microbatch, logprobs: Tensor, entropies: Tensor | None
-        ) -> tuple[Tensor, Any]:
-            board.write(microbatch, logprobs, entropies)
-            return logprobs.new_zeros(()), None
+        def consume(microbatch: Microbatch, values: TokenValues) -> tuple[Tensor, Any]:
+            board.write(microbatch, values)
+            return values.logprobs.new_zeros(()), None
 
         passes = self._passes if temperature is None else self._passes_at(temperature)
         with self._weights(reference), logprob_format(self.config, self.precision), platform():
@@ -279,15 +279,17 @@ class MegatronPolicy:
         """
         self._offload.require("weights", "gradients", "optimizer")
         entropy = self.settings.entropy
-        if entropy == "value" and board is None:
+        in_loss = entropy == "grad" or self.settings.entropy_in_loss
+        if board is None and not in_loss:
             entropy = "none"  # nobody would read them
         with platform():
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            consume = loss_consumer(loss, self.ranks, entropy=entropy == "grad", board=board)
+            consume = loss_consumer(loss, self.ranks, entropy=in_loss, board=board)
             packed = self.batching.packed(batch, microbatches)
-            collected = self._passes.run(packed, consume, backward=True, entropy=entropy)
+            wanted: Values = {"entropy": entropy, "top_k": self.settings.top_k}
+            collected = self._passes.run(packed, consume, backward=True, **wanted)
         return reduce_totals(collected, self.ranks)
 
     def _board(self, batch: SequenceBatch, entropy: Entropy) -> ScoreBoard:

@@ -22,5 +22,16 @@ class PolicySettings:
     tokens_per_microbatch: int  # prompt + response tokens of one forward on one data-parallel rank
     share_prompts: bool = True  # compute a prompt once for its responses, where attention can
     entropy: Entropy = "none"  # what scores hold, and "grad": what a loss gets
+    entropy_in_loss: bool = False  # a loss gets them without gradient too
+    top_k: int = 0  # a loss gets the logprobs of so many most likely tokens; 0: of none
     require_finite: bool = True  # refuse weights of NaN or infinity
     image_processor: ImageProcessor | None = None  # of a model that sees, where prompts have images
+
+    def problems(self, vocab_size: int) -> list[str]:
+        """What a model of so many tokens cannot give."""
+        if self.top_k <= vocab_size:
+            return []
+        return [
+            f"method.policy_loss.top_k = {self.top_k}: the model has {vocab_size} tokens; choose at"
+            " most that"
+        ]

@@ -52,6 +52,9 @@ TABLE: Mapping[str, Metric] = {
     "credit/": Metric("statistics of the advantage estimation, see the method's card"),
     "loss/total": Metric("policy loss + KL loss - entropy bonus, mean over the optimizer steps"),
     "loss/": Metric("one term of the same"),
+    "policy/token_advantage_mean": Metric(
+        "mean advantage over response tokens, after token shaping"
+    ),
     "policy/": Metric(
         "ratio current / old and shares of clipped tokens, mean over the optimizer steps (largest"
         " for *_max)"

@@ -23,7 +23,7 @@ from megatron_rl.loss import Method
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
-from megatron_rl.protocols import Entropy, RolloutSource, WeightSync
+from megatron_rl.protocols import RolloutSource, WeightSync
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.runtime import rank_log
 from megatron_rl.runtime.device import device
@@ -38,12 +38,13 @@ from megatron_rl.trainer.evaluator import AnswersPrompts, Evaluator
 from megatron_rl.trainer.exchange import on_main
 from megatron_rl.trainer.experience import Experience
 from megatron_rl.trainer.health import Health
+from megatron_rl.trainer.histories import Histories
 from megatron_rl.trainer.hooks import RolloutHooks
 from megatron_rl.trainer.learner import Learner, MinibatchPlan
 from megatron_rl.trainer.logprob_check import (
     CheckedSync,
 )
-from megatron_rl.trainer.objective import check_visual_entropy
+from megatron_rl.trainer.objective import check_visual_entropy, token_settings
 from megatron_rl.trainer.placement import Placement
 from megatron_rl.trainer.preflight import check_before_build
 from megatron_rl.trainer.rollouts import (
@@ -65,9 +66,6 @@ from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rol
 from megatron_rl.weight_sync.gather import GatherSync
 from megatron_rl.weight_sync.reshard import ReshardSync
 from megatron_rl.weight_sync.shards import expand
-
-# What a method wants entropies for, and what the policy then computes.
-ENTROPY: dict[str, Entropy] = {"none": "none", "metric": "value", "grad": "grad"}
 
 Decode = Callable[[Sequence[int]], str]
 logger = logging.getLogger(__name__)
@@ -123,7 +121,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     return Trainer(
         config=config.trainer,
         source=source,
-        learner=build_learner(config, world, policy, method),
+        learner=build_learner(config, world, policy, method, folder.histories),
         evaluator=Evaluator(config.evaluation, sampler, held_out, sampling),
         folder=folder,
         world=world,
@@ -213,13 +211,19 @@ def build_policy(
         max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_response_tokens,
         tokens_per_microbatch=config.batch.tokens_per_microbatch,
         share_prompts=config.batch.share_prompts,
-        entropy=ENTROPY[method.needs.entropy],
+        **token_settings(method),
         image_processor=vision,
     )
     return MegatronPolicy(config.model, config.parallel, config.precision, config.optim, settings)
 
 
-def build_learner(config: Config, world: World, policy: MegatronPolicy, method: Method) -> Learner:
+def build_learner(
+    config: Config,
+    world: World,
+    policy: MegatronPolicy,
+    method: Method,
+    histories: Histories,
+) -> Learner:
     """The learner and what watches over it."""
     fp8 = config.precision.fp8
     return Learner(
@@ -231,6 +235,7 @@ def build_learner(config: Config, world: World, policy: MegatronPolicy, method: 
         plan=build_minibatch_plan(config),
         placement=Placement(policy.batching, world),
         update_matches_score=fp8 is None or fp8.logprobs == "same",
+        histories=histories,
     )
 
 

@@ -162,6 +162,7 @@ def _tensors(experience: Experience, tokens: TokenRows) -> dict[str, Tensor]:
         "advantages": credit.advantages,
         "kl_weights": credit.kl_weights,
         "keep": credit.keep,
+        "log_ratio_sums": experience.log_ratio_sums,
     }
     # A copy each: safetensors refuses tensors that share memory.
     return {
@@ -267,4 +268,5 @@ def _restored(
         credit=Credit(tensors["advantages"], tensors["kl_weights"], tensors["keep"], {}),
         ref=scores("ref_logprobs"),
         old=scores("old_logprobs"),
+        log_ratio_sums=tensors.get("log_ratio_sums"),
     )

@@ -106,6 +106,8 @@ class Experience:
     # Of the rows of ``share``, as are the next.
     ref: TokenScores | None = None  # None: the method needs none
     old: TokenScores | None = None  # None: see ``on_policy``
+    # Of all rows, of the minibatch at work: see ``Learner.update``; None: the method reads none.
+    log_ratio_sums: Float[Tensor, " responses"] | None = None
 
     @property
     def num_groups(self) -> int:

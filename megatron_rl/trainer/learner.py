@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from megatron_rl.loss import Method
 from megatron_rl.protocols import Policy
 from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.experience import Experience
 from megatron_rl.trainer.health import Health, Minibatch
+from megatron_rl.trainer.histories import Histories
 from megatron_rl.trainer.metrics import credit_metrics, token_metrics, update_metrics
 from megatron_rl.trainer.objective import MinibatchLoss, credit_of, on_cpu
-from megatron_rl.trainer.placement import Placement
+from megatron_rl.trainer.placement import Placed, Placement
 from megatron_rl.types import TokenScores, UpdateResult
 
 
@@ -53,6 +55,7 @@ class Learner:
 
     ``update_matches_score``: the policy's updates compute logprobs in the number format of its
     scores, so that those of an update's own forward may stand in for a pass of their own.
+    ``histories``: what the method remembers of prompts; those of the checkpoints.
     """
 
     policy: Policy
@@ -61,6 +64,7 @@ class Learner:
     plan: MinibatchPlan
     placement: Placement
     update_matches_score: bool
+    histories: Histories = field(default_factory=Histories)
 
     def score(self, experience: Experience) -> Experience:
         """Collective: brings tokens to their owners, and adds the credit and the reference and old
@@ -74,7 +78,8 @@ class Learner:
             experience = replace(experience, ref=self._scores(experience, reference=True))
         if needs.response_statistics:  # the credit is computed from old logprobs
             experience = replace(experience, old=self._scores(experience))
-        experience = replace(experience, credit=credit_of(experience, self.method, self._world))
+        credit = credit_of(experience, self.method, self._world, self.histories)
+        experience = replace(experience, credit=credit)
         if needs.response_statistics or self._update_gives_old_logprobs(experience):
             return experience
         return replace(experience, old=self._scores(experience))
@@ -108,10 +113,11 @@ class Learner:
             if not rows:
                 num_empty += 1
                 continue
-            minibatch = Minibatch(step, number, experience, rows)
-            self.health.before(minibatch)
             placed = self.placement.lent(experience, rows)
-            loss = MinibatchLoss(self.method, experience, rows, placed.tokens)
+            sums = self._log_ratio_sums(experience, placed)
+            minibatch = Minibatch(step, number, replace(experience, log_ratio_sums=sums), rows)
+            self.health.before(minibatch)
+            loss = MinibatchLoss(self.method, minibatch.experience, rows, placed.tokens)
             result = self.policy.update(placed.share, loss, with_scores=experience.on_policy)
             self.health.after(minibatch, result)
             updates.append(result)
@@ -125,6 +131,18 @@ class Learner:
             "optim/empty_minibatches": num_empty,
             **of_tokens,
         }
+
+    def _log_ratio_sums(self, experience: Experience, placed: Placed) -> Tensor | None:
+        """Collective: how far the policy has moved from the old one on each response of a
+        minibatch, by a pass of its own, where the method reads it."""
+        if not self.method.needs.log_ratio_sums:
+            return None
+        num_rows = len(experience.responses)
+        if experience.on_policy:
+            return torch.zeros(num_rows, dtype=torch.float64)
+        logprobs = on_cpu(self.policy.score(placed.share)).logprobs.numpy()
+        moved = logprobs - placed.tokens.columns["old_logprobs"]
+        return self.placement.response_sums(placed, moved, num_rows)
 
 
 def _old_scores(experience: Experience, updates: Sequence[UpdateResult]) -> TokenScores:

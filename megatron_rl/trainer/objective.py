@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,11 +12,27 @@ from torch import Tensor
 
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.loss import Credit, Method, ResponseBatch, TokenBatch
+from megatron_rl.loss.segments import group_accuracy
+from megatron_rl.protocols import Entropy
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.transfer import to_device
 from megatron_rl.trainer.experience import Experience
+from megatron_rl.trainer.histories import Histories
 from megatron_rl.trainer.partials import of_all_rows
 from megatron_rl.types import LossOutput, Prompt, TokenScores, TokenView
+
+# What a method wants entropies for, and what the policy then computes.
+ENTROPY: dict[str, Entropy] = {"none": "none", "metric": "value", "value": "value", "grad": "grad"}
+
+
+def token_settings(method: Method) -> dict[str, Any]:
+    """The settings of a policy that say what it computes of a token beside its logprob."""
+    wanted = method.needs.entropy
+    return {
+        "entropy": ENTROPY[wanted],
+        "entropy_in_loss": wanted in ("value", "grad"),
+        "top_k": method.needs.top_k,
+    }
 
 
 def on_cpu(scores: TokenScores) -> TokenScores:
@@ -24,14 +41,15 @@ def on_cpu(scores: TokenScores) -> TokenScores:
     return TokenScores(scores.logprobs.cpu(), None if entropy is None else entropy.cpu())
 
 
-def credit_of(experience: Experience, method: Method, world: World) -> Credit:
+def credit_of(experience: Experience, method: Method, world: World, histories: Histories) -> Credit:
     """Collective where the method reads tokens or logprobs: advantages, KL weights and kept rows of
-    a whole rollout.
+    a whole rollout. What the method remembers of the prompts is noted in ``histories``.
 
     The prompts have passed ``check_visual_entropy``; ``experience`` has its old logprobs where the
     method reads statistics of them.
     """
-    return method.credit(
+    uids = [prompt.uid for prompt in experience.responses.prompts]
+    credit = method.credit(
         ResponseBatch(
             rewards=_shaped_rewards(experience, method, world),
             correct=experience.correct,
@@ -40,8 +58,12 @@ def credit_of(experience: Experience, method: Method, world: World) -> Credit:
             truncated=experience.truncated,
             visual_entropy=_visual_entropy(experience) if method.needs.visual_entropy else None,
             **_statistics(experience, method, world),
+            **(histories.fields(uids) if method.needs.history else {}),
         )
     )
+    if credit.history is not None:
+        histories.note(uids, credit.history)
+    return credit
 
 
 def _shaped_rewards(
@@ -122,6 +144,8 @@ class MinibatchLoss:
         credit = experience.credit
         assert credit is not None, "a loss needs a scored experience"
         lengths = experience.sequences.response_lengths
+        own = torch.tensor(list(rows), dtype=torch.int64)
+        here = torch.zeros_like(lengths).index_fill(0, own, 1)
         self._method = method
         self._columns = {name: torch.from_numpy(values) for name, values in tokens.columns.items()}
         self._response_index = torch.from_numpy(np.repeat(tokens.rows, tokens.lengths))
@@ -130,8 +154,13 @@ class MinibatchLoss:
             "kl_weights": credit.kl_weights,
             "correct": experience.correct,
             "group_ids": experience.group_ids,
-            "response_loss_tokens": lengths,
+            "response_loss_tokens": lengths * here,
         }
+        if method.needs.group_accuracy:
+            shares = group_accuracy(experience.correct, experience.group_ids)
+            self._per_response["group_accuracy"] = shares
+        if experience.log_ratio_sums is not None:
+            self._per_response["log_ratio_sums"] = experience.log_ratio_sums
         self._on_device: dict[str, Tensor] = {}
         self._num_responses = len(rows)
         self._num_tokens = int(lengths[list(rows)].sum())
@@ -164,10 +193,13 @@ class MinibatchLoss:
                 ref_logprobs=ref_logprobs,
                 sampler_logprobs=tokens(columns["sampler_logprobs"]),
                 entropy=view.entropy,
+                topk_logprobs=view.topk_logprobs,
+                is_argmax=view.is_argmax,
                 num_responses=self._num_responses,
                 num_tokens=self._num_tokens,
                 **self._on_device,
             ),
             sequence_sum=view.sequence_sum,
+            sequence_gather=view.sequence_gather,
         )
         return LossOutput(loss=result.loss, metrics=result.metrics)

@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.data.token_rows import TokenRows
@@ -25,6 +27,7 @@ from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.exchange import exchange_rows
 from megatron_rl.trainer.experience import Experience
 from megatron_rl.trainer.ownership import Route, owning_ranks
+from megatron_rl.trainer.partials import response_sums
 from megatron_rl.types import Share
 
 Plan = Sequence[Sequence[Sequence[int]]]
@@ -70,6 +73,18 @@ class Placement:
         if not stays:
             tokens = exchange_rows(tokens, route, self.world)
         return self._placed(experience, plan, tokens, given=stays)
+
+    def response_sums(
+        self, placed: Placed, values: Float[np.ndarray, " tokens"], num_rows: int
+    ) -> Float[Tensor, " rows"]:
+        """Collective: the float64 sum of ``values`` over each row of a pass, on every rank; 0 of
+        rows that are not in it. Each is summed by its owner, in the order of its tokens."""
+        rows = placed.tokens.rows if self._owns else placed.tokens.rows[:0]
+        sums = response_sums(values, placed.tokens.lengths)
+        table = np.zeros(num_rows)
+        for held, of_held in self.world.all_gather((rows, sums[: len(rows)])):
+            table[held] = of_held
+        return torch.from_numpy(table)
 
     def _route(self, experience: Experience, plan: Plan, rows: Sequence[int]) -> Route:
         """From home to where ``plan`` wants ``rows``; the others go nowhere."""

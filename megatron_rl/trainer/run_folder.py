@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.best import Scores
 from megatron_rl.trainer.experience import Response
+from megatron_rl.trainer.histories import Histories
 from megatron_rl.trainer.preflight import claim
 from megatron_rl.trainer.run_record import describe, listed
 from megatron_rl.trainer.start import (
@@ -65,6 +66,7 @@ class RunFolder:
         self._world = world
         self._display = display
         self.path = Path(config.run_dir)
+        self.histories = Histories()  # the learner's; in every checkpoint
         self._writers: list[Callable[[Metrics], None]] = []
         self._start: Start | None = None
         self._record: dict[str, Any] = {}
@@ -95,7 +97,7 @@ class RunFolder:
         start = self._start or self.prepare()
         if start.checkpoint is not None:
             extra = policy.load(start.checkpoint)
-            self._restore_data(source, extra["rollouts"])
+            self._restore_data(source, extra)
             states = extra["random_states"]
             random_state.restore(states[self._world.rank % len(states)])
             start = Start(start.checkpoint, extra["step"], start.changes)
@@ -137,7 +139,12 @@ class RunFolder:
         self.check_save(wait=True)
         states = self._world.all_gather(random_state.capture())
         about = {"step": step, "run": self._record}
-        extra = {"step": step, "rollouts": source.state(), "random_states": states}
+        extra = {
+            "step": step,
+            "rollouts": source.state(),
+            "random_states": states,
+            "histories": self.histories.state(),
+        }
         path = step_path(self.path / CHECKPOINTS, step)
         keep = partial(self._keep, copy(self.scores))
         if self._config.checkpoint.background:
@@ -246,10 +253,12 @@ class RunFolder:
             print(report(self.path / METRICS), flush=True)
             print(f"finished: {results(self._config, self.scores)}", flush=True)
 
-    def _restore_data(self, source: RolloutSource, state: dict[str, Any]) -> None:
-        """The position in the prompts; the start of them where others are allowed."""
+    def _restore_data(self, source: RolloutSource, extra: Mapping[str, Any]) -> None:
+        """The position in the prompts, and what is remembered of them; the start of them and
+        nothing where others are allowed."""
         try:
-            source.restore(state)
+            source.restore(extra["rollouts"])
+            self.histories.restore(extra.get("histories", {}))  # older checkpoints have none
         except ValueError as error:
             if self._config.resume.changed != "allow":
                 raise

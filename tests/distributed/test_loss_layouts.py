@@ -4,6 +4,7 @@ responses are cut over two ranks."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -59,6 +60,20 @@ class SumOverRanks(torch.autograd.Function):
         return gradient, None
 
 
+def columns_of(group: dist.ProcessGroup | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The sequence_gather of a trainer: what the ranks of ``group`` hold, filled up with NaN."""
+
+    def gather(columns: torch.Tensor) -> torch.Tensor:
+        if group is None:
+            return columns
+        parts = [torch.zeros(0)] * dist.get_world_size(group)
+        dist.all_gather_object(parts, columns, group=group)
+        filled = torch.full((columns.shape[0], 3), torch.nan, dtype=columns.dtype)
+        return torch.cat([*parts, filled], dim=1)
+
+    return gather
+
+
 def gathered(rows: list[Row]) -> ResponseBatch:
     """This rank's prompts, then all ranks' in canonical order."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -82,7 +97,7 @@ def gathered(rows: list[Row]) -> ResponseBatch:
 def part_of(batch: TokenBatch, at: torch.Tensor, num_rows: int) -> TokenBatch:
     """The tokens ``at``, with the denominators of the whole minibatch."""
     fields = {
-        field.name: value.detach()[at] if value.shape == batch.logprobs.shape else value
+        field.name: value.detach()[at] if len(value) == len(batch.logprobs) else value
         for field in dataclasses.fields(batch)
         if isinstance(value := getattr(batch, field.name), torch.Tensor)
     }
@@ -131,7 +146,7 @@ def compare(
     metrics = {key: torch.zeros((), dtype=torch.float64) for key in whole.metrics}
     for at in layout(batch, len(rows), context):
         part = part_of(batch, at, len(rows))
-        result = method.loss(part, sequence_sum=sequence_sum)
+        result = method.loss(part, sequence_sum, columns_of(group))
         result.loss.backward()
         total += result.loss.detach()
         gradient[at] = part.logprobs.grad
@@ -175,3 +190,17 @@ def test_a_ratio_of_half_a_response_is_another():
     )
     dist.all_reduce(total)
     assert abs(total.item() - method.loss(batch).loss.item()) > 1e-3
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["archer", "rl_zvp"])
+def test_statistics_of_half_a_response_are_others(name: str):
+    """Without the tokens of the other context rank quantile and maximum differ."""
+    rows, method = rollout(5), load_method(name)
+    batch = token_batch(rows, method.credit(response_batch(rows)))
+    total = sum(
+        method.loss(part_of(batch, at, len(rows))).loss.detach()
+        for at in layout(batch, len(rows), 2)
+    )
+    dist.all_reduce(total)
+    assert abs(total.item() - method.loss(batch).loss.item()) > 1e-6

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.policy.logprobs import response_logprobs
+from megatron_rl.policy.logprobs import Head, response_logprobs, token_values
 from tests.ranks import on_ranks
 
 NUM_TOKENS, HIDDEN, PADDED_VOCAB = 13, 8, 24
@@ -89,3 +89,41 @@ def test_no_tokens():
     assert torch.equal(weight.grad, torch.zeros(4, HIDDEN))
     assert hidden.grad.shape == (0, HIDDEN)
     dist.barrier()  # still in step
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("vocab_size", "top_k"),
+    [
+        pytest.param(19, 3, id="both halves"),
+        pytest.param(11, 3, id="second rank all padding"),
+        pytest.param(13, 4, id="second rank has fewer than four"),
+    ],
+)
+def test_two_ranks_find_the_tokens_of_one(vocab_size: int, top_k: int):
+    """The most likely tokens, whether the target is one, and gradients."""
+    draw = torch.Generator().manual_seed(6)
+    hidden = 2 * torch.randn(NUM_TOKENS, HIDDEN, generator=draw, dtype=torch.float64)
+    weight = torch.randn(PADDED_VOCAB, HIDDEN, generator=draw, dtype=torch.float64)
+    targets = torch.randint(0, vocab_size, (NUM_TOKENS,), generator=draw)
+    targets[:6] = (hidden @ weight[:vocab_size].t()).argmax(1)[:6]
+    factors = torch.randn(NUM_TOKENS, top_k, generator=draw, dtype=torch.float64)
+
+    def found(weight: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+        inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        values = token_values(*inputs, targets, Head(0.8, vocab_size, 5, group, "value", top_k))
+        assert values.topk_logprobs is not None and values.is_argmax is not None
+        loss = (factors * values.topk_logprobs).sum() + values.logprobs.sum()
+        gradients = torch.autograd.grad(loss, inputs)
+        return [values.topk_logprobs.detach(), values.is_argmax, values.logprobs, *gradients]
+
+    one = found(weight, None)
+    two = found(weight.chunk(2)[dist.get_rank()], dist.group.WORLD)
+    assert_close("most likely", two[0], one[0], 1e-12)
+    assert torch.equal(two[1], one[1]) and two[1].any() and not two[1].all()
+    assert_close("logprobs", two[2], one[2], 1e-12)
+    assert_close("hidden gradient", two[3], one[3], 1e-12)
+    assert_close("weight gradient", two[4], one[4].chunk(2)[dist.get_rank()], 1e-12)
+    everyone = torch.empty(2, NUM_TOKENS, top_k, dtype=torch.float64)
+    dist.all_gather(list(everyone.unbind(0)), two[0].contiguous())
+    assert torch.equal(everyone[0], everyone[1]), "ranks disagree"

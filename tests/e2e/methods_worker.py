@@ -19,6 +19,7 @@ from megatron_rl.runtime.digest import combined_digest, tensor_digest
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import exit_process, reported, start
 from megatron_rl.trainer.build import build_trainer
+from megatron_rl.trainer.objective import token_settings
 from megatron_rl.trainer.trainer import Trainer
 
 
@@ -30,6 +31,8 @@ def weights_digest(trainer: Trainer) -> str:
 def with_method(trainer: Trainer, config: Config, name: str) -> Trainer:
     """The same policy and engine, learning by another method."""
     method = load_method(name, response_limit=config.rollout.max_response_tokens)
+    policy = trainer.learner.policy
+    policy.settings = replace(policy.settings, **token_settings(method))
     source = trainer.source
     source.rollouts = replace(source.rollouts, method=method)
     return replace(trainer, learner=replace(trainer.learner, method=method))

@@ -14,7 +14,7 @@ from tests.e2e.toy import overrides, write_data, write_model
 from tests.launch import launch
 
 ALL = sorted(path.stem for path in (conf_dir() / "method").glob("*.yaml"))
-CORE = ["dapo", "a_grae", "apo", "durian"]
+CORE = ["dapo", "a_grae", "apo", "durian", "archer"]
 
 
 def run(tmp_path: Path, names: list[str]) -> list[dict]:
@@ -46,7 +46,7 @@ def check(rows: list[dict], names: list[str]) -> None:
 
 
 @pytest.mark.timeout(650)
-def test_four_methods_take_two_steps(tmp_path):
+def test_five_methods_take_two_steps(tmp_path):
     check(run(tmp_path, CORE), CORE)
 
 

@@ -35,6 +35,7 @@ from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.policy import megatron_policy, weights
 from megatron_rl.policy import model as model_room
+from megatron_rl.policy.logprobs import TokenValues
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.microbatches import Microbatch, Packer
 from megatron_rl.policy.settings import PolicySettings
@@ -188,9 +189,9 @@ def forward_and_backward(tensor: int, folder: Path) -> Counter[str]:
     assert kinds == {("cuda", torch.bfloat16)}, kinds
     found: list[Tensor] = []
 
-    def consume(_: Microbatch, logprobs: Tensor, __: Any) -> tuple[Tensor, Any]:
-        found.append(logprobs)
-        return -logprobs.sum(), None
+    def consume(_: Microbatch, values: TokenValues) -> tuple[Tensor, Any]:
+        found.append(values.logprobs)
+        return -values.logprobs.sum(), None
 
     packed = microbatch(policy)
     with fake, Counting() as counting:

@@ -27,7 +27,8 @@ from machine import Watch, description, in_turns, spread
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_rl.loss import Credit, ResponseBatch, TokenBatch, load_method
+from megatron_rl.loss import Credit, Needs, ResponseBatch, TokenBatch, load_method
+from megatron_rl.loss.segments import group_accuracy
 
 GROUP = 8
 DEFAULT_METHODS = (
@@ -53,12 +54,19 @@ def responses(num: int, mean_tokens: int) -> ResponseBatch:
         lengths,
         mean_logprobs=logprobs,
         visual_entropy=(ids % 97).float(),
+        visits=ids % 3,
+        history_mean=torch.full((num,), 0.4),
+        history_var=torch.full((num,), 0.2),
     )
 
 
-def tokens(batch: ResponseBatch, credit: Credit) -> TokenBatch:
+def tokens(batch: ResponseBatch, credit: Credit, needs: Needs) -> TokenBatch:
+    """With entropies where the loss reads them; without, every loss would log their mean."""
     ids = torch.repeat_interleave(torch.arange(batch.rewards.numel()), batch.response_tokens)
-    old = -torch.rand(ids.numel(), generator=torch.Generator().manual_seed(1))
+    source = torch.Generator().manual_seed(1)
+    old = -torch.rand(ids.numel(), generator=source)
+    others = torch.rand(ids.numel(), 4, generator=source)
+    moved = torch.zeros(batch.rewards.numel()).index_add(0, ids, -0.02 * old)
     return TokenBatch(
         logprobs=(0.98 * old).requires_grad_(),
         old_logprobs=old,
@@ -67,6 +75,13 @@ def tokens(batch: ResponseBatch, credit: Credit) -> TokenBatch:
         advantages=credit.advantages,
         kl_weights=credit.kl_weights,
         ref_logprobs=1.02 * old,
+        entropy=others[:, 0] if needs.entropy in ("value", "grad") else None,
+        topk_logprobs=-others[:, 1:],
+        is_argmax=others[:, 0] < 0.5,
+        correct=batch.correct,
+        group_ids=batch.group_ids,
+        group_accuracy=group_accuracy(batch.correct, batch.group_ids),
+        log_ratio_sums=moved,
     )
 
 
@@ -142,7 +157,7 @@ def case(
             padded_credit(batch), method.credit(batch).advantages, rtol=1e-4, atol=2e-2
         )
         return timed(repeats, lambda: padded_credit(batch))
-    data = tokens(batch, method.credit(batch))
+    data = tokens(batch, method.credit(batch), method.needs)
     if name == "padded_loss":
         run = padded_loss(data, batch.response_tokens, 0.2, 1e-3)
         torch.testing.assert_close(run(), method.loss(data).loss.detach(), rtol=1e-3, atol=1e-5)

@@ -45,6 +45,9 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("(share > 0) & (share < 1)", "(share >= 0) & (share < 1)"),
     ],
     ("shaping", "easy_focused"): [
+        ("(1 - share.sqrt() + 1e-6)", "(1 - share + 1e-6)"),
+        ('if easy_form == "released":', 'if easy_form != "released":'),
+        ("share, easy_form=easy_form)", "share)"),
         ("0.5 * advantages * _safe(1 - share).rsqrt()", "0.5 * advantages * _safe(share).rsqrt()"),
         ("0.5 * advantages * _safe(1 - share).rsqrt()", "0.5 * advantages / _safe(1 - share)"),
         (
@@ -56,6 +59,22 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("(1 - share) ** gamma", "share**gamma"),
         ("(1 - share) ** gamma", "(1 - share) ** (1 / gamma)"),
         ("(1 - share) ** gamma", "(1 - share) * gamma"),
+    ],
+    ("histories", "smoothed"): [
+        ("(1 - weight) * new + weight * everything", "weight * new + weight * everything"),
+        ("weight * new + (1 - weight) * everything", "everything"),
+        ("mostly_new.abs() < mostly_all.abs()", "mostly_new.abs() > mostly_all.abs()"),
+        ("1 / (visits.double() + 1)", "1 / visits.double().clamp(min=1)"),
+        ("groups.spread(rewards) > 0, var", "groups.spread(rewards) >= 0, var"),
+        ("var > 0, var.sqrt() + eps", "var > 0, var + eps"),
+    ],
+    ("histories", "after_visit"): [
+        ("mean + moved / (n + 1)", "mean + moved / 2"),
+        ("n / (n + 1) * moved.square()", "moved.square()"),
+        ("n / (n + 1) * moved.square()", "n / (n + 1) * moved"),
+        ("<= ROUNDING * mean.abs(), 0)", "<= 0 * mean.abs(), 0)"),
+        ("ddof=1", "ddof=0"),
+        ("return visits + 1,", "return visits,"),
     ],
     ("filters", "groups"): [
         ("(right > 0) & (right < groups.count)", "(right > 0)"),

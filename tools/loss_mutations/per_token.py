@@ -48,6 +48,41 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("torch.minimum(loss, -dual_c * advantages)", "torch.maximum(loss, -dual_c * advantages)"),
         ("torch.where(advantages < 0, torch.minimum", "torch.where(advantages > 0, torch.minimum"),
     ],
+    ("response_losses", "entropy_clip"): [
+        ("reasons = entropy > responses", "reasons = entropy >= responses"),
+        ("masked_fill(reasons, 1 - reasoning_low)", "masked_fill(~reasons, 1 - reasoning_low)"),
+        ("masked_fill(reasons, 1 + reasoning_high)", "masked_fill(reasons, 1 + high)"),
+    ],
+    ("response_losses", "clipped"): [
+        ("-inside * advantages), lower, upper)", "-inside * advantages), upper, lower)"),
+        ("torch.minimum(torch.maximum(ratio, lower), upper)", "torch.maximum(ratio, lower)"),
+        ("return Clipped(torch.maximum(", "return Clipped(torch.minimum("),
+    ],
+    ("response_losses", "adaptive_clip"): [
+        ("1 - 4 * low / old_probability", "1 - 4 * low * old_probability"),
+        ("1 + 4 * high / old_probability", "1 + high / old_probability"),
+        (".clamp(max=largest)", ""),
+        ("(logprobs - log_ratio).detach().exp()", "logprobs.detach().exp()"),
+    ],
+    ("response_losses", "simko"): [
+        ("gate = entropy > responses", "gate = entropy < responses"),
+        ("topk_logprobs.detach()).exp().mean(1)", "topk_logprobs.detach()).exp().sum(1)"),
+        ("spread * ratio.detach() * grown", "spread * ratio * grown"),
+        ("correct[response_index] & gate, spread_out", "gate, spread_out"),
+        ("gate & is_argmax & (advantages < 0)", "gate & (advantages < 0)"),
+        ("gate & is_argmax & (advantages < 0)", "gate & is_argmax"),
+    ],
+    ("response_losses", "pacs"): [
+        ("groups.sum(estimate)) - estimate) / others", "groups.sum(estimate))) / others"),
+        ("estimate = beta * log_ratio_sums * present", "estimate = beta * log_ratio_sums"),
+        ("others = (size - 1).clamp(min=1)", "others = size"),
+        ("num_correct, size - num_correct)", "size - num_correct, num_correct)"),
+        ("both = (num_correct > 0) & (num_correct < size)", "both = num_correct > 0"),
+        ("softplus(psi) - correct * psi", "softplus(-psi) - correct * psi"),
+        ("groups.sum(slope)) - slope) / others", "groups.sum(slope))) / others"),
+        ("beta * pull[response_index]", "beta * slope[response_index]"),
+        ("value = loss / response_loss_tokens.clamp(min=1)", "value = loss"),
+    ],
     ("policy_losses", "sequence_log_ratio"): [
         ("torch.where(loss_mask, log_ratio,", "torch.where(~loss_mask, log_ratio,"),
         ("sequence_sum(sums) / response_loss_tokens", "sums / response_loss_tokens"),
@@ -87,13 +122,20 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("_constant(1 / max(num_responses, 1)", "_constant(1.0"),
         ("/ divisor", "/ response_index.numel()"),
     ],
+    ("aggregate", "token_mean_by_entropy"): [
+        ("num_high = response_loss_tokens.sum() - num_low", "num_high = num_low"),
+        ("reasoning * of_high, of_low)", "of_low, reasoning * of_high)"),
+        ("reasoning * of_high, of_low)", "reasoning * of_low, of_low)"),
+        ("reasons = entropy > responses", "reasons = entropy >= responses"),
+        ("num_up_to_quantile(response_loss_tokens, quantile).sum()", "response_loss_tokens.sum()"),
+    ],
     ("aggregate", "weighted_sum"): [
         (".masked_fill(~loss_mask, 0)", ".masked_fill(loss_mask, 0)"),
         (
             "(values * weights).masked_fill(~loss_mask, 0).sum()",
             "(loss_mask * values * weights).sum()",
         ),
-        (".sum()", ".mean()"),
+        (".masked_fill(~loss_mask, 0).sum()", ".masked_fill(~loss_mask, 0).mean()"),
     ],
     ("mismatch", "tis"): [
         ("gap.detach().exp().clamp(max=cap)", "(-gap).detach().exp().clamp(max=cap)"),
@@ -125,6 +167,29 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("old = lifted(self.batch.old_logprobs)", "old = lifted(self.batch.logprobs)"),
         ("return kept.sum() / max(self.num_tokens, 1)", "return kept.mean()"),
     ],
+    ("token_advantages", "zero_variance"): [
+        ("responses.maximum(entropy) - entropy", "entropy.max() - entropy"),
+        ("responses.maximum(entropy) - entropy", "responses.maximum(entropy)"),
+        ("group_accuracy == 0, -alpha * missed", "group_accuracy == 0, alpha * missed"),
+        ("group_accuracy == 0, -alpha * missed", "group_accuracy < 1, -alpha * missed"),
+        ("group_accuracy == 1, alpha * entropy", "group_accuracy == 1, advantages + entropy"),
+        ("group_accuracy == 1, alpha * entropy", "group_accuracy > 0, alpha * entropy"),
+    ],
+    ("token_advantages", "entropy_bonus"): [
+        ("advantages.abs() / kappa", "advantages / kappa"),
+        ("advantages.abs() / kappa", "advantages.abs() * kappa"),
+        ("torch.minimum(alpha * entropy", "torch.maximum(alpha * entropy"),
+        ("return advantages + torch", "return advantages.sign() * torch"),
+    ],
+    ("whole_responses", "statistics"): [
+        ("place.floor().long()", "place.ceil().long()"),
+        ("* (high - low)", "* (low - high)"),
+        ("by_value[index[by_value].argsort(stable=True)]", "by_value"),
+        ("masked_fill(~self.loss_mask, torch.nan)", "masked_fill(self.loss_mask, torch.nan)"),
+        ("share * (count - 1).clamp(min=0).double()", "share * count.double()"),
+        ('none_yet.scatter_reduce(0, index, values, "amax")', "values.max().expand(9)"),
+        (".floor().long() + 1, 0)", ".floor().long(), 0)"),
+    ],
     ("token_loss", "composition"): [
         ("loss = policy_loss + kl_loss", "loss = policy_loss - kl_loss"),
         ("loss = loss - plan.entropy_coef", "loss = loss + plan.entropy_coef"),
@@ -137,8 +202,17 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("where_correct(correct, *plan.kl_coef", "where_correct(~correct, *plan.kl_coef"),
         ("if plan.kl_aggregate != plan.aggregate:", "if False:"),
     ],
+    ("token_loss", "token shaping"): [
+        ("advantages = shaped.detach()", "advantages = shaped"),
+        ("TOKEN_SHAPERS[name](terms, knobs, advantages)", "terms.advantages"),
+        (
+            "TOKEN_SHAPERS[name](terms, knobs, advantages)",
+            "TOKEN_SHAPERS[name](terms, knobs, terms.advantages)",
+        ),
+    ],
     ("token_loss", "metrics"): [
-        ("ratio > 1 + plan.policy_knobs", "ratio < 1 + plan.policy_knobs"),
+        ("above = ratio > bounds[1]", "above = ratio < bounds[1]"),
+        ("above = ratio > bounds[1]", "above = ratio > bounds[0]"),
         (
             '{"positive": terms.advantages > 0, "negative": terms.advantages < 0}',
             '{"positive": terms.advantages < 0, "negative": terms.advantages > 0}',

@@ -22,6 +22,7 @@ from megatron_rl.loss import (
     register_estimator,
     register_policy_loss,
     register_shaper,
+    register_token_shaper,
 )
 from megatron_rl.plugins import load_plugins
 from megatron_rl.policy.families import Family, register_family
@@ -116,12 +117,14 @@ def test_what_cannot_be_registered_says_why(name, function, message):
 def test_a_name_is_registered_once_in_every_table():
     def loss(terms: Terms) -> Tensor: ...
     def shaper(advantages: Tensor, evidence: Evidence) -> Tensor: ...
+    def token_shaper(advantages: Tensor, terms: Terms) -> Tensor: ...
     def hook(step: int, groups: Any): ...
 
     family = Family("MineForCausalLM", lambda hf: hf)
     for register, own, built_in in (
         (lambda name: register_estimator(name)(plain), "mine", "rloo"),
         (lambda name: register_shaper(name)(shaper), "mine", "stcr"),
+        (lambda name: register_token_shaper(name)(token_shaper), "mine", "entropy_bonus"),
         (lambda name: register_policy_loss(name)(loss), "mine", "ppo_clip"),
         (lambda name: register_rollout_hook(name)(hook), "mine", None),
         (
@@ -143,12 +146,40 @@ def test_a_name_is_registered_once_in_every_table():
 def test_wrong_needs_are_refused():
     with pytest.raises(RegistrationError, match="reads 'images', which is none of mean_logprobs"):
         register_estimator("mine", needs=EstimatorNeeds(reads=("images",)))(plain)
+    for register in (register_token_shaper, register_policy_loss):
+        with pytest.raises(
+            RegistrationError, match="reads 'kl', which is none of entropy, correct"
+        ):
+            register("mine", reads=("kl",))(lambda terms: terms.log_ratio)
     with pytest.raises(RegistrationError, match="min_group names the knob 'k', which it has not"):
         register_estimator("mine", needs=EstimatorNeeds(min_group="k"))(plain)
     with pytest.raises(RegistrationError, match="needs the knobs low: float and high: float"):
         register_policy_loss("mine", clips=True)(lambda terms: terms.log_ratio)
     register_estimator("mine")(plain)
     register_policy_loss("mine")(lambda terms: terms.log_ratio)
+
+
+def test_what_a_function_of_tokens_reads_becomes_a_need():
+    """Named as an input, or said of one that takes the terms whole."""
+
+    def named(advantages: Tensor, entropy: Tensor) -> Tensor:
+        return advantages * entropy
+
+    def whole(advantages: Tensor, terms: Terms) -> Tensor:
+        return advantages * terms.entropy
+
+    register_token_shaper("named")(named)
+    register_token_shaper("whole", reads=("entropy",))(whole)
+    rows = response_batch(rollout(0))
+    by_name, by_whole, plainly = (
+        load_method("grpo", [f"token_shaping={chosen}"])
+        for chosen in ("{named: {}}", "{whole: {}}", "{}")
+    )
+    needs = [method.needs.entropy for method in (by_name, by_whole, plainly)]
+    assert needs == ["value", "value", "metric"]
+    tokens = token_batch(rollout(0), by_name.credit(rows))
+    losses = [method.loss(tokens).policy_loss.item() for method in (by_name, by_whole, plainly)]
+    assert losses[0] == losses[1] != losses[2]
 
 
 def test_needs_reach_the_trainer_and_the_batch():

@@ -6,6 +6,7 @@ import random
 import torch
 
 from megatron_rl.loss import Credit, ResponseBatch, TokenBatch
+from megatron_rl.loss.segments import group_accuracy
 from tests.unit.loss.reference import Row
 
 LIMIT = 12  # longest response, tokens
@@ -54,6 +55,9 @@ def response_batch(rows: list[Row], dtype: torch.dtype = torch.float64) -> Respo
         sum_logprobs=torch.tensor([row.mean_logprob * row.length for row in rows], dtype=dtype),
         visual_entropy=torch.tensor([row.visual_entropy for row in rows], dtype=dtype),
         kl=torch.tensor([0.01 * row.length for row in rows], dtype=dtype),
+        visits=torch.tensor([row.visits for row in rows]),
+        history_mean=torch.tensor([row.history_mean for row in rows], dtype=torch.float64),
+        history_var=torch.tensor([0.2 for row in rows], dtype=torch.float64),
     )
 
 
@@ -71,6 +75,9 @@ def token_batch(
         4, ids.numel(), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )
     old = -1.5 + 0.3 * noise[0]
+    source = torch.Generator().manual_seed(seed + 100)
+    others = torch.rand(ids.numel(), 4, generator=source, dtype=torch.float64)
+    moved = torch.zeros(len(rows), dtype=torch.float64).index_add(0, ids, scale * noise[1])
     return TokenBatch(
         logprobs=(old + scale * noise[1]).to(dtype).requires_grad_(),
         old_logprobs=old.to(dtype),
@@ -81,8 +88,14 @@ def token_batch(
         ref_logprobs=(old + scale * noise[2]).to(dtype),
         sampler_logprobs=(old + 0.1 * noise[3]).to(dtype),
         entropy=(1 + 0.1 * noise[3].abs()).to(dtype),
+        topk_logprobs=-others[:, :3].sort(1).values.to(dtype),
+        is_argmax=others[:, 3] > 0.5,
+        log_ratio_sums=moved,
         correct=torch.tensor([row.correct for row in rows]),
         group_ids=torch.tensor([row.group for row in rows]),
+        group_accuracy=group_accuracy(
+            torch.tensor([row.correct for row in rows]), torch.tensor([row.group for row in rows])
+        ),
     )
 
 

@@ -8,6 +8,9 @@ import math
 from dataclasses import dataclass, field
 from math import comb
 
+from tests.unit.loss import token_reference
+from tests.unit.loss.plain import average, deviation, quantile
+
 INF = float("inf")
 
 
@@ -19,6 +22,15 @@ class Row:
     length: int
     mean_logprob: float = 0.0
     visual_entropy: float = 0.0
+
+    @property
+    def visits(self) -> int:
+        return self.group % 3
+
+    @property
+    def history_mean(self) -> float:
+        """Of earlier visits; their variance is 0.2."""
+        return 0.3 + 0.05 * self.group
 
 
 @dataclass
@@ -33,6 +45,7 @@ class Choice:
     aggregate: str = "response_mean"
     kl: float = 0.0
     dads: bool = False
+    token: str = ""  # what happens inside a response, see ``token_reference``
     knobs: dict[str, float] = field(default_factory=dict)
 
 
@@ -68,6 +81,12 @@ NAMED = {
     "easy_focused": Choice(shaping=("easy",)),
     "a_grae_dapo": Choice(shaping=("ddas", "ass"), high=0.28, aggregate="token"),
     "a_grae_dr_grpo": Choice("centered", shaping=("ddas", "ass"), aggregate="norm"),
+    "rl_zvp": Choice(aggregate="token", token="zero_variance"),
+    "entropy_advantage": Choice(aggregate="token", token="entropy_bonus"),
+    "dcpo": Choice("smoothed", aggregate="sum", token="dcpo"),
+    "pacs": Choice(aggregate="sum", token="pacs"),
+    "simko": Choice(aggregate="token", token="simko"),
+    "archer": Choice(aggregate="token", kl=1e-3, token="archer"),
     "durian": Choice(
         "durian",
         aggregate="token",
@@ -89,23 +108,6 @@ NAMED = {
 }
 
 EPS = 1e-6
-
-
-def average(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def deviation(values: list[float], ddof: int = 0) -> float:
-    middle = average(values)
-    return math.sqrt(sum((value - middle) ** 2 for value in values) / (len(values) - ddof))
-
-
-def quantile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
 def advantages(rows: list[Row], choice: Choice) -> list[float]:
@@ -131,6 +133,8 @@ def estimate(row: Row, rows: list[Row], choice: Choice) -> float:
         return lead(row, group)
     if name == "whitened":
         return whitened(row, rows)
+    if name == "smoothed":
+        return smoothed(row, rewards)
     if max(rewards) == min(rewards):
         return 0.0
     accuracy = average([float(other.correct) for other in group])
@@ -163,6 +167,19 @@ def estimate(row: Row, rows: list[Row], choice: Choice) -> float:
         "tree": (row.reward - mean) / (mean * (1 - mean)),
         "apd": percent,
     }[name]
+
+
+def smoothed(row: Row, rewards: list[float]) -> float:
+    n = row.visits
+    mean = average(rewards)
+    square = deviation(rewards, 1) ** 2 if max(rewards) > min(rewards) else 0.0
+    past_mean = row.history_mean if n else mean
+    all_mean = (n * past_mean + mean) / (n + 1)
+    all_var = (n * 0.2 + square + n / (n + 1) * (mean - past_mean) ** 2) / (n + 1)
+    new = (row.reward - mean) / (math.sqrt(square) + EPS) if square else 0.0
+    total = (row.reward - all_mean) / (math.sqrt(all_var) + EPS) if all_var else 0.0
+    mixtures = [(n * new + total) / (n + 1), (new + n * total) / (n + 1)]
+    return min(mixtures, key=abs)
 
 
 def kalman(row: Row, group: list[Row]) -> float:
@@ -279,28 +296,39 @@ def kl_weight(row: Row, rows: list[Row], choice: Choice) -> float:
 def loss(
     rows: list[Row],
     choice: Choice,
-    logprobs: list[list[float]],
-    old: list[list[float]],
-    ref: list[list[float]],
+    tokens: "Tokens",
     norm_len: int,
 ) -> float:
     """The minibatch loss: responses and their tokens, one after another."""
-    tokens = sum(len(response) for response in logprobs)
+    if choice.token == "pacs":
+        return average([token_reference.pacs(row, rows, tokens.moved) for row in rows])
+    count = sum(len(response) for response in tokens.new)
     total = 0.0
-    for row, advantage, new_row, old_row, ref_row in zip(
-        rows, advantages(rows, choice), logprobs, old, ref, strict=True
-    ):
+    by_row = zip(rows, token_advantages(rows, choice, tokens), range(len(rows)), strict=True)
+    for row, inside, at in by_row:
+        new_row, old_row, entropies = tokens.new[at], tokens.old[at], tokens.entropy[at]
         weight = {
             "response_mean": 1 / len(rows) / len(new_row),
-            "token": 1 / tokens,
+            "token": 1 / count,
             "norm": 1 / len(rows) / norm_len,
+            "sum": 1 / len(rows),
         }[choice.aggregate]
         sequence = math.exp(
             average([new - past for new, past in zip(new_row, old_row, strict=True)])
         )
-        for new, past, frozen in zip(new_row, old_row, ref_row, strict=True):
+        for place, (new, past, frozen) in enumerate(
+            zip(new_row, old_row, tokens.ref[at], strict=True)
+        ):
+            advantage = inside[place]
+            low, high = choice.low, choice.high
+            kl_mean = weight
+            if choice.token == "archer":
+                low, high = token_reference.archer_clip(entropies, place)
+                kl_mean = token_reference.archer_kl_weight(tokens.entropy, entropies, place)
+            if choice.token == "dcpo":
+                low, high = token_reference.dcpo_clip(math.exp(past))
             ratio = sequence if choice.loss == "gspo" else math.exp(new - past)
-            clipped = min(max(ratio, 1 - choice.low), 1 + choice.high)
+            clipped = min(max(ratio, 1 - low), 1 + high)
             value = {"reinforce": -advantage * new, "cispo": -clipped * advantage * new}.get(
                 choice.loss, -min(ratio * advantage, clipped * advantage)
             )
@@ -309,5 +337,38 @@ def loss(
                 * kl_weight(row, rows, choice)
                 * (math.exp(frozen - new) - (frozen - new) - 1)
             )
-            total += weight * (value + penalty)
+            total += weight * value + kl_mean * penalty
     return total
+
+
+@dataclass
+class Tokens:
+    """Of each response, its tokens' numbers."""
+
+    new: list[list[float]]
+    old: list[list[float]]
+    ref: list[list[float]]
+    entropy: list[list[float]]
+    is_argmax: list[list[bool]]
+
+    @property
+    def moved(self) -> list[float]:
+        """Of each response, how far the sum of its logprobs is from the old one."""
+        return [sum(new) - sum(old) for new, old in zip(self.new, self.old, strict=True)]
+
+
+def token_advantages(rows: list[Row], choice: Choice, tokens: Tokens) -> list[list[float]]:
+    """The advantage of each token of each response."""
+    result = []
+    by_row = zip(rows, advantages(rows, choice), tokens.entropy, tokens.is_argmax, strict=True)
+    for row, advantage, entropies, modes in by_row:
+        accuracy = average([float(other.correct) for other in rows if other.group == row.group])
+        result.append(
+            [
+                token_reference.advantage(
+                    choice.token, advantage, accuracy, entropies, place, modes[place]
+                )
+                for place in range(len(entropies))
+            ]
+        )
+    return result

@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.loss import test_advantages, test_shaping
+from tests.unit.loss import (
+    test_advantages,
+    test_histories,
+    test_shaping,
+    test_token_advantages,
+)
 from tools import method_cards
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,4 +34,5 @@ def test_tests_named_in_the_table_exist() -> None:
         )
     )
     assert len(named) > 15
-    assert named <= set(vars(test_advantages)) | set(vars(test_shaping))
+    files = (test_advantages, test_histories, test_shaping, test_token_advantages)
+    assert named <= set().union(*map(vars, files))

@@ -176,6 +176,31 @@ def test_needs_of_the_trainer() -> None:
     assert load_method("grpo", ["kl.placement=reward"]).needs.response_statistics
 
 
+def test_methods_that_read_tokens_need_their_entropies() -> None:
+    for name in ("rl_zvp", "entropy_advantage", "archer"):
+        assert load_method(name).needs.entropy == "value"
+        assert load_method(name, ["entropy.metric=false"]).needs.entropy == "value"
+        assert load_method(name, ["entropy.coef=0.01"]).needs.entropy == "grad"
+    without = load_method("rl_zvp", ["token_shaping.zero_variance=null"])
+    assert without.needs.entropy == "metric"
+
+
+def test_token_shaping_is_strict() -> None:
+    assert "token_shaping.zero_varians = {}: is not one of the token shapers zero_variance" in (
+        refused("rl_zvp", "token_shaping.zero_varians={}")
+    )
+    assert "token_shaping.entropy_bonus.kappa = 0" in refused(
+        "entropy_advantage", "token_shaping.entropy_bonus.kappa=0"
+    )
+    assert "is a knob of entropy_bonus, but the token shaper is zero_variance" in refused(
+        "rl_zvp", "token_shaping.zero_variance.kappa=1"
+    )
+    assert "policy_loss.quantile = 1.5" in refused("archer", "policy_loss.quantile=1.5")
+    assert "is a knob of entropy_clip, but the policy loss is ppo_clip" in refused(
+        "grpo", "policy_loss.reasoning_low=0.5"
+    )
+
+
 def test_shape_rewards_by_hand() -> None:
     """Limit 10, buffer 2 of it: -1/2 at 9 tokens. Repetition -0.1 for the truncated "1 1"."""
     overrides = ["reward_shaping.overlong={}", "reward_shaping.repetition={}"]

@@ -3,6 +3,7 @@ yaml."""
 
 import dataclasses
 import functools
+import math
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import torch
 from megatron_rl.config.load import conf_dir
 from megatron_rl.config.method import MethodConfig, MismatchConfig
 from megatron_rl.loss import Method, TokenBatch, load_method
-from tests.unit.loss import reference
+from tests.unit.loss import reference, token_reference
 from tests.unit.loss.batches import LIMIT, per_response, response_batch, rollout, token_batch
 
 HEAD = ("paper", "formula", "depends on", "reduces to", "choices", "released code")
@@ -46,15 +47,18 @@ def test_credit_and_loss_equal_the_plain_reference(name: str) -> None:
         )
         torch.testing.assert_close(credit.kl_weights, weights, rtol=1e-9, atol=1e-9)
         batch = token_batch(rows, credit, seed)
-        assert batch.ref_logprobs is not None
-        parts = [
-            per_response(values, rows)
-            for values in (batch.logprobs, batch.old_logprobs, batch.ref_logprobs)
-        ]
         found = method.loss(batch).loss.item()
-        assert found == pytest.approx(
-            reference.loss(rows, choice, *parts, LIMIT), rel=1e-9, abs=1e-10
-        )
+        expected = reference.loss(rows, choice, plain_tokens(batch, rows), LIMIT)
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-10)
+
+
+def plain_tokens(batch: TokenBatch, rows: list[reference.Row]) -> reference.Tokens:
+    """What the plain reference is given of a batch."""
+    assert batch.ref_logprobs is not None and batch.entropy is not None
+    assert batch.is_argmax is not None
+    values = (batch.logprobs, batch.old_logprobs, batch.ref_logprobs, batch.entropy)
+    values += (batch.is_argmax,)
+    return reference.Tokens(*[per_response(each, rows) for each in values])
 
 
 def micro_batches(batch: TokenBatch, num_rows: int, seed: int) -> list[TokenBatch]:
@@ -144,31 +148,114 @@ def test_yaml_head_says_what_the_method_is(name: str) -> None:
     assert config(name).name == name
 
 
-@pytest.mark.parametrize("name", NAMES)
+def on_policy(batch: TokenBatch) -> tuple[TokenBatch, torch.Tensor]:
+    """The same at ratio 1 and at the reference, and its logprobs."""
+    assert batch.log_ratio_sums is not None
+    logprobs = batch.old_logprobs.clone().requires_grad_()
+    unmoved = torch.zeros_like(batch.log_ratio_sums)
+    same = dataclasses.replace(
+        batch, logprobs=logprobs, ref_logprobs=batch.old_logprobs, log_ratio_sums=unmoved
+    )
+    return same, logprobs
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"pacs"}))
 def test_on_policy_every_method_has_the_gradient_of_reinforce(name: str) -> None:
-    """At ratio 1: d loss / d logprob = -weight A, plus the KL's weight coef (1 - exp(d)) which is 0
-    at the reference."""
+    """(But pacs, which reads no advantages.) At ratio 1: d loss / d logprob = -weight A, A at the
+    token (simko spreads a share over other tokens), plus the KL's weight coef (1 - exp(d)) which is
+    0 at the reference."""
     method = named(name)
     rows = rollout(0)
     credit = method.credit(response_batch(rows))
     batch = token_batch(rows, credit)
-    logprobs = batch.old_logprobs.clone().requires_grad_()
-    method.loss(
-        dataclasses.replace(batch, logprobs=logprobs, ref_logprobs=batch.old_logprobs)
-    ).loss.backward()
+    choice, tokens = reference.NAMED[name], plain_tokens(batch, rows)
+    expected = [
+        value * token_reference.own_gradient(choice.token, row.correct, entropies, place)
+        for row, inside, entropies in zip(
+            rows, reference.token_advantages(rows, choice, tokens), tokens.entropy, strict=True
+        )
+        for place, value in enumerate(inside)
+    ]
+    advantages = torch.tensor(expected, dtype=torch.float64)
+    batch, logprobs = on_policy(batch)
+    method.loss(batch).loss.backward()
     weights = {
         "seq_mean_token_mean": (
             1 / len(rows) / torch.bincount(batch.response_index).double()[batch.response_index]
         ),
         "token_mean": torch.full_like(logprobs, 1 / logprobs.numel()),
+        "seq_mean_token_sum": torch.full_like(logprobs, 1 / len(rows)),
         "seq_mean_token_sum_norm": torch.full_like(logprobs, 1 / len(rows) / LIMIT),
     }[method.config.aggregate.name]
     torch.testing.assert_close(
         logprobs.grad,
-        (-weights * credit.advantages[batch.response_index]).detach(),
+        (-weights * advantages).detach(),
         rtol=1e-9,
         atol=1e-12,
     )
+
+
+@pytest.mark.parametrize("name", ["rl_zvp", "entropy_advantage", "archer", "dcpo", "pacs"])
+def test_gradients_are_the_slopes_of_the_plain_reference(name: str) -> None:
+    """Central differences of its loss at every ninth token. (What simko spreads has no slope: its
+    value is the plain one.)"""
+    rows = rollout(2)
+    method = named(name)
+    batch = token_batch(rows, method.credit(response_batch(rows)), 2)
+    method.loss(batch).loss.backward()
+    assert batch.logprobs.grad is not None
+    choice, tokens = reference.NAMED[name], plain_tokens(batch, rows)
+    step = 1e-6
+    places = [(at, place) for at, row in enumerate(tokens.new) for place in range(len(row))]
+    slopes = []
+    for at, place in places[::9]:
+        values = []
+        for sign in (1, -1):
+            new = [list(row) for row in tokens.new]
+            new[at][place] += sign * step
+            moved = dataclasses.replace(tokens, new=new)
+            values.append(reference.loss(rows, choice, moved, LIMIT))
+        slopes.append((values[0] - values[1]) / (2 * step))
+    assert batch.logprobs.grad[::9].tolist() == pytest.approx(slopes, rel=1e-5, abs=1e-8)
+    assert max(map(abs, slopes)) > 1e-3
+
+
+def test_pacs_has_the_gradient_of_its_formula() -> None:
+    """By autograd through the sums of whole responses; psi is a constant in the method itself."""
+    rows = rollout(3)
+    method = named("pacs")
+    batch = token_batch(rows, method.credit(response_batch(rows)))
+    method.loss(batch).loss.backward()
+    logprobs = batch.logprobs.detach().clone().requires_grad_()
+    moved = torch.zeros(len(rows), dtype=torch.float64)
+    moved = moved.index_add(0, batch.response_index, logprobs - batch.old_logprobs)
+    losses = []
+    for place, row in enumerate(rows):
+        group = [at for at, other in enumerate(rows) if other.group == row.group]
+        psi = moved[place] - moved[[at for at in group if at != place]].mean()
+        alike = sum(rows[at].correct == row.correct for at in group)
+        weight = len(group) / (2 * alike) if alike < len(group) else 1.0
+        sign = 1 if row.correct else -1
+        losses.append(-weight * torch.nn.functional.logsigmoid(sign * psi))
+    torch.stack(losses).mean().backward()
+    torch.testing.assert_close(batch.logprobs.grad, logprobs.grad, rtol=1e-10, atol=1e-14)
+
+
+def test_pacs_at_the_old_policy() -> None:
+    """log 2 in every group, for the weights of a group of both classes have mean 1 as well; and
+    the gradient of a response is w (1/2 - correct) less the mean of the others'."""
+    rows = rollout(0)
+    method = named("pacs")
+    batch, logprobs = on_policy(token_batch(rows, method.credit(response_batch(rows))))
+    result = method.loss(batch)
+    assert result.loss.item() == pytest.approx(math.log(2), rel=1e-12)
+    result.loss.backward()
+    # Group 0: correct, wrong, wrong, correct: w = 1, slopes -1/2, 1/2, 1/2, -1/2.
+    expected = [-0.5 - 0.5 / 3, 0.5 + 0.5 / 3, 0.5 + 0.5 / 3, -0.5 - 0.5 / 3]
+    assert logprobs.grad is not None
+    for place, value in enumerate(expected):
+        found = logprobs.grad[batch.response_index == place] * len(rows)
+        torch.testing.assert_close(found, torch.full_like(found, value))
 
 
 def test_load_is_light_and_quick() -> None:

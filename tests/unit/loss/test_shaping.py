@@ -79,6 +79,17 @@ def test_hard_and_easy_focused_by_hand() -> None:
     same(shaping.easy_focused(advantages, accuracy), 0.577350, -0.833333, 1, 3, 3)
 
 
+def test_the_released_easy_term_by_hand() -> None:
+    """At p = 0.75 it divides by 1 - 0.866025 + 1e-6 = 0.133976, the paper's by 0.5."""
+    advantages = vector(1, -1, 3, 3)
+    share = vector(0.75, 0.25, 0, 1)
+    easy = shaping.easy_focused(advantages, share, easy_form="released")
+    same(easy, 3.732023, -0.999998, 3, 3)
+    omega = torch.tensor(0.4, dtype=torch.float64)
+    found = shaping.ddas(advantages, share, omega, easy_form="released")
+    same(found, 0.4 * 0.577350 + 0.6 * 3.732023, -0.4 - 0.6 * 0.999998, 3, 3)
+
+
 def test_focal_by_hand() -> None:
     advantages = vector(1, -2, 5, 4)
     accuracy = vector(0.75, 0.75, 1, 0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.loss import TokenBatch
+from megatron_rl.loss import TokenBatch, choices
 from megatron_rl.loss.token_loss import LossPlan, token_loss
 from tests.unit.loss.groups import flags, same, vector
 
@@ -216,7 +216,67 @@ def test_sequence_sum_reaches_the_ratio_and_the_mask() -> None:
     same(result.loss[None].detach(), math.exp(0.3) / 2)
 
 
+def test_token_shaping_by_hand() -> None:
+    """A = 1, 1, -2 and 0.4 H = 0.4, 1.2, 0.4, of which |A| / 2 leaves 0.4, 0.5, 0.4: the losses
+    -A logp are 1.4, 3 and -4.8. In order: the bonus is of what came before it."""
+    bonus = ("entropy_bonus", {"alpha": 0.4, "kappa": 2.0})
+    result = run(plan(token_shaping=(bonus,)), entropy=vector(1, 3, 1))
+    same(result.policy_loss[None].detach(), (2.2 - 4.8) / 2)
+    same(result.metrics["policy/token_advantage_mean"][None], (1.4 + 1.5 - 1.6) / 3)
+    twice = run(plan(token_shaping=(bonus, bonus)), entropy=vector(1, 3, 1))
+    same(twice.metrics["policy/token_advantage_mean"][None], (1.8 + 2.25 - 1.2) / 3)
+
+
+def test_token_shaping_has_no_gradient() -> None:
+    """Also where the loss is given entropies with one."""
+    entropy = vector(1, 3, 1).requires_grad_()
+    shaped = plan(token_shaping=(("entropy_bonus", {}),), entropy_coef=0.2)
+    run(shaped, entropy=entropy).loss.backward()
+    assert entropy.grad is not None
+    same(entropy.grad, -0.05, -0.05, -0.1)
+
+
+def test_what_a_token_shaper_returns_is_a_constant() -> None:
+    """A + logp = 0, -1, -5: the gradient is -(A + logp) w alone."""
+    choices.enter_token_shaper("leaky", lambda advantages, logprobs: advantages + logprobs)
+    try:
+        data = batch()
+        shaped = plan(token_shaping=(("leaky", {}),))
+        token_loss(data, shaped, lambda sums: sums).loss.backward()
+    finally:
+        del choices.TOKEN_SHAPERS["leaky"]
+    assert data.logprobs.grad is not None
+    same(data.logprobs.grad, 0, 0.25, 2.5)
+
+
+def test_clip_shares_of_bounds_that_differ_by_token() -> None:
+    """Of one response of six tokens the last may reach 1.5: its ratio of 1.4 is not clipped, the
+    1.3 of the first is."""
+    old = vector(-1 - math.log(1.3), *[-1] * 4, -1 - math.log(1.4))
+    result = run(
+        plan(policy_loss="entropy_clip", policy_knobs={}),
+        logprobs=vector(*[-1] * 6).requires_grad_(),
+        old_logprobs=old,
+        response_index=torch.zeros(6, dtype=torch.int64),
+        loss_mask=flags(*[1] * 6),
+        advantages=vector(1),
+        kl_weights=vector(1),
+        ref_logprobs=None,
+        correct=flags(1),
+        entropy=vector(10, 0, 20, 30, 40, 50),
+    )
+    same(result.metrics["policy/clip_up_positive_share"][None], 1 / 6)
+    same(result.policy_loss[None].detach(), -(1.2 + 4 + 1.4) / 6)
+
+
 def test_missing_fields_are_named() -> None:
+    bonus = ("entropy_bonus", {})
+    with pytest.raises(ValueError, match=r"TokenBatch\.entropy is .* token shaper entropy_bonus"):
+        run(plan(token_shaping=(bonus,)))
+    with pytest.raises(ValueError, match=r"TokenBatch\.entropy is .* policy loss entropy_clip"):
+        run(plan(policy_loss="entropy_clip"))
+    with pytest.raises(ValueError, match=r"group_accuracy is .* token shaper zero_variance"):
+        run(plan(token_shaping=(("zero_variance", {}),)), entropy=vector(1, 1, 1))
     with pytest.raises(ValueError, match=r"TokenBatch\.ref_logprobs .* set kl\.coef=0"):
         run(plan(kl_coef=(0.1, 0.1)), ref_logprobs=None)
     with pytest.raises(ValueError, match=r"TokenBatch\.correct .*coef_positive"):

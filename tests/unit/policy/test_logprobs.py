@@ -9,7 +9,7 @@ from jaxtyping import install_import_hook
 with install_import_hook(
     "megatron_rl.policy.logprobs", "beartype.beartype"
 ):  # annotations of shape and dtype are executed
-    from megatron_rl.policy.logprobs import response_logprobs
+    from megatron_rl.policy.logprobs import Head, response_logprobs, token_values
 
 T = 11
 H = 6
@@ -212,3 +212,48 @@ def test_a_padding_token_has_probability_zero():
 def test_bad_settings_are_named(change, message):
     with pytest.raises(ValueError, match=message):
         run(*inputs()[:3], **change)
+
+
+def test_most_likely_tokens_by_hand():
+    """Logits ln 1, ln 2, ln 5 and a row of padding: 5/8 and 2/8 are the two most likely."""
+    weight = torch.tensor([[0.0], [math.log(2)], [math.log(5)], [9.0]])
+    found = token_values(
+        torch.ones(2, 1), weight, torch.tensor([1, 2]), Head(1.0, 3, 8, None, "none", top_k=2)
+    )
+    wanted = [math.log(5 / 8), math.log(2 / 8)]
+    assert found.topk_logprobs.tolist() == [pytest.approx(wanted, abs=1e-6)] * 2
+    assert found.is_argmax.tolist() == [False, True]
+    assert found.logprobs.tolist() == pytest.approx(wanted[::-1], abs=1e-6)
+    assert found.entropy is None
+
+
+@pytest.mark.parametrize("entropy", ["none", "grad"])
+@pytest.mark.parametrize("top_k", [1, 3, VOCAB])
+def test_most_likely_tokens_equal_plain_in_float64(entropy, top_k):
+    hidden, weight, targets, c = inputs()
+    targets[::2] = (hidden @ weight[:VOCAB].t()).argmax(1)[::2]
+    for leaf in (hidden, weight):
+        leaf.requires_grad_()
+    found = token_values(hidden, weight, targets, Head(0.7, VOCAB, 4, None, entropy, top_k))
+    logp = torch.log_softmax(hidden @ weight[:VOCAB].t() / 0.7, -1)
+    want = logp.topk(top_k, dim=1)
+    torch.testing.assert_close(found.topk_logprobs, want.values, rtol=0, atol=1e-12)
+    assert torch.equal(found.is_argmax, want.indices[:, 0] == targets)
+    assert found.is_argmax.any() and not found.is_argmax.all()
+    weights = torch.linspace(-1, 2, T * top_k, dtype=torch.float64).reshape(T, top_k)
+    loss = (c[0] * found.logprobs).sum() + (weights * found.topk_logprobs).sum()
+    own = logp.gather(1, targets[:, None])[:, 0]
+    plainly = (c[0] * own).sum() + (weights * want.values).sum()
+    if entropy == "grad":
+        loss = loss + (c[1] * found.entropy).sum()
+        plainly = plainly - (c[1] * (logp.exp() * logp).sum(-1)).sum()
+    for got, expected in zip(
+        gradients(loss, hidden, weight), gradients(plainly, hidden, weight), strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
+
+
+def test_more_tokens_than_the_vocabulary_has_are_refused():
+    hidden, weight, targets, _ = inputs()
+    with pytest.raises(ValueError, match="top_k is 20, but the vocabulary has 19 tokens"):
+        token_values(hidden, weight, targets, Head(1.0, VOCAB, 4, None, "none", top_k=20))

@@ -104,7 +104,7 @@ def build_bandit(
     return Trainer(
         config=config.trainer,
         source=Colocated(rollouts, policy, engine, sync, memory),
-        learner=Learner(policy, chosen, health, plan, placement, update_matches_score=True),
+        learner=Learner(policy, chosen, health, plan, placement, True, run_folder.histories),
         evaluator=Evaluator(config.evaluation, sampler, prompts(4), greedy),
         folder=run_folder,
         world=WORLD,

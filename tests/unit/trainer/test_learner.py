@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -90,3 +91,28 @@ def test_later_epochs_of_a_rollout_visit_all_groups_in_another_order(build):
     assert minibatches[:4] == sorted(minibatches[:4])
     assert minibatches[:4] != minibatches[4:]
     assert minibatches == list(trainer.learner.plan.minibatches(1, experience))
+
+
+def test_pacs_scores_every_minibatch_before_its_update_but_an_only_one(build):
+    """The loss of a minibatch reads sums under the weights that it starts from."""
+    several = build("trainer.num_steps=1", method="pacs", run="several")
+    several.run()
+    passes = several.learner.policy.passes
+    assert passes == ["score", "score", "update", "score", "update"]
+    once = build(*ONE_UPDATE, method="pacs", run="once")
+    once.run()
+    assert once.learner.policy.passes == ["update"] * 2
+    first, second = rows(once)[1:]
+    assert [first["loss/policy"], second["loss/policy"]] == pytest.approx([math.log(2)] * 2)
+    assert rows(several)[1]["loss/policy"] != pytest.approx(math.log(2), abs=1e-4)
+
+
+def test_the_split_into_microbatches_does_not_change_pacs(build):
+    """Also where the responses of a prompt are in different ones."""
+    coarse = build("batch.tokens_per_microbatch=4096", method="pacs")
+    fine = build("batch.tokens_per_microbatch=5", method="pacs", run="fine")
+    coarse.run()
+    fine.run()
+    assert max(len(sizes) for sizes in fine.learner.policy.microbatch_sizes) == 16
+    for a, b in zip(rows(coarse), rows(fine), strict=True):
+        assert timeless(a) == pytest.approx(timeless(b), rel=1e-4, abs=1e-6)

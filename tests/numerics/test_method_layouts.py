@@ -1,0 +1,190 @@
+"""Methods that look inside a response, on the real policy: loss, metrics and gradients of every
+layout and cut into micro-batches are those of transformers and the loss of the whole batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_rl.loss import Credit, TokenBatch, load_method
+from megatron_rl.loss.segments import group_accuracy
+from megatron_rl.policy import forward
+from megatron_rl.trainer.experience import Experience
+from megatron_rl.trainer.objective import MinibatchLoss, token_settings
+from megatron_rl.types import SequenceBatch, TokenScores
+from tests import zoo
+from tests.numerics.host_waits_worker import scored
+from tests.numerics.policy_reference import (
+    NUM_ROWS,
+    TEMPERATURE,
+    gradients,
+    make_batch,
+    relative_error,
+    sequences,
+)
+from tests.numerics.policy_worker import splits
+from tests.ranks import call
+
+MODEL = "qwen3"
+NAMES = ("archer", "rl_zvp", "entropy_advantage", "simko", "pacs")
+CORRECT = torch.tensor([True, False, True, True, True, True])  # one group of each kind
+
+
+def experience_of(batch: SequenceBatch, logprobs: Tensor) -> Experience:
+    """Scored, with old and reference logprobs near ``logprobs``, so that some ratios are
+    clipped."""
+    draw = torch.Generator().manual_seed(2)
+    noise = torch.randn(2, len(logprobs), generator=draw)
+    advantages = torch.randn(NUM_ROWS, generator=draw)
+    every = torch.ones(NUM_ROWS, dtype=torch.bool)
+    return replace(
+        scored(batch),
+        correct=CORRECT,
+        credit=Credit(advantages, torch.ones(NUM_ROWS), every, {}),
+        old=TokenScores(logprobs + 0.3 * noise[0], None),
+        ref=TokenScores(logprobs + 0.2 * noise[1], None),
+    )
+
+
+def token_batch(experience: Experience, batch: SequenceBatch, logits: Tensor) -> TokenBatch:
+    """All tokens at once; ``logits``: [tokens, vocabulary] with their graph, in float64."""
+    logp = torch.log_softmax(logits / TEMPERATURE, -1)
+    tokens = torch.from_numpy(experience.responses.tokens.columns["token_ids"]).long()
+    logprobs = logp.gather(1, tokens[:, None])[:, 0]
+    topk = logp.topk(3, dim=1)
+    assert experience.old is not None and experience.ref is not None and experience.credit
+    return TokenBatch(
+        logprobs=logprobs,
+        old_logprobs=experience.old.logprobs.double(),
+        response_index=batch.response_index,
+        loss_mask=torch.ones_like(logprobs, dtype=torch.bool),
+        advantages=experience.credit.advantages.double(),
+        kl_weights=torch.ones(NUM_ROWS, dtype=torch.float64),
+        ref_logprobs=experience.ref.logprobs.double(),
+        entropy=-(logp.exp() * logp).sum(-1),
+        topk_logprobs=topk.values,
+        is_argmax=topk.indices[:, 0] == tokens,
+        correct=experience.correct,
+        group_ids=experience.group_ids,
+        log_ratio_sums=sums_of(experience, logprobs.detach()),
+        group_accuracy=group_accuracy(experience.correct, experience.group_ids),
+    )
+
+
+def sums_of(experience: Experience, logprobs: Tensor) -> Tensor:
+    """How far each response's logprobs are from the old ones."""
+    assert experience.old is not None
+    moved = logprobs.double() - experience.old.logprobs.double()
+    rows = torch.arange(NUM_ROWS).repeat_interleave(experience.sequences.response_lengths)
+    return torch.zeros(NUM_ROWS, dtype=torch.float64).index_add(0, rows, moved)
+
+
+def plain_logits(model: torch.nn.Module, batch: SequenceBatch) -> Tensor:
+    """Of every response token, by transformers on whole sequences, in float64."""
+    prompts = batch.prompt_lengths.tolist()
+    rows = zip(sequences(batch), prompts, strict=True)
+    return torch.cat([model(ids[None]).logits[0, prompt - 1 : -1].double() for ids, prompt in rows])
+
+
+def plain_answers(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Of each method: loss, metrics and gradients; of all, old logprobs to start from."""
+    batch = make_batch()
+    found = {}
+    for name in names:
+        model = zoo.tiny_model(MODEL)
+        logits = plain_logits(model, batch)
+        tokens = torch.cat(
+            [
+                ids[prompt:]
+                for ids, prompt in zip(sequences(batch), batch.prompt_lengths, strict=True)
+            ]
+        )
+        logp = torch.log_softmax(logits.detach() / TEMPERATURE, -1)
+        experience = experience_of(batch, logp.gather(1, tokens[:, None])[:, 0].float())
+        result = load_method(name).loss(token_batch(experience, batch, logits))
+        result.loss.backward()
+        found[name] = {
+            "experience": experience,
+            "loss": result.loss.item(),
+            "metrics": {key: value.item() for key, value in result.metrics.items()},
+            "gradients": gradients(model),
+        }
+    return found
+
+
+def compare(path: Path, layout: dict[str, Any], answers: dict[str, dict[str, Any]]) -> None:
+    """On every rank: each method, each cut into micro-batches."""
+    batch = make_batch()
+    for name, wanted in answers.items():
+        method = load_method(name)
+        policy = zoo.tiny_policy(path, layout, **token_settings(method))
+        for cut, split in splits(policy).items():
+            what = f"{name}, {cut}"
+            experience = wanted["experience"]
+            rows = range(NUM_ROWS)
+            scores = zoo.of_all_rows(policy.score_microbatches(batch, split))
+            sums = sums_of(experience, scores.logprobs)
+            placed = replace(experience, log_ratio_sums=sums)
+            loss = MinibatchLoss(method, placed, rows, experience.scored_tokens)
+            totals = policy.backward(batch, split, loss)
+            wanted_loss = pytest.approx(wanted["loss"], rel=1e-6, abs=1e-6)
+            assert totals.loss == wanted_loss, what
+            for key, value in totals.metrics.items():
+                if key != "entropy/mean" or method.needs.entropy != "none":
+                    assert value == pytest.approx(wanted["metrics"][key], rel=2e-6, abs=1e-6), (
+                        f"{what}: {key}"
+                    )
+            found = dict(policy.gathered_gradients())
+            error = relative_error(found, wanted["gradients"])
+            assert error <= 2e-6, f"{what}: gradients off by {error}"
+        policy.close()
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "tensor": (2, {"tensor": 2}),
+    "context": (2, {"context": 2}),
+    "pipeline": (2, {"pipeline": 2}),
+    "data": (2, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, dict[str, Any]]:
+    return plain_answers(NAMES)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=() if name in ("tensor", "context") else pytest.mark.full)
+        for name in LAYOUTS
+    ],
+)
+def test_layouts_agree_with_transformers(
+    layout: str, hf_models: Path, answers: dict[str, dict[str, Any]]
+) -> None:
+    processes, fields = LAYOUTS[layout]
+    call(processes, compare, hf_models / MODEL, fields, answers, timeout=200)
+
+
+def differ_without_gathering(path: Path, answers: dict[str, dict[str, Any]]) -> None:
+    with (
+        mock.patch.object(forward, "sequence_gather", lambda *_: lambda columns: columns),
+        pytest.raises(AssertionError, match="archer, whole"),
+    ):
+        compare(path, {"context": 2}, answers)
+
+
+@pytest.mark.full
+def test_quantiles_of_half_a_response_are_noticed(
+    hf_models: Path, answers: dict[str, dict[str, Any]]
+) -> None:
+    """The comparison above can fail: context ranks that gather nothing gate other tokens."""
+    call(2, differ_without_gathering, hf_models / MODEL, {"archer": answers["archer"]})

@@ -1,0 +1,73 @@
+"""The plain reference of what methods do inside a response: one token at a time, Python floats."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from tests.unit.loss.plain import average, quantile
+
+if TYPE_CHECKING:
+    from tests.unit.loss.reference import Row
+
+
+def advantage(
+    name: str,
+    response: float,
+    accuracy: float,
+    entropies: list[float],
+    place: int,
+    is_argmax: bool,
+) -> float:
+    """The advantage of one token; ``response``: that of its response, ``accuracy``: its
+    group's."""
+    if name == "simko" and response < 0 and is_argmax and reasons(entropies, place):
+        return 1.1 * response
+    entropy = entropies[place]
+    if name == "zero_variance" and accuracy == 1:
+        return 0.1 * entropy
+    if name == "zero_variance" and accuracy == 0:
+        return -0.1 * (max(entropies) - entropy)
+    if name == "entropy_bonus":
+        return response + min(0.4 * entropy, abs(response) / 2)
+    return response
+
+
+def reasons(entropies: list[float], place: int) -> bool:
+    return entropies[place] > quantile(entropies, 0.8)
+
+
+def own_gradient(name: str, correct: bool, entropies: list[float], place: int) -> float:
+    """The share of a token's gradient that stays with the token itself."""
+    return 0.99 if name == "simko" and correct and reasons(entropies, place) else 1.0
+
+
+def dcpo_clip(old: float) -> tuple[float, float]:
+    """How far the ratio of a token of this old probability may go below and above 1."""
+    low = 0.5 + 0.5 * math.sqrt(max(1 - 0.64 / old, 0.0))
+    high = min(0.5 + 0.5 * math.sqrt(1 + 0.8 / old), 10.0)
+    return 1 - low, high - 1
+
+
+def archer_clip(entropies: list[float], place: int) -> tuple[float, float]:
+    return (0.5, 0.5) if reasons(entropies, place) else (0.2, 0.2)
+
+
+def archer_kl_weight(everything: list[list[float]], entropies: list[float], place: int) -> float:
+    """One over the tokens of the minibatch that do not reason; 0 for those that do."""
+    if reasons(entropies, place):
+        return 0.0
+    return 1 / sum(
+        not reasons(response, other) for response in everything for other in range(len(response))
+    )
+
+
+def pacs(row: Row, rows: list[Row], moved: list[float]) -> float:
+    """The weighted binary cross entropy of one response."""
+    group = [place for place, other in enumerate(rows) if other.group == row.group]
+    own = next(place for place in group if rows[place] is row)
+    psi = moved[own] - average([moved[place] for place in group if place != own])
+    alike = sum(rows[place].correct == row.correct for place in group)
+    weight = len(group) / (2 * alike) if alike < len(group) else 1.0
+    predicted = 1 / (1 + math.exp(-psi))
+    return -weight * math.log(predicted if row.correct else 1 - predicted)
