@@ -24,7 +24,6 @@ from tests.command_table import (
     BESIDE_EACH_OTHER,
     LONG,
     MAKER,
-    NOT_RUN,
     PUSH,
     QUICK,
     RENAMING,
@@ -32,6 +31,7 @@ from tests.command_table import (
     SUBSTITUTIONS,
     Run,
 )
+from tests.commands_not_run import NOT_RUN
 from tests.documents import Command, commands, of_docstring, of_markdown
 from tests.e2e.toy import LETTERS, write_model
 from tests.launch import end, run
