@@ -174,7 +174,7 @@ class VllmEngine:
 
     def poll(self) -> list[tuple[int, Completion]]:
         """Works for a moment; tickets and completions of the responses that ended in it. With
-        nothing to do it returns at once.
+        nothing to do it returns at once. After an exception nothing is open any more.
 
         Raises:
             RuntimeError: vLLM read another prompt than it was given.
@@ -195,9 +195,13 @@ class VllmEngine:
         """All responses to some prompts, on every rank of the replica: for those who have the
         engine alone and wait. Raises what ``submit`` and ``poll`` do."""
         every = range(sampling.num_responses)
-        tickets = [self.submit(prompt, every, sampling) for prompt in prompts]
+        try:
+            tickets = [self.submit(prompt, every, sampling) for prompt in prompts]
+        except Exception:
+            self.abort(self._running.tickets)
+            raise
         ended: dict[int, Completion] = {}
-        while self._running.num_open:
+        while self._running.tickets:
             ended.update(self.poll())
         return [[ended[ticket] for ticket in of_prompt] for of_prompt in tickets]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_rl.engine.requests import Sight, check_expansion, request
@@ -51,16 +51,19 @@ class Running:
         return tickets
 
     def stepped(self, llm: LLM, version: int) -> list[tuple[int, Completion]]:
-        """Steps until a response has ended, at most ``STEPS`` times; returns those that have."""
-        ended: list[tuple[int, Completion]] = []
-        for _ in range(STEPS):
-            if ended or not self._open:
-                break
-            for output in llm.llm_engine.step():
-                if output.finished:
-                    ended.append(self._ended(output, version))
-            ACTIVITY.note("generating")
-        return ended
+        """Steps until a response has ended, at most ``STEPS`` times; returns those that have.
+        After an exception nothing is open."""
+        try:
+            for _ in range(STEPS):
+                outputs = llm.llm_engine.step() if self._open else []
+                ACTIVITY.note("generating")
+                ended = [self._ended(each, version) for each in outputs if each.finished]
+                if ended or not self._open:
+                    return ended
+        except Exception:
+            self.drop(llm, self.tickets)
+            raise
+        return []
 
     def _ended(self, output: RequestOutput, version: int) -> tuple[int, Completion]:
         ticket = int(output.request_id)
@@ -70,10 +73,12 @@ class Running:
         (response,) = output.outputs
         return ticket, _completion(response, version)
 
-    def drop(self, llm: LLM, tickets: Sequence[int]) -> int:
+    def drop(self, llm: LLM, tickets: Iterable[int]) -> int:
         """Ends responses without an answer; returns the tokens that they had. Those that have ended
         already do not matter."""
         names = [self._open.pop(ticket)[0] for ticket in tickets if ticket in self._open]
+        # One that ended beside an error has an answer that nobody got.
+        names = [name for name in names if name in llm.llm_engine.output_processor.request_states]
         num_tokens = sum(_length(llm, name) for name in names)
         if names:
             llm.llm_engine.abort_request(names, internal=True)
@@ -84,8 +89,9 @@ class Running:
         return [_length(llm, name) for name, _ in self._open.values()]
 
     @property
-    def num_open(self) -> int:
-        return len(self._open)
+    def tickets(self) -> list[int]:
+        """Of all that is open."""
+        return list(self._open)
 
 
 def _length(llm: LLM, name: str) -> int:
