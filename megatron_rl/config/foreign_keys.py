@@ -66,10 +66,6 @@ NOT_SUPPORTED = (
         "tools and several turns are not supported: one prompt, one response, one reward",
     ),
     (
-        r"async|asynchronous|off_policy|staleness|one_step_off",
-        "asynchronous training is not supported: a step trains on responses of the newest weights",
-    ),
-    (
         r"videos?|audio",
         "video and audio are not supported: prompts are texts and images",
     ),

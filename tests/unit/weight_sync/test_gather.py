@@ -60,7 +60,9 @@ def test_report_and_content():
 def test_changed_bytes_are_named(monkeypatch):
     """Another rank has the same but for one tensor."""
     other = {name: tensor_digest(tensor + (name == "b")) for name, tensor in WEIGHTS.items()}
-    monkeypatch.setattr(checks, "all_gather", lambda value: [value, _same_kind(value, other)])
+    monkeypatch.setattr(
+        checks, "all_gather", lambda value, schema: [value, _same_kind(value, other)]
+    )
     target = Target()
     with pytest.raises(
         WeightSyncError, match=r"1 of 2 tensors differ: b \(other bytes on rank 1 than on rank 0\)"
@@ -137,7 +139,7 @@ def test_ranks_are_named(monkeypatch):
     good = {"a": "1", "b": "2"}
     tables = [good, {**good, "a": "9"}, {"a": "1"}]
     monkeypatch.setattr(
-        checks, "all_gather", lambda value: [_same_kind(value, table) for table in tables]
+        checks, "all_gather", lambda value, schema: [_same_kind(value, table) for table in tables]
     )
     words = (
         r"2 of 2 tensors differ: a \(other bytes on rank 1 than on rank 0\); b \(not sent on"
@@ -151,7 +153,7 @@ def test_equal_on_all_ranks(monkeypatch):
     calls = []
     good = {"a": "1", "b": "2"}
 
-    def all_gather(value):
+    def all_gather(value, schema):
         calls.append(value)
         return [value] * 3
 
@@ -163,7 +165,7 @@ def test_equal_on_all_ranks(monkeypatch):
 def test_many_differences_are_cut_short(monkeypatch):
     tables = [{f"t{i:02}": str(i + shift) for i in range(20)} for shift in (0, 1)]
     monkeypatch.setattr(
-        checks, "all_gather", lambda value: [_same_kind(value, table) for table in tables]
+        checks, "all_gather", lambda value, schema: [_same_kind(value, table) for table in tables]
     )
     with pytest.raises(WeightSyncError, match=r"20 of 20 .*t07 \(.*\); and 12 more$"):
         verify_tensors(tables[0])
