@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from vllm import LLM
     from vllm.outputs import CompletionOutput, RequestOutput
 
-# Of one call of ``stepped`` in which nothing ends: long enough for what is done around a call, such
-# as a message to the ranks of the replica, to cost nothing beside it.
+# Of one call of ``stepped``: long enough for what is done around a call, such as a message to the
+# ranks of the replica, to cost little beside it. An answer waits for the others of the call.
 STEPS = 8
 
 
@@ -51,19 +51,20 @@ class Running:
         return tickets
 
     def stepped(self, llm: LLM, version: int) -> list[tuple[int, Completion]]:
-        """Steps until a response has ended, at most ``STEPS`` times; returns those that have.
+        """Steps ``STEPS`` times, or until nothing is open; returns the responses that have ended.
         After an exception nothing is open."""
+        ended: list[tuple[int, Completion]] = []
         try:
             for _ in range(STEPS):
-                outputs = llm.llm_engine.step() if self._open else []
-                ACTIVITY.note("generating")
-                ended = [self._ended(each, version) for each in outputs if each.finished]
-                if ended or not self._open:
-                    return ended
+                if not self._open:
+                    break
+                outputs = llm.llm_engine.step()
+                ended += [self._ended(each, version) for each in outputs if each.finished]
         except Exception:
             self.drop(llm, self.tickets)
             raise
-        return []
+        ACTIVITY.note("generating")
+        return ended
 
     def _ended(self, output: RequestOutput, version: int) -> tuple[int, Completion]:
         ticket = int(output.request_id)
