@@ -28,6 +28,7 @@ REQUIRED = [
     "pyarrow",
     "pillow",
     "xxhash",
+    "aiohttp",
     "rich",
     "matplotlib",
     "tensorboard",

@@ -312,6 +312,10 @@ def the_engine_can_sleep(patch: Patch, folder: Any) -> None:
     class Llm:
         def __init__(self, **arguments: Any) -> None:
             self.arguments, self.slept = arguments, []
+            scheduler = SimpleNamespace(max_num_seqs=8)
+            self.llm_engine = SimpleNamespace(
+                vllm_config=SimpleNamespace(scheduler_config=scheduler)
+            )
 
         def sleep(self, level: int) -> None:
             self.slept.append(level)
@@ -336,6 +340,17 @@ def the_engine_can_sleep(patch: Patch, folder: Any) -> None:
     assert built._llm.arguments["enable_sleep_mode"] and built.replica == 1
     built.sleep()
     assert built._llm.slept == [2] and built.weight_version == -1
+
+
+@asked_at("engine.server:start_server")
+def a_server_is_not_told_about_cpus(patch: Patch, _: Any) -> None:
+    from megatron_rl.engine import server
+
+    seen: dict[str, str] = {}
+    patch.setattr(server.subprocess, "Popen", lambda *_, env, **__: seen.update(env))
+    server.start_server(["vllm"], {"HOME": "x"}, "secret")
+    assert seen["VLLM_API_KEY"] == "secret" and seen["HOME"] == "x"
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in seen and "TORCHDYNAMO_DISABLE" not in seen
 
 
 @asked_at("engine.requirements:check_start")
