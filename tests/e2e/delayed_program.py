@@ -24,6 +24,7 @@ from megatron_rl.runtime import launch
 from megatron_rl.trainer.build import build_engine, build_learner, build_method, build_policy
 from megatron_rl.trainer.exchange import token_rows
 from megatron_rl.trainer.experience import Responses, experience_of
+from megatron_rl.trainer.histories import Histories
 from megatron_rl.trainer.rollouts import rollout_sampling, sampling_seed, stop_token_ids
 
 DELAY = int(sys.argv[1])
@@ -39,7 +40,7 @@ def main() -> None:
     method = build_method(config, data)
     policy = build_policy(config, method)
     engine, _ = build_engine(config, world, policy)
-    learner = build_learner(config, world, policy, method)
+    learner = build_learner(config, world, policy, method, Histories())
     loader = training_stream(data, config)
     sampling = rollout_sampling(config, stop_token_ids(tokenizer.eos_token_id))
 
