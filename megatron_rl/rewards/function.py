@@ -25,9 +25,10 @@ logged as ``reward/part/NAME``. It may be ``async def``.
   the user's own code: nothing but its time is limited.
 - A call that raises, returns the wrong number of values or takes longer than
   ``reward.function_timeout_s`` gives all its responses reward 0 and ``verifier_problem`` 1; a value
-  that is not a finite number does so for its response. The reason is logged once. After
-  ``MAX_FAILED_CALLS`` calls in a row without one usable value the run stops: it would train on
-  nothing.
+  that is not a finite number does so for its response. The reason is logged once. The run stops
+  after ``MAX_FAILED_CALLS`` calls in a row without one usable value, which together had as many
+  responses as that number of its largest calls (a call may be of a single response): it would
+  train on nothing.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class FunctionCaller:
         self._server = Server(setup)
         self._lane: Lane | None = None
         self._failed_calls = 0
+        self._failed_responses = 0
+        self._largest_call = 0
         self.restarts = 0
 
     def start(self) -> None:
@@ -96,17 +99,20 @@ class FunctionCaller:
         """One ``{"reward", "accuracy", "parts"}`` or ``{"problem"}`` a response.
 
         Raises:
-            ValueError: ``MAX_FAILED_CALLS`` calls in a row gave nothing usable; says why the last
-                one did not.
+            ValueError: so many calls in a row gave nothing usable; says why the last one did not.
         """
         outcome = self._call(tasks, responses)
         scores = outcome.get("scores") or [{"problem": outcome["problem"]}] * len(responses)
         problems = [score["problem"] for score in scores if "problem" in score]
+        self._largest_call = max(self._largest_call, len(responses))
         if len(problems) < len(scores):
             self._failed_calls = 0
+            self._failed_responses = 0
         else:
             self._failed_calls += 1
-        if self._failed_calls >= MAX_FAILED_CALLS:
+            self._failed_responses += len(responses)
+        enough = self._failed_responses >= MAX_FAILED_CALLS * self._largest_call
+        if self._failed_calls >= MAX_FAILED_CALLS and enough:
             raise ValueError(
                 f"reward.function = {self._setup.function}: {self._failed_calls} calls in a row "
                 f"gave no response a reward; the last one: {problems[0]}; fix the function"

@@ -186,6 +186,17 @@ def test_a_function_that_always_fails_stops_the_run(function):
         score(reward, "raise")
 
 
+def test_a_few_single_responses_that_fail_do_not_stop_the_run(function):
+    """Responses are judged as they end, so a call may be of one alone. Six were the largest call
+    here: 18 failures in a row stop the run, not three."""
+    reward = function("does")
+    score(reward, *["fine"] * 6)
+    for _ in range(17):
+        score(reward, "raise")
+    with pytest.raises(ValueError, match="18 calls in a row gave no response a reward"):
+        score(reward, "raise")
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
