@@ -94,11 +94,13 @@ class ReshardSync:
             replicas=_replicas(None if sink is None else sink.replica, group),
             cast=options.cast,
         )
-        plans = {} if plans is None else plans
-        shape = _shape(sources, targets, inputs)
-        if shape not in plans:
-            plans[shape] = make_plan(sources, targets, **inputs)
-        self.plan = plans[shape]
+        if plans is None:
+            self.plan = make_plan(sources, targets, **inputs)
+        else:
+            shape = _shape(sources, targets, inputs)
+            if shape not in plans:
+                plans[shape] = make_plan(sources, targets, **inputs)
+            self.plan = plans[shape]
         program = compile_program(self.plan, dist.get_rank(group), own_sources, own_targets)
         self._transport = Transport(program, device, group)
 
@@ -177,7 +179,12 @@ def _shape(
     sources: Mapping[int, Groups], targets: Mapping[int, Groups], inputs: Mapping[str, Any]
 ) -> str:
     """What a plan follows from, as a text: equal for two servers that are cut alike."""
-    sides = [{rank: digest(groups) for rank, groups in side.items()} for side in (sources, targets)]
+    # Ranks of one role share one sequence, and a digest takes a while.
+    distinct = {id(groups): groups for side in (sources, targets) for groups in side.values()}
+    texts = {number: digest(groups) for number, groups in distinct.items()}
+    sides = [
+        {rank: texts[id(groups)] for rank, groups in side.items()} for side in (sources, targets)
+    ]
     return repr((sides, sorted(inputs.items())))
 
 
