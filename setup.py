@@ -29,6 +29,7 @@ REQUIRED = [
     "pillow",
     "xxhash",
     "aiohttp",
+    "scipy>=1.15",
     "rich",
     "matplotlib",
     "tensorboard",
