@@ -209,7 +209,11 @@ def _with_distinct_uids(prompts: list[Prompt]) -> list[Prompt]:
 
 def _distinct(prompt: Prompt, counts: Counter[str]) -> Prompt:
     counts[prompt.uid] += 1
-    count = counts[prompt.uid]
+    return numbered(prompt, counts[prompt.uid])
+
+
+def numbered(prompt: Prompt, count: int) -> Prompt:
+    """The prompt as it comes for the ``count``-th time in a step."""
     return prompt if count == 1 else replace(prompt, uid=f"{prompt.uid}#{count}")
 
 

@@ -138,6 +138,11 @@ class Method:
         groups = segments_of(group_ids)
         return groups.broadcast(filters.informative_groups(correct, groups))
 
+    def wants_group(self, correct: Sequence[bool]) -> bool:
+        """``wants_groups`` of one group with these responses."""
+        one_group = torch.zeros(len(correct), dtype=torch.int64)
+        return bool(self.wants_groups(torch.tensor(correct), one_group).all())
+
     def response_statistics(
         self,
         old_logprobs: Float[Tensor, " tokens"],

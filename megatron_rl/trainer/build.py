@@ -41,9 +41,7 @@ from megatron_rl.trainer.health import Health
 from megatron_rl.trainer.histories import Histories
 from megatron_rl.trainer.hooks import RolloutHooks
 from megatron_rl.trainer.learner import Learner, MinibatchPlan
-from megatron_rl.trainer.logprob_check import (
-    CheckedSync,
-)
+from megatron_rl.trainer.logprob_check import CheckedSync
 from megatron_rl.trainer.objective import check_visual_entropy, token_settings
 from megatron_rl.trainer.placement import Placement
 from megatron_rl.trainer.preflight import check_before_build
@@ -147,9 +145,7 @@ def build_colocated(
         sampling=parts.sampling,
         prompts_per_step=config.batch.prompts_per_step,
         seed=config.seed,
-        after_scoring=parts.end.after_scoring,
-        log_samples=parts.end.log_samples,
-        num_samples=parts.end.num_samples,
+        end=parts.end,
     )
     memory = build_colocation(config, policy, engine)
     weight_sync = ColocatedSync(weight_sync, memory)

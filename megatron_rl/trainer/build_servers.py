@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader, WeightedLoader
 from megatron_rl.data.reading import Data
@@ -23,9 +21,10 @@ from megatron_rl.runtime.device import device
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.registry import FOLDER, Registry, run_secret
 from megatron_rl.scheduling.batches import Rules
+from megatron_rl.trainer.judge import verdicts
 from megatron_rl.trainer.logprob_check import LogprobCheck, Scoring, check_sequences
 from megatron_rl.trainer.prompt_stream import PromptStream
-from megatron_rl.trainer.rollouts import sampling_seed
+from megatron_rl.trainer.rollouts import sampling_seed, step_rules
 from megatron_rl.trainer.server_dispatch import ServerDispatcher
 from megatron_rl.trainer.server_tasks import Tasks
 from megatron_rl.trainer.servers import ServerParts, Servers
@@ -56,15 +55,11 @@ class SourceParts:
 
     def judge(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         """The verdicts on the answers to a prompt."""
-        texts = [self.decode(list(one.token_ids)) for one in completions]
-        truncated = [one.truncated for one in completions]
-        return self.reward.score([prompt] * len(texts), texts, truncated)
+        return verdicts(self.reward, self.decode, [prompt] * len(completions), completions)
 
     def wants(self, scores: Sequence[Score]) -> bool:
         """Whether the method learns from a group with these verdicts."""
-        correct = torch.tensor([score.correct for score in scores])
-        one_group = torch.zeros(len(correct), dtype=torch.int64)
-        return bool(self.method.wants_groups(correct, one_group).all())
+        return self.method.wants_group([score.correct for score in scores])
 
 
 def build_servers(config: Config, world: World, parts: SourceParts) -> Servers:
@@ -153,12 +148,9 @@ def build_logprob_check(
 
 def source_rules(config: Config, method: Method) -> Rules:
     """Which groups a step trains, and how old they may be."""
-    needs = method.needs
-    size = config.batch.prompts_per_step
-    return Rules(
-        groups_per_step=size,
-        responses_per_group=config.batch.responses_per_prompt,
-        max_groups=size * needs.max_sampling_tries if needs.dynamic_sampling else None,
+    batch = config.batch
+    return replace(
+        step_rules(method, batch.prompts_per_step, batch.responses_per_prompt),
         staleness=config.source.staleness,
         lockstep=config.source.schedule == "lockstep",
     )

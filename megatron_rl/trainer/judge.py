@@ -47,9 +47,18 @@ class Judge:
         self._call = None
 
     def _judge(self, responses: Sequence[tuple[Request, Prompt, Completion]]) -> Judged:
-        texts = [self._decode(list(completion.token_ids)) for _, _, completion in responses]
-        truncated = [completion.truncated for _, _, completion in responses]
-        prompts = [prompt for _, prompt, _ in responses]
-        scores = self._reward.score(prompts, texts, truncated)
-        requests = [request for request, _, _ in responses]
+        requests, prompts, completions = zip(*responses, strict=True)
+        scores = verdicts(self._reward, self._decode, prompts, completions)
         return list(zip(requests, scores, strict=True))
+
+
+def verdicts(
+    reward: Reward,
+    decode: Callable[[Sequence[int]], str],
+    prompts: Sequence[Prompt],
+    completions: Sequence[Completion],
+) -> list[Score]:
+    """What the reward says of each completion, to the prompt at its place."""
+    texts = [decode(list(completion.token_ids)) for completion in completions]
+    truncated = [completion.truncated for completion in completions]
+    return reward.score(prompts, texts, truncated)

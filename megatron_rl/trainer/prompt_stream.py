@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from megatron_rl.data.loader import PromptLoader, WeightedLoader
+from megatron_rl.data.loader import PromptLoader, WeightedLoader, numbered
 from megatron_rl.types import Completion, Prompt, Score, VersionSpan
 
 
@@ -21,6 +21,8 @@ class PromptStream:
         self._loader = loader
         self._prompts: dict[int, Prompt] = {}
         self._before: dict[int, dict[str, Any]] = {}  # where the loader was before each of them
+        # As a step has them: each is asked for once a response.
+        self._distinct: dict[tuple[int, int], Prompt] = {}
         self._next = 0
 
     def of_step(self, start: int, number: int) -> Prompt:
@@ -30,14 +32,19 @@ class PromptStream:
             self._before[self._next] = self._loader.state()
             (self._prompts[self._next],) = self._loader.take(1)
             self._next += 1
-        prompt = self._prompts[number]
-        count = sum(self._prompts[other].uid == prompt.uid for other in range(start, number + 1))
-        return prompt if count == 1 else replace(prompt, uid=f"{prompt.uid}#{count}")
+        if (start, number) not in self._distinct:
+            prompt = self._prompts[number]
+            before = range(start, number)
+            count = 1 + sum(self._prompts[other].uid == prompt.uid for other in before)
+            self._distinct[start, number] = numbered(prompt, count)
+        return self._distinct[start, number]
 
     def forget_below(self, number: int) -> None:
         """No prompt before this one is asked for again."""
         for old in [old for old in self._prompts if old < number]:
             del self._prompts[old], self._before[old]
+        for place in [place for place in self._distinct if place[1] < number]:
+            del self._distinct[place]
 
     def state(self) -> dict[str, Any]:
         """Where the first prompt lies that may still be asked for."""
@@ -49,6 +56,7 @@ class PromptStream:
         self._loader.restore(state["loader"])
         self._prompts = {}
         self._before = {}
+        self._distinct = {}
         self._next = state["number"]
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import Ahead, PromptLoader, WeightedLoader
@@ -28,7 +27,7 @@ from megatron_rl.trainer.experience import (
 )
 from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.metrics import Clock
-from megatron_rl.trainer.step_end import AfterScoring, LogSamples, StepEnd, not_logged
+from megatron_rl.trainer.step_end import StepEnd
 from megatron_rl.trainer.streaming import Streaming
 from megatron_rl.types import Prompt, Sampling
 
@@ -108,9 +107,7 @@ class Rollouts:
     sampling: Sampling
     prompts_per_step: int
     seed: int
-    after_scoring: AfterScoring | None = None
-    log_samples: LogSamples = not_logged
-    num_samples: int = 0  # to log of a step
+    end: StepEnd
     # Of dynamic sampling: says how many prompts are sampled ahead, and changes no response.
     kept_share: KeptShare = field(default_factory=KeptShare)
 
@@ -133,43 +130,26 @@ class Rollouts:
         clock.add(sampled.seconds)
         responses = sampled.responses
         if not outcome.num_wanted:
-            self._end.log(step, responses)
-            raise ValueError(
-                f"dynamic sampling: all {outcome.num_refused} groups of step {step} were entirely"
-                " right or entirely wrong (samples.jsonl has some of the last); use easier or"
-                " harder prompts, raise method.filters.dynamic_sampling.max_tries or switch it off"
-                " (null)"
-            )
+            self.end.log(step, responses)
+            some = " (samples.jsonl has some of the last)"
+            raise ValueError(none_wanted(step, outcome.num_refused, some))
         return replace(
-            self._end(step, responses, clock),
+            self.end(step, responses, clock),
             discarded_groups=outcome.num_refused,
             tries=-(-outcome.end // self.prompts_per_step),
             unused_tokens=outcome.unused_tokens,
         )
 
     def _order(self, step: int, prompts: Ahead) -> Order:
-        needs = self.method.needs
-        rules = Rules(self.prompts_per_step, self.sampling.num_responses)
-        if needs.dynamic_sampling:
-            rules = replace(rules, max_groups=needs.max_sampling_tries * self.prompts_per_step)
+        num_responses = self.sampling.num_responses
         return Order(
-            rules=rules,
+            rules=step_rules(self.method, self.prompts_per_step, num_responses),
             prompts=prompts,
             sampling=replace(self.sampling, seed=sampling_seed(self.seed, step)),
             what=f"step {step}",
-            wants=self._wants,
+            wants=self.method.wants_group,
             kept_share=self.kept_share,
         )
-
-    def _wants(self, correct: Sequence[bool]) -> bool:
-        """Whether the method learns from a group with these responses."""
-        one_group = torch.zeros(len(correct), dtype=torch.int64)
-        return bool(self.method.wants_groups(torch.tensor(correct), one_group).all())
-
-    @property
-    def _end(self) -> StepEnd:
-        shown = self.sampler.shown
-        return StepEnd(shown, self.after_scoring, self.log_samples, self.num_samples)
 
     def state(self) -> dict[str, Any]:
         """The position in the prompts."""
@@ -177,6 +157,22 @@ class Rollouts:
 
     def restore(self, state: dict[str, Any]) -> None:
         self.loader.restore(state)
+
+
+def step_rules(method: Method, prompts_per_step: int, responses_per_prompt: int) -> Rules:
+    """Which groups a step trains, of responses by its own weights."""
+    needs = method.needs
+    limit = needs.max_sampling_tries * prompts_per_step if needs.dynamic_sampling else None
+    return Rules(prompts_per_step, responses_per_prompt, limit)
+
+
+def none_wanted(step: int, num_refused: int, where: str = "") -> str:
+    """What is said when dynamic sampling leaves a step nothing; ``where``: one can look."""
+    return (
+        f"dynamic sampling: all {num_refused} groups of step {step} were entirely right or entirely"
+        f" wrong{where}; use easier or harder prompts, raise"
+        " method.filters.dynamic_sampling.max_tries or switch it off (null)"
+    )
 
 
 def sampling_seed(seed: int, step: int) -> int:

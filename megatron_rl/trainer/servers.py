@@ -26,6 +26,7 @@ from megatron_rl.trainer.exchange import token_rows
 from megatron_rl.trainer.experience import Experience, Responses
 from megatron_rl.trainer.metrics import Clock
 from megatron_rl.trainer.prompt_stream import FinishedGroup, PromptStream
+from megatron_rl.trainer.rollouts import none_wanted
 from megatron_rl.trainer.server_dispatch import ServerDispatcher
 from megatron_rl.trainer.server_tasks import News, NoServerError
 from megatron_rl.trainer.step_end import StepEnd
@@ -119,11 +120,7 @@ class Servers:
         batch, groups = self._main.take()
         assert batch.step == step - 1, f"the scheduler is at step {batch.step + 1}"
         if not groups:
-            raise ValueError(
-                f"dynamic sampling: all {batch.num_refused} groups of step {step} were entirely"
-                " right or entirely wrong; use easier or harder prompts, raise"
-                " method.filters.dynamic_sampling.max_tries or switch it off (null)"
-            )
+            raise ValueError(none_wanted(step, batch.num_refused))
         mine += groups
         completions = [one for group in groups for one in group.completions]
         ages = step - 1 - token_versions(completions)

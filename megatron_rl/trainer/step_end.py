@@ -29,9 +29,9 @@ class StepEnd:
     """``shown``: some responses whole, on rank 0; ``num_samples``: to log of a step."""
 
     shown: ShowRows
-    after_scoring: AfterScoring | None
-    log_samples: LogSamples
-    num_samples: int
+    after_scoring: AfterScoring | None = None
+    log_samples: LogSamples = not_logged
+    num_samples: int = 0
 
     def __call__(self, step: int, responses: Responses, clock: Clock) -> Experience:
         """Collective. Raises ValueError when a rollout hook failed."""

@@ -26,6 +26,7 @@ from megatron_rl.trainer.learner import Learner, MinibatchPlan
 from megatron_rl.trainer.metrics import rollout_metrics
 from megatron_rl.trainer.placement import Placement
 from megatron_rl.trainer.rollouts import Rollouts, Sampler
+from megatron_rl.trainer.step_end import StepEnd
 from megatron_rl.types import Completion, Prompt, Sampling, Score
 from tests.distributed.fake_world import Answers, Kind, Record
 from tests.engines import Answering
@@ -96,7 +97,8 @@ def parts(
     sampler = Sampler(engine, LengthIsReward(), text_of, world, Display(shown=False))
     method = load_method("grpo", OVERRIDES)
     loader = PromptLoader(PROMPTS, seed=1, shuffle=False)
-    rollouts = Rollouts(sampler, loader, method, SAMPLING, prompts_per_step=8, seed=1)
+    end = StepEnd(sampler.shown)
+    rollouts = Rollouts(sampler, loader, method, SAMPLING, prompts_per_step=8, seed=1, end=end)
     health = Health(
         NonFiniteConfig(stop_after=1, bundle_step=None),
         MismatchLimits(warn_above=None, abort_above=None),

@@ -20,6 +20,7 @@ from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.experience import Experience
 from megatron_rl.trainer.rollouts import Rollouts, Sampler
+from megatron_rl.trainer.step_end import StepEnd
 from megatron_rl.types import Completion, Prompt, Sampling, Score
 from tests.engines import Answering
 from tests.ranks import call
@@ -88,6 +89,7 @@ def rollouts(num_replicas: int, mood: int, method: str) -> Rollouts:
         sampling=SAMPLING,
         prompts_per_step=6,
         seed=4,
+        end=StepEnd(sampler.shown),
     )
 
 

@@ -24,6 +24,7 @@ from megatron_rl.runtime import launch
 from megatron_rl.runtime.display import Display
 from megatron_rl.trainer.exchange import gathered_on_main
 from megatron_rl.trainer.rollouts import Rollouts, Sampler
+from megatron_rl.trainer.step_end import StepEnd
 from megatron_rl.types import Completion, Prompt, Score
 from tests.numerics import rollout_models as small
 
@@ -90,6 +91,7 @@ def main() -> None:
             sampling=small.sampling(num_responses=2, stop_token_ids=tuple(range(3, 12))),
             prompts_per_step=8,
             seed=5,
+            end=StepEnd(sampler.shown),
         )
         found[method] = [step(rollouts, number) for number in range(1, 4)]
     if WORLD.is_main:

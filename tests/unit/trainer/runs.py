@@ -23,6 +23,7 @@ from megatron_rl.trainer.placement import Placement
 from megatron_rl.trainer.rollouts import Rollouts, Sampler, rollout_sampling
 from megatron_rl.trainer.run_folder import RunFolder
 from megatron_rl.trainer.sources import Colocated
+from megatron_rl.trainer.step_end import StepEnd
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.types import Sampling
 from tests.unit.trainer.fakes import (
@@ -86,8 +87,11 @@ def build_bandit(
         sampling=rollout_sampling(config, ()),
         prompts_per_step=4,
         seed=config.seed,
-        log_samples=run_folder.log_samples,
-        num_samples=config.logging.log_samples,
+        end=StepEnd(
+            sampler.shown,
+            log_samples=run_folder.log_samples,
+            num_samples=config.logging.log_samples,
+        ),
     )
     ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), None)
     memory = Colocation(policy, engine, config.memory.offload, ledger)

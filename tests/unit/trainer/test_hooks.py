@@ -15,6 +15,7 @@ from megatron_rl.trainer.experience import Responses
 from megatron_rl.trainer.hooks import RolloutEdit, RolloutHooks, register_rollout_hook
 from megatron_rl.trainer.metrics import rollout_metrics
 from megatron_rl.trainer.rollouts import Rollouts, Sampler
+from megatron_rl.trainer.step_end import StepEnd
 from megatron_rl.types import Sampling
 from tests.unit.trainer.fakes import BanditEngine, FirstTokenIsAnswer, prompts
 from tests.unit.trainer.runs import DISPLAY, WORLD, words
@@ -24,13 +25,15 @@ pytestmark = pytest.mark.usefixtures("fresh_registries")
 
 def plain_rollouts() -> Rollouts:
     """Four prompts, three responses each."""
+    sampler = Sampler(BanditEngine(), FirstTokenIsAnswer(), words, WORLD, DISPLAY)
     return Rollouts(
-        sampler=Sampler(BanditEngine(), FirstTokenIsAnswer(), words, WORLD, DISPLAY),
+        sampler=sampler,
         loader=PromptLoader(prompts(16), seed=1, shuffle=False),
         method=load_method("grpo"),
         sampling=Sampling(3, 3),
         prompts_per_step=4,
         seed=1,
+        end=StepEnd(sampler.shown),
     )
 
 
@@ -39,7 +42,9 @@ def rollouts(**hooks) -> Rollouts:
     for name, function in hooks.items():
         register_rollout_hook(name)(function)
     chosen = {name: ROLLOUT_HOOKS[name]() for name in hooks}
-    return replace(plain_rollouts(), after_scoring=RolloutHooks(chosen, WORLD))
+    plain = plain_rollouts()
+    end = replace(plain.end, after_scoring=RolloutHooks(chosen, WORLD))
+    return replace(plain, end=end)
 
 
 def tokens_of(responses: Responses) -> list[list[int]]:
