@@ -1,23 +1,48 @@
-"""Real messages between 2 and 4 processes; one launch each, all cases inside."""
+"""Real messages between 2 and 4 processes."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.launch import launch
+from megatron_rl.runtime.digest import Kind
+from tests.distributed.transport_cases import (
+    CASES,
+    peer_dies,
+    refused_everywhere,
+    run_case,
+    whole_sync,
+)
+from tests.ranks import call
 
-WORKER = Path(__file__).with_name("transport_worker.py")
+RANKS = (2, pytest.param(4, marks=pytest.mark.full))
 
 
-@pytest.mark.parametrize(("nproc", "cases"), [(2, 7), pytest.param(4, 10, marks=pytest.mark.full)])
-def test_workers_receive_exactly_their_shards(nproc: int, cases: int) -> None:
-    """Bit-equal to shards cut from whole tensors, at the lower bound of bytes, twice; refusals and
-    a dying peer are named."""
-    output = launch(WORKER, nproc, ["die"], timeout=120).stdout
-    for number in range(cases):
-        assert f"case {number} passed" in output
-    assert "refused everywhere" in output
-    assert output.count("whole sync passed") == 3
-    assert "survivor raised" in output
+def numbered(ranks: int) -> list[tuple[int, int]]:
+    return [(ranks, number) for number in range(len(CASES[ranks]))]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "number"),
+    [*numbered(2), *(pytest.param(*case, marks=pytest.mark.full) for case in numbered(4))],
+)
+def test_workers_receive_exactly_their_shards(ranks: int, number: int) -> None:
+    """Bit-equal to shards cut from whole tensors, at the lower bound of bytes, twice."""
+    call(ranks, run_case, number, CASES[ranks][number])
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_changed_parameter_is_refused_on_every_rank(ranks: int) -> None:
+    call(ranks, refused_everywhere, CASES[ranks][0])
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("number", "kind"), [(0, "hash"), (4, "sums"), (5, "sums")])
+def test_a_sync_arrives_whole_or_is_refused(ranks: int, number: int, kind: Kind) -> None:
+    call(ranks, whole_sync, CASES[ranks][number], kind)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_peer_that_dies_is_named(ranks: int) -> None:
+    *survivors, dead = call(ranks, peer_dies, CASES[ranks][0])
+    assert survivors == [True] * (ranks - 1)
+    assert dead is None
