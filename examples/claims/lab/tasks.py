@@ -1,0 +1,91 @@
+"""The tasks of the claims: prompts, demonstrations, and what is right.
+
+Three kinds, by the first word of the prompt. ``sum`` is shown right more often than not; ``diff``
+rarely, so that a group of eight often has no right response; ``pick`` has several right answers, of
+which one is shown more often than the others.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+LARGEST = 29  # of a sum or a difference
+SHARES = {"sum": 0.6, "pick": 0.35, "diff": 0.12}  # of right demonstrations
+FAVORITE = 0.7  # share of the favorite among the right demonstrations of ``pick``
+
+
+def prompts() -> list[str]:
+    """Every prompt there is."""
+    numbers = range(LARGEST + 1)
+    sums = [f"sum {a} {b}" for a in numbers for b in numbers]
+    differences = [f"diff {a} {b}" for a in numbers for b in numbers if a >= b]
+    picks = [f"pick {total} not {digit}" for total in range(3, 16) for digit in range(10)]
+    return [*sums, *differences, *(text for text in picks if right_answers(text))]
+
+
+def right_answers(prompt: str) -> list[str]:
+    """All that are right; the favorite first."""
+    kind, first, *rest = prompt.split()
+    number = int(first)
+    last = int(rest[-1])
+    if kind == "sum":
+        return [str(number + last)]
+    if kind == "diff":
+        return [str(number - last)]
+    return [
+        f"{digit} {number - digit}"
+        for digit in range(10)
+        if 0 <= number - digit <= 9 and last not in (digit, number - digit)
+    ]
+
+
+def demonstration(kind: str, right: Sequence[str], rng: random.Random) -> str:
+    """An answer as the starting model is shown it: right by the share of its kind, else off by one
+    or two."""
+    favorite, *others = right
+    if rng.random() < SHARES[kind]:
+        return favorite if not others or rng.random() < FAVORITE else rng.choice(others)
+    slip = rng.choice((-2, -1, 1, 2))
+    if kind != "pick":
+        return str(int(favorite) + slip)
+    digit, other = favorite.split()
+    return f"{digit} {int(other) + slip}"
+
+
+def score(tasks: Sequence[Any], responses: Sequence[str]) -> list[float]:
+    """The reward: 1 for a right answer, else 0."""
+    return [
+        float(response.strip() in task.extra["right"])
+        for task, response in zip(tasks, responses, strict=True)
+    ]
+
+
+def row(prompt: str) -> dict[str, Any]:
+    right = right_answers(prompt)
+    kind = prompt.split()[0]
+    return {"prompt": prompt, "answer": right[0], "data_source": kind, "extra": {"right": right}}
+
+
+def write(folder: Path, held_out: int = 32) -> None:
+    """``train.jsonl``, and ``eval.jsonl`` with ``held_out`` prompts of each kind."""
+    rng = random.Random(0)
+    kinds: dict[str, list[str]] = {kind: [] for kind in SHARES}
+    for prompt in prompts():
+        kinds[prompt.split()[0]].append(prompt)
+    train: list[str] = []
+    test: list[str] = []
+    for of_kind in kinds.values():
+        rng.shuffle(of_kind)
+        test += of_kind[:held_out]
+        train += of_kind[held_out:]
+    _write_rows(folder / "train.jsonl", train)
+    _write_rows(folder / "eval.jsonl", test)
+
+
+def _write_rows(file: Path, chosen: Sequence[str]) -> None:
+    text = "".join(json.dumps(row(prompt)) + "\n" for prompt in chosen)
+    file.write_text(text, encoding="ascii")

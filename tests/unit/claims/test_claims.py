@@ -1,0 +1,178 @@
+"""Claims of papers: verdicts by hand, the tasks they are tried on, and pages that say what their
+data say."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from examples.claims.lab import tasks
+from megatron_rl.sweep import check as check_configs
+from tools.claim_checks import Check, Claim, outcome, overall, read_claim
+from tools.claim_page import page
+from tools.claims import CLAIMS, by_cell, read_data, write_page
+
+FOLDERS = sorted(file.parent for file in CLAIMS.glob("*/claim.yaml"))
+NAMES = [folder.name for folder in FOLDERS]
+
+
+def runs(first: list[float], second: list[float], metric: str = "m"):
+    """Two cells, a last value a seed; an earlier step with another one."""
+    return {
+        cell: {seed: {metric: {10: 0.5, 20: value}} for seed, value in enumerate(values)}
+        for cell, values in (("a", first), ("b", second))
+    }
+
+
+def test_a_pair_is_a_seed() -> None:
+    """Seeds differ by far more than the cells; their differences are 0.1, 0.2 and 0.3."""
+    found = outcome(Check(metric="m", more="a", less="b"), runs([0.3, 5.2, 9.3], [0.2, 5.0, 9.0]))
+    half = 4.302653 * 0.1 / 3**0.5  # t(0.975, 2) of the table, sample deviation 0.1
+    assert found.student.mean == pytest.approx(0.2)
+    assert found.student.low == pytest.approx(0.2 - half, abs=1e-6)
+    assert found.verdict == "inconclusive"
+
+
+def test_a_seed_that_one_cell_lacks_is_left_out() -> None:
+    of_cells = runs([1.0, 1.1, 1.2], [0.0, 0.1])
+    assert outcome(Check(metric="m", more="a", less="b"), of_cells).seeds == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "verdict"),
+    [
+        ([1.0, 1.1, 1.2], [0.0, 0.11, 0.2], "reproduced"),
+        ([0.0, 0.11, 0.2], [1.0, 1.1, 1.2], "not reproduced"),
+        ([0.0, 1.0, 0.5], [0.5, 0.4, 0.6], "inconclusive"),
+    ],
+)
+def test_order(first, second, verdict) -> None:
+    assert outcome(Check(metric="m", more="a", less="b"), runs(first, second)).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("second", "verdict"),
+    [
+        ([1.001, 1.0, 0.999], "reproduced"),
+        ([1.201, 1.2, 1.199], "not reproduced"),
+        ([0.8, 1.0, 1.2], "inconclusive"),
+        ([1.0499, 1.05, 1.0501], "inconclusive"),  # on the margin
+    ],
+)
+def test_sameness_needs_a_margin(second, verdict) -> None:
+    found = outcome(Check(metric="m", same=("b", "a"), within=0.05), runs([1.0] * 3, second))
+    assert found.verdict == verdict
+
+
+def test_steps_are_averaged() -> None:
+    check = Check(metric="m", more="a", less="b", steps=(10, 20))
+    assert outcome(check, runs([1.5, 1.5], [0.5, 0.5])).student.mean == pytest.approx(0.5)
+
+
+def test_the_whole_verdict_counts_where_checks_differ() -> None:
+    check = Check(metric="m", more="a", less="b")
+    good = outcome(check, runs([1.0, 1.1], [0.0, 0.1]))
+    bad = outcome(check, runs([0.0, 0.1], [1.0, 1.1]))
+    assert overall([good, good]) == "reproduced"
+    assert overall([good, bad, good]) == "2 reproduced, 1 not reproduced"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"metric": "m", "more": "a"},
+        {"metric": "m", "same": ["a", "b"]},
+        {"metric": "m", "more": "a", "less": "b", "same": ["a", "b"], "within": 0.1},
+        {"metric": "m", "more": "a", "less": "b", "margin": 0.1},
+    ],
+)
+def test_a_check_that_says_nothing_is_refused(values) -> None:
+    with pytest.raises(ValidationError):
+        Check.model_validate(values)
+
+
+def test_a_check_of_a_cell_that_is_not_there_is_refused() -> None:
+    claim = read_claim(FOLDERS[0]).model_dump()
+    claim["checks"] = [{"metric": "m", "more": "nobody", "less": next(iter(claim["cells"]))}]
+    with pytest.raises(ValidationError, match="no cell nobody"):
+        Claim.model_validate(claim)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
+def test_every_cell_is_a_valid_run(folder: Path) -> None:
+    claim = read_claim(folder)
+    data = ["model.path=M", "data.train=t.jsonl", "data.eval=e.jsonl"]
+    cells = [
+        ["experiment=lab", *data, *claim.overrides, *overrides]
+        for overrides in claim.cells.values()
+    ]
+    configs = check_configs(cells, [Path(name) for name in claim.cells], CLAIMS / "lab" / "conf")
+    assert len({config.method.model_dump_json() for config in configs}) == len(configs)
+    longest = min(config.trainer.num_steps for config in configs)
+    assert all(check.steps is None or check.steps[1] <= longest for check in claim.checks)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
+def test_the_page_says_what_the_data_say(folder: Path) -> None:
+    claim = read_claim(folder)
+    rows = read_data(folder)
+    of_cells = by_cell(rows)
+    assert {cell: len(seeds) for cell, seeds in of_cells.items()} == dict.fromkeys(
+        claim.cells, claim.num_seeds
+    )
+    outcomes = [outcome(check, of_cells) for check in claim.checks]
+    written = (folder / "README.md").read_text("utf-8")
+    assert written == page(claim, folder.name, rows, of_cells, outcomes)
+    table = (CLAIMS / "README.md").read_text("utf-8")
+    assert f"[{folder.name}]({folder.name}/README.md) | {overall(outcomes)} |" in table
+
+
+def test_a_page_is_made_of_its_folder_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    shutil.copy(FOLDERS[0] / "claim.yaml", folder)
+    claim = read_claim(folder)
+    rows = [
+        {
+            "cell": cell,
+            "seed": seed,
+            "seconds": 60,
+            "commit": "abcdef0123",
+            "metrics": {metric: {"0": 0.1, "110": 0.2 + seed / 10} for metric in claim.metrics},
+        }
+        for cell in claim.cells
+        for seed in (1, 2)
+    ]
+    lines = [json.dumps(row) for row in rows]
+    (folder / "data.jsonl").write_text("\n".join(lines), encoding="ascii")
+    assert "inconclusive" in write_page(folder)
+    text = (folder / "README.md").read_text("utf-8")
+    assert f"{len(rows)} runs, {len(rows)} minutes of training in all, at commit abcdef01" in text
+    assert (folder / "curves.png").stat().st_size > 10_000
+
+
+def test_right_answers_by_hand() -> None:
+    assert tasks.right_answers("sum 13 8") == ["21"]
+    assert tasks.right_answers("diff 21 8") == ["13"]
+    assert tasks.right_answers("pick 5 not 1") == ["0 5", "2 3", "3 2", "5 0"]
+    assert tasks.right_answers("pick 15 not 7") == ["6 9", "9 6"]
+    kinds = Counter(prompt.split()[0] for prompt in tasks.prompts())
+    assert kinds["sum"] == 900
+    assert kinds["diff"] == 465
+    assert all(tasks.right_answers(prompt) for prompt in tasks.prompts())
+
+
+@pytest.mark.parametrize("prompt", ["sum 13 8", "diff 21 8", "pick 9 not 4"])
+def test_demonstrations_are_right_as_often_as_said(prompt: str) -> None:
+    rng = random.Random(1)
+    kind = prompt.split()[0]
+    right = tasks.right_answers(prompt)
+    shown = [tasks.demonstration(kind, right, rng) for _ in range(4000)]
+    share = sum(text in right for text in shown) / len(shown)
+    assert share == pytest.approx(tasks.SHARES[kind], abs=0.03)

@@ -1,0 +1,146 @@
+"""A claim of a paper as data: what is compared, in which cells, and what the runs say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from megatron_rl.reporting.intervals import Interval, bootstrap, student
+
+Verdict = Literal["reproduced", "not reproduced", "inconclusive"]
+Steps = Mapping[int, float]  # of one metric of a run
+Runs = Mapping[str, Mapping[int, Mapping[str, Steps]]]  # cell, seed, metric
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Check(Strict):
+    """``more`` has a larger value of ``metric`` than ``less``; or ``same`` differ by less than
+    ``within``. ``steps``: the mean over these, first and last; without it, the last value."""
+
+    metric: str
+    more: str | None = None
+    less: str | None = None
+    same: tuple[str, str] | None = None
+    within: Annotated[float, Field(gt=0)] | None = None
+    steps: tuple[int, int] | None = None
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Check:
+        ordered = self.more is not None and self.less is not None
+        close = self.same is not None and self.within is not None
+        if ordered == close:
+            raise ValueError("a check has `more` and `less`, or `same` and `within`")
+        return self
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        """The difference is the first cell's value minus the second's."""
+        return self.same or (str(self.more), str(self.less))
+
+    @property
+    def text(self) -> str:
+        first, second = self.pair
+        when = f", steps {self.steps[0]} to {self.steps[1]}" if self.steps else ""
+        if self.same:
+            return f"{self.metric}{when}: {first} within {self.within:g} of {second}"
+        return f"{self.metric}{when}: {first} above {second}"
+
+
+class Claim(Strict):
+    """``claim.yaml``."""
+
+    title: str
+    source: str
+    says: str  # the paper
+    expected: str  # at this scale, and why
+    overrides: tuple[str, ...] = ()  # of every cell
+    cells: dict[str, tuple[str, ...]]  # label -> overrides
+    num_seeds: Annotated[int, Field(ge=2)] = 5
+    checks: tuple[Check, ...]
+    curves: tuple[str, ...]
+    found: str = ""  # in words, after the runs
+
+    @model_validator(mode="after")
+    def _known_cells(self) -> Claim:
+        for check in self.checks:
+            for cell in check.pair:
+                if cell not in self.cells:
+                    raise ValueError(f"{check.metric}: no cell {cell}; there are {[*self.cells]}")
+        return self
+
+    @property
+    def metrics(self) -> list[str]:
+        """What is kept of a run."""
+        return list(dict.fromkeys([*(check.metric for check in self.checks), *self.curves]))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the runs say of a check. ``student`` decides; the bootstrap is too narrow for a handful
+    of seeds."""
+
+    check: Check
+    seeds: tuple[int, ...]
+    student: Interval
+    bootstrap: Interval
+    verdict: Verdict
+
+
+def read_claim(folder: Path) -> Claim:
+    return Claim.model_validate(yaml.safe_load((folder / "claim.yaml").read_text("utf-8")))
+
+
+def outcome(check: Check, runs: Runs) -> Outcome:
+    """The paired differences over the seeds that both cells have, and the verdict.
+
+    An ordered check is reproduced where the interval lies above 0, not reproduced where it lies
+    below. ``same`` is reproduced where it lies within the margin, not where it lies outside.
+    """
+    first, second = check.pair
+    seeds = tuple(sorted(set(runs[first]) & set(runs[second])))
+    differences = [
+        value(runs[first][seed][check.metric], check)
+        - value(runs[second][seed][check.metric], check)
+        for seed in seeds
+    ]
+    interval = student(differences)
+    return Outcome(check, seeds, interval, bootstrap(differences), verdict(check, interval))
+
+
+def value(steps: Steps, check: Check) -> float:
+    """The number of a run that a check compares."""
+    if check.steps is None:
+        return steps[max(steps)]
+    first, last = check.steps
+    return fmean(number for step, number in steps.items() if first <= step <= last)
+
+
+def verdict(check: Check, interval: Interval) -> Verdict:
+    margin = check.within or 0.0
+    if check.same:
+        if -margin <= interval.low and interval.high <= margin:
+            return "reproduced"
+        outside = interval.low > margin or interval.high < -margin
+    else:
+        if interval.low > 0:
+            return "reproduced"
+        outside = interval.high < 0
+    return "not reproduced" if outside else "inconclusive"
+
+
+def overall(outcomes: Sequence[Outcome]) -> str:
+    """One word, or how many of the checks had which outcome."""
+    verdicts = [one.verdict for one in outcomes]
+    kinds: tuple[Verdict, ...] = ("reproduced", "not reproduced", "inconclusive")
+    if len(set(verdicts)) == 1:
+        return verdicts[0]
+    return ", ".join(f"{verdicts.count(kind)} {kind}" for kind in kinds if kind in verdicts)

@@ -1,0 +1,137 @@
+"""The page and the figure of a claim, made of its data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from megatron_rl.reporting.intervals import Interval, student
+from tools.claim_checks import Claim, Outcome, Runs, overall
+
+# Okabe and Ito 2008: told apart by color-blind readers. With a marker each, for prints in gray.
+STYLES = (
+    ("#0072B2", "o"),
+    ("#D55E00", "s"),
+    ("#009E73", "^"),
+    ("#CC79A7", "D"),
+    ("#E69F00", "v"),
+    ("#56B4E9", "P"),
+    ("#000000", "X"),
+)
+
+
+def draw(claim: Claim, runs: Runs, file: Path) -> None:
+    """A panel a metric: the median over the seeds, and all of them as a band."""
+    num_columns = min(3, len(claim.curves))
+    num_rows = -(-len(claim.curves) // num_columns)
+    size = (4.2 * num_columns, 3.0 * num_rows + 0.5)
+    figure = Figure(figsize=size, dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(num_rows, num_columns, squeeze=False)
+    for axes in grid.flat[len(claim.curves) :]:
+        axes.set_visible(False)
+    for axes, metric in zip(grid.flat, claim.curves, strict=False):
+        _panel(axes, metric, claim, runs)
+    handles, labels = grid.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+    figure.savefig(file, metadata={"Software": None})
+
+
+def _panel(axes: Axes, metric: str, claim: Claim, runs: Runs) -> None:
+    for (cell, of_seeds), (color, marker) in zip(runs.items(), STYLES, strict=False):
+        curves = [metrics[metric] for metrics in of_seeds.values()]
+        steps = sorted(set.intersection(*(set(curve) for curve in curves)))
+        values = [[curve[step] for curve in curves] for step in steps]
+        lowest = [min(at_step) for at_step in values]
+        highest = [max(at_step) for at_step in values]
+        axes.fill_between(steps, lowest, highest, color=color, alpha=0.15, linewidth=0)
+        middle = [median(at_step) for at_step in values]
+        few = max(1, len(steps) // 6)
+        axes.plot(steps, middle, color=color, marker=marker, markevery=few, label=cell, ms=4)
+    axes.set_title(metric, fontsize=10)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def page(
+    claim: Claim,
+    name: str,
+    rows: Sequence[dict[str, Any]],
+    runs: Runs,
+    outcomes: Sequence[Outcome],
+) -> str:
+    """Markdown; ``name``: of the claim's folder."""
+    seeds = sorted({row["seed"] for row in rows})
+    minutes = sum(row["seconds"] for row in rows) / 60
+    commits = ", ".join(sorted({str(row["commit"])[:8] for row in rows}))
+    return "\n".join(
+        [
+            f"# {claim.title}",
+            "",
+            f"**{overall(outcomes)}** ({len(seeds)} paired seeds)",
+            "",
+            f"Source: {claim.source}.",
+            "",
+            f"What the paper says: {claim.says}",
+            "",
+            f"What was expected here: {claim.expected}",
+            "",
+            *([f"What came out: {claim.found}", ""] if claim.found else []),
+            "```bash",
+            f"python tools/claims.py run {name}",
+            "```",
+            "",
+            *_checks(outcomes),
+            "",
+            "![curves](curves.png)",
+            "",
+            *_cells(claim, runs),
+            "",
+            f"Median over the seeds and the range of all of them. {len(rows)} runs, {minutes:.0f}"
+            f" minutes of training in all, at commit {commits}; the numbers are in"
+            " [data.jsonl](data.jsonl), the settings in [claim.yaml](claim.yaml).",
+            "",
+        ]
+    )
+
+
+def _checks(outcomes: Sequence[Outcome]) -> list[str]:
+    lines = [
+        "| check | difference | Student, 95 % | bootstrap, 95 % | verdict |",
+        "|---|---|---|---|---|",
+    ]
+    for one in outcomes:
+        mean = f"{one.student.mean:+.4f}"
+        bounds = f"{_bounds(one.student)} | {_bounds(one.bootstrap)}"
+        lines.append(f"| {one.check.text} | {mean} | {bounds} | {one.verdict} |")
+    return lines
+
+
+def _bounds(interval: Interval) -> str:
+    return f"{interval.low:+.4f} to {interval.high:+.4f}"
+
+
+def _cells(claim: Claim, runs: Runs) -> list[str]:
+    """The last value of each metric: mean and half of Student's interval."""
+    lines = [
+        f"| cell | settings | {' | '.join(claim.metrics)} |",
+        f"|---|---|{'---|' * len(claim.metrics)}",
+    ]
+    for cell, of_seeds in runs.items():
+        cells = []
+        for metric in claim.metrics:
+            last = [metrics[metric][max(metrics[metric])] for metrics in of_seeds.values()]
+            interval = student(last)
+            cells.append(f"{fmean(last):.3f} +- {interval.high - interval.mean:.3f}")
+        settings = " ".join(f"`{text}`" for text in claim.cells[cell])
+        lines.append(f"| {cell} | {settings} | {' | '.join(cells)} |")
+    return lines

@@ -1,0 +1,161 @@
+"""Re-run a claim of a paper with paired seeds, and write its page.
+
+    python tools/claims.py run nsr_keeps_coverage      # the runs, then the page
+    python tools/claims.py page nsr_keeps_coverage     # the page again, from the committed data
+
+A claim is a folder of examples/claims: ``claim.yaml`` says what is compared. ``run`` makes tasks
+and model of examples/claims/lab, trains every cell with every seed by the sweep (runs that are
+finished, by this claim or another, are not done again), and writes ``data.jsonl``, ``curves.png``
+and ``README.md`` beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_rl.reporting.metrics_file import read_metrics, series
+from tools.claim_checks import Claim, Runs, outcome, overall, read_claim
+from tools.claim_page import draw, page
+
+REPO = Path(__file__).resolve().parents[1]
+CLAIMS = REPO / "examples" / "claims"
+LAB = CLAIMS / "lab"
+KEPT_EVERY = 5  # steps of training metrics in data.jsonl; evaluations are kept whole
+DIGITS = 6
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+
+
+def lab(work: Path) -> Path:
+    """Tasks and model, made once for what makes them."""
+    makers = [LAB / "make.py", LAB / "tasks.py", REPO / "tools" / "make_toy_model.py"]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in makers)).hexdigest()[:12]
+    folder = work / f"claims_lab-{digest}"
+    if not folder.is_dir():
+        aside = work / f"claims_lab.{os.getpid()}"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        _run([*torchrun, "--nproc-per-node", "1", str(makers[0]), "--out", str(aside)])
+        aside.rename(folder)
+    return folder
+
+
+def cell_folder(out: Path, overrides: Sequence[str]) -> Path:
+    """Where the runs of a cell lie: cells of two claims that are set alike share them."""
+    return out / (re.sub(r"[^A-Za-z0-9._+-]+", "_", "_".join(sorted(overrides))) or "defaults")
+
+
+def train(claim: Claim, out: Path, made: Path, more: Sequence[str]) -> None:
+    """Every cell with every seed; goes on where an earlier call stopped."""
+    seeds = ",".join(str(seed + 1) for seed in range(claim.num_seeds))
+    for overrides in claim.cells.values():
+        own = [*claim.overrides, *overrides]
+        command = [sys.executable, "-m", "megatron_rl.sweep", "--nproc", "1"]
+        command += ["--out", str(cell_folder(out, own)), "--config-dir", str(LAB / "conf")]
+        command += ["experiment=lab", f"model.path={made / 'model'}"]
+        command += [f"data.{name}={made / name}.jsonl" for name in ("train", "eval")]
+        command += [f"reward.function={LAB / 'tasks.py'}:score", *own, f"seed={seeds}", *more]
+        _run(command)
+
+
+def _run(command: Sequence[str]) -> None:
+    subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT}, cwd=REPO)
+
+
+def collect(claim: Claim, out: Path) -> list[dict[str, Any]]:
+    """One row a run: its cell, its seed, and the metrics of the claim."""
+    rows = []
+    for cell, overrides in claim.cells.items():
+        folder = cell_folder(out, [*claim.overrides, *overrides])
+        for run in sorted(folder.iterdir(), key=lambda path: int(path.name.partition("-")[2])):
+            seed = int(run.name.partition("-")[2])
+            rows.append({"cell": cell, "seed": seed, **_of_run(run, claim.metrics)})
+    return rows
+
+
+def _of_run(run: Path, metrics: Sequence[str]) -> dict[str, Any]:
+    rows = read_metrics(run / "metrics.jsonl")
+    saved = json.loads((run / "config.json").read_text("utf-8"))
+    kept = {}
+    for metric in metrics:
+        steps, values = series(rows, metric)
+        if not steps:
+            raise ValueError(f"{run}: has no {metric}; correct `checks` and `curves`")
+        is_sparse = metric.startswith("eval/")
+        kept[metric] = {
+            step: round(value, DIGITS)
+            for step, value in zip(steps, values, strict=True)
+            if is_sparse or step % KEPT_EVERY == 0
+        }
+    seconds = sum(series(rows, "time/step_s")[1])
+    return {"seconds": round(seconds), "commit": saved["git_commit"], "metrics": kept}
+
+
+def read_data(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "data.jsonl").read_text("utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def by_cell(rows: Sequence[dict[str, Any]]) -> Runs:
+    """The rows as the checks want them, with steps as numbers again."""
+    runs: dict[str, dict[int, dict[str, dict[int, float]]]] = {}
+    for row in rows:
+        metrics = {
+            metric: {int(step): value for step, value in steps.items()}
+            for metric, steps in row["metrics"].items()
+        }
+        runs.setdefault(row["cell"], {})[row["seed"]] = metrics
+    return runs
+
+
+def write_page(folder: Path) -> str:
+    """The page and the figure of the data; returns the verdict."""
+    claim = read_claim(folder)
+    rows = read_data(folder)
+    runs = by_cell(rows)
+    outcomes = [outcome(check, runs) for check in claim.checks]
+    draw(claim, runs, folder / "curves.png")
+    text = page(claim, folder.name, rows, runs, outcomes)
+    (folder / "README.md").write_text(text, encoding="utf-8")
+    return overall(outcomes)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("run", "page"))
+    parser.add_argument("claim", type=Path, help="its folder, or the folder's name")
+    parser.add_argument("--out", type=Path, default=REPO / "runs" / "claims", help="of the runs")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for a short trial")
+    options = parser.parse_intermixed_args(argv)
+    folder = options.claim if options.claim.is_dir() else CLAIMS / options.claim
+    if not (folder / "claim.yaml").is_file():
+        names = sorted(file.parent.name for file in CLAIMS.glob("*/claim.yaml"))
+        parser.error(f"{options.claim}: no such claim; there are {', '.join(names)}")
+    claim = read_claim(folder)
+    if options.what == "run":
+        (REPO / ".work").mkdir(exist_ok=True)
+        train(claim, options.out, lab(REPO / ".work"), options.overrides)
+        rows = collect(claim, options.out)
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / "data.jsonl").write_text(text, encoding="ascii")
+    print(f"{folder.name}: {write_page(folder)}")
+
+
+if __name__ == "__main__":
+    main()
