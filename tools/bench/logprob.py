@@ -19,7 +19,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -149,37 +149,51 @@ def table(results: Measurements, sizes: argparse.Namespace, watch: Watch) -> str
     return "\n".join(lines) + "\n"
 
 
-def measure_apart(variant: str, mode: str, sizes: argparse.Namespace) -> dict[str, float]:
-    """One measurement in a process of its own."""
-    own = [f"--{name}={getattr(sizes, name)}" for name in ("tokens", "vocab", "hidden", "chunk")]
-    command = [sys.executable, __file__, *own, "--one", variant, mode]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    result = json.loads(output.splitlines()[-1])
-    print(f"{mode}/{variant}: {result}", file=sys.stderr, flush=True)
-    return result
-
-
-def main() -> None:
+def command_line(description: str | None, tokens: int) -> argparse.ArgumentParser:
+    """Sizes, rounds, record, and the one measurement of a child process."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name, default in (("tokens", 4096), ("vocab", 152064), ("hidden", 1024), ("chunk", 256)):
+    for name, default in (("tokens", tokens), ("vocab", 152064), ("hidden", 1024), ("chunk", 256)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument(
         "--repeats", type=int, default=5, help="rounds in which every variant is measured once"
     )
     parser.add_argument("--record", type=Path, help="also write the table there")
     parser.add_argument("--one", nargs=2, metavar=("VARIANT", "PASS"), help=argparse.SUPPRESS)
-    sizes = parser.parse_args()
+    return parser
+
+
+def measured_in_turns(
+    script: str, variants: Iterable[str], sizes: argparse.Namespace, more: Sequence[str] = ()
+) -> Measurements:
+    """Every variant, without and with gradients, in processes of its own that run ``script``."""
+    own = [f"--{name}={getattr(sizes, name)}" for name in ("tokens", "vocab", "hidden", "chunk")]
+    command = [sys.executable, script, *own, *more, "--one"]
+    keys = [(mode, variant) for mode in ("no_grad", "train") for variant in variants]
+    turns = {
+        f"{mode}/{variant}": partial(measure_apart, command, variant, mode)
+        for mode, variant in keys
+    }
+    return in_turns(turns, sizes.repeats)
+
+
+def measure_apart(command: Sequence[str], variant: str, mode: str) -> dict[str, float]:
+    """One measurement in a process of its own."""
+    words = [*command, variant, mode]
+    output = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
+    result = json.loads(output.splitlines()[-1])
+    print(f"{mode}/{variant}: {result}", file=sys.stderr, flush=True)
+    return result
+
+
+def main() -> None:
+    sizes = command_line(__doc__, 4096).parse_args()
     if sizes.one:
         print(json.dumps(measure(*sizes.one, sizes)))
         return
     watch = Watch()
-    keys = [(mode, variant) for mode in ("no_grad", "train") for variant in VARIANTS]
-    variants = {
-        f"{mode}/{variant}": partial(measure_apart, variant, mode, sizes) for mode, variant in keys
-    }
-    text = table(in_turns(variants, sizes.repeats), sizes, watch)
+    text = table(measured_in_turns(__file__, VARIANTS, sizes), sizes, watch)
     print(text)
     if sizes.record:
         sizes.record.write_text(

@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import logprob
 import torch
-from machine import Watch, description, in_turns, spread
+from machine import Watch, description, spread
 from torch import Tensor
 
 from megatron_rl.policy.logprobs import Head, token_values
@@ -52,17 +49,6 @@ def values(
     return result
 
 
-def measure_apart(variant: str, mode: str, sizes: argparse.Namespace) -> dict[str, float]:
-    """One measurement in a process of its own."""
-    own = [f"--{name}={getattr(sizes, name)}" for name in ("tokens", "vocab", "hidden", "chunk")]
-    own.append(f"--top-k={sizes.top_k}")
-    command = [sys.executable, __file__, *own, "--one", variant, mode]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    result = json.loads(output.splitlines()[-1])
-    print(f"{mode}/{variant}: {result}", file=sys.stderr, flush=True)
-    return result
-
-
 def table(results: logprob.Measurements, sizes: argparse.Namespace, watch: Watch) -> str:
     """Markdown: a line for each pass and variant, each figure with its factor over plain
     logprobs."""
@@ -89,17 +75,8 @@ def table(results: logprob.Measurements, sizes: argparse.Namespace, watch: Watch
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, default in (("tokens", 1024), ("vocab", 152064), ("hidden", 1024), ("chunk", 256)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser = logprob.command_line(__doc__, 1024)
     parser.add_argument("--top-k", type=int, default=3)
-    parser.add_argument(
-        "--repeats", type=int, default=5, help="rounds in which every variant is measured once"
-    )
-    parser.add_argument("--record", type=Path, help="also write the table there")
-    parser.add_argument("--one", nargs=2, metavar=("VARIANT", "PASS"), help=argparse.SUPPRESS)
     sizes = parser.parse_args()
     if sizes.one:
         variant, mode = sizes.one
@@ -107,11 +84,8 @@ def main() -> None:
         print(json.dumps(logprob.measure(variant, mode, sizes)))
         return
     watch = Watch()
-    keys = [(mode, variant) for mode in ("no_grad", "train") for variant in VARIANTS]
-    turns = {
-        f"{mode}/{variant}": partial(measure_apart, variant, mode, sizes) for mode, variant in keys
-    }
-    text = table(in_turns(turns, sizes.repeats), sizes, watch)
+    found = logprob.measured_in_turns(__file__, VARIANTS, sizes, [f"--top-k={sizes.top_k}"])
+    text = table(found, sizes, watch)
     print(text)
     if sizes.record:
         title = "# What methods read of the policy, beside log-probabilities"
