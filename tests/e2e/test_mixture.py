@@ -9,21 +9,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.toy import LETTERS, overrides, write_data, write_model
+from tests.e2e.toy import LETTERS, overrides
 from tests.launch import launch
 
 pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("mixture")
-    write_model(path / "model")
-    write_data(path / "data.jsonl")
+def mixture(folder) -> Path:
     for name, letters in (("few", LETTERS[:3]), ("many", LETTERS[3:])):
         rows = [json.dumps({"prompt": letter, "answer": letter}) for letter in letters]
-        (path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
-    return path
+        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    return folder
 
 
 def train(folder: Path, name: str, num_steps: int, every: int) -> str:
@@ -46,7 +43,8 @@ def drawn(folder: Path, name: str) -> dict[int, list[str]]:
     return steps
 
 
-def test_weighted_files_keep_their_share_and_go_on_where_they_stopped(folder):
+def test_weighted_files_keep_their_share_and_go_on_where_they_stopped(mixture):
+    folder = mixture
     train(folder, "whole", 4, 4)
     train(folder, "parted", 2, 2)
     assert "resumed from" in train(folder, "parted", 4, 4)

@@ -12,18 +12,10 @@ from typing import Any
 import pytest
 
 from tests import warm
-from tests.e2e.toy import overrides, write_data, write_model
+from tests.e2e.toy import overrides
 from tests.launch import launch, run
 
 REPLAY = "tools/replay_step.py"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("nonfinite")
-    write_model(path / "model")
-    write_data(path / "data.jsonl")
-    return path
 
 
 def replayed(folder: Path, bundle: Path, processes: int) -> tuple[str, dict[str, Any]]:

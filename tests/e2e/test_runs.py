@@ -17,16 +17,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megatron_rl.checkpoints import directory, facts
 from megatron_rl.policy.families import read_architecture
 from tests import warm
-from tests.e2e.toy import overrides, write_data, write_model
+from tests.e2e.toy import overrides
 from tests.launch import REPO, end, launch, torchrun
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("runs")
-    write_model(path / "model")
-    write_data(path / "data.jsonl")
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.runtime.registry import FOLDER, SECRET, Lease, Registration
-from tests.e2e.toy import overrides, write_data, write_model
+from tests.e2e.toy import overrides
 from tests.launch import REPO, end, launch, torchrun
 from tests.numerics.server import with_entry_point
 
@@ -73,14 +73,6 @@ class Served:
         for process in self.tree():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("servers")
-    write_model(path / "model")
-    write_data(path / "data.jsonl")
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -18,21 +18,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests import warm
-from tests.e2e.toy import overrides, write_data, write_large_config, write_model
+from tests.e2e.toy import overrides, write_large_config
 from tests.launch import REPO, end, launch, torchrun
 
 CONTRACT = """step reward/mean rollout/response_tokens_mean loss/total optim/grad_norm
     mismatch/logprob_abs_diff_mean mismatch/logprob_abs_diff_max time/step_s time/rollout_s
     time/reward_s time/logprob_s time/update_s time/sync_s
     throughput/response_tokens_per_s""".split()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("toy")
-    write_model(path / "model")
-    write_data(path / "data.jsonl")
-    return path
 
 
 def rows(run_dir: Path) -> list[dict]:
