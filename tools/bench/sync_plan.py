@@ -14,14 +14,20 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from machine import Watch, description
 
 from megatron_rl.planning.training_shards import parse_rollout, parse_training
+from megatron_rl.runtime.plain_data import decoded, encoded
+from megatron_rl.weight_sync.exchange import Described, Names
 from megatron_rl.weight_sync.plan import make_plan
 from megatron_rl.weight_sync.program import Program, compile_program
 from megatron_rl.weight_sync.roles import Side
@@ -53,6 +59,19 @@ def shards_of_all(arguments: argparse.Namespace) -> tuple[Side, Side, list[range
     return (*sides(arch, train, rollout), rollout.replicas)
 
 
+def told(sources: Side, targets: Side) -> dict[str, int]:
+    """Every role's shards as a message, written and read once: what a rank reads in an exchange,
+    and a little of writing."""
+    names = Names()
+    roles = {id(groups): groups for side in (targets, sources) for groups in side.values()}
+    sizes = []
+    for groups in roles.values():
+        message = encoded(names.describe(groups), Described)
+        names.understand(decoded(message, Described, "the benchmark"))
+        sizes.append(len(message))
+    return {"roles": len(sizes), "kib": sum(sizes) // 1024, "largest_kib": max(sizes) // 1024}
+
+
 def messages(program: Program) -> dict[str, int]:
     """What a rank sends and receives."""
     every_message = [
@@ -81,6 +100,7 @@ def main() -> None:
     watch = Watch()
     before = peak_mib()
     (sources, targets, replicas), shard_seconds = timed(lambda: shards_of_all(arguments))
+    exchange, exchange_seconds = timed(lambda: told(sources, targets))
     plan, plan_seconds = timed(
         lambda: make_plan(
             sources,
@@ -101,6 +121,8 @@ def main() -> None:
     row = {
         "ranks": len({*sources, *targets}),
         "shard_seconds": round(shard_seconds, 2),
+        "exchange": exchange,
+        "exchange_seconds": round(exchange_seconds, 2),
         "plan_seconds": round(plan_seconds, 2),
         "compile_seconds": compile_seconds,
         "base_mib": round(before),
