@@ -33,6 +33,7 @@ CLAIMS = REPO / "examples" / "claims"
 LAB = CLAIMS / "lab"
 KEPT_EVERY = 5  # steps of training metrics in data.jsonl; evaluations are kept whole
 DIGITS = 6
+HEAD = "| claim | verdict | in short |"
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
@@ -134,6 +135,35 @@ def write_page(folder: Path) -> str:
     return overall(outcomes)
 
 
+def verdicts() -> dict[str, tuple[Claim, str]]:
+    """Of every claim that has been run, by the name of its folder."""
+    found = {}
+    for file in sorted(CLAIMS.glob("*/data.jsonl")):
+        claim = read_claim(file.parent)
+        runs = by_cell(read_data(file.parent))
+        found[file.parent.name] = (
+            claim,
+            overall([outcome(check, runs) for check in claim.checks]),
+        )
+    return found
+
+
+def table() -> str:
+    """The claims with their verdicts, in Markdown."""
+    rows = [
+        f"| [{name}]({name}/README.md) | {verdict} | {claim.title} |"
+        for name, (claim, verdict) in verdicts().items()
+    ]
+    return "\n".join([HEAD, "|---|---|---|", *rows])
+
+
+def write_table(file: Path) -> None:
+    """Puts the table in place of the one in ``file``."""
+    before, _, rest = file.read_text("utf-8").partition(HEAD)
+    _, _, after = rest.partition("\n\n")
+    file.write_text(f"{before}{table()}\n\n{after}", encoding="utf-8")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -155,6 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / "data.jsonl").write_text(text, encoding="ascii")
     print(f"{folder.name}: {write_page(folder)}")
+    write_table(CLAIMS / "README.md")
 
 
 if __name__ == "__main__":

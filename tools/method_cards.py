@@ -11,6 +11,7 @@ stand once, in README.md.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -27,6 +28,8 @@ from megatron_rl.config.load import conf_dir
 from megatron_rl.config.method import ESTIMATORS, MethodConfig
 from megatron_rl.config.pieces import Choices, Named, Piece
 from megatron_rl.loss import Method, ResponseBatch, TokenBatch, load_method
+from tools.claim_checks import Claim
+from tools.claims import verdicts
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "examples" / "methods"
@@ -178,6 +181,7 @@ def card(name: str, config: MethodConfig, common: frozenset[str]) -> str:
     lines = [f"# {name}: {fields['title']}", ""]
     lines += [f'`method={name}`, or `load_method("{name}")` on its own.', ""]
     lines += [f"**{key.capitalize()}.** {fields[key]}\n" for key in ORDER]
+    lines += [f"**Claim.** {line}\n" for line in claims_of(name)]
     lines += [
         "## Choices",
         "",
@@ -192,6 +196,18 @@ def card(name: str, config: MethodConfig, common: frozenset[str]) -> str:
         lines += ["## Metrics", "", f"Beside the [common ones](README.md#metrics): {sentence(own)}"]
         lines += [""]
     return "\n".join(lines)
+
+
+@functools.cache
+def _verdicts() -> dict[str, tuple[Claim, str]]:
+    return verdicts()
+
+
+def claims_of(name: str) -> Iterator[str]:
+    """The claims of papers that were tried with this method, and what came out."""
+    for folder, (claim, verdict) in _verdicts().items():
+        if any(f"method={name}" in overrides for overrides in claim.cells.values()):
+            yield f"[{claim.title}](../claims/{folder}/README.md): {verdict}."
 
 
 def needs_text(method: Method) -> str:

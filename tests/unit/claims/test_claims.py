@@ -129,8 +129,8 @@ def test_the_page_says_what_the_data_say(folder: Path) -> None:
     outcomes = [outcome(check, of_cells) for check in claim.checks]
     written = (folder / "README.md").read_text("utf-8")
     assert written == page(claim, folder.name, rows, of_cells, outcomes)
-    table = (CLAIMS / "README.md").read_text("utf-8")
-    assert f"[{folder.name}]({folder.name}/README.md) | {overall(outcomes)} |" in table
+    line = f"| [{folder.name}]({folder.name}/README.md) | {overall(outcomes)} | {claim.title} |"
+    assert f"\n{line}\n" in (CLAIMS / "README.md").read_text("utf-8")
 
 
 def test_a_page_is_made_of_its_folder_alone(tmp_path: Path) -> None:
