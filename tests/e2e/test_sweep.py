@@ -16,7 +16,7 @@ def without_run_dir(words: list[str]) -> list[str]:
     return [word for word in words if not word.startswith("run_dir=")]
 
 
-@pytest.mark.full  # in the core tier with stand-ins for the runs: tests/unit/test_sweep.py
+@pytest.mark.full  # in the core tier with stand-ins for the runs: tests/unit/sweeping
 def test_a_failed_run_is_named_the_others_are_done_and_are_not_done_again(tmp_path):
     write_model(tmp_path / "model")
     write_data(tmp_path / "data.jsonl")
