@@ -46,7 +46,7 @@ class WandbRun:
             id=run_id(run_dir),
             resume="allow" if wanted.mode == "online" else None,
             config=dict(config),
-            settings=wandb.Settings(finish_timeout=_FINISH_S),
+            settings=wandb.Settings(finish_timeout=_FINISH_S, quiet=True),
         )
 
     def __call__(self, metrics: Metrics) -> None:

@@ -26,8 +26,10 @@ class Failure:
         return f"killed by {signal.Signals(-self.code).name}"
 
     def __str__(self) -> str:
-        """One line."""
-        why = f": {self.lines[0]}" if self.lines else ""
+        """One line; of a list of problems the first."""
+        why = "".join(f": {line}" for line in self.lines[:1])
+        if why.endswith(":") and len(self.lines) > 1:
+            why += f" {self.lines[1].strip().removeprefix('- ')}"
         place = f" ({self.log})" if self.log else ""
         return f"{self.code_text}{why}{place}"
 
