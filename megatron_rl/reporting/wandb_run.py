@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_rl.checkpoints.directory import PARTIAL
+from megatron_rl.reporting.metrics_file import Row
 from megatron_rl.reporting.sinks import Metrics
 
 _FINISH_S = 60.0  # how long the end of a run may take when nothing can be sent
 _ID = "wandb_id"
+WandbMode = Literal["offline", "online"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class WandbSettings:
     ``run_dir/wandb``; ``group`` holds the runs of one cell of a comparison."""
 
     project: str
-    mode: Literal["offline", "online"]
+    mode: WandbMode
     name: str
     group: str | None
     job_type: str
@@ -31,8 +34,20 @@ class WandbSettings:
 class WandbRun:
     """Logs to the wandb run of a folder: a start that goes on writes to the same one."""
 
-    def __init__(self, run_dir: Path, wanted: WandbSettings, config: Mapping[str, Any]) -> None:
-        """``config``: what the run page shows as its configuration."""
+    def __init__(
+        self,
+        run_dir: Path,
+        wanted: WandbSettings,
+        config: Mapping[str, Any],
+        earlier: Sequence[Row] = (),
+    ) -> None:
+        """``config``: what the page of the run shows as its configuration.
+
+        Args:
+            earlier: the rows of the steps before this start. wandb is given those that it lacks:
+                a start that was killed loses its last seconds there, and an offline one is no part
+                of this one's file.
+        """
         import wandb
 
         self._run = wandb.init(
@@ -48,6 +63,10 @@ class WandbRun:
             config=dict(config),
             settings=wandb.Settings(finish_timeout=_FINISH_S, quiet=True),
         )
+
+        for row in earlier:
+            if int(row["step"] or 0) >= self._run.step:
+                self({key: math.nan if value is None else value for key, value in row.items()})
 
     def __call__(self, metrics: Metrics) -> None:
         self._run.log(dict(metrics), step=int(metrics["step"]))

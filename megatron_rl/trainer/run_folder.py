@@ -23,6 +23,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.errors import first_line
 from megatron_rl.protocols import Policy, RolloutSource, Saving
 from megatron_rl.reporting.figures import draw_curves
+from megatron_rl.reporting.metrics_file import read_metrics
 from megatron_rl.reporting.report import report
 from megatron_rl.reporting.row_file import set_aside
 from megatron_rl.reporting.sinks import (
@@ -31,7 +32,7 @@ from megatron_rl.reporting.sinks import (
     MetricsFile,
     tensorboard_writer,
 )
-from megatron_rl.reporting.wandb_run import WandbRun, WandbSettings
+from megatron_rl.reporting.wandb_run import WandbMode, WandbRun, WandbSettings
 from megatron_rl.runtime import disk, failure, random_state
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
@@ -281,14 +282,16 @@ class RunFolder:
         if wanted.tensorboard:
             self._writers.append(tensorboard_writer(self.path))
         if wanted.wandb != "disabled":
-            self._wandb = WandbRun(self.path, self._wandb_settings(), self._record)
+            settings = self._wandb_settings(wanted.wandb)
+            earlier = read_metrics(self.path / METRICS) if start.step else []
+            self._wandb = WandbRun(self.path, settings, self._record, earlier)
             self._writers.append(self._wandb)
 
-    def _wandb_settings(self) -> WandbSettings:
+    def _wandb_settings(self, mode: WandbMode) -> WandbSettings:
         wanted = self._config.logging
         return WandbSettings(
             project=wanted.wandb_project,
-            mode=wanted.wandb,
+            mode=mode,
             name=wanted.wandb_name or self.path.resolve().name,
             group=wanted.wandb_group,
             job_type=wanted.wandb_job_type,

@@ -3,6 +3,7 @@ The trainer is real, with a bandit for policy and engine."""
 
 import pytest
 
+from megatron_rl.errors import ConfigError
 from tests.unit.reporting.wandb_file import read_runs
 from tests.unit.trainer.runs import build_bandit, rows
 
@@ -29,13 +30,15 @@ def test_an_offline_run_has_every_row_the_settings_and_its_place(tmp_path):
     assert run.exit_code == 0
 
 
-def test_a_start_that_goes_on_belongs_to_the_same_run(tmp_path):
+def test_a_start_that_goes_on_belongs_to_the_same_run_and_has_all_of_it(tmp_path):
     stops = iter([False, True])
     build_bandit(tmp_path, *ON, stop=lambda: next(stops)).run()
     build_bandit(tmp_path, *ON, "logging.wandb_name=second").run()
     first, second = read_runs(tmp_path / "run")
     assert first.about.run_id == second.about.run_id
-    assert [row["step"] for run in (first, second) for row in run.history] == [0, 1, 2, 3]
+    assert [row["step"] for row in first.history] == [0, 1, 2]
+    assert [row["step"] for row in second.history] == [0, 1, 2, 3]
+    assert second.history[1]["reward/mean"] == pytest.approx(first.history[1]["reward/mean"])
     assert second.about.display_name == "second"
 
 
@@ -49,3 +52,8 @@ def test_a_run_that_fails_leaves_its_rows_and_says_that_it_failed(tmp_path):
     (run,) = read_runs(tmp_path / "run")
     assert [row["step"] for row in run.history] == [0, 1]
     assert run.exit_code == 1
+
+
+def test_a_tag_that_wandb_would_refuse_is_refused_at_the_start(tmp_path):
+    with pytest.raises(ConfigError, match=r"logging.wandb_tags.0 = 'xxx.*at most 64 characters"):
+        build_bandit(tmp_path, *ON, f"logging.wandb_tags=[{65 * 'x'}]")
