@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.config.load import compose, conf_dir
 from tests.unit.trainer.runs import build_bandit, samples
 
-METHODS = ("grpo", "dr_grpo", "a_grae", "mapo", "gspo", "reinforce_pp")
+CHOSEN = ("grpo", "dr_grpo", "a_grae", "mapo", "gspo", "reinforce_pp")
 NEEDED = ("model.path=m", "data.train=t", "data.eval=e")
 NUM_RESPONSES = 8
 ALL = f"logging.log_samples={10 * NUM_RESPONSES * 4}"
@@ -41,7 +41,7 @@ def test_choosing_a_method_changes_its_section_alone():
 
 
 def test_equal_seeds_give_equal_prompts_in_every_step(tmp_path):
-    orders = [seen(tmp_path, method) for method in METHODS]
+    orders = [seen(tmp_path, method) for method in CHOSEN]
     assert sorted(orders[0]) == [1, 2, 3] and all(len(uids) == 4 for uids in orders[0].values())
     assert all(order == orders[0] for order in orders)
     assert seen(tmp_path, "grpo", seed=2) != orders[0]
