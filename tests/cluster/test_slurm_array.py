@@ -39,8 +39,9 @@ def test_each_task_runs_its_cell_and_is_requeued_alone(slurm_env, tmp_path):
     cells = make_cells([*needed, "seed=1,2"], out, Root())
     file = out / "cells.1.txt"
     write_cells(file, cells)
-    # One node a task, so that both run at a time. The nodes of this Slurm have no GPUs.
-    options = ["--nodes=1", "--time=10", f"--output={tmp_path}/%a.out", "--parsable"]
+    # One node a task, so that both run at a time; longer than the 15 minutes before whose end Slurm
+    # sends USR1. The nodes of this Slurm have no GPUs.
+    options = ["--nodes=1", "--time=60", f"--output={tmp_path}/%a.out", "--parsable"]
     command = Slurm(out, 1, options).command(cells, file)
     script = next(word for word in command if word.endswith("train.sbatch"))
     text = re.sub(r"^#SBATCH --gpus-per-node.*\n", "", Path(script).read_text(), flags=re.MULTILINE)
