@@ -39,6 +39,8 @@ def test_each_task_runs_its_cell_and_is_requeued_alone(slurm_env, tmp_path):
     cells = make_cells([*needed, "seed=1,2"], out, Root())
     file = out / "cells.1.txt"
     write_cells(file, cells)
+    for cell in cells:
+        cell.folder.mkdir()
     # One node a task, so that both run at a time; longer than the 15 minutes before whose end Slurm
     # sends USR1. The nodes of this Slurm have no GPUs.
     options = ["--nodes=1", "--time=60", f"--output={tmp_path}/%a.out", "--parsable"]
@@ -57,7 +59,6 @@ def test_each_task_runs_its_cell_and_is_requeued_alone(slurm_env, tmp_path):
     notes = [cell.folder / "notes" for cell in cells]
     logs = [tmp_path / f"{task}.out" for task in range(2)]
     for note, log in zip(notes, logs, strict=True):
-        note.parent.mkdir(parents=True, exist_ok=True)
         wait_until("start at 0, world 1, restart 0", note, 120, log)
     queue = subprocess.run(
         ["squeue", "--me", "--noheader", "--format=%k"],
