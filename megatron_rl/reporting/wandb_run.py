@@ -50,6 +50,7 @@ class WandbRun:
         """
         import wandb
 
+        self._offline = wanted.mode == "offline"
         self._run = wandb.init(
             project=wanted.project,
             mode=wanted.mode,
@@ -75,6 +76,12 @@ class WandbRun:
         """Sends or writes what is left. Without it the last seconds before the end of the process
         are lost: its end is no orderly one (``runtime/failure.py``)."""
         self._run.finish(exit_code=int(failed))
+        if self._offline:
+            # ``finish`` does not wait until an offline file is written, the end of wandb's own
+            # process does. Online that one could wait for a network without end.
+            import wandb
+
+            wandb.teardown(int(failed))
 
 
 def run_id(run_dir: Path) -> str:

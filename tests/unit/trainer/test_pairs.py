@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.config.load import compose, conf_dir
 from tests.unit.trainer.runs import build_bandit, samples
 
-CHOSEN = ("grpo", "dr_grpo", "a_grae", "mapo", "gspo", "reinforce_pp")
+CHOSEN = ("grpo", "a_grae", "mapo", "gspo", "rloo", "reinforce_pp")
 NEEDED = ("model.path=m", "data.train=t", "data.eval=e")
 NUM_RESPONSES = 8
 ALL = f"logging.log_samples={10 * NUM_RESPONSES * 4}"
@@ -16,7 +16,7 @@ ALL = f"logging.log_samples={10 * NUM_RESPONSES * 4}"
 
 def seen(folder: Path, method: str, *overrides: str, seed: int = 1) -> dict[int, list[str]]:
     """The prompts that each step trained on, in their order."""
-    run = "-".join([method, str(seed), *overrides]).replace("/", "_")
+    run = "-".join([method, str(seed), *overrides]).replace("=", "-")
     trainer = build_bandit(folder, ALL, f"seed={seed}", *overrides, method=method, run=run)
     trainer.run()
     steps: dict[int, list[str]] = {}
