@@ -103,6 +103,9 @@ def _dry_run(options: argparse.Namespace, cells: Sequence[Cell], words: Sequence
 
 def _slurm(options: argparse.Namespace, words: Sequence[str]) -> commands.Slurm:
     sbatch = shlex.split(options.sbatch)
+    own = [word for word in sbatch if re.match(r"--(comment|array)\b|-a", word)]
+    if own:
+        raise ValueError(f"--sbatch: {own[0]} is set by the sweep itself; leave it out")
     return commands.Slurm(options.out, options.nproc, sbatch, options.parallel, words)
 
 

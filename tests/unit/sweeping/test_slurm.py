@@ -165,3 +165,10 @@ def test_a_dry_run_prints_the_array_and_its_lines(tmp_path, capsys):
     assert lines[0] == f"# {tmp_path}/out/cells.1.txt:"
     assert lines[2].startswith("# 1: ") and "seed=2" in lines[2]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("option", ["--array=0-3", "--comment=mine", "-a 0-3"])
+def test_options_that_the_sweep_sets_itself_are_refused(tmp_path, capsys, option):
+    words = ["--out", str(tmp_path / "out"), "--nproc", "8", f"--sbatch={option} -A mine", *NEEDED]
+    assert main(words) == 1
+    assert f"{option.split()[0]} is set by the sweep itself" in capsys.readouterr().err
