@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.load import compose, conf_dir
+from megatron_rl.data.loader import PromptLoader
+from tests.unit.trainer.fakes import prompts
 from tests.unit.trainer.runs import build_bandit, samples
 
 CHOSEN = ("grpo", "a_grae", "mapo", "gspo", "rloo", "reinforce_pp")
@@ -62,13 +64,21 @@ def test_the_first_step_has_the_same_responses(tmp_path):
 
 
 def test_dynamic_sampling_leaves_the_pair_where_it_first_discards_a_group(tmp_path):
-    """It goes on in the same order, but has used up more prompts than the other run."""
-    pair = seen(tmp_path, "grpo")
-    dapo = seen(tmp_path, "dapo", "batch.responses_per_prompt=2")
-    grpo = seen(tmp_path, "grpo", "batch.responses_per_prompt=2")
-    assert grpo == pair, "the number of responses has no part in the order"
-    stream = [uid for step in (1, 2, 3) for uid in grpo[step]]
-    first = dapo[1]
-    assert first != grpo[1]
-    places = [stream.index(uid) for uid in first if uid in stream]
-    assert places == sorted(places) and len(places) >= 3
+    """It takes prompts in the same order, but passes over some, which the other run trains on."""
+    two = "batch.responses_per_prompt=2"
+    grpo = seen(tmp_path, "grpo", two)
+    assert grpo == seen(tmp_path, "grpo"), "the number of responses has no part in the order"
+    dapo = build_bandit(
+        tmp_path,
+        ALL,
+        two,
+        "trainer.num_steps=1",
+        method="dapo",
+        method_overrides=["reward_shaping.overlong=null"],
+    )
+    dapo.run()
+    trained = list(dict.fromkeys(row["prompt"] for row in samples(dapo)))
+    stream = [prompt.uid for prompt in PromptLoader(prompts(16), seed=1, shuffle=True).take(40)]
+    assert [uid for step in (1, 2, 3) for uid in grpo[step]] == stream[:12]
+    places = [stream.index(uid) for uid in trained]
+    assert places == sorted(places) != [0, 1, 2, 3]
