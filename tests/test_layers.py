@@ -17,6 +17,7 @@ PACKAGE = REPO / "megatron_rl"
 # there; they know neither megatron nor the rest of it, so checkpoint formats may build on them.
 LAYERS = (
     {"train", "sweep", "sample", "serve", "vllm_plugin"},
+    {"sweeping"},
     {"trainer"},
     {"planning"},
     {"weight_sync", "policy", "engine", "loss", "data", "rewards", "reporting"},

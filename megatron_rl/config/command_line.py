@@ -9,6 +9,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,6 +24,48 @@ from megatron_rl.plugins import load_plugins
 DESCRIPTION = "Reinforcement learning with verifiable rewards: Megatron-Core policy, vLLM rollouts."
 # Every group, in --info's word for it.
 GROUPS = "groups"
+
+
+ROOT = "config"
+
+
+@dataclass(frozen=True)
+class Root:
+    """Where a configuration is composed from: a file beside config.yaml, and a second folder of
+    groups, searched after the package's own."""
+
+    config_name: str = ROOT
+    config_dir: Path | None = None
+
+
+def add_root(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """The options for a ``Root``; ``more`` is added to what they say of themselves."""
+    more = f"; {more}" if more else ""
+    name = f"the root of the configuration, a file beside config.yaml or in --config-dir{more}"
+    parser.add_argument("-cn", "--config-name", default=ROOT, metavar="NAME", help=name)
+    folder = f"a second folder of groups, searched after the package's own{more}"
+    parser.add_argument("-cd", "--config-dir", type=Path, metavar="DIR", help=folder)
+
+
+def root_of(options: argparse.Namespace) -> Root:
+    """Raises ValueError where the name is that of a group's file."""
+    name = options.config_name.removesuffix(".yaml")
+    if "/" in name:
+        raise ValueError(
+            f"--config-name {name}: name a file beside config.yaml; what a group "
+            "holds is chosen by GROUP=OPTION, e.g. experiment=quickstart_cpu"
+        )
+    return Root(name, options.config_dir)
+
+
+def handed_on(plugins: Sequence[str], root: Root) -> list[str]:
+    """The options with which another start of the program composes the same."""
+    words = [word for plugin in plugins for word in ("--plugin", plugin)]
+    if root.config_name != ROOT:
+        words += ["--config-name", root.config_name]
+    if root.config_dir:
+        words += ["--config-dir", str(root.config_dir.resolve())]
+    return words
 
 
 class Parser(argparse.ArgumentParser):
@@ -53,12 +96,7 @@ def arguments(argv: Sequence[str] | None, local_size: int | None = None) -> argp
         )
     if options.cfg == "hydra":
         raise ValueError("--cfg hydra: Hydra's own settings are not used; give --cfg job")
-    options.config_name = options.config_name.removesuffix(".yaml")
-    if "/" in options.config_name:
-        raise ValueError(
-            f"--config-name {options.config_name}: name a file beside config.yaml; what a group "
-            "holds is chosen by GROUP=OPTION, e.g. experiment=quickstart_cpu"
-        )
+    options.config_name = root_of(options).config_name
     return options
 
 
@@ -79,10 +117,7 @@ def _parser() -> Parser:
     add("--resolve", action="store_true", help="with --cfg: ${name} by its value, as always here")
     info = "print the groups and their options, or one group with a line on each option, and leave"
     add("-i", "--info", nargs="?", const=GROUPS, metavar="GROUP", help=info)
-    name = "the root of the configuration, a file beside config.yaml or in --config-dir"
-    add("-cn", "--config-name", default="config", metavar="NAME", help=name)
-    folder = "a second folder of groups, searched after the package's own"
-    add("-cd", "--config-dir", type=Path, metavar="DIR", help=folder)
+    add_root(parser)
     plugin = "your own code, imported first; see examples/plugins"
     add("--plugin", action="append", default=[], metavar="MODULE_OR_FILE", help=plugin)
     shell = 'print a script that completes overrides: eval "$(... --completion bash)"'
@@ -102,8 +137,7 @@ def all_groups() -> dict[str, list[str]]:
 def _multirun_answer(options: argparse.Namespace, local_size: int | None) -> str:
     """A sweep is not started from here: every rank of a torchrun would start one."""
     processes = "N" if local_size is None else str(local_size)
-    plugins = [word for plugin in options.plugin for word in ("--plugin", plugin)]
-    words = shlex.join([*plugins, *options.overrides])
+    words = shlex.join([*handed_on(options.plugin, root_of(options)), *options.overrides])
     return (
         "--multirun: a run is started by torchrun, so its ranks cannot start others, and a sweep "
         "has a program of its own, which starts one torchrun for each run; type "

@@ -27,6 +27,8 @@ from megatron_rl.config.method import MethodConfig
 Decay = Annotated[float, Field(ge=0, lt=1)]  # at 1 a running mean never takes up a gradient
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 SMALLEST_FLOAT32 = 1.2e-38
+MAX_TAG = 64  # characters that wandb takes for a tag
+WandbTag = Annotated[str, Field(min_length=1, max_length=MAX_TAG)]
 
 
 def _temperature(value: float) -> float:
@@ -284,6 +286,10 @@ class LoggingConfig(Section):
     tensorboard: bool
     wandb: Literal["disabled", "offline", "online"]
     wandb_project: str
+    wandb_name: str | None
+    wandb_group: str | None
+    wandb_job_type: str
+    wandb_tags: tuple[WandbTag, ...]
     log_samples: NonNegativeInt
     rank_files: bool
 

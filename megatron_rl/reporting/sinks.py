@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl, the console, TensorBoard, wandb. Only rank 0 writes."""
+"""Where metrics go: metrics.jsonl, the console, TensorBoard. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from rich.console import Console
 
@@ -103,24 +102,5 @@ def tensorboard_writer(run_dir: Path) -> Callable[[Metrics], None]:
         for key, value in metrics.items():
             writer.add_scalar(key, value, int(metrics["step"]))
         writer.flush()
-
-    return write
-
-
-def wandb_writer(
-    run_dir: Path, project: str, mode: str, config: Mapping[str, Any]
-) -> Callable[[Metrics], None]:
-    """A function that logs to a new wandb run.
-
-    ``mode``: ``offline`` needs no account and writes below ``run_dir/wandb``.
-    """
-    import wandb
-
-    run = wandb.init(
-        project=project, name=run_dir.name, dir=str(run_dir), mode=mode, config=dict(config)
-    )
-
-    def write(metrics: Metrics) -> None:
-        run.log(dict(metrics), step=int(metrics["step"]))
 
     return write

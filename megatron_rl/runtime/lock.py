@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import socket
+import struct
 import time
 from pathlib import Path
 
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 NAME = ".lock"
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+# struct flock of Linux on 64-bit processors: type, whence, start, length, process.
+_FLOCK = struct.Struct("hhqqi4x")
 # Open for the life of the process: a record lock is lost when ANY descriptor of its file is closed,
 # so a folder that is held already must not be opened a second time.
 _held: dict[Path, int] = {}
@@ -92,3 +95,25 @@ def _refusal(folder: Path, holder: str, error: OSError) -> Exception:
         f"run_dir = {folder}: another run is using it ({holder}); wait until it ends, stop it, "
         "or give another run_dir"
     )
+
+
+def holder(folder: Path) -> str | None:
+    """Who of all other processes holds ``folder``, as text; None where nobody does.
+
+    Also None where the file system has no locks. Takes no lock, so that it is in nobody's way;
+    not for a process that holds ``folder`` itself, which would lose it.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        return None
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, *_ = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+        return None if kind == fcntl.F_UNLCK else _holder(descriptor)
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            raise
+        return None
+    finally:
+        os.close(descriptor)

@@ -23,6 +23,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.errors import first_line
 from megatron_rl.protocols import Policy, RolloutSource, Saving
 from megatron_rl.reporting.figures import draw_curves
+from megatron_rl.reporting.metrics_file import read_metrics
 from megatron_rl.reporting.report import report
 from megatron_rl.reporting.row_file import set_aside
 from megatron_rl.reporting.sinks import (
@@ -30,8 +31,8 @@ from megatron_rl.reporting.sinks import (
     Metrics,
     MetricsFile,
     tensorboard_writer,
-    wandb_writer,
 )
+from megatron_rl.reporting.wandb_run import WandbMode, WandbRun, WandbSettings
 from megatron_rl.runtime import disk, failure, random_state
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
@@ -45,6 +46,7 @@ from megatron_rl.trainer.start import (
     CONFIG,
     EXPORTS,
     METRICS,
+    REQUEUE,
     SAMPLES,
     Start,
     find_start,
@@ -68,6 +70,7 @@ class RunFolder:
         self.path = Path(config.run_dir)
         self.histories = Histories()  # the learner's; in every checkpoint
         self._writers: list[Callable[[Metrics], None]] = []
+        self._wandb: WandbRun | None = None
         self._start: Start | None = None
         self._record: dict[str, Any] = {}
         self.scores = Scores(config.checkpoint.best_metric, config.evaluation.stop_after)
@@ -183,6 +186,7 @@ class RunFolder:
         as far as this process can see to it."""
         if self._saving is not None:
             self._saving[1].end(_LAST_WRITE_S)
+        self._close(failed=True)
 
     def _keep(self, scores: Scores) -> None:
         """Removes old checkpoints, and says in ``best.json`` which is the best (rank 0).
@@ -240,7 +244,8 @@ class RunFolder:
         """Tells the launcher script that the run was preempted, not finished: exit codes do not
         survive torchrun."""
         if self._world.is_main:
-            (self.path / "requeue").write_text(f"{step}\n", encoding="ascii")
+            (self.path / REQUEUE).write_text(f"{step}\n", encoding="ascii")
+            self._close()
             print(f"stop requested: saved step {step}; start again with resume=auto", flush=True)
 
     def finish(self, policy: Policy) -> None:
@@ -248,9 +253,10 @@ class RunFolder:
         if self._config.checkpoint.export_at_end:
             policy.export(self.path / "export")
         if self._world.is_main:
-            (self.path / "requeue").unlink(missing_ok=True)
+            (self.path / REQUEUE).unlink(missing_ok=True)
             draw_curves(self.path / METRICS, self.path / "curves.png")
             print(report(self.path / METRICS), flush=True)
+            self._close()
             print(f"finished: {results(self._config, self.scores)}", flush=True)
 
     def _restore_data(self, source: RolloutSource, extra: Mapping[str, Any]) -> None:
@@ -276,9 +282,27 @@ class RunFolder:
         if wanted.tensorboard:
             self._writers.append(tensorboard_writer(self.path))
         if wanted.wandb != "disabled":
-            self._writers.append(
-                wandb_writer(self.path, wanted.wandb_project, wanted.wandb, self._record)
-            )
+            settings = self._wandb_settings(wanted.wandb)
+            earlier = read_metrics(self.path / METRICS) if start.step else []
+            self._wandb = WandbRun(self.path, settings, self._record, earlier)
+            self._writers.append(self._wandb)
+
+    def _wandb_settings(self, mode: WandbMode) -> WandbSettings:
+        wanted = self._config.logging
+        return WandbSettings(
+            project=wanted.wandb_project,
+            mode=mode,
+            name=wanted.wandb_name or self.path.resolve().name,
+            group=wanted.wandb_group,
+            job_type=wanted.wandb_job_type,
+            tags=(self._config.method.name, f"seed={self._config.seed}", *wanted.wandb_tags),
+        )
+
+    def _close(self, *, failed: bool = False) -> None:
+        """Ends the logs that do not write each line at once (rank 0)."""
+        if self._wandb is not None:
+            self._wandb.close(failed=failed)
+            self._wandb = None
 
     def _set_aside(self, start: Start) -> None:
         """Moves aside what the run is going to repeat: rows, and checkpoints later than the one

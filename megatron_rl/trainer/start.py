@@ -25,6 +25,7 @@ CHECKPOINTS = "checkpoints"
 EXPORTS = "exports"
 STACKS = "stacks"
 LOGS = "logs"
+REQUEUE = "requeue"  # while a run that was stopped on request waits to go on
 LARGE_BYTES = 10**10
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def finished_text(config: Config) -> str | None:
     scores = scores_until(config, step)
     exported = not config.checkpoint.export_at_end or (folder / "export" / "config.json").is_file()
     # The figure is the last thing that a run writes.
-    whole = exported and (folder / "curves.png").is_file() and not (folder / "requeue").exists()
+    whole = exported and (folder / "curves.png").is_file() and not (folder / REQUEUE).exists()
     over = step == config.trainer.num_steps or scores.exhausted
     if changes or not whole or not over:
         return None

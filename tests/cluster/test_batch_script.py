@@ -213,6 +213,20 @@ def test_a_job_that_succeeds_forgets_its_failures(failing):
     assert not list((failing / "run").glob("failed_*"))
 
 
+def test_a_task_of_an_array_asks_about_itself_alone(failing):
+    """The id of one of its jobs is that of the whole array, which it must not requeue."""
+    (failing / "cells").write_text(f"run_dir={failing}/other\nrun_dir={failing}/run seed=2\n")
+    array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "1"}
+    slurm = {**SLURM, **array, "SLURM_SUBMIT_DIR": str(failing)}
+    words = ["--nproc", "2", "--cells", str(failing / "cells")]
+    done = sbatch_script(*words, slurm=slurm, path=failing)
+    assert f"task 1 of {failing}/cells is {failing}/run" in done.stdout
+    assert (failing / "asked").read_text().splitlines()[-1] == "requeue 5_1"
+    array["SLURM_ARRAY_TASK_ID"] = "2"
+    done = sbatch_script(*words, slurm={**slurm, **array}, path=failing)
+    assert done.returncode == 2 and "has no line for task 2 (from 0)" in done.stderr
+
+
 def test_torchrun_accepts_the_options(tmp_path):
     """The printed command, its program replaced by one that prints its rank, really starts."""
     words = dry_run("--python", sys.executable, "--nproc", "2", "run_dir=/r")
@@ -242,6 +256,9 @@ def test_torchrun_accepts_the_options(tmp_path):
         (["--dry-run", "--nproc", "8", "--starts", "0", "run_dir=/r"], "--starts 0: give a number"),
         (["--dry-run", "--nproc", "8", "--spare", "x", "run_dir=/r"], "--spare x: give a number"),
         (["--dry-run", "--nproc", "8", "--spare", "1", "run_dir=/r"], "ask for more"),
+        (["--dry-run", "--nproc", "8", "--cells", "/none"], "--cells /none: no such file"),
+        (["--dry-run", "--nproc", "8", "--cells", str(SCRIPT)], "submit with sbatch --array"),
+        (["--dry-run", "--cells", "/c", "seed=1"], "its lines are the overrides; leave out seed=1"),
     ],
 )
 def test_a_wrong_call_is_named(args, message):

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from tests import warm
 from tests.e2e.toy import overrides, write_large_config
 from tests.launch import REPO, end, launch, torchrun
+from tests.unit.reporting.wandb_file import read_runs
 
 CONTRACT = """step reward/mean rollout/response_tokens_mean loss/total optim/grad_norm
     mismatch/logprob_abs_diff_mean mismatch/logprob_abs_diff_max time/step_s time/rollout_s
@@ -120,7 +121,9 @@ def test_reward_rises_and_the_run_folder_is_complete(folder):
     assert saved["versions"]["megatron-core"]
     assert saved["world_size"] == 2
     assert (run_dir / "curves.png").stat().st_size > 10_000
-    assert list(run_dir.glob("tensorboard/*")) and list(run_dir.glob("wandb/offline-run-*"))
+    assert list(run_dir.glob("tensorboard/*"))
+    (in_wandb,) = read_runs(run_dir)
+    assert [row["step"] for row in in_wandb.history] == list(range(21)), "its end was not awaited"
     assert done.stdout.count("step 20/20") == 1, "exactly one process writes"
     _check_export(folder, run_dir)
 

@@ -80,3 +80,12 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, caplog):
     lock.hold(tmp_path, "mine")
     lock.release(tmp_path)
     assert "has no locks" in caplog.text and "would not be noticed" in caplog.text
+
+
+def test_one_may_ask_who_holds_a_folder_without_taking_it(tmp_path, holder):
+    assert lock.holder(tmp_path / "none") is None
+    assert f"process {holder.pid}, launch first, since 20" in (lock.holder(tmp_path) or "")
+    holder.kill()
+    holder.wait()
+    assert lock.holder(tmp_path) is None, "its signature is still there"
+    lock.hold(tmp_path, "second")

@@ -1,0 +1,94 @@
+"""Metrics in Weights & Biases. Only rank 0 writes."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_rl.checkpoints.directory import PARTIAL
+from megatron_rl.reporting.metrics_file import Row
+from megatron_rl.reporting.sinks import Metrics
+
+_FINISH_S = 60.0  # how long the end of a run may take when nothing can be sent
+_ID = "wandb_id"
+WandbMode = Literal["offline", "online"]
+
+
+@dataclass(frozen=True)
+class WandbSettings:
+    """Where a run stands in wandb. ``mode``: ``offline`` needs no account and writes below
+    ``run_dir/wandb``; ``group`` holds the runs of one cell of a comparison."""
+
+    project: str
+    mode: WandbMode
+    name: str
+    group: str | None
+    job_type: str
+    tags: tuple[str, ...]
+
+
+class WandbRun:
+    """Logs to the wandb run of a folder: a start that goes on writes to the same one."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        wanted: WandbSettings,
+        config: Mapping[str, Any],
+        earlier: Sequence[Row] = (),
+    ) -> None:
+        """``config``: what the page of the run shows as its configuration.
+
+        Args:
+            earlier: the rows of the steps before this start. wandb is given those that it lacks:
+                a start that was killed loses its last seconds there, and an offline one is no part
+                of this one's file.
+        """
+        import wandb
+
+        self._offline = wanted.mode == "offline"
+        self._run = wandb.init(
+            project=wanted.project,
+            mode=wanted.mode,
+            name=wanted.name,
+            group=wanted.group,
+            job_type=wanted.job_type,
+            tags=list(dict.fromkeys(wanted.tags)),
+            dir=str(run_dir),
+            id=run_id(run_dir),
+            resume="allow" if wanted.mode == "online" else None,
+            config=dict(config),
+            settings=wandb.Settings(finish_timeout=_FINISH_S, quiet=True),
+        )
+
+        for row in earlier:
+            if int(row["step"] or 0) >= self._run.step:
+                self({key: math.nan if value is None else value for key, value in row.items()})
+
+    def __call__(self, metrics: Metrics) -> None:
+        self._run.log(dict(metrics), step=int(metrics["step"]))
+
+    def close(self, *, failed: bool = False) -> None:
+        """Sends or writes what is left. Without it the last seconds before the end of the process
+        are lost: its end is no orderly one (``runtime/failure.py``)."""
+        self._run.finish(exit_code=int(failed))
+        if self._offline:
+            # ``finish`` does not wait until an offline file is written, the end of wandb's own
+            # process does. Online that one could wait for a network without end.
+            import wandb
+
+            wandb.teardown(int(failed))
+
+
+def run_id(run_dir: Path) -> str:
+    """The id of the wandb run of this folder; made up at the first call."""
+    file = run_dir / _ID
+    if not file.is_file():
+        partial = file.with_name(f"{_ID}{PARTIAL}")
+        partial.write_text(secrets.token_hex(8) + "\n", encoding="ascii")
+        partial.replace(file)
+    return file.read_text(encoding="ascii").strip()

@@ -1,0 +1,141 @@
+"""The cells of a sweep: one combination of overrides each, with its checked configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_rl.config.command_line import Root
+from megatron_rl.config.load import compose, validate
+from megatron_rl.config.quoting import override, quoted
+from megatron_rl.config.schema import MAX_TAG, Config
+from megatron_rl.errors import ConfigError
+from megatron_rl.sweeping.combinations import (
+    combinations,
+    is_seed,
+    plain_name,
+    run_names,
+    shortened,
+    varying,
+)
+from megatron_rl.trainer.start import finished_text
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination.
+
+    Attributes:
+        name: of its folder, made of the overrides that differ.
+        overrides: all that make its configuration, with ``run_dir``.
+        differing: those that are not the same in every cell.
+        same_as: the earlier cell with an equal configuration, which is run for both.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+    differing: tuple[str, ...]
+    config: Config
+    same_as: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.run_dir)
+
+    @property
+    def label(self) -> str:
+        """What the cell has in common with its other seeds, e.g. ``method=grpo``."""
+        shown = [text for text in self.differing if not is_seed(text)]
+        return " ".join(shown) or f"method={self.config.method.name}"
+
+
+def make_cells(overrides: Sequence[str], out: Path, root: Root) -> list[Cell]:
+    """The cells of a sweep into ``out``, in the order of the product.
+
+    Raises:
+        ValueError: a combination is listed twice.
+        ConfigError: one does not compose or validate; lists all problems before any run starts.
+    """
+    runs = combinations(overrides)
+    names = run_names(runs)
+    configs = check(runs, [out / name for name in names], root)
+    differing = varying(runs)
+    first: dict[str, str] = {}
+    cells = []
+    for name, run, config in zip(names, runs, configs, strict=True):
+        same_as = first.setdefault(_identity(config), name)
+        cells.append(
+            Cell(
+                name,
+                (*run, override("run_dir", config.run_dir)),
+                tuple(run[index] for index in differing),
+                config,
+                None if same_as == name else same_as,
+            )
+        )
+    return cells
+
+
+def check(runs: Sequence[Sequence[str]], folders: Sequence[Path], root: Root) -> list[Config]:
+    """The configuration of every run.
+
+    Raises:
+        ConfigError: one does not compose or validate; lists all problems before any run starts.
+    """
+    problems = []
+    configs = []
+    for run, folder in zip(runs, folders, strict=True):
+        try:
+            given = [*run, override("run_dir", str(folder))]
+            values = compose(root.config_name, given, root.config_dir)
+            configs.append(validate(Config, values, folder.name))
+        except ConfigError as error:
+            problems += [f"{folder.name}: {problem}" for problem in error.problems]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)), "the sweep")
+    return configs
+
+
+def _identity(config: Config) -> str:
+    """Equal for two runs that would do the same, each in its folder."""
+    return json.dumps(config.model_dump(mode="json", exclude={"run_dir"}), sort_keys=True)
+
+
+def with_wandb(cells: Sequence[Cell], sweep: str) -> list[Cell]:
+    """The cells, those that log to wandb with what makes the same comparison there.
+
+    The seeds of a combination share a group, ``SWEEP/COMBINATION``, which wandb can average; a
+    group that the user gives stays. The name of the sweep and of its experiment are tags beside
+    those of the user.
+    """
+    return [
+        _tracked(cell, sweep) if cell.config.logging.wandb != "disabled" else cell for cell in cells
+    ]
+
+
+def _tracked(cell: Cell, sweep: str) -> Cell:
+    logging = cell.config.logging
+    shown = [text for text in cell.differing if not is_seed(text)]
+    more = []
+    if logging.wandb_group is None:
+        group = shortened(f"{sweep}/{plain_name(shown)}" if shown else sweep)
+        more.append(override("logging.wandb_group", group))
+    experiments = [text for text in cell.overrides if text.lstrip("+").startswith("experiment=")]
+    tags = dict.fromkeys(
+        [*logging.wandb_tags, sweep[:MAX_TAG], *(text[:MAX_TAG] for text in experiments)]
+    )
+    more.append(f"logging.wandb_tags=[{','.join(map(quoted, tags))}]")
+    return replace(cell, overrides=(*cell.overrides, *more))
+
+
+def is_finished(config: Config) -> bool:
+    """Whether nothing is left to do in the folder of this run.
+
+    False when in doubt: the run that is then started reports what is wrong.
+    """
+    try:
+        return finished_text(config) is not None
+    except ValueError:
+        return False

@@ -1,0 +1,129 @@
+"""The command that starts one run here, and the one that gives runs to Slurm."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.sweeping.cells import Cell
+
+_MARK = "megatron_rl.sweep"
+
+
+def local(cell: Cell, nproc: int, options: Sequence[str] = ()) -> list[str]:
+    """torchrun with one run of ``nproc`` processes.
+
+    Args:
+        options: options of ``megatron_rl.train``.
+    """
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    program = ["-m", "megatron_rl.train", *options, *cell.overrides]
+    return [*torchrun, f"--nproc-per-node={nproc}", *program]
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """How a sweep is given to Slurm.
+
+    Attributes:
+        out: the folder of the sweep.
+        nproc: processes a node.
+        sbatch: options of the user for sbatch.
+        at_a_time: runs of an array at one time; None: as many as Slurm has room for.
+        options: options of ``megatron_rl.train``.
+    """
+
+    out: Path
+    nproc: int
+    sbatch: Sequence[str]
+    at_a_time: int | None = None
+    options: Sequence[str] = ()
+
+    def command(self, cells: Sequence[Cell], file: Path) -> list[str]:
+        """sbatch with the script of examples/slurm: a job for one cell, an array for several.
+
+        Args:
+            file: what ``write_cells`` writes; task N of the array runs its line N, from 0 on.
+
+        Raises:
+            ValueError: there is no batch script beside an installed package.
+        """
+        script = Path(__file__).resolve().parents[2] / "examples" / "slurm" / "train.sbatch"
+        if not script.is_file():
+            raise ValueError(
+                f"--sbatch: {script} does not exist; start the sweep from a copy of the repository"
+            )
+        of_script = [str(script), "--nproc", str(self.nproc), *self.options]
+        own = [f"--comment={self._comment}"]
+        if len(cells) == 1:
+            return ["sbatch", *own, *self.sbatch, *of_script, *cells[0].overrides]
+        limit = "" if self.at_a_time is None else f"%{self.at_a_time}"
+        own.append(f"--array=0-{len(cells) - 1}{limit}")
+        return ["sbatch", *own, *self.sbatch, *of_script, "--cells", str(file)]
+
+    @property
+    def _comment(self) -> str:
+        """By which jobs of this sweep are known in the queue."""
+        return f"{_MARK} {self.out.resolve()}"
+
+    def queued(self) -> list[str]:
+        """The jobs of this sweep that wait or run, as squeue names them: ``12_[0-3]``, ``12_4``.
+
+        Raises:
+            ValueError: there is no squeue, or it fails.
+        """
+        try:
+            done = subprocess.run(
+                ["squeue", "--me", "--noheader", "--format=%i %k"],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        except FileNotFoundError:
+            raise ValueError("squeue: no such program on this machine") from None
+        if done.returncode:
+            raise ValueError(f"squeue: {done.stderr.strip() or done.returncode}")
+        jobs = [line.partition(" ") for line in done.stdout.splitlines()]
+        return [job for job, _, comment in jobs if comment.strip() == self._comment]
+
+    def new_file(self) -> Path:
+        """A name that no earlier array uses: its tasks read their lines when they start."""
+        number = 1
+        while (file := self.out.resolve() / f"cells.{number}.txt").exists():
+            number += 1
+        return file
+
+
+def write_cells(file: Path, cells: Sequence[Cell]) -> None:
+    """One line a cell: its overrides as words of a shell.
+
+    Raises:
+        ValueError: an override goes over several lines.
+    """
+    lines = [shlex.join(cell.overrides) for cell in cells]
+    broken = next((cell for cell, line in zip(cells, lines) if "\n" in line), None)
+    if broken is not None:
+        raise ValueError(
+            f"--sbatch: an override of {broken.name} has a line break; write it as \\n"
+        )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("x", encoding="utf-8") as stream:
+        stream.write("".join(f"{line}\n" for line in lines))
+
+
+def submit(words: Sequence[str]) -> None:
+    """Runs sbatch; what it says is on the console.
+
+    Raises:
+        ValueError: there is no sbatch, or it refuses.
+    """
+    try:
+        code = subprocess.run(words, check=False).returncode
+    except FileNotFoundError:
+        raise ValueError(f"{words[0]}: no such program on this machine") from None
+    if code:
+        raise ValueError(f"sbatch ended with exit code {code}; nothing was submitted")

@@ -1,0 +1,60 @@
+"""What each of several runs at a time gets of this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_THREADS = "OMP_NUM_THREADS"
+
+Share = Mapping[str, str]  # variables that a run gets beside those of the sweep
+
+
+def shares(parallel: int, nproc: int) -> list[Share]:
+    """One share for each of ``parallel`` runs of ``nproc`` processes on this machine.
+
+    Raises:
+        ValueError: it has GPUs, and not enough of them.
+    """
+    if parallel == 1:
+        return [{}]
+    num_cores = len(os.sched_getaffinity(0))
+    return cut(parallel, nproc, os.environ, torch.cuda.device_count(), num_cores)
+
+
+def cut(
+    parallel: int, nproc: int, environment: Mapping[str, str], num_gpus: int, num_cores: int
+) -> list[Share]:
+    """Neighboring GPUs for each run, one a process; without GPUs the cores in equal parts.
+
+    ``torchrun`` gives several processes one thread each, so that cores matter to a run of a single
+    process alone. A number of threads that is set already stays.
+
+    Example: two runs of two processes on four GPUs get the GPUs ``0,1`` and ``2,3``.
+
+    Raises:
+        ValueError: fewer GPUs than processes.
+    """
+    if num_gpus:
+        given = environment.get(_VISIBLE, "").split(",") if environment.get(_VISIBLE) else []
+        visible = (given or [str(index) for index in range(num_gpus)])[:num_gpus]
+        wanted = parallel * nproc
+        if wanted > num_gpus:
+            raise ValueError(
+                f"--parallel {parallel} --nproc {nproc}: a process has a GPU of its own, which "
+                f"makes {wanted}, and {num_gpus} are visible; lower one of them"
+            )
+        starts = range(0, wanted, nproc)
+        return [{_VISIBLE: ",".join(visible[first : first + nproc])} for first in starts]
+    if nproc > 1 or _THREADS in environment:
+        return [{} for _ in range(parallel)]
+    return [{_THREADS: str(max(1, num_cores // parallel))} for _ in range(parallel)]
+
+
+def environment(share: Share, error_file: str) -> dict[str, str]:
+    """The variables of a run: those of the sweep, its share, and where torchrun leaves the message
+    of the rank that failed first."""
+    return {**os.environ, **share, "TORCHELASTIC_ERROR_FILE": error_file}

@@ -1,0 +1,234 @@
+"""Runs on this machine, several at a time: started, watched, stopped together."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from megatron_rl.runtime import lock
+from megatron_rl.runtime.display import duration
+from megatron_rl.runtime.parent import die_with_parent
+from megatron_rl.sweeping.cells import Cell, is_finished
+from megatron_rl.sweeping.failures import Failure, failure_of
+from megatron_rl.sweeping.machine import Share, environment
+from megatron_rl.trainer.start import REQUEUE
+
+CONSOLE = "console.log"
+_POLL_S = 0.2
+_STOP_S = 60  # how long stopped runs may take to end
+
+Command = Callable[[Cell], Sequence[str]]
+
+
+class Stopped(Exception):
+    """A signal asks the sweep to end."""
+
+
+@contextmanager
+def noted_signals() -> Iterator[list[str]]:
+    """Inside, SIGINT, SIGTERM and SIGHUP end nothing; their names appear in the list."""
+    came: list[str] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        came.append(signal.Signals(number).name)
+
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, note) for number in signals}
+    try:
+        yield came
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def start_process(
+    words: Sequence[str], variables: dict[str, str], log: Path | None
+) -> subprocess.Popen[bytes]:
+    """Starts a command in a session of its own, which the kernel ends with this process (Linux).
+
+    A session of its own, because a Ctrl-C of the terminal would reach torchrun twice, and its ranks
+    never.
+
+    Args:
+        log: file that its output is added to; None: the console.
+
+    Raises:
+        ValueError: there is no such program.
+    """
+    try:
+        if log is None:
+            return subprocess.Popen(
+                words, env=variables, start_new_session=True, preexec_fn=die_with_parent
+            )
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                words,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+    except FileNotFoundError:
+        raise ValueError(f"{words[0]}: no such program on this machine") from None
+
+
+def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ends the processes by SIGTERM, those that do not follow by SIGKILL, and awaits their end."""
+    for process in processes:
+        process.terminate()
+    end = time.monotonic() + _STOP_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@dataclass(frozen=True)
+class Live:
+    """A run that was started here, in the share with the number ``slot``."""
+
+    cell: Cell
+    process: subprocess.Popen[bytes]
+    slot: int
+    error_file: Path
+    log: Path | None
+    since: float
+
+
+@dataclass
+class Outcome:
+    """What became of the cells, by name: each is in one of these, or was not reached."""
+
+    done: list[str] = field(default_factory=list)
+    failed: dict[str, Failure] = field(default_factory=dict)
+    elsewhere: dict[str, str] = field(default_factory=dict)  # and who runs it
+    stopped: list[str] = field(default_factory=list)  # on request, with a checkpoint
+
+
+class Runner:
+    """Runs cells with one command each, as many at a time as there are shares."""
+
+    def __init__(self, command: Command, shares: Sequence[Share]) -> None:
+        self._command = command
+        self._shares = shares
+        self._has_logs = len(shares) > 1
+        self._live: list[Live] = []
+        self._waiting: deque[Cell] = deque()
+        self._scratch = Path()
+        self.outcome = Outcome()
+
+    def run(self, cells: Sequence[Cell]) -> Outcome:
+        """Runs what is not finished, in the order given.
+
+        A run that fails stops no other. One whose folder another live run holds is left to that.
+        Ends with none of its own runs alive, whatever happens.
+
+        Raises:
+            ValueError: there is no such program.
+            Stopped: a signal came; the runs were stopped.
+        """
+        self._waiting.extend(cells)
+        with tempfile.TemporaryDirectory(prefix="megatron_rl_sweep_") as scratch:
+            self._scratch = Path(scratch)
+            with noted_signals() as came:
+                try:
+                    while (self._waiting or self._live) and not came:
+                        self._fill(came)
+                        self._reap()
+                        time.sleep(_POLL_S if self._live else 0)
+                finally:
+                    stop([live.process for live in self._live])
+        if came:
+            raise Stopped(came[0])
+        self._look_again(cells)
+        return self.outcome
+
+    def _fill(self, came: Sequence[str]) -> None:
+        """Starts runs in the free shares."""
+        while self._waiting and len(self._live) < len(self._shares) and not came:
+            cell = self._waiting.popleft()
+            if is_finished(cell.config):
+                self.outcome.done.append(cell.name)
+                self._say(cell, "finished before")
+            elif holder := lock.holder(cell.folder):
+                self.outcome.elsewhere[cell.name] = holder
+                self._say(cell, f"is running elsewhere ({holder}) and left to that")
+            else:
+                self._start(cell)
+
+    def _start(self, cell: Cell) -> None:
+        taken = {live.slot for live in self._live}
+        slot = min(set(range(len(self._shares))) - taken)
+        error_file = self._scratch / f"{cell.name}.json"
+        log = cell.folder / CONSOLE if self._has_logs else None
+        words = self._command(cell)
+        if log is not None:
+            try:
+                cell.folder.mkdir(parents=True, exist_ok=True)
+                with log.open("a", encoding="utf-8") as file:
+                    file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())}\n")
+            except OSError as error:
+                raise ValueError(f"{log}: cannot be written ({error.strerror})") from None
+        variables = environment(self._shares[slot], str(error_file))
+        process = start_process(words, variables, log)
+        self._live.append(Live(cell, process, slot, error_file, log, time.monotonic()))
+        self._say(cell, "started" if log is None else f"started, output in {log}")
+
+    def _reap(self) -> None:
+        """Looks after the runs that have ended."""
+        for live in list(self._live):
+            code = live.process.poll()
+            if code is None:
+                continue
+            self._live.remove(live)
+            took = duration(time.monotonic() - live.since)
+            cell = live.cell
+            if code == 0 and (cell.folder / REQUEUE).is_file():
+                self.outcome.stopped.append(cell.name)
+                self._say(cell, f"was stopped on request after {took}")
+            elif code == 0:
+                self.outcome.done.append(cell.name)
+                self._say(cell, f"finished in {took}")
+            elif holder := lock.holder(cell.folder):  # which it was refused for
+                self.outcome.elsewhere[cell.name] = holder
+                self._say(cell, f"is running elsewhere ({holder}) and left to that")
+            else:
+                failure = failure_of(code, live.error_file, live.log)
+                self.outcome.failed[cell.name] = failure
+                self._say(cell, f"failed after {took}: {failure.code_text}")
+                for line in failure.lines if live.log else ():  # else they are on the console
+                    print(f"    {line}", file=sys.stderr, flush=True)
+
+    def _look_again(self, cells: Sequence[Cell]) -> None:
+        """Counts what another start has finished meanwhile."""
+        for cell in cells:
+            if cell.name in self.outcome.elsewhere and is_finished(cell.config):
+                del self.outcome.elsewhere[cell.name]
+                self.outcome.done.append(cell.name)
+
+    def _say(self, cell: Cell, what: str) -> None:
+        outcome = self.outcome
+        numbers = Counter(
+            done=len(outcome.done),
+            running=len(self._live),
+            failed=len(outcome.failed),
+            elsewhere=len(outcome.elsewhere),
+            stopped=len(outcome.stopped),
+            left=len(self._waiting),
+        )
+        progress = ", ".join(f"{count} {name}" for name, count in numbers.items() if count)
+        stream = sys.stderr if cell.name in outcome.failed else sys.stdout
+        print(f"--- {cell.folder}: {what} [{progress}]", file=stream, flush=True)

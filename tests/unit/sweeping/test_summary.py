@@ -1,0 +1,81 @@
+"""The table of a sweep, against numbers worked out by hand."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_rl.config.command_line import Root
+from megatron_rl.sweeping.cells import Cell, make_cells
+from megatron_rl.sweeping.summary import summary
+
+NEEDED = ["model.path=m", "data.train=t", "data.eval=e"]
+ACCURACY = ["eval/accuracy"]
+
+
+def runs(out: Path, scores: Sequence[float], *overrides: str) -> list[Cell]:
+    """Cells of which the first ones have metrics that end in these scores."""
+    cells = make_cells([*NEEDED, *overrides], out, Root())
+    for cell, score in zip(cells, scores, strict=False):
+        cell.folder.mkdir()
+        lines = [{"step": 0, "eval/accuracy": 0.0}, {"step": 1, "eval/accuracy": score}]
+        lines += [{"step": 2, "loss/kl": score / 1000}]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (cell.folder / "metrics.jsonl").write_text(text)
+    return cells
+
+
+def names(cells: Sequence[Cell]) -> list[str]:
+    return [cell.name for cell in cells]
+
+
+def rows(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()[2:]]
+
+
+def test_the_table_averages_over_seeds(tmp_path):
+    cells = runs(tmp_path, (0.2, 0.4, 0.9), "method=grpo,dapo", "seed=1,2")
+    text = summary(cells, names(cells), ACCURACY)
+    assert rows(text) == [
+        ["method=grpo", "2", "0.300", "+-", "0.100"],
+        ["method=dapo", "1", "0.900", "+-", "0.000"],
+    ]
+
+
+def test_pairs_are_compared_at_equal_seed(tmp_path):
+    """Differences 0.1, 0.2 and 0.3: mean 0.2, deviation 0.1, so that Student's interval with 2
+    degrees of freedom is 0.2 -+ 4.303 * 0.1 / sqrt(3) = 0.2 -+ 0.248. The bootstrap cannot leave
+    the values."""
+    scores = (0.1, 0.5, 0.3, 0.4, 0.6, 0.5)
+    cells = runs(tmp_path, scores, "method=grpo,dapo", "seed=1,2,3")
+    text = summary(cells, names(cells), ACCURACY)
+    assert text.splitlines()[0].split("  ")[-1] == "bootstrap 95 %"
+    first, second = rows(text)
+    assert len(first) == 5, "the first row is what the others are compared with"
+    # 0.4 - 0.1 = 0.3, 0.6 - 0.5 = 0.1, 0.5 - 0.3 = 0.2
+    assert second[5:] == ["3", "+0.200", "-0.048", "to", "+0.448", "+0.100", "to", "+0.300"]
+
+
+def test_what_is_not_finished_is_named_and_not_averaged(tmp_path):
+    cells = runs(tmp_path, (0.2, 0.4, 0.9, 0.7), "method=grpo,dapo", "seed=1,2")
+    finished = [name for name in names(cells) if name != "method-dapo_seed-1"]
+    text = summary(cells, finished, ACCURACY)
+    assert rows(text)[1][:5] == ["method=dapo", "1", "0.700", "+-", "0.000"]
+    assert text.endswith("not in the table, because not finished: method-dapo_seed-1")
+
+
+def test_the_same_run_has_one_row_and_counts_for_the_seeds_of_its_own(tmp_path):
+    cells = runs(tmp_path, (0.2, 0.4), "optim.clip_grad=1,1.0", "seed=1,2")
+    text = summary(cells, names(cells)[:2], ACCURACY)
+    assert [row[:2] for row in rows(text)[:1]] == [["optim.clip_grad=1", "2"]]
+    assert text.splitlines()[-2:] == [
+        f"optim.clip_grad-1.0_seed-{seed}: the same run as optim.clip_grad-1_seed-{seed}"
+        for seed in (1, 2)
+    ]
+
+
+def test_several_metrics_are_several_tables_and_one_that_is_missing_is_a_dash(tmp_path):
+    cells = runs(tmp_path, (0.2, 0.4), "method=grpo", "seed=1,2")
+    metrics = ["loss/kl", "eval/pass_at_4"]
+    kl, missing = summary(cells, names(cells), metrics).split("\n\n")
+    assert rows(kl) == [["method=grpo", "2", "3.00e-04", "+-", "1.00e-04"]]
+    assert rows(missing) == [["method=grpo", "0", "-"]]
