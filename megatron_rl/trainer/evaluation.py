@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import fingerprint
 from megatron_rl.data.reading import read_held_out
-from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.data.tokenizer import load_tokenizer, text_of
 from megatron_rl.data.vision import vision_of
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.engine.requests import Sight, sight_of
@@ -24,7 +23,6 @@ from megatron_rl.reporting.figures import draw_pass_at_k
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.runtime.display import Display, duration
 from megatron_rl.runtime.launch import World
-from megatron_rl.trainer.build import text_of
 from megatron_rl.trainer.evaluation_folder import PROMPTS, EvaluationFolder
 from megatron_rl.trainer.evaluation_source import Evaluation, StoredWeights, Weights
 from megatron_rl.trainer.experience import Response, Responses
@@ -37,7 +35,6 @@ from megatron_rl.weight_sync.gather import GatherSync
 # Of a portion of prompts: how often it fills the engines. Between portions they run dry.
 _FILLINGS = 8
 _ROWS_AT_ONCE = 1024  # responses that rank 0 has whole
-logger = logging.getLogger(__name__)
 
 
 def evaluate(

@@ -15,7 +15,7 @@ from megatron_rl.config.engine_checks import position_problems
 from megatron_rl.config.load import change_value, compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.prompts import load_prompts, text_prompts
-from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.data.tokenizer import load_tokenizer, text_of
 from megatron_rl.data.vision import VisionProcessor, vision_of
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.engine.requests import sight_of
@@ -167,7 +167,7 @@ def answers(source: Source, question: Question, world: World, scratch: Path) -> 
     sampler = Sampler(
         engine,
         build_reward(config.reward) if scored else NoReward(),
-        lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        text_of(tokenizer),
         world,
         display,
     )
