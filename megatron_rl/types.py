@@ -146,14 +146,15 @@ def _packed(typecode: str, values: Sequence[Any]) -> array:
 class Score:
     """Verdict on one response.
 
-    The total reward, whether the *accuracy* reward is 1, and the parts before weighting.
-
+    The total reward, whether the *accuracy* reward is 1, the parts before weighting, and the answer
+    that was judged, see ``rewards.base.Verdict``.
     Example: ``Score(reward=1.5, correct=True, parts={"accuracy": 1.0, "format": 1.0})``.
     """
 
     reward: float
     correct: bool
     parts: Mapping[str, float] = field(default_factory=dict)
+    extracted: str | None = None
 
 
 class Sequences:

@@ -15,6 +15,13 @@ OWN_MODEL = (
     " data.train=train.parquet data.eval=eval.jsonl parallel.tensor=4 rollout.tensor=2"
     " method=dr_grpo"
 )
+EVALUATE = "torchrun --nproc-per-node 8 -m megatron_rl.evaluate"
+PASS_AT = "evaluation.responses_per_prompt=256 'evaluation.pass_at=[1,4,16,64,256]'"
+EVALUATE_MODEL = (
+    f"{EVALUATE} model.path=/models/Qwen2.5-7B data.eval=eval.jsonl evaluation.temperature=0.6"
+    f" {PASS_AT}"
+)
+EVALUATE_RUN = f"{EVALUATE} runs/mine --steps all evaluation.temperature=1.0 {PASS_AT}"
 RUN_SH = "bash examples/quickstart_cpu/run.sh"
 VISION_SH = "bash examples/vision_cpu/run.sh"
 SBATCH = "examples/slurm/train.sbatch"
@@ -47,6 +54,11 @@ ON_CPU = (
     " batch.responses_per_prompt=4 batch.tokens_per_microbatch=256 rollout.max_prompt_tokens=8"
     " rollout.max_response_tokens=2"
 )
+ENGINE_ON_CPU = (
+    "rollout=vllm_cpu rollout.kv_cache_gib=0.03125 reward.verifier=exact"
+    " rollout.max_prompt_tokens=8 rollout.max_response_tokens=2"
+)
+FEW = {"-node 8": "-node 2", "=256": "=8", "[1,4,16,64,256]": "[1,4,8]"}
 PLUGIN = f"{RUN_SH} --plugin examples/plugins"
 RENAMING = (
     "mkdir -p runs/renamed",
@@ -239,6 +251,26 @@ LONG = {
     ),
     'python -m megatron_rl.sample MODEL --prompt "State the final answer: 3 + 4 ="': Run(
         instead={"MODEL": "{place}/toy"}, shows="(?m)^answer: ", before=((RUN_SH, Run(SHORT)),)
+    ),
+    EVALUATE_MODEL: Run(ENGINE_ON_CPU, FEW, shows="finished: runs/evaluation"),
+    EVALUATE_RUN: Run(
+        instead={**FEW, "runs/mine": "runs/quickstart_cpu"},
+        shows="finished: runs/quickstart_cpu/evaluation",
+        before=((RUN_SH, Run(SHORT)),),
+    ),
+    (
+        "torchrun --nproc-per-node N -m megatron_rl.evaluate model.path=DIR data.eval=FILE"
+        " key=value"
+    ): Run(
+        "--out {new}/out",
+        {" N ": " 2 ", "DIR": "MODEL", "FILE": "eval.jsonl", "key=value": ENGINE_ON_CPU},
+        shows="finished: ",
+    ),
+    "torchrun --nproc-per-node N -m megatron_rl.evaluate RUN --steps all key=value": Run(
+        "--out {new}/out",
+        {" N ": " 2 ", "RUN": "runs/quickstart_cpu", "key=value": "seed=3"},
+        shows="(?m)^1 +all ",
+        before=((RUN_SH, Run(SHORT)),),
     ),
     "torchrun --nproc-per-node N tools/replay_step.py BUNDLE": Run(
         instead={" N ": " 2 ", "BUNDLE": "runs/bundle/nonfinite/step_000001"},

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.cache import cache_problems
 from megatron_rl.config.data_names import data_problems, entries, weight_problems
+from megatron_rl.config.engine_checks import (
+    engine_layout_problems,
+    evaluation_problems,
+    model_folder_problems,
+    read_hf_config,
+    replica_problems,
+    seed_problems,
+    stall_problems,
+)
 from megatron_rl.config.hardware import Machine, machine_problems
 from megatron_rl.config.layout_rules import (
     model_problems,
     replica_ranks,
-    rollout_problems,
     world_problems,
 )
 from megatron_rl.config.method import reward_scheme_errors
-from megatron_rl.config.model_config import model_sizes, read_model_config
-from megatron_rl.config.schema import Config, Fp8Config, RolloutConfig
+from megatron_rl.config.model_config import model_sizes
+from megatron_rl.config.schema import Config, Fp8Config
 from megatron_rl.config.source_rules import source_problems
 from megatron_rl.errors import ConfigError
 
@@ -48,12 +56,12 @@ def check(
         *_batch(config, world_size),
         *_lengths(config),
         *_method(config),
-        *_stall(config),
+        *stall_problems(config),
         *_paths(config),
         *_precision(config),
         *_memory(config),
         *_optim(config),
-        *_seed(config, world_size),
+        *seed_problems(config, world_size),
         *_kept(config),
         *_best(config),
         *_stages(config),
@@ -81,25 +89,10 @@ def num_optimizer_steps(config: Config) -> int:
     return config.trainer.num_steps * config.trainer.epochs_per_rollout * per_rollout
 
 
-def read_hf_config(
-    path: str, architectures: Collection[str] | None = None
-) -> dict[str, Any] | None:
-    """``config.json`` of a HF directory, None where there is none. Raises ValueError as
-    ``read_model_config`` does."""
-    file = Path(path) / "config.json"
-    return read_model_config(file, architectures) if file.is_file() else None
-
-
 def _processes(config: Config, world_size: int) -> Iterator[str]:
     yield from world_problems(config.parallel, world_size)
-    rollout = config.rollout
-    if not config.source.is_servers and world_size % rollout.ranks:
-        key = f"rollout.tensor = {rollout.tensor}"
-        if rollout.pipeline > 1:
-            key = f"rollout.tensor * rollout.pipeline = {rollout.ranks}"
-        yield (
-            f"{key}: does not divide the {world_size} processes; choose a divisor of {world_size}"
-        )
+    if not config.source.is_servers:
+        yield from replica_problems(config, world_size)
 
 
 def _batch(config: Config, world_size: int) -> Iterator[str]:
@@ -125,17 +118,6 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-def _stall(config: Config) -> Iterator[str]:
-    """A reward function works without a sign of life for as long as it may."""
-    limit = config.trainer.stall_limit_s
-    if limit <= config.reward.function_timeout_s:
-        yield (
-            f"trainer.stall_limit_s = {limit:g}: not above reward.function_timeout_s ="
-            f" {config.reward.function_timeout_s:g}, so a slow reward function would end the run;"
-            " raise it"
-        )
-
-
 def _lengths(config: Config) -> Iterator[str]:
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if config.batch.tokens_per_microbatch < longest:
@@ -144,18 +126,7 @@ def _lengths(config: Config) -> Iterator[str]:
             f" have rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens;"
             f" raise it to {longest} or more"
         )
-    for k in config.evaluation.pass_at:
-        if k > config.evaluation.responses_per_prompt:
-            responses = config.evaluation.responses_per_prompt
-            yield (
-                f"evaluation.pass_at = {k}: needs evaluation.responses_per_prompt >= {k}, which is"
-                f" {responses}"
-            )
-    if config.evaluation.temperature == 0 and config.evaluation.responses_per_prompt > 1:
-        yield (
-            "evaluation.responses_per_prompt > 1 with evaluation.temperature = 0: all responses"
-            " would be the same; raise the temperature"
-        )
+    yield from evaluation_problems(config.evaluation)
 
 
 def _method(config: Config) -> Iterator[str]:
@@ -270,16 +241,6 @@ def _memory(config: Config) -> Iterator[str]:
         )
 
 
-def _seed(config: Config, world_size: int) -> Iterator[str]:
-    """Replica r of the engine is seeded with ``seed + r``, in 32 bits."""
-    replicas = max(1, world_size // config.rollout.ranks)
-    if config.seed + replicas > 2**32:
-        yield (
-            f"seed = {config.seed}: {replicas} engines take this and the next {replicas - 1}; give"
-            f" at most {2**32 - replicas}"
-        )
-
-
 def _stages(config: Config) -> Iterator[str]:
     if config.rollout.pipeline > 1 and config.weight_sync.logprob_check_every > 0:
         yield (
@@ -311,14 +272,7 @@ def _best(config: Config) -> Iterator[str]:
 
 
 def _paths(config: Config) -> Iterator[str]:
-    model = Path(config.model.path)
-    if not model.is_dir():
-        yield (
-            f"model.path = {model}: no such folder; give a HF directory (config.json, safetensors,"
-            " tokenizer)"
-        )
-    elif not (model / "config.json").is_file():
-        yield f"model.path = {model}: no config.json in it; give a HF directory"
+    yield from model_folder_problems(config)
     yield from data_problems("data.train", config.data.train)
     yield from weight_problems(entries(config.data.train), config.data.train_weights)
     yield from data_problems("data.eval", config.data.eval)
@@ -333,12 +287,7 @@ def _paths(config: Config) -> Iterator[str]:
 def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[str]:
     sizes = model_sizes(hf_config)
     yield from model_problems(sizes, config.parallel)
-    yield from rollout_problems(sizes, config.rollout)
-    if config.rollout.pipeline > 1 and "vision_config" in hf_config:
-        yield (
-            f"rollout.pipeline = {config.rollout.pipeline}: the engine cuts models of text alone"
-            " into stages; set it to 1 for a model that sees"
-        )
+    yield from engine_layout_problems(config, hf_config)
     fp8 = config.precision.fp8
     if fp8 is not None:
         # megatron's own limit, of uneven stages too.
@@ -349,15 +298,3 @@ def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[str]:
                     f"precision.fp8.{key} = {getattr(fp8, key)}: one pipeline stage has"
                     f" {even_share} layers; lower it"
                 )
-    yield from position_problems(config.rollout, hf_config)
-
-
-def position_problems(rollout: RolloutConfig, hf_config: Mapping[str, Any]) -> Iterator[str]:
-    """A prompt and its response together are longer than the model can see."""
-    limit = hf_config.get("max_position_embeddings")
-    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    if limit is not None and longest > limit:
-        yield (
-            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}: the model has"
-            f" {limit} positions; lower one of them"
-        )

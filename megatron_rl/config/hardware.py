@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config.model_config import ModelSizes, model_sizes
-from megatron_rl.config.schema import Config, Fp8Config, ParallelConfig
+from megatron_rl.config.schema import Config, Fp8Config, ParallelConfig, RolloutConfig
 
 # Sizes of every matrix product must be multiples of this: the block of one scale, or what the FP8
 # kernels need.
@@ -55,13 +55,7 @@ def machine_problems(
         yield from _recipe(fp8, machine)
         if sizes is not None:
             yield from _block_sizes(fp8, config.parallel, sizes)
-    if machine.compute_capability is None and sizes is not None:
-        yield from _cpu_heads(sizes)
-    if machine.compute_capability is None and config.rollout.expert_parallel:
-        yield (
-            "rollout.expert_parallel = True: vLLM's CPU kernel of experts crashes where a rank has"
-            " not all of them; set it to false without a GPU"
-        )
+    yield from engine_problems(config.rollout, machine, sizes)
     if precision.adam == "fused" and machine.adam == "torch":
         yield (
             "precision.adam = fused: neither Transformer Engine nor apex can be imported here;"
@@ -73,9 +67,22 @@ def machine_problems(
             " Engine keeps such moments, and it cannot be imported here; install it, or set"
             " precision.adam_moments=float32"
         )
-    if config.rollout.quantization is not None and (machine.compute_capability or (0, 0)) < (8, 9):
+
+
+def engine_problems(
+    rollout: RolloutConfig, machine: Machine, sizes: ModelSizes | None
+) -> Iterator[str]:
+    """What the engine alone needs and ``machine`` lacks."""
+    if machine.compute_capability is None and sizes is not None:
+        yield from _cpu_heads(sizes)
+    if machine.compute_capability is None and rollout.expert_parallel:
         yield (
-            f"rollout.quantization = {config.rollout.quantization}: needs a GPU of compute"
+            "rollout.expert_parallel = True: vLLM's CPU kernel of experts crashes where a rank has"
+            " not all of them; set it to false without a GPU"
+        )
+    if rollout.quantization is not None and (machine.compute_capability or (0, 0)) < (8, 9):
+        yield (
+            f"rollout.quantization = {rollout.quantization}: needs a GPU of compute"
             f" capability 8.9 or more, this machine has {_capability(machine)}; set"
             " rollout.quantization=null"
         )

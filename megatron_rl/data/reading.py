@@ -82,6 +82,18 @@ def read_sources(
     return Data(train, held_out)
 
 
+def read_held_out(
+    config: Config, tokenizer: PreTrainedTokenizerBase, vision: VisionProcessor | None = None
+) -> list[Prompt]:
+    """The prompts of ``data.eval`` that an evaluation asks; logs as ``read_data``. Training prompts
+    are not read. Raises ValueError as ``load_sources``."""
+    names = entries(config.data.eval)
+    limit = config.rollout.max_prompt_tokens
+    data = Data((), tuple(load_sources(names, config.data, tokenizer, limit, vision)))
+    log_sources(data, examined(data, config))
+    return data.held_out_prompts[: config.evaluation.num_prompts]
+
+
 def examined(data: Data, config: Config) -> list[Doubt]:
     """Everything about the data that is allowed and probably a mistake."""
     doubts = []
@@ -90,7 +102,7 @@ def examined(data: Data, config: Config) -> list[Doubt]:
     return doubts
 
 
-def log(data: Data, doubts: Sequence[Doubt], config: Config) -> None:
+def log_sources(data: Data, doubts: Sequence[Doubt]) -> None:
     """Logs a summary of each source, and the doubts."""
     for key, sources in (("data.train", data.train), ("data.eval", data.held_out)):
         for source in sources:
@@ -98,6 +110,11 @@ def log(data: Data, doubts: Sequence[Doubt], config: Config) -> None:
         for of, doubt in doubts:
             if of == key:
                 logger.warning("%s: %s", key, doubt)
+
+
+def log(data: Data, doubts: Sequence[Doubt], config: Config) -> None:
+    """``log_sources``; warns where there are few training prompts."""
+    log_sources(data, doubts)
     num_prompts = len(data.train_prompts)
     if num_prompts < config.batch.prompts_per_step:
         logger.warning(

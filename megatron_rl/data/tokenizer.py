@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -63,3 +64,12 @@ def _check_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
             f" {rows} of config.json ({shown}); the tokenizer belongs to another model: copy the"
             " right one, or take the added tokens out"
         )
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
+    """The text of tokens without special ones."""
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    return decode

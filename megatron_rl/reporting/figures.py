@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from megatron_rl.reporting.evaluation import HIGH, LOW
 from megatron_rl.reporting.metrics_file import Row, read_metrics, series
 
 _SMOOTHING_STEPS = 10
+_PASS_AT_K = re.compile(r"eval/pass_at_\d+")
 _COLORS = ("#1f5fa8", "#c4501b", "#3b8a4e")
 
 
@@ -91,6 +96,53 @@ def draw_curves(metrics_jsonl: Path, out: Path, title: str | None = None) -> Pat
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
     return out
+
+
+def draw_pass_at_k(metrics_jsonl: Path, out: Path) -> Path:
+    """Draws pass@k of an evaluation; returns ``out``. Left over k, a curve for each step; right
+    over steps, where there are several, a curve for each k. Bands: the bounds of 95 %.
+
+    Raises:
+        ValueError: no metrics file, or no pass@k in it.
+    """
+    rows = read_metrics(metrics_jsonl)
+    names = dict.fromkeys(key for row in rows for key in row if _PASS_AT_K.fullmatch(key))
+    ks = sorted(int(key.rpartition("_")[2]) for key in names)
+    if not ks:
+        raise ValueError(f"{metrics_jsonl}: has no pass@k; give evaluation.pass_at")
+    values = np.array([[_bounded(row, k) for k in ks] for row in rows])  # [steps, ks, 3]
+    steps = [int(row["step"] or 0) for row in rows]
+    num_panels = 1 + (len(steps) > 1)
+    figure = Figure(figsize=(5.2 * num_panels, 3.9), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(1, num_panels, squeeze=False)[0])
+    for step, of_step in zip(steps, values, strict=True):
+        _draw_band(axes[0], ks, of_step, f"step {step}")
+    axes[0].set_xscale("log", base=2)
+    axes[0].set_xlabel("k")
+    if num_panels > 1:
+        for number, k in enumerate(ks):
+            _draw_band(axes[1], steps, values[:, number], f"k = {k}")
+        axes[1].set_xlabel("step")
+    for each in axes:
+        each.set_ylabel("pass@k")
+        each.set_ylim(0, 1.05)
+        each.legend(fontsize=8, frameon=False)
+        each.grid(alpha=0.3)
+    figure.savefig(out)
+    return out
+
+
+def _bounded(row: Row, k: int) -> list[float]:
+    """Value, lower and upper bound; NaN where there is none."""
+    values = [row.get(f"{prefix}pass_at_{k}") for prefix in ("eval/", LOW, HIGH)]
+    return [nan if value is None else float(value) for value in values]
+
+
+def _draw_band(axes: Axes, places: list[int], values: np.ndarray, label: str) -> None:
+    middle, low, high = values.T
+    (line,) = axes.plot(places, middle, marker="o", markersize=4, linewidth=1.4, label=label)
+    axes.fill_between(places, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
 
 
 def smooth(values: list[float], width: int) -> list[float]:

@@ -84,13 +84,20 @@ TABLE: Mapping[str, Metric] = {
     "sync/logprob_check_diff_max": Metric("the same, of the token where it is largest", _NATS),
     "eval/": Metric(
         "held-out evaluation, at the steps that have one; pass_at_K: chance that one of K responses"
-        " to a prompt is correct, mean over prompts"
+        " to a prompt is correct, mean over prompts; maj_at_N: share of prompts whose most frequent"
+        " extracted answer is correct, where N > 1 responses have them; KEY/SOURCE: of one data"
+        " source, in the rows of megatron_rl.evaluate"
     ),
     "eval/accuracy": Metric("share of held-out responses whose accuracy reward is 1", "share"),
     "eval/accuracy/": Metric("the same, of one data source", "share"),
     "eval/reward_mean": Metric("mean total reward of held-out responses"),
     "eval/response_tokens_mean": Metric("mean length of held-out responses", "tokens"),
     "eval/truncated_share": Metric("held-out responses cut by the length limit", "share"),
+    "eval_low/": Metric(
+        "megatron_rl.evaluate only: lower bound of the value of the same name in eval/, which holds"
+        " it with 95 %, by the bootstrap over prompts"
+    ),
+    "eval_high/": Metric("upper bound of the same"),
     "time/": Metric("PHASE_s: one phase of the step on rank 0", "s"),
     "time/step_s": Metric("the whole step on rank 0", "s"),
     "time/start_prompts_s": Metric(

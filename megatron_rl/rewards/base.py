@@ -5,6 +5,7 @@ Nothing here imports torch: these classes are used in worker processes, which mu
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,17 +25,33 @@ class Task:
     text: str = ""  # the prompt as the model reads it, chat template included
 
 
+# Of an extracted answer; it travels with every score.
+_LONGEST_EXTRACTED = 128
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Accuracy of one answer, in [0, 1].
 
-    ``problem`` says why the verifier could not judge; accuracy is then 0.
+    ``problem`` says why the verifier could not judge; accuracy is then 0. ``extracted`` is what was
+    judged, in a form in which equal answers are equal texts: the vote of a response in maj@n. ""
+    is a response in which there is no answer, which does not vote; None is for verifiers that name
+    no answer (programs): there is no maj@n then. Of a text longer than ``_LONGEST_EXTRACTED``
+    characters the end is replaced by a digest of the whole.
 
-    Example: ``Verdict(1.0)``; ``Verdict(0.0, "ValueError: not a number")``.
+    Example: ``Verdict(1.0, extracted="7")``; ``Verdict(0.0, "ValueError: not a number")``.
     """
 
     accuracy: float
     problem: str | None = None
+    extracted: str | None = None
+
+    def __post_init__(self) -> None:
+        text = self.extracted
+        if text is not None and len(text) > _LONGEST_EXTRACTED:
+            digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+            kept = _LONGEST_EXTRACTED - len(digest) - len("...")
+            object.__setattr__(self, "extracted", f"{text[:kept]}...{digest}")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from megatron_rl.types import Prompt, Score
 
 logger = logging.getLogger(__name__)
 
-_Judged = dict[str, Any]  # of a response: accuracy, reward, parts, format, problem
+# Of a response: accuracy, reward, parts, format, problem, extracted.
+_Judged = dict[str, Any]
 
 _CHOICES = (
     "set reward.verifier=number (the answer is a number), math (LaTeX, \\boxed), exact (the same"
@@ -164,7 +165,11 @@ class WeightedReward:
             verdict = verifier.verify(task, response)
         except Exception as error:  # noqa: BLE001 - as in a worker: the reason is kept
             return {"accuracy": 0.0, "problem": reason(error)}
-        return {"accuracy": verdict.accuracy, "problem": verdict.problem}
+        return {
+            "accuracy": verdict.accuracy,
+            "problem": verdict.problem,
+            "extracted": verdict.extracted,
+        }
 
     def _by_function(self, tasks: Sequence[Task], responses: Sequence[str]) -> list[_Judged]:
         assert self._function is not None
@@ -197,7 +202,7 @@ class WeightedReward:
             reward += self._config.format_weight * parts["format"]
         if problem is not None:
             self._note(task, problem)
-        return Score(reward=reward, correct=accuracy == 1, parts=parts)
+        return Score(reward, accuracy == 1, parts, judged.get("extracted"))
 
     def _note(self, task: Task, problem: str) -> None:
         """Counts a problem by data source and class; the first of each is logged."""

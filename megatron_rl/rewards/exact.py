@@ -17,4 +17,4 @@ class ExactVerifier(Verifier):
     reads_prompt = False
 
     def verify(self, task: Task, answer: str) -> Verdict:
-        return Verdict(float(is_exact(answer, task.answer)))
+        return Verdict(float(is_exact(answer, task.answer)), extracted=answer.strip())

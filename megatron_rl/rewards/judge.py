@@ -49,8 +49,8 @@ class Judge:
         """What is known of a response after at most ``timeout_s``.
 
         ``accuracy`` and ``format`` in [0, 1]; ``problem`` where something could not be judged (it
-        counts 0); ``last`` where this process must not judge another response, because code was
-        interrupted in the middle or memory was full.
+        counts 0); ``extracted`` as a verdict has it; ``last`` where this process must not judge
+        another response, because code was interrupted in the middle or memory was full.
 
         Args:
             name: the verifier; None: only the format is judged.
@@ -88,7 +88,10 @@ class Judge:
             answer = response if self._answer is None else self._answer.last_group(response)
             if answer is not None:
                 accuracy = self._verified(name, task, answer)
+            else:
+                accuracy = Verdict(0.0, extracted="")
             verdict["accuracy"] = accuracy.accuracy
+            verdict["extracted"] = accuracy.extracted
         if self._format is not None:
             verdict["format"] = float(self._format.matches_all(response))
         verdict["problem"] = accuracy.problem

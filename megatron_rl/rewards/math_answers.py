@@ -50,7 +50,8 @@ class MathVerifier(Verifier):
     ``\frac{1}{2}``, ``0.5`` and ``1/2`` are equal; ``50\%`` is not ``0.5``. Where the answer has
     ``\boxed``, only the last complete one is read; without, what math-verify finds last. What
     cannot be parsed is wrong. An expected answer that cannot be parsed, a time-out and exhausted
-    memory are wrong with a reason.
+    memory are wrong with a reason. Extracted is the text as math-verify has normalized it: ``0.5``
+    and ``\frac{1}{2}`` are one vote, ``1/2`` without a box is another.
     """
 
     reads_prompt = False
@@ -82,4 +83,8 @@ class MathVerifier(Verifier):
             return Verdict(0.0, f"the expected answer {task.answer!r} cannot be parsed")
         boxed = last_boxed(answer)
         given = parse(answer if boxed is None else rf"\boxed{{{boxed}}}", parsing_timeout=None)
-        return Verdict(float(verify(gold, given, timeout_seconds=None)))
+        is_right = float(verify(gold, given, timeout_seconds=None))
+        # What is read comes last in the library's answer, as normalized text. Its expressions say
+        # more, but printing one can take as long as it likes.
+        text = str(given[-1]) if given else ""
+        return Verdict(is_right, extracted="".join(text.split()))

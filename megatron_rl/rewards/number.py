@@ -28,6 +28,17 @@ def last_number(text: str) -> Decimal | None:
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
+def plain(number: Decimal) -> str:
+    """The digits of a number, without exponent; equal numbers give equal texts.
+
+    Example: 7.00 and 7 are ``"7"``, 1e3 is ``"1000"``, -0.50 is ``"-0.5"``, -0 is ``"0"``.
+    """
+    text = f"{number:f}"
+    if "." in text:
+        text = text.rstrip("0").removesuffix(".")
+    return "0" if number == 0 else text
+
+
 def _not_a_number(task: Task) -> str:
     answer = task.answer
     shown = answer if len(answer) <= 60 else "..." + answer[-57:]  # its end tells most
@@ -55,7 +66,10 @@ class NumberVerifier(Verifier):
 
     def verify(self, task: Task, answer: str) -> Verdict:
         number = last_number(answer)
-        return Verdict(float(number is not None and number == last_number(task.answer)))
+        if number is None:
+            return Verdict(0.0, extracted="")
+        is_right = number == last_number(task.answer)
+        return Verdict(float(is_right), extracted=plain(number))
 
 
 def _is_number(answer: str) -> bool:

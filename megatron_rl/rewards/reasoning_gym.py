@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_rl.rewards.base import Options, Task, Verdict, Verifier
@@ -38,7 +39,8 @@ class GeneratedVerifier(Verifier):
     """Asks the scorer of the task that generated the prompt.
 
     ``task.data_source`` is ``reasoning_gym:<name>``, ``task.extra`` the generated entry (question,
-    answer, metadata).
+    answer, metadata). Extracted is what the scorer is given: the whole response, unless
+    ``reward.answer_pattern`` cuts the answer out.
     """
 
     reads_prompt = False
@@ -87,10 +89,11 @@ class GeneratedVerifier(Verifier):
         name = task.data_source.removeprefix(PREFIX)
         answer = answer.strip()
         if name in ARITHMETIC_ONLY and not ARITHMETIC.fullmatch(answer):
-            return Verdict(0.0)
+            return Verdict(0.0, extracted=answer)
         scorer = None if name in REFUSED else self._scorer(name)
         assert scorer is not None, f"{task.data_source} was not checked"
-        return limited(float(scorer(answer, dict(task.extra))), self.options)
+        verdict = limited(float(scorer(answer, dict(task.extra))), self.options)
+        return replace(verdict, extracted=answer)
 
     def _scorer(self, name: str) -> Callable[[str, dict[str, Any]], float] | None:
         if name not in self._scorers:

@@ -7,13 +7,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from megatron_rl.config.checks import num_optimizer_steps
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.data.reading import Data, training_stream
 from megatron_rl.data.shared import shared_data
-from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.data.tokenizer import load_tokenizer, text_of
 from megatron_rl.data.vision import VisionProcessor, vision_of
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.engine.recorder import UndiscoveredError
@@ -153,15 +151,6 @@ def build_colocated(
     if check is not None:
         weight_sync = CheckedSync(weight_sync, check)
     return Colocated(rollouts, policy, engine, weight_sync, memory), sampler
-
-
-def text_of(tokenizer: PreTrainedTokenizerBase) -> Decode:
-    """The text of tokens without special ones."""
-
-    def decode(token_ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-    return decode
 
 
 def build_method(config: Config, data: Data) -> Method:

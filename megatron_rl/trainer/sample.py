@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.checkpoints import directory
 from megatron_rl.checkpoints.to_hf import checkpoint_to_hf
-from megatron_rl.config.checks import position_problems
+from megatron_rl.config.engine_checks import position_problems
 from megatron_rl.config.load import change_value, compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.prompts import load_prompts, text_prompts
-from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.data.tokenizer import load_tokenizer, text_of
 from megatron_rl.data.vision import VisionProcessor, vision_of
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.engine.requests import sight_of
-from megatron_rl.errors import concerning
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
@@ -30,6 +27,12 @@ from megatron_rl.trainer.rollouts import (
     Sampler,
     evaluation_sampling,
     stop_token_ids,
+)
+from megatron_rl.trainer.saved_settings import (
+    engine_of_machine,
+    is_run,
+    read_config,
+    values_of_run,
 )
 from megatron_rl.trainer.step_end import grouped
 from megatron_rl.types import Prompt, Sampling, Score
@@ -82,9 +85,9 @@ def find_source(path: Path, overrides: Sequence[str], world_size: int) -> Source
             f"{path}: no such folder; give a HF directory, the folder of a run, or a checkpoint"
         )
     run = next(
-        (folder for folder in (path, path.parent, path.parent.parent) if _is_run(folder)), None
+        (folder for folder in (path, path.parent, path.parent.parent) if is_run(folder)), None
     )
-    values = _values_of_model(path) if run is None else _values_of_run(run)
+    values = _values_of_model(path) if run is None else values_of_run(run)
     for text in overrides:
         change_value(values, text)
     values["rollout"]["tensor"] = world_size
@@ -109,39 +112,19 @@ def find_source(path: Path, overrides: Sequence[str], world_size: int) -> Source
     return Source(weights, is_checkpoint, config, run is not None)
 
 
-def _is_run(folder: Path) -> bool:
-    return "run_dir" in _read_config(folder)
-
-
-def _read_config(folder: Path) -> Mapping[str, Any]:
-    """``config.json`` of a run or a model; empty where there is none."""
-    file = folder / "config.json"
-    if not file.is_file():
-        return {}
-    with concerning(str(file), "write it again", (ValueError,)):
-        values = json.loads(file.read_text(encoding="utf-8"))
-    return values if isinstance(values, Mapping) else {}
-
-
-def _values_of_run(run: Path) -> dict[str, Any]:
-    saved = _read_config(run)
-    return {key: saved[key] for key in Config.model_fields if key in saved}
-
-
 def _values_of_model(path: Path) -> dict[str, Any]:
     """The defaults, on the engine of this machine, within the positions that the model has."""
-    engine = "vllm" if torch.cuda.is_available() else "vllm_cpu"
     nothing = "reasoning_gym:none"  # no prompts are read
     values = compose(
         "config",
         [
-            f"rollout={engine}",
+            f"rollout={engine_of_machine()}",
             f"model.path='{path}'",
             f"data.train={nothing}",
             f"data.eval={nothing}",
         ],
     )
-    limit = _read_config(path).get("max_position_embeddings")
+    limit = read_config(path).get("max_position_embeddings")
     rollout = values["rollout"]
     if (
         isinstance(limit, int)
@@ -170,7 +153,7 @@ def answers(source: Source, question: Question, world: World, scratch: Path) -> 
     rollout = config.rollout
     if sampling.max_response_tokens > rollout.max_response_tokens:
         rollout = rollout.model_copy(update={"max_response_tokens": sampling.max_response_tokens})
-    for problem in position_problems(rollout, _read_config(model)):
+    for problem in position_problems(rollout, read_config(model)):
         raise ValueError(problem)
     with display.phase("building the engine"):
         engine = VllmEngine(
@@ -184,7 +167,7 @@ def answers(source: Source, question: Question, world: World, scratch: Path) -> 
     sampler = Sampler(
         engine,
         build_reward(config.reward) if scored else NoReward(),
-        lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        text_of(tokenizer),
         world,
         display,
     )

@@ -1,0 +1,96 @@
+"""Evaluates a model, or checkpoints of a run, on held-out prompts, without training.
+
+    torchrun --nproc-per-node N -m megatron_rl.evaluate model.path=DIR data.eval=FILE key=value
+    torchrun --nproc-per-node N -m megatron_rl.evaluate RUN --steps all key=value
+
+Of a RUN (its run_dir) the settings are those it had: prompts, template, reward, engine; key=value
+changes them. Without one they are composed as those of a training. evaluation.responses_per_prompt,
+evaluation.temperature and evaluation.pass_at=[1,8,64] say what is asked; rollout.tensor processes
+form one engine, and engines share the prompts. The engine has the device alone:
+rollout.gpu_memory_utilization=0.9. Started again, the same command asks what is not answered yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_rl.plugins import load_plugins
+from megatron_rl.runtime.failure import exit_process
+from megatron_rl.runtime.process import reported
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_rl.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    # No option may begin as one of torchrun's does (--run): its parser reads all words.
+    words = "at most one run_dir of a training, and settings"
+    parser.add_argument("words", nargs="*", metavar="RUN | key=value", help=words)
+    parser.add_argument(
+        "--steps",
+        metavar="STEPS",
+        help="of RUN: last (default), all (with step 0, its model) or numbers, 0,20,40",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="default RUN/evaluation or runs/evaluation"
+    )
+    parser.add_argument(
+        "--prompts-at-a-time",
+        type=_positive,
+        metavar="N",
+        help="whose responses go to the disk together; default: what fills the engines 8 times",
+    )
+    parser.add_argument(
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="MODULE_OR_FILE",
+        help="your own code, imported first; see examples/plugins",
+    )
+    return parser.parse_intermixed_args(argv)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: give at least 1")
+    return number
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Ends the process: 0 when the results are written, 1 on any error."""
+    with reported():
+        run(arguments(argv))
+    exit_process(0)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Collective: reads and checks what the user gave, builds the engine, asks and reports."""
+    # Deferred: importing torch takes seconds, which --help does not need.
+    from megatron_rl.runtime.launch import configure_logging, start
+
+    world = start()
+    configure_logging(world.rank)
+    load_plugins(options.plugin)
+    from megatron_rl.config.engine_checks import check_evaluation
+    from megatron_rl.policy.families import FAMILIES
+    from megatron_rl.policy.hardware import this_machine
+    from megatron_rl.trainer.evaluation_source import find_evaluation
+
+    evaluation = world.from_main(lambda: find_evaluation(options.words, options.steps, options.out))
+    config = evaluation.config
+    check_evaluation(config, world.size, this_machine(), FAMILIES)
+    from megatron_rl.trainer.evaluation import evaluate
+
+    text = evaluate(config, evaluation, options.prompts_at_a_time, world)
+    if world.is_main:
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

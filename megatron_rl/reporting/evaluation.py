@@ -1,0 +1,198 @@
+"""What an evaluation says of a model: accuracy, pass@k, maj@n, lengths, and how sure it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from statistics import fmean
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from megatron_rl.reporting.intervals import bootstrap
+from megatron_rl.reporting.pass_at_k import pass_at_k
+from megatron_rl.reporting.report import table
+
+Metrics = dict[str, float]
+Values = Mapping[str, float | int | None]  # a row as it is, or as it was read
+LOW, HIGH = "eval_low/", "eval_high/"  # in place of eval/: the bounds of a value
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Responses to held-out prompts as they were judged, one row each, in canonical (prompt,
+    response) order. ``group_ids``: the number of the prompt, from 0 on. ``extracted``: see
+    ``rewards.base.Verdict``.
+
+    Example, two responses to one prompt: ``Judged(np.array([0, 0]), ["gsm8k", "gsm8k"],
+    np.array([True, False]), np.array([1.0, 0.0]), np.array([5, 7]), np.array([False, False]),
+    ["12", "13"])``.
+    """
+
+    group_ids: Int[np.ndarray, " rows"]
+    data_sources: Sequence[str]
+    correct: Bool[np.ndarray, " rows"]
+    rewards: Float[np.ndarray, " rows"]
+    lengths: Int[np.ndarray, " rows"]  # tokens
+    truncated: Bool[np.ndarray, " rows"]
+    extracted: Sequence[str | None]
+
+    def of_source(self, name: str) -> Judged:
+        """The rows of one data source."""
+        rows = [row for row, source in enumerate(self.data_sources) if source == name]
+        return Judged(
+            group_ids=np.unique(self.group_ids[rows], return_inverse=True)[1],
+            data_sources=[name] * len(rows),
+            correct=self.correct[rows],
+            rewards=self.rewards[rows],
+            lengths=self.lengths[rows],
+            truncated=self.truncated[rows],
+            extracted=[self.extracted[row] for row in rows],
+        )
+
+
+def evaluation_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
+    """The ``eval/`` row of a run: ``overall_metrics``, and the accuracy of each data source where
+    there are several."""
+    metrics = overall_metrics(judged, pass_at)
+    for source in _sources(judged):
+        rows = judged.of_source(source)
+        metrics[f"eval/accuracy/{source}"] = fmean(rows.correct.tolist())
+    return metrics
+
+
+def overall_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
+    """Accuracy (mean over responses: avg@n), mean reward, length in tokens, truncated share, pass@k
+    (unbiased, mean over prompts) and, of several responses a prompt, maj@n where answers were
+    extracted (``majority_is_right``, mean over prompts).
+
+    Raises:
+        ValueError: a k is above the number of responses.
+    """
+    metrics = {
+        "eval/accuracy": fmean(judged.correct.tolist()),
+        "eval/reward_mean": fmean(judged.rewards.tolist()),
+        "eval/response_tokens_mean": fmean(judged.lengths.tolist()),
+        "eval/truncated_share": fmean(judged.truncated.tolist()),
+    }
+    for key, values in _of_prompts(judged, pass_at).items():
+        if key != "eval/accuracy":
+            metrics[key] = fmean(values)
+    return metrics
+
+
+def detailed_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
+    """``evaluation_metrics``, all of it also of each data source (``eval/pass_at_8/gsm8k``) where
+    there are several, and the bounds of accuracy, pass@k and maj@n: ``eval_low/accuracy`` and
+    ``eval_high/accuracy`` hold it with 95 %, by the bootstrap over prompts."""
+    metrics = evaluation_metrics(judged, pass_at) | _bounds(judged, pass_at)
+    for source in _sources(judged):
+        rows = judged.of_source(source)
+        values = overall_metrics(rows, pass_at) | _bounds(rows, pass_at)
+        metrics |= {f"{key}/{source}": value for key, value in values.items()}
+    return metrics
+
+
+def _bounds(judged: Judged, pass_at: Sequence[int]) -> Metrics:
+    bounds = {}
+    for key, values in _of_prompts(judged, pass_at).items():
+        interval = bootstrap(values)
+        name = key.removeprefix("eval/")
+        bounds[LOW + name] = interval.low
+        bounds[HIGH + name] = interval.high
+    return bounds
+
+
+def _of_prompts(judged: Judged, pass_at: Sequence[int]) -> dict[str, list[float]]:
+    """The values of which a metric is the mean over prompts, one a prompt."""
+    sizes = np.bincount(judged.group_ids).tolist()
+    num_correct = np.bincount(judged.group_ids, judged.correct).astype(int).tolist()
+    counts = list(zip(sizes, num_correct, strict=True))
+    values = {"eval/accuracy": [right / size for size, right in counts]}
+    for k in pass_at:
+        values[f"eval/pass_at_{k}"] = [pass_at_k(size, right, k) for size, right in counts]
+    majorities = _majorities(judged) if max(sizes) > 1 else []
+    if majorities:
+        values[f"eval/maj_at_{max(sizes)}"] = majorities
+    return values
+
+
+def _majorities(judged: Judged) -> list[float]:
+    """1 or 0 of each prompt whose responses have votes."""
+    answers: dict[int, list[str | None]] = {}
+    correct: dict[int, list[bool]] = {}
+    rows = zip(judged.group_ids.tolist(), judged.extracted, judged.correct.tolist(), strict=True)
+    for group, extracted, is_right in rows:
+        answers.setdefault(group, []).append(extracted)
+        correct.setdefault(group, []).append(is_right)
+    found = [majority_is_right(answers[group], correct[group]) for group in answers]
+    return [float(is_right) for is_right in found if is_right is not None]
+
+
+def majority_is_right(extracted: Sequence[str | None], correct: Sequence[bool]) -> bool | None:
+    """Whether the answer that most responses to a prompt give is right; of answers that are given
+    equally often the one that came first counts.
+
+    Responses without an answer ("" or None) do not vote. Where none votes the prompt is wrong; but
+    None is returned where the verifier of some response names no answer.
+
+    Source: Wang et al. 2022, arXiv 2203.11171, section 2 (unweighted vote).
+    """
+    votes = Counter(answer for answer in extracted if answer)
+    if not votes:
+        return None if None in extracted else False
+    winner = max(votes, key=votes.__getitem__)  # of equals the first, as they were counted
+    return correct[extracted.index(winner)]
+
+
+def _sources(judged: Judged) -> list[str]:
+    """Data sources by name, where there are several."""
+    names = sorted(set(judged.data_sources))
+    return names if len(names) > 1 else []
+
+
+def evaluation_table(rows: Sequence[Values]) -> str:
+    """Rows of ``detailed_metrics`` with their ``step``: a line for each checkpoint, and for each of
+    its data sources. Shares are in percent, bounds in brackets."""
+    keys = _shared_keys(rows)
+    lines = [("step", "source", *(_title(key) for key in keys))]
+    for row in rows:
+        for source in ("", *_sources_of(row)):
+            cells = [_cell(row, key, f"/{source}" if source else "") for key in keys]
+            lines.append((str(row["step"]), source or "all", *cells))
+    return table(lines)
+
+
+def _shared_keys(rows: Sequence[Values]) -> list[str]:
+    """The columns: accuracy, pass@k, maj@n, tokens, truncated."""
+    every = dict.fromkeys(key for row in rows for key in row)
+    chosen = [key for key in every if key.startswith(("eval/pass_at_", "eval/maj_at_"))]
+    shares = [key for key in chosen if key.count("/") == 1]
+    return ["eval/accuracy", *shares, "eval/response_tokens_mean", "eval/truncated_share"]
+
+
+def _sources_of(row: Values) -> list[str]:
+    # In a source's own name there may be a "/".
+    prefix = "eval/reward_mean/"
+    return [key.removeprefix(prefix) for key in row if key.startswith(prefix)]
+
+
+def _title(key: str) -> str:
+    name = key.removeprefix("eval/")
+    if name == "response_tokens_mean":
+        return "tokens"
+    return f"{name.replace('_at_', '@').removesuffix('_share')} %"
+
+
+def _cell(row: Values, key: str, source: str) -> str:
+    value = row.get(key + source)
+    if value is None:
+        return "-"
+    if key == "eval/response_tokens_mean":
+        return f"{value:.1f}"
+    name = key.removeprefix("eval/") + source
+    bounds = [row.get(prefix + name) for prefix in (LOW, HIGH)]
+    shown = [f"{100 * bound:.1f}" for bound in bounds if bound is not None and isfinite(bound)]
+    return f"{100 * value:.1f}" + (f" [{', '.join(shown)}]" if shown else "")

@@ -1,0 +1,138 @@
+"""The metrics of an evaluation, by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from megatron_rl.reporting.evaluation import (
+    Judged,
+    detailed_metrics,
+    evaluation_metrics,
+    evaluation_table,
+    majority_is_right,
+)
+from megatron_rl.reporting.figures import draw_pass_at_k
+from megatron_rl.reporting.metrics import defined
+from megatron_rl.reporting.sinks import MetricsFile
+
+
+@pytest.mark.parametrize(
+    ("extracted", "correct", "expected"),
+    [
+        (["7", "8", "8"], [True, False, False], False),
+        (["8", "7", "7"], [False, True, True], True),
+        (["7", "8", "8", "7"], [True, False, False, True], True),  # a tie: 7 came first
+        (["8", "7", "7", "8"], [False, True, True, False], False),
+        (["", "", "7"], [False, False, True], True),  # who has no answer does not vote
+        ([None, None, "7"], [False, False, True], True),
+        (["", ""], [False, False], False),
+        ([None, None], [True, True], None),
+        ([None, ""], [False, False], None),
+    ],
+)
+def test_majority_is_of_extracted_answers(extracted, correct, expected):
+    assert majority_is_right(extracted, correct) is expected
+
+
+def judged(sources=("a", "b")) -> Judged:
+    """Two prompts of four responses: one right answer of four, and three of four."""
+    return Judged(
+        group_ids=np.repeat([0, 1], 4),
+        data_sources=[source for source in sources for _ in range(4)],
+        correct=np.array([True, False, False, False, True, True, False, True]),
+        rewards=np.array([1.5, 0.5, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0]),
+        lengths=np.array([1, 2, 3, 4, 5, 6, 7, 8]),
+        truncated=np.array([False, False, True, False, False, False, False, False]),
+        extracted=["7", "8", "8", "", "5", "5", "4", "5"],
+    )
+
+
+def test_metrics_of_two_prompts_by_hand():
+    # pass@2: of six pairs 3 hold the one right response, all hold one of the three.
+    assert evaluation_metrics(judged(("a", "a")), [1, 2, 4]) == {
+        "eval/accuracy": 0.5,
+        "eval/reward_mean": 0.625,
+        "eval/response_tokens_mean": 4.5,
+        "eval/truncated_share": 0.125,
+        "eval/pass_at_1": 0.5,
+        "eval/pass_at_2": 0.75,
+        "eval/pass_at_4": 1.0,
+        "eval/maj_at_4": 0.5,
+    }
+
+
+def test_a_row_of_a_run_has_accuracy_by_source_and_no_majority_of_single_responses():
+    whole = judged()
+    single = Judged(
+        group_ids=np.array([0, 1]),
+        data_sources=["a", "b"],
+        correct=whole.correct[:2],
+        rewards=whole.rewards[:2],
+        lengths=whole.lengths[:2],
+        truncated=whole.truncated[:2],
+        extracted=whole.extracted[:2],
+    )
+    assert list(evaluation_metrics(single, [1])) == [
+        "eval/accuracy",
+        "eval/reward_mean",
+        "eval/response_tokens_mean",
+        "eval/truncated_share",
+        "eval/pass_at_1",
+        "eval/accuracy/a",
+        "eval/accuracy/b",
+    ]
+    metrics = evaluation_metrics(whole, [])
+    assert (metrics["eval/accuracy/a"], metrics["eval/accuracy/b"]) == (0.25, 0.75)
+
+
+def test_programs_have_no_majority():
+    whole = judged()
+    no_answers = Judged(**{**vars(whole), "extracted": [None] * 8})
+    assert "eval/maj_at_4" not in evaluation_metrics(no_answers, [1])
+    half = Judged(**{**vars(whole), "extracted": [None] * 4 + whole.extracted[4:]})
+    assert evaluation_metrics(half, [1])["eval/maj_at_4"] == 1.0  # of the second prompt alone
+
+
+def test_bounds_and_sources_of_an_evaluation_alone():
+    metrics = detailed_metrics(judged(), [2])
+    assert metrics["eval/pass_at_2/a"] == 0.5
+    assert metrics["eval/maj_at_4/a"] == 0.0
+    assert metrics["eval/maj_at_4/b"] == 1.0
+    assert metrics["eval/response_tokens_mean/b"] == 6.5
+    assert metrics["eval/truncated_share/a"] == 0.25
+    # Of two prompts with 1/4 and 3/4 a quarter of the resamples has each one twice.
+    assert (metrics["eval_low/accuracy"], metrics["eval_high/accuracy"]) == (0.25, 0.75)
+    assert (metrics["eval_low/pass_at_2"], metrics["eval_high/pass_at_2"]) == (0.5, 1.0)
+    assert metrics["eval_high/accuracy/a"] == float("inf")  # one prompt says nothing
+    assert all(defined(key) for key in metrics)
+    shared = evaluation_metrics(judged(), [2])
+    assert {key: metrics[key] for key in shared} == shared
+
+
+def test_the_table_has_a_line_for_each_step_and_source(tmp_path):
+    rows = [{"step": step, **detailed_metrics(judged(), [1, 2])} for step in (0, 20)]
+    lines = [" ".join(line.split()) for line in evaluation_table(rows).splitlines()]
+    assert lines[0] == "step source accuracy % pass@1 % pass@2 % maj@4 % tokens truncated %"
+    assert lines[2] == (
+        "0 all 50.0 [25.0, 75.0] 50.0 [25.0, 75.0] 75.0 [50.0, 100.0] 50.0 [0.0, 100.0] 4.5 12.5"
+    )
+    assert lines[3] == "0 a 25.0 25.0 50.0 0.0 2.5 25.0"
+    assert [line.split()[0] for line in lines[2:]] == ["0"] * 3 + ["20"] * 3
+
+
+def test_pass_at_k_is_drawn_for_one_step_and_for_several(tmp_path):
+    rows = [{"step": step, **detailed_metrics(judged(), [1, 2, 4])} for step in (0, 20)]
+    widths = []
+    for number in (1, 2):
+        path = tmp_path / f"{number}.jsonl"
+        for row in rows[:number]:
+            MetricsFile(path)(row)
+        widths.append(imread(draw_pass_at_k(path, tmp_path / "figure.png")).shape[1])
+    assert widths[1] == pytest.approx(2 * widths[0], abs=2)  # a second panel
+    MetricsFile(tmp_path / "without.jsonl")({"step": 0, "eval/accuracy": 0.5})
+    with pytest.raises(
+        ValueError, match=r"without\.jsonl: has no pass@k; give evaluation\.pass_at"
+    ):
+        draw_pass_at_k(tmp_path / "without.jsonl", tmp_path / "figure.png")
