@@ -93,6 +93,7 @@ SUBSTITUTIONS = {
     "parts": "{new}/parts",
 }
 
+SWEPT = Run(SHORT, shows=r"method=a_grae +2 ", limit_s=580)
 BUNDLE = ((RUN_SH, Run(f"{SHORT} nonfinite.bundle_step=1 run_dir=runs/bundle")),)
 
 
@@ -260,7 +261,17 @@ LONG = {
         {"--nproc-per-node 8": "--nproc-per-node 2", "parallel.tensor=4": "parallel.tensor=2"},
         shows="finished: ",
     ),
-    SWEEP: Run(SHORT, shows=r"method=a_grae +2 ", limit_s=580),
+    SWEEP: SWEPT,
+    "python -m megatron_rl.report runs/ablation --out runs/ablation/report": Run(
+        shows="6 runs in 3 cells.*6 finished(?s:.*)wrote .*report.md", before=((SWEEP, SWEPT),)
+    ),
+    "python -m megatron_rl.report runs/a runs/b --out DIR --baseline method=grpo": Run(
+        instead={
+            "runs/a runs/b": "runs/ablation/method-dapo_seed-1 runs/ablation/method-grpo_seed-2"
+        },
+        shows="2 runs in 2 cells.*Baseline: method=grpo",
+        before=((SWEEP, SWEPT),),
+    ),
     "python tools/visual_entropy.py ENCODER --cache scores.parquet IMAGE...": Run(
         shows="1 computed, 0 in the cache"
     ),

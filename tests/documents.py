@@ -47,7 +47,9 @@ def commands() -> list[Command]:
         found += [
             Command(name(page), text) for text in of_markdown(page.read_text(encoding="utf-8"))
         ]
-    programs = [REPO / "megatron_rl" / f"{entry}.py" for entry in ("train", "sweep", "sample")]
+    programs = [
+        REPO / "megatron_rl" / f"{entry}.py" for entry in ("train", "sweep", "report", "sample")
+    ]
     programs += [REPO / "examples/vllm_server/push.py"]
     programs += [
         *sorted((REPO / "tools").glob("*.py")),
