@@ -27,7 +27,6 @@ _MEASURED = (
 _OF_A_RUN = ("run_dir", "seed", "resume", "logging", "checkpoint")
 _NO_SETTING = ("versions", "git_commit", "model_fingerprint", "data_fingerprint", "plugins")
 _MAX_VALUE = 28  # characters of a value in a label
-ABSENT = "(absent)"
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Cell:
 
     def values(self, key: str) -> list[Any]:
         """The distinct values of a setting, in the order of the runs."""
-        return distinct([run.settings.get(key, ABSENT) for run in self.runs])
+        return distinct([run.setting(key) for run in self.runs])
 
 
 def cells_of(runs: Sequence[Run], trains_alike: TrainsAlike) -> list[Cell]:
@@ -131,7 +130,7 @@ def varying_keys(runs: Sequence[Run]) -> list[str]:
     belongs to one run alone, and without versions."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     ignored = (*_OF_A_RUN, *_NO_SETTING)
-    values = {key: [run.settings.get(key, ABSENT) for run in runs] for key in keys}
+    values = {key: [run.setting(key) for run in runs] for key in keys}
     return [key for key in keys if len(distinct(values[key])) > 1 and not within(key, ignored)]
 
 

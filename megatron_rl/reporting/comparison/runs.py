@@ -18,6 +18,7 @@ SAMPLES = "samples.jsonl"
 EVALUATION = "evaluation"
 CURVES = "curves.png"
 REQUEUE = "requeue"
+ABSENT = "(absent)"
 PASS_AT = "eval/pass_at_"
 
 Record = Mapping[str, Any]  # config.json
@@ -47,7 +48,7 @@ class Run:
 
     @property
     def method(self) -> str:
-        return str(self.settings.get("method.name", "?"))
+        return str(self.setting("method.name"))
 
     @property
     def steps_done(self) -> int:
@@ -56,6 +57,10 @@ class Run:
     @property
     def steps_wanted(self) -> int:
         return int(self.settings["trainer.num_steps"])
+
+    def setting(self, key: str) -> Any:
+        """``ABSENT`` where the run has no such setting."""
+        return self.settings[key] if key in self.settings else ABSENT
 
     def rows_of(self, key: str) -> list[Row]:
         """The rows to take a metric from: those of the evaluation after the training for pass@k,

@@ -42,9 +42,7 @@ def inline_svg(figure: Figure, name: str, title: str) -> str:
     text = text.replace(INK, "currentColor")
     label = f'role="img" aria-label="{escape(title)}"' if title else 'aria-hidden="true"'
     text = _OPENING.sub(
-        lambda match: (
-            f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" viewBox="{match["box"]}" {label}>'
-        ),
+        lambda match: f'<svg viewBox="{match["box"]}" {label}>',
         text,
         count=1,
     )

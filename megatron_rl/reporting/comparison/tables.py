@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor, isfinite, log10
 
-from megatron_rl.reporting.comparison.cells import ABSENT, Cell, distinct, shown, varying_keys
-from megatron_rl.reporting.comparison.runs import CONFIG, CURVES, METRICS, SAMPLES, Run
+from megatron_rl.reporting.comparison.cells import Cell, distinct, shown, varying_keys
+from megatron_rl.reporting.comparison.runs import ABSENT, CONFIG, CURVES, METRICS, SAMPLES, Run
 from megatron_rl.reporting.comparison.scores import Comparison, Cost, Score, compare, cost, score
 from megatron_rl.reporting.intervals import Interval
 from megatron_rl.reporting.metrics import metric as metric_of
