@@ -116,8 +116,8 @@ def distinct(values: Sequence[Any]) -> list[Any]:
 
 
 def shown(value: Any) -> str:
-    """A setting as text."""
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    """A setting as text; an empty one as ``""``."""
+    return value if isinstance(value, str) and value else json.dumps(value, sort_keys=True)
 
 
 def within(key: str, sections: Sequence[str]) -> bool:
