@@ -31,6 +31,7 @@ from megatron_rl.reporting.comparison.tables import (
     Table,
     cost_table,
     differing_versions,
+    evaluation_table,
     method_table,
     runs_table,
     settings_table,
@@ -57,6 +58,7 @@ class Report:
     title: str
     summary: str
     metrics: tuple[tuple[str, Table], ...]  # (key, its table)
+    evaluation: Table | None
     cost: Table
     runs: Table
     settings: Table
@@ -87,6 +89,7 @@ def report_of(
         title=title,
         summary=_summary(cells),
         metrics=tuple((metric, method_table(cells, metric)) for metric in metrics),
+        evaluation=evaluation_table(cells),
         cost=cost_table(cells),
         runs=runs_table(cells, metrics[0]),
         settings=settings_table(cells),

@@ -12,7 +12,6 @@ from megatron_rl.reporting.metrics_file import Row
 PASS_AT = re.compile(r"eval/pass_at_(\d+)")
 SOURCES = "eval/accuracy/"
 _MAX_PASS_AT = 4  # panels; all of them are in the figure over k
-_BOUNDS = ("/low", "/high")  # of an interval, beside the metric itself
 
 HELD_OUT = "Held-out accuracy"
 PASS = "pass@k"
@@ -87,14 +86,13 @@ def panels_of(cells: Sequence[Cell]) -> list[Panel]:
     present = {key for row in rows for key, value in row.items() if value is not None}
     present |= {f"eval/pass_at_{k}" for k in pass_at_ks(later)}
     sources = sorted(key for key in present if key.startswith(SOURCES))
-    sources = [key for key in sources if not key.endswith(_BOUNDS)]
     by_source = [
         Panel(key, f"Held-out accuracy: {key.removeprefix(SOURCES)}", _ACCURACY, HELD_OUT)
         for key in sources
     ]
     passes = [
         Panel(f"eval/pass_at_{k}", f"Held-out pass@{k}", "share of prompts", PASS)
-        for k in _some(pass_at_ks([*rows, *later]))
+        for k in some(pass_at_ks([*rows, *later]))
     ]
     panels = [panel for panel in (*_FIXED, *by_source, *passes) if panel.key in present]
     panels = [panel for panel in panels if not _says_nothing(panel, [*rows, *later])]
@@ -107,7 +105,7 @@ def pass_at_ks(rows: Sequence[Row]) -> list[int]:
     return sorted(int(match[1]) for key in keys if (match := PASS_AT.fullmatch(key)))
 
 
-def _some(ks: Sequence[int]) -> list[int]:
+def some(ks: Sequence[int]) -> list[int]:
     """At most ``_MAX_PASS_AT`` of them, first and last among these."""
     if len(ks) <= _MAX_PASS_AT:
         return list(ks)

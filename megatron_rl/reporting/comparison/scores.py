@@ -18,7 +18,7 @@ from megatron_rl.reporting.metrics_file import series
 LEVEL = 0.95
 LAST_ROWS = 10  # a metric of training is the mean of its last values: one step is noise
 _RESAMPLES = 10_000
-_LARGER_IS_BETTER = ("eval/accuracy", "eval/pass_at_", "eval/majority", "eval/reward", "reward/")
+_LARGER_IS_BETTER = ("eval/accuracy", "eval/pass_at_", "eval/maj_at_", "eval/reward", "reward/")
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor, isfinite, log10
 
 from megatron_rl.reporting.comparison.cells import Cell, distinct, shown, varying_keys
-from megatron_rl.reporting.comparison.runs import ABSENT, CONFIG, CURVES, METRICS, SAMPLES, Run
+from megatron_rl.reporting.comparison.panels import pass_at_ks, some
+from megatron_rl.reporting.comparison.runs import (
+    ABSENT,
+    CONFIG,
+    CURVES,
+    METRICS,
+    PASS_AT,
+    SAMPLES,
+    Run,
+)
 from megatron_rl.reporting.comparison.scores import Comparison, Cost, Score, compare, cost, score
 from megatron_rl.reporting.intervals import Interval
 from megatron_rl.reporting.metrics import metric as metric_of
+from megatron_rl.reporting.metrics_file import Row
 
 NOTHING = "-"
+_MAJORITY = re.compile(r"eval/maj_at_\d+")
 
 
 @dataclass(frozen=True)
@@ -189,6 +201,34 @@ def _cost_row(own: Cost, first: Cost) -> tuple[str, ...]:
 
 def _count(value: float | None) -> str:
     return NOTHING if value is None else f"{value:,.0f}"
+
+
+def evaluation_table(cells: Sequence[Cell]) -> Table | None:
+    """What an evaluation after the training found at its last step, with its own intervals; None
+    where no run has one."""
+    runs = [(cell, run) for cell in cells for run in cell.runs if run.evaluation]
+    if not runs:
+        return None
+    last = [run.evaluation[-1] for _, run in runs]
+    majorities = sorted({key for row in last for key in row if _MAJORITY.fullmatch(key)})
+    keys = ["eval/accuracy", *majorities, *(f"{PASS_AT}{k}" for k in some(pass_at_ks(last)))]
+    rows = []
+    for (cell, run), row in zip(runs, last, strict=True):
+        values = [_with_bounds(row, key) for key in keys]
+        rows.append((run.name, cell.label, str(run.seed), str(row["step"]), *values))
+    return Table(
+        ("run", "method", "seed", "step", *keys),
+        tuple(rows),
+        "By megatron_rl.evaluate. In brackets the 95 % interval over prompts: it says nothing about"
+        " other seeds.",
+    )
+
+
+def _with_bounds(row: Row, key: str) -> str:
+    """Example: ``0.500 [0.410, 0.590]``."""
+    bounds = [row.get(key.replace("eval/", f"eval_{side}/", 1)) for side in ("low", "high")]
+    texts = [NOTHING if value is None else f"{value:.3f}" for value in (row.get(key), *bounds)]
+    return texts[0] if NOTHING in texts else f"{texts[0]} [{texts[1]}, {texts[2]}]"
 
 
 def runs_table(cells: Sequence[Cell], metric: str) -> Table:

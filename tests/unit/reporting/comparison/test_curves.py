@@ -105,7 +105,7 @@ def test_pass_at_k_is_that_of_the_evaluation_after_the_training(tmp_path):
     (run / "evaluation").mkdir()
     (run / "evaluation" / "metrics.jsonl").write_text(
         '{"step": 0, "eval/pass_at_1": 0.0, "eval/pass_at_8": 0.1}\n'
-        '{"step": 1, "eval/pass_at_1": 0.3, "eval/pass_at_8": 0.7, "eval/pass_at_8/low": 0.6}\n'
+        '{"step": 1, "eval/pass_at_1": 0.3, "eval/pass_at_8": 0.7, "eval_low/pass_at_8": 0.6}\n'
     )
     (cell,) = cells_in(tmp_path)
     band = pass_band(cell)
@@ -132,7 +132,7 @@ def test_panels_are_those_of_which_there_is_a_value(tmp_path):
 def test_panels_of_data_sources_and_of_some_k(tmp_path):
     row = {f"eval/pass_at_{2**power}": 0.1 * power for power in range(9)}
     row |= {ACCURACY: 0.5, "eval/accuracy/b": 0.1, "eval/accuracy/a/b": 0.2}
-    row |= {"eval/accuracy/b/low": 0.0, "eval/accuracy/b/high": 0.3}
+    row |= {"eval_low/accuracy/b": 0.0, "eval/pass_at_4/b": 0.3}
     write_run(tmp_path / "a", [{"step": 1, **row}])
     keys = [panel.key for panel in panels_of(cells_in(tmp_path))]
     assert keys == [

@@ -104,10 +104,10 @@ def test_an_evaluation_after_the_training_belongs_to_its_run(tmp_path):
     run = write_run(tmp_path / "run", curve_rows(1, 2))
     (run / "evaluation").mkdir()
     (run / "evaluation" / "config.json").write_text(json.dumps(record()))
-    later = {"step": 2, "eval/accuracy": 0.5, "eval/majority": 0.6, "eval/pass_at_8": 0.7}
+    later = {"step": 2, "eval/accuracy": 0.5, "eval/maj_at_9": 0.6, "eval/pass_at_8": 0.7}
     (run / "evaluation" / "metrics.jsonl").write_text(json.dumps(later) + "\n")
     (only,) = found_in(tmp_path).runs
     assert only.evaluation == [later]
     assert only.rows_of("eval/accuracy") == only.rows == curve_rows(1, 2)
-    for key in ("eval/pass_at_8", "eval/majority"):
+    for key in ("eval/pass_at_8", "eval/maj_at_9"):
         assert only.rows_of(key) == [later]
