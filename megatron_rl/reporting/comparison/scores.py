@@ -62,7 +62,7 @@ class Comparison:
             return "not shown (one seed)"
         if low == high:
             return "not shown (no spread)"
-        if not self.student.excludes(0):
+        if not self.student.excludes(0.0):
             return "not shown"
         return "higher" if self.student.mean > 0 else "lower"
 
