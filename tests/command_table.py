@@ -266,11 +266,9 @@ LONG = {
         shows="6 runs in 3 cells.*6 finished(?s:.*)wrote .*report.md", before=((SWEEP, SWEPT),)
     ),
     "python -m megatron_rl.report runs/a runs/b --out DIR --baseline method=grpo": Run(
-        instead={
-            "runs/a runs/b": "runs/ablation/method-dapo_seed-1 runs/ablation/method-grpo_seed-2"
-        },
-        shows="2 runs in 2 cells.*Baseline: method=grpo",
-        before=((SWEEP, SWEPT),),
+        instead={"runs/a runs/b": "runs/quickstart_cpu"},
+        shows="1 run in 1 cell.*Baseline: method=grpo",
+        before=((RUN_SH, Run(SHORT)),),
     ),
     "python tools/visual_entropy.py ENCODER --cache scores.parquet IMAGE...": Run(
         shows="1 computed, 0 in the cache"

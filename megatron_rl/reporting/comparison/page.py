@@ -200,7 +200,7 @@ def _summary(cells: Sequence[Cell]) -> str:
     steps = sorted({run.steps_wanted for run in runs})
     return (
         f"{_counted(len(runs), 'run')} in {_counted(len(cells), 'cell')} of equal settings, "
-        f"{finished} finished, {' or '.join(map(str, steps))} steps each. "
+        f"{finished} finished; steps of a run: {' or '.join(map(str, steps))}. "
         f"Baseline: {cells[0].label}."
     )
 
