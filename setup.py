@@ -123,7 +123,10 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["megatron_rl", "megatron_rl.*"]), "megatron_rl.conf"],
     package_dir={"megatron_rl.conf": "conf"},
-    package_data={"megatron_rl.conf": CONF_FILES},
+    package_data={
+        "megatron_rl.conf": CONF_FILES,
+        "megatron_rl.reporting.comparison": ["*.jinja"],
+    },
     entry_points={"vllm.general_plugins": ["megatron_rl = megatron_rl.vllm_plugin:register"]},
     install_requires=REQUIRED,
     extras_require=EXTRAS,

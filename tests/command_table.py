@@ -105,6 +105,7 @@ SUBSTITUTIONS = {
     "parts": "{new}/parts",
 }
 
+SWEPT = Run(SHORT, shows=r"method=a_grae +2 ", limit_s=580)
 BUNDLE = ((RUN_SH, Run(f"{SHORT} nonfinite.bundle_step=1 run_dir=runs/bundle")),)
 
 
@@ -292,7 +293,15 @@ LONG = {
         {"--nproc-per-node 8": "--nproc-per-node 2", "parallel.tensor=4": "parallel.tensor=2"},
         shows="finished: ",
     ),
-    SWEEP: Run(SHORT, shows=r"method=a_grae +2 ", limit_s=580),
+    SWEEP: SWEPT,
+    "python -m megatron_rl.report runs/ablation --out runs/ablation/report": Run(
+        shows="6 runs in 3 cells.*6 finished(?s:.*)wrote .*report.md", before=((SWEEP, SWEPT),)
+    ),
+    "python -m megatron_rl.report runs/a runs/b --out DIR --baseline method=grpo": Run(
+        instead={"runs/a runs/b": "runs/quickstart_cpu"},
+        shows="1 run in 1 cell.*Baseline: method=grpo",
+        before=((RUN_SH, Run(SHORT)),),
+    ),
     "python tools/visual_entropy.py ENCODER --cache scores.parquet IMAGE...": Run(
         shows="1 computed, 0 in the cache"
     ),

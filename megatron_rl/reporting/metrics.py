@@ -25,6 +25,10 @@ TABLE: Mapping[str, Metric] = {
     "reward/accuracy": Metric("share of responses whose accuracy reward is 1", "share"),
     "reward/part/": Metric("mean of one part of the reward, before its weight"),
     "rollout/response_tokens_mean": Metric("mean response length", "tokens"),
+    "rollout/response_tokens_correct_mean": Metric(
+        "mean length of the correct responses, where the step has any", "tokens"
+    ),
+    "rollout/response_tokens_wrong_mean": Metric("the same of the wrong ones", "tokens"),
     "rollout/response_tokens_max": Metric("longest response", "tokens"),
     "rollout/truncated_share": Metric("responses cut by the length limit", "share"),
     "rollout/discarded_groups": Metric("groups thrown away by dynamic sampling", "groups"),
@@ -54,6 +58,21 @@ TABLE: Mapping[str, Metric] = {
     "loss/": Metric("one term of the same"),
     "policy/token_advantage_mean": Metric(
         "mean advantage over response tokens, after token shaping"
+    ),
+    "policy/clip_up_positive_share": Metric(
+        "of all loss tokens, those with an advantage above 0 and a ratio above the upper bound of"
+        " the clip; under ppo_clip they have no gradient",
+        "share",
+    ),
+    "policy/clip_down_positive_share": Metric(
+        "the same of an advantage above 0 and a ratio below the lower bound; they keep it", "share"
+    ),
+    "policy/clip_up_negative_share": Metric(
+        "the same of an advantage below 0 and a ratio above the upper bound; they keep it", "share"
+    ),
+    "policy/clip_down_negative_share": Metric(
+        "the same of an advantage below 0 and a ratio below the lower bound; they have no gradient",
+        "share",
     ),
     "policy/": Metric(
         "ratio current / old and shares of clipped tokens, mean over the optimizer steps (largest"

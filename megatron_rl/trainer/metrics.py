@@ -56,6 +56,9 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
         "rollout/tries": experience.tries,
         "rollout/num_responses": len(experience.responses),
     }
+    for name, chosen in (("correct", experience.correct), ("wrong", ~experience.correct)):
+        if chosen.any():
+            metrics[f"rollout/response_tokens_{name}_mean"] = lengths[chosen].mean().item()
     parts: dict[str, list[float]] = defaultdict(list)
     for score in experience.responses.scores:
         for name, value in score.parts.items():

@@ -1,0 +1,107 @@
+"""Runs beside each other: one page with tables, curves and samples.
+
+    python -m megatron_rl.report runs/ablation --out runs/ablation/report
+    python -m megatron_rl.report runs/a runs/b --out DIR --baseline method=grpo
+
+Every run below the folders is found. Runs that differ in their seed alone form a cell, and cells
+are compared with the baseline over common seeds. --out gets index.html, which needs no other file,
+report.md with the same tables, and its figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+DEFAULT_METRIC = "eval/accuracy"
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_rl.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "folders", nargs="+", type=Path, metavar="DIR", help="holds runs, at any depth"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FOLDER", help="is made; gets the report"
+    )
+    parser.add_argument(
+        "--baseline",
+        metavar="LABEL",
+        help="what the others are compared with (default: the cell of method grpo, else the first)",
+    )
+    parser.add_argument(
+        "--metric",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY",
+        help=f"keys of metrics.jsonl to compare by, a table each (default {DEFAULT_METRIC})",
+    )
+    parser.add_argument("--title", help="default: the names of the folders")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 when the report was written, 1 on wrong input."""
+    options = arguments(argv)
+    try:
+        print(run(options))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(options: argparse.Namespace) -> str:
+    """Writes the report; returns what to say of it.
+
+    Raises:
+        ValueError: no run, an unknown baseline or metric, or a folder that cannot be written.
+    """
+    # Deferred: matplotlib and scipy take seconds to import, which --help does not need.
+    from megatron_rl.reporting.comparison.cells import cells_of, choose_baseline
+    from megatron_rl.reporting.comparison.page import report_of, write_report
+    from megatron_rl.reporting.comparison.runs import find_runs
+    from megatron_rl.trainer.run_record import differences, flat
+
+    found = find_runs(options.folders, lambda record: dict(flat(record)))
+    cells = cells_of(
+        found.runs,
+        lambda first, other: all(change.key == "seed" for change in differences(first, other)),
+    )
+    baseline = choose_baseline(cells, options.baseline)
+    cells = [baseline, *(cell for cell in cells if cell is not baseline)]
+    rows = [row for run in found.runs for row in (*run.rows, *run.evaluation)]
+    metrics = _metrics(options.metric, {key for row in rows for key in row})
+    title = options.title or " + ".join(folder.resolve().name for folder in options.folders)
+    report = report_of(cells, metrics, title, found.problems)
+    try:
+        written = write_report(report, cells, options.out)
+    except OSError as error:
+        raise ValueError(
+            f"--out {options.out}: cannot be written ({error.strerror}: {error.filename}); give a "
+            "folder that can be"
+        ) from None
+    lines = [f"{report.summary}", *(f"note: {note}" for note in report.notes)]
+    return "\n".join([*lines, f"wrote {written[0]} and {written[1]}"])
+
+
+def _metrics(wanted: Sequence[str], present: set[str]) -> list[str]:
+    """The keys asked for; without any the held-out accuracy, of runs without one the reward."""
+    missing = [key for key in wanted if key not in present]
+    if missing:
+        known = ", ".join(sorted(key for key in present if key.startswith(("eval/", "reward/"))))
+        raise ValueError(f"--metric {missing[0]}: no run has it; of these kinds there are {known}")
+    if wanted:
+        return list(dict.fromkeys(wanted))
+    return [DEFAULT_METRIC if DEFAULT_METRIC in present else "reward/mean"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

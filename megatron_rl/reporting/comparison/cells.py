@@ -1,0 +1,214 @@
+"""Runs that differ in their seed alone form a cell; its label says what sets it apart."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+from megatron_rl.reporting.comparison.runs import Record, Run
+
+TrainsAlike = Callable[[Record, Record], bool]
+
+# What decides how long is trained and what is measured: it does not train, but its values cannot
+# stand for each other.
+_MEASURED = (
+    "trainer.num_steps",
+    "data.eval",
+    "evaluation.num_prompts",
+    "evaluation.responses_per_prompt",
+    "evaluation.temperature",
+    "evaluation.top_p",
+)
+# Of each run alone, or about its files.
+_OF_A_RUN = ("run_dir", "seed", "resume", "logging", "checkpoint")
+_NO_SETTING = ("versions", "git_commit", "model_fingerprint", "data_fingerprint", "plugins")
+_MAX_VALUE = 28  # characters of a value in a label
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Runs of equal settings, one a seed, or several of a seed where nothing else tells them apart.
+
+    ``label`` is short and differs from that of every other cell.
+    """
+
+    label: str
+    runs: tuple[Run, ...]
+
+    @property
+    def counted(self) -> tuple[Run, ...]:
+        """The runs that tables count: those that are finished, all where none is."""
+        finished = tuple(run for run in self.runs if run.finished)
+        return finished or self.runs
+
+    @property
+    def has_finished(self) -> bool:
+        return any(run.finished for run in self.runs)
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(sorted({run.seed for run in self.runs}))
+
+    @property
+    def repeated_seeds(self) -> tuple[int, ...]:
+        """Seeds of more than one run."""
+        counts = Counter(run.seed for run in self.runs)
+        return tuple(sorted(seed for seed, count in counts.items() if count > 1))
+
+    def values(self, key: str) -> list[Any]:
+        """The distinct values of a setting, in the order of the runs."""
+        return distinct([run.setting(key) for run in self.runs])
+
+
+def cells_of(runs: Sequence[Run], trains_alike: TrainsAlike) -> list[Cell]:
+    """The cells in the order of their first run.
+
+    Where a cell would hold a seed twice, it is split by the other settings that differ, such as
+    the layout: these train the same, and were run to be compared.
+
+    Args:
+        trains_alike: whether two ``config.json`` train the same but for the seed.
+    """
+    groups: list[list[Run]] = []
+    for run in runs:
+        for group in groups:
+            if _alike(group[0], run, trains_alike):
+                group.append(run)
+                break
+        else:
+            groups.append([run])
+    split = [part for group in groups for part in _split(group)]
+    labels = _labels(split)
+    ordered = [tuple(sorted(group, key=lambda run: run.seed)) for group in split]
+    return [Cell(label, group) for label, group in zip(labels, ordered, strict=True)]
+
+
+def choose_baseline(cells: Sequence[Cell], label: str | None) -> Cell:
+    """The cell of this label; without one that of method grpo, else the first.
+
+    Raises:
+        ValueError: no cell has the label, or the words of it are those of several.
+    """
+    if label is None:
+        plain = [cell for cell in cells if cell.runs[0].method == "grpo"]
+        return plain[0] if plain else cells[0]
+    exact = [cell for cell in cells if cell.label == label]
+    words = set(label.split())
+    fitting = exact or [cell for cell in cells if words and words <= set(cell.label.split())]
+    if len(fitting) == 1:
+        return fitting[0]
+    labels = "".join(f"\n  - {cell.label}" for cell in cells)
+    which = "several cells have these words" if fitting else "no cell has this label"
+    raise ValueError(f"--baseline {label!r}: {which}; choose one of:{labels}")
+
+
+def distinct(values: Sequence[Any]) -> list[Any]:
+    """Without repetitions; values may be lists."""
+    kept: list[Any] = []
+    for value in values:
+        if value not in kept:
+            kept.append(value)
+    return kept
+
+
+def shown(value: Any) -> str:
+    """A setting as text; an empty one as ``""``."""
+    return value if isinstance(value, str) and value else json.dumps(value, sort_keys=True)
+
+
+def within(key: str, sections: Sequence[str]) -> bool:
+    """Whether a dotted key is one of these or below one."""
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
+
+
+def varying_keys(runs: Sequence[Run]) -> list[str]:
+    """Settings that are not the same in all runs, in the order of ``config.json``; without what
+    belongs to one run alone, and without versions."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    ignored = (*_OF_A_RUN, *_NO_SETTING)
+    values = {key: [run.setting(key) for run in runs] for key in keys}
+    return [key for key in keys if len(distinct(values[key])) > 1 and not within(key, ignored)]
+
+
+def _alike(first: Run, other: Run, trains_alike: TrainsAlike) -> bool:
+    for key in _MEASURED:
+        if first.settings.get(key) != other.settings.get(key):
+            return False
+    return trains_alike(first.record, other.record)
+
+
+def _split(group: list[Run]) -> Iterator[list[Run]]:
+    """Parts of a group with equal settings, where a seed is in it twice; else the group."""
+    if len({run.seed for run in group}) == len(group):
+        yield group
+        return
+    keys = varying_keys(group)
+    parts: dict[str, list[Run]] = {}
+    for run in group:
+        # A path that differs for the same content says nothing.
+        values = [run.settings.get(key) for key in keys if not within(key, ("model.path", "data"))]
+        parts.setdefault(shown(values), []).append(run)
+    yield from parts.values()
+
+
+def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """The fewest settings that tell the groups apart, method first."""
+    firsts = [group[0] for group in groups]
+    if len(groups) == 1:
+        return [f"method={firsts[0].method}"]
+    chosen = _telling_keys(groups)
+    names = _short_names(chosen)
+    labels = []
+    for run in firsts:
+        words = [
+            f"{names[key]}={_short(run.settings[key])}" for key in chosen if key in run.settings
+        ]
+        labels.append(" ".join(words) or run.name)
+    repeated = {label for label in labels if labels.count(label) > 1}
+    numbers: Counter[str] = Counter()
+    for index, label in enumerate(labels):
+        if label in repeated:
+            numbers[label] += 1
+            labels[index] = f"{label} ({numbers[label]})"
+    return labels
+
+
+def _telling_keys(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """Keys, each of which separates groups that those before it do not."""
+    firsts = [group[0] for group in groups]
+    constant = [
+        key
+        for key in varying_keys(firsts)
+        if all(len(distinct([run.settings.get(key) for run in group])) == 1 for group in groups)
+    ]
+    fingerprints = ("model_fingerprint", "data_fingerprint")
+    order = [*constant, *fingerprints]
+    order.sort(key=lambda key: (key != "method.name", key in fingerprints))
+    chosen: list[str] = []
+    parts = 1
+    for key in order:
+        with_it = [shown([run.settings.get(name) for name in (*chosen, key)]) for run in firsts]
+        if len(set(with_it)) > parts:
+            chosen.append(key)
+            parts = len(set(with_it))
+    return chosen
+
+
+def _short_names(keys: Sequence[str]) -> dict[str, str]:
+    """The last part of a key where it is the only one of that name; ``method`` for its name."""
+    names = {key: "method" if key == "method.name" else key.rpartition(".")[2] for key in keys}
+    counts = Counter(names.values())
+    return {key: name if counts[name] == 1 else key for key, name in names.items()}
+
+
+def _short(value: Any) -> str:
+    """A value in a label: one word, long ones cut, with a digest that keeps them apart."""
+    text = "_".join(shown(value).split())
+    if len(text) <= _MAX_VALUE:
+        return text
+    digest = sha256(text.encode()).hexdigest()[:4]
+    return f"{text[: _MAX_VALUE - 7]}...{digest}"

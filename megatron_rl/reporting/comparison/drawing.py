@@ -1,0 +1,141 @@
+"""Bands of cells on axes, in colors that people with defective color vision tell apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from megatron_rl.reporting.comparison.curves import Band, Curve
+
+Dash = tuple[float, tuple[float, ...]]  # offset, lengths on and off in points
+
+# Text and the baseline: black in PNG, the color of the page's text in SVG (``svg.py``). It is no
+# color that anything else has.
+INK = "#010203"
+# Okabe and Ito 2008, Color Universal Design, without yellow, which a white page swallows.
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_SOLID: Dash = (0.0, ())
+_DASHES = (_SOLID, (0.0, (6.0, 1.5)), (0.0, (1.5, 1.2)), (0.0, (6.0, 1.5, 1.5, 1.5)))
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h", "*", "p")
+_MARKS = 7  # on a curve of training
+_HELD_OUT_MARKS = 16
+MAX_BANDS = 4  # cells whose bands can be told apart in one set of axes
+MAX_SINGLES = 10  # runs whose single curves can
+
+
+@dataclass(frozen=True)
+class Style:
+    """Color, dash and marker of a cell, the same in every figure."""
+
+    color: str
+    dash: Dash
+    marker: str
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A cell's band and how it is drawn; ``order``: its place in the legend."""
+
+    label: str
+    style: Style
+    band: Band
+    order: int
+
+
+def style_of(order: int) -> Style:
+    """The style of the cell at this place. The first, the baseline, has the color of the text; of
+    the others colors and dashes together repeat after 24, and markers before that."""
+    if order == 0:
+        return Style(INK, _SOLID, _MARKERS[0])
+    turn, color = divmod(order - 1, len(_COLORS))
+    dash = _DASHES[(color + turn) % len(_DASHES)]
+    return Style(_COLORS[color], dash, _MARKERS[order % len(_MARKERS)])
+
+
+def draw_cells(axes: Axes, cells: Sequence[Drawn], *, held_out: bool) -> None:
+    """Medians strong; bands and single runs faint, where few enough to be told apart."""
+    bands = len(cells) <= MAX_BANDS
+    singles = sum(len(cell.band.singles) for cell in cells) <= MAX_SINGLES
+    for cell in cells:
+        draw_spread(axes, cell, bands=bands, singles=singles)
+    for cell in cells:
+        draw_median(axes, cell, _HELD_OUT_MARKS if held_out else _MARKS)
+
+
+def draw_spread(axes: Axes, cell: Drawn, *, bands: bool, singles: bool) -> None:
+    """What lies around the median of a cell."""
+    band = cell.band
+    color = cell.style.color
+    if band.raw is not None:
+        axes.plot(band.raw.x, band.raw.y, color=color, alpha=0.25, linewidth=0.8)
+    if len(band.singles) < 2:
+        return
+    if bands:
+        axes.fill_between(band.x, band.low, band.high, color=color, alpha=0.15, linewidth=0)
+    if singles:
+        for curve in band.singles:
+            axes.plot(curve.x, curve.y, color=color, alpha=0.3, linewidth=0.8)
+
+
+def draw_median(axes: Axes, cell: Drawn, num_marks: int) -> None:
+    """With so many markers (0: none), which do not stand at one place for all cells."""
+    curve = Curve(cell.band.x, cell.band.median)
+    alone = _alone(curve.y)
+    axes.plot(curve.x[alone], curve.y[alone], "o", color=cell.style.color, markersize=2)
+    every = max(1, len(curve.x) // max(1, num_marks))
+    axes.plot(
+        curve.x,
+        curve.y,
+        color=cell.style.color,
+        linestyle=cell.style.dash if num_marks else _SOLID,
+        linewidth=1.8,
+        marker=cell.style.marker if num_marks else "",
+        markersize=4.5,
+        markevery=(cell.order * 2 % every, every),
+    )
+
+
+def _alone(values: np.ndarray) -> np.ndarray:
+    """Where a finite value stands between two gaps: a line has nothing to draw there."""
+    finite = np.isfinite(values)
+    before = np.concatenate([[False], finite[:-1]])
+    after = np.concatenate([finite[1:], [False]])
+    return finite & ~before & ~after
+
+
+def finish(axes: Axes, x_label: str, y_label: str) -> None:
+    """Labels, ticks and grid."""
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label, parse_math=False)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def show_zero(every_axes: Sequence[Axes]) -> None:
+    """Axes of one scale, of values that are not negative, begin at zero where that is near."""
+    low = min(axes.dataLim.y0 for axes in every_axes)
+    high = max(axes.dataLim.y1 for axes in every_axes)
+    if high == 0 and low == 0:
+        every_axes[0].set_ylim(0, 1)
+    elif 0 <= low < high / 2:
+        every_axes[0].set_ylim(bottom=0)
+
+
+def legend_line(style: Style) -> Line2D:
+    """What stands for a cell in a legend."""
+    return Line2D(
+        [0, 1],
+        [0, 0],
+        color=style.color,
+        linestyle=style.dash,
+        linewidth=1.8,
+        marker=style.marker,
+        markersize=5,
+    )

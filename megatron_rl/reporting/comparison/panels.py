@@ -1,0 +1,124 @@
+"""Which metrics the curves show, under which heading, with which unit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_rl.reporting.comparison.cells import Cell
+from megatron_rl.reporting.metrics_file import Row
+
+PASS_AT = re.compile(r"eval/pass_at_(\d+)")
+SOURCES = "eval/accuracy/"
+_MAX_PASS_AT = 4  # panels; all of them are in the figure over k
+
+HELD_OUT = "Held-out accuracy"
+PASS = "pass@k"
+REWARD = "Reward in training"
+LENGTH = "Length of responses"
+EXPLORATION = "Entropy and KL"
+CLIPPING = "Clipping and gradient"
+SPEED = "Time"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One set of axes: a metric over the steps. ``label``: of the y axis, with the unit."""
+
+    key: str
+    title: str
+    label: str
+    heading: str
+
+    @property
+    def held_out(self) -> bool:
+        """Taken at a few steps, and not smoothed."""
+        return self.key.startswith("eval/")
+
+
+_ACCURACY = "share of responses"
+_TOKENS = "tokens"
+_NATS = "nats"
+_CLIPPED = "share of tokens"
+_FIXED = (
+    Panel("eval/accuracy", "Held-out accuracy", _ACCURACY, HELD_OUT),
+    Panel("reward/mean", "Reward, mean of the step", "reward", REWARD),
+    Panel("reward/accuracy", "Accuracy in training", _ACCURACY, REWARD),
+    Panel("rollout/response_tokens_correct_mean", "Length of right responses", _TOKENS, LENGTH),
+    Panel("rollout/response_tokens_wrong_mean", "Length of wrong responses", _TOKENS, LENGTH),
+    Panel("rollout/response_tokens_mean", "Length of all responses", _TOKENS, LENGTH),
+    Panel("rollout/truncated_share", "Cut by the length limit", _ACCURACY, LENGTH),
+    Panel("eval/response_tokens_mean", "Length of held-out responses", _TOKENS, LENGTH),
+    Panel("rollout/entropy", "Entropy at the start of the step", _NATS, EXPLORATION),
+    Panel("entropy/mean", "Entropy during the update", _NATS, EXPLORATION),
+    Panel("kl/reference_mean", "KL to the reference", _NATS, EXPLORATION),
+    Panel("policy/kl_old_mean", "KL to the policy that sampled", _NATS, EXPLORATION),
+    Panel(
+        "policy/clip_up_positive_share", "Advantage > 0, ratio above the clip", _CLIPPED, CLIPPING
+    ),
+    Panel(
+        "policy/clip_down_negative_share", "Advantage < 0, ratio below the clip", _CLIPPED, CLIPPING
+    ),
+    Panel(
+        "policy/clip_down_positive_share", "Advantage > 0, ratio below the clip", _CLIPPED, CLIPPING
+    ),
+    Panel(
+        "policy/clip_up_negative_share", "Advantage < 0, ratio above the clip", _CLIPPED, CLIPPING
+    ),
+    Panel("optim/grad_norm", "Gradient norm before clipping", "norm", CLIPPING),
+    Panel("time/step_s", "Duration of a step", "seconds", SPEED),
+    Panel("throughput/response_tokens_per_s", "Throughput", "response tokens/s", SPEED),
+)
+HEADINGS = (HELD_OUT, PASS, REWARD, LENGTH, EXPLORATION, CLIPPING, SPEED)
+# Where the clip takes no gradient away, a panel of zeros says nothing.
+_LEFT_OUT_IF_ZERO = ("policy/clip_down_positive_share", "policy/clip_up_negative_share")
+
+
+def panels_of(cells: Sequence[Cell]) -> list[Panel]:
+    """Those of which some run has a value, in the order of ``HEADINGS``.
+
+    Accuracy of each data source and pass@k are added as the runs have them.
+    """
+    runs = [run for cell in cells for run in cell.runs]
+    rows = [row for run in runs for row in run.rows]
+    later = [row for run in runs for row in run.evaluation]
+    present = {key for row in rows for key, value in row.items() if value is not None}
+    present |= {f"eval/pass_at_{k}" for k in pass_at_ks(later)}
+    sources = sorted(key for key in present if key.startswith(SOURCES))
+    by_source = [
+        Panel(key, f"Held-out accuracy: {key.removeprefix(SOURCES)}", _ACCURACY, HELD_OUT)
+        for key in sources
+    ]
+    passes = [
+        Panel(f"eval/pass_at_{k}", f"Held-out pass@{k}", "share of prompts", PASS)
+        for k in some(pass_at_ks([*rows, *later]))
+    ]
+    panels = [panel for panel in (*_FIXED, *by_source, *passes) if panel.key in present]
+    panels = [panel for panel in panels if not _says_nothing(panel, [*rows, *later])]
+    return sorted(panels, key=lambda panel: HEADINGS.index(panel.heading))
+
+
+def pass_at_ks(rows: Sequence[Row]) -> list[int]:
+    """The k of which a row has pass@k, ascending."""
+    keys = {key for row in rows for key, value in row.items() if value is not None}
+    return sorted(int(match[1]) for key in keys if (match := PASS_AT.fullmatch(key)))
+
+
+def some(ks: Sequence[int]) -> list[int]:
+    """At most ``_MAX_PASS_AT`` of them, first and last among these."""
+    if len(ks) <= _MAX_PASS_AT:
+        return list(ks)
+    last = len(ks) - 1
+    return [ks[round(number * last / (_MAX_PASS_AT - 1))] for number in range(_MAX_PASS_AT)]
+
+
+def _says_nothing(panel: Panel, rows: Sequence[Row]) -> bool:
+    """Zeros where those are the rule, and pass@1 where it is the accuracy."""
+    if panel.key in _LEFT_OUT_IF_ZERO:
+        return not any(row.get(panel.key) for row in rows)
+    if panel.key == "eval/pass_at_1":
+        return all(row.get(panel.key) == row.get("eval/accuracy") for row in rows)
+    if panel.key == "reward/accuracy":
+        return all(row.get(panel.key) == row.get("reward/mean") for row in rows)
+    return False

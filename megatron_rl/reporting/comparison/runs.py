@@ -1,0 +1,224 @@
+"""The runs below some folders, as their files tell."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.reporting.metrics_file import Row, read_metrics
+
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+EVALUATION = "evaluation"
+CURVES = "curves.png"
+REQUEUE = "requeue"
+ABSENT = "(absent)"
+PASS_AT = "eval/pass_at_"
+
+Record = Mapping[str, Any]  # config.json
+Settings = Mapping[str, Any]  # the same under dotted names
+Flatten = Callable[[Record], Settings]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder. ``name`` is its path below the folder that was searched.
+
+    ``rows`` are its metrics; ``evaluation`` those of an evaluation after the training, of which
+    there may be none.
+    """
+
+    folder: Path
+    name: str
+    record: Record
+    settings: Settings
+    rows: list[Row]
+    evaluation: list[Row]
+    finished: bool
+
+    @property
+    def seed(self) -> int:
+        return int(self.record["seed"])
+
+    @property
+    def method(self) -> str:
+        return str(self.setting("method.name"))
+
+    @property
+    def steps_done(self) -> int:
+        return int(self.rows[-1]["step"] or 0)
+
+    @property
+    def steps_wanted(self) -> int:
+        return int(self.settings["trainer.num_steps"])
+
+    def setting(self, key: str) -> Any:
+        """``ABSENT`` where the run has no such setting."""
+        return self.settings[key] if key in self.settings else ABSENT
+
+    def rows_of(self, key: str) -> list[Row]:
+        """The rows to take a metric from: those of the evaluation after the training for pass@k,
+        since it asks more often, and for what the training has not; else those of the training."""
+        if not any(key in row for row in self.evaluation):
+            return self.rows
+        own = any(key in row for row in self.rows)
+        return self.rows if own and not key.startswith(PASS_AT) else self.evaluation
+
+    def path(self, name: str) -> Path:
+        """A file of the run, whether or not it exists."""
+        return self.folder / name
+
+
+@dataclass(frozen=True)
+class Found:
+    """Runs in the order of the folders and of their names; ``problems``: one sentence on each run
+    that cannot be read, or only in part."""
+
+    runs: list[Run]
+    problems: list[str]
+
+
+def find_runs(places: Sequence[Path], flatten: Flatten) -> Found:
+    """Every run in or below ``places``: a folder with the ``config.json`` of a run and a
+    ``metrics.jsonl``. What lies below a run is part of it.
+
+    Args:
+        flatten: the settings of a ``config.json`` under dotted names.
+
+    Raises:
+        ValueError: a place does not exist, or no run can be read.
+    """
+    runs: list[Run] = []
+    problems: list[str] = []
+    seen: set[Path] = set()
+    for place in places:
+        if not place.is_dir():
+            raise ValueError(f"{place}: no such folder; give folders that hold runs")
+        for folder in _candidates(place, problems):
+            real = folder.resolve()
+            if real in seen:
+                continue
+            seen.add(real)
+            name = _name(folder, place)
+            try:
+                run, partial = _read(folder, name, flatten)
+            except (ValueError, OSError) as error:
+                problems.append(f"{name}: left out: {error}")
+                continue
+            problems += [f"{name}: {problem}" for problem in partial]
+            runs.append(run)
+    if not runs:
+        listed = ", ".join(map(str, places))
+        reasons = "".join(f"\n  - {problem}" for problem in problems)
+        raise ValueError(
+            f"{listed}: no run that can be read; a run is a folder with {CONFIG} and {METRICS}, as "
+            f"run_dir of a training leaves it{reasons}"
+        )
+    return Found(runs, problems)
+
+
+def _candidates(place: Path, problems: list[str]) -> Iterator[Path]:
+    """Folders that look like a run, by name; not searched further below, nor are links. Folders
+    that cannot be listed are added to ``problems``."""
+
+    def unreadable(error: OSError) -> None:
+        problems.append(f"{error.filename}: cannot be searched ({error.strerror})")
+
+    for path, folders, files in os.walk(place, onerror=unreadable):
+        folder = Path(path)
+        if _looks_like_run(folder, files):
+            folders.clear()
+            yield folder
+        folders.sort(key=natural)
+
+
+def _looks_like_run(folder: Path, files: Sequence[str]) -> bool:
+    """``config.json`` alone may also be that of a model."""
+    if CONFIG not in files:
+        return False
+    if METRICS in files:
+        return True
+    try:
+        record = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        return False
+    return isinstance(record, dict) and "run_dir" in record
+
+
+def _name(folder: Path, place: Path) -> str:
+    """The path below ``place``, the folder's own name for ``place`` itself."""
+    inner = folder.relative_to(place).as_posix()
+    return folder.resolve().name if inner == "." else inner
+
+
+def _read(folder: Path, name: str, flatten: Flatten) -> tuple[Run, list[str]]:
+    """The run, and what of it is damaged but not needed."""
+    record = _record(folder / CONFIG)
+    rows = _rows(folder / METRICS)
+    if not rows:
+        raise ValueError(f"{METRICS} has no row yet")
+    problems = []
+    evaluation: list[Row] = []
+    path = folder / EVALUATION / METRICS
+    if path.is_file():
+        try:
+            evaluation = _rows(path)
+        except (ValueError, OSError) as error:
+            problems.append(f"its evaluation is not shown: {error}")
+    settings = flatten(record)
+    done = int(rows[-1]["step"] or 0)
+    # The figure is the last thing that a run writes; it may end before its last step.
+    ended = (folder / CURVES).is_file() and not (folder / REQUEUE).exists()
+    finished = ended or done >= int(settings["trainer.num_steps"])
+    return Run(folder, name, record, settings, rows, evaluation, finished), problems
+
+
+def _rows(path: Path) -> list[Row]:
+    """The rows with a number or None at each key; a number that is not finite is None."""
+    rows = read_metrics(path)
+    for row in rows:
+        for key, value in row.items():
+            if value is not None and not isinstance(value, int | float):
+                raise ValueError(
+                    f"{path.name} is damaged: {key} of step {row['step']} is {value!r}, no number"
+                )
+            if value is not None and not isfinite(value):
+                row[key] = None
+    return rows
+
+
+def _record(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path.name} is damaged ({error})") from None
+    sections = isinstance(record, dict) and isinstance(record.get("trainer"), dict)
+    if not sections or not isinstance(record.get("seed"), int):
+        raise ValueError(f"{path.name} is not that of a run: it lacks seed or trainer")
+    if not isinstance(record["trainer"].get("num_steps"), int):
+        raise ValueError(f"{path.name} is not that of a run: it lacks trainer.num_steps")
+    return record
+
+
+def natural(text: str) -> list[tuple[int, int | str]]:
+    """A key that sorts numbers within names by their value.
+
+    Example: ``seed-2`` before ``seed-10``.
+    """
+    parts: list[tuple[int, int | str]] = []
+    digits = ""
+    for character in f"{text}\0":
+        if character.isdecimal() and character.isascii():
+            digits += character
+            continue
+        if digits:
+            parts.append((0, int(digits)))
+            digits = ""
+        parts.append((1, character))
+    return parts

@@ -1,0 +1,216 @@
+"""What a cell reached, what it cost, and how it differs from the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+from statistics import fmean, median
+
+import numpy as np
+from scipy import stats
+
+from megatron_rl.reporting.comparison.cells import Cell
+from megatron_rl.reporting.comparison.runs import Run
+from megatron_rl.reporting.intervals import Interval, bootstrap, student
+from megatron_rl.reporting.metrics_file import series
+
+LEVEL = 0.95
+LAST_ROWS = 10  # a metric of training is the mean of its last values: one step is noise
+_RESAMPLES = 10_000
+_LARGER_IS_BETTER = ("eval/accuracy", "eval/pass_at_", "eval/maj_at_", "eval/reward", "reward/")
+
+
+@dataclass(frozen=True)
+class Score:
+    """A metric of the counted runs of a cell.
+
+    ``values``: of each seed, the mean over its runs; ``steps``: at which they were taken;
+    ``best``: (step, mean over the runs) where that is largest, None where larger is not better.
+    """
+
+    values: Mapping[int, float]
+    steps: tuple[int, ...]
+    best: tuple[int, float] | None
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.values.values())
+
+    @property
+    def interval(self) -> Interval:
+        """Student's interval of the mean over seeds."""
+        return student(list(self.values.values()), LEVEL)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Mean of a cell minus that of the baseline, with two 95 % intervals.
+
+    ``num_pairs``: common seeds; 0 where there are none, and the means are compared unpaired.
+    """
+
+    num_pairs: int
+    bootstrap: Interval
+    student: Interval
+
+    @property
+    def word(self) -> str:
+        """``higher``, ``lower`` or ``not shown``, by Student's interval."""
+        low, high = self.student.low, self.student.high
+        if not isfinite(low):
+            return "not shown (one seed)"
+        if low == high:
+            return "not shown (no spread)"
+        if not self.student.excludes(0.0):
+            return "not shown"
+        return "higher" if self.student.mean > 0 else "lower"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Means over the counted runs of a cell. None: no run says."""
+
+    steps: float
+    response_tokens: float | None  # of the responses that were trained
+    sampled_tokens: float | None  # with those that were thrown away
+    training_seconds: float | None  # of the steps, without start, evaluation and checkpoints
+    evaluation_seconds: float | None
+    seconds_per_step: float | None  # median over the steps
+    processes: tuple[int, ...]
+
+
+def score(cell: Cell, metric: str) -> Score | None:
+    """None where no counted run has a finite value."""
+    by_seed: dict[int, list[float]] = {}
+    steps = set()
+    for run in cell.counted:
+        last = last_value(run, metric)
+        if last is not None:
+            steps.add(last[0])
+            by_seed.setdefault(run.seed, []).append(last[1])
+    if not by_seed:
+        return None
+    values = {seed: fmean(found) for seed, found in sorted(by_seed.items())}
+    return Score(values, tuple(sorted(steps)), _best(cell.counted, metric))
+
+
+def last_value(run: Run, metric: str) -> tuple[int, float] | None:
+    """(step, value) of the last evaluation; of a metric of training the mean of its last values.
+
+    None where the run has none, or the last one was not finite.
+    """
+    rows = [row for row in run.rows_of(metric) if metric in row]
+    if not rows:
+        return None
+    step = int(rows[-1]["step"] or 0)
+    if metric.startswith("eval/"):
+        value = rows[-1][metric]
+        return None if value is None else (step, float(value))
+    values = series(rows[-LAST_ROWS:], metric)[1]
+    return (step, fmean(values)) if values else None
+
+
+def compare(cell: Score, baseline: Score) -> Comparison:
+    """Paired over common seeds; Welch's interval of the difference of means where there are
+    none."""
+    common = sorted(cell.values.keys() & baseline.values.keys())
+    if common:
+        differences = [cell.values[seed] - baseline.values[seed] for seed in common]
+        return Comparison(len(common), bootstrap(differences, LEVEL), student(differences, LEVEL))
+    values = list(cell.values.values())
+    others = list(baseline.values.values())
+    return Comparison(0, _bootstrap_unpaired(values, others), welch(values, others))
+
+
+def welch(values: Sequence[float], others: Sequence[float]) -> Interval:
+    """The interval of mean(values) - mean(others), drawn independently with variances of their own.
+
+    Source: Welch 1947, The generalization of Student's problem.
+    """
+    mean = fmean(values) - fmean(others)
+    if min(len(values), len(others)) < 2:
+        return Interval(mean, -inf, inf)
+    if not np.ptp(values) and not np.ptp(others):
+        return Interval(mean, mean, mean)
+    result = stats.ttest_ind(values, others, equal_var=False)
+    low, high = result.confidence_interval(LEVEL)
+    return Interval(mean, float(low), float(high))
+
+
+def _bootstrap_unpaired(values: Sequence[float], others: Sequence[float]) -> Interval:
+    mean = fmean(values) - fmean(others)
+    if min(len(values), len(others)) < 2:
+        return Interval(mean, -inf, inf)
+    result = stats.bootstrap(
+        (np.asarray(values, dtype=np.float64), np.asarray(others, dtype=np.float64)),
+        lambda a, b, axis: np.mean(a, axis=axis) - np.mean(b, axis=axis),
+        n_resamples=_RESAMPLES,
+        confidence_level=LEVEL,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    )
+    low, high = result.confidence_interval
+    return Interval(mean, float(low), float(high))
+
+
+def cost(cell: Cell) -> Cost:
+    """What the counted runs of a cell took."""
+    runs = cell.counted
+    return Cost(
+        steps=fmean(_num_steps(run) for run in runs),
+        response_tokens=_mean([_tokens(run, sampled=False) for run in runs]),
+        sampled_tokens=_mean([_tokens(run, sampled=True) for run in runs]),
+        training_seconds=_mean([_total(run, "time/step_s") for run in runs]),
+        evaluation_seconds=_mean([_total(run, "time/evaluation_s") for run in runs]),
+        seconds_per_step=_mean([_median(run, "time/step_s") for run in runs]),
+        processes=tuple(sorted({int(run.record.get("world_size") or 0) for run in runs})),
+    )
+
+
+def _best(runs: Sequence[Run], metric: str) -> tuple[int, float] | None:
+    """Over the steps at which every run has a value."""
+    if not metric.startswith(_LARGER_IS_BETTER):
+        return None
+    curves = [dict(zip(*series(run.rows_of(metric), metric), strict=True)) for run in runs]
+    common = set.intersection(*(set(curve) for curve in curves))
+    if not common:
+        return None
+    means = {step: fmean(curve[step] for curve in curves) for step in sorted(common)}
+    step = max(means, key=lambda number: means[number])
+    return step, means[step]
+
+
+def _num_steps(run: Run) -> int:
+    return sum(1 for row in run.rows if row["step"])
+
+
+def _tokens(run: Run, *, sampled: bool) -> float | None:
+    """Of all steps; ``sampled``: with those of responses that were not trained."""
+    total = None
+    for row in run.rows:
+        mean = row.get("rollout/response_tokens_mean")
+        count = row.get("rollout/num_responses")
+        unused = row.get("throughput/unused_tokens_share") or 0.0
+        if mean is None or count is None:
+            continue
+        tokens = mean * count
+        if sampled and unused < 1:
+            tokens /= 1 - unused
+        total = (total or 0.0) + tokens
+    return total
+
+
+def _total(run: Run, key: str) -> float | None:
+    values = series(run.rows, key)[1]
+    return sum(values) if values else None
+
+
+def _median(run: Run, key: str) -> float | None:
+    values = series(run.rows, key)[1]
+    return median(values) if values else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    present = [value for value in values if value is not None]
+    return fmean(present) if present else None

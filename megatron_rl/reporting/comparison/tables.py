@@ -1,0 +1,321 @@
+"""The tables of a comparison, as text that page and Markdown share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import floor, isfinite, log10
+
+from megatron_rl.reporting.comparison.cells import Cell, distinct, shown, varying_keys
+from megatron_rl.reporting.comparison.panels import pass_at_ks, some
+from megatron_rl.reporting.comparison.runs import (
+    ABSENT,
+    CONFIG,
+    CURVES,
+    METRICS,
+    PASS_AT,
+    SAMPLES,
+    Run,
+)
+from megatron_rl.reporting.comparison.scores import Comparison, Cost, Score, compare, cost, score
+from megatron_rl.reporting.intervals import Interval
+from megatron_rl.reporting.metrics import metric as metric_of
+from megatron_rl.reporting.metrics_file import Row
+
+NOTHING = "-"
+_MAJORITY = re.compile(r"eval/maj_at_\d+")
+
+
+@dataclass(frozen=True)
+class Link:
+    """A file of a run; ``path`` is made relative to the report where it is written."""
+
+    text: str
+    path: str
+
+
+Entry = str | tuple[Link, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of equal length; ``caption`` says how to read them. The first column names the row."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Entry, ...], ...]
+    caption: str = ""
+
+
+def number(value: float | None, digits: int = 3, signed: bool = False) -> str:
+    """With so many digits behind the point.
+
+    Example: ``0.534``, ``+12.300``, ``1,234.000``.
+    """
+    sign = "+" if signed else ""
+    return NOTHING if value is None else f"{value:{sign},.{digits}f}"
+
+
+def digits_of(values: Sequence[float]) -> int:
+    """How many digits behind the point a column of values like these has: three or more that
+    count."""
+    largest = max(map(abs, values), default=0.0)
+    if largest >= 1000:
+        return 0
+    if largest >= 10:
+        return 1
+    if largest >= 0.01 or largest == 0:
+        return 3
+    return min(12, 2 - floor(log10(largest)))
+
+
+def interval_text(interval: Interval, digits: int, signed: bool = False) -> str:
+    """``low to high``; of a single value there is none."""
+    if not isfinite(interval.low):
+        return NOTHING
+    return f"{number(interval.low, digits, signed)} to {number(interval.high, digits, signed)}"
+
+
+def seconds_text(value: float | None) -> str:
+    """Seconds, to a hundredth where they are few."""
+    if value is None:
+        return NOTHING
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+
+
+def method_table(cells: Sequence[Cell], metric: str) -> Table:
+    """One row a cell; the first cell is the baseline."""
+    scores = [score(cell, metric) for cell in cells]
+    digits = digits_of([own.mean for own in scores if own is not None])
+    rows = [
+        _method_row(cell, own, None if cell is cells[0] else scores[0], digits)
+        for cell, own in zip(cells, scores, strict=True)
+    ]
+    rows[0] = (*rows[0][:6], "baseline", *rows[0][7:])
+    columns = (
+        "method",
+        "seeds",
+        "at step",
+        "mean",
+        "smallest to largest",
+        "95 % of the mean",
+        "difference",
+        "pairs",
+        "bootstrap 95 %",
+        "Student 95 %",
+        "than baseline",
+        "best mean @ step",
+    )
+    entry = metric_of(metric)
+    meaning = f"{metric}: {entry.meaning}" if entry else metric
+    unit = f" [{entry.unit}]" if entry and entry.unit else ""
+    return Table(columns, tuple(rows), f"{meaning}{unit}")
+
+
+def _method_row(
+    cell: Cell, own: Score | None, baseline: Score | None, digits: int
+) -> tuple[Entry, ...]:
+    if own is None:
+        return (cell.label, _seeds(cell), *[NOTHING] * 10)
+    values = list(own.values.values())
+    contrast = (NOTHING,) * 5
+    if baseline is not None:
+        contrast = _contrast(compare(own, baseline), digits)
+    best = NOTHING
+    if own.best is not None:
+        best = f"{number(own.best[1], digits)} @ {own.best[0]}"
+    return (
+        cell.label,
+        _seeds(cell),
+        ", ".join(map(str, own.steps)),
+        number(own.mean, digits),
+        f"{number(min(values), digits)} to {number(max(values), digits)}",
+        interval_text(own.interval, digits),
+        *contrast,
+        best,
+    )
+
+
+def _contrast(comparison: Comparison, digits: int) -> tuple[str, str, str, str, str]:
+    """A digit more than the means have: a difference is small beside them."""
+    digits += 1
+    pairs = str(comparison.num_pairs) if comparison.num_pairs else "unpaired"
+    return (
+        number(comparison.student.mean, digits, signed=True),
+        pairs,
+        interval_text(comparison.bootstrap, digits, signed=True),
+        interval_text(comparison.student, digits, signed=True),
+        comparison.word,
+    )
+
+
+def _seeds(cell: Cell) -> str:
+    """How many seeds count, and what is said of the others."""
+    seeds = len({run.seed for run in cell.counted})
+    if not cell.has_finished:
+        return f"{seeds}, none finished"
+    left = len(cell.runs) - len(cell.counted)
+    return f"{seeds} ({left} unfinished not counted)" if left else str(seeds)
+
+
+def cost_table(cells: Sequence[Cell]) -> Table:
+    """What a run of each cell took, in the mean."""
+    costs = [cost(cell) for cell in cells]
+    first = costs[0]
+    rows = [(cell.label, *_cost_row(own, first)) for cell, own in zip(cells, costs, strict=True)]
+    columns = (
+        "method",
+        "steps",
+        "response tokens",
+        "sampled tokens",
+        "training [s]",
+        "evaluation [s]",
+        "median step [s]",
+        "training time / baseline",
+        "processes",
+    )
+    return Table(
+        columns,
+        tuple(rows),
+        "Means over the counted runs. Response tokens: of the responses that were trained; sampled "
+        "tokens: with those that were thrown away. Training: all steps, without start, evaluation "
+        "and checkpoints.",
+    )
+
+
+def _cost_row(own: Cost, first: Cost) -> tuple[str, ...]:
+    ratio = None
+    if own.training_seconds is not None and first.training_seconds:
+        ratio = own.training_seconds / first.training_seconds
+    return (
+        f"{own.steps:g}",
+        _count(own.response_tokens),
+        _count(own.sampled_tokens),
+        seconds_text(own.training_seconds),
+        seconds_text(own.evaluation_seconds),
+        seconds_text(own.seconds_per_step),
+        number(ratio, 2),
+        ", ".join(map(str, own.processes)),
+    )
+
+
+def _count(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:,.0f}"
+
+
+def evaluation_table(cells: Sequence[Cell]) -> Table | None:
+    """What an evaluation after the training found at its last step, with its own intervals; None
+    where no run has one."""
+    runs = [(cell, run) for cell in cells for run in cell.runs if run.evaluation]
+    if not runs:
+        return None
+    last = [run.evaluation[-1] for _, run in runs]
+    majorities = sorted({key for row in last for key in row if _MAJORITY.fullmatch(key)})
+    keys = ["eval/accuracy", *majorities, *(f"{PASS_AT}{k}" for k in some(pass_at_ks(last)))]
+    rows = []
+    for (cell, run), row in zip(runs, last, strict=True):
+        values = [_with_bounds(row, key) for key in keys]
+        rows.append((run.name, cell.label, str(run.seed), str(row["step"]), *values))
+    return Table(
+        ("run", "method", "seed", "step", *keys),
+        tuple(rows),
+        "By megatron_rl.evaluate. In brackets the 95 % interval over prompts: it says nothing about"
+        " other seeds.",
+    )
+
+
+def _with_bounds(row: Row, key: str) -> str:
+    """Example: ``0.500 [0.410, 0.590]``."""
+    bounds = [row.get(key.replace("eval/", f"eval_{side}/", 1)) for side in ("low", "high")]
+    texts = [NOTHING if value is None else f"{value:.3f}" for value in (row.get(key), *bounds)]
+    return texts[0] if NOTHING in texts else f"{texts[0]} [{texts[1]}, {texts[2]}]"
+
+
+def runs_table(cells: Sequence[Cell], metric: str) -> Table:
+    """Every run with its state and files."""
+    rows = []
+    for cell in cells:
+        for run in cell.runs:
+            state = "finished" if run.finished else "unfinished"
+            last = score(Cell(cell.label, (run,)), metric)
+            rows.append(
+                (
+                    run.name,
+                    cell.label,
+                    str(run.seed),
+                    f"{run.steps_done} / {run.steps_wanted}",
+                    state,
+                    NOTHING if last is None else number(last.mean, digits_of([last.mean])),
+                    _files(run),
+                )
+            )
+    columns = ("run", "method", "seed", "steps", "state", f"last {metric}", "files")
+    return Table(columns, tuple(rows))
+
+
+def _files(run: Run) -> tuple[Link, ...]:
+    names = (METRICS, SAMPLES, CONFIG, CURVES)
+    present = [name for name in names if run.path(name).is_file()]
+    return tuple(Link(name, str(run.path(name))) for name in present)
+
+
+def settings_table(cells: Sequence[Cell]) -> Table:
+    """Settings that are not the same in all runs, one column a cell."""
+    runs = [run for cell in cells for run in cell.runs]
+    rows: list[tuple[Entry, ...]] = [
+        ("seed", *(", ".join(str(run.seed) for run in cell.runs) for cell in cells))
+    ]
+    for key in _grouped(varying_keys(runs)):
+        rows.append((key, *(" | ".join(map(_setting, cell.values(key))) for cell in cells)))
+    return Table(
+        ("setting", *(cell.label for cell in cells)),
+        tuple(rows),
+        "Settings that are equal in all runs are left out, and so are those of folders, logging and"
+        " checkpoints. A dash: there is no such setting in this cell.",
+    )
+
+
+def _grouped(keys: Sequence[str]) -> list[str]:
+    """Keys of one section beside each other, in the order of the first of each."""
+    sections = [key.rpartition(".")[0] for key in keys]
+    return sorted(keys, key=lambda key: sections.index(key.rpartition(".")[0]))
+
+
+def _setting(value: object) -> str:
+    return NOTHING if value == ABSENT else shown(value)
+
+
+def versions_table(cells: Sequence[Cell]) -> Table:
+    """Commit, libraries, plug-ins, model and data as the runs recorded them."""
+    runs = [run for cell in cells for run in cell.runs]
+    rows = []
+    for key in _version_keys(runs):
+        values = distinct([run.settings.get(key) for run in runs])
+        if values == [None]:
+            continue
+        counts = [sum(run.settings.get(key) == value for run in runs) for value in values]
+        texts = ["not recorded" if value is None else shown(value) for value in values]
+        if len(texts) > 1:
+            pairs = zip(texts, counts, strict=True)
+            texts = [f"{text} ({count} of {len(runs)} runs)" for text, count in pairs]
+        rows.append((key.removeprefix("versions."), ", ".join(texts)))
+    return Table(
+        ("of", "as recorded"),
+        tuple(rows),
+        "As the runs recorded them. They do not record whether the tree was clean, nor the"
+        " hardware but for the number of processes.",
+    )
+
+
+def differing_versions(cells: Sequence[Cell]) -> list[str]:
+    """Commit and libraries that are not the same in all runs."""
+    runs = [run for cell in cells for run in cell.runs]
+    keys = [key for key in _version_keys(runs) if key.startswith(("git_commit", "versions."))]
+    return [key for key in keys if len(distinct([run.settings.get(key) for run in runs])) > 1]
+
+
+def _version_keys(runs: Sequence[Run]) -> list[str]:
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    others = ("world_size", "model_fingerprint", "data_fingerprint")
+    found = [key for key in keys if key.startswith(("versions.", "plugins.")) or key in others]
+    return ["git_commit", *found]

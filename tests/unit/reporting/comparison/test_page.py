@@ -1,0 +1,285 @@
+"""The page and its twin: whole, without anything from elsewhere, safe, and the same each time."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from matplotlib.image import imread
+
+from megatron_rl import report
+from megatron_rl.reporting.comparison.tables import digits_of, number
+from tests.unit.reporting.comparison.made_runs import curve_rows, sample, write_grid, write_run
+
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+ATTACK = '<script>alert("x")</script> & `</pre>` ``` ````| [a](b) $x$'
+
+
+class Page(HTMLParser):
+    """What a browser would make of the text, with complaints where it would have to guess."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.wrong: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        self.wrong += [f"never closed: {tag}" for tag in self.open]
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if not self.open or self.open.pop() != tag:
+            self.wrong.append(f"</{tag}> at {self.getpos()}")
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    def values(self, name: str) -> list[str]:
+        return [value for _, attrs in self.seen if (value := attrs.get(name)) is not None]
+
+    def count(self, tag: str) -> int:
+        return sum(seen == tag for seen, _ in self.seen)
+
+
+def written(out: Path, *places: Path, more: tuple[str, ...] = ()) -> tuple[str, str]:
+    """The texts of page and twin."""
+    assert report.main([*map(str, places), "--out", str(out), *more]) == 0
+    return (out / "index.html").read_text(), (out / "report.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory) -> tuple[Path, str, str]:
+    """A report of three methods and two seeds: (its folder, page, twin)."""
+    place = tmp_path_factory.mktemp("grid")
+    write_grid(place / "runs", [["method=dapo"], ["method=grpo"], ["method=rloo"]], [1, 2])
+    return place / "report", *written(place / "report", place / "runs")
+
+
+def test_the_page_is_whole_and_needs_nothing_else(grid):
+    _, text, _ = grid
+    page = Page(text)
+    assert page.wrong == []
+    assert page.count("script") == page.count("img") == page.count("iframe") == 0
+    assert page.count("figure") == 22 and page.count("svg") == 22 + 3  # three in the legend
+    ids = page.values("id")
+    assert len(ids) == len(set(ids))
+    inner = [unquote(link[1:]) for link in page.values("href") if link.startswith("#")]
+    inner += [link[1:] for link in page.values("xlink:href")]
+    inner += re.findall(r"url\(#([^)]+)\)", text)
+    assert len(inner) > 100 and set(inner) <= set(ids)
+    outer = [link for link in page.values("href") if not link.startswith(("#", "data:,"))]
+    assert not [link for link in outer if re.match(r"[a-z]+:|/", link)]
+    assert "default-src 'none'" in " ".join(page.values("content"))
+    assert re.findall(r"url\((?!#)|@import|src=", text) == []
+
+
+def test_links_lead_to_the_files_of_the_runs(grid):
+    out, text, markdown = grid
+    links = [link for link in Page(text).values("href") if not link.startswith(("#", "data:,"))]
+    assert len(links) == 6 * 4
+    assert all((out / unquote(link)).is_file() for link in links)
+    twin = re.findall(r"\]\(<([^>]+)>\)", markdown)
+    assert twin == links
+
+
+def test_figures_of_the_twin_exist_and_have_something_in_them(grid):
+    out, _, markdown = grid
+    names = re.findall(r"!\[[^]]*\]\(([^)]+)\)", markdown)
+    assert len(names) == 7
+    for name in names:
+        image = imread(out / name)
+        assert image.shape[1] > 900 and (image[..., :3] < 0.5).any(axis=-1).mean() > 0.005
+
+
+def test_both_forms_have_the_same_tables(grid):
+    _, text, markdown = grid
+    rows = re.findall(r"<tr>(.*?)</tr>", text)
+    cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in rows]
+    page = [[re.sub(r"<[^>]+>", "", cell).strip() for cell in row] for row in cells]
+    lines = [line for line in markdown.splitlines() if line.startswith("| ")]
+    twin = [[plain(cell) for cell in line.strip("|").split(" | ")] for line in lines]
+    assert len(page) > 30 and page == twin
+
+
+def plain(cell: str) -> str:
+    """A cell of Markdown without what marks it up."""
+    return re.sub(r"\[([^]]*)\]\(<[^>]*>\)", r"\1", cell.strip().replace("\\", ""))
+
+
+def test_the_baseline_comes_first_and_the_methods_differ(grid):
+    _, _, markdown = grid
+    rows = [line.split(" | ") for line in markdown.splitlines() if line.startswith("| method=")]
+    methods = rows[:3]
+    assert [row[0] for row in methods] == ["| method=grpo", "| method=dapo", "| method=rloo"]
+    assert methods[0][6:11] == ["baseline", "-", "-", "-", "-"]
+    assert float(methods[1][6]) < 0 < float(methods[2][6])  # made so: dapo gains less, rloo more
+    assert [row[10] for row in methods[1:]] == ["lower", "higher"]
+    assert methods[1][7] == "2"
+
+
+def test_the_same_runs_give_the_same_bytes(grid, tmp_path):
+    out, *_ = grid
+    again = out.parent / "again"
+    again.mkdir()
+    stale = again / "figures" / "pass-k.png"
+    stale.parent.mkdir()
+    stale.write_bytes(b"of an earlier report")
+    written(again, out.parent / "runs")
+    names = sorted(path.relative_to(out) for path in out.rglob("*.*"))
+    assert names == sorted(path.relative_to(again) for path in again.rglob("*.*"))
+    assert len(names) == 9
+    assert [
+        name for name in names if (out / name).read_bytes() != (again / name).read_bytes()
+    ] == []
+
+
+def test_untrusted_text_stays_text(tmp_path):
+    rows = curve_rows(1, 5)
+    for row in rows:
+        if "eval/accuracy" in row:
+            row[f"eval/accuracy/{ATTACK}"] = 0.1
+
+    def change(content):
+        content["data"]["prompt_suffix"] = ATTACK
+        content["data_fingerprint"] = "other"
+
+    samples = [sample(5, False, ATTACK), sample(5, True, ATTACK)]
+    samples[0]["answer"] = samples[0]["prompt_text"] = samples[0]["reward"] = ATTACK
+    write_run(tmp_path / "runs" / ATTACK.replace("/", "-"), rows, samples=samples, change=change)
+    write_run(tmp_path / "runs" / "plain", curve_rows(1, 5), seed=2)
+    text, markdown = written(tmp_path / "out", tmp_path / "runs", more=("--title", ATTACK))
+    page = Page(text)
+    assert page.wrong == [] and page.count("script") == 0
+    assert "<script" not in text.lower()
+    assert page.words.count(ATTACK) >= 7  # title twice, panel, setting, response, prompt, answer
+    outside = re.sub(r"(?ms)^(`{3,})text\n.*?^\1$", "", markdown)
+    assert len(re.findall(r"(?m)^`{5}text$", markdown)) == 6 - 2  # longer than any in the text
+    assert "<script" not in outside and "&lt;script" in outside
+    widths = [
+        len(re.findall(r"(?<!\\)\|", line)) for line in outside.splitlines() if line[:1] == "|"
+    ]
+    assert set(widths) <= {13, 10, 8, 4, 3}  # columns of the tables + 1: no cell was cut in two
+
+
+def test_an_evaluation_after_the_training_has_a_table_of_its_own(tmp_path):
+    run = write_run(tmp_path / "runs" / "a", [{"step": 5, "eval/accuracy": 0.1}])
+    write_run(tmp_path / "runs" / "b", [{"step": 5, "eval/accuracy": 0.3}], seed=2)
+    (run / "evaluation").mkdir()
+    rows = [
+        {"step": 2, "eval/accuracy": 0.9},
+        {"step": 5, "eval/accuracy": 0.5, "eval_low/accuracy": 0.4, "eval_high/accuracy": 0.6}
+        | {"eval/maj_at_4": 0.7, "eval/pass_at_4": 0.8, "eval/pass_at_4/sums": 0.2},
+    ]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (run / "evaluation" / "metrics.jsonl").write_text(lines)
+    text, markdown = written(tmp_path / "out", tmp_path / "runs")
+    assert "| a | method=grpo | 1 | 5 | 0.500 \\[0.400, 0.600\\] | 0.700 | 0.800 |" in markdown
+    assert "<td>0.500 [0.400, 0.600]</td>" in text.replace(' class="number"', "")
+    assert "| method=grpo | 2 | 5 | 0.200 |" in markdown  # that of the training is compared
+
+
+def test_missing_metrics_leave_panels_and_entries_out(tmp_path):
+    rows = [{"step": step, "reward/mean": 0.1 * step} for step in range(1, 4)]
+    rows[1]["reward/mean"] = None
+    write_run(tmp_path / "runs" / "a", rows)
+    text, markdown = written(tmp_path / "out", tmp_path / "runs")
+    page = Page(text)
+    assert page.wrong == [] and page.count("figure") == 1
+    assert "### reward/mean" in markdown and "eval/accuracy" not in markdown
+    assert "| method=grpo | 3 | - | - | - | - | - | - | 2 |" in markdown
+    assert "## Samples" not in markdown and 'id="samples"' not in text
+
+
+def test_what_is_unfinished_or_not_finite_is_said(tmp_path, capsys):
+    write_run(tmp_path / "runs" / "a", curve_rows(1, 20), seed=1)
+    write_run(tmp_path / "runs" / "b", curve_rows(2, 20)[:8], seed=2, finished=False)
+    rows = curve_rows(3, 20)
+    rows[-1]["eval/accuracy"] = None
+    write_run(tmp_path / "runs" / "c", rows, seed=3)
+    write_run(tmp_path / "runs" / "d", [], seed=4)
+    text, _ = written(tmp_path / "out", tmp_path / "runs")
+    words = " ".join(Page(text).words)
+    said = capsys.readouterr().out
+    for note in (
+        "b: unfinished, 7 of 20 steps; not counted in the tables",
+        "eval/accuracy: no last value in c; not counted",
+        "d: left out: metrics.jsonl has no row yet",
+    ):
+        assert note in words and f"note: {note}" in said
+    assert "2 (1 unfinished not counted)" in words
+
+
+def test_samples_are_of_the_first_and_the_last_step(tmp_path):
+    samples = [
+        sample(1, False, "first wrong"),
+        sample(1, False, "not shown"),
+        sample(2, True, "between"),
+        sample(3, True, "last right"),
+        sample(3, False, "x" * 3000),
+    ]
+    run = write_run(tmp_path / "runs" / "a", curve_rows(1, 5), samples=samples)
+    with (run / "samples.jsonl").open("a") as file:
+        file.write('{"step": 3, "resp')  # cut off by a kill
+    text, markdown = written(tmp_path / "out", tmp_path / "runs")
+    for form in (text, markdown):
+        assert "first wrong" in form and "last right" in form
+        assert "between" not in form and "not shown" not in form
+        assert "x" * 2000 + "\n[... 1000 more characters in samples.jsonl]" in form
+        assert "are damaged" not in form
+    assert Page(text).count("details") == 3
+    (run / "samples.jsonl").write_text('[]\n{"step": 1}\n')
+    text, _ = written(tmp_path / "out", tmp_path / "runs")
+    assert "a: samples.jsonl: 2 lines are damaged and left out, the first is line 1" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["RUNS", "--metric", "eval/acuracy"], "--metric eval/acuracy: no run has it; of these"),
+        (["RUNS", "--baseline", "dapo"], "--baseline 'dapo': no cell has this label"),
+        (["RUNS/none"], "runs/none: no such folder"),
+        (["RUNS", "--out", "RUNS/a/config.json"], "config.json: cannot be written (File exists"),
+    ],
+)
+def test_wrong_input_is_one_error(tmp_path, capsys, options, message):
+    write_run(tmp_path / "runs" / "a", curve_rows(1, 5))
+    words = [word.replace("RUNS", str(tmp_path / "runs")) for word in options]
+    assert report.main(["--out", str(tmp_path / "out"), *words]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and message in said and said.count("\n") <= 3
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_metrics_are_more_tables(tmp_path):
+    write_grid(tmp_path / "runs", [["method=grpo"]], [1], num_steps=5)
+    more = ("--metric", "eval/pass_at_8", "rollout/entropy", "--metric", "eval/pass_at_8")
+    _, markdown = written(tmp_path / "out", tmp_path / "runs", more=more)
+    assert re.findall(r"(?m)^### (\S+)", markdown)[:2] == ["eval/pass\\_at\\_8", "rollout/entropy"]
+    assert "mean entropy of the policy at the start of the step \\[nats\\]" in markdown
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.5344, "0.534"),
+        (12.34, "12.3"),
+        (12345.6, "12,346"),
+        (0.0, "0.000"),
+        (2.36e-5, "0.0000236"),
+    ],
+)
+def test_a_number_has_as_many_digits_as_count(value, text):
+    assert number(value, digits_of([value])) == text

@@ -1,0 +1,138 @@
+"""Scores, differences and cost against values by hand."""
+
+from __future__ import annotations
+
+from math import inf, sqrt
+from pathlib import Path
+
+import pytest
+from scipy import stats
+
+from megatron_rl.reporting.comparison.cells import Cell
+from megatron_rl.reporting.comparison.scores import Score, compare, cost, last_value, score, welch
+from tests.unit.reporting.comparison.made_runs import cells_in, write_run
+
+
+def scored(values: dict[int, float]) -> Score:
+    floats = {seed: float(value) for seed, value in values.items()}
+    return Score(floats, (10,), None)
+
+
+def test_a_paired_difference_of_three_seeds_by_hand():
+    cell = scored({1: 0.5, 2: 0.7, 3: 0.9, 7: 0.1})
+    baseline = scored({3: 0.6, 2: 0.5, 1: 0.4, 8: 0.9})
+    found = compare(cell, baseline)  # differences 0.1 0.2 0.3; seeds 7 and 8 have no partner
+    assert found.num_pairs == 3
+    assert found.student.mean == found.bootstrap.mean == pytest.approx(0.2)
+    half = 4.302653 * 0.1 / sqrt(3)  # the t of 2 degrees of freedom times the standard error
+    assert (found.student.low, found.student.high) == pytest.approx((0.2 - half, 0.2 + half))
+    # Of the 27 resamples one has 0.1 three times, which is more than 2.5 %.
+    assert (found.bootstrap.low, found.bootstrap.high) == pytest.approx((0.1, 0.3))
+    assert found.word == "not shown"  # though the bootstrap excludes 0
+
+
+@pytest.mark.parametrize(
+    ("differences", "word"),
+    [
+        ([0.19, 0.2, 0.21], "higher"),
+        ([-0.19, -0.2, -0.21], "lower"),
+        ([0.1, -0.1, 0.2], "not shown"),
+        ([0.2], "not shown (one seed)"),
+        ([0.25, 0.25], "not shown (no spread)"),
+    ],
+)
+def test_the_word_is_decided_by_student(differences, word):
+    cell = scored(dict(enumerate(differences)))
+    assert compare(cell, scored(dict.fromkeys(range(len(differences)), 0.0))).word == word
+
+
+def test_without_a_common_seed_means_are_compared():
+    """Welch by hand: variances 1 / 3 and 2 / 2 of the means, -3 between them."""
+    found = compare(scored({1: 1, 2: 2, 3: 3}), scored({4: 4, 5: 6}))
+    assert found.num_pairs == 0
+    freedom = (1 / 3 + 1) ** 2 / ((1 / 3) ** 2 / 2 + 1)
+    half = stats.t.ppf(0.975, freedom) * sqrt(1 / 3 + 1)
+    assert (found.student.low, found.student.high) == pytest.approx((-3 - half, -3 + half))
+    # 1 of 27 resamples of the first is 1 1 1, 1 of 4 of the second 6 6: together below 2.5 %.
+    assert -5 <= found.bootstrap.low < found.bootstrap.high <= -1
+    assert found.bootstrap.mean == -3
+
+
+def test_one_value_on_a_side_says_nothing_about_spread():
+    assert (welch([1.0], [2.0, 3.0]).low, welch([1.0], [2.0, 3.0]).high) == (-inf, inf)
+    assert compare(scored({1: 1}), scored({2: 2, 3: 3})).word == "not shown (one seed)"
+
+
+def rows(accuracies: dict[int, float | None], rewards: dict[int, float] | None = None) -> list:
+    steps = sorted({*accuracies, *(rewards or {})})
+    found = []
+    for step in steps:
+        row: dict = {"step": step}
+        if step in accuracies:
+            row["eval/accuracy"] = accuracies[step]
+        if rewards and step in rewards:
+            row["reward/mean"] = rewards[step]
+        found.append(row)
+    return found
+
+
+def only_cell(place: Path) -> Cell:
+    (cell,) = cells_in(place)
+    return cell
+
+
+def test_last_and_best_of_a_cell(tmp_path):
+    write_run(tmp_path / "a", rows({0: 0.1, 5: 0.6, 10: 0.4}), seed=1)
+    write_run(tmp_path / "b", rows({0: 0.2, 5: 0.5, 8: 0.9, 10: 0.6}), seed=2)
+    found = score(only_cell(tmp_path), "eval/accuracy")
+    assert found is not None
+    assert (found.values, found.steps) == ({1: 0.4, 2: 0.6}, (10,))
+    assert found.best == (5, pytest.approx(0.55))  # step 8 is not one of both
+    assert found.mean == pytest.approx(0.5)
+    assert found.interval.high - 0.5 == pytest.approx(12.7062 * 0.1, abs=1e-4)
+
+
+def test_a_metric_of_training_is_the_mean_of_its_last_ten_steps(tmp_path):
+    rewards = {step: float(step) for step in range(1, 21)}
+    write_run(tmp_path / "a", rows({}, rewards))
+    (run,) = only_cell(tmp_path).runs
+    assert last_value(run, "reward/mean") == (20, 15.5)
+    assert last_value(run, "rollout/entropy") is None
+
+
+def test_a_last_value_that_was_not_finite_does_not_count(tmp_path):
+    write_run(tmp_path / "a", rows({0: 0.1, 10: None}), seed=1)
+    write_run(tmp_path / "b", rows({0: 0.2, 10: 0.6}), seed=2)
+    found = score(only_cell(tmp_path), "eval/accuracy")
+    assert found is not None and found.values == {2: 0.6}
+
+
+def test_unfinished_runs_and_repeated_seeds(tmp_path):
+    write_run(tmp_path / "a", rows({20: 0.2}), seed=1)
+    write_run(tmp_path / "b", rows({20: 0.4}), seed=1)
+    write_run(tmp_path / "c", rows({20: 0.8}), seed=2)
+    write_run(tmp_path / "d", rows({10: 0.0}), seed=3, finished=False)
+    found = score(only_cell(tmp_path), "eval/accuracy")
+    assert found is not None and found.values == {1: pytest.approx(0.3), 2: 0.8}
+
+
+def test_cost_by_hand(tmp_path):
+    step = {
+        "rollout/response_tokens_mean": 30.0,
+        "rollout/num_responses": 8,
+        "throughput/unused_tokens_share": 0.25,
+        "time/step_s": 2.0,
+    }
+    first = [{"step": 0, "time/evaluation_s": 5.0}, {**step, "step": 1}, {**step, "step": 2}]
+    first[2]["time/step_s"] = 6.0
+    first.append({**step, "step": 3, "time/step_s": 3.0})
+    write_run(tmp_path / "a", first, seed=1)
+    write_run(tmp_path / "b", [{"step": 1, "time/step_s": 5.0}], seed=2)
+    found = cost(only_cell(tmp_path))
+    assert found.steps == 2
+    assert found.response_tokens == 3 * 240
+    assert found.sampled_tokens == 3 * 320
+    assert found.training_seconds == (11 + 5) / 2
+    assert found.evaluation_seconds == 5
+    assert found.seconds_per_step == (3 + 5) / 2
+    assert found.processes == (2,)
