@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
-from matplotlib.axes import Axes
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from megatron_rl.reporting.intervals import Interval, student
-from tools.claim_checks import Claim, Outcome, Runs, overall
-
-# Okabe and Ito 2008: told apart by color-blind readers. With a marker each, for prints in gray.
-STYLES = (
-    ("#0072B2", "o"),
-    ("#D55E00", "s"),
-    ("#009E73", "^"),
-    ("#CC79A7", "D"),
-    ("#E69F00", "v"),
-    ("#56B4E9", "P"),
-    ("#000000", "X"),
+from megatron_rl.reporting.comparison.curves import Band, Curve, band_of
+from megatron_rl.reporting.comparison.drawing import (
+    Drawn,
+    draw_cells,
+    finish,
+    legend_line,
+    style_of,
 )
+from megatron_rl.reporting.intervals import Interval, student
+from tools.claim_checks import Claim, Outcome, Runs, Steps, overall
 
 
 def draw(claim: Claim, runs: Runs, file: Path) -> None:
@@ -38,28 +34,22 @@ def draw(claim: Claim, runs: Runs, file: Path) -> None:
     for axes in grid.flat[len(claim.curves) :]:
         axes.set_visible(False)
     for axes, metric in zip(grid.flat, claim.curves, strict=False):
-        _panel(axes, metric, claim, runs)
-    handles, labels = grid.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+        cells = [
+            Drawn(cell, style_of(order), _band(of_seeds, metric), order)
+            for order, (cell, of_seeds) in enumerate(runs.items())
+        ]
+        draw_cells(axes, cells, held_out=metric.startswith("eval/"))
+        finish(axes, "step", metric)
+    handles = [legend_line(style_of(order)) for order in range(len(runs))]
+    figure.legend(
+        handles, [*runs], loc="outside upper center", ncols=min(6, len(runs)), frameon=False
+    )
     figure.savefig(file, metadata={"Software": None})
 
 
-def _panel(axes: Axes, metric: str, claim: Claim, runs: Runs) -> None:
-    for (cell, of_seeds), (color, marker) in zip(runs.items(), STYLES, strict=False):
-        curves = [metrics[metric] for metrics in of_seeds.values()]
-        steps = sorted(set.intersection(*(set(curve) for curve in curves)))
-        values = [[curve[step] for curve in curves] for step in steps]
-        lowest = [min(at_step) for at_step in values]
-        highest = [max(at_step) for at_step in values]
-        axes.fill_between(steps, lowest, highest, color=color, alpha=0.15, linewidth=0)
-        middle = [median(at_step) for at_step in values]
-        few = max(1, len(steps) // 6)
-        axes.plot(steps, middle, color=color, marker=marker, markevery=few, label=cell, ms=4)
-    axes.set_title(metric, fontsize=10)
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+def _band(of_seeds: Mapping[int, Mapping[str, Steps]], metric: str) -> Band:
+    curves = [sorted(metrics[metric].items()) for metrics in of_seeds.values()]
+    return band_of([Curve(*np.array(points, dtype=float).T) for points in curves])
 
 
 def page(

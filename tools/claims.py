@@ -60,12 +60,13 @@ def cell_folder(out: Path, overrides: Sequence[str]) -> Path:
     return out / (re.sub(r"[^A-Za-z0-9._+-]+", "_", "_".join(sorted(overrides))) or "defaults")
 
 
-def train(claim: Claim, out: Path, made: Path, more: Sequence[str]) -> None:
-    """Every cell with every seed; goes on where an earlier call stopped."""
+def train(claim: Claim, out: Path, made: Path, parallel: int, more: Sequence[str]) -> None:
+    """Every cell with every seed, ``parallel`` runs at a time; goes on where a call stopped."""
     seeds = ",".join(str(seed + 1) for seed in range(claim.num_seeds))
     for overrides in claim.cells.values():
         own = [*claim.overrides, *overrides]
         command = [sys.executable, "-m", "megatron_rl.sweep", "--nproc", "1"]
+        command += ["--parallel", str(parallel)]
         command += ["--out", str(cell_folder(out, own)), "--config-dir", str(LAB / "conf")]
         command += ["experiment=lab", f"model.path={made / 'model'}"]
         command += [f"data.{name}={made / name}.jsonl" for name in ("train", "eval")]
@@ -82,9 +83,9 @@ def collect(claim: Claim, out: Path) -> list[dict[str, Any]]:
     rows = []
     for cell, overrides in claim.cells.items():
         folder = cell_folder(out, [*claim.overrides, *overrides])
-        for run in sorted(folder.iterdir(), key=lambda path: int(path.name.partition("-")[2])):
-            seed = int(run.name.partition("-")[2])
-            rows.append({"cell": cell, "seed": seed, **_of_run(run, claim.metrics)})
+        for seed in range(1, claim.num_seeds + 1):
+            of_run = _of_run(folder / f"seed-{seed}", claim.metrics)
+            rows.append({"cell": cell, "seed": seed, **of_run})
     return rows
 
 
@@ -171,6 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("what", choices=("run", "page"))
     parser.add_argument("claim", type=Path, help="its folder, or the folder's name")
     parser.add_argument("--out", type=Path, default=REPO / "runs" / "claims", help="of the runs")
+    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for a short trial")
     options = parser.parse_intermixed_args(argv)
     folder = options.claim if options.claim.is_dir() else CLAIMS / options.claim
@@ -180,7 +182,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     claim = read_claim(folder)
     if options.what == "run":
         (REPO / ".work").mkdir(exist_ok=True)
-        train(claim, options.out, lab(REPO / ".work"), options.overrides)
+        made = lab(REPO / ".work")
+        train(claim, options.out, made, options.parallel, options.overrides)
         rows = collect(claim, options.out)
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / "data.jsonl").write_text(text, encoding="ascii")

@@ -13,7 +13,8 @@ import pytest
 from pydantic import ValidationError
 
 from examples.claims.lab import tasks
-from megatron_rl.sweep import check as check_configs
+from megatron_rl.config.command_line import Root
+from megatron_rl.sweeping.cells import check as check_configs
 from tools.claim_checks import Check, Claim, outcome, overall, read_claim
 from tools.claim_page import page
 from tools.claims import CLAIMS, by_cell, read_data, write_page
@@ -112,7 +113,8 @@ def test_every_cell_is_a_valid_run(folder: Path) -> None:
         ["experiment=lab", *data, *claim.overrides, *overrides]
         for overrides in claim.cells.values()
     ]
-    configs = check_configs(cells, [Path(name) for name in claim.cells], CLAIMS / "lab" / "conf")
+    root = Root(config_dir=CLAIMS / "lab" / "conf")
+    configs = check_configs(cells, [Path(name) for name in claim.cells], root)
     assert len({config.method.model_dump_json() for config in configs}) == len(configs)
     longest = min(config.trainer.num_steps for config in configs)
     assert all(check.steps is None or check.steps[1] <= longest for check in claim.checks)
