@@ -129,6 +129,7 @@ QUICK = {
         " --disaggregated --network-gb-s 50"
     ): Run(shows="across nodes.*ratio 1.00"),
     "python tools/method_cards.py --check": Run(shows="up to date"),
+    "python tools/claims.py page nsr_keeps_coverage": Run(shows="nsr_keeps_coverage: .*reproduced"),
     "python tools/style_figures.py": Run(
         shows=r"comment / code lines .*\n.*\n\| \*\*megatron_rl\*\*"
     ),

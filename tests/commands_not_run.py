@@ -18,7 +18,10 @@ GUIDE_TESTS = (
     "rewards/test_close_number.py",
     "trainer/test_alternating.py",
 )
+CLAIM = "half an hour; a short one from nothing: tests/e2e/test_claims.py"
 NOT_RUN = {
+    "python tools/claims.py run nsr_keeps_coverage": CLAIM,
+    "python tools/claims.py run group_dominance": CLAIM,
     "bash tools/setup_cpu.sh test && .venv/bin/pytest -n 2": "all tests, from nothing: .ci/run",
     "bash tools/setup_cpu.sh test": "the network, minutes: .ci/run",
     ".venv/bin/pytest": "all tests: .ci/run",

@@ -1,0 +1,62 @@
+"""A claim from nothing to its page: tasks, starting model, paired runs, verdict."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.launch import REPO, run
+
+pytestmark = pytest.mark.full
+
+CLAIM = {
+    "title": "Two methods",
+    "source": "nobody",
+    "says": "nothing",
+    "expected": "nothing",
+    "cells": {"grpo": ["method=grpo"], "psr": ["method=psr"]},
+    "num_seeds": 2,
+    "checks": [{"metric": "eval/pass_at_2", "more": "psr", "less": "grpo"}],
+    "curves": ["eval/pass_at_1", "eval/pass_at_2", "rollout/entropy"],
+}
+SHORT = [
+    "trainer.num_steps=5",
+    "batch.prompts_per_step=4",
+    "batch.prompts_per_minibatch=4",
+    "evaluation.num_prompts=8",
+    "evaluation.responses_per_prompt=2",
+    "evaluation.pass_at=[1,2]",
+]
+
+
+def test_a_claim_is_run_and_written_down(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "claim.yaml").write_text(yaml.safe_dump(CLAIM), encoding="utf-8")
+    table = (REPO / "examples" / "claims" / "README.md").read_text("utf-8")
+    words = [sys.executable, "tools/claims.py", "run", str(folder)]
+    words += ["--out", str(tmp_path / "runs"), *SHORT]
+
+    run(words, 280)
+
+    rows = [json.loads(line) for line in (folder / "data.jsonl").read_text("utf-8").splitlines()]
+    assert [(row["cell"], row["seed"]) for row in rows] == [
+        (cell, seed) for cell in ("grpo", "psr") for seed in (1, 2)
+    ]
+    of_seed = {(row["cell"], row["seed"]): row["metrics"] for row in rows}
+    at_start = "eval/pass_at_1"
+    for seed in (1, 2):  # a pair: the same weights, asked the same
+        assert of_seed["grpo", seed][at_start]["0"] == of_seed["psr", seed][at_start]["0"]
+    page = (folder / "README.md").read_text("utf-8")
+    assert "| eval/pass_at_2: psr above grpo |" in page
+    assert (folder / "curves.png").stat().st_size > 10_000
+    assert (REPO / "examples" / "claims" / "README.md").read_text("utf-8") == table
+
+    data = (folder / "data.jsonl").read_bytes()
+    again = run(words, 200).stdout
+    assert again.count("finished before") == 4
+    assert (folder / "data.jsonl").read_bytes() == data
