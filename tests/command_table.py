@@ -237,9 +237,10 @@ LONG = {
         shows="of 16 answers are correct",
         before=((RUN_SH, Run(SHORT)),),
     ),
-    'python -m megatron_rl.sample MODEL --prompt "State the final answer: 3 + 4 ="': Run(
-        instead={"MODEL": "{place}/toy"}, shows="(?m)^answer: ", before=((RUN_SH, Run(SHORT)),)
-    ),
+    (
+        "python -m megatron_rl.sample MODEL"
+        ' --prompt "Spell this word backward (example: sun -> nus): milk"'
+    ): Run(instead={"MODEL": "{place}/toy"}, shows="(?m)^answer: ", before=((RUN_SH, Run(SHORT)),)),
     "torchrun --nproc-per-node N tools/replay_step.py BUNDLE": Run(
         instead={" N ": " 2 ", "BUNDLE": "runs/bundle/nonfinite/step_000001"},
         shows="gradient norm",
