@@ -1,7 +1,8 @@
-"""Prints a model's answers, without training.
+r"""Prints a model's answers, without training.
 
     python -m megatron_rl.sample runs/quickstart_cpu
-    python -m megatron_rl.sample MODEL --prompt "State the final answer: 3 + 4 ="
+    python -m megatron_rl.sample MODEL \
+        --prompt "Spell this word backward (example: sun -> nus): milk"
     python -m megatron_rl.sample runs/mine/checkpoints/step_000100 --num-prompts 8 --responses 2
 
 SOURCE is a HF directory, the folder of a run (its newest checkpoint, else its export) or one

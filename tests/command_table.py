@@ -251,9 +251,10 @@ LONG = {
         shows="of 16 answers are correct",
         before=((RUN_SH, Run(SHORT)),),
     ),
-    'python -m megatron_rl.sample MODEL --prompt "State the final answer: 3 + 4 ="': Run(
-        instead={"MODEL": "{place}/toy"}, shows="(?m)^answer: ", before=((RUN_SH, Run(SHORT)),)
-    ),
+    (
+        "python -m megatron_rl.sample MODEL"
+        ' --prompt "Spell this word backward (example: sun -> nus): milk"'
+    ): Run(instead={"MODEL": "{place}/toy"}, shows="(?m)^answer: ", before=((RUN_SH, Run(SHORT)),)),
     EVALUATE_MODEL: Run(ENGINE_ON_CPU, FEW, shows="finished: runs/evaluation"),
     EVALUATE_RUN: Run(
         instead={**FEW, "runs/mine": "runs/quickstart_cpu"},

@@ -1,4 +1,4 @@
-"""Make a small Qwen3-shaped model that can do a little of two generated tasks, for runs on a CPU.
+"""Make a small Qwen3-shaped model that can do a little of three generated tasks, for runs on a CPU.
 Nothing is downloaded.
 
     python tools/make_toy_model.py --out DIR                                          # one process
@@ -8,23 +8,27 @@ Writes a Hugging Face directory: config, safetensors, tokenizer with a chat temp
 are random at first and then warmed up by supervised steps through the policy that is trained later
 (megatron-core): the loss -sum(logprobs) / tokens on demonstrations of mixed quality. Only a share
 of them is right (``--right``), as in the texts a language model learns from; the rest shows the
-typical slip of the task: a sum off by one or two, a word spelled forward. The model learns both, so
-it knows more than it shows, and reinforcement learning has something to bring out and to improve.
-Demonstrations never hold a held-out prompt of the experiment.
+slip of its task, always the same one: a sum with a zero too many, a word spelled forward, the
+letters of a palindrome as they were listed. The model learns both, so it knows more than it shows,
+and reinforcement learning has something to bring out. A palindrome has several right answers, and
+demonstrations show each as often. They never hold a held-out prompt of the experiment.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from reasoning_gym.factory import get_score_answer_fn
 from tokenizers import Regex, Tokenizer, models
 from tokenizers.decoders import Fuse
 from tokenizers.pre_tokenizers import Split
@@ -36,6 +40,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from megatron_rl.config.data_names import GENERATED
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import (
     DataConfig,
@@ -56,8 +61,9 @@ from megatron_rl.runtime.launch import configure_logging, exit_process, reported
 from megatron_rl.types import LossOutput, Prompt, Share, TokenView
 
 TASKS = (
-    "reasoning_gym:chain_sum?min_terms=2&max_terms=3&max_digits=1&size=2000&seed=3"
-    "+spell_backward?max_word_len=5&size=2000&seed=3"
+    "reasoning_gym:chain_sum?min_terms=2&max_terms=3&max_digits=1&size=8000&seed=3"
+    "+spell_backward?max_word_len=5&size=4000&seed=3"
+    "+palindrome_generation?min_length=3&max_length=5&size=4000&seed=3"
 )
 SPECIAL = (
     "<|endoftext|>",
@@ -65,6 +71,7 @@ SPECIAL = (
     "<|im_end|>",
 )  # padding, start of a message, its end (which ends a response)
 WORD = r" ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]|\s"
+PALINDROMES = "reasoning_gym:palindrome_generation"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content']"
     " }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -89,19 +96,22 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=500, help="supervised steps")
+    parser.add_argument("--steps", type=int, default=1200, help="supervised steps")
     parser.add_argument("--batch", type=int, default=64, help="demonstrations a step")
-    parser.add_argument("--right", type=float, default=0.45, help="share of right demonstrations")
+    parser.add_argument("--right", type=float, default=0.3, help="share of right demonstrations")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
 def make_tokenizer(
-    questions: list[str], special: Sequence[str] = SPECIAL, template: str = CHAT_TEMPLATE
+    questions: list[str],
+    special: Sequence[str] = SPECIAL,
+    template: str = CHAT_TEMPLATE,
+    wordings: Sequence[str] = (),
 ) -> PreTrainedTokenizerFast:
-    """One token for each printable character, and one for each word that a quarter of the questions
-    share (the task's wording); every other word, such as one to be spelled, is cut into
+    """One token for each printable character, for each of ``wordings``, and for each word that a
+    quarter of the questions share; every other word, such as one to be spelled, is cut into
     characters."""
     counts = Counter(word for question in questions for word in set(re.findall(WORD, question)))
     shared = sorted(
@@ -118,6 +128,7 @@ def make_tokenizer(
     core.pre_tokenizer = Split(Regex(WORD), "isolated")
     core.decoder = Fuse()
     core.add_special_tokens(list(special))
+    core.add_tokens(list(wordings))
     fast = PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token=special[0],
@@ -127,6 +138,18 @@ def make_tokenizer(
     )
     fast.chat_template = template
     return fast
+
+
+def task_wordings(tasks: str) -> list[str]:
+    """What all questions of a task begin with, of each task of the reasoning_gym spec.
+
+    A token for it keeps prompts short: what the model reads is mostly what differs.
+    """
+    questions: dict[str, list[str]] = defaultdict(list)
+    for draft in load_tasks(tasks, Problems(tasks)):
+        questions[draft.data_source].append(draft.prompt)
+    # Common characters, though it is named for paths.
+    return [os.path.commonprefix(texts).rstrip() for texts in questions.values()]  # noqa: RUF071
 
 
 def make_model(tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> Qwen3ForCausalLM:
@@ -149,10 +172,22 @@ def make_model(tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) 
     return Qwen3ForCausalLM(config)
 
 
+def correct(prompt: Prompt, rng: random.Random) -> str:
+    """A right answer; of a palindrome's half every order is right, and as likely as any other."""
+    if prompt.data_source != PALINDROMES:
+        return prompt.answer
+    half = len(prompt.answer) // 2
+    start = "".join(rng.sample(prompt.answer[:half], half))
+    middle = prompt.answer[half : len(prompt.answer) - half]
+    return start + middle + start[::-1]
+
+
 def slip(prompt: Prompt, rng: random.Random) -> str:
-    """A wrong answer of the kind the task invites."""
+    """The wrong answer that the task invites, always the same one."""
+    if prompt.data_source == PALINDROMES:
+        return "".join(prompt.extra["metadata"]["letters"])
     if re.fullmatch(r"-?\d+", prompt.answer):
-        return str(int(prompt.answer) + rng.choice((-2, -1, 1, 2)))
+        return prompt.answer + "0"
     return prompt.answer[::-1]
 
 
@@ -169,7 +204,7 @@ def warm_up(
     for _ in range(options.steps):
         chosen = rng.choices(prompts, k=options.batch)
         texts = [
-            prompt.answer if rng.random() < options.right else wrong(prompt, rng)
+            correct(prompt, rng) if rng.random() < options.right else wrong(prompt, rng)
             for prompt in chosen
         ]
         responses = [
@@ -224,6 +259,16 @@ def build_policy(
     )
 
 
+def is_right(prompt: Prompt, text: str) -> bool:
+    """What the scorer of the prompt's task says."""
+    return scorer(prompt.data_source)(text.strip(), dict(prompt.extra)) == 1
+
+
+@cache
+def scorer(source: str) -> Callable[[str, dict[str, Any]], float]:
+    return get_score_answer_fn(source.removeprefix(GENERATED))
+
+
 @torch.no_grad()
 def accuracy(
     path: Path, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase
@@ -241,7 +286,7 @@ def accuracy(
         do_sample=False,
     )
     right = [
-        text.strip() == prompt.answer
+        is_right(prompt, text)
         for text, prompt in zip(tokenizer.batch_decode(made[:, width:], True), prompts, strict=True)
     ]
     found = {"all": sum(right) / len(right)}
@@ -264,9 +309,7 @@ def make(options: argparse.Namespace) -> None:
     def write_untrained() -> None:
         if path.exists():
             raise ValueError(f"--out {path}: exists; give a new directory")
-        make_tokenizer(
-            [question for _, question, *_ in load_tasks(options.tasks, Problems(options.tasks))]
-        ).save_pretrained(path)
+        make_tokenizer([], wordings=task_wordings(options.tasks)).save_pretrained(path)
         make_model(load_tokenizer(path), options).save_pretrained(path)
 
     world.from_main(write_untrained)
