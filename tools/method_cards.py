@@ -143,6 +143,7 @@ def metric_keys(method: Method) -> tuple[list[str], list[str]]:
         sum_logprobs=-ones,
         visual_entropy=ones,
         kl=ones,
+        progress=0.5,
         visits=torch.zeros(8, dtype=torch.int64),
         history_mean=ones,
         history_var=ones,
@@ -204,6 +205,7 @@ def needs_text(method: Method) -> str:
         (f"the logprobs of the {needs.top_k} most likely tokens in the loss", needs.top_k),
         ("a pass over every minibatch before it", needs.log_ratio_sums),
         ("what earlier visits to a prompt were rewarded with", needs.history),
+        ("how far the run is", needs.progress),
         ("dynamic sampling", needs.dynamic_sampling),
     ]
     wanted = [what for what, asked in asks if asked]

@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveInt, SerializeAsAny, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    SerializeAsAny,
+    model_validator,
+)
 
 from megatron_rl.config.pieces import Choices, Named, Piece, by_key, by_name, one_of
 
@@ -87,9 +94,22 @@ class RepetitionConfig(Piece):
     max_block_tokens: PositiveInt = 256
 
 
+class CuriosityConfig(Piece):
+    """Bonus w min(|r| / kappa, alpha B), B = minus the mean logprob of the response.
+
+    w goes linearly from ``start`` to ``end`` over the run.
+    """
+
+    kappa: PositiveFloat = 3.0
+    alpha: NonNegativeFloat = 1.0
+    start: NonNegativeFloat = 1.0
+    end: NonNegativeFloat = 0.0
+
+
 class RewardShapingConfig(Piece):
     overlong: OverlongConfig | None = None
     repetition: RepetitionConfig | None = None
+    curiosity: CuriosityConfig | None = None
 
 
 class DynamicSamplingConfig(Piece):
@@ -127,10 +147,11 @@ class MethodConfig(Piece):
                 f"estimator {name} needs rewards in [0, 1], which kl.placement=reward leaves;"
                 " set kl.placement=loss"
             )
-        penalties = (self.reward_shaping.overlong, self.reward_shaping.repetition)
-        if self.estimator.unit_rewards and any(penalties):
+        shaping = self.reward_shaping
+        changes = (shaping.overlong, shaping.repetition, shaping.curiosity)
+        if self.estimator.unit_rewards and any(changes):
             raise ValueError(
-                f"estimator {name} needs rewards in [0, 1], which a penalty leaves; set"
+                f"estimator {name} needs rewards in [0, 1], which a penalty or bonus leaves; set"
                 " reward_shaping={}"
             )
         problem = self.estimator.check_knobs(**self.estimator.knobs)

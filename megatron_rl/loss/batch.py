@@ -17,7 +17,8 @@ class ResponseBatch:
     ``correct``: the accuracy reward is 1 (not derived from ``rewards``, which may hold a format
     part). ``group_ids``: which prompt. ``mean_logprobs`` / ``sum_logprobs``: of the old policy over
     loss tokens. ``visual_entropy``: of the prompt's image, nats. ``kl``: sum over loss tokens of
-    the KL estimator at (old, ref). ``visits``, ``history_mean``, ``history_var``: of the prompt,
+    the KL estimator at (old, ref). ``progress``: share of the run's steps that there are up to this
+    one, in [0, 1]. ``visits``, ``history_mean``, ``history_var``: of the prompt,
     before this step (``histories.py``).
     Example: two prompts with two responses each::
 
@@ -34,6 +35,7 @@ class ResponseBatch:
     sum_logprobs: Float[Tensor, " responses"] | None = None
     visual_entropy: Float[Tensor, " responses"] | None = None
     kl: Float[Tensor, " responses"] | None = None
+    progress: float | None = None
     visits: Int[Tensor, " responses"] | None = None
     history_mean: Float[Tensor, " responses"] | None = None
     history_var: Float[Tensor, " responses"] | None = None
@@ -132,6 +134,7 @@ class Needs:
     top_k: int  # columns of TokenBatch.topk_logprobs, 0 without; is_argmax goes with them
     visual_entropy: bool  # ResponseBatch.visual_entropy
     history: bool  # ResponseBatch.visits, history_mean and history_var
+    progress: bool  # ResponseBatch.progress
     response_statistics: bool  # anything of Method.response_statistics before credit
     correct: bool  # TokenBatch.correct
     group_accuracy: bool  # TokenBatch.group_accuracy

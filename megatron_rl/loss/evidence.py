@@ -64,6 +64,12 @@ class Evidence:
         return self.batch.history_var
 
     @property
+    def progress(self) -> float:
+        """Share of the run's steps that there are up to this one."""
+        assert self.batch.progress is not None
+        return self.batch.progress
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the rewards: float32 or float64."""
         return self.rewards.dtype

@@ -190,6 +190,7 @@ def _kl_coef(config: MethodConfig) -> tuple[float, float]:
 
 
 def _credit_plan(config: MethodConfig) -> CreditPlan:
+    curiosity = config.reward_shaping.curiosity
     return CreditPlan(
         estimator=config.estimator.name,
         estimator_knobs=config.estimator.knobs,
@@ -200,6 +201,7 @@ def _credit_plan(config: MethodConfig) -> CreditPlan:
         drop_all_correct=config.filters.drop_all_correct,
         eps=config.eps,
         ddof=config.std_ddof,
+        curiosity=None if curiosity is None else curiosity.model_dump(),
     )
 
 
@@ -244,6 +246,7 @@ def _needs(config: MethodConfig, plan: CreditPlan, loss_plan: LossPlan) -> Needs
         top_k=top_k,
         visual_entropy="visual_entropy" in reads,
         history="visits" in reads,
+        progress="progress" in reads,
         response_statistics=bool({"mean_logprobs", "sum_logprobs", "kl"} & reads),
         correct=coefficients[0] != coefficients[1] or "correct" in token_reads,
         group_accuracy="group_accuracy" in token_reads,

@@ -31,7 +31,7 @@ from megatron_rl.loss.choices import Function
 from megatron_rl.loss.terms import OPTIONAL
 
 PLAIN = EstimatorNeeds()
-READABLE = ("mean_logprobs", "sum_logprobs", "visual_entropy", "kl", *histories.FIELDS)
+READABLE = ("mean_logprobs", "sum_logprobs", "visual_entropy", "kl", "progress", *histories.FIELDS)
 # Their decorators have filled the tables below.
 FILES = (
     advantages,

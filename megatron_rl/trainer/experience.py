@@ -101,6 +101,7 @@ class Experience:
     hook_metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)  # by phase: rollout, reward
     source_metrics: Mapping[str, float] = field(default_factory=dict)  # ages, servers
+    progress: float | None = None  # see ``ResponseBatch``; None: nobody has said
     share: Share | None = None  # of a pass over all rows; rows as in ``responses.tokens``
     credit: Credit | None = None
     # Of the rows of ``share``, as are the next.

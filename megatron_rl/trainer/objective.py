@@ -57,6 +57,7 @@ def credit_of(experience: Experience, method: Method, world: World, histories: H
             response_tokens=experience.sequences.response_lengths,
             truncated=experience.truncated,
             visual_entropy=_visual_entropy(experience) if method.needs.visual_entropy else None,
+            progress=experience.progress,
             **_statistics(experience, method, world),
             **(histories.fields(uids) if method.needs.history else {}),
         )

@@ -54,6 +54,7 @@ def responses(num: int, mean_tokens: int) -> ResponseBatch:
         lengths,
         mean_logprobs=logprobs,
         visual_entropy=(ids % 97).float(),
+        progress=0.5,
         visits=ids % 3,
         history_mean=torch.full((num,), 0.4),
         history_var=torch.full((num,), 0.2),

@@ -94,6 +94,19 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("return -penalty * repeated", "return penalty * repeated"),
         ("response_tokens, truncated, min_block", "response_tokens, ~truncated, min_block"),
     ],
+    ("filters", "curiosity_bonus"): [
+        ("rewards.abs() / kappa", "rewards / kappa"),
+        ("rewards.abs() / kappa", "rewards.abs()"),
+        ("-alpha * mean_logprobs", "alpha * mean_logprobs"),
+        ("torch.minimum(rewards.abs()", "torch.maximum(rewards.abs()"),
+        ("start + (end - start) * progress", "end + (start - end) * progress"),
+        ("start + (end - start) * progress", "start * progress"),
+    ],
+    ("credit", "curiosity"): [
+        ("rewards=evidence.rewards + bonus", "rewards=evidence.rewards - bonus"),
+        ("rewards=evidence.rewards + bonus", "rewards=evidence.plain_rewards + bonus"),
+        ("rewards = evidence.plain_rewards", "rewards = evidence.rewards"),
+    ],
     ("credit", "composition"): [
         ("groups.mean(batch.correct.to(rewards.dtype))", "groups.mean(rewards)"),
         ("rewards.mean().clamp(0, 1)", "rewards.mean()"),

@@ -7,7 +7,7 @@ import torch
 
 from megatron_rl.loss import Credit, ResponseBatch, TokenBatch
 from megatron_rl.loss.segments import group_accuracy
-from tests.unit.loss.reference import Row
+from tests.unit.loss.reference import PROGRESS, Row
 
 LIMIT = 12  # longest response, tokens
 # correct responses of each group: mixed, all right, all wrong, 1 of 8, 7 of 8, small ones
@@ -55,6 +55,7 @@ def response_batch(rows: list[Row], dtype: torch.dtype = torch.float64) -> Respo
         sum_logprobs=torch.tensor([row.mean_logprob * row.length for row in rows], dtype=dtype),
         visual_entropy=torch.tensor([row.visual_entropy for row in rows], dtype=dtype),
         kl=torch.tensor([0.01 * row.length for row in rows], dtype=dtype),
+        progress=PROGRESS,
         visits=torch.tensor([row.visits for row in rows]),
         history_mean=torch.tensor([row.history_mean for row in rows], dtype=torch.float64),
         history_var=torch.tensor([0.2 for row in rows], dtype=torch.float64),

@@ -5,13 +5,14 @@ Written from the equations; it shares no code, no table and no default with the 
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import comb
 
 from tests.unit.loss import token_reference
 from tests.unit.loss.plain import average, deviation, quantile
 
 INF = float("inf")
+PROGRESS = 0.25
 
 
 @dataclass
@@ -84,6 +85,7 @@ NAMED = {
     "rl_zvp": Choice(aggregate="token", token="zero_variance"),
     "entropy_advantage": Choice(aggregate="token", token="entropy_bonus"),
     "dcpo": Choice("smoothed", aggregate="sum", token="dcpo"),
+    "cde": Choice(aggregate="token", knobs={"weight": 1 - PROGRESS}),
     "pacs": Choice(aggregate="sum", token="pacs"),
     "simko": Choice(aggregate="token", token="simko"),
     "archer": Choice(aggregate="token", kl=1e-3, token="archer"),
@@ -111,6 +113,8 @@ EPS = 1e-6
 
 
 def advantages(rows: list[Row], choice: Choice) -> list[float]:
+    if "weight" in choice.knobs:
+        rows = [replace(row, reward=row.reward + curiosity(row, choice)) for row in rows]
     result = [estimate(row, rows, choice) for row in rows]
     for name in choice.shaping:
         result = [
@@ -167,6 +171,10 @@ def estimate(row: Row, rows: list[Row], choice: Choice) -> float:
         "tree": (row.reward - mean) / (mean * (1 - mean)),
         "apd": percent,
     }[name]
+
+
+def curiosity(row: Row, choice: Choice) -> float:
+    return choice.knobs["weight"] * min(abs(row.reward) / 3, -row.mean_logprob)
 
 
 def smoothed(row: Row, rewards: list[float]) -> float:

@@ -9,6 +9,7 @@ import torch
 from megatron_rl.loss import Method, TokenBatch, load_method
 from megatron_rl.trainer.objective import MinibatchLoss, check_visual_entropy, token_settings
 from megatron_rl.types import Prompt, TokenView
+from tests.unit.trainer.runs import rows
 
 
 def prompt(uid: str, **extra: float) -> Prompt:
@@ -52,7 +53,7 @@ def test_a_loss_is_given_lengths_and_groups_of_its_minibatch(build, monkeypatch)
     trainer.source.publish(0)
     experience = trainer.learner.score(trainer.source.next(1))
     assert experience.num_groups == 4 and len(experience.responses) == 32
-    rows = list(range(8, 24))
+    chosen = list(range(8, 24))
     given: list[TokenBatch] = []
     plain = Method.loss
 
@@ -61,8 +62,8 @@ def test_a_loss_is_given_lengths_and_groups_of_its_minibatch(build, monkeypatch)
         return plain(self, batch, **over_ranks)
 
     monkeypatch.setattr(Method, "loss", recorded)
-    placed = trainer.learner.placement.lent(experience, rows)
-    loss = MinibatchLoss(trainer.learner.method, experience, rows, placed.tokens)
+    placed = trainer.learner.placement.lent(experience, chosen)
+    loss = MinibatchLoss(trainer.learner.method, experience, chosen, placed.tokens)
     tokens = torch.zeros(3)
     loss(TokenView(torch.arange(3), tokens, tokens + 1, lambda sums: sums))
     (batch,) = given
@@ -72,3 +73,21 @@ def test_a_loss_is_given_lengths_and_groups_of_its_minibatch(build, monkeypatch)
     by_group = experience.correct.reshape(4, 8).float().mean(1)
     assert torch.equal(batch.group_accuracy.reshape(4, 8), by_group[:, None].expand(4, 8))
     assert batch.entropy is not None and batch.entropy.tolist() == [1, 1, 1]
+
+
+def test_the_trainer_says_how_far_the_run_is(build):
+    """CDE over three steps, its bonus from 3 to 0: two thirds, a third and none of the same
+    rewards and logprobs are left."""
+    trainer = build(
+        "optim.learning_rate=1e-9",
+        method="cde",
+        method_overrides=["reward_shaping.curiosity.start=3", "std_ddof=0"],
+    )
+    trainer.run()
+    found = {row["step"]: row for row in rows(trainer) if row["step"]}
+    # Every token has probability 1/4 at the start, so B = log 4 is above |r| / 3.
+    first = found[1]["credit/curiosity_bonus_mean"]
+    assert first == pytest.approx(2 * found[1]["reward/mean"] / 3)
+    assert found[2]["credit/curiosity_bonus_mean"] > 0
+    assert found[3]["credit/curiosity_bonus_mean"] == 0
+    assert found[3]["reward/mean"] > 0
