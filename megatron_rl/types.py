@@ -303,13 +303,15 @@ class Progress:
 @dataclass(frozen=True)
 class TokenScores:
     """Values over all T response tokens of a batch, on every rank that works on it. Rows that were
-    not asked for hold 0.
+    not asked for hold 0. ``prompt_logprobs``, where asked for: of all prompts, row after row; that
+    of a prompt's first token means nothing.
 
     Example: ``TokenScores(logprobs=tensor([-0.2, -1.1, -0.5]), entropy=None)``.
     """
 
     logprobs: Float[Tensor, " tokens"]
     entropy: Float[Tensor, " tokens"] | None
+    prompt_logprobs: Float[Tensor, " prompt_tokens"] | None = None
 
 
 def largest(values: Sequence[float]) -> float:

@@ -184,7 +184,8 @@ def of_all_rows(scores: TokenScores) -> TokenScores:
         return result
 
     entropy = None if scores.entropy is None else total(scores.entropy)
-    return TokenScores(total(scores.logprobs), entropy)
+    prompts = None if scores.prompt_logprobs is None else total(scores.prompt_logprobs)
+    return TokenScores(total(scores.logprobs), entropy, prompts)
 
 
 def tiny_policy(

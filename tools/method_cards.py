@@ -144,6 +144,8 @@ def metric_keys(method: Method) -> tuple[list[str], list[str]]:
         visual_entropy=ones,
         kl=ones,
         progress=0.5,
+        prompt_confidence=ones / 2,
+        response_confidence=ones / 2,
         visits=torch.zeros(8, dtype=torch.int64),
         history_mean=ones,
         history_var=ones,
@@ -200,7 +202,8 @@ def needs_text(method: Method) -> str:
     asks = [
         ("the reference's logprobs", needs.ref_logprobs),
         ("`extra.visual_entropy` of every prompt (tools/visual_entropy.py)", needs.visual_entropy),
-        ("the old policy's mean logprob of every response", needs.response_statistics),
+        ("the old policy's logprobs before the credit", needs.response_statistics),
+        ("the old policy's logprobs of the prompts' tokens", needs.prompt_logprobs),
         ("the entropy of every token in the loss", needs.entropy in ("value", "grad")),
         (f"the logprobs of the {needs.top_k} most likely tokens in the loss", needs.top_k),
         ("a pass over every minibatch before it", needs.log_ratio_sums),

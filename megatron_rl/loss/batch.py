@@ -16,10 +16,11 @@ class ResponseBatch:
 
     ``correct``: the accuracy reward is 1 (not derived from ``rewards``, which may hold a format
     part). ``group_ids``: which prompt. ``mean_logprobs`` / ``sum_logprobs``: of the old policy over
-    loss tokens. ``visual_entropy``: of the prompt's image, nats. ``kl``: sum over loss tokens of
-    the KL estimator at (old, ref). ``progress``: share of the run's steps that there are up to this
-    one, in [0, 1]. ``visits``, ``history_mean``, ``history_var``: of the prompt,
-    before this step (``histories.py``).
+    loss tokens. ``prompt_confidence``, ``response_confidence``: ``tail_confidence`` under the old
+    policy of the prompt's tokens but the first, and of the loss tokens. ``visual_entropy``: of the
+    prompt's image, nats. ``kl``: sum over loss tokens of the KL estimator at (old, ref).
+    ``progress``: share of the run's steps that there are up to this one, in [0, 1]. ``visits``,
+    ``history_mean``, ``history_var``: of the prompt, before this step (``histories.py``).
     Example: two prompts with two responses each::
 
         ResponseBatch(rewards=tensor([1., 0., 0., 0.]), correct=tensor([True, False, False, False]),
@@ -33,6 +34,8 @@ class ResponseBatch:
     truncated: Bool[Tensor, " responses"] | None = None
     mean_logprobs: Float[Tensor, " responses"] | None = None
     sum_logprobs: Float[Tensor, " responses"] | None = None
+    prompt_confidence: Float[Tensor, " responses"] | None = None
+    response_confidence: Float[Tensor, " responses"] | None = None
     visual_entropy: Float[Tensor, " responses"] | None = None
     kl: Float[Tensor, " responses"] | None = None
     progress: float | None = None
@@ -136,6 +139,7 @@ class Needs:
     history: bool  # ResponseBatch.visits, history_mean and history_var
     progress: bool  # ResponseBatch.progress
     response_statistics: bool  # anything of Method.response_statistics before credit
+    prompt_logprobs: bool  # Method.prompt_statistics before credit
     correct: bool  # TokenBatch.correct
     group_accuracy: bool  # TokenBatch.group_accuracy
     log_ratio_sums: bool  # TokenBatch.log_ratio_sums, by a pass over the minibatch before it

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.loss import filters, histories
+from megatron_rl.loss import filters, histories, tails
 from megatron_rl.loss.advantages import ONE
 from megatron_rl.loss.batch import Credit, ResponseBatch
 from megatron_rl.loss.choices import ESTIMATORS, KL_WEIGHTS, SHAPERS, Knobs
@@ -52,6 +52,14 @@ def reads_of(plan: CreditPlan) -> dict[str, tuple[str, str]]:
         for field in SHAPERS[shaper].reads:
             fields[field] = (f"shaper {shaper}", "give it")
     return fields
+
+
+def tail_of(plan: CreditPlan) -> float:
+    """The share of tokens whose confidence the plan reads."""
+    (tail,) = (
+        knobs["tail"] for name, knobs in plan.shaping if {*tails.FIELDS} & {*SHAPERS[name].reads}
+    )
+    return tail
 
 
 def credit(batch: ResponseBatch, plan: CreditPlan) -> Credit:

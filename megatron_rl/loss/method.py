@@ -14,11 +14,15 @@ from megatron_rl.config.method import MethodConfig
 from megatron_rl.loss import filters, kl
 from megatron_rl.loss.batch import Credit, LossResult, Needs, ResponseBatch, TokenBatch
 from megatron_rl.loss.choices import ESTIMATORS
-from megatron_rl.loss.credit import CreditPlan, credit, reads_of
+from megatron_rl.loss.credit import CreditPlan, credit, reads_of, tail_of
 from megatron_rl.loss.segments import lifted, segments_of
+from megatron_rl.loss.tails import FIELDS as CONFIDENCES
+from megatron_rl.loss.tails import tail_confidence
 from megatron_rl.loss.terms import SequenceSum
 from megatron_rl.loss.token_loss import LossPlan, token_loss, token_reads_of
 from megatron_rl.loss.whole_responses import SequenceGather
+
+OF_OLD_LOGPROBS = {"mean_logprobs", "sum_logprobs", "kl", *CONFIDENCES}
 
 
 def load_method(
@@ -170,10 +174,31 @@ class Method:
             sums = total(old)
             num_tokens = total(torch.ones_like(old)).clamp(min=1)
             statistics = {"sum_logprobs": sums, "mean_logprobs": sums / num_tokens}
+        if "response_confidence" in reads:
+            tail = tail_of(self._credit_plan)
+            kept, rows = old[loss_mask], response_index[loss_mask]
+            confidence = tail_confidence(kept, rows, num_responses, tail=tail)
+            statistics["response_confidence"] = confidence
         if "kl" in reads and ref_logprobs is not None:
             estimate = kl.ESTIMATORS[self.config.kl.estimator]
             statistics["kl"] = total(estimate(old, lifted(ref_logprobs.detach()).to(old.dtype)))
         return statistics
+
+    def prompt_statistics(
+        self,
+        logprobs: Float[Tensor, " tokens"],
+        response_index: Int[Tensor, " tokens"],
+        num_responses: int,
+    ) -> dict[str, Float[Tensor, " responses"]]:
+        """The fields of ResponseBatch that come from the old policy's logprobs of prompts.
+
+        The tokens are those of the prompts of all responses, but the first of each, which nothing
+        predicts. Asked for where ``needs.prompt_logprobs``.
+        """
+        tail = tail_of(self._credit_plan)
+        logprobs = lifted(logprobs.detach())
+        confidence = tail_confidence(logprobs, response_index, num_responses, tail=tail)
+        return {"prompt_confidence": confidence}
 
 
 def _prefixed(override: str) -> str:
@@ -247,7 +272,8 @@ def _needs(config: MethodConfig, plan: CreditPlan, loss_plan: LossPlan) -> Needs
         visual_entropy="visual_entropy" in reads,
         history="visits" in reads,
         progress="progress" in reads,
-        response_statistics=bool({"mean_logprobs", "sum_logprobs", "kl"} & reads),
+        response_statistics=bool(reads & OF_OLD_LOGPROBS),
+        prompt_logprobs="prompt_confidence" in reads,
         correct=coefficients[0] != coefficients[1] or "correct" in token_reads,
         group_accuracy="group_accuracy" in token_reads,
         log_ratio_sums="log_ratio_sums" in token_reads,

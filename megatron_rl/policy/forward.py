@@ -76,13 +76,25 @@ def sequence_gather(ranks: Ranks, num_places: int) -> Callable[[Tensor], Tensor]
 
 class ScoreBoard:
     """Logprobs, and entropies if wanted, of all response tokens of a batch, written where they are
-    computed: by tensor rank 0 of the last stage, on the context rank that holds the token.
+    computed: by tensor rank 0 of the last stage, on the context rank that holds the token. Prompt
+    tokens stand behind them, at ``microbatches.prompt_places``.
 
     The host knows the places of the tokens: they go to the device in one copy, after the last
     micro-batch.
     """
 
-    def __init__(self, num_tokens: int, entropy: bool, ranks: Ranks, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_tokens: int,
+        entropy: bool,
+        ranks: Ranks,
+        device: torch.device,
+        prompt_places: Tensor | None = None,
+    ) -> None:
+        self._num_tokens = num_tokens
+        self._prompt_places = prompt_places
+        if prompt_places is not None:
+            num_tokens += len(prompt_places)
         self._values = torch.zeros(
             2 if entropy else 1, num_tokens, dtype=torch.float32, device=device
         )
@@ -108,9 +120,24 @@ class ScoreBoard:
             self._values[:, places] = torch.cat(self._written, dim=1)
         if self._group is not None:
             dist.all_reduce(self._values, group=self._group)
+        of_responses = self._values[:, : self._num_tokens]
+        of_prompts = None
+        if self._prompt_places is not None:
+            of_prompts = self._values[0, to_device(self._prompt_places, self._values.device)]
         return TokenScores(
-            logprobs=self._values[0], entropy=self._values[1] if len(self._values) > 1 else None
+            logprobs=of_responses[0],
+            entropy=of_responses[1] if len(of_responses) > 1 else None,
+            prompt_logprobs=of_prompts,
         )
+
+    def fill(self, passes: Passes, microbatches: Sequence[Microbatch], entropy: Entropy) -> None:
+        """Collective: a pass without gradient over ``microbatches``."""
+
+        def consume(microbatch: Microbatch, values: TokenValues) -> tuple[Tensor, Any]:
+            self.write(microbatch, values)
+            return values.logprobs.new_zeros(()), None
+
+        passes.run(microbatches, consume, backward=False, entropy=entropy)
 
 
 @dataclass

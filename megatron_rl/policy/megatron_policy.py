@@ -33,8 +33,7 @@ from megatron_rl.policy.forward import (
 )
 from megatron_rl.policy.gathered_weights import Gather
 from megatron_rl.policy.hardware import this_machine
-from megatron_rl.policy.logprobs import TokenValues
-from megatron_rl.policy.microbatches import Microbatch, multiples
+from megatron_rl.policy.microbatches import multiples, prompt_places
 from megatron_rl.policy.model import build_chunks, transformer_config
 from megatron_rl.policy.not_finite import check_weights
 from megatron_rl.policy.offload import (
@@ -193,9 +192,10 @@ class MegatronPolicy:
         """Interleaved pipelines take micro-batches in groups of one a stage."""
         return self.ranks.pipeline if self.parallel.virtual_pipeline is not None else 1
 
-    def score(self, share: Share, *, reference: bool = False) -> TokenScores:
+    def score(self, share: Share, *, reference: bool = False, prompts: bool = False) -> TokenScores:
         """See protocols.Policy."""
-        return self.score_microbatches(share.batch, share.microbatches, reference=reference)
+        batch, cut = share.batch, share.microbatches
+        return self.score_microbatches(batch, cut, reference=reference, prompts=prompts)
 
     def score_alone(
         self, batch: SequenceBatch, *, reference: bool = False, temperature: float | None = None
@@ -211,6 +211,7 @@ class MegatronPolicy:
         microbatches: Sequence[Sequence[int]],
         *,
         reference: bool = False,
+        prompts: bool = False,
         temperature: float | None = None,
     ) -> TokenScores:
         """Collective: ``score`` of a ``Share`` by its fields. ``batch`` is that of THIS
@@ -220,16 +221,11 @@ class MegatronPolicy:
         self._offload.require("weights")
         # Entropies of the reference are read by nobody.
         entropy: Entropy = "value" if self.settings.entropy != "none" and not reference else "none"
-        board = self._board(batch, entropy)
-
-        def consume(microbatch: Microbatch, values: TokenValues) -> tuple[Tensor, Any]:
-            board.write(microbatch, values)
-            return values.logprobs.new_zeros(()), None
-
+        board = self._board(batch, entropy, prompt_places(batch, microbatches) if prompts else None)
         passes = self._passes if temperature is None else self._passes_at(temperature)
         with self._weights(reference), logprob_format(self.config, self.precision), platform():
-            packed = self.batching.packed(batch, microbatches)
-            passes.run(packed, consume, backward=False, entropy=entropy)
+            packed = self.batching.packed(batch, microbatches, prompts=prompts)
+            board.fill(passes, packed, entropy)
         return board.read()
 
     def update(self, share: Share, loss: TokenLoss, *, with_scores: bool = False) -> UpdateResult:
@@ -292,9 +288,11 @@ class MegatronPolicy:
             collected = self._passes.run(packed, consume, backward=True, **wanted)
         return reduce_totals(collected, self.ranks)
 
-    def _board(self, batch: SequenceBatch, entropy: Entropy) -> ScoreBoard:
+    def _board(
+        self, batch: SequenceBatch, entropy: Entropy, places: Tensor | None = None
+    ) -> ScoreBoard:
         num_tokens = int(batch.response_lengths.sum())
-        return ScoreBoard(num_tokens, entropy != "none", self.ranks, self.device)
+        return ScoreBoard(num_tokens, entropy != "none", self.ranks, self.device, places)
 
     @property
     def gathered_bytes_sent(self) -> int:

@@ -42,7 +42,11 @@ from megatron_rl.trainer.histories import Histories
 from megatron_rl.trainer.hooks import RolloutHooks
 from megatron_rl.trainer.learner import Learner, MinibatchPlan
 from megatron_rl.trainer.logprob_check import CheckedSync
-from megatron_rl.trainer.objective import check_visual_entropy, token_settings
+from megatron_rl.trainer.objective import (
+    check_prompt_logprobs,
+    check_visual_entropy,
+    token_settings,
+)
 from megatron_rl.trainer.placement import Placement
 from megatron_rl.trainer.preflight import check_before_build
 from megatron_rl.trainer.rollouts import (
@@ -178,6 +182,7 @@ def build_method(config: Config, data: Data) -> Method:
             f" {method.needs.min_group}"
         )
     check_visual_entropy(data.train_prompts, method)
+    check_prompt_logprobs(data.train_prompts, method)
     return method
 
 

@@ -97,7 +97,10 @@ class Learner:
 
     def _scores(self, experience: Experience, *, reference: bool = False) -> TokenScores:
         assert experience.share is not None
-        return on_cpu(self.policy.score(experience.share, reference=reference))
+        asked = {"reference": reference}
+        if self.method.needs.prompt_logprobs and not reference:
+            asked["prompts"] = True
+        return on_cpu(self.policy.score(experience.share, **asked))
 
     def update(self, step: int, experience: Experience) -> dict[str, float]:
         """Collective: one optimizer step per minibatch; minibatches whose rows were all dropped are

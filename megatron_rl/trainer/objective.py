@@ -37,8 +37,11 @@ def token_settings(method: Method) -> dict[str, Any]:
 
 def on_cpu(scores: TokenScores) -> TokenScores:
     """``scores`` on the host."""
-    entropy = scores.entropy
-    return TokenScores(scores.logprobs.cpu(), None if entropy is None else entropy.cpu())
+
+    def moved(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values.cpu()
+
+    return TokenScores(scores.logprobs.cpu(), moved(scores.entropy), moved(scores.prompt_logprobs))
 
 
 def credit_of(experience: Experience, method: Method, world: World, histories: Histories) -> Credit:
@@ -98,6 +101,12 @@ def _statistics(experience: Experience, method: Method, world: World) -> dict[st
     statistics = method.response_statistics(
         old, ref, batch.response_index, mask, batch.num_responses
     )
+    if method.needs.prompt_logprobs:
+        assert experience.old.prompt_logprobs is not None
+        row = torch.repeat_interleave(torch.arange(batch.num_responses), batch.prompt_lengths)
+        predicted = torch.nn.functional.pad(row[1:] == row[:-1], (1, 0))
+        logprobs = experience.old.prompt_logprobs[predicted]
+        statistics |= method.prompt_statistics(logprobs, row[predicted], batch.num_responses)
     return _of_all_rows(experience, statistics, world)
 
 
@@ -123,6 +132,20 @@ def check_visual_entropy(prompts: Iterable[Prompt], method: Method) -> None:
                 f"prompt {prompt.uid}: the method needs extra.visual_entropy; compute it with"
                 " tools/visual_entropy.py, or use a method without the perceptual part"
                 " (method=durian_reasoning)"
+            )
+
+
+def check_prompt_logprobs(prompts: Iterable[Prompt], method: Method) -> None:
+    """Raises ValueError where the method reads logprobs of prompts and one has none that mean
+    something: a prompt of a single token, or with images."""
+    if not method.needs.prompt_logprobs:
+        return
+    for prompt in prompts:
+        if prompt.images or len(prompt.token_ids) < 2:
+            what = "has images" if prompt.images else "is a single token"
+            raise ValueError(
+                f"prompt {prompt.uid} {what}: method {method.name} reads how likely the tokens of a"
+                " prompt are (shaping.confidence_gap); drop the row, or choose another method"
             )
 
 

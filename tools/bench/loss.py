@@ -55,6 +55,8 @@ def responses(num: int, mean_tokens: int) -> ResponseBatch:
         mean_logprobs=logprobs,
         visual_entropy=(ids % 97).float(),
         progress=0.5,
+        prompt_confidence=logprobs.exp(),
+        response_confidence=logprobs.exp(),
         visits=ids % 3,
         history_mean=torch.full((num,), 0.4),
         history_var=torch.full((num,), 0.2),

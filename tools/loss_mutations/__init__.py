@@ -23,6 +23,7 @@ TESTS = {
     "segments": "test_advantages",
     "shaping": "test_shaping",
     "filters": "test_filters",
+    "tails": "test_shaping",
     "credit": "test_credit",
     "kl": "test_kl",
     "token_advantages": "test_token_advantages",

@@ -94,6 +94,21 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("return -penalty * repeated", "return penalty * repeated"),
         ("response_tokens, truncated, min_block", "response_tokens, ~truncated, min_block"),
     ],
+    ("shaping", "confidence_gap"): [
+        ("prompt_confidence - response_confidence", "response_confidence - prompt_confidence"),
+        ("torch.where(_inside(share), advantages + gap", "torch.where(share > 0, advantages + gap"),
+        ("advantages + gap, advantages)", "advantages * (1 + gap), advantages)"),
+        ("gap = alpha * (prompt", "gap = (prompt"),
+    ],
+    ("tails", "tail_confidence"): [
+        (".ceil().long().clamp(min=1)", ".floor().long().clamp(min=1)"),
+        ("- ROUNDING).ceil()", "+ ROUNDING).ceil()"),
+        (".ceil().long().clamp(min=1)", ".ceil().long()"),
+        ("rank >= wanted[row], 0)", "rank < wanted[row], 0)"),
+        ("kept) / wanted).exp()", "kept) / length).exp()"),
+        ("by_value[index[by_value].argsort(stable=True)]", "index.argsort(stable=True)"),
+        ("logprobs.argsort(stable=True)", "logprobs.argsort(stable=True, descending=True)"),
+    ],
     ("filters", "curiosity_bonus"): [
         ("rewards.abs() / kappa", "rewards / kappa"),
         ("rewards.abs() / kappa", "rewards.abs()"),

@@ -56,6 +56,8 @@ def response_batch(rows: list[Row], dtype: torch.dtype = torch.float64) -> Respo
         visual_entropy=torch.tensor([row.visual_entropy for row in rows], dtype=dtype),
         kl=torch.tensor([0.01 * row.length for row in rows], dtype=dtype),
         progress=PROGRESS,
+        prompt_confidence=torch.tensor([row.prompt_confidence for row in rows], dtype=dtype),
+        response_confidence=torch.tensor([row.response_confidence for row in rows], dtype=dtype),
         visits=torch.tensor([row.visits for row in rows]),
         history_mean=torch.tensor([row.history_mean for row in rows], dtype=torch.float64),
         history_var=torch.tensor([0.2 for row in rows], dtype=torch.float64),

@@ -25,6 +25,14 @@ class Row:
     visual_entropy: float = 0.0
 
     @property
+    def prompt_confidence(self) -> float:
+        return 1 / (2 + self.group)
+
+    @property
+    def response_confidence(self) -> float:
+        return math.exp(1.5 * self.mean_logprob)
+
+    @property
     def visits(self) -> int:
         return self.group % 3
 
@@ -86,6 +94,7 @@ NAMED = {
     "entropy_advantage": Choice(aggregate="token", token="entropy_bonus"),
     "dcpo": Choice("smoothed", aggregate="sum", token="dcpo"),
     "cde": Choice(aggregate="token", knobs={"weight": 1 - PROGRESS}),
+    "arm": Choice(shaping=("gap",), high=0.28, aggregate="token"),
     "pacs": Choice(aggregate="sum", token="pacs"),
     "simko": Choice(aggregate="token", token="simko"),
     "archer": Choice(aggregate="token", kl=1e-3, token="archer"),
@@ -117,11 +126,22 @@ def advantages(rows: list[Row], choice: Choice) -> list[float]:
         rows = [replace(row, reward=row.reward + curiosity(row, choice)) for row in rows]
     result = [estimate(row, rows, choice) for row in rows]
     for name in choice.shaping:
+        shaped = gap if name == "gap" else factored
         result = [
-            value * factor(name, value, row, rows, choice)
-            for value, row in zip(result, rows, strict=True)
+            shaped(name, value, row, rows, choice) for value, row in zip(result, rows, strict=True)
         ]
     return result
+
+
+def gap(_: str, advantage: float, row: Row, rows: list[Row], __: Choice) -> float:
+    group = [float(other.correct) for other in rows if other.group == row.group]
+    if min(group) == max(group):
+        return advantage
+    return advantage + 0.3 * (row.prompt_confidence - row.response_confidence)
+
+
+def factored(name: str, advantage: float, row: Row, rows: list[Row], choice: Choice) -> float:
+    return advantage * factor(name, advantage, row, rows, choice)
 
 
 def estimate(row: Row, rows: list[Row], choice: Choice) -> float:
