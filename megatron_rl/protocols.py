@@ -260,17 +260,22 @@ class WeightSink(Protocol):
         """
 
 
-class RolloutEngine(Protocol):
-    """The sampler. ``num_replicas`` engines work side by side; ranks of one replica make the same
-    calls in the same order. ``capacity``: responses that are worth giving to a replica at a time.
+class Answers(Protocol):
+    """What generates responses. ``num_replicas`` engines work side by side; ranks of one replica
+    make the same calls in the same order. ``capacity``: responses that are worth giving to a
+    replica at a time.
 
-    A response is begun by ``submit``, which gives it a ticket, and ends in ``poll`` or ``abort``.
-    ``score``, syncs and sleep want an engine in which none is open."""
+    A response is begun by ``submit``, which gives it a ticket, and ends in ``poll`` or
+    ``abort``."""
 
-    replica: int
-    num_replicas: int
-    weight_version: int
-    capacity: int
+    @property
+    def replica(self) -> int: ...
+
+    @property
+    def num_replicas(self) -> int: ...
+
+    @property
+    def capacity(self) -> int: ...
 
     def submit(self, prompt: Prompt, responses: Sequence[int], sampling: Sampling) -> list[int]:
         """Begins some of the responses to a prompt, by their numbers; a ticket for each. Response j
@@ -287,6 +292,12 @@ class RolloutEngine(Protocol):
 
     def running_lengths(self) -> list[int]:
         """Tokens so far of every response that is open."""
+
+
+class RolloutEngine(Answers, Protocol):
+    """The sampler. ``score``, syncs and sleep want an engine in which no response is open."""
+
+    weight_version: int
 
     def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()

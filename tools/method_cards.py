@@ -167,6 +167,7 @@ def metric_keys(method: Method) -> tuple[list[str], list[str]]:
         is_argmax=correct,
         group_ids=batch.group_ids,
         log_ratio_sums=0 * ones,
+        given=~correct,
     )
     return sorted(credit.metrics), sorted(method.loss(tokens).metrics)
 
@@ -207,6 +208,7 @@ def needs_text(method: Method) -> str:
         ("the entropy of every token in the loss", needs.entropy in ("value", "grad")),
         (f"the logprobs of the {needs.top_k} most likely tokens in the loss", needs.top_k),
         ("a pass over every minibatch before it", needs.log_ratio_sums),
+        ("responses that prompts carry, in `extra.given_responses`", needs.given),
         ("what earlier visits to a prompt were rewarded with", needs.history),
         ("how far the run is", needs.progress),
         ("dynamic sampling", needs.dynamic_sampling),

@@ -73,6 +73,7 @@ class TokenBatch:
     counts as a response. ``group_accuracy``: share of correct responses of the response's prompt,
     over all of the rollout step (``segments.group_accuracy``). ``log_ratio_sums``: logprobs minus
     old_logprobs summed over a response, of all responses of the minibatch, without gradient.
+    ``given``: the response came with the prompt and was not sampled.
     """
 
     logprobs: Float[Tensor, " tokens"]
@@ -90,6 +91,7 @@ class TokenBatch:
     group_ids: Int[Tensor, " responses"] | None = None
     group_accuracy: Float[Tensor, " responses"] | None = None
     log_ratio_sums: Float[Tensor, " responses"] | None = None
+    given: Bool[Tensor, " responses"] | None = None
     response_loss_tokens: Int[Tensor, " responses"] | None = None
     num_responses: int | None = None
     num_tokens: int | None = None
@@ -143,6 +145,7 @@ class Needs:
     correct: bool  # TokenBatch.correct
     group_accuracy: bool  # TokenBatch.group_accuracy
     log_ratio_sums: bool  # TokenBatch.log_ratio_sums, by a pass over the minibatch before it
+    given: bool  # TokenBatch.given: responses that prompts carry
     dynamic_sampling: bool  # see Method.wants_group and max_sampling_tries
     max_sampling_tries: int  # 1 without dynamic sampling
     token_ids: bool  # Method.shape_rewards reads the response tokens

@@ -266,7 +266,7 @@ def _needs(config: MethodConfig, plan: CreditPlan, loss_plan: LossPlan) -> Needs
     if "topk_logprobs" in token_reads:
         top_k = loss_plan.policy_knobs["top_k"]
     return Needs(
-        ref_logprobs=any(coefficients) or "kl" in reads,
+        ref_logprobs=any(coefficients) or "kl" in reads or "ref_logprobs" in token_reads,
         entropy=entropy,
         top_k=top_k,
         visual_entropy="visual_entropy" in reads,
@@ -277,6 +277,7 @@ def _needs(config: MethodConfig, plan: CreditPlan, loss_plan: LossPlan) -> Needs
         correct=coefficients[0] != coefficients[1] or "correct" in token_reads,
         group_accuracy="group_accuracy" in token_reads,
         log_ratio_sums="log_ratio_sums" in token_reads,
+        given="given" in token_reads,
         dynamic_sampling=dynamic is not None,
         max_sampling_tries=1 if dynamic is None else dynamic.max_tries,
         token_ids=config.reward_shaping.repetition is not None,

@@ -201,7 +201,8 @@ def _kl_coefficients(terms: Terms, plan: LossPlan) -> Float[Tensor, " tokens"]:
 
 
 def mismatch_weights(terms: Terms, plan: LossPlan) -> Float[Tensor, " tokens"] | None:
-    """Detached weights of the policy term, None without a correction."""
+    """Detached weights of the policy term, 1 where no sampler was at work; None without a
+    correction."""
     if plan.mismatch == "none":
         return None
     if terms.batch.sampler_logprobs is None:
@@ -209,7 +210,8 @@ def mismatch_weights(terms: Terms, plan: LossPlan) -> Float[Tensor, " tokens"] |
             f"TokenBatch.sampler_logprobs is missing, but mismatch.kind = {plan.mismatch} reads it;"
             " give it"
         )
-    return CORRECTIONS[plan.mismatch](terms, {"cap": plan.mismatch_cap})
+    weights = CORRECTIONS[plan.mismatch](terms, {"cap": plan.mismatch_cap})
+    return weights if terms.batch.given is None else weights.masked_fill(terms.given, 1)
 
 
 def ratio_metrics(terms: Terms, log_ratio: Tensor, bounds: Bounds | None) -> dict[str, Tensor]:

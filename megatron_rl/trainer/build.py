@@ -37,6 +37,7 @@ from megatron_rl.trainer.colocation import ColocatedSync, Colocation
 from megatron_rl.trainer.evaluator import AnswersPrompts, Evaluator
 from megatron_rl.trainer.exchange import on_main
 from megatron_rl.trainer.experience import Experience
+from megatron_rl.trainer.given import Encode, GivenFirst, check_given, encoder, without_given
 from megatron_rl.trainer.health import Health
 from megatron_rl.trainer.histories import Histories
 from megatron_rl.trainer.hooks import RolloutHooks
@@ -84,6 +85,8 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         reward = build_reward(config.reward, lambda prompt: prompt.text)
         reward.check([*data.train_prompts, *data.held_out_prompts])
     method = build_method(config, data)
+    stop_ids = stop_token_ids(tokenizer.eos_token_id)
+    encode = given_encoder(config, method, data, tokenizer, world) if method.needs.given else None
     loader = training_stream(data, config)
     folder = RunFolder(config, world, display)
     start = folder.prepare(data_fingerprint(loader.state()))
@@ -98,7 +101,6 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     with display.phase("building the policy", name="policy"):
         policy = build_policy(config, method, vision)
     decode = text_of(tokenizer)
-    stop_ids = stop_token_ids(tokenizer.eos_token_id)
     parts = SourceParts(
         policy=policy,
         weights=policy,
@@ -110,6 +112,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         decode=decode,
         sampling=rollout_sampling(config, stop_ids),
         end=build_step_end(config, world, folder, decode),
+        encode=encode,
         save=lambda step: folder.save_unless_there(step, policy, source),
     )
     source: RolloutSource[Experience]
@@ -119,6 +122,8 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     else:
         source, sampler = build_colocated(config, world, display, parts)
     held_out = data.held_out_prompts[: config.evaluation.num_prompts]
+    if parts.encode is not None:
+        held_out = [without_given(prompt) for prompt in held_out]
     sampling = evaluation_sampling(config, stop_ids)
     return Trainer(
         config=config.trainer,
@@ -141,7 +146,8 @@ def build_colocated(
     sight = sight_of([*data.train_prompts, *data.held_out_prompts], parts.vision)
     with display.phase("building the rollout engine", name="engine"):
         engine, weight_sync = build_engine(config, world, policy, sight)
-    sampler = Sampler(engine, parts.reward, parts.decode, world, display)
+    answers = engine if parts.encode is None else GivenFirst(engine, parts.encode)
+    sampler = Sampler(answers, parts.reward, parts.decode, world, display)
     rollouts = Rollouts(
         sampler=sampler,
         loader=parts.loader,
@@ -184,6 +190,26 @@ def build_method(config: Config, data: Data) -> Method:
     check_visual_entropy(data.train_prompts, method)
     check_prompt_logprobs(data.train_prompts, method)
     return method
+
+
+def given_encoder(
+    config: Config, method: Method, data: Data, tokenizer: PreTrainedTokenizerBase, world: World
+) -> Encode:
+    """Collective. Makes tokens of the responses that prompts carry.
+
+    Raises:
+        ValueError: the source of the run asks engines alone, or see ``check_given``.
+    """
+    if config.source.is_servers:
+        raise ValueError(
+            f"source.name = servers: method {method.name} trains on responses that prompts carry,"
+            " which servers do not give; set source=colocated"
+        )
+    plain = partial(tokenizer.encode, add_special_tokens=False)
+    encode = encoder(plain, stop_token_ids(tokenizer.eos_token_id))
+    limits = (config.batch.responses_per_prompt, config.rollout.max_response_tokens)
+    world.from_main(lambda: check_given(data.train_prompts, encode, *limits))
+    return encode
 
 
 def build_step_end(config: Config, world: World, folder: RunFolder, decode: Decode) -> StepEnd:

@@ -39,7 +39,7 @@ class SourceParts:
     """What a source is made of, wherever its engines are. ``weights``: the policy's; ``decode``:
     tokens to text; ``sampling``: of a training step, without its seed; ``end``: what follows when a
     step has its responses; ``save``: leaves a checkpoint of a finished step, unless there is
-    one."""
+    one; ``encode``: text to tokens, where the method trains on responses that prompts carry."""
 
     policy: MegatronPolicy
     weights: WeightSource
@@ -52,6 +52,7 @@ class SourceParts:
     sampling: Sampling
     end: StepEnd
     save: Callable[[int], None]
+    encode: Callable[[str], Sequence[int]] | None = None
 
     def judge(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         """The verdicts on the answers to a prompt."""

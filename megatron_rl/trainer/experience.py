@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_rl.data.token_rows import RowNumbers, TokenRows
 from megatron_rl.loss import Credit
+from megatron_rl.trainer import given
 from megatron_rl.trainer.ownership import Ranks
 from megatron_rl.types import Completion, Prompt, Score, SequenceLengths, Share, TokenScores
 
@@ -57,6 +58,11 @@ class Responses:
     @property
     def num_groups(self) -> int:
         return int(self.group_ids[-1]) + 1 if len(self) else 0
+
+    @property
+    def given(self) -> Bool[np.ndarray, " rows"]:
+        """Which came with their prompt, see ``trainer/given.py``."""
+        return self.weight_versions == given.VERSION
 
     def take(self, rows: RowNumbers) -> Responses:
         """Some rows, in this order, under new numbers; groups are numbered anew too. Rows of one

@@ -183,6 +183,8 @@ class MinibatchLoss:
         if method.needs.group_accuracy:
             shares = group_accuracy(experience.correct, experience.group_ids)
             self._per_response["group_accuracy"] = shares
+        if method.needs.given:
+            self._per_response["given"] = torch.from_numpy(experience.responses.given)
         if experience.log_ratio_sums is not None:
             self._per_response["log_ratio_sums"] = experience.log_ratio_sums
         self._on_device: dict[str, Tensor] = {}

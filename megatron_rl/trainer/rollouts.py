@@ -13,7 +13,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import Ahead, PromptLoader, WeightedLoader
 from megatron_rl.data.token_rows import RowNumbers
 from megatron_rl.loss import Method
-from megatron_rl.protocols import Reward, RolloutEngine
+from megatron_rl.protocols import Answers, Reward
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.scheduling.batches import KeptShare, Rules
@@ -47,7 +47,7 @@ class Sampler:
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: Answers,
         reward: Reward,
         decode: Callable[[Sequence[int]], str],
         world: World,

@@ -85,6 +85,7 @@ def tokens(batch: ResponseBatch, credit: Credit, needs: Needs) -> TokenBatch:
         group_ids=batch.group_ids,
         group_accuracy=group_accuracy(batch.correct, batch.group_ids),
         log_ratio_sums=moved,
+        given=batch.correct,
     )
 
 

@@ -31,6 +31,7 @@ TESTS = {
     "histories": "test_histories",
     "policy_losses": "test_policy_losses",
     "response_losses": "test_response_losses",
+    "given_responses": "test_given_responses",
     "aggregate": "test_aggregate",
     "mismatch": "test_mismatch",
     "terms": "test_token_loss",

@@ -94,6 +94,7 @@ def token_batch(
         topk_logprobs=-others[:, :3].sort(1).values.to(dtype),
         is_argmax=others[:, 3] > 0.5,
         log_ratio_sums=moved,
+        given=torch.tensor([row.given for row in rows]),
         correct=torch.tensor([row.correct for row in rows]),
         group_ids=torch.tensor([row.group for row in rows]),
         group_accuracy=group_accuracy(

@@ -33,6 +33,11 @@ class Row:
         return math.exp(1.5 * self.mean_logprob)
 
     @property
+    def given(self) -> bool:
+        """Not sampled: every response of an even length."""
+        return self.length % 2 == 0
+
+    @property
     def visits(self) -> int:
         return self.group % 3
 
@@ -95,6 +100,10 @@ NAMED = {
     "dcpo": Choice("smoothed", aggregate="sum", token="dcpo"),
     "cde": Choice(aggregate="token", knobs={"weight": 1 - PROGRESS}),
     "arm": Choice(shaping=("gap",), high=0.28, aggregate="token"),
+    "dph_forward_kl": Choice(aggregate="token", token="dph forward_kl"),
+    "dph_js": Choice(aggregate="token", token="dph js"),
+    "dph_alpha": Choice(aggregate="token", token="dph alpha"),
+    "rl_plus": Choice(aggregate="token", token="rl_plus"),
     "pacs": Choice(aggregate="sum", token="pacs"),
     "simko": Choice(aggregate="token", token="simko"),
     "archer": Choice(aggregate="token", kl=1e-3, token="archer"),
@@ -360,6 +369,8 @@ def loss(
             value = {"reinforce": -advantage * new, "cispo": -clipped * advantage * new}.get(
                 choice.loss, -min(ratio * advantage, clipped * advantage)
             )
+            if row.given and choice.token in token_reference.GIVEN:
+                value = token_reference.of_given(choice.token, advantage, new, past, frozen)
             penalty = (
                 choice.kl
                 * kl_weight(row, rows, choice)

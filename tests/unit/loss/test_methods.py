@@ -149,12 +149,16 @@ def test_yaml_head_says_what_the_method_is(name: str) -> None:
 
 
 def on_policy(batch: TokenBatch) -> tuple[TokenBatch, torch.Tensor]:
-    """The same at ratio 1 and at the reference, and its logprobs."""
-    assert batch.log_ratio_sums is not None
+    """The same at ratio 1 and at the reference, all of it sampled, and its logprobs."""
+    assert batch.log_ratio_sums is not None and batch.given is not None
     logprobs = batch.old_logprobs.clone().requires_grad_()
     unmoved = torch.zeros_like(batch.log_ratio_sums)
     same = dataclasses.replace(
-        batch, logprobs=logprobs, ref_logprobs=batch.old_logprobs, log_ratio_sums=unmoved
+        batch,
+        logprobs=logprobs,
+        ref_logprobs=batch.old_logprobs,
+        log_ratio_sums=unmoved,
+        given=torch.zeros_like(batch.given),
     )
     return same, logprobs
 

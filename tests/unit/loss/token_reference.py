@@ -71,3 +71,20 @@ def pacs(row: Row, rows: list[Row], moved: list[float]) -> float:
     weight = len(group) / (2 * alike) if alike < len(group) else 1.0
     predicted = 1 / (1 + math.exp(-psi))
     return -weight * math.log(predicted if row.correct else 1 - predicted)
+
+
+GIVEN = ("dph forward_kl", "dph js", "dph alpha", "rl_plus")
+
+
+def of_given(name: str, advantage: float, new: float, past: float, frozen: float) -> float:
+    """What is minimized at a token of a response that was not sampled."""
+    if name == "rl_plus":
+        p, q = math.exp(new), math.exp(past)
+        return -2 * p / (1.5 * q + 0.5) * advantage * math.sqrt(1 - p)
+    u = math.exp(new) / math.exp(frozen)
+    f = {
+        "dph forward_kl": u - 1 - math.log(u),
+        "dph js": u * math.log(u) - (u + 1) * math.log((u + 1) / 2),
+        "dph alpha": (u**0.8 - 0.8 * u - 0.2) / -0.16,
+    }
+    return 0.01 * f[name]
