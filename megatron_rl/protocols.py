@@ -148,10 +148,12 @@ class Policy(Protocol):
     by the policy's ``Placing``; all shares have equally many micro-batches.
     """
 
-    def score(self, share: Share, *, reference: bool = False, prompts: bool = False) -> TokenScores:
+    def score(
+        self, share: Share, *, reference: bool = False, prompts: bool = False, nucleus: bool = False
+    ) -> TokenScores:
         """Collective, no gradient: logprobs (and entropies, where built with them and not of the
         reference) of all response tokens of the share. ``prompts``: logprobs of the prompts' tokens
-        too, by the same forward."""
+        too, by the same forward; ``nucleus``: entropies of the nucleus that it is built with."""
 
     def update(self, share: Share, loss: TokenLoss, *, with_scores: bool = False) -> UpdateResult:
         """Collective: forward and backward of all shares, one optimizer step and one step of the

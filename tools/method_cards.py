@@ -168,6 +168,8 @@ def metric_keys(method: Method) -> tuple[list[str], list[str]]:
         group_ids=batch.group_ids,
         log_ratio_sums=0 * ones,
         given=~correct,
+        nucleus_entropy=ones,
+        peaks=torch.ones(4, dtype=torch.float64),
     )
     return sorted(credit.metrics), sorted(method.loss(tokens).metrics)
 
@@ -208,6 +210,7 @@ def needs_text(method: Method) -> str:
         ("the entropy of every token in the loss", needs.entropy in ("value", "grad")),
         (f"the logprobs of the {needs.top_k} most likely tokens in the loss", needs.top_k),
         ("a pass over every minibatch before it", needs.log_ratio_sums),
+        ("the entropy of the nucleus at every token, by a pass before", needs.nucleus),
         ("responses that prompts carry, in `extra.given_responses`", needs.given),
         ("what earlier visits to a prompt were rewarded with", needs.history),
         ("how far the run is", needs.progress),

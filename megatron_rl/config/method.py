@@ -71,6 +71,18 @@ class EntropyConfig(Piece):
     metric: bool = True  # log the entropy even where coef is 0
 
 
+class EntropyAnchorConfig(Piece):
+    """loss += coef (mean entropy of the nucleus over peak tokens - that of the run's start)^2.
+
+    The nucleus is the most likely tokens that reach the probability ``top_p``; at peak tokens its
+    entropy is not below the ``quantile`` of the minibatch.
+    """
+
+    coef: NonNegativeFloat = 0.005
+    quantile: Annotated[float, Field(ge=0, le=1)] = 0.8
+    top_p: Annotated[float, Field(gt=0, le=1)] = 0.8
+
+
 class MismatchConfig(Piece):
     """What to do about engine and trainer disagreeing on the old policy: w = exp(old - sampler)."""
 
@@ -133,6 +145,7 @@ class MethodConfig(Piece):
     aggregate: Aggregate
     kl: KlConfig
     entropy: EntropyConfig = EntropyConfig()
+    entropy_anchor: EntropyAnchorConfig | None = None
     mismatch: MismatchConfig = MismatchConfig()
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
     filters: FiltersConfig = FiltersConfig()

@@ -73,7 +73,9 @@ class TokenBatch:
     counts as a response. ``group_accuracy``: share of correct responses of the response's prompt,
     over all of the rollout step (``segments.group_accuracy``). ``log_ratio_sums``: logprobs minus
     old_logprobs summed over a response, of all responses of the minibatch, without gradient.
-    ``given``: the response came with the prompt and was not sampled.
+    ``given``: the response came with the prompt and was not sampled. ``nucleus_entropy``: of the
+    most likely tokens that reach a probability, nats, with gradient; ``peaks``: see
+    ``Method.peaks``.
     """
 
     logprobs: Float[Tensor, " tokens"]
@@ -92,6 +94,8 @@ class TokenBatch:
     group_accuracy: Float[Tensor, " responses"] | None = None
     log_ratio_sums: Float[Tensor, " responses"] | None = None
     given: Bool[Tensor, " responses"] | None = None
+    nucleus_entropy: Float[Tensor, " tokens"] | None = None
+    peaks: Float[Tensor, "4"] | None = None
     response_loss_tokens: Int[Tensor, " responses"] | None = None
     num_responses: int | None = None
     num_tokens: int | None = None
@@ -99,7 +103,7 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class LossResult:
-    """loss = policy_loss + kl_loss - entropy.coef * entropy, as a contribution.
+    """loss = policy_loss + kl_loss - entropy.coef * entropy + entropy anchor, as a contribution.
 
     Its sum over micro-batches and data x context parallel ranks is the minibatch value. So is every
     metric but those whose key ends in ``_max`` (reduced by maximum).
@@ -145,6 +149,7 @@ class Needs:
     correct: bool  # TokenBatch.correct
     group_accuracy: bool  # TokenBatch.group_accuracy
     log_ratio_sums: bool  # TokenBatch.log_ratio_sums, by a pass over the minibatch before it
+    nucleus: float  # the probability that TokenBatch.nucleus_entropy is of, 0 without; with peaks
     given: bool  # TokenBatch.given: responses that prompts carry
     dynamic_sampling: bool  # see Method.wants_group and max_sampling_tries
     max_sampling_tries: int  # 1 without dynamic sampling

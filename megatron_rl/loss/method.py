@@ -15,6 +15,7 @@ from megatron_rl.loss import filters, kl
 from megatron_rl.loss.batch import Credit, LossResult, Needs, ResponseBatch, TokenBatch
 from megatron_rl.loss.choices import ESTIMATORS
 from megatron_rl.loss.credit import CreditPlan, credit, reads_of, tail_of
+from megatron_rl.loss.entropy_anchor import find_peaks
 from megatron_rl.loss.segments import lifted, segments_of
 from megatron_rl.loss.tails import FIELDS as CONFIDENCES
 from megatron_rl.loss.tails import tail_confidence
@@ -200,6 +201,18 @@ class Method:
         confidence = tail_confidence(logprobs, response_index, num_responses, tail=tail)
         return {"prompt_confidence": confidence}
 
+    def peaks(
+        self, nucleus_entropies: Float[Tensor, " tokens"], anchor: float | None
+    ) -> Float[Tensor, "4"]:
+        """TokenBatch.peaks of a minibatch, from the entropies of all its loss tokens under the
+        current weights: threshold, number and mean of the peak tokens, and the ``anchor``, where
+        None stands for that mean. Asked for where ``needs.nucleus``, before each update."""
+        knobs = self.config.entropy_anchor
+        assert knobs is not None
+        found = find_peaks(nucleus_entropies, knobs.quantile)
+        start = found.mean if anchor is None else anchor
+        return torch.tensor([*found, start], dtype=torch.float64)
+
 
 def _prefixed(override: str) -> str:
     """The override below the key ``method``, keeping Hydra's prefix."""
@@ -232,6 +245,7 @@ def _credit_plan(config: MethodConfig) -> CreditPlan:
 
 def _loss_plan(config: MethodConfig, response_limit: int | None) -> LossPlan:
     kl_aggregate = config.kl.aggregate or config.aggregate
+    anchor = config.entropy_anchor
     return LossPlan(
         policy_loss=config.policy_loss.name,
         policy_knobs=config.policy_loss.knobs,
@@ -244,6 +258,7 @@ def _loss_plan(config: MethodConfig, response_limit: int | None) -> LossPlan:
         mismatch_cap=config.mismatch.cap,
         response_limit=response_limit,
         token_shaping=tuple((name, choice.knobs) for name, choice in config.token_shaping.items()),
+        entropy_anchor=None if anchor is None else anchor.coef,
     )
 
 
@@ -277,6 +292,7 @@ def _needs(config: MethodConfig, plan: CreditPlan, loss_plan: LossPlan) -> Needs
         correct=coefficients[0] != coefficients[1] or "correct" in token_reads,
         group_accuracy="group_accuracy" in token_reads,
         log_ratio_sums="log_ratio_sums" in token_reads,
+        nucleus=0.0 if config.entropy_anchor is None else config.entropy_anchor.top_p,
         given="given" in token_reads,
         dynamic_sampling=dynamic is not None,
         max_sampling_tries=1 if dynamic is None else dynamic.max_tries,

@@ -19,6 +19,7 @@ from megatron_rl.loss.choices import (
     TOKEN_SHAPERS,
     Knobs,
 )
+from megatron_rl.loss.entropy_anchor import anchored
 from megatron_rl.loss.response_losses import Clipped
 from megatron_rl.loss.segments import lifted, where_correct
 from megatron_rl.loss.terms import SequenceSum, Terms, terms_of
@@ -40,6 +41,7 @@ class LossPlan:
     mismatch_cap: float
     response_limit: int | None = None
     token_shaping: tuple[tuple[str, Knobs], ...] = ()
+    entropy_anchor: float | None = None  # the coefficient
 
 
 def token_reads_of(plan: LossPlan) -> dict[str, str]:
@@ -47,6 +49,8 @@ def token_reads_of(plan: LossPlan) -> dict[str, str]:
     fields: dict[str, str] = {}
     for name, _ in plan.token_shaping:
         fields |= dict.fromkeys(TOKEN_SHAPERS[name].reads, f"token shaper {name}")
+    if plan.entropy_anchor is not None:
+        fields |= dict.fromkeys(("nucleus_entropy", "peaks"), "entropy_anchor")
     for name in (plan.aggregate[0], plan.kl_aggregate[0]):
         fields |= dict.fromkeys(AGGREGATIONS[name].reads, f"aggregation {name}")
     reads = POLICY_LOSSES[plan.policy_loss].reads
@@ -59,7 +63,7 @@ def token_loss(
     sequence_sum: SequenceSum,
     sequence_gather: SequenceGather = lambda columns: columns,
 ) -> LossResult:
-    """The contribution of ``batch``: policy_loss + kl_loss - entropy_coef entropy.
+    """The contribution of ``batch``: policy_loss + kl_loss - entropy_coef entropy + anchor.
 
     Raises:
         ValueError: the batch lacks what the method reads.
@@ -91,6 +95,11 @@ def token_loss(
             "TokenBatch.entropy is missing, but entropy.coef is not 0; give it, or set"
             " entropy.coef=0"
         )
+    anchor = anchor_term(terms, plan)
+    if anchor is not None:
+        loss = loss + anchor[0]
+        metrics["loss/entropy_anchor"] = anchor[0].detach()
+        metrics["entropy/nucleus_peak_mean"] = anchor[1]
     if divergence is not None:
         metrics["kl/reference_mean"] = terms.mean(divergence)
     if correction is not None:
@@ -182,6 +191,16 @@ def kl_term(
         weights = token_weights(terms, plan.kl_aggregate)
     weighted = _kl_coefficients(terms, plan) * divergence
     return aggregate.weighted_sum(weighted, weights, terms.loss_mask), divergence
+
+
+def anchor_term(terms: Terms, plan: LossPlan) -> tuple[Float[Tensor, ""], Float[Tensor, ""]] | None:
+    """The pull of the entropy to its start, and the mean that it is of; None without one."""
+    batch = terms.batch
+    if plan.entropy_anchor is None:
+        return None
+    assert batch.nucleus_entropy is not None and batch.peaks is not None
+    entropy = lifted(batch.nucleus_entropy).to(terms.dtype).masked_fill(~terms.loss_mask, 0)
+    return anchored(entropy, batch.peaks, terms.loss_mask, coef=plan.entropy_anchor)
 
 
 def _kl_coefficients(terms: Terms, plan: LossPlan) -> Float[Tensor, " tokens"]:

@@ -192,10 +192,9 @@ class MegatronPolicy:
         """Interleaved pipelines take micro-batches in groups of one a stage."""
         return self.ranks.pipeline if self.parallel.virtual_pipeline is not None else 1
 
-    def score(self, share: Share, *, reference: bool = False, prompts: bool = False) -> TokenScores:
+    def score(self, share: Share, **asked: bool) -> TokenScores:
         """See protocols.Policy."""
-        batch, cut = share.batch, share.microbatches
-        return self.score_microbatches(batch, cut, reference=reference, prompts=prompts)
+        return self.score_microbatches(share.batch, share.microbatches, **asked)
 
     def score_alone(
         self, batch: SequenceBatch, *, reference: bool = False, temperature: float | None = None
@@ -212,6 +211,7 @@ class MegatronPolicy:
         *,
         reference: bool = False,
         prompts: bool = False,
+        nucleus: bool = False,
         temperature: float | None = None,
     ) -> TokenScores:
         """Collective: ``score`` of a ``Share`` by its fields. ``batch`` is that of THIS
@@ -221,11 +221,13 @@ class MegatronPolicy:
         self._offload.require("weights")
         # Entropies of the reference are read by nobody.
         entropy: Entropy = "value" if self.settings.entropy != "none" and not reference else "none"
-        board = self._board(batch, entropy, prompt_places(batch, microbatches) if prompts else None)
+        places = prompt_places(batch, microbatches) if prompts else None
+        board = self._board(batch, entropy, places, nucleus)
         passes = self._passes if temperature is None else self._passes_at(temperature)
         with self._weights(reference), logprob_format(self.config, self.precision), platform():
             packed = self.batching.packed(batch, microbatches, prompts=prompts)
-            board.fill(passes, packed, entropy)
+            share = self.settings.nucleus if nucleus else 0.0
+            board.fill(passes, packed, entropy=entropy, nucleus=share)
         return board.read()
 
     def update(self, share: Share, loss: TokenLoss, *, with_scores: bool = False) -> UpdateResult:
@@ -284,15 +286,14 @@ class MegatronPolicy:
             self.optimizer.zero_grad()
             consume = loss_consumer(loss, self.ranks, entropy=in_loss, board=board)
             packed = self.batching.packed(batch, microbatches)
-            wanted: Values = {"entropy": entropy, "top_k": self.settings.top_k}
+            settings = self.settings
+            wanted = {"entropy": entropy, "top_k": settings.top_k, "nucleus": settings.nucleus}
             collected = self._passes.run(packed, consume, backward=True, **wanted)
         return reduce_totals(collected, self.ranks)
 
-    def _board(
-        self, batch: SequenceBatch, entropy: Entropy, places: Tensor | None = None
-    ) -> ScoreBoard:
+    def _board(self, batch: SequenceBatch, entropy: Entropy, *more: Any) -> ScoreBoard:
         num_tokens = int(batch.response_lengths.sum())
-        return ScoreBoard(num_tokens, entropy != "none", self.ranks, self.device, places)
+        return ScoreBoard(num_tokens, entropy != "none", self.ranks, self.device, *more)
 
     @property
     def gathered_bytes_sent(self) -> int:

@@ -163,6 +163,7 @@ def _tensors(experience: Experience, tokens: TokenRows) -> dict[str, Tensor]:
         "kl_weights": credit.kl_weights,
         "keep": credit.keep,
         "log_ratio_sums": experience.log_ratio_sums,
+        "peaks": experience.peaks,
         "weight_versions": torch.from_numpy(experience.responses.weight_versions),
     }
     # A copy each: safetensors refuses tensors that share memory.
@@ -270,4 +271,5 @@ def _restored(
         ref=scores("ref_logprobs"),
         old=scores("old_logprobs"),
         log_ratio_sums=tensors.get("log_ratio_sums"),
+        peaks=tensors.get("peaks"),
     )

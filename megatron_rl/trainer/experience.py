@@ -115,6 +115,7 @@ class Experience:
     old: TokenScores | None = None  # None: see ``on_policy``
     # Of all rows, of the minibatch at work: see ``Learner.update``; None: the method reads none.
     log_ratio_sums: Float[Tensor, " responses"] | None = None
+    peaks: Float[Tensor, "4"] | None = None  # of that minibatch, see ``Method.peaks``
 
     @property
     def num_groups(self) -> int:

@@ -118,7 +118,8 @@ class Learner:
                 continue
             placed = self.placement.lent(experience, rows)
             sums = self._log_ratio_sums(experience, placed)
-            minibatch = Minibatch(step, number, replace(experience, log_ratio_sums=sums), rows)
+            looked_at = replace(experience, log_ratio_sums=sums, peaks=self._peaks(placed))
+            minibatch = Minibatch(step, number, looked_at, rows)
             self.health.before(minibatch)
             loss = MinibatchLoss(self.method, minibatch.experience, rows, placed.tokens)
             result = self.policy.update(placed.share, loss, with_scores=experience.on_policy)
@@ -146,6 +147,18 @@ class Learner:
         logprobs = on_cpu(self.policy.score(placed.share)).logprobs.numpy()
         moved = logprobs - placed.tokens.columns["old_logprobs"]
         return self.placement.response_sums(placed, moved, num_rows)
+
+    def _peaks(self, placed: Placed) -> Tensor | None:
+        """Collective: where the policy is most uncertain in a minibatch, by a pass of its own,
+        where the method reads it. Every rank is told the entropy of every token."""
+        if not self.method.needs.nucleus:
+            return None
+        entropies = on_cpu(self.policy.score(placed.share, nucleus=True)).nucleus_entropy
+        assert entropies is not None
+        everything = self.placement.of_all_tokens(entropies)
+        peaks = self.method.peaks(everything, self.histories.entropy_anchor)
+        self.histories.entropy_anchor = peaks[3].item()
+        return peaks
 
 
 def _old_scores(experience: Experience, updates: Sequence[UpdateResult]) -> TokenScores:

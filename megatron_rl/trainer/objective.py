@@ -32,6 +32,7 @@ def token_settings(method: Method) -> dict[str, Any]:
         "entropy": ENTROPY[wanted],
         "entropy_in_loss": wanted in ("value", "grad"),
         "top_k": method.needs.top_k,
+        "nucleus": method.needs.nucleus,
     }
 
 
@@ -41,7 +42,12 @@ def on_cpu(scores: TokenScores) -> TokenScores:
     def moved(values: Tensor | None) -> Tensor | None:
         return None if values is None else values.cpu()
 
-    return TokenScores(scores.logprobs.cpu(), moved(scores.entropy), moved(scores.prompt_logprobs))
+    return TokenScores(
+        scores.logprobs.cpu(),
+        moved(scores.entropy),
+        moved(scores.prompt_logprobs),
+        moved(scores.nucleus_entropy),
+    )
 
 
 def credit_of(experience: Experience, method: Method, world: World, histories: Histories) -> Credit:
@@ -185,6 +191,8 @@ class MinibatchLoss:
             self._per_response["group_accuracy"] = shares
         if method.needs.given:
             self._per_response["given"] = torch.from_numpy(experience.responses.given)
+        if experience.peaks is not None:
+            self._per_response["peaks"] = experience.peaks
         if experience.log_ratio_sums is not None:
             self._per_response["log_ratio_sums"] = experience.log_ratio_sums
         self._on_device: dict[str, Tensor] = {}
@@ -221,6 +229,7 @@ class MinibatchLoss:
                 entropy=view.entropy,
                 topk_logprobs=view.topk_logprobs,
                 is_argmax=view.is_argmax,
+                nucleus_entropy=view.nucleus_entropy,
                 num_responses=self._num_responses,
                 num_tokens=self._num_tokens,
                 **self._on_device,

@@ -144,6 +144,7 @@ class RunFolder:
             "rollouts": source.state(),
             "random_states": states,
             "histories": self.histories.state(),
+            "entropy_anchor": self.histories.entropy_anchor,
         }
         path = step_path(self.path / CHECKPOINTS, step)
         keep = partial(self._keep, copy(self.scores))
@@ -259,6 +260,7 @@ class RunFolder:
         try:
             source.restore(extra["rollouts"])
             self.histories.restore(extra.get("histories", {}))  # older checkpoints have none
+            self.histories.entropy_anchor = extra.get("entropy_anchor")
         except ValueError as error:
             if self._config.resume.changed != "allow":
                 raise

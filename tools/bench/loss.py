@@ -86,6 +86,8 @@ def tokens(batch: ResponseBatch, credit: Credit, needs: Needs) -> TokenBatch:
         group_accuracy=group_accuracy(batch.correct, batch.group_ids),
         log_ratio_sums=moved,
         given=batch.correct,
+        nucleus_entropy=others[:, 0] if needs.nucleus else None,
+        peaks=torch.tensor([0.8, 0.2 * ids.numel(), 0.9, 0.8]),
     )
 
 

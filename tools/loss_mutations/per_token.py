@@ -72,6 +72,23 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("gate & is_argmax & (advantages < 0)", "gate & (advantages < 0)"),
         ("gate & is_argmax & (advantages < 0)", "gate & is_argmax"),
     ],
+    ("entropy_anchor", "find_peaks"): [
+        ("(ordered < bound).sum()", "(ordered <= bound).sum()"),
+        ("ordered[first - 1].item()) / 2", "lowest) / 2"),
+        ("ordered[first:].mean()", "ordered.mean()"),
+        ("len(ordered) - first, ordered", "len(ordered), ordered"),
+        ("entropies.double().sort()", "entropies.sort()"),
+        ("(place - below) *", "(1 - place + below) *"),
+    ],
+    ("entropy_anchor", "anchored"): [
+        ("entropy.detach() >= threshold", "entropy.detach() > threshold"),
+        ("is_peak = loss_mask & (", "is_peak = ("),
+        ("gap = mean - anchor", "gap = anchor - mean"),
+        ("gap.square() + 2 * gap * rise", "gap.square() + gap * rise"),
+        ("gap.square() + 2 * gap * rise", "2 * gap * rise"),
+        ("coef * share, is_peak", "share, is_peak"),
+        ("(1 / num.clamp(min=1))", "(1 / is_peak.sum())"),
+    ],
     ("given_responses", "dph"): [
         ("torch.expm1(log_u) - log_u", "torch.expm1(log_u) + log_u"),
         ("torch.expm1(log_u) - log_u", "torch.expm1(-log_u) + log_u"),

@@ -8,6 +8,7 @@ import torch
 from megatron_rl.loss import Credit, ResponseBatch, TokenBatch
 from megatron_rl.loss.segments import group_accuracy
 from tests.unit.loss.reference import PROGRESS, Row
+from tests.unit.loss.token_reference import peaks
 
 LIMIT = 12  # longest response, tokens
 # correct responses of each group: mixed, all right, all wrong, 1 of 8, 7 of 8, small ones
@@ -95,6 +96,8 @@ def token_batch(
         is_argmax=others[:, 3] > 0.5,
         log_ratio_sums=moved,
         given=torch.tensor([row.given for row in rows]),
+        nucleus_entropy=others[:, 0].to(dtype),
+        peaks=torch.tensor(peaks(others[:, 0].to(dtype).tolist()), dtype=torch.float64),
         correct=torch.tensor([row.correct for row in rows]),
         group_ids=torch.tensor([row.group for row in rows]),
         group_accuracy=group_accuracy(

@@ -104,6 +104,7 @@ NAMED = {
     "dph_js": Choice(aggregate="token", token="dph js"),
     "dph_alpha": Choice(aggregate="token", token="dph alpha"),
     "rl_plus": Choice(aggregate="token", token="rl_plus"),
+    "siren": Choice("centered", high=0.28, aggregate="norm", token="siren"),
     "pacs": Choice(aggregate="sum", token="pacs"),
     "simko": Choice(aggregate="token", token="simko"),
     "archer": Choice(aggregate="token", kl=1e-3, token="archer"),
@@ -341,6 +342,8 @@ def loss(
         return average([token_reference.pacs(row, rows, tokens.moved) for row in rows])
     count = sum(len(response) for response in tokens.new)
     total = 0.0
+    if choice.token == "siren":
+        total = token_reference.anchor([value for row in tokens.nucleus for value in row])
     by_row = zip(rows, token_advantages(rows, choice, tokens), range(len(rows)), strict=True)
     for row, inside, at in by_row:
         new_row, old_row, entropies = tokens.new[at], tokens.old[at], tokens.entropy[at]
@@ -389,6 +392,7 @@ class Tokens:
     ref: list[list[float]]
     entropy: list[list[float]]
     is_argmax: list[list[bool]]
+    nucleus: list[list[float]]
 
     @property
     def moved(self) -> list[float]:

@@ -55,9 +55,9 @@ def test_credit_and_loss_equal_the_plain_reference(name: str) -> None:
 def plain_tokens(batch: TokenBatch, rows: list[reference.Row]) -> reference.Tokens:
     """What the plain reference is given of a batch."""
     assert batch.ref_logprobs is not None and batch.entropy is not None
-    assert batch.is_argmax is not None
+    assert batch.is_argmax is not None and batch.nucleus_entropy is not None
     values = (batch.logprobs, batch.old_logprobs, batch.ref_logprobs, batch.entropy)
-    values += (batch.is_argmax,)
+    values += (batch.is_argmax, batch.nucleus_entropy)
     return reference.Tokens(*[per_response(each, rows) for each in values])
 
 

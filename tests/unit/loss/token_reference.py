@@ -88,3 +88,19 @@ def of_given(name: str, advantage: float, new: float, past: float, frozen: float
         "dph alpha": (u**0.8 - 0.8 * u - 0.2) / -0.16,
     }
     return 0.01 * f[name]
+
+
+def peaks(entropies: list[float]) -> tuple[float, int, float, float]:
+    """A number between the tokens at or above the 0.8-quantile and the others, how many they are,
+    their mean, and what it was at the start."""
+    bound = quantile(entropies, 0.8)
+    high = [value for value in entropies if value >= bound]
+    low = [value for value in entropies if value < bound]
+    between = (min(high) + max(low)) / 2 if low else min(high) - 1
+    return between, len(high), average(high), 0.3
+
+
+def anchor(entropies: list[float]) -> float:
+    """Of all tokens of a minibatch."""
+    _, _, mean, start = peaks(entropies)
+    return 0.005 * (mean - start) ** 2

@@ -36,13 +36,15 @@ def test_a_prompt_without_the_visual_entropy_that_the_method_needs_is_named():
         ("archer", [], "value", True, 0),
         ("simko", ["policy_loss.top_k=5"], "value", True, 5),
         ("pacs", ["entropy.metric=false"], "none", False, 0),
+        ("siren", ["entropy.metric=false", "entropy_anchor.top_p=0.7"], "none", False, 0),
     ],
 )
 def test_the_policy_computes_of_tokens_what_the_method_reads(
     name: str, overrides: list[str], entropy: str, in_loss: bool, top_k: int
 ):
     found = token_settings(load_method(name, overrides))
-    assert found == {"entropy": entropy, "entropy_in_loss": in_loss, "top_k": top_k}
+    wanted = {"entropy": entropy, "entropy_in_loss": in_loss, "top_k": top_k}
+    assert found == wanted | {"nucleus": 0.7 if name == "siren" else 0.0}
 
 
 def test_a_loss_is_given_lengths_and_groups_of_its_minibatch(build, monkeypatch):
