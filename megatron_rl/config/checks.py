@@ -144,6 +144,7 @@ def _lengths(config: Config) -> Iterator[str]:
             f" have rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens;"
             f" raise it to {longest} or more"
         )
+    yield from _growing_limit(config.rollout)
     for k in config.evaluation.pass_at:
         if k > config.evaluation.responses_per_prompt:
             responses = config.evaluation.responses_per_prompt
@@ -155,6 +156,21 @@ def _lengths(config: Config) -> Iterator[str]:
         yield (
             "evaluation.responses_per_prompt > 1 with evaluation.temperature = 0: all responses"
             " would be the same; raise the temperature"
+        )
+
+
+def _growing_limit(rollout: RolloutConfig) -> Iterator[str]:
+    stages = rollout.response_stages
+    if stages is None:
+        return
+    steps = [stage.from_step for stage in stages]
+    limits = [stage.max_response_tokens for stage in stages]
+    grows = steps == sorted(set(steps)) and limits == sorted(set(limits))
+    if not grows or steps[:1] != [1] or limits[-1:] != [rollout.max_response_tokens]:
+        shown = [stage.model_dump() for stage in stages]
+        yield (
+            f"rollout.response_stages = {shown}: let from_step begin at 1, both numbers grow, and"
+            f" the last limit be rollout.max_response_tokens = {rollout.max_response_tokens}"
         )
 
 

@@ -156,6 +156,7 @@ def build_colocated(
         prompts_per_step=config.batch.prompts_per_step,
         seed=config.seed,
         end=parts.end,
+        response_limit=config.rollout.response_limit,
     )
     memory = build_colocation(config, policy, engine)
     weight_sync = ColocatedSync(weight_sync, memory)

@@ -74,7 +74,7 @@ def build_servers(config: Config, world: World, parts: SourceParts) -> Servers:
     secret = world.from_main(lambda: run_secret(folder))
     tasks = Tasks(
         prompts=PromptStream(parts.loader),
-        sampling=partial(_sampling_of, parts.sampling, config.seed),
+        sampling=partial(_sampling_of, config, parts.sampling),
         judge=parts.judge,
         wants=parts.wants,
         connect=partial(
@@ -157,8 +157,10 @@ def source_rules(config: Config, method: Method) -> Rules:
     )
 
 
-def _sampling_of(sampling: Sampling, seed: int, step: int) -> Sampling:
-    """Of a step, counted from 0. The seed is that of the step, as for every source: the answer to
-    a request follows from the run's seed, the step, the prompt's uid, the number of the response
-    and the weights."""
-    return replace(sampling, seed=sampling_seed(seed, step + 1))
+def _sampling_of(config: Config, sampling: Sampling, step: int) -> Sampling:
+    """Of a step, counted from 0. Limit and seed are those of the step, as for every source: the
+    answer to a request follows from the run's seed, the step, the prompt's uid, the number of the
+    response and the weights."""
+    limit = config.rollout.response_limit(step + 1)
+    seed = sampling_seed(config.seed, step + 1)
+    return replace(sampling, seed=seed, max_response_tokens=limit)

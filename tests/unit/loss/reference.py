@@ -105,6 +105,7 @@ NAMED = {
     "dph_alpha": Choice(aggregate="token", token="dph alpha"),
     "rl_plus": Choice(aggregate="token", token="rl_plus"),
     "siren": Choice("centered", high=0.28, aggregate="norm", token="siren"),
+    "campo": Choice(high=0.28, aggregate="token"),
     "pacs": Choice(aggregate="sum", token="pacs"),
     "simko": Choice(aggregate="token", token="simko"),
     "archer": Choice(aggregate="token", kl=1e-3, token="archer"),
