@@ -170,6 +170,9 @@ def metric_keys(method: Method) -> tuple[list[str], list[str]]:
         given=~correct,
         nucleus_entropy=ones,
         peaks=torch.ones(4, dtype=torch.float64),
+        end_logprobs=-ones,
+        end_index=torch.arange(8),
+        end_start=-ones.sum(),
     )
     return sorted(credit.metrics), sorted(method.loss(tokens).metrics)
 
@@ -211,6 +214,7 @@ def needs_text(method: Method) -> str:
         (f"the logprobs of the {needs.top_k} most likely tokens in the loss", needs.top_k),
         ("a pass over every minibatch before it", needs.log_ratio_sums),
         ("the entropy of the nucleus at every token, by a pass before", needs.nucleus),
+        ("the logprob of one token after every response", needs.end_token is not None),
         ("responses that prompts carry, in `extra.given_responses`", needs.given),
         ("what earlier visits to a prompt were rewarded with", needs.history),
         ("how far the run is", needs.progress),

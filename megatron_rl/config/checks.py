@@ -365,6 +365,12 @@ def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[str]:
                     f"precision.fp8.{key} = {getattr(fp8, key)}: one pipeline stage has"
                     f" {even_share} layers; lower it"
                 )
+    of_self = config.method.self_reward
+    if of_self is not None and sizes.vocab_size and of_self.token_id >= sizes.vocab_size:
+        yield (
+            f"method.self_reward.token_id = {of_self.token_id}: the model has {sizes.vocab_size}"
+            " tokens; choose one of them"
+        )
     yield from position_problems(config.rollout, hf_config)
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import (
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     SerializeAsAny,
@@ -83,6 +84,17 @@ class EntropyAnchorConfig(Piece):
     top_p: Annotated[float, Field(gt=0, le=1)] = 0.8
 
 
+class SelfRewardConfig(Piece):
+    """loss += alpha mean over responses (r_s - correct)^2.
+
+    r_s = beta (logprob of the token ``token_id`` after the response - its mean at the run's start).
+    """
+
+    token_id: NonNegativeInt
+    alpha: NonNegativeFloat = 0.1
+    beta: PositiveFloat = 0.1
+
+
 class MismatchConfig(Piece):
     """What to do about engine and trainer disagreeing on the old policy: w = exp(old - sampler)."""
 
@@ -146,6 +158,7 @@ class MethodConfig(Piece):
     kl: KlConfig
     entropy: EntropyConfig = EntropyConfig()
     entropy_anchor: EntropyAnchorConfig | None = None
+    self_reward: SelfRewardConfig | None = None
     mismatch: MismatchConfig = MismatchConfig()
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
     filters: FiltersConfig = FiltersConfig()

@@ -75,7 +75,8 @@ class TokenBatch:
     old_logprobs summed over a response, of all responses of the minibatch, without gradient.
     ``given``: the response came with the prompt and was not sampled. ``nucleus_entropy``: of the
     most likely tokens that reach a probability, nats, with gradient; ``peaks``: see
-    ``Method.peaks``.
+    ``Method.peaks``. ``end_logprobs``: of one fixed token after the last of a response, with
+    gradient, for the responses ``end_index`` alone; ``end_start``: their mean at the run's start.
     """
 
     logprobs: Float[Tensor, " tokens"]
@@ -96,6 +97,9 @@ class TokenBatch:
     given: Bool[Tensor, " responses"] | None = None
     nucleus_entropy: Float[Tensor, " tokens"] | None = None
     peaks: Float[Tensor, "4"] | None = None
+    end_logprobs: Float[Tensor, " ends"] | None = None
+    end_index: Int[Tensor, " ends"] | None = None
+    end_start: Float[Tensor, ""] | None = None
     response_loss_tokens: Int[Tensor, " responses"] | None = None
     num_responses: int | None = None
     num_tokens: int | None = None
@@ -103,7 +107,8 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class LossResult:
-    """loss = policy_loss + kl_loss - entropy.coef * entropy + entropy anchor, as a contribution.
+    """loss = policy_loss + kl_loss - entropy.coef * entropy + entropy anchor + self reward, as
+    a contribution.
 
     Its sum over micro-batches and data x context parallel ranks is the minibatch value. So is every
     metric but those whose key ends in ``_max`` (reduced by maximum).
@@ -150,6 +155,7 @@ class Needs:
     group_accuracy: bool  # TokenBatch.group_accuracy
     log_ratio_sums: bool  # TokenBatch.log_ratio_sums, by a pass over the minibatch before it
     nucleus: float  # the probability that TokenBatch.nucleus_entropy is of, 0 without; with peaks
+    end_token: int | None  # the token that TokenBatch.end_logprobs are of, None without
     given: bool  # TokenBatch.given: responses that prompts carry
     dynamic_sampling: bool  # see Method.wants_group and max_sampling_tries
     max_sampling_tries: int  # 1 without dynamic sampling

@@ -246,6 +246,7 @@ def _credit_plan(config: MethodConfig) -> CreditPlan:
 def _loss_plan(config: MethodConfig, response_limit: int | None) -> LossPlan:
     kl_aggregate = config.kl.aggregate or config.aggregate
     anchor = config.entropy_anchor
+    of_self = config.self_reward
     return LossPlan(
         policy_loss=config.policy_loss.name,
         policy_knobs=config.policy_loss.knobs,
@@ -259,6 +260,7 @@ def _loss_plan(config: MethodConfig, response_limit: int | None) -> LossPlan:
         response_limit=response_limit,
         token_shaping=tuple((name, choice.knobs) for name, choice in config.token_shaping.items()),
         entropy_anchor=None if anchor is None else anchor.coef,
+        self_reward=None if of_self is None else (of_self.alpha, of_self.beta),
     )
 
 
@@ -293,6 +295,7 @@ def _needs(config: MethodConfig, plan: CreditPlan, loss_plan: LossPlan) -> Needs
         group_accuracy="group_accuracy" in token_reads,
         log_ratio_sums="log_ratio_sums" in token_reads,
         nucleus=0.0 if config.entropy_anchor is None else config.entropy_anchor.top_p,
+        end_token=None if config.self_reward is None else config.self_reward.token_id,
         given="given" in token_reads,
         dynamic_sampling=dynamic is not None,
         max_sampling_tries=1 if dynamic is None else dynamic.max_tries,

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from megatron_rl.loss import aggregate, kl
+from megatron_rl.loss import aggregate, kl, self_reward
 from megatron_rl.loss import policy_losses as losses
 from megatron_rl.loss.batch import LossResult, TokenBatch
 from megatron_rl.loss.choices import (
@@ -42,6 +42,7 @@ class LossPlan:
     response_limit: int | None = None
     token_shaping: tuple[tuple[str, Knobs], ...] = ()
     entropy_anchor: float | None = None  # the coefficient
+    self_reward: tuple[float, float] | None = None  # alpha, beta
 
 
 def token_reads_of(plan: LossPlan) -> dict[str, str]:
@@ -51,6 +52,9 @@ def token_reads_of(plan: LossPlan) -> dict[str, str]:
         fields |= dict.fromkeys(TOKEN_SHAPERS[name].reads, f"token shaper {name}")
     if plan.entropy_anchor is not None:
         fields |= dict.fromkeys(("nucleus_entropy", "peaks"), "entropy_anchor")
+    if plan.self_reward is not None:
+        fields |= dict.fromkeys(("end_logprobs", "end_index", "end_start"), "self_reward")
+        fields["correct"] = "self_reward"
     for name in (plan.aggregate[0], plan.kl_aggregate[0]):
         fields |= dict.fromkeys(AGGREGATIONS[name].reads, f"aggregation {name}")
     reads = POLICY_LOSSES[plan.policy_loss].reads
@@ -63,7 +67,8 @@ def token_loss(
     sequence_sum: SequenceSum,
     sequence_gather: SequenceGather = lambda columns: columns,
 ) -> LossResult:
-    """The contribution of ``batch``: policy_loss + kl_loss - entropy_coef entropy + anchor.
+    """The contribution of ``batch``: policy_loss + kl_loss - entropy_coef entropy, and what is
+    beside them.
 
     Raises:
         ValueError: the batch lacks what the method reads.
@@ -100,6 +105,11 @@ def token_loss(
         loss = loss + anchor[0]
         metrics["loss/entropy_anchor"] = anchor[0].detach()
         metrics["entropy/nucleus_peak_mean"] = anchor[1]
+    verdicts = self_reward_term(terms, plan)
+    if verdicts is not None:
+        loss = loss + verdicts[0]
+        metrics["loss/self_reward"] = verdicts[0].detach()
+        metrics["policy/self_reward_accuracy"] = verdicts[1]
     if divergence is not None:
         metrics["kl/reference_mean"] = terms.mean(divergence)
     if correction is not None:
@@ -201,6 +211,24 @@ def anchor_term(terms: Terms, plan: LossPlan) -> tuple[Float[Tensor, ""], Float[
     assert batch.nucleus_entropy is not None and batch.peaks is not None
     entropy = lifted(batch.nucleus_entropy).to(terms.dtype).masked_fill(~terms.loss_mask, 0)
     return anchored(entropy, batch.peaks, terms.loss_mask, coef=plan.entropy_anchor)
+
+
+def self_reward_term(
+    terms: Terms, plan: LossPlan
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]] | None:
+    """What the policy's reward for itself is off by, and the share where it is right; None without
+    one."""
+    batch = terms.batch
+    if plan.self_reward is None:
+        return None
+    assert batch.end_logprobs is not None and batch.end_start is not None
+    alpha, beta = plan.self_reward
+    logprobs = lifted(batch.end_logprobs).to(terms.dtype)
+    correct = terms.correct[batch.end_index]
+    off = self_reward.self_reward_loss(logprobs, batch.end_start, correct, beta=beta)
+    right = self_reward.agrees(logprobs, batch.end_start, correct, beta=beta)
+    num = max(terms.num_responses, 1)
+    return alpha * off.sum() / num, right.to(terms.dtype).sum() / num
 
 
 def _kl_coefficients(terms: Terms, plan: LossPlan) -> Float[Tensor, " tokens"]:

@@ -54,7 +54,7 @@ class _NucleusEntropy(torch.autograd.Function):
         return found[3].clone()
 
     @staticmethod
-    def backward(ctx: Any, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, found = ctx.saved_tensors
         head: Head = ctx.head
         chunks = Chunks(hidden, weight, targets, head)
@@ -63,7 +63,7 @@ class _NucleusEntropy(torch.autograd.Function):
         grad_weight = chunks.zeros_like(weight) if wants_weight else None
         for rows, x in chunks:
             maximum, threshold, log_sum, entropy = found[:, rows]
-            outer = grad_entropy[rows] / head.temperature
+            outer = grad_outputs[0][rows] / head.temperature
             x.sub_(maximum[:, None])
             _gradient_(x, threshold, log_sum, entropy, outer)
             grad_logits = chunks.operand(x)
@@ -98,7 +98,7 @@ def _threshold(weights: Tensor, head: Head) -> Tensor:
     bits = _BITS[weights.dtype]
     found = torch.zeros(weights.shape[0], dtype=bits, device=weights.device)
     wanted = head.nucleus * _sum_from(weights, found.view(weights.dtype), head.group)
-    highest = torch.ones((), dtype=weights.dtype).view(bits).item().bit_length()
+    highest = int(torch.ones((), dtype=weights.dtype).view(bits)).bit_length()
     for bit in reversed(range(highest)):
         tried = found | (1 << bit)
         reached = _sum_from(weights, tried.view(weights.dtype), head.group) >= wanted

@@ -64,7 +64,7 @@ from megatron_rl.trainer.start import LOGS
 from megatron_rl.trainer.step_end import StepEnd
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.trainer.visual_entropies import FILE, with_visual_entropy
-from megatron_rl.types import TransferOptions
+from megatron_rl.types import Prompt, TransferOptions
 from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.gather import GatherSync
 from megatron_rl.weight_sync.reshard import ReshardSync
@@ -121,9 +121,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         source = sampler = build_servers(config, world, parts)
     else:
         source, sampler = build_colocated(config, world, display, parts)
-    held_out = data.held_out_prompts[: config.evaluation.num_prompts]
-    if parts.encode is not None:
-        held_out = [without_given(prompt) for prompt in held_out]
+    held_out = held_out_prompts(config, data, method)
     sampling = evaluation_sampling(config, stop_ids)
     return Trainer(
         config=config.trainer,
@@ -193,6 +191,12 @@ def build_method(config: Config, data: Data) -> Method:
     return method
 
 
+def held_out_prompts(config: Config, data: Data, method: Method) -> Sequence[Prompt]:
+    """Those of an evaluation; the engine alone answers them."""
+    prompts = data.held_out_prompts[: config.evaluation.num_prompts]
+    return [without_given(prompt) for prompt in prompts] if method.needs.given else prompts
+
+
 def given_encoder(
     config: Config, method: Method, data: Data, tokenizer: PreTrainedTokenizerBase, world: World
 ) -> Encode:
@@ -232,11 +236,13 @@ def build_policy(
 ) -> MegatronPolicy:
     """Collective. The policy with the weights of ``model.path``."""
     rollout = config.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    longest += method.needs.end_token is not None
     settings = PolicySettings(
         temperature=rollout.temperature,
         keep_reference=method.needs.ref_logprobs,
         total_optimizer_steps=num_optimizer_steps(config),
-        max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_response_tokens,
+        max_sequence_tokens=longest,
         tokens_per_microbatch=config.batch.tokens_per_microbatch,
         share_prompts=config.batch.share_prompts,
         **token_settings(method),

@@ -164,6 +164,7 @@ def _tensors(experience: Experience, tokens: TokenRows) -> dict[str, Tensor]:
         "keep": credit.keep,
         "log_ratio_sums": experience.log_ratio_sums,
         "peaks": experience.peaks,
+        "end_start": experience.end_start,
         "weight_versions": torch.from_numpy(experience.responses.weight_versions),
     }
     # A copy each: safetensors refuses tensors that share memory.
@@ -272,4 +273,5 @@ def _restored(
         old=scores("old_logprobs"),
         log_ratio_sums=tensors.get("log_ratio_sums"),
         peaks=tensors.get("peaks"),
+        end_start=tensors.get("end_start"),
     )

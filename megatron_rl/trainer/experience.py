@@ -116,6 +116,7 @@ class Experience:
     # Of all rows, of the minibatch at work: see ``Learner.update``; None: the method reads none.
     log_ratio_sums: Float[Tensor, " responses"] | None = None
     peaks: Float[Tensor, "4"] | None = None  # of that minibatch, see ``Method.peaks``
+    end_start: Float[Tensor, ""] | None = None  # see ``TokenBatch``
 
     @property
     def num_groups(self) -> int:

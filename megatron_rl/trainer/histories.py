@@ -13,14 +13,13 @@ class Histories:
     """Statistics of the rewards of every prompt visited so far, by uid.
 
     Every rank has all of them and notes the same, for credit is computed alike everywhere: they
-    depend on no layout. A checkpoint holds them exactly, and the entropy that a method goes back
-    to.
+    depend on no layout. A checkpoint holds them exactly, and what was measured at the
+    start of the run.
     """
 
     def __init__(self) -> None:
         self._of: dict[str, tuple[int, float, float]] = {}  # visits, mean, variance
-        # Entropy of peak tokens in the first minibatch of the run, nats; None before it.
-        self.entropy_anchor: float | None = None
+        self.starts: dict[str, float] = {}  # what was measured before the first update, by name
 
     def fields(self, uids: Sequence[str]) -> dict[str, Tensor]:
         """The fields of ResponseBatch for responses to these prompts; 0 of a prompt that is

@@ -86,7 +86,9 @@ def token_metrics(experience: Experience, old: TokenScores, world: World) -> dic
         entropies = response_sums(old.entropy.numpy(), tokens.lengths)
         partials = np.column_stack([partials, entropies])
     rows = _sampled(experience)
-    table = of_all_rows(experience.responses, partials, world)[rows]
+    table = of_all_rows(experience.responses, partials, world)
+    table[experience.responses.given, :4] = 0  # where they come from nobody knows the logprobs
+    table = table[rows]
     lengths = experience.responses.lengths[rows]
     metrics = mismatch_of_partials(table[:, :4], int(lengths.sum()))
     if old.entropy is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,18 @@ from megatron_rl.loss.segments import group_accuracy
 from megatron_rl.protocols import Entropy
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.transfer import to_device
+from megatron_rl.trainer.end_token import EndTokens, with_end_token
 from megatron_rl.trainer.experience import Experience
 from megatron_rl.trainer.histories import Histories
 from megatron_rl.trainer.partials import of_all_rows
-from megatron_rl.types import LossOutput, Prompt, TokenScores, TokenView
+from megatron_rl.types import (
+    LossOutput,
+    Prompt,
+    Share,
+    TokenScores,
+    TokenView,
+    UpdateResult,
+)
 
 # What a method wants entropies for, and what the policy then computes.
 ENTROPY: dict[str, Entropy] = {"none": "none", "metric": "value", "value": "value", "grad": "grad"}
@@ -191,6 +200,12 @@ class MinibatchLoss:
             self._per_response["group_accuracy"] = shares
         if method.needs.given:
             self._per_response["given"] = torch.from_numpy(experience.responses.given)
+        self._ends = None
+        if method.needs.end_token is not None:
+            self._ends = EndTokens.of(tokens.lengths)
+            self._rows = torch.from_numpy(tokens.rows)
+        if experience.end_start is not None:
+            self._per_response["end_start"] = experience.end_start
         if experience.peaks is not None:
             self._per_response["peaks"] = experience.peaks
         if experience.log_ratio_sums is not None:
@@ -199,9 +214,25 @@ class MinibatchLoss:
         self._num_responses = len(rows)
         self._num_tokens = int(lengths[list(rows)].sum())
 
+    def share(self, plain: Share) -> Share:
+        """What the policy is to work on: ``plain``, with a token behind each response where the
+        method asks for one."""
+        token_id = self._method.needs.end_token
+        return plain if token_id is None else with_end_token(plain, token_id)
+
+    def of_responses(self, result: UpdateResult) -> UpdateResult:
+        """``result`` with the scores of ``plain``."""
+        if self._ends is None or result.scores is None:
+            return result
+        return replace(result, scores=self._ends.without(on_cpu(result.scores)))
+
     def __call__(self, view: TokenView) -> LossOutput:
         """Between a forward and its backward: nothing here waits for the device."""
         device = view.logprobs.device
+        ends: dict[str, Tensor] = {}
+        if self._ends is not None:
+            view, logprobs, rows = self._ends.split(view)
+            ends = {"end_logprobs": logprobs, "end_index": to_device(self._rows[rows], device)}
         if not self._on_device:
             self._on_device = {
                 name: to_device(values, device) for name, values in self._per_response.items()
@@ -232,6 +263,7 @@ class MinibatchLoss:
                 nucleus_entropy=view.nucleus_entropy,
                 num_responses=self._num_responses,
                 num_tokens=self._num_tokens,
+                **ends,
                 **self._on_device,
             ),
             sequence_sum=view.sequence_sum,

@@ -144,7 +144,7 @@ class RunFolder:
             "rollouts": source.state(),
             "random_states": states,
             "histories": self.histories.state(),
-            "entropy_anchor": self.histories.entropy_anchor,
+            "starts": dict(self.histories.starts),
         }
         path = step_path(self.path / CHECKPOINTS, step)
         keep = partial(self._keep, copy(self.scores))
@@ -260,7 +260,7 @@ class RunFolder:
         try:
             source.restore(extra["rollouts"])
             self.histories.restore(extra.get("histories", {}))  # older checkpoints have none
-            self.histories.entropy_anchor = extra.get("entropy_anchor")
+            self.histories.starts = dict(extra.get("starts", {}))
         except ValueError as error:
             if self._config.resume.changed != "allow":
                 raise

@@ -27,9 +27,9 @@ def peaks(path: Path, layout: dict[str, Any]) -> dict[str, Any]:
         values = learner._peaks(placed)
         assert values is not None
         found.append(values.tolist())
-    anchor = learner.histories.entropy_anchor
+    anchor = learner.histories.starts["peak_entropy"]
     metrics = learner.update(1, scored)
-    assert learner.histories.entropy_anchor == anchor
+    assert learner.histories.starts["peak_entropy"] == anchor
     report = {"peaks": found, "lent": num_lent(learner, scored), "anchor": anchor}
     report["metrics"] = metrics
     policy.close()

@@ -184,7 +184,7 @@ def test_two_ranks_find_the_nucleus_of_one(
     assert_close("hidden gradient", two[1], wanted[1], tolerance)
     assert_close("weight gradient", two[2], wanted[2].chunk(2)[rank], tolerance)
     if top_p == 0.8:
-        assert (wanted[0] > 0).sum() > 2 and (wanted[0] == 0).any()
+        assert len(wanted[0].unique()) > 5
     everyone = torch.empty(2, NUM_TOKENS, dtype=two[0].dtype)
     dist.all_gather(list(everyone.unbind(0)), two[0])
     assert torch.equal(everyone[0], everyone[1]), "ranks disagree"

@@ -17,7 +17,7 @@ from megatron_rl.loss.segments import group_accuracy
 from megatron_rl.policy import forward
 from megatron_rl.trainer.experience import Experience
 from megatron_rl.trainer.objective import MinibatchLoss, token_settings
-from megatron_rl.types import SequenceBatch, TokenScores
+from megatron_rl.types import SequenceBatch, Share, TokenScores
 from tests import zoo
 from tests.numerics.host_waits_worker import scored
 from tests.numerics.policy_reference import (
@@ -32,7 +32,7 @@ from tests.numerics.policy_worker import splits
 from tests.ranks import call
 
 MODEL = "qwen3"
-NAMES = ("archer", "rl_zvp", "entropy_advantage", "simko", "pacs", "siren")
+NAMES = ("archer", "rl_zvp", "entropy_advantage", "simko", "pacs", "siren", "laser")
 LIMIT = 16
 START = 0.4  # the entropy that siren goes back to
 CORRECT = torch.tensor([True, False, True, True, True, True])  # one group of each kind
@@ -54,8 +54,11 @@ def experience_of(batch: SequenceBatch, logprobs: Tensor) -> Experience:
     )
 
 
-def token_batch(experience: Experience, batch: SequenceBatch, logits: Tensor) -> TokenBatch:
-    """All tokens at once; ``logits``: [tokens, vocabulary] with their graph, in float64."""
+def token_batch(
+    experience: Experience, batch: SequenceBatch, logits: Tensor, ends: Tensor
+) -> TokenBatch:
+    """All tokens at once; ``logits``: [tokens, vocabulary] with their graph, in float64; ``ends``:
+    the same behind each response."""
     logp = torch.log_softmax(logits / TEMPERATURE, -1)
     tokens = torch.from_numpy(experience.responses.tokens.columns["token_ids"]).long()
     logprobs = logp.gather(1, tokens[:, None])[:, 0]
@@ -79,6 +82,9 @@ def token_batch(experience: Experience, batch: SequenceBatch, logits: Tensor) ->
         group_accuracy=group_accuracy(experience.correct, experience.group_ids),
         nucleus_entropy=nucleus,
         peaks=plain_peaks(nucleus.detach()),
+        end_logprobs=torch.log_softmax(ends / TEMPERATURE, -1)[:, 0],
+        end_index=torch.arange(NUM_ROWS),
+        end_start=torch.tensor(START, dtype=torch.float64),
     )
 
 
@@ -112,6 +118,11 @@ def plain_logits(model: torch.nn.Module, batch: SequenceBatch) -> Tensor:
     return torch.cat([model(ids[None]).logits[0, prompt - 1 : -1].double() for ids, prompt in rows])
 
 
+def end_logits(model: torch.nn.Module, batch: SequenceBatch) -> Tensor:
+    """Of what follows each response."""
+    return torch.stack([model(ids[None]).logits[0, -1].double() for ids in sequences(batch)])
+
+
 def plain_answers(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """Of each method: loss, metrics and gradients; of all, old logprobs to start from."""
     batch = make_batch()
@@ -128,7 +139,8 @@ def plain_answers(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
         logp = torch.log_softmax(logits.detach() / TEMPERATURE, -1)
         experience = experience_of(batch, logp.gather(1, tokens[:, None])[:, 0].float())
         method = load_method(name, response_limit=LIMIT)
-        result = method.loss(token_batch(experience, batch, logits))
+        ends = end_logits(model, batch)
+        result = method.loss(token_batch(experience, batch, logits, ends))
         result.loss.backward()
         found[name] = {
             "experience": experience,
@@ -156,8 +168,11 @@ def compare(path: Path, layout: dict[str, Any], answers: dict[str, dict[str, Any
             placed = replace(experience, log_ratio_sums=sums)
             if scores.nucleus_entropy is not None:
                 placed = replace(placed, peaks=method.peaks(scores.nucleus_entropy, START))
+            if method.needs.end_token is not None:
+                placed = replace(placed, end_start=torch.tensor(START, dtype=torch.float64))
             loss = MinibatchLoss(method, placed, rows, experience.scored_tokens)
-            totals = policy.backward(batch, split, loss)
+            share = loss.share(Share(batch, split))
+            totals = policy.backward(share.batch, share.microbatches, loss)
             wanted_loss = pytest.approx(wanted["loss"], rel=1e-6, abs=1e-6)
             assert totals.loss == wanted_loss, what
             for key, value in totals.metrics.items():

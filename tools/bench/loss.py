@@ -87,6 +87,9 @@ def tokens(batch: ResponseBatch, credit: Credit, needs: Needs) -> TokenBatch:
         log_ratio_sums=moved,
         given=batch.correct,
         nucleus_entropy=others[:, 0] if needs.nucleus else None,
+        end_logprobs=batch.rewards - 9,
+        end_index=torch.arange(batch.rewards.numel()),
+        end_start=torch.tensor(-9.0),
         peaks=torch.tensor([0.8, 0.2 * ids.numel(), 0.9, 0.8]),
     )
 

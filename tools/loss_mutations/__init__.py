@@ -31,6 +31,7 @@ TESTS = {
     "histories": "test_histories",
     "policy_losses": "test_policy_losses",
     "response_losses": "test_response_losses",
+    "self_reward": "test_self_reward",
     "entropy_anchor": "test_entropy_anchor",
     "given_responses": "test_given_responses",
     "aggregate": "test_aggregate",

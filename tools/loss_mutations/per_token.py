@@ -72,6 +72,14 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("gate & is_argmax & (advantages < 0)", "gate & (advantages < 0)"),
         ("gate & is_argmax & (advantages < 0)", "gate & is_argmax"),
     ],
+    ("self_reward", "self reward"): [
+        ("reward = beta * (logprobs - start", "reward = beta * (logprobs + start"),
+        ("reward = beta * (logprobs", "reward = (logprobs"),
+        ("(reward - correct.to(logprobs.dtype)).square()", "(reward - 1).square()"),
+        ("correct.to(logprobs.dtype)).square()", "correct.to(logprobs.dtype)).abs()"),
+        ("> 0.5) == correct", "> 0.5) != correct"),
+        ("> 0.5) == correct", "> 0) == correct"),
+    ],
     ("entropy_anchor", "find_peaks"): [
         ("(ordered < bound).sum()", "(ordered <= bound).sum()"),
         ("ordered[first - 1].item()) / 2", "lowest) / 2"),

@@ -239,3 +239,10 @@ def test_the_response_limit_of_a_step():
     names = ["model.path=m", "data.train=t", "data.eval=e", *SMALL, stages(16, 11, 64)]
     rollout = validate(Config, compose("config", names), "test").rollout
     assert [rollout.response_limit(step) for step in (1, 10, 11, 500)] == [16, 16, 64, 64]
+
+
+def test_the_token_of_a_self_reward_is_one_of_the_model(run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"vocab_size": 50}))
+    assert run(1, "method=laser", "method.self_reward.token_id=49") == []
+    (problem,) = run(1, "method=laser", "method.self_reward.token_id=50")
+    assert problem.startswith("method.self_reward.token_id = 50: the model has 50 tokens")

@@ -7,8 +7,9 @@ import torch
 
 from megatron_rl.loss import Credit, ResponseBatch, TokenBatch
 from megatron_rl.loss.segments import group_accuracy
-from tests.unit.loss.reference import PROGRESS, Row
-from tests.unit.loss.token_reference import peaks
+from tests.unit.loss.named import PROGRESS
+from tests.unit.loss.reference import Row
+from tests.unit.loss.token_reference import END_START, peaks
 
 LIMIT = 12  # longest response, tokens
 # correct responses of each group: mixed, all right, all wrong, 1 of 8, 7 of 8, small ones
@@ -96,6 +97,9 @@ def token_batch(
         is_argmax=others[:, 3] > 0.5,
         log_ratio_sums=moved,
         given=torch.tensor([row.given for row in rows]),
+        end_logprobs=torch.tensor([row.end_logprob for row in rows], dtype=dtype),
+        end_index=torch.arange(len(rows)),
+        end_start=torch.tensor(END_START, dtype=torch.float64),
         nucleus_entropy=others[:, 0].to(dtype),
         peaks=torch.tensor(peaks(others[:, 0].to(dtype).tolist()), dtype=torch.float64),
         correct=torch.tensor([row.correct for row in rows]),

@@ -104,3 +104,11 @@ def anchor(entropies: list[float]) -> float:
     """Of all tokens of a minibatch."""
     _, _, mean, start = peaks(entropies)
     return 0.005 * (mean - start) ** 2
+
+
+END_START = -3.0
+
+
+def self_reward(rows: list[Row]) -> float:
+    """How far off the policy's reward for itself is."""
+    return 0.1 * average([(0.1 * (row.end_logprob + 3) - row.correct) ** 2 for row in rows])

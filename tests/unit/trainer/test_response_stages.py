@@ -29,6 +29,7 @@ def test_a_step_samples_up_to_its_limit(tmp_path, monkeypatch) -> None:
         return plain(prompt, responses, sampling)
 
     monkeypatch.setattr(engine, "submit", submit)
+    trainer.folder.path.mkdir()
     trainer.source.publish(0)
     for step, limit in ((1, 4), (2, 4), (3, 8)):
         rollouts.collect(step)
