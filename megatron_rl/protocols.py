@@ -148,9 +148,12 @@ class Policy(Protocol):
     by the policy's ``Placing``; all shares have equally many micro-batches.
     """
 
-    def score(self, share: Share, *, reference: bool = False) -> TokenScores:
+    def score(
+        self, share: Share, *, reference: bool = False, prompts: bool = False, nucleus: bool = False
+    ) -> TokenScores:
         """Collective, no gradient: logprobs (and entropies, where built with them and not of the
-        reference) of all response tokens of the share."""
+        reference) of all response tokens of the share. ``prompts``: logprobs of the prompts' tokens
+        too, by the same forward; ``nucleus``: entropies of the nucleus that it is built with."""
 
     def update(self, share: Share, loss: TokenLoss, *, with_scores: bool = False) -> UpdateResult:
         """Collective: forward and backward of all shares, one optimizer step and one step of the
@@ -259,17 +262,22 @@ class WeightSink(Protocol):
         """
 
 
-class RolloutEngine(Protocol):
-    """The sampler. ``num_replicas`` engines work side by side; ranks of one replica make the same
-    calls in the same order. ``capacity``: responses that are worth giving to a replica at a time.
+class Answers(Protocol):
+    """What generates responses. ``num_replicas`` engines work side by side; ranks of one replica
+    make the same calls in the same order. ``capacity``: responses that are worth giving to a
+    replica at a time.
 
-    A response is begun by ``submit``, which gives it a ticket, and ends in ``poll`` or ``abort``.
-    ``score``, syncs and sleep want an engine in which none is open."""
+    A response is begun by ``submit``, which gives it a ticket, and ends in ``poll`` or
+    ``abort``."""
 
-    replica: int
-    num_replicas: int
-    weight_version: int
-    capacity: int
+    @property
+    def replica(self) -> int: ...
+
+    @property
+    def num_replicas(self) -> int: ...
+
+    @property
+    def capacity(self) -> int: ...
 
     def submit(self, prompt: Prompt, responses: Sequence[int], sampling: Sampling) -> list[int]:
         """Begins some of the responses to a prompt, by their numbers; a ticket for each. Response j
@@ -286,6 +294,12 @@ class RolloutEngine(Protocol):
 
     def running_lengths(self) -> list[int]:
         """Tokens so far of every response that is open."""
+
+
+class RolloutEngine(Answers, Protocol):
+    """The sampler. ``score``, syncs and sleep want an engine in which no response is open."""
+
+    weight_version: int
 
     def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()

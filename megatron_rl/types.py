@@ -255,7 +255,8 @@ class TokenView:
     differentiable all-reduce over the context-parallel ranks, ``sequence_gather`` what they hold
     side by side, ``[k, t] -> [k, T]``, filled up with columns of NaN; else they are the identity.
     ``topk_logprobs``: of the most likely tokens, with gradient, ``is_argmax``: none is more likely
-    than the sampled one; where the policy's settings ask for them.
+    than the sampled one; ``nucleus_entropy``: see ``policy.nucleus``, with gradient; where the
+    policy's settings ask for them.
 
     Example, tokens 4 and 5::
 
@@ -269,6 +270,7 @@ class TokenView:
     sequence_gather: Callable[[Tensor], Tensor] = lambda columns: columns
     topk_logprobs: Float[Tensor, "t k"] | None = None
     is_argmax: Bool[Tensor, " t"] | None = None
+    nucleus_entropy: Float[Tensor, " t"] | None = None
 
 
 @dataclass(frozen=True)
@@ -289,28 +291,19 @@ TokenLoss = Callable[[TokenView], LossOutput]
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far a generation is, over all replicas. Tokens are of all responses, done or not.
-
-    Example: ``Progress(num_done=12, num_wanted=64, num_tokens=5210, longest=391)``.
-    """
-
-    num_done: int
-    num_wanted: int  # responses that are done or asked for so far
-    num_tokens: int
-    longest: int  # tokens of the longest response that is not done
-
-
-@dataclass(frozen=True)
 class TokenScores:
     """Values over all T response tokens of a batch, on every rank that works on it. Rows that were
-    not asked for hold 0.
+    not asked for hold 0. ``prompt_logprobs``, where asked for: of all prompts, row after row; that
+    of a prompt's first token means nothing. ``nucleus_entropy``, where asked for: that of
+    ``policy.nucleus``.
 
     Example: ``TokenScores(logprobs=tensor([-0.2, -1.1, -0.5]), entropy=None)``.
     """
 
     logprobs: Float[Tensor, " tokens"]
     entropy: Float[Tensor, " tokens"] | None
+    prompt_logprobs: Float[Tensor, " prompt_tokens"] | None = None
+    nucleus_entropy: Float[Tensor, " tokens"] | None = None
 
 
 def largest(values: Sequence[float]) -> float:

@@ -184,7 +184,9 @@ def of_all_rows(scores: TokenScores) -> TokenScores:
         return result
 
     entropy = None if scores.entropy is None else total(scores.entropy)
-    return TokenScores(total(scores.logprobs), entropy)
+    prompts = None if scores.prompt_logprobs is None else total(scores.prompt_logprobs)
+    nucleus = None if scores.nucleus_entropy is None else total(scores.nucleus_entropy)
+    return TokenScores(total(scores.logprobs), entropy, prompts, nucleus)
 
 
 def tiny_policy(

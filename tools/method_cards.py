@@ -146,6 +146,9 @@ def metric_keys(method: Method) -> tuple[list[str], list[str]]:
         sum_logprobs=-ones,
         visual_entropy=ones,
         kl=ones,
+        progress=0.5,
+        prompt_confidence=ones / 2,
+        response_confidence=ones / 2,
         visits=torch.zeros(8, dtype=torch.int64),
         history_mean=ones,
         history_var=ones,
@@ -167,6 +170,12 @@ def metric_keys(method: Method) -> tuple[list[str], list[str]]:
         is_argmax=correct,
         group_ids=batch.group_ids,
         log_ratio_sums=0 * ones,
+        given=~correct,
+        nucleus_entropy=ones,
+        peaks=torch.ones(4, dtype=torch.float64),
+        end_logprobs=-ones,
+        end_index=torch.arange(8),
+        end_start=-ones.sum(),
     )
     return sorted(credit.metrics), sorted(method.loss(tokens).metrics)
 
@@ -215,11 +224,16 @@ def needs_text(method: Method) -> str:
     asks = [
         ("the reference's logprobs", needs.ref_logprobs),
         ("`extra.visual_entropy` of every prompt (tools/visual_entropy.py)", needs.visual_entropy),
-        ("the old policy's mean logprob of every response", needs.response_statistics),
+        ("the old policy's logprobs before the credit", needs.response_statistics),
+        ("the old policy's logprobs of the prompts' tokens", needs.prompt_logprobs),
         ("the entropy of every token in the loss", needs.entropy in ("value", "grad")),
         (f"the logprobs of the {needs.top_k} most likely tokens in the loss", needs.top_k),
         ("a pass over every minibatch before it", needs.log_ratio_sums),
+        ("the entropy of the nucleus at every token, by a pass before", needs.nucleus),
+        ("the logprob of one token after every response", needs.end_token is not None),
+        ("responses that prompts carry, in `extra.given_responses`", needs.given),
         ("what earlier visits to a prompt were rewarded with", needs.history),
+        ("how far the run is", needs.progress),
         ("dynamic sampling", needs.dynamic_sampling),
     ]
     wanted = [what for what, asked in asks if asked]

@@ -30,6 +30,7 @@ from megatron_rl.reporting.report import table
 from megatron_rl.runtime.launch import World, configure_logging, exit_process, report, start
 from megatron_rl.trainer.bundle import Bundle, read_bundle
 from megatron_rl.trainer.objective import MinibatchLoss, token_settings
+from megatron_rl.types import Share
 
 ONE_PROCESS = dict(
     tensor=1,
@@ -94,6 +95,7 @@ def build_policy(bundle: Bundle, parallel: ParallelConfig) -> MegatronPolicy:
     config = bundle.config
     method = Method(config.method)
     limit = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    limit += method.needs.end_token is not None
     return MegatronPolicy(
         config.model,
         parallel,
@@ -124,6 +126,7 @@ def replay(
     assert experience.share is not None
     batch = experience.share.batch
     loss = MinibatchLoss(method, experience, bundle.rows, experience.scored_tokens)
+    batch = loss.share(Share(batch, ())).batch
 
     def compute(begin: int, end: int) -> Part:
         own = splits[policy.data_parallel_rank][begin:end]

@@ -126,7 +126,23 @@ def _lengths(config: Config) -> Iterator[str]:
             f" have rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens;"
             f" raise it to {longest} or more"
         )
+    yield from _growing_limit(config.rollout)
     yield from evaluation_problems(config.evaluation)
+
+
+def _growing_limit(rollout: RolloutConfig) -> Iterator[str]:
+    stages = rollout.response_stages
+    if stages is None:
+        return
+    steps = [stage.from_step for stage in stages]
+    limits = [stage.max_response_tokens for stage in stages]
+    grows = steps == sorted(set(steps)) and limits == sorted(set(limits))
+    if not grows or steps[:1] != [1] or limits[-1:] != [rollout.max_response_tokens]:
+        shown = [stage.model_dump() for stage in stages]
+        yield (
+            f"rollout.response_stages = {shown}: let from_step begin at 1, both numbers grow, and"
+            f" the last limit be rollout.max_response_tokens = {rollout.max_response_tokens}"
+        )
 
 
 def _method(config: Config) -> Iterator[str]:
@@ -298,3 +314,9 @@ def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[str]:
                     f"precision.fp8.{key} = {getattr(fp8, key)}: one pipeline stage has"
                     f" {even_share} layers; lower it"
                 )
+    of_self = config.method.self_reward
+    if of_self is not None and sizes.vocab_size and of_self.token_id >= sizes.vocab_size:
+        yield (
+            f"method.self_reward.token_id = {of_self.token_id}: the model has {sizes.vocab_size}"
+            " tokens; choose one of them"
+        )

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveInt, SerializeAsAny, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SerializeAsAny,
+    model_validator,
+)
 
 from megatron_rl.config.pieces import Choices, Named, Piece, by_key, by_name, one_of
 
@@ -64,6 +72,29 @@ class EntropyConfig(Piece):
     metric: bool = True  # log the entropy even where coef is 0
 
 
+class EntropyAnchorConfig(Piece):
+    """loss += coef (mean entropy of the nucleus over peak tokens - that of the run's start)^2.
+
+    The nucleus is the most likely tokens that reach the probability ``top_p``; at peak tokens its
+    entropy is not below the ``quantile`` of the minibatch.
+    """
+
+    coef: NonNegativeFloat = 0.005
+    quantile: Annotated[float, Field(ge=0, le=1)] = 0.8
+    top_p: Annotated[float, Field(gt=0, le=1)] = 0.8
+
+
+class SelfRewardConfig(Piece):
+    """loss += alpha mean over responses (r_s - correct)^2.
+
+    r_s = beta (logprob of the token ``token_id`` after the response - its mean at the run's start).
+    """
+
+    token_id: NonNegativeInt
+    alpha: NonNegativeFloat = 0.1
+    beta: PositiveFloat = 0.1
+
+
 class MismatchConfig(Piece):
     """What to do about engine and trainer disagreeing on the old policy: w = exp(old - sampler)."""
 
@@ -87,9 +118,22 @@ class RepetitionConfig(Piece):
     max_block_tokens: PositiveInt = 256
 
 
+class CuriosityConfig(Piece):
+    """Bonus w min(|r| / kappa, alpha B), B = minus the mean logprob of the response.
+
+    w goes linearly from ``start`` to ``end`` over the run.
+    """
+
+    kappa: PositiveFloat = 3.0
+    alpha: NonNegativeFloat = 1.0
+    start: NonNegativeFloat = 1.0
+    end: NonNegativeFloat = 0.0
+
+
 class RewardShapingConfig(Piece):
     overlong: OverlongConfig | None = None
     repetition: RepetitionConfig | None = None
+    curiosity: CuriosityConfig | None = None
 
 
 class DynamicSamplingConfig(Piece):
@@ -113,6 +157,8 @@ class MethodConfig(Piece):
     aggregate: Aggregate
     kl: KlConfig
     entropy: EntropyConfig = EntropyConfig()
+    entropy_anchor: EntropyAnchorConfig | None = None
+    self_reward: SelfRewardConfig | None = None
     mismatch: MismatchConfig = MismatchConfig()
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
     filters: FiltersConfig = FiltersConfig()
@@ -127,10 +173,11 @@ class MethodConfig(Piece):
                 f"estimator {name} needs rewards in [0, 1], which kl.placement=reward leaves;"
                 " set kl.placement=loss"
             )
-        penalties = (self.reward_shaping.overlong, self.reward_shaping.repetition)
-        if self.estimator.unit_rewards and any(penalties):
+        shaping = self.reward_shaping
+        changes = (shaping.overlong, shaping.repetition, shaping.curiosity)
+        if self.estimator.unit_rewards and any(changes):
             raise ValueError(
-                f"estimator {name} needs rewards in [0, 1], which a penalty leaves; set"
+                f"estimator {name} needs rewards in [0, 1], which a penalty or bonus leaves; set"
                 " reward_shaping={}"
             )
         problem = self.estimator.check_knobs(**self.estimator.knobs)

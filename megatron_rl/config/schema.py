@@ -120,6 +120,13 @@ class PrecisionConfig(Section):
     adam_moments: Literal["float32", "bfloat16"]
 
 
+class ResponseStage(Section):
+    """The response limit from a step of the run on."""
+
+    from_step: PositiveInt
+    max_response_tokens: PositiveInt
+
+
 class RolloutConfig(Section):
     tensor: PositiveInt
     pipeline: PositiveInt
@@ -131,6 +138,7 @@ class RolloutConfig(Section):
     top_k: Annotated[int, AfterValidator(_top_k)]
     max_prompt_tokens: PositiveInt
     max_response_tokens: PositiveInt
+    response_stages: tuple[ResponseStage, ...] | None
     stop: tuple[str, ...]
     max_num_seqs: PositiveInt | None
     kv_cache_gib: PositiveFloat | None
@@ -143,6 +151,15 @@ class RolloutConfig(Section):
     def ranks(self) -> int:
         """Ranks of one replica of the engine."""
         return self.tensor * self.pipeline
+
+    def response_limit(self, step: int) -> int:
+        """Most tokens of a response of a training step, counted from 1."""
+        limits = [
+            stage.max_response_tokens
+            for stage in self.response_stages or ()
+            if stage.from_step <= step
+        ]
+        return limits[-1] if limits else self.max_response_tokens
 
 
 class SourceConfig(Section):

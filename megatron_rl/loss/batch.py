@@ -16,9 +16,11 @@ class ResponseBatch:
 
     ``correct``: the accuracy reward is 1 (not derived from ``rewards``, which may hold a format
     part). ``group_ids``: which prompt. ``mean_logprobs`` / ``sum_logprobs``: of the old policy over
-    loss tokens. ``visual_entropy``: of the prompt's image, nats. ``kl``: sum over loss tokens of
-    the KL estimator at (old, ref). ``visits``, ``history_mean``, ``history_var``: of the prompt,
-    before this step (``histories.py``).
+    loss tokens. ``prompt_confidence``, ``response_confidence``: ``tail_confidence`` under the old
+    policy of the prompt's tokens but the first, and of the loss tokens. ``visual_entropy``: of the
+    prompt's image, nats. ``kl``: sum over loss tokens of the KL estimator at (old, ref).
+    ``progress``: share of the run's steps that there are up to this one, in [0, 1]. ``visits``,
+    ``history_mean``, ``history_var``: of the prompt, before this step (``histories.py``).
     Example: two prompts with two responses each::
 
         ResponseBatch(rewards=tensor([1., 0., 0., 0.]), correct=tensor([True, False, False, False]),
@@ -32,8 +34,11 @@ class ResponseBatch:
     truncated: Bool[Tensor, " responses"] | None = None
     mean_logprobs: Float[Tensor, " responses"] | None = None
     sum_logprobs: Float[Tensor, " responses"] | None = None
+    prompt_confidence: Float[Tensor, " responses"] | None = None
+    response_confidence: Float[Tensor, " responses"] | None = None
     visual_entropy: Float[Tensor, " responses"] | None = None
     kl: Float[Tensor, " responses"] | None = None
+    progress: float | None = None
     visits: Int[Tensor, " responses"] | None = None
     history_mean: Float[Tensor, " responses"] | None = None
     history_var: Float[Tensor, " responses"] | None = None
@@ -68,6 +73,10 @@ class TokenBatch:
     counts as a response. ``group_accuracy``: share of correct responses of the response's prompt,
     over all of the rollout step (``segments.group_accuracy``). ``log_ratio_sums``: logprobs minus
     old_logprobs summed over a response, of all responses of the minibatch, without gradient.
+    ``given``: the response came with the prompt and was not sampled. ``nucleus_entropy``: of the
+    most likely tokens that reach a probability, nats, with gradient; ``peaks``: see
+    ``Method.peaks``. ``end_logprobs``: of one fixed token after the last of a response, with
+    gradient, for the responses ``end_index`` alone; ``end_start``: their mean at the run's start.
     """
 
     logprobs: Float[Tensor, " tokens"]
@@ -85,6 +94,12 @@ class TokenBatch:
     group_ids: Int[Tensor, " responses"] | None = None
     group_accuracy: Float[Tensor, " responses"] | None = None
     log_ratio_sums: Float[Tensor, " responses"] | None = None
+    given: Bool[Tensor, " responses"] | None = None
+    nucleus_entropy: Float[Tensor, " tokens"] | None = None
+    peaks: Float[Tensor, "4"] | None = None
+    end_logprobs: Float[Tensor, " ends"] | None = None
+    end_index: Int[Tensor, " ends"] | None = None
+    end_start: Float[Tensor, ""] | None = None
     response_loss_tokens: Int[Tensor, " responses"] | None = None
     num_responses: int | None = None
     num_tokens: int | None = None
@@ -92,7 +107,8 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class LossResult:
-    """loss = policy_loss + kl_loss - entropy.coef * entropy, as a contribution.
+    """loss = policy_loss + kl_loss - entropy.coef * entropy + entropy anchor + self reward, as
+    a contribution.
 
     Its sum over micro-batches and data x context parallel ranks is the minibatch value. So is every
     metric but those whose key ends in ``_max`` (reduced by maximum).
@@ -132,10 +148,15 @@ class Needs:
     top_k: int  # columns of TokenBatch.topk_logprobs, 0 without; is_argmax goes with them
     visual_entropy: bool  # ResponseBatch.visual_entropy
     history: bool  # ResponseBatch.visits, history_mean and history_var
+    progress: bool  # ResponseBatch.progress
     response_statistics: bool  # anything of Method.response_statistics before credit
+    prompt_logprobs: bool  # Method.prompt_statistics before credit
     correct: bool  # TokenBatch.correct
     group_accuracy: bool  # TokenBatch.group_accuracy
     log_ratio_sums: bool  # TokenBatch.log_ratio_sums, by a pass over the minibatch before it
+    nucleus: float  # the probability that TokenBatch.nucleus_entropy is of, 0 without; with peaks
+    end_token: int | None  # the token that TokenBatch.end_logprobs are of, None without
+    given: bool  # TokenBatch.given: responses that prompts carry
     dynamic_sampling: bool  # see Method.wants_group and max_sampling_tries
     max_sampling_tries: int  # 1 without dynamic sampling
     token_ids: bool  # Method.shape_rewards reads the response tokens

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_rl.loss import evidence
 from megatron_rl.loss.batch import EstimatorNeeds
 from megatron_rl.loss.evidence import Evidence
 from megatron_rl.loss.terms import OPTIONAL, Terms
@@ -127,7 +128,9 @@ def enter_estimator(name: str, function: Function, needs: EstimatorNeeds) -> Non
 
 def enter_shaper(name: str, function: Function, reads: Sequence[str] = ()) -> None:
     """Makes a shaper callable by name."""
-    SHAPERS[name] = Shaper(function, SHAPING.inputs_of(function), SHAPING, tuple(reads))
+    inputs = SHAPING.inputs_of(function)
+    named = [name for name in evidence.OPTIONAL if name in inputs and name not in reads]
+    SHAPERS[name] = Shaper(function, inputs, SHAPING, (*reads, *named))
 
 
 def enter_token_shaper(name: str, function: Function, reads: Sequence[str] = ()) -> None:

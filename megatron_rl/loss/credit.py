@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.loss import filters, histories
+from megatron_rl.loss import filters, histories, tails
 from megatron_rl.loss.advantages import ONE
 from megatron_rl.loss.batch import Credit, ResponseBatch
 from megatron_rl.loss.choices import ESTIMATORS, KL_WEIGHTS, SHAPERS, Knobs
@@ -29,6 +29,7 @@ class CreditPlan:
     drop_all_correct: bool
     eps: float
     ddof: int
+    curiosity: Knobs | None = None
 
 
 def reads_of(plan: CreditPlan) -> dict[str, tuple[str, str]]:
@@ -42,12 +43,23 @@ def reads_of(plan: CreditPlan) -> dict[str, tuple[str, str]]:
             fields[field] = (f"estimator {name} with {knob} > 0", remedy)
     if plan.kl_in_reward and any(plan.kl_coef):
         fields["kl"] = ("kl.placement = reward", "give it, or set kl.placement=loss")
+    if plan.curiosity is not None:
+        reader = ("reward_shaping.curiosity", "give it, or set reward_shaping.curiosity=null")
+        fields |= dict.fromkeys(("mean_logprobs", "progress"), reader)
     for field in needs.reads:
         fields[field] = (f"estimator {name}", "give it")
     for shaper, _ in plan.shaping:
         for field in SHAPERS[shaper].reads:
             fields[field] = (f"shaper {shaper}", "give it")
     return fields
+
+
+def tail_of(plan: CreditPlan) -> float:
+    """The share of tokens whose confidence the plan reads."""
+    (tail,) = (
+        knobs["tail"] for name, knobs in plan.shaping if {*tails.FIELDS} & {*SHAPERS[name].reads}
+    )
+    return tail
 
 
 def credit(batch: ResponseBatch, plan: CreditPlan) -> Credit:
@@ -76,6 +88,9 @@ def credit(batch: ResponseBatch, plan: CreditPlan) -> Credit:
         coefficient = where_correct(batch.correct, *plan.kl_coef, rewards.dtype)
         shaped = rewards - coefficient * kl_weights * batch.kl.to(rewards.dtype)
         evidence = replace(evidence, rewards=shaped)
+    bonus = _bonus(evidence, plan)
+    if bonus is not None:
+        evidence = replace(evidence, rewards=evidence.rewards + bonus)
     advantages = ESTIMATORS[plan.estimator](evidence, plan.estimator_knobs)
     check_advantages(f"estimator {plan.estimator}", advantages, rewards)
     for name, knobs in plan.shaping:
@@ -85,7 +100,20 @@ def credit(batch: ResponseBatch, plan: CreditPlan) -> Credit:
     if plan.drop_all_correct:
         keep = filters.not_all_correct(batch.correct, groups)
     of_batch = metrics(evidence, advantages, kl_weights, keep)
+    if bonus is not None:
+        of_batch["credit/curiosity_bonus_mean"] = bonus.mean()
     return Credit(advantages, kl_weights, keep, of_batch, _history(evidence, plan))
+
+
+def _bonus(evidence: Evidence, plan: CreditPlan) -> Tensor | None:
+    """What is added to the rewards that estimators see."""
+    if plan.curiosity is None:
+        return None
+    batch = evidence.batch
+    assert batch.mean_logprobs is not None and batch.progress is not None
+    rewards = evidence.plain_rewards
+    logprobs = batch.mean_logprobs.to(rewards.dtype)
+    return filters.curiosity_bonus(rewards, logprobs, batch.progress, **plan.curiosity)
 
 
 def _history(evidence: Evidence, plan: CreditPlan) -> dict[str, Tensor] | None:

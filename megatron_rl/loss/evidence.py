@@ -11,6 +11,16 @@ from torch import Tensor
 from megatron_rl.loss.batch import ResponseBatch
 from megatron_rl.loss.segments import Segments
 
+# Properties of Evidence that are an optional field of ResponseBatch: who names one reads it.
+OPTIONAL = (
+    "progress",
+    "prompt_confidence",
+    "response_confidence",
+    "visits",
+    "history_mean",
+    "history_var",
+)
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -46,6 +56,18 @@ class Evidence:
         return self.groups.broadcast(self.accuracy)
 
     @property
+    def prompt_confidence(self) -> Float[Tensor, " responses"]:
+        """Of the old policy, in what it finds least likely of the prompt."""
+        assert self.batch.prompt_confidence is not None
+        return self.batch.prompt_confidence.to(self.dtype)
+
+    @property
+    def response_confidence(self) -> Float[Tensor, " responses"]:
+        """The same of the response."""
+        assert self.batch.response_confidence is not None
+        return self.batch.response_confidence.to(self.dtype)
+
+    @property
     def visits(self) -> Int[Tensor, " responses"]:
         """To the response's prompt, before this step."""
         assert self.batch.visits is not None
@@ -62,6 +84,12 @@ class Evidence:
         """The same of their variance."""
         assert self.batch.history_var is not None
         return self.batch.history_var
+
+    @property
+    def progress(self) -> float:
+        """Share of the run's steps that there are up to this one."""
+        assert self.batch.progress is not None
+        return self.batch.progress
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,4 +1,5 @@
-"""Which groups and responses take part, and penalties on rewards before anything is estimated."""
+"""Which groups and responses take part, and what is added to rewards before anything is
+estimated."""
 
 from __future__ import annotations
 
@@ -84,3 +85,22 @@ def repetition_penalty(
         token_ids, response_tokens, truncated, min_block=min_block, max_block=max_block
     )
     return -penalty * repeated.to(dtype)
+
+
+def curiosity_bonus(
+    rewards: Float[Tensor, " responses"],
+    mean_logprobs: Float[Tensor, " responses"],
+    progress: float,
+    *,
+    kappa: float,
+    alpha: float,
+    start: float,
+    end: float,
+) -> Float[Tensor, " responses"]:
+    """w min(|r| / kappa, alpha B), B = -mean_logprobs (nats), w from start to end by progress.
+
+    Never negative; 0 at a reward of 0. kappa > 1 and w <= 1 keep the sign of the reward.
+    Source: CDE (arXiv 2509.09675), the bonus of the actor.
+    """
+    weight = start + (end - start) * progress
+    return weight * torch.minimum(rewards.abs() / kappa, -alpha * mean_logprobs)

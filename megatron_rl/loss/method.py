@@ -14,11 +14,16 @@ from megatron_rl.config.method import MethodConfig
 from megatron_rl.loss import filters, kl
 from megatron_rl.loss.batch import Credit, LossResult, Needs, ResponseBatch, TokenBatch
 from megatron_rl.loss.choices import ESTIMATORS
-from megatron_rl.loss.credit import CreditPlan, credit, reads_of
+from megatron_rl.loss.credit import CreditPlan, credit, reads_of, tail_of
+from megatron_rl.loss.entropy_anchor import find_peaks
 from megatron_rl.loss.segments import lifted, segments_of
+from megatron_rl.loss.tails import FIELDS as CONFIDENCES
+from megatron_rl.loss.tails import tail_confidence
 from megatron_rl.loss.terms import SequenceSum
 from megatron_rl.loss.token_loss import LossPlan, token_loss, token_reads_of
 from megatron_rl.loss.whole_responses import SequenceGather
+
+OF_OLD_LOGPROBS = {"mean_logprobs", "sum_logprobs", "kl", *CONFIDENCES}
 
 
 def load_method(
@@ -170,10 +175,43 @@ class Method:
             sums = total(old)
             num_tokens = total(torch.ones_like(old)).clamp(min=1)
             statistics = {"sum_logprobs": sums, "mean_logprobs": sums / num_tokens}
+        if "response_confidence" in reads:
+            tail = tail_of(self._credit_plan)
+            kept, rows = old[loss_mask], response_index[loss_mask]
+            confidence = tail_confidence(kept, rows, num_responses, tail=tail)
+            statistics["response_confidence"] = confidence
         if "kl" in reads and ref_logprobs is not None:
             estimate = kl.ESTIMATORS[self.config.kl.estimator]
             statistics["kl"] = total(estimate(old, lifted(ref_logprobs.detach()).to(old.dtype)))
         return statistics
+
+    def prompt_statistics(
+        self,
+        logprobs: Float[Tensor, " tokens"],
+        response_index: Int[Tensor, " tokens"],
+        num_responses: int,
+    ) -> dict[str, Float[Tensor, " responses"]]:
+        """The fields of ResponseBatch that come from the old policy's logprobs of prompts.
+
+        The tokens are those of the prompts of all responses, but the first of each, which nothing
+        predicts. Asked for where ``needs.prompt_logprobs``.
+        """
+        tail = tail_of(self._credit_plan)
+        logprobs = lifted(logprobs.detach())
+        confidence = tail_confidence(logprobs, response_index, num_responses, tail=tail)
+        return {"prompt_confidence": confidence}
+
+    def peaks(
+        self, nucleus_entropies: Float[Tensor, " tokens"], anchor: float | None
+    ) -> Float[Tensor, "4"]:
+        """TokenBatch.peaks of a minibatch, from the entropies of all its loss tokens under the
+        current weights: threshold, number and mean of the peak tokens, and the ``anchor``, where
+        None stands for that mean. Asked for where ``needs.nucleus``, before each update."""
+        knobs = self.config.entropy_anchor
+        assert knobs is not None
+        found = find_peaks(nucleus_entropies, knobs.quantile)
+        start = found.mean if anchor is None else anchor
+        return torch.tensor([*found, start], dtype=torch.float64)
 
 
 def _prefixed(override: str) -> str:
@@ -190,6 +228,7 @@ def _kl_coef(config: MethodConfig) -> tuple[float, float]:
 
 
 def _credit_plan(config: MethodConfig) -> CreditPlan:
+    curiosity = config.reward_shaping.curiosity
     return CreditPlan(
         estimator=config.estimator.name,
         estimator_knobs=config.estimator.knobs,
@@ -200,11 +239,14 @@ def _credit_plan(config: MethodConfig) -> CreditPlan:
         drop_all_correct=config.filters.drop_all_correct,
         eps=config.eps,
         ddof=config.std_ddof,
+        curiosity=None if curiosity is None else curiosity.model_dump(),
     )
 
 
 def _loss_plan(config: MethodConfig, response_limit: int | None) -> LossPlan:
     kl_aggregate = config.kl.aggregate or config.aggregate
+    anchor = config.entropy_anchor
+    of_self = config.self_reward
     return LossPlan(
         policy_loss=config.policy_loss.name,
         policy_knobs=config.policy_loss.knobs,
@@ -217,6 +259,8 @@ def _loss_plan(config: MethodConfig, response_limit: int | None) -> LossPlan:
         mismatch_cap=config.mismatch.cap,
         response_limit=response_limit,
         token_shaping=tuple((name, choice.knobs) for name, choice in config.token_shaping.items()),
+        entropy_anchor=None if anchor is None else anchor.coef,
+        self_reward=None if of_self is None else (of_self.alpha, of_self.beta),
     )
 
 
@@ -239,15 +283,20 @@ def _needs(config: MethodConfig, plan: CreditPlan, loss_plan: LossPlan) -> Needs
     if "topk_logprobs" in token_reads:
         top_k = loss_plan.policy_knobs["top_k"]
     return Needs(
-        ref_logprobs=any(coefficients) or "kl" in reads,
+        ref_logprobs=any(coefficients) or "kl" in reads or "ref_logprobs" in token_reads,
         entropy=entropy,
         top_k=top_k,
         visual_entropy="visual_entropy" in reads,
         history="visits" in reads,
-        response_statistics=bool({"mean_logprobs", "sum_logprobs", "kl"} & reads),
+        progress="progress" in reads,
+        response_statistics=bool(reads & OF_OLD_LOGPROBS),
+        prompt_logprobs="prompt_confidence" in reads,
         correct=coefficients[0] != coefficients[1] or "correct" in token_reads,
         group_accuracy="group_accuracy" in token_reads,
         log_ratio_sums="log_ratio_sums" in token_reads,
+        nucleus=0.0 if config.entropy_anchor is None else config.entropy_anchor.top_p,
+        end_token=None if config.self_reward is None else config.self_reward.token_id,
+        given="given" in token_reads,
         dynamic_sampling=dynamic is not None,
         max_sampling_tries=1 if dynamic is None else dynamic.max_tries,
         token_ids=config.reward_shaping.repetition is not None,

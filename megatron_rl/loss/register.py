@@ -18,12 +18,15 @@ from megatron_rl.loss import (
     advantages,
     aggregate,
     choices,
+    evidence,
+    given_responses,
     histories,
     kl,
     mismatch,
     policy_losses,
     response_losses,
     shaping,
+    tails,
     token_advantages,
 )
 from megatron_rl.loss.batch import EstimatorNeeds
@@ -31,7 +34,7 @@ from megatron_rl.loss.choices import Function
 from megatron_rl.loss.terms import OPTIONAL
 
 PLAIN = EstimatorNeeds()
-READABLE = ("mean_logprobs", "sum_logprobs", "visual_entropy", "kl", *histories.FIELDS)
+READABLE = ("mean_logprobs", "sum_logprobs", "visual_entropy", "kl", *evidence.OPTIONAL)
 # Their decorators have filled the tables below.
 FILES = (
     advantages,
@@ -40,6 +43,7 @@ FILES = (
     token_advantages,
     policy_losses,
     response_losses,
+    given_responses,
     aggregate,
     kl,
     mismatch,
@@ -137,7 +141,12 @@ def register_shaper(name: str, *, reads: Sequence[str] = ()) -> Callable[[Functi
     def register(function: Function) -> Function:
         _check_reads(f"shaper {name}", reads)
         inputs = choices.SHAPING.inputs_of(function)
-        registry.register_piece("shaper", method.SHAPERS, name, function, inputs)
+        schema = registry.register_piece("shaper", method.SHAPERS, name, function, inputs)
+        if {*tails.FIELDS} & {*inputs, *reads} and "tail" not in schema.model_fields:
+            del method.SHAPERS[name]
+            raise RegistrationError(
+                f"shaper {name}: reads confidences, so it needs the knob tail: float"
+            )
         choices.enter_shaper(name, function, reads)
         return function
 

@@ -1,6 +1,6 @@
-"""Advantage shaping: factors applied to estimated advantages.
+"""Advantage shaping: factors applied to estimated advantages, and what is added to them.
 
-Every factor is >= 0, so a sign never changes. p (``share``) is the accuracy of the group at each
+Every factor is >= 0, so it never changes a sign. p (``share``) is the accuracy of the group at each
 response; omega the mean reward of the batch clipped to [0, 1]. A shaper is one function here:
 inputs before the star, knobs after it (see ``choices.py``).
 """
@@ -131,6 +131,26 @@ def focal(
 ) -> Float[Tensor, " responses"]:
     """A (1 - p)^gamma. Source: F-GRPO (arXiv 2602.06717)."""
     return advantages * (1 - share) ** gamma
+
+
+@shaper
+def confidence_gap(
+    advantages: Float[Tensor, " responses"],
+    share: Float[Tensor, " responses"],
+    prompt_confidence: Float[Tensor, " responses"],
+    response_confidence: Float[Tensor, " responses"],
+    *,
+    alpha: NonNegativeFloat = 0.3,
+    tail: Annotated[float, Field(gt=0, le=1)] = 0.2,
+) -> Float[Tensor, " responses"]:
+    """A + alpha (c(q) - c(o)) where p is strictly inside (0, 1), else A.
+
+    c is ``tails.tail_confidence`` of the prompt and of the response, over the ``tail`` share of
+    their least likely tokens. It may change a sign.
+    Source: ARM (arXiv 2602.05281).
+    """
+    gap = alpha * (prompt_confidence - response_confidence)
+    return torch.where(_inside(share), advantages + gap, advantages)
 
 
 def _inside(share: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ OPTIONAL = (
     "topk_logprobs",
     "is_argmax",
     "log_ratio_sums",
+    "ref_logprobs",
+    "given",
 )
 
 
@@ -105,6 +107,19 @@ class Terms:
         """Of log_ratio over each response, whose tokens may lie elsewhere."""
         assert self.batch.log_ratio_sums is not None
         return self.batch.log_ratio_sums.to(self.dtype)
+
+    @property
+    def ref_logprobs(self) -> Float[Tensor, " tokens"]:
+        """Of the reference, 0 outside the mask."""
+        assert self.batch.ref_logprobs is not None
+        logprobs = lifted(self.batch.ref_logprobs).to(self.dtype)
+        return logprobs.masked_fill(~self.loss_mask, 0)
+
+    @property
+    def given(self) -> Bool[Tensor, " tokens"]:
+        """Whether the response came with the prompt, at each token."""
+        assert self.batch.given is not None
+        return self.batch.given[self.response_index]
 
     @property
     def group_accuracy(self) -> Float[Tensor, " tokens"]:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from megatron_rl.loss import aggregate, kl
+from megatron_rl.loss import aggregate, kl, self_reward
 from megatron_rl.loss import policy_losses as losses
 from megatron_rl.loss.batch import LossResult, TokenBatch
 from megatron_rl.loss.choices import (
@@ -19,6 +19,7 @@ from megatron_rl.loss.choices import (
     TOKEN_SHAPERS,
     Knobs,
 )
+from megatron_rl.loss.entropy_anchor import anchored
 from megatron_rl.loss.response_losses import Clipped
 from megatron_rl.loss.segments import lifted, where_correct
 from megatron_rl.loss.terms import SequenceSum, Terms, terms_of
@@ -40,6 +41,8 @@ class LossPlan:
     mismatch_cap: float
     response_limit: int | None = None
     token_shaping: tuple[tuple[str, Knobs], ...] = ()
+    entropy_anchor: float | None = None  # the coefficient
+    self_reward: tuple[float, float] | None = None  # alpha, beta
 
 
 def token_reads_of(plan: LossPlan) -> dict[str, str]:
@@ -47,6 +50,11 @@ def token_reads_of(plan: LossPlan) -> dict[str, str]:
     fields: dict[str, str] = {}
     for name, _ in plan.token_shaping:
         fields |= dict.fromkeys(TOKEN_SHAPERS[name].reads, f"token shaper {name}")
+    if plan.entropy_anchor is not None:
+        fields |= dict.fromkeys(("nucleus_entropy", "peaks"), "entropy_anchor")
+    if plan.self_reward is not None:
+        fields |= dict.fromkeys(("end_logprobs", "end_index", "end_start"), "self_reward")
+        fields["correct"] = "self_reward"
     for name in (plan.aggregate[0], plan.kl_aggregate[0]):
         fields |= dict.fromkeys(AGGREGATIONS[name].reads, f"aggregation {name}")
     reads = POLICY_LOSSES[plan.policy_loss].reads
@@ -59,7 +67,8 @@ def token_loss(
     sequence_sum: SequenceSum,
     sequence_gather: SequenceGather = lambda columns: columns,
 ) -> LossResult:
-    """The contribution of ``batch``: policy_loss + kl_loss - entropy_coef entropy.
+    """The contribution of ``batch``: policy_loss + kl_loss - entropy_coef entropy, and what is
+    beside them.
 
     Raises:
         ValueError: the batch lacks what the method reads.
@@ -91,6 +100,16 @@ def token_loss(
             "TokenBatch.entropy is missing, but entropy.coef is not 0; give it, or set"
             " entropy.coef=0"
         )
+    anchor = anchor_term(terms, plan)
+    if anchor is not None:
+        loss = loss + anchor[0]
+        metrics["loss/entropy_anchor"] = anchor[0].detach()
+        metrics["entropy/nucleus_peak_mean"] = anchor[1]
+    verdicts = self_reward_term(terms, plan)
+    if verdicts is not None:
+        loss = loss + verdicts[0]
+        metrics["loss/self_reward"] = verdicts[0].detach()
+        metrics["policy/self_reward_accuracy"] = verdicts[1]
     if divergence is not None:
         metrics["kl/reference_mean"] = terms.mean(divergence)
     if correction is not None:
@@ -184,6 +203,34 @@ def kl_term(
     return aggregate.weighted_sum(weighted, weights, terms.loss_mask), divergence
 
 
+def anchor_term(terms: Terms, plan: LossPlan) -> tuple[Float[Tensor, ""], Float[Tensor, ""]] | None:
+    """The pull of the entropy to its start, and the mean that it is of; None without one."""
+    batch = terms.batch
+    if plan.entropy_anchor is None:
+        return None
+    assert batch.nucleus_entropy is not None and batch.peaks is not None
+    entropy = lifted(batch.nucleus_entropy).to(terms.dtype).masked_fill(~terms.loss_mask, 0)
+    return anchored(entropy, batch.peaks, terms.loss_mask, coef=plan.entropy_anchor)
+
+
+def self_reward_term(
+    terms: Terms, plan: LossPlan
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]] | None:
+    """What the policy's reward for itself is off by, and the share where it is right; None without
+    one."""
+    batch = terms.batch
+    if plan.self_reward is None:
+        return None
+    assert batch.end_logprobs is not None and batch.end_start is not None
+    alpha, beta = plan.self_reward
+    logprobs = lifted(batch.end_logprobs).to(terms.dtype)
+    correct = terms.correct[batch.end_index]
+    off = self_reward.self_reward_loss(logprobs, batch.end_start, correct, beta=beta)
+    right = self_reward.agrees(logprobs, batch.end_start, correct, beta=beta)
+    num = max(terms.num_responses, 1)
+    return alpha * off.sum() / num, right.to(terms.dtype).sum() / num
+
+
 def _kl_coefficients(terms: Terms, plan: LossPlan) -> Float[Tensor, " tokens"]:
     """kl.coef, or that of the response's sign, times its KL weight, at each token."""
     correct = terms.batch.correct
@@ -201,7 +248,8 @@ def _kl_coefficients(terms: Terms, plan: LossPlan) -> Float[Tensor, " tokens"]:
 
 
 def mismatch_weights(terms: Terms, plan: LossPlan) -> Float[Tensor, " tokens"] | None:
-    """Detached weights of the policy term, None without a correction."""
+    """Detached weights of the policy term, 1 where no sampler was at work; None without a
+    correction."""
     if plan.mismatch == "none":
         return None
     if terms.batch.sampler_logprobs is None:
@@ -209,7 +257,8 @@ def mismatch_weights(terms: Terms, plan: LossPlan) -> Float[Tensor, " tokens"] |
             f"TokenBatch.sampler_logprobs is missing, but mismatch.kind = {plan.mismatch} reads it;"
             " give it"
         )
-    return CORRECTIONS[plan.mismatch](terms, {"cap": plan.mismatch_cap})
+    weights = CORRECTIONS[plan.mismatch](terms, {"cap": plan.mismatch_cap})
+    return weights if terms.batch.given is None else weights.masked_fill(terms.given, 1)
 
 
 def ratio_metrics(terms: Terms, log_ratio: Tensor, bounds: Bounds | None) -> dict[str, Tensor]:

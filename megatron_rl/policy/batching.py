@@ -90,10 +90,10 @@ class Batching:
             dist.broadcast(values, self.owners[self.data_rank], group=self.ranks.replica_group)
 
     def packed(
-        self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]]
+        self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], *, prompts: bool = False
     ) -> list[Microbatch]:
-        """``microbatches`` (rows of ``batch``) as a pass takes them. Collective where experts are
-        dispatched by all-gather."""
+        """``microbatches`` (rows of ``batch``) as a pass takes them; ``prompts``: that of
+        ``Packer``. Collective where experts are dispatched by all-gather."""
         assert len(microbatches) % self.multiple == 0, (
             f"{len(microbatches)} micro-batches do not form groups of {self.multiple}"
         )
@@ -106,6 +106,7 @@ class Batching:
             self.device,
             self.prefix_sharing,
             self.eyes,
+            prompts,
         )
         return [
             packer.pack(batch, rows, total)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from megatron_rl.policy.logprobs import (
     token_values,
 )
 from megatron_rl.policy.microbatches import Microbatch
+from megatron_rl.policy.nucleus import nucleus_entropy
 from megatron_rl.policy.parallel import Ranks
 from megatron_rl.protocols import Entropy
 from megatron_rl.runtime.activity import ACTIVITY
@@ -76,16 +77,28 @@ def sequence_gather(ranks: Ranks, num_places: int) -> Callable[[Tensor], Tensor]
 
 class ScoreBoard:
     """Logprobs, and entropies if wanted, of all response tokens of a batch, written where they are
-    computed: by tensor rank 0 of the last stage, on the context rank that holds the token.
+    computed: by tensor rank 0 of the last stage, on the context rank that holds the token. Prompt
+    tokens stand behind them, at ``microbatches.prompt_places``.
 
     The host knows the places of the tokens: they go to the device in one copy, after the last
     micro-batch.
     """
 
-    def __init__(self, num_tokens: int, entropy: bool, ranks: Ranks, device: torch.device) -> None:
-        self._values = torch.zeros(
-            2 if entropy else 1, num_tokens, dtype=torch.float32, device=device
-        )
+    def __init__(
+        self,
+        num_tokens: int,
+        entropy: bool,
+        ranks: Ranks,
+        device: torch.device,
+        prompt_places: Tensor | None = None,
+        nucleus: bool = False,
+    ) -> None:
+        self._num_tokens = num_tokens
+        self._names = ["logprobs"] + ["entropy"] * entropy + ["nucleus_entropy"] * nucleus
+        self._prompt_places = prompt_places
+        if prompt_places is not None:
+            num_tokens += len(prompt_places)
+        self._values = torch.zeros(len(self._names), num_tokens, dtype=torch.float32, device=device)
         self._writes = ranks.tensor_rank == 0
         self._group = ranks.replica_group
         self._places: list[Tensor] = []
@@ -94,10 +107,8 @@ class ScoreBoard:
     def write(self, microbatch: Microbatch, values: TokenValues) -> None:
         if not self._writes:
             return
-        rows = [values.logprobs]
-        if len(self._values) > 1:
-            assert values.entropy is not None, "entropies were wanted and not computed"
-            rows.append(values.entropy)
+        rows = [getattr(values, name) for name in self._names]
+        assert all(row is not None for row in rows), "values were wanted and not computed"
         self._places.append(microbatch.index)
         self._written.append(torch.stack([values.detach().float() for values in rows]))
 
@@ -108,9 +119,26 @@ class ScoreBoard:
             self._values[:, places] = torch.cat(self._written, dim=1)
         if self._group is not None:
             dist.all_reduce(self._values, group=self._group)
+        of_responses = dict(zip(self._names, self._values[:, : self._num_tokens], strict=True))
+        of_prompts = None
+        if self._prompt_places is not None:
+            of_prompts = self._values[0, to_device(self._prompt_places, self._values.device)]
         return TokenScores(
-            logprobs=self._values[0], entropy=self._values[1] if len(self._values) > 1 else None
+            logprobs=of_responses["logprobs"],
+            entropy=of_responses.get("entropy"),
+            nucleus_entropy=of_responses.get("nucleus_entropy"),
+            prompt_logprobs=of_prompts,
         )
+
+    def fill(self, passes: Passes, microbatches: Sequence[Microbatch], **wanted: Any) -> None:
+        """Collective: a pass without gradient over ``microbatches``; ``wanted``: see
+        ``Passes.run``."""
+
+        def consume(microbatch: Microbatch, values: TokenValues) -> tuple[Tensor, Any]:
+            self.write(microbatch, values)
+            return values.logprobs.new_zeros(()), None
+
+        passes.run(microbatches, consume, backward=False, **wanted)
 
 
 @dataclass
@@ -155,16 +183,17 @@ class Passes:
         backward: bool,
         entropy: Entropy,
         top_k: int = 0,
+        nucleus: float = 0.0,
     ) -> list[Any]:
         """Collective: what ``consume`` collected for each micro-batch, in order (nothing before the
-        last stage). ``entropy``, ``top_k``: see ``Head``."""
+        last stage). ``entropy``, ``top_k``, ``nucleus``: see ``Head``."""
         lengths = {microbatch.token_ids.shape[1] for microbatch in microbatches}
         told = self.ranks.pipeline == 1 or self.chunks[0].config.variable_seq_lengths
         assert told or len(lengths) == 1, (
             f"pipeline stages expect micro-batches of one length: {lengths}"
         )
         iterators = [iter(microbatches) for _ in self.chunks]
-        head = self._head(entropy, top_k)
+        head = replace(self._head(entropy, top_k), nucleus=nucleus)
         step = partial(self._step, consume=consume, head=head)
         with torch.set_grad_enabled(backward):
             return self.schedule(
@@ -212,10 +241,14 @@ class Passes:
         hidden = output.squeeze(1)
         states = hidden.index_select(0, microbatch.rows).to(weight.dtype)
         values = token_values(states, weight, microbatch.targets, head)
+        if head.nucleus:
+            values = replace(values, nucleus_entropy=nucleus_entropy(states, weight, head))
         loss, data = consume(microbatch, values)
         # Without response tokens the graph must still reach every stage: the pipeline waits for a
         # gradient.
         connected = loss + hidden[:0].sum() + weight[:0].sum() + values.logprobs.sum() * 0
+        if values.nucleus_entropy is not None:
+            connected = connected + values.nucleus_entropy.sum() * 0
         return connected, torch.zeros([], dtype=torch.int, device=loss.device), data
 
 
@@ -274,6 +307,7 @@ def loss_consumer(
             sequence_sum=over_context,
             topk_logprobs=values.topk_logprobs,
             is_argmax=values.is_argmax,
+            nucleus_entropy=values.nucleus_entropy,
             # A context rank has at most one response token for each token it works on.
             sequence_gather=sequence_gather(ranks, microbatch.token_ids.shape[1]),
         )

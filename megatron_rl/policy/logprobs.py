@@ -85,7 +85,8 @@ def response_logprobs(
 @dataclass(frozen=True)
 class Head:
     """How states become a distribution, and what is wanted of it beside logprobs: the settings of
-    ``response_logprobs``, and ``top_k`` tokens (0: none)."""
+    ``response_logprobs``, ``top_k`` tokens (0: none), and the probability ``nucleus`` whose entropy
+    ``nucleus.py`` computes (0: none)."""
 
     temperature: float
     vocab_size: int
@@ -93,6 +94,7 @@ class Head:
     group: dist.ProcessGroup | None
     entropy: Entropy
     top_k: int = 0
+    nucleus: float = 0.0
 
     @property
     def rank(self) -> int:
@@ -107,6 +109,7 @@ class TokenValues:
     entropy: Float[Tensor, " t"] | None = None
     topk_logprobs: Float[Tensor, "t k"] | None = None
     is_argmax: Bool[Tensor, " t"] | None = None
+    nucleus_entropy: Float[Tensor, " t"] | None = None
 
 
 def token_values(
@@ -142,7 +145,7 @@ class _Logprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         with_entropy = head.entropy != "none"
-        chunks = _Chunks(hidden, weight, targets, head)
+        chunks = Chunks(hidden, weight, targets, head)
         everyone = _gather(_local_stats(chunks, with_entropy), head.group)
         num_sums = 4 if with_entropy else 3
         logprobs, logsumexp, entropies = _combine(everyone[:, :num_sums], with_entropy)
@@ -165,7 +168,7 @@ class _Logprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, logsumexp, entropies, tokens = ctx.saved_tensors
         head: Head = ctx.head
-        chunks = _Chunks(hidden, weight, targets, head)
+        chunks = Chunks(hidden, weight, targets, head)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = chunks.zeros_like(hidden) if wants_hidden else None
         grad_weight = chunks.zeros_like(weight) if wants_weight else None
@@ -191,11 +194,11 @@ class _Logprobs(torch.autograd.Function):
                 x.scatter_add_(1, column, of_topk * is_own)
             grad_logits = chunks.operand(x)
             if grad_hidden is not None:
-                _mm(grad_logits, chunks.weight, out=grad_hidden[rows])
+                multiply(grad_logits, chunks.weight, out=grad_hidden[rows])
             if grad_weight is not None:
                 states = chunks.operand(hidden[rows])
                 own_rows = grad_weight[: chunks.width]
-                _mm(grad_logits.t(), states, out=own_rows, accumulate=True)
+                multiply(grad_logits.t(), states, out=own_rows, accumulate=True)
         if grad_hidden is not None:
             if head.group is not None and hidden.shape[0]:
                 dist.all_reduce(grad_hidden, group=head.group)
@@ -205,7 +208,7 @@ class _Logprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None
 
 
-class _Chunks:
+class Chunks:
     """Iterates over ``(rows, x)``: a slice of tokens, and its scaled logits.
 
     They are those of this rank's true columns, in one reused buffer that the consumer may
@@ -248,13 +251,13 @@ class _Chunks:
         for start in range(0, num_tokens, self.size):
             rows = slice(start, min(start + self.size, num_tokens))
             x = buffer[: rows.stop - rows.start]
-            _mm(self.operand(self.hidden[rows]), self.weight.t(), out=x)
+            multiply(self.operand(self.hidden[rows]), self.weight.t(), out=x)
             if self.temperature != 1.0:
                 x.div_(self.temperature)
             yield rows, x
 
 
-def _mm(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool = False) -> None:
+def multiply(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool = False) -> None:
     """``out = a @ b`` or ``out += a @ b``.
 
     A 16-bit product is written to a float32 ``out`` without rounding to 16 bits.
@@ -266,7 +269,7 @@ def _mm(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool = False) -> None:
         torch.mm(a, b, **mixed, out=out)
 
 
-def _local_stats(chunks: _Chunks, entropy: bool) -> Tensor:
+def _local_stats(chunks: Chunks, entropy: bool) -> Tensor:
     """``[3 or 4 + 2 top_k, t]``: what follows from this rank's columns for those of all ranks.
 
     max m, sum exp(x - m), x of the target or -inf, and for the entropy sum (x - m) exp(x - m);
@@ -296,7 +299,7 @@ def _local_stats(chunks: _Chunks, entropy: bool) -> Tensor:
         stats[2, rows] = torch.where(is_own, x.gather(1, column[:, None])[:, 0], -torch.inf)
         x.sub_(maximum[:, None])
         if entropy:
-            size = _split_size(x)
+            size = split_size(x)
             parts = (stats[1, rows].split(size), stats[3, rows].split(size), x.split(size))
             for sums, weighted, y in zip(*parts, strict=True):
                 e = y.exp()
@@ -345,7 +348,7 @@ def _largest(stats: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return found, tokens.t().gather(1, place).long()
 
 
-def _split_size(x: Tensor) -> int:
+def split_size(x: Tensor) -> int:
     """Rows of a chunk that have x and exp(x) in memory at once."""
     return max(1, math.ceil(x.shape[0] / ENTROPY_SPLIT))
 
@@ -358,7 +361,7 @@ def _entropy_gradient_(
     d logprob = onehot - p (onehot is added later), d H = -p (log p + H).
     """
     constant = outer + outer_entropy * entropies
-    size = _split_size(logp)
+    size = split_size(logp)
     parts = (logp.split(size), constant.split(size), outer_entropy.split(size))
     for y, c, g in zip(*parts, strict=True):
         p = y.exp()

@@ -33,8 +33,7 @@ from megatron_rl.policy.forward import (
 )
 from megatron_rl.policy.gathered_weights import Gather
 from megatron_rl.policy.hardware import this_machine
-from megatron_rl.policy.logprobs import TokenValues
-from megatron_rl.policy.microbatches import Microbatch, multiples
+from megatron_rl.policy.microbatches import multiples, prompt_places
 from megatron_rl.policy.model import build_chunks, transformer_config
 from megatron_rl.policy.not_finite import check_weights
 from megatron_rl.policy.offload import (
@@ -193,9 +192,9 @@ class MegatronPolicy:
         """Interleaved pipelines take micro-batches in groups of one a stage."""
         return self.ranks.pipeline if self.parallel.virtual_pipeline is not None else 1
 
-    def score(self, share: Share, *, reference: bool = False) -> TokenScores:
+    def score(self, share: Share, **asked: bool) -> TokenScores:
         """See protocols.Policy."""
-        return self.score_microbatches(share.batch, share.microbatches, reference=reference)
+        return self.score_microbatches(share.batch, share.microbatches, **asked)
 
     def score_alone(
         self, batch: SequenceBatch, *, reference: bool = False, temperature: float | None = None
@@ -211,6 +210,8 @@ class MegatronPolicy:
         microbatches: Sequence[Sequence[int]],
         *,
         reference: bool = False,
+        prompts: bool = False,
+        nucleus: bool = False,
         temperature: float | None = None,
     ) -> TokenScores:
         """Collective: ``score`` of a ``Share`` by its fields. ``batch`` is that of THIS
@@ -220,16 +221,13 @@ class MegatronPolicy:
         self._offload.require("weights")
         # Entropies of the reference are read by nobody.
         entropy: Entropy = "value" if self.settings.entropy != "none" and not reference else "none"
-        board = self._board(batch, entropy)
-
-        def consume(microbatch: Microbatch, values: TokenValues) -> tuple[Tensor, Any]:
-            board.write(microbatch, values)
-            return values.logprobs.new_zeros(()), None
-
+        places = prompt_places(batch, microbatches) if prompts else None
+        board = self._board(batch, entropy, places, nucleus)
         passes = self._passes if temperature is None else self._passes_at(temperature)
         with self._weights(reference), logprob_format(self.config, self.precision), platform():
-            packed = self.batching.packed(batch, microbatches)
-            passes.run(packed, consume, backward=False, entropy=entropy)
+            packed = self.batching.packed(batch, microbatches, prompts=prompts)
+            share = self.settings.nucleus if nucleus else 0.0
+            board.fill(passes, packed, entropy=entropy, nucleus=share)
         return board.read()
 
     def update(self, share: Share, loss: TokenLoss, *, with_scores: bool = False) -> UpdateResult:
@@ -288,13 +286,14 @@ class MegatronPolicy:
             self.optimizer.zero_grad()
             consume = loss_consumer(loss, self.ranks, entropy=in_loss, board=board)
             packed = self.batching.packed(batch, microbatches)
-            wanted: Values = {"entropy": entropy, "top_k": self.settings.top_k}
+            settings = self.settings
+            wanted = {"entropy": entropy, "top_k": settings.top_k, "nucleus": settings.nucleus}
             collected = self._passes.run(packed, consume, backward=True, **wanted)
         return reduce_totals(collected, self.ranks)
 
-    def _board(self, batch: SequenceBatch, entropy: Entropy) -> ScoreBoard:
+    def _board(self, batch: SequenceBatch, entropy: Entropy, *more: Any) -> ScoreBoard:
         num_tokens = int(batch.response_lengths.sum())
-        return ScoreBoard(num_tokens, entropy != "none", self.ranks, self.device)
+        return ScoreBoard(num_tokens, entropy != "none", self.ranks, self.device, *more)
 
     @property
     def gathered_bytes_sent(self) -> int:

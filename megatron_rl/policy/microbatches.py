@@ -152,7 +152,8 @@ class Packer:
     """Packs micro-batches for context rank ``context_rank`` of ``context``.
 
     ``share`` (one context rank only): neighboring sequences with the same prompt pack it once.
-    ``eyes``: of a model that sees.
+    ``eyes``: of a model that sees. ``prompts``: the tokens of a prompt, but its first, are
+    predicted too, once for neighboring sequences; see ``prompt_places``.
     """
 
     multiples: Multiples
@@ -161,6 +162,7 @@ class Packer:
     device: torch.device
     share: bool = False
     eyes: Eyes | None = None
+    prompts: bool = False
 
     def __post_init__(self) -> None:
         assert not (self.share and self.context > 1), (
@@ -186,7 +188,7 @@ class Packer:
         nothing = torch.zeros(0, dtype=torch.long)
         predictions = (nothing, nothing, nothing)
         if rows:
-            predictions = _predictions(sequences, layout)
+            predictions = _predictions(sequences, layout, self.prompts)
         state_rows, targets, index = predictions
         return Microbatch(
             token_ids=to_device(_token_ids(sequences, layout)[None], self.device),
@@ -276,7 +278,9 @@ def _token_ids(sequences: _Sequences, layout: _Layout) -> Tensor:
     return torch.where(layout.position < sequences.lengths[layout.sequence], stored, 0)
 
 
-def _predictions(sequences: _Sequences, layout: _Layout) -> tuple[Tensor, Tensor, Tensor]:
+def _predictions(
+    sequences: _Sequences, layout: _Layout, prompts_too: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """``(rows, targets, index)`` of a Microbatch, in the order of the sequences.
 
     A packed token predicts the one behind it, from the last of the prompt to the last but one of
@@ -288,7 +292,10 @@ def _predictions(sequences: _Sequences, layout: _Layout) -> tuple[Tensor, Tensor
     lengths = sequences.lengths
     sequence = layout.sequence
     position = layout.position
-    predicts = (position >= prompts[sequence] - 1) & (position < lengths[sequence] - 1)
+    begins = prompts - 1
+    if prompts_too:
+        begins = torch.where(_is_owner(batch, sequences.chosen), 0, begins)
+    predicts = (position >= begins[sequence]) & (position < lengths[sequence] - 1)
     rows = predicts.nonzero().squeeze(1)
     borrowers = sequences.shared.nonzero().squeeze(1)
     prompt_ends = layout.starts[:-1][sequences.owners] + sequences.shared - 1
@@ -299,6 +306,40 @@ def _predictions(sequences: _Sequences, layout: _Layout) -> tuple[Tensor, Tensor
     order = torch.argsort(predicted_in * (int(lengths.max()) + 1) + target)
     predicted_in = predicted_in[order]
     target = target[order]
-    targets = batch.token_ids[batch.offsets[sequences.chosen][predicted_in] + target]
-    first_index = batch.response_offsets[sequences.chosen][predicted_in]
-    return rows[order], targets, first_index + target - prompts[predicted_in]
+    predicted_row = sequences.chosen[predicted_in]
+    targets = batch.token_ids[batch.offsets[predicted_row] + target]
+    within = target - prompts[predicted_in]
+    index = batch.response_offsets[predicted_row] + within
+    if prompts_too:
+        index = torch.where(within < 0, _prompt_starts(batch)[predicted_row] + target, index)
+    return rows[order], targets, index
+
+
+def prompt_places(
+    batch: SequenceBatch, microbatches: Sequence[Sequence[int]]
+) -> Int[Tensor, " prompt_tokens"]:
+    """For each prompt token of ``batch``, row after row, the index of its prediction.
+
+    Those of prompts follow those of all response tokens. A prompt is predicted with the first of
+    the neighbors in its micro-batch that have it; the first token of a prompt is nowhere.
+    """
+    owner = torch.arange(batch.num_responses)
+    for rows in microbatches:
+        if rows:
+            chosen = torch.tensor(list(rows))
+            owner[chosen] = chosen[borrowed_prompts(batch, chosen, share=True)[0]]
+    row = torch.repeat_interleave(torch.arange(batch.num_responses), batch.prompt_lengths)
+    starts = _prompt_starts(batch)
+    within = torch.arange(len(row)) - (starts - starts[0])[row]
+    return starts[owner[row]] + within
+
+
+def _prompt_starts(batch: SequenceBatch) -> Tensor:
+    """Where the prompt of each row begins among all indices."""
+    lengths = batch.prompt_lengths
+    return int(batch.response_lengths.sum()) + lengths.cumsum(0) - lengths
+
+
+def _is_owner(batch: SequenceBatch, chosen: Tensor) -> Tensor:
+    owners, _ = borrowed_prompts(batch, chosen, share=True)
+    return owners == torch.arange(len(chosen))

@@ -24,6 +24,7 @@ class PolicySettings:
     entropy: Entropy = "none"  # what scores hold, and "grad": what a loss gets
     entropy_in_loss: bool = False  # a loss gets them without gradient too
     top_k: int = 0  # a loss gets the logprobs of so many most likely tokens; 0: of none
+    nucleus: float = 0.0  # a loss gets entropies of the nucleus of this probability; 0: of none
     require_finite: bool = True  # refuse weights of NaN or infinity
     image_processor: ImageProcessor | None = None  # of a model that sees, where prompts have images
 

@@ -10,15 +10,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.status import Status
 
 from megatron_rl.runtime.activity import ACTIVITY
-from megatron_rl.types import Progress
 
 LOG_EVERY_S = 30.0
 _LONG_S = 10.0  # a phase that took longer gets a line with its duration
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a generation is, over all replicas. Tokens are of all responses, done or not.
+
+    Example: ``Progress(num_done=12, num_wanted=64, num_tokens=5210, longest=391)``.
+    """
+
+    num_done: int
+    num_wanted: int  # responses that are done or asked for so far
+    num_tokens: int
+    longest: int  # tokens of the longest response that is not done
 
 
 class Display:

@@ -35,12 +35,17 @@ from megatron_rl.trainer.colocation import ColocatedSync, Colocation
 from megatron_rl.trainer.evaluator import AnswersPrompts, Evaluator
 from megatron_rl.trainer.exchange import on_main
 from megatron_rl.trainer.experience import Experience
+from megatron_rl.trainer.given import Encode, GivenFirst, check_given, encoder, without_given
 from megatron_rl.trainer.health import Health
 from megatron_rl.trainer.histories import Histories
 from megatron_rl.trainer.hooks import RolloutHooks
 from megatron_rl.trainer.learner import Learner, MinibatchPlan
 from megatron_rl.trainer.logprob_check import CheckedSync
-from megatron_rl.trainer.objective import check_visual_entropy, token_settings
+from megatron_rl.trainer.objective import (
+    check_prompt_logprobs,
+    check_visual_entropy,
+    token_settings,
+)
 from megatron_rl.trainer.placement import Placement
 from megatron_rl.trainer.preflight import check_before_build
 from megatron_rl.trainer.rollouts import (
@@ -57,7 +62,7 @@ from megatron_rl.trainer.start import LOGS
 from megatron_rl.trainer.step_end import StepEnd
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.trainer.visual_entropies import FILE, with_visual_entropy
-from megatron_rl.types import TransferOptions
+from megatron_rl.types import Prompt, TransferOptions
 from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.gather import GatherSync
 from megatron_rl.weight_sync.reshard import ReshardSync
@@ -78,6 +83,8 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         reward = build_reward(config.reward, lambda prompt: prompt.text)
         reward.check([*data.train_prompts, *data.held_out_prompts])
     method = build_method(config, data)
+    stop_ids = stop_token_ids(tokenizer.eos_token_id)
+    encode = given_encoder(config, method, data, tokenizer, world) if method.needs.given else None
     loader = training_stream(data, config)
     folder = RunFolder(config, world, display)
     start = folder.prepare(data_fingerprint(loader.state()))
@@ -92,7 +99,6 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     with display.phase("building the policy", name="policy"):
         policy = build_policy(config, method, vision)
     decode = text_of(tokenizer)
-    stop_ids = stop_token_ids(tokenizer.eos_token_id)
     parts = SourceParts(
         policy=policy,
         weights=policy,
@@ -104,6 +110,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         decode=decode,
         sampling=rollout_sampling(config, stop_ids),
         end=build_step_end(config, world, folder, decode),
+        encode=encode,
         save=lambda step: folder.save_unless_there(step, policy, source),
     )
     source: RolloutSource[Experience]
@@ -112,7 +119,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         source = sampler = build_servers(config, world, parts)
     else:
         source, sampler = build_colocated(config, world, display, parts)
-    held_out = data.held_out_prompts[: config.evaluation.num_prompts]
+    held_out = held_out_prompts(config, data, method)
     sampling = evaluation_sampling(config, stop_ids)
     return Trainer(
         config=config.trainer,
@@ -135,7 +142,8 @@ def build_colocated(
     sight = sight_of([*data.train_prompts, *data.held_out_prompts], parts.vision)
     with display.phase("building the rollout engine", name="engine"):
         engine, weight_sync = build_engine(config, world, policy, sight)
-    sampler = Sampler(engine, parts.reward, parts.decode, world, display)
+    answers = engine if parts.encode is None else GivenFirst(engine, parts.encode)
+    sampler = Sampler(answers, parts.reward, parts.decode, world, display)
     rollouts = Rollouts(
         sampler=sampler,
         loader=parts.loader,
@@ -144,6 +152,7 @@ def build_colocated(
         prompts_per_step=config.batch.prompts_per_step,
         seed=config.seed,
         end=parts.end,
+        response_limit=config.rollout.response_limit,
     )
     memory = build_colocation(config, policy, engine)
     weight_sync = ColocatedSync(weight_sync, memory)
@@ -167,7 +176,34 @@ def build_method(config: Config, data: Data) -> Method:
             f" {method.needs.min_group}"
         )
     check_visual_entropy(data.train_prompts, method)
+    check_prompt_logprobs(data.train_prompts, method)
     return method
+
+
+def held_out_prompts(config: Config, data: Data, method: Method) -> Sequence[Prompt]:
+    """Those of an evaluation; the engine alone answers them."""
+    prompts = data.held_out_prompts[: config.evaluation.num_prompts]
+    return [without_given(prompt) for prompt in prompts] if method.needs.given else prompts
+
+
+def given_encoder(
+    config: Config, method: Method, data: Data, tokenizer: PreTrainedTokenizerBase, world: World
+) -> Encode:
+    """Collective. Makes tokens of the responses that prompts carry.
+
+    Raises:
+        ValueError: the source of the run asks engines alone, or see ``check_given``.
+    """
+    if config.source.is_servers:
+        raise ValueError(
+            f"source.name = servers: method {method.name} trains on responses that prompts carry,"
+            " which servers do not give; set source=colocated"
+        )
+    plain = partial(tokenizer.encode, add_special_tokens=False)
+    encode = encoder(plain, stop_token_ids(tokenizer.eos_token_id))
+    limits = (config.batch.responses_per_prompt, config.rollout.max_response_tokens)
+    world.from_main(lambda: check_given(data.train_prompts, encode, *limits))
+    return encode
 
 
 def build_step_end(config: Config, world: World, folder: RunFolder, decode: Decode) -> StepEnd:
@@ -189,11 +225,13 @@ def build_policy(
 ) -> MegatronPolicy:
     """Collective. The policy with the weights of ``model.path``."""
     rollout = config.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    longest += method.needs.end_token is not None
     settings = PolicySettings(
         temperature=rollout.temperature,
         keep_reference=method.needs.ref_logprobs,
         total_optimizer_steps=num_optimizer_steps(config),
-        max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_response_tokens,
+        max_sequence_tokens=longest,
         tokens_per_microbatch=config.batch.tokens_per_microbatch,
         share_prompts=config.batch.share_prompts,
         **token_settings(method),

@@ -39,7 +39,7 @@ class SourceParts:
     """What a source is made of, wherever its engines are. ``weights``: the policy's; ``decode``:
     tokens to text; ``sampling``: of a training step, without its seed; ``end``: what follows when a
     step has its responses; ``save``: leaves a checkpoint of a finished step, unless there is
-    one."""
+    one; ``encode``: text to tokens, where the method trains on responses that prompts carry."""
 
     policy: MegatronPolicy
     weights: WeightSource
@@ -52,6 +52,7 @@ class SourceParts:
     sampling: Sampling
     end: StepEnd
     save: Callable[[int], None]
+    encode: Callable[[str], Sequence[int]] | None = None
 
     def judge(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         """The verdicts on the answers to a prompt."""
@@ -73,7 +74,7 @@ def build_servers(config: Config, world: World, parts: SourceParts) -> Servers:
     secret = world.from_main(lambda: run_secret(folder))
     tasks = Tasks(
         prompts=PromptStream(parts.loader),
-        sampling=partial(_sampling_of, parts.sampling, config.seed),
+        sampling=partial(_sampling_of, config, parts.sampling),
         judge=parts.judge,
         wants=parts.wants,
         connect=partial(
@@ -156,8 +157,10 @@ def source_rules(config: Config, method: Method) -> Rules:
     )
 
 
-def _sampling_of(sampling: Sampling, seed: int, step: int) -> Sampling:
-    """Of a step, counted from 0. The seed is that of the step, as for every source: the answer to
-    a request follows from the run's seed, the step, the prompt's uid, the number of the response
-    and the weights."""
-    return replace(sampling, seed=sampling_seed(seed, step + 1))
+def _sampling_of(config: Config, sampling: Sampling, step: int) -> Sampling:
+    """Of a step, counted from 0. Limit and seed are those of the step, as for every source: the
+    answer to a request follows from the run's seed, the step, the prompt's uid, the number of the
+    response and the weights."""
+    limit = config.rollout.response_limit(step + 1)
+    seed = sampling_seed(config.seed, step + 1)
+    return replace(sampling, seed=seed, max_response_tokens=limit)

@@ -163,6 +163,9 @@ def _tensors(experience: Experience, tokens: TokenRows) -> dict[str, Tensor]:
         "kl_weights": credit.kl_weights,
         "keep": credit.keep,
         "log_ratio_sums": experience.log_ratio_sums,
+        "peaks": experience.peaks,
+        "end_start": experience.end_start,
+        "weight_versions": torch.from_numpy(experience.responses.weight_versions),
     }
     # A copy each: safetensors refuses tensors that share memory.
     return {
@@ -246,7 +249,7 @@ def _restored(
         group_ids=tensors["group_ids"].numpy(),
         lengths=lengths,
         truncated=tensors["truncated"].numpy(),
-        weight_versions=np.full(num_rows, -1),
+        weight_versions=tensors.get("weight_versions", torch.full((num_rows,), -1)).numpy(),
         scores=(),
         tokens=TokenRows(np.arange(num_rows), lengths, columns),
         holders=np.zeros(num_rows, dtype=np.int64),
@@ -269,4 +272,6 @@ def _restored(
         ref=scores("ref_logprobs"),
         old=scores("old_logprobs"),
         log_ratio_sums=tensors.get("log_ratio_sums"),
+        peaks=tensors.get("peaks"),
+        end_start=tensors.get("end_start"),
     )

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_rl.runtime.display import Progress
 from megatron_rl.scheduling.batches import Batch, KeptShare, Rules
 from megatron_rl.scheduling.scheduler import Scheduler
 from megatron_rl.scheduling.work import Request
-from megatron_rl.types import Progress, Prompt, Sampling, Score
+from megatron_rl.types import Prompt, Sampling, Score
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_rl.data.token_rows import RowNumbers, TokenRows
 from megatron_rl.loss import Credit
+from megatron_rl.trainer import given
 from megatron_rl.trainer.ownership import Ranks
 from megatron_rl.types import Completion, Prompt, Score, SequenceLengths, Share, TokenScores
 
@@ -58,6 +59,11 @@ class Responses:
     def num_groups(self) -> int:
         return int(self.group_ids[-1]) + 1 if len(self) else 0
 
+    @property
+    def given(self) -> Bool[np.ndarray, " rows"]:
+        """Which came with their prompt, see ``trainer/given.py``."""
+        return self.weight_versions == given.VERSION
+
     def take(self, rows: RowNumbers) -> Responses:
         """Some rows, in this order, under new numbers; groups are numbered anew too. Rows of one
         group must stay neighbors."""
@@ -101,6 +107,7 @@ class Experience:
     hook_metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)  # by phase: rollout, reward
     source_metrics: Mapping[str, float] = field(default_factory=dict)  # ages, servers
+    progress: float | None = None  # see ``ResponseBatch``; None: nobody has said
     share: Share | None = None  # of a pass over all rows; rows as in ``responses.tokens``
     credit: Credit | None = None
     # Of the rows of ``share``, as are the next.
@@ -108,6 +115,8 @@ class Experience:
     old: TokenScores | None = None  # None: see ``on_policy``
     # Of all rows, of the minibatch at work: see ``Learner.update``; None: the method reads none.
     log_ratio_sums: Float[Tensor, " responses"] | None = None
+    peaks: Float[Tensor, "4"] | None = None  # of that minibatch, see ``Method.peaks``
+    end_start: Float[Tensor, ""] | None = None  # see ``TokenBatch``
 
     @property
     def num_groups(self) -> int:

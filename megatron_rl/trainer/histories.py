@@ -13,11 +13,13 @@ class Histories:
     """Statistics of the rewards of every prompt visited so far, by uid.
 
     Every rank has all of them and notes the same, for credit is computed alike everywhere: they
-    depend on no layout. A checkpoint holds them exactly.
+    depend on no layout. A checkpoint holds them exactly, and what was measured at the
+    start of the run.
     """
 
     def __init__(self) -> None:
         self._of: dict[str, tuple[int, float, float]] = {}  # visits, mean, variance
+        self.starts: dict[str, float] = {}  # what was measured before the first update, by name
 
     def fields(self, uids: Sequence[str]) -> dict[str, Tensor]:
         """The fields of ResponseBatch for responses to these prompts; 0 of a prompt that is

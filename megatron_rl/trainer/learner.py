@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_rl.loss import Method
 from megatron_rl.protocols import Policy
 from megatron_rl.runtime.launch import World
+from megatron_rl.trainer.end_token import EndTokens, with_end_token
 from megatron_rl.trainer.experience import Experience
 from megatron_rl.trainer.health import Health, Minibatch
 from megatron_rl.trainer.histories import Histories
@@ -97,7 +99,10 @@ class Learner:
 
     def _scores(self, experience: Experience, *, reference: bool = False) -> TokenScores:
         assert experience.share is not None
-        return on_cpu(self.policy.score(experience.share, reference=reference))
+        asked = {"reference": reference}
+        if self.method.needs.prompt_logprobs and not reference:
+            asked["prompts"] = True
+        return on_cpu(self.policy.score(experience.share, **asked))
 
     def update(self, step: int, experience: Experience) -> dict[str, float]:
         """Collective: one optimizer step per minibatch; minibatches whose rows were all dropped are
@@ -115,10 +120,18 @@ class Learner:
                 continue
             placed = self.placement.lent(experience, rows)
             sums = self._log_ratio_sums(experience, placed)
-            minibatch = Minibatch(step, number, replace(experience, log_ratio_sums=sums), rows)
+            looked_at = replace(
+                experience,
+                log_ratio_sums=sums,
+                peaks=self._peaks(placed),
+                end_start=self._end_start(placed, rows, len(experience.responses)),
+            )
+            minibatch = Minibatch(step, number, looked_at, rows)
             self.health.before(minibatch)
             loss = MinibatchLoss(self.method, minibatch.experience, rows, placed.tokens)
-            result = self.policy.update(placed.share, loss, with_scores=experience.on_policy)
+            share = loss.share(placed.share)
+            result = self.policy.update(share, loss, with_scores=experience.on_policy)
+            result = loss.of_responses(result)
             self.health.after(minibatch, result)
             updates.append(result)
         updated = update_metrics(updates)
@@ -143,6 +156,37 @@ class Learner:
         logprobs = on_cpu(self.policy.score(placed.share)).logprobs.numpy()
         moved = logprobs - placed.tokens.columns["old_logprobs"]
         return self.placement.response_sums(placed, moved, num_rows)
+
+    def _peaks(self, placed: Placed) -> Tensor | None:
+        """Collective: where the policy is most uncertain in a minibatch, by a pass of its own,
+        where the method reads it. Every rank is told the entropy of every token."""
+        if not self.method.needs.nucleus:
+            return None
+        entropies = on_cpu(self.policy.score(placed.share, nucleus=True)).nucleus_entropy
+        assert entropies is not None
+        everything = self.placement.of_all_tokens(entropies)
+        starts = self.histories.starts
+        peaks = self.method.peaks(everything, starts.get("peak_entropy"))
+        starts["peak_entropy"] = peaks[3].item()
+        return peaks
+
+    def _end_start(self, placed: Placed, rows: Sequence[int], num_rows: int) -> Tensor | None:
+        """Collective before the first update: how likely the token after a response was at the
+        start of the run, where the method reads it."""
+        token_id = self.method.needs.end_token
+        if token_id is None:
+            return None
+        starts = self.histories.starts
+        if "end_logprob" not in starts:
+            tokens = placed.tokens
+            is_end = EndTokens.of(tokens.lengths).is_end
+            scores = on_cpu(self.policy.score(with_end_token(placed.share, token_id)))
+            # At the first token of each response, so that the sum over it is the number itself.
+            values = np.zeros(int(tokens.lengths.sum()), dtype=np.float32)
+            values[tokens.offsets[:-1]] = scores.logprobs[is_end].numpy()
+            sums = self.placement.response_sums(placed, values, num_rows)
+            starts["end_logprob"] = sums[list(rows)].mean().item()
+        return torch.tensor(starts["end_logprob"], dtype=torch.float64)
 
 
 def _old_scores(experience: Experience, updates: Sequence[UpdateResult]) -> TokenScores:

@@ -43,15 +43,17 @@ class Clock:
 
 
 def rollout_metrics(experience: Experience) -> dict[str, float]:
-    """Rewards, lengths and truncation of one rollout phase."""
-    lengths = experience.sequences.response_lengths.double()
+    """Rewards, lengths and truncation of one rollout phase, of the responses that were sampled."""
+    rows = _sampled(experience)
+    lengths = experience.sequences.response_lengths[rows].double()
+    rewards = experience.rewards[rows]
     metrics = {
-        "reward/mean": experience.rewards.mean().item(),
-        "reward/std": experience.rewards.std(unbiased=False).item(),
-        "reward/accuracy": experience.correct.double().mean().item(),
+        "reward/mean": rewards.mean().item(),
+        "reward/std": rewards.std(unbiased=False).item(),
+        "reward/accuracy": experience.correct[rows].double().mean().item(),
         "rollout/response_tokens_mean": lengths.mean().item(),
         "rollout/response_tokens_max": lengths.max().item(),
-        "rollout/truncated_share": experience.truncated.double().mean().item(),
+        "rollout/truncated_share": experience.truncated[rows].double().mean().item(),
         "rollout/discarded_groups": experience.discarded_groups,
         "rollout/tries": experience.tries,
         "rollout/num_responses": len(experience.responses),
@@ -60,14 +62,20 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
         if chosen.any():
             metrics[f"rollout/response_tokens_{name}_mean"] = lengths[chosen].mean().item()
     parts: dict[str, list[float]] = defaultdict(list)
-    for score in experience.responses.scores:
-        for name, value in score.parts.items():
+    for row in rows:
+        for name, value in experience.responses.scores[row].parts.items():
             parts[name].append(value)
     metrics |= experience.hook_metrics
     metrics |= experience.source_metrics
     for name, values in sorted(parts.items()):
         metrics[f"reward/part/{name}"] = sum(values) / len(values)
     return metrics
+
+
+def _sampled(experience: Experience) -> np.ndarray:
+    """The rows that were sampled; all rows where none was."""
+    given = experience.responses.given
+    return np.arange(len(given)) if given.all() else np.flatnonzero(~given)
 
 
 def token_metrics(experience: Experience, old: TokenScores, world: World) -> dict[str, float]:
@@ -80,8 +88,11 @@ def token_metrics(experience: Experience, old: TokenScores, world: World) -> dic
     if old.entropy is not None:
         entropies = response_sums(old.entropy.numpy(), tokens.lengths)
         partials = np.column_stack([partials, entropies])
+    rows = _sampled(experience)
     table = of_all_rows(experience.responses, partials, world)
-    lengths = experience.responses.lengths
+    table[experience.responses.given, :4] = 0  # where they come from nobody knows the logprobs
+    table = table[rows]
+    lengths = experience.responses.lengths[rows]
     metrics = mismatch_of_partials(table[:, :4], int(lengths.sum()))
     if old.entropy is not None:
         metrics["rollout/entropy"] = token_mean(table[:, 4], lengths)

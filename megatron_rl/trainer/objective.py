@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,18 @@ from megatron_rl.loss.segments import group_accuracy
 from megatron_rl.protocols import Entropy
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.transfer import to_device
+from megatron_rl.trainer.end_token import EndTokens, with_end_token
 from megatron_rl.trainer.experience import Experience
 from megatron_rl.trainer.histories import Histories
 from megatron_rl.trainer.partials import of_all_rows
-from megatron_rl.types import LossOutput, Prompt, TokenScores, TokenView
+from megatron_rl.types import (
+    LossOutput,
+    Prompt,
+    Share,
+    TokenScores,
+    TokenView,
+    UpdateResult,
+)
 
 # What a method wants entropies for, and what the policy then computes.
 ENTROPY: dict[str, Entropy] = {"none": "none", "metric": "value", "value": "value", "grad": "grad"}
@@ -32,13 +41,22 @@ def token_settings(method: Method) -> dict[str, Any]:
         "entropy": ENTROPY[wanted],
         "entropy_in_loss": wanted in ("value", "grad"),
         "top_k": method.needs.top_k,
+        "nucleus": method.needs.nucleus,
     }
 
 
 def on_cpu(scores: TokenScores) -> TokenScores:
     """``scores`` on the host."""
-    entropy = scores.entropy
-    return TokenScores(scores.logprobs.cpu(), None if entropy is None else entropy.cpu())
+
+    def moved(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values.cpu()
+
+    return TokenScores(
+        scores.logprobs.cpu(),
+        moved(scores.entropy),
+        moved(scores.prompt_logprobs),
+        moved(scores.nucleus_entropy),
+    )
 
 
 def credit_of(experience: Experience, method: Method, world: World, histories: Histories) -> Credit:
@@ -57,6 +75,7 @@ def credit_of(experience: Experience, method: Method, world: World, histories: H
             response_tokens=experience.sequences.response_lengths,
             truncated=experience.truncated,
             visual_entropy=_visual_entropy(experience) if method.needs.visual_entropy else None,
+            progress=experience.progress,
             **_statistics(experience, method, world),
             **(histories.fields(uids) if method.needs.history else {}),
         )
@@ -97,6 +116,12 @@ def _statistics(experience: Experience, method: Method, world: World) -> dict[st
     statistics = method.response_statistics(
         old, ref, batch.response_index, mask, batch.num_responses
     )
+    if method.needs.prompt_logprobs:
+        assert experience.old.prompt_logprobs is not None
+        row = torch.repeat_interleave(torch.arange(batch.num_responses), batch.prompt_lengths)
+        predicted = torch.nn.functional.pad(row[1:] == row[:-1], (1, 0))
+        logprobs = experience.old.prompt_logprobs[predicted]
+        statistics |= method.prompt_statistics(logprobs, row[predicted], batch.num_responses)
     return _of_all_rows(experience, statistics, world)
 
 
@@ -122,6 +147,20 @@ def check_visual_entropy(prompts: Iterable[Prompt], method: Method) -> None:
                 f"prompt {prompt.uid}: the method needs extra.visual_entropy; compute it with"
                 " tools/visual_entropy.py, or use a method without the perceptual part"
                 " (method=durian_reasoning)"
+            )
+
+
+def check_prompt_logprobs(prompts: Iterable[Prompt], method: Method) -> None:
+    """Raises ValueError where the method reads logprobs of prompts and one has none that mean
+    something: a prompt of a single token, or with images."""
+    if not method.needs.prompt_logprobs:
+        return
+    for prompt in prompts:
+        if prompt.images or len(prompt.token_ids) < 2:
+            what = "has images" if prompt.images else "is a single token"
+            raise ValueError(
+                f"prompt {prompt.uid} {what}: method {method.name} reads how likely the tokens of a"
+                " prompt are (shaping.confidence_gap); drop the row, or choose another method"
             )
 
 
@@ -159,15 +198,41 @@ class MinibatchLoss:
         if method.needs.group_accuracy:
             shares = group_accuracy(experience.correct, experience.group_ids)
             self._per_response["group_accuracy"] = shares
+        if method.needs.given:
+            self._per_response["given"] = torch.from_numpy(experience.responses.given)
+        self._ends = None
+        if method.needs.end_token is not None:
+            self._ends = EndTokens.of(tokens.lengths)
+            self._rows = torch.from_numpy(tokens.rows)
+        if experience.end_start is not None:
+            self._per_response["end_start"] = experience.end_start
+        if experience.peaks is not None:
+            self._per_response["peaks"] = experience.peaks
         if experience.log_ratio_sums is not None:
             self._per_response["log_ratio_sums"] = experience.log_ratio_sums
         self._on_device: dict[str, Tensor] = {}
         self._num_responses = len(rows)
         self._num_tokens = int(lengths[list(rows)].sum())
 
+    def share(self, plain: Share) -> Share:
+        """What the policy is to work on: ``plain``, with a token behind each response where the
+        method asks for one."""
+        token_id = self._method.needs.end_token
+        return plain if token_id is None else with_end_token(plain, token_id)
+
+    def of_responses(self, result: UpdateResult) -> UpdateResult:
+        """``result`` with the scores of ``plain``."""
+        if self._ends is None or result.scores is None:
+            return result
+        return replace(result, scores=self._ends.without(on_cpu(result.scores)))
+
     def __call__(self, view: TokenView) -> LossOutput:
         """Between a forward and its backward: nothing here waits for the device."""
         device = view.logprobs.device
+        ends: dict[str, Tensor] = {}
+        if self._ends is not None:
+            view, logprobs, rows = self._ends.split(view)
+            ends = {"end_logprobs": logprobs, "end_index": to_device(self._rows[rows], device)}
         if not self._on_device:
             self._on_device = {
                 name: to_device(values, device) for name, values in self._per_response.items()
@@ -195,8 +260,10 @@ class MinibatchLoss:
                 entropy=view.entropy,
                 topk_logprobs=view.topk_logprobs,
                 is_argmax=view.is_argmax,
+                nucleus_entropy=view.nucleus_entropy,
                 num_responses=self._num_responses,
                 num_tokens=self._num_tokens,
+                **ends,
                 **self._on_device,
             ),
             sequence_sum=view.sequence_sum,

@@ -86,6 +86,12 @@ class Placement:
             table[held] = of_held
         return torch.from_numpy(table)
 
+    def of_all_tokens(self, values: Float[Tensor, " tokens"]) -> Float[Tensor, " all_tokens"]:
+        """Collective: ``values`` of the tokens that ranks work on in a pass, each once, in the
+        order of the ranks."""
+        own = values if self._owns else values[:0]
+        return torch.from_numpy(np.concatenate(self.world.all_gather(own.numpy())))
+
     def _route(self, experience: Experience, plan: Plan, rows: Sequence[int]) -> Route:
         """From home to where ``plan`` wants ``rows``; the others go nowhere."""
         responses = experience.responses

@@ -13,7 +13,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import Ahead, PromptLoader, WeightedLoader
 from megatron_rl.data.token_rows import RowNumbers
 from megatron_rl.loss import Method
-from megatron_rl.protocols import Reward, RolloutEngine
+from megatron_rl.protocols import Answers, Reward
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.scheduling.batches import KeptShare, Rules
@@ -47,7 +47,7 @@ class Sampler:
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: Answers,
         reward: Reward,
         decode: Callable[[Sequence[int]], str],
         world: World,
@@ -108,6 +108,7 @@ class Rollouts:
     prompts_per_step: int
     seed: int
     end: StepEnd
+    response_limit: Callable[[int], int] | None = None  # by step; None: that of ``sampling``
     # Of dynamic sampling: says how many prompts are sampled ahead, and changes no response.
     kept_share: KeptShare = field(default_factory=KeptShare)
 
@@ -142,10 +143,13 @@ class Rollouts:
 
     def _order(self, step: int, prompts: Ahead) -> Order:
         num_responses = self.sampling.num_responses
+        sampling = replace(self.sampling, seed=sampling_seed(self.seed, step))
+        if self.response_limit is not None:
+            sampling = replace(sampling, max_response_tokens=self.response_limit(step))
         return Order(
             rules=step_rules(self.method, self.prompts_per_step, num_responses),
             prompts=prompts,
-            sampling=replace(self.sampling, seed=sampling_seed(self.seed, step)),
+            sampling=sampling,
             what=f"step {step}",
             wants=self.method.wants_group,
             kept_share=self.kept_share,

@@ -147,6 +147,7 @@ class RunFolder:
             "rollouts": source.state(),
             "random_states": states,
             "histories": self.histories.state(),
+            "starts": dict(self.histories.starts),
         }
         path = step_path(self.path / CHECKPOINTS, step)
         keep = partial(self._keep, copy(self.scores))
@@ -265,6 +266,7 @@ class RunFolder:
         try:
             source.restore(extra["rollouts"])
             self.histories.restore(extra.get("histories", {}))  # older checkpoints have none
+            self.histories.starts = dict(extra.get("starts", {}))
         except ValueError as error:
             if self._config.resume.changed != "allow":
                 raise

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from megatron_rl.protocols import RolloutEngine
+from megatron_rl.protocols import Answers
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.mail import Mail
@@ -45,7 +45,7 @@ _LONGEST_PAUSE_S = 0.1
 class Replica:
     """This rank's part of one generation: what it has begun, and the completions it has."""
 
-    def __init__(self, engine: RolloutEngine, judge: Judge, number: int, num_ranks: int) -> None:
+    def __init__(self, engine: Answers, judge: Judge, number: int, num_ranks: int) -> None:
         """``number``: of this rank among the ``num_ranks`` of its replica."""
         self.completions: dict[Request, Completion] = {}
         self.num_tokens = 0  # sampled, of all responses that are no longer running
@@ -104,7 +104,7 @@ class Replica:
 class Streaming:
     """Generations of a launch, one after the other."""
 
-    def __init__(self, engine: RolloutEngine, judge: Judge, world: World, display: Display) -> None:
+    def __init__(self, engine: Answers, judge: Judge, world: World, display: Display) -> None:
         self._engine = engine
         self._judge = judge
         self._world = world

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_rl.config.schema import TrainerConfig
 from megatron_rl.protocols import RolloutSource
@@ -83,7 +83,8 @@ class Trainer:
             experience = self.source.next(step)
             with self.source.training():
                 with clock("logprob"):
-                    experience = self.learner.score(experience)
+                    progress = step / self.config.num_steps
+                    experience = self.learner.score(replace(experience, progress=progress))
                 with clock("update"):
                     metrics = self.learner.update(step, experience)
             with clock("sync"):

@@ -88,7 +88,9 @@ def gathered(rows: list[Row]) -> ResponseBatch:
     )
     return ResponseBatch(
         **{
-            key: None if value is None else torch.cat([part[key] for part in parts])
+            key: torch.cat([part[key] for part in parts])
+            if isinstance(value, torch.Tensor)
+            else value
             for key, value in parts[0].items()
         }
     )
@@ -97,12 +99,16 @@ def gathered(rows: list[Row]) -> ResponseBatch:
 def part_of(batch: TokenBatch, at: torch.Tensor, num_rows: int) -> TokenBatch:
     """The tokens ``at``, with the denominators of the whole minibatch."""
     fields = {
-        field.name: value.detach()[at] if len(value) == len(batch.logprobs) else value
+        field.name: value.detach()[at] if value.shape[:1] == batch.logprobs.shape else value
         for field in dataclasses.fields(batch)
         if isinstance(value := getattr(batch, field.name), torch.Tensor)
     }
     fields["logprobs"].requires_grad_()
     lengths = torch.bincount(batch.response_index, minlength=num_rows)
+    # What follows a response is known where its last token is.
+    ends_here = torch.isin(lengths.cumsum(0) - 1, at)
+    for name in ("end_index", "end_logprobs"):
+        fields[name] = fields[name][ends_here]
     return TokenBatch(
         **fields,
         response_loss_tokens=lengths,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.policy.logprobs import Head, response_logprobs, token_values
+from megatron_rl.policy.nucleus import nucleus_entropy
 from tests.ranks import on_ranks
 
 NUM_TOKENS, HIDDEN, PADDED_VOCAB = 13, 8, 24
@@ -127,3 +130,72 @@ def test_two_ranks_find_the_tokens_of_one(vocab_size: int, top_k: int):
     everyone = torch.empty(2, NUM_TOKENS, top_k, dtype=torch.float64)
     dist.all_gather(list(everyone.unbind(0)), two[0].contiguous())
     assert torch.equal(everyone[0], everyone[1]), "ranks disagree"
+
+
+def plain_nucleus_entropy(logits: Tensor, top_p: float) -> Tensor:
+    """The tokens sorted, up to the one with which they reach ``top_p``."""
+    probabilities, place = logits.softmax(1).sort(1, descending=True)
+    before = probabilities.cumsum(1) - probabilities
+    kept = torch.zeros_like(logits, dtype=torch.bool).scatter(1, place, before < top_p)
+    log_q = logits.masked_fill(~kept, -torch.inf).log_softmax(1)
+    return -(log_q.exp() * log_q.masked_fill(~kept, 0)).sum(1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("dtype", "vocab_size", "top_p", "tolerance", "scale"),
+    [
+        pytest.param(torch.float64, 19, 0.8, 1e-12, 1.0, id="both halves"),
+        pytest.param(torch.float64, 11, 0.8, 1e-12, 1.0, id="second rank all padding"),
+        pytest.param(torch.float64, 19, 1.0, 1e-12, 1.0, id="all tokens"),
+        pytest.param(torch.float64, 19, 1e-9, 1e-12, 1.0, id="the most likely token alone"),
+        pytest.param(torch.float32, 24, 0.8, 2e-5, 1.0, id="float32"),
+        # exp() of their distance underflows
+        pytest.param(torch.float32, 24, 0.999, 2e-2, 100.0, id="maxima far apart"),
+    ],
+)
+def test_two_ranks_find_the_nucleus_of_one(
+    dtype: torch.dtype, vocab_size: int, top_p: float, tolerance: float, scale: float
+):
+    """Its entropy and the gradients, which are those of sorted probabilities."""
+    draw = torch.Generator().manual_seed(8)
+    rank = dist.get_rank()
+    hidden = (scale * torch.randn(NUM_TOKENS, HIDDEN, generator=draw, dtype=torch.float64)).to(
+        dtype
+    )
+    weight = torch.randn(PADDED_VOCAB, HIDDEN, generator=draw, dtype=torch.float64).to(dtype)
+    factors = torch.randn(NUM_TOKENS, generator=draw, dtype=torch.float64).to(dtype)
+
+    def found(weight: Tensor, group: dist.ProcessGroup | None, plain: bool = False) -> list[Tensor]:
+        inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        head = Head(0.8, vocab_size, 5, group, "none", nucleus=top_p)
+        if plain:
+            values = plain_nucleus_entropy(inputs[0] @ inputs[1][:vocab_size].t() / 0.8, top_p)
+        else:
+            values = nucleus_entropy(*inputs, head)
+        return [values.detach(), *torch.autograd.grad((factors * values).sum(), inputs)]
+
+    wanted = found(weight, None, plain=True)
+    one = found(weight, None)
+    two = found(weight.chunk(2)[rank], dist.group.WORLD)
+    for name, got, want in zip(("entropy", "hidden", "weight"), one, wanted, strict=True):
+        assert_close(f"{name} of one rank", got, want, tolerance)
+    assert_close("entropy", two[0], wanted[0], tolerance)
+    assert_close("hidden gradient", two[1], wanted[1], tolerance)
+    assert_close("weight gradient", two[2], wanted[2].chunk(2)[rank], tolerance)
+    if top_p == 0.8:
+        assert len(wanted[0].unique()) > 5
+    everyone = torch.empty(2, NUM_TOKENS, dtype=two[0].dtype)
+    dist.all_gather(list(everyone.unbind(0)), two[0])
+    assert torch.equal(everyone[0], everyone[1]), "ranks disagree"
+
+
+@on_ranks(1)
+def test_equally_likely_tokens_are_in_the_nucleus_together():
+    """Probabilities 0.5, 0.125 four times: with 0.6 the second of the four would do."""
+    logits = torch.tensor([[0.5, *[0.125] * 4]], dtype=torch.float64).log()
+    head = Head(1.0, 5, 5, None, "none", nucleus=0.6)
+    found = nucleus_entropy(logits, torch.eye(5, dtype=torch.float64), head)
+    assert found.item() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(8), rel=1e-12)
+    empty = nucleus_entropy(logits[:0], torch.eye(5, dtype=torch.float64), head)
+    assert empty.shape == (0,)

@@ -10,16 +10,20 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
+from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.loss import load_method
 from megatron_rl.runtime.digest import combined_digest, tensor_digest
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import exit_process, reported, start
 from megatron_rl.trainer.build import build_trainer
+from megatron_rl.trainer.given import Encode, GivenFirst, encoder
 from megatron_rl.trainer.objective import token_settings
+from megatron_rl.trainer.rollouts import stop_token_ids
 from megatron_rl.trainer.trainer import Trainer
 
 
@@ -34,8 +38,17 @@ def with_method(trainer: Trainer, config: Config, name: str) -> Trainer:
     policy = trainer.learner.policy
     policy.settings = replace(policy.settings, **token_settings(method))
     source = trainer.source
+    # As the trainer of a method that trains on responses which prompts carry is built.
+    answers = GivenFirst(source.engine, encode_of(config)) if method.needs.given else source.engine
+    source.rollouts.sampler._streaming._engine = answers
     source.rollouts = replace(source.rollouts, method=method)
     return replace(trainer, learner=replace(trainer.learner, method=method))
+
+
+def encode_of(config: Config) -> Encode:
+    tokenizer = load_tokenizer(config.model.path)
+    plain = partial(tokenizer.encode, add_special_tokens=False)
+    return encoder(plain, stop_token_ids(tokenizer.eos_token_id))
 
 
 def two_steps(trainer: Trainer, name: str, first_step: int) -> dict:

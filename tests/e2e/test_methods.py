@@ -19,7 +19,7 @@ CORE = ["dapo", "a_grae", "apo", "durian", "archer"]
 
 def run(tmp_path: Path, names: list[str]) -> list[dict]:
     write_model(tmp_path / "model")
-    write_data(tmp_path / "data.jsonl")
+    write_data(tmp_path / "data.jsonl", given=True)
     settings = overrides(
         tmp_path,
         tmp_path / "run",
@@ -31,6 +31,24 @@ def run(tmp_path: Path, names: list[str]) -> list[dict]:
         "tests/e2e/methods_worker.py", 2, [tmp_path / "out.jsonl", ",".join(names), *settings], 600
     )
     return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(650)
+def test_a_run_trains_on_responses_that_prompts_carry(tmp_path: Path) -> None:
+    """One of sixteen in each group is right from the start, and seen with all others."""
+    write_model(tmp_path / "model")
+    write_data(tmp_path / "data.jsonl", given=True)
+    more = ("method=rl_plus", "trainer.num_steps=2", "logging.log_samples=16")
+    settings = overrides(tmp_path, tmp_path / "run", *more)
+    launch("megatron_rl.train", 2, settings, 600)
+    lines = (tmp_path / "run/samples.jsonl").read_text().splitlines()
+    shown = [json.loads(line) for line in lines]
+    first = [row for row in shown if row["step"] == 1][:8]
+    assert len(first) == 8 and all(row["correct"] for row in first)
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["step"]]
+    assert len(steps) == 2 and all(row["reward/accuracy"] < 0.9 for row in steps)
 
 
 def check(rows: list[dict], names: list[str]) -> None:

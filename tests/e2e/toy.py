@@ -61,13 +61,15 @@ def write_large_config(path: Path) -> Path:
     return path
 
 
-def write_data(path: Path) -> Path:
+def write_data(path: Path, *, given: bool = False) -> Path:
+    """``given``: each prompt carries its right response."""
     rows = [
         {
             "prompt": letter,
             "answer": letter,
             "data_source": "repeat",
-            "extra": {"visual_entropy": 0.1 * index},
+            "extra": {"visual_entropy": 0.1 * index}
+            | ({"given_responses": [letter]} if given else {}),
         }
         for index, letter in enumerate(LETTERS)
     ]

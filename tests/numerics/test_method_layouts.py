@@ -17,7 +17,7 @@ from megatron_rl.loss.segments import group_accuracy
 from megatron_rl.policy import forward
 from megatron_rl.trainer.experience import Experience
 from megatron_rl.trainer.objective import MinibatchLoss, token_settings
-from megatron_rl.types import SequenceBatch, TokenScores
+from megatron_rl.types import SequenceBatch, Share, TokenScores
 from tests import zoo
 from tests.numerics.host_waits_worker import scored
 from tests.numerics.policy_reference import (
@@ -32,7 +32,9 @@ from tests.numerics.policy_worker import splits
 from tests.ranks import call
 
 MODEL = "qwen3"
-NAMES = ("archer", "rl_zvp", "entropy_advantage", "simko", "pacs")
+NAMES = ("archer", "rl_zvp", "entropy_advantage", "simko", "pacs", "siren", "laser")
+LIMIT = 16
+START = 0.4  # the entropy that siren goes back to
 CORRECT = torch.tensor([True, False, True, True, True, True])  # one group of each kind
 
 
@@ -52,12 +54,16 @@ def experience_of(batch: SequenceBatch, logprobs: Tensor) -> Experience:
     )
 
 
-def token_batch(experience: Experience, batch: SequenceBatch, logits: Tensor) -> TokenBatch:
-    """All tokens at once; ``logits``: [tokens, vocabulary] with their graph, in float64."""
+def token_batch(
+    experience: Experience, batch: SequenceBatch, logits: Tensor, ends: Tensor
+) -> TokenBatch:
+    """All tokens at once; ``logits``: [tokens, vocabulary] with their graph, in float64; ``ends``:
+    the same behind each response."""
     logp = torch.log_softmax(logits / TEMPERATURE, -1)
     tokens = torch.from_numpy(experience.responses.tokens.columns["token_ids"]).long()
     logprobs = logp.gather(1, tokens[:, None])[:, 0]
     topk = logp.topk(3, dim=1)
+    nucleus = nucleus_entropy(logp)
     assert experience.old is not None and experience.ref is not None and experience.credit
     return TokenBatch(
         logprobs=logprobs,
@@ -74,7 +80,27 @@ def token_batch(experience: Experience, batch: SequenceBatch, logits: Tensor) ->
         group_ids=experience.group_ids,
         log_ratio_sums=sums_of(experience, logprobs.detach()),
         group_accuracy=group_accuracy(experience.correct, experience.group_ids),
+        nucleus_entropy=nucleus,
+        peaks=plain_peaks(nucleus.detach()),
+        end_logprobs=torch.log_softmax(ends / TEMPERATURE, -1)[:, 0],
+        end_index=torch.arange(NUM_ROWS),
+        end_start=torch.tensor(START, dtype=torch.float64),
     )
+
+
+def nucleus_entropy(logp: Tensor) -> Tensor:
+    """Of the most likely tokens up to the one with which they reach 0.8, sorted."""
+    ordered, place = logp.sort(1, descending=True)
+    before = ordered.exp().cumsum(1) - ordered.exp()
+    kept = torch.zeros_like(logp, dtype=torch.bool).scatter(1, place, before < 0.8)
+    log_q = logp.masked_fill(~kept, -torch.inf).log_softmax(1)
+    return -(log_q.exp() * log_q.masked_fill(~kept, 0)).sum(1)
+
+
+def plain_peaks(entropies: Tensor) -> Tensor:
+    bound = torch.quantile(entropies, 0.8)
+    high = entropies[entropies >= bound]
+    return torch.tensor([bound - 1e-9, len(high), high.mean(), START], dtype=torch.float64)
 
 
 def sums_of(experience: Experience, logprobs: Tensor) -> Tensor:
@@ -92,6 +118,11 @@ def plain_logits(model: torch.nn.Module, batch: SequenceBatch) -> Tensor:
     return torch.cat([model(ids[None]).logits[0, prompt - 1 : -1].double() for ids, prompt in rows])
 
 
+def end_logits(model: torch.nn.Module, batch: SequenceBatch) -> Tensor:
+    """Of what follows each response."""
+    return torch.stack([model(ids[None]).logits[0, -1].double() for ids in sequences(batch)])
+
+
 def plain_answers(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """Of each method: loss, metrics and gradients; of all, old logprobs to start from."""
     batch = make_batch()
@@ -107,7 +138,9 @@ def plain_answers(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
         )
         logp = torch.log_softmax(logits.detach() / TEMPERATURE, -1)
         experience = experience_of(batch, logp.gather(1, tokens[:, None])[:, 0].float())
-        result = load_method(name).loss(token_batch(experience, batch, logits))
+        method = load_method(name, response_limit=LIMIT)
+        ends = end_logits(model, batch)
+        result = method.loss(token_batch(experience, batch, logits, ends))
         result.loss.backward()
         found[name] = {
             "experience": experience,
@@ -122,17 +155,24 @@ def compare(path: Path, layout: dict[str, Any], answers: dict[str, dict[str, Any
     """On every rank: each method, each cut into micro-batches."""
     batch = make_batch()
     for name, wanted in answers.items():
-        method = load_method(name)
+        method = load_method(name, response_limit=LIMIT)
         policy = zoo.tiny_policy(path, layout, **token_settings(method))
         for cut, split in splits(policy).items():
             what = f"{name}, {cut}"
             experience = wanted["experience"]
             rows = range(NUM_ROWS)
-            scores = zoo.of_all_rows(policy.score_microbatches(batch, split))
+            with_nucleus = bool(method.needs.nucleus)
+            scores = policy.score_microbatches(batch, split, nucleus=with_nucleus)
+            scores = zoo.of_all_rows(scores)
             sums = sums_of(experience, scores.logprobs)
             placed = replace(experience, log_ratio_sums=sums)
+            if scores.nucleus_entropy is not None:
+                placed = replace(placed, peaks=method.peaks(scores.nucleus_entropy, START))
+            if method.needs.end_token is not None:
+                placed = replace(placed, end_start=torch.tensor(START, dtype=torch.float64))
             loss = MinibatchLoss(method, placed, rows, experience.scored_tokens)
-            totals = policy.backward(batch, split, loss)
+            share = loss.share(Share(batch, split))
+            totals = policy.backward(share.batch, share.microbatches, loss)
             wanted_loss = pytest.approx(wanted["loss"], rel=1e-6, abs=1e-6)
             assert totals.loss == wanted_loss, what
             for key, value in totals.metrics.items():

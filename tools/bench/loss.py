@@ -54,6 +54,9 @@ def responses(num: int, mean_tokens: int) -> ResponseBatch:
         lengths,
         mean_logprobs=logprobs,
         visual_entropy=(ids % 97).float(),
+        progress=0.5,
+        prompt_confidence=logprobs.exp(),
+        response_confidence=logprobs.exp(),
         visits=ids % 3,
         history_mean=torch.full((num,), 0.4),
         history_var=torch.full((num,), 0.2),
@@ -82,6 +85,12 @@ def tokens(batch: ResponseBatch, credit: Credit, needs: Needs) -> TokenBatch:
         group_ids=batch.group_ids,
         group_accuracy=group_accuracy(batch.correct, batch.group_ids),
         log_ratio_sums=moved,
+        given=batch.correct,
+        nucleus_entropy=others[:, 0] if needs.nucleus else None,
+        end_logprobs=batch.rewards - 9,
+        end_index=torch.arange(batch.rewards.numel()),
+        end_start=torch.tensor(-9.0),
+        peaks=torch.tensor([0.8, 0.2 * ids.numel(), 0.9, 0.8]),
     )
 
 

@@ -211,3 +211,38 @@ def test_the_machine_is_asked_with_the_sizes_of_the_model(tmp_path):
         "Transformer Engine" in caught.value.problems[0]
         and "hidden_size is 96" in caught.value.problems[1]
     )
+
+
+def stages(first: int, second_from: int, second: int) -> str:
+    """The limit ``first``, then ``second`` from a step on."""
+    begin = f"{{from_step: 1, max_response_tokens: {first}}}"
+    then = f"{{from_step: {second_from}, max_response_tokens: {second}}}"
+    return f"rollout.response_stages=[{begin}, {then}]"
+
+
+def test_stages_of_the_response_limit(run):
+    """They begin at the first step, grow, and end with the limit that the engine is built for."""
+    assert run(1, stages(16, 11, 64)) == []
+    for wrong in (
+        stages(16, 1, 64),
+        stages(64, 11, 64),
+        stages(16, 11, 32),
+        "rollout.response_stages=[{from_step: 2, max_response_tokens: 64}]",
+        "rollout.response_stages=[]",
+    ):
+        (problem,) = run(1, wrong)
+        assert problem.startswith("rollout.response_stages = [")
+        assert "the last limit be rollout.max_response_tokens = 64" in problem
+
+
+def test_the_response_limit_of_a_step():
+    names = ["model.path=m", "data.train=t", "data.eval=e", *SMALL, stages(16, 11, 64)]
+    rollout = validate(Config, compose("config", names), "test").rollout
+    assert [rollout.response_limit(step) for step in (1, 10, 11, 500)] == [16, 16, 64, 64]
+
+
+def test_the_token_of_a_self_reward_is_one_of_the_model(run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"vocab_size": 50}))
+    assert run(1, "method=laser", "method.self_reward.token_id=49") == []
+    (problem,) = run(1, "method=laser", "method.self_reward.token_id=50")
+    assert problem.startswith("method.self_reward.token_id = 50: the model has 50 tokens")

@@ -7,7 +7,9 @@ import torch
 
 from megatron_rl.loss import Credit, ResponseBatch, TokenBatch
 from megatron_rl.loss.segments import group_accuracy
+from tests.unit.loss.named import PROGRESS
 from tests.unit.loss.reference import Row
+from tests.unit.loss.token_reference import END_START, peaks
 
 LIMIT = 12  # longest response, tokens
 # correct responses of each group: mixed, all right, all wrong, 1 of 8, 7 of 8, small ones
@@ -55,6 +57,9 @@ def response_batch(rows: list[Row], dtype: torch.dtype = torch.float64) -> Respo
         sum_logprobs=torch.tensor([row.mean_logprob * row.length for row in rows], dtype=dtype),
         visual_entropy=torch.tensor([row.visual_entropy for row in rows], dtype=dtype),
         kl=torch.tensor([0.01 * row.length for row in rows], dtype=dtype),
+        progress=PROGRESS,
+        prompt_confidence=torch.tensor([row.prompt_confidence for row in rows], dtype=dtype),
+        response_confidence=torch.tensor([row.response_confidence for row in rows], dtype=dtype),
         visits=torch.tensor([row.visits for row in rows]),
         history_mean=torch.tensor([row.history_mean for row in rows], dtype=torch.float64),
         history_var=torch.tensor([0.2 for row in rows], dtype=torch.float64),
@@ -91,6 +96,12 @@ def token_batch(
         topk_logprobs=-others[:, :3].sort(1).values.to(dtype),
         is_argmax=others[:, 3] > 0.5,
         log_ratio_sums=moved,
+        given=torch.tensor([row.given for row in rows]),
+        end_logprobs=torch.tensor([row.end_logprob for row in rows], dtype=dtype),
+        end_index=torch.arange(len(rows)),
+        end_start=torch.tensor(END_START, dtype=torch.float64),
+        nucleus_entropy=others[:, 0].to(dtype),
+        peaks=torch.tensor(peaks(others[:, 0].to(dtype).tolist()), dtype=torch.float64),
         correct=torch.tensor([row.correct for row in rows]),
         group_ids=torch.tensor([row.group for row in rows]),
         group_accuracy=group_accuracy(

@@ -5,10 +5,11 @@ Written from the equations; it shares no code, no table and no default with the 
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from math import comb
 
 from tests.unit.loss import token_reference
+from tests.unit.loss.named import Choice
 from tests.unit.loss.plain import average, deviation, quantile
 
 INF = float("inf")
@@ -24,6 +25,24 @@ class Row:
     visual_entropy: float = 0.0
 
     @property
+    def prompt_confidence(self) -> float:
+        return 1 / (2 + self.group)
+
+    @property
+    def response_confidence(self) -> float:
+        return math.exp(1.5 * self.mean_logprob)
+
+    @property
+    def end_logprob(self) -> float:
+        """Of the token after the response."""
+        return -2.5 + 4 * self.mean_logprob
+
+    @property
+    def given(self) -> bool:
+        """Not sampled: every response of an even length."""
+        return self.length % 2 == 0
+
+    @property
     def visits(self) -> int:
         return self.group % 3
 
@@ -33,91 +52,30 @@ class Row:
         return 0.3 + 0.05 * self.group
 
 
-@dataclass
-class Choice:
-    """A method as its paper's table of settings has it."""
-
-    estimator: str = "zscore"
-    shaping: tuple[str, ...] = ()
-    loss: str = "ppo"
-    low: float = 0.2
-    high: float = 0.2
-    aggregate: str = "response_mean"
-    kl: float = 0.0
-    dads: bool = False
-    token: str = ""  # what happens inside a response, see ``token_reference``
-    knobs: dict[str, float] = field(default_factory=dict)
-
-
-NAMED = {
-    "grpo": Choice(kl=1e-3),
-    "f_grpo": Choice(shaping=("focal",)),
-    "krpo": Choice("krpo"),
-    "tree_rpo": Choice("tree"),
-    "rloo": Choice("rloo"),
-    "dr_grpo": Choice("centered", aggregate="norm"),
-    "dapo": Choice(high=0.28, aggregate="token"),
-    "gspo": Choice(loss="gspo", low=3e-4, high=4e-4),
-    "cispo": Choice(loss="cispo", low=1.0, high=2.0, aggregate="token"),
-    "reinforce_pp": Choice("whitened", aggregate="token"),
-    "opo": Choice("opo", aggregate="token"),
-    "gpg": Choice("gpg", loss="reinforce", aggregate="token"),
-    "pass_at_k": Choice("pass_at_k", aggregate="token", knobs={"k": 4}),
-    "w_reinforce": Choice("signed", aggregate="token", knobs={"positive": 0.1, "negative": 1.0}),
-    "psr": Choice("signed", aggregate="token", knobs={"positive": 1.0, "negative": 0.0}),
-    "nsr": Choice("signed", aggregate="token", knobs={"positive": 0.0, "negative": 1.0}),
-    "grpo_lead": Choice("lead", aggregate="token"),
-    "mapo": Choice("mixed", aggregate="token", kl=1e-2),
-    "mapo_apd": Choice("apd", aggregate="token", kl=1e-2),
-    "apo": Choice(shaping=("stcr",), kl=1e-3, dads=True),
-    "apo_dads": Choice(kl=1e-3, dads=True),
-    "apo_stcr": Choice(shaping=("stcr",), kl=1e-3),
-    "a_grae": Choice(shaping=("ddas", "ass")),
-    "a_grae_ddas": Choice(shaping=("ddas",)),
-    "a_grae_ass": Choice(shaping=("ass",)),
-    "positive_dominant": Choice(shaping=("positive",), knobs={"scale": 10.0}),
-    "negative_dominant": Choice(shaping=("positive",), knobs={"scale": 0.1}),
-    "hard_focused": Choice(shaping=("hard",)),
-    "easy_focused": Choice(shaping=("easy",)),
-    "a_grae_dapo": Choice(shaping=("ddas", "ass"), high=0.28, aggregate="token"),
-    "a_grae_dr_grpo": Choice("centered", shaping=("ddas", "ass"), aggregate="norm"),
-    "rl_zvp": Choice(aggregate="token", token="zero_variance"),
-    "entropy_advantage": Choice(aggregate="token", token="entropy_bonus"),
-    "dcpo": Choice("smoothed", aggregate="sum", token="dcpo"),
-    "pacs": Choice(aggregate="sum", token="pacs"),
-    "simko": Choice(aggregate="token", token="simko"),
-    "archer": Choice(aggregate="token", kl=1e-3, token="archer"),
-    "durian": Choice(
-        "durian",
-        aggregate="token",
-        kl=1e-2,
-        knobs={"group": 0.6, "perceptual": 0.2, "reasoning": 0.2},
-    ),
-    "durian_perceptual": Choice(
-        "durian",
-        aggregate="token",
-        kl=1e-2,
-        knobs={"group": 0.5, "perceptual": 0.5, "reasoning": 0.0},
-    ),
-    "durian_reasoning": Choice(
-        "durian",
-        aggregate="token",
-        kl=1e-2,
-        knobs={"group": 0.5, "perceptual": 0.0, "reasoning": 0.5},
-    ),
-}
-
 EPS = 1e-6
 
 
 def advantages(rows: list[Row], choice: Choice) -> list[float]:
+    if "weight" in choice.knobs:
+        rows = [replace(row, reward=row.reward + curiosity(row, choice)) for row in rows]
     result = [estimate(row, rows, choice) for row in rows]
     for name in choice.shaping:
+        shaped = gap if name == "gap" else factored
         result = [
-            value * factor(name, value, row, rows, choice)
-            for value, row in zip(result, rows, strict=True)
+            shaped(name, value, row, rows, choice) for value, row in zip(result, rows, strict=True)
         ]
     return result
+
+
+def gap(_: str, advantage: float, row: Row, rows: list[Row], __: Choice) -> float:
+    group = [float(other.correct) for other in rows if other.group == row.group]
+    if min(group) == max(group):
+        return advantage
+    return advantage + 0.3 * (row.prompt_confidence - row.response_confidence)
+
+
+def factored(name: str, advantage: float, row: Row, rows: list[Row], choice: Choice) -> float:
+    return advantage * factor(name, advantage, row, rows, choice)
 
 
 def estimate(row: Row, rows: list[Row], choice: Choice) -> float:
@@ -167,6 +125,10 @@ def estimate(row: Row, rows: list[Row], choice: Choice) -> float:
         "tree": (row.reward - mean) / (mean * (1 - mean)),
         "apd": percent,
     }[name]
+
+
+def curiosity(row: Row, choice: Choice) -> float:
+    return choice.knobs["weight"] * min(abs(row.reward) / 3, -row.mean_logprob)
 
 
 def smoothed(row: Row, rewards: list[float]) -> float:
@@ -304,6 +266,10 @@ def loss(
         return average([token_reference.pacs(row, rows, tokens.moved) for row in rows])
     count = sum(len(response) for response in tokens.new)
     total = 0.0
+    if choice.token == "siren":
+        total = token_reference.anchor([value for row in tokens.nucleus for value in row])
+    if choice.token == "laser":
+        total = token_reference.self_reward(rows)
     by_row = zip(rows, token_advantages(rows, choice, tokens), range(len(rows)), strict=True)
     for row, inside, at in by_row:
         new_row, old_row, entropies = tokens.new[at], tokens.old[at], tokens.entropy[at]
@@ -332,6 +298,8 @@ def loss(
             value = {"reinforce": -advantage * new, "cispo": -clipped * advantage * new}.get(
                 choice.loss, -min(ratio * advantage, clipped * advantage)
             )
+            if row.given and choice.token in token_reference.GIVEN:
+                value = token_reference.of_given(choice.token, advantage, new, past, frozen)
             penalty = (
                 choice.kl
                 * kl_weight(row, rows, choice)
@@ -350,6 +318,7 @@ class Tokens:
     ref: list[list[float]]
     entropy: list[list[float]]
     is_argmax: list[list[bool]]
+    nucleus: list[list[float]]
 
     @property
     def moved(self) -> list[float]:

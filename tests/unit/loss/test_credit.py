@@ -66,6 +66,29 @@ def test_omega_is_clipped_to_one() -> None:
     same(lower.advantages, 0, -0.5, 0, -0.5)
 
 
+CURIOSITY = {"kappa": 2.0, "alpha": 1.0, "start": 1.0, "end": 0.0}
+
+
+def test_curiosity_in_the_reward() -> None:
+    """w = 0.75, |r| / 2 = 0.75, 0.25, 0.75, 0.5, B = 0.5, 0.5, 2, 0.1: bonuses 0.375, 0.1875,
+    0.5625 and 0.075, on top of the KL of 0.1, which they are not made of. omega is that of the
+    plain rewards, 1.125 clipped to 1."""
+    data = batch(mean_logprobs=vector(-0.5, -0.5, -2, -0.1), progress=0.25)
+    found = credit(data, plan(curiosity=CURIOSITY))
+    same(found.advantages, 0.59375, -0.59375, 0.49375, -0.49375)
+    same(found.metrics["credit/curiosity_bonus_mean"][None], 0.3)
+    same(found.metrics["credit/omega"][None], 1)
+    priced = dataclasses.replace(data, kl=vector(0, 0, 1, 0))
+    both = plan(curiosity=CURIOSITY, kl_in_reward=True, kl_coef=(0.1, 0.1))
+    same(credit(priced, both).advantages, 0.59375, -0.59375, 0.44375, -0.44375)
+
+
+def test_curiosity_says_what_it_lacks() -> None:
+    for lacking in ({"progress": 0.5}, {"mean_logprobs": vector(-1, -1, -1, -1)}):
+        with pytest.raises(ValueError, match=r"is missing, but reward_shaping\.curiosity reads it"):
+            credit(batch(**lacking), plan(curiosity=CURIOSITY))
+
+
 def test_kl_in_the_reward() -> None:
     """r - coef weight kl, weights f(1/2) = 0.743118 for the correct response of the first group,
     else 1.

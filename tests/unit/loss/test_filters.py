@@ -4,7 +4,7 @@ import torch
 
 from megatron_rl.loss import filters
 from megatron_rl.loss.segments import segments_of
-from tests.unit.loss.groups import flags, same
+from tests.unit.loss.groups import flags, same, vector
 
 CORRECT = flags(1, 0, 1, 1, 0, 0)
 GROUPS = segments_of(torch.tensor([0, 0, 1, 1, 2, 2]))
@@ -51,3 +51,18 @@ def test_repetition_penalty_needs_truncation() -> None:
         knobs = {"penalty": penalty, "min_block": 1, "max_block": 256}
         found = filters.repetition_penalty(tokens, lengths, truncated, torch.float64, **knobs)
         same(found, *expected)
+
+
+def test_curiosity_bonus_by_hand() -> None:
+    """A quarter of the way from 1 to 0.2: w = 0.8. |r| / 3 = 0.3, 0, 0.1, 0.3 against
+    alpha B = 0.1, 0.6, 0.4, 1."""
+    rewards = vector(0.9, 0, -0.3, 0.9)
+    logprobs = vector(-0.05, -0.3, -0.2, -0.5)
+    found = filters.curiosity_bonus(
+        rewards, logprobs, 0.25, kappa=3.0, alpha=2.0, start=1.0, end=0.2
+    )
+    same(found, 0.08, 0, 0.08, 0.24)
+    still = filters.curiosity_bonus(
+        rewards, logprobs, 1.0, kappa=3.0, alpha=2.0, start=1.0, end=0.0
+    )
+    same(still, 0, 0, 0, 0)

@@ -15,6 +15,7 @@ from megatron_rl.config.method import MethodConfig, MismatchConfig
 from megatron_rl.loss import Method, TokenBatch, load_method
 from tests.unit.loss import reference, token_reference
 from tests.unit.loss.batches import LIMIT, per_response, response_batch, rollout, token_batch
+from tests.unit.loss.named import NAMED, Choice
 
 HEAD = ("paper", "formula", "depends on", "reduces to", "choices", "released code")
 NAMES = sorted(path.stem for path in (conf_dir() / "method").glob("*.yaml"))
@@ -30,13 +31,13 @@ def named(name: str) -> Method:
 
 
 def test_the_reference_covers_every_method() -> None:
-    assert set(NAMES) == set(reference.NAMED)
+    assert set(NAMES) == set(NAMED)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_credit_and_loss_equal_the_plain_reference(name: str) -> None:
     method = named(name)
-    choice = reference.NAMED[name]
+    choice = NAMED[name]
     for seed in range(3):
         rows = rollout(seed)
         credit = method.credit(response_batch(rows))
@@ -55,9 +56,9 @@ def test_credit_and_loss_equal_the_plain_reference(name: str) -> None:
 def plain_tokens(batch: TokenBatch, rows: list[reference.Row]) -> reference.Tokens:
     """What the plain reference is given of a batch."""
     assert batch.ref_logprobs is not None and batch.entropy is not None
-    assert batch.is_argmax is not None
+    assert batch.is_argmax is not None and batch.nucleus_entropy is not None
     values = (batch.logprobs, batch.old_logprobs, batch.ref_logprobs, batch.entropy)
-    values += (batch.is_argmax,)
+    values += (batch.is_argmax, batch.nucleus_entropy)
     return reference.Tokens(*[per_response(each, rows) for each in values])
 
 
@@ -74,6 +75,8 @@ def micro_batches(batch: TokenBatch, num_rows: int, seed: int) -> list[TokenBatc
             if isinstance(value := getattr(batch, item.name), torch.Tensor)
         }
         fields["logprobs"].requires_grad_()
+        for name in ("end_index", "end_logprobs"):
+            fields[name] = fields[name][rows]
         parts.append(
             TokenBatch(
                 **fields,
@@ -149,12 +152,16 @@ def test_yaml_head_says_what_the_method_is(name: str) -> None:
 
 
 def on_policy(batch: TokenBatch) -> tuple[TokenBatch, torch.Tensor]:
-    """The same at ratio 1 and at the reference, and its logprobs."""
-    assert batch.log_ratio_sums is not None
+    """The same at ratio 1 and at the reference, all of it sampled, and its logprobs."""
+    assert batch.log_ratio_sums is not None and batch.given is not None
     logprobs = batch.old_logprobs.clone().requires_grad_()
     unmoved = torch.zeros_like(batch.log_ratio_sums)
     same = dataclasses.replace(
-        batch, logprobs=logprobs, ref_logprobs=batch.old_logprobs, log_ratio_sums=unmoved
+        batch,
+        logprobs=logprobs,
+        ref_logprobs=batch.old_logprobs,
+        log_ratio_sums=unmoved,
+        given=torch.zeros_like(batch.given),
     )
     return same, logprobs
 
@@ -168,7 +175,7 @@ def test_on_policy_every_method_has_the_gradient_of_reinforce(name: str) -> None
     rows = rollout(0)
     credit = method.credit(response_batch(rows))
     batch = token_batch(rows, credit)
-    choice, tokens = reference.NAMED[name], plain_tokens(batch, rows)
+    choice, tokens = NAMED[name], plain_tokens(batch, rows)
     expected = [
         value * token_reference.own_gradient(choice.token, row.correct, entropies, place)
         for row, inside, entropies in zip(
@@ -195,16 +202,19 @@ def test_on_policy_every_method_has_the_gradient_of_reinforce(name: str) -> None
     )
 
 
-@pytest.mark.parametrize("name", ["rl_zvp", "entropy_advantage", "archer", "dcpo", "pacs"])
+SMOOTH = ["rl_zvp", "entropy_advantage", "archer", "dcpo", "pacs", "dph_forward_kl", "dph_js"]
+
+
+@pytest.mark.parametrize("name", [*SMOOTH, "dph_alpha"])
 def test_gradients_are_the_slopes_of_the_plain_reference(name: str) -> None:
     """Central differences of its loss at every ninth token. (What simko spreads has no slope: its
-    value is the plain one.)"""
+    value is the plain one; nor has what rl_plus holds fixed.)"""
     rows = rollout(2)
     method = named(name)
     batch = token_batch(rows, method.credit(response_batch(rows)), 2)
     method.loss(batch).loss.backward()
     assert batch.logprobs.grad is not None
-    choice, tokens = reference.NAMED[name], plain_tokens(batch, rows)
+    choice, tokens = NAMED[name], plain_tokens(batch, rows)
     step = 1e-6
     places = [(at, place) for at, row in enumerate(tokens.new) for place in range(len(row))]
     slopes = []
@@ -279,7 +289,7 @@ def test_compositions_without_code() -> None:
     batch = response_batch(rows)
     base = load_method("a_grae")
     shaped = load_method("a_grae", ["shaping.stcr.mu=1.5"])
-    longer = reference.Choice(shaping=("ddas", "ass"))
+    longer = Choice(shaping=("ddas", "ass"))
     torch.testing.assert_close(
         base.credit(batch).advantages,
         torch.tensor(reference.advantages(rows, longer), dtype=torch.float64),
@@ -291,9 +301,7 @@ def test_compositions_without_code() -> None:
     focal = load_method("dapo", ["shaping.focal={}"]).credit(batch).advantages
     torch.testing.assert_close(
         focal,
-        torch.tensor(
-            reference.advantages(rows, reference.Choice(shaping=("focal",))), dtype=torch.float64
-        ),
+        torch.tensor(reference.advantages(rows, Choice(shaping=("focal",))), dtype=torch.float64),
     )
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_rl.loss import shaping
+from megatron_rl.loss import shaping, tails
 from megatron_rl.loss.segments import segments_of
 from tests.unit.loss.groups import flags, same, vector
 
@@ -95,3 +95,34 @@ def test_focal_by_hand() -> None:
     accuracy = vector(0.75, 0.75, 1, 0)
     same(shaping.focal(advantages, accuracy), 0.5, -1, 0, 4)
     same(shaping.focal(advantages, accuracy, gamma=2.0), 0.0625, -0.125, 0, 4)
+
+
+def test_confidence_gap_by_hand() -> None:
+    """0.3 times 0.5 - 0.25 and 0.5 - 0.75 where both outcomes were seen; nothing where p is 1 or
+    0."""
+    share = vector(0.5, 0.5, 1, 0)
+    confidence = vector(0.25, 0.75, 0.25, 0.25)
+    found = shaping.confidence_gap(vector(1, -1, 0.5, -2), share, vector(*[0.5] * 4), confidence)
+    same(found, 1.075, -1.075, 0.5, -2)
+    found = shaping.confidence_gap(
+        vector(1, -1, 0, 0), share, vector(*[0.5] * 4), confidence, alpha=2.0
+    )
+    same(found, 1.5, -1.5, 0, 0)
+
+
+def test_tail_confidence_by_hand() -> None:
+    """Row 0: of six tokens 0.2 * 6 = 1.2, so the two least likely, -4 and -3: exp(-3.5). Row 1: one
+    token, itself. Row 2: none. Row 3: of five exactly one, -1.5."""
+    logprobs = vector(-1, -0.5, -4, -2, -0.1, -3, -0.2, -0.7, -0.1, -1.5, -0.3, -0.4)
+    index = torch.tensor([0, 1, 0, 0, 0, 0, 0, 3, 3, 3, 3, 3])
+    found = tails.tail_confidence(logprobs, index, 4, tail=0.2)
+    same(found, 0.030197, 0.606531, 1, 0.223130)
+    found = tails.tail_confidence(logprobs, index, 4, tail=1.0)
+    same(found, 0.179664, 0.606531, 1, 0.548812)  # exp(-10.3 / 6), exp(-3 / 5)
+
+
+def test_a_share_that_is_whole_but_for_rounding_is_not_rounded_up() -> None:
+    """0.2 * 35 is 7.000000000000001 in float64: the eighth token takes no part."""
+    logprobs = vector(*[-7.0] * 7, *[-1.0] * 28)
+    found = tails.tail_confidence(logprobs, torch.zeros(35, dtype=torch.int64), 1, tail=0.2)
+    same(found, 0.000912, tolerance=1e-6)

@@ -71,3 +71,44 @@ def pacs(row: Row, rows: list[Row], moved: list[float]) -> float:
     weight = len(group) / (2 * alike) if alike < len(group) else 1.0
     predicted = 1 / (1 + math.exp(-psi))
     return -weight * math.log(predicted if row.correct else 1 - predicted)
+
+
+GIVEN = ("dph forward_kl", "dph js", "dph alpha", "rl_plus")
+
+
+def of_given(name: str, advantage: float, new: float, past: float, frozen: float) -> float:
+    """What is minimized at a token of a response that was not sampled."""
+    if name == "rl_plus":
+        p, q = math.exp(new), math.exp(past)
+        return -2 * p / (1.5 * q + 0.5) * advantage * math.sqrt(1 - p)
+    u = math.exp(new) / math.exp(frozen)
+    f = {
+        "dph forward_kl": u - 1 - math.log(u),
+        "dph js": u * math.log(u) - (u + 1) * math.log((u + 1) / 2),
+        "dph alpha": (u**0.8 - 0.8 * u - 0.2) / -0.16,
+    }
+    return 0.01 * f[name]
+
+
+def peaks(entropies: list[float]) -> tuple[float, int, float, float]:
+    """A number between the tokens at or above the 0.8-quantile and the others, how many they are,
+    their mean, and what it was at the start."""
+    bound = quantile(entropies, 0.8)
+    high = [value for value in entropies if value >= bound]
+    low = [value for value in entropies if value < bound]
+    between = (min(high) + max(low)) / 2 if low else min(high) - 1
+    return between, len(high), average(high), 0.3
+
+
+def anchor(entropies: list[float]) -> float:
+    """Of all tokens of a minibatch."""
+    _, _, mean, start = peaks(entropies)
+    return 0.005 * (mean - start) ** 2
+
+
+END_START = -3.0
+
+
+def self_reward(rows: list[Row]) -> float:
+    """How far off the policy's reward for itself is."""
+    return 0.1 * average([(0.1 * (row.end_logprob + 3) - row.correct) ** 2 for row in rows])

@@ -8,8 +8,7 @@ import pytest
 from rich.console import Console
 
 from megatron_rl.reporting.sinks import ConsoleLine
-from megatron_rl.runtime.display import Display, duration
-from megatron_rl.types import Progress
+from megatron_rl.runtime.display import Display, Progress, duration
 
 
 class Watch:

@@ -8,6 +8,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +125,14 @@ class BanditPolicy:
             tokens.append(batch.token_ids[end - (last - first) : end])
         return torch.cat(index), torch.cat(tokens)
 
-    def score(self, share: Share, *, reference: bool = False) -> TokenScores:
+    def score(self, share: Share, *, reference: bool = False, nucleus: bool = False) -> TokenScores:
+        """Every token is in the nucleus, so its entropy is that of the policy."""
         self.passes.append("reference" if reference else "score")
-        return self._scores(share.batch, reference)
+        scores = self._scores(share.batch, reference)
+        if not nucleus:
+            return scores
+        entropies = torch.full_like(scores.logprobs, float(_entropy(self.logits)))
+        return replace(scores, nucleus_entropy=entropies)
 
     def score_alone(self, batch: SequenceBatch, *, temperature: float = 1.0) -> TokenScores:
         return self._scores(batch)
@@ -138,9 +144,7 @@ class BanditPolicy:
         logprobs[index] = torch.log_softmax(logits, -1)[tokens].float()
         if reference or not self.has_entropy:
             return TokenScores(logprobs, None)
-        probabilities = logits.softmax(-1)
-        value = -(probabilities * probabilities.log()).sum().float()
-        return TokenScores(logprobs, torch.full_like(logprobs, float(value)))
+        return TokenScores(logprobs, torch.full_like(logprobs, float(_entropy(logits))))
 
     def update(self, share: Share, loss: TokenLoss, *, with_scores: bool = False) -> UpdateResult:
         assert not self.away
@@ -155,7 +159,11 @@ class BanditPolicy:
             index, tokens = self._view(batch, members)
             output = loss(
                 TokenView(
-                    index, torch.log_softmax(logits, -1)[tokens].float(), None, lambda sums: sums
+                    index,
+                    torch.log_softmax(logits, -1)[tokens].float(),
+                    None,
+                    lambda sums: sums,
+                    nucleus_entropy=_entropy(logits).expand(len(index)),
                 )
             )
             output.loss.backward()
@@ -221,6 +229,12 @@ class BanditPolicy:
 
     def export(self, path: Path) -> None:
         self.exported = path
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    """Float32, with gradient."""
+    logp = torch.log_softmax(logits, -1)
+    return -(logp.exp() * logp).sum().float()
 
 
 class BanditEngine(Answering):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,57 @@ def test_without_its_memory_a_resumed_run_would_differ(
     resumed.run()
     visits = [visits for visits, _, _ in resumed.learner.histories.state().values()]
     assert visits == [1] * 8
+
+
+SIREN = {
+    "method": "siren",
+    "method_overrides": ["aggregate.norm_len=3", "entropy_anchor.coef=2.0"],
+}
+
+
+def test_a_resumed_run_goes_back_to_the_entropy_of_the_start(build) -> None:
+    """Of four tokens, all as likely: log 4. The policy has left it when the run is cut."""
+    whole = build(*EIGHT, run="whole", **SIREN)
+    whole.run()
+    build("trainer.num_steps=6", *EIGHT[1:], run="cut", **SIREN).run()
+    resumed = build(*EIGHT, run="cut", **SIREN)
+    resumed.run()
+    for trainer in (whole, resumed):
+        assert trainer.learner.histories.starts["peak_entropy"] == pytest.approx(
+            math.log(4), rel=1e-6
+        )
+    assert rows(whole)[-1]["loss/entropy_anchor"] > 1e-3
+    for row, other in zip(rows(whole), rows(resumed), strict=True):
+        assert trained(row) == trained(other)
+
+
+def test_the_pull_holds_the_entropy(build) -> None:
+    """With a strong one the policy stays closer to where it started."""
+    found = []
+    for coef in ("0.0", "20.0"):
+        overrides = [SIREN["method_overrides"][0], f"entropy_anchor.coef={coef}"]
+        trainer = build(*EIGHT, run=f"coef_{coef}", method="siren", method_overrides=overrides)
+        trainer.run()
+        found.append(rows(trainer)[-1]["entropy/nucleus_peak_mean"])
+    assert found[0] < found[1] - 0.01 and found[1] < math.log(4)
+
+
+LASER = {"method": "laser", "method_overrides": ["self_reward.token_id=3"]}
+
+
+def test_a_resumed_run_compares_with_the_start(build) -> None:
+    """Token 3 had a probability of one in four behind every response."""
+    whole = build(*EIGHT, run="whole", **LASER)
+    whole.run()
+    build("trainer.num_steps=6", *EIGHT[1:], run="cut", **LASER).run()
+    resumed = build(*EIGHT, run="cut", **LASER)
+    resumed.run()
+    for trainer in (whole, resumed):
+        start = trainer.learner.histories.starts["end_logprob"]
+        assert start == pytest.approx(-math.log(4), rel=1e-6)
+    first, *_, last = [row for row in rows(whole) if row["step"]]
+    # At the start r_s is 0, so what it is off by is 1 for the share of correct responses.
+    assert first["loss/self_reward"] == pytest.approx(0.1 * first["reward/accuracy"], rel=0.1)
+    assert last["loss/self_reward"] != first["loss/self_reward"]
+    for row, other in zip(rows(whole), rows(resumed), strict=True):
+        assert trained(row) == trained(other)

@@ -9,6 +9,7 @@ import torch
 from megatron_rl.loss import Method, TokenBatch, load_method
 from megatron_rl.trainer.objective import MinibatchLoss, check_visual_entropy, token_settings
 from megatron_rl.types import Prompt, TokenView
+from tests.unit.trainer.runs import rows
 
 
 def prompt(uid: str, **extra: float) -> Prompt:
@@ -35,13 +36,15 @@ def test_a_prompt_without_the_visual_entropy_that_the_method_needs_is_named():
         ("archer", [], "value", True, 0),
         ("simko", ["policy_loss.top_k=5"], "value", True, 5),
         ("pacs", ["entropy.metric=false"], "none", False, 0),
+        ("siren", ["entropy.metric=false", "entropy_anchor.top_p=0.7"], "none", False, 0),
     ],
 )
 def test_the_policy_computes_of_tokens_what_the_method_reads(
     name: str, overrides: list[str], entropy: str, in_loss: bool, top_k: int
 ):
     found = token_settings(load_method(name, overrides))
-    assert found == {"entropy": entropy, "entropy_in_loss": in_loss, "top_k": top_k}
+    wanted = {"entropy": entropy, "entropy_in_loss": in_loss, "top_k": top_k}
+    assert found == wanted | {"nucleus": 0.7 if name == "siren" else 0.0}
 
 
 def test_a_loss_is_given_lengths_and_groups_of_its_minibatch(build, monkeypatch):
@@ -52,7 +55,7 @@ def test_a_loss_is_given_lengths_and_groups_of_its_minibatch(build, monkeypatch)
     trainer.source.publish(0)
     experience = trainer.learner.score(trainer.source.next(1))
     assert experience.num_groups == 4 and len(experience.responses) == 32
-    rows = list(range(8, 24))
+    chosen = list(range(8, 24))
     given: list[TokenBatch] = []
     plain = Method.loss
 
@@ -61,8 +64,8 @@ def test_a_loss_is_given_lengths_and_groups_of_its_minibatch(build, monkeypatch)
         return plain(self, batch, **over_ranks)
 
     monkeypatch.setattr(Method, "loss", recorded)
-    placed = trainer.learner.placement.lent(experience, rows)
-    loss = MinibatchLoss(trainer.learner.method, experience, rows, placed.tokens)
+    placed = trainer.learner.placement.lent(experience, chosen)
+    loss = MinibatchLoss(trainer.learner.method, experience, chosen, placed.tokens)
     tokens = torch.zeros(3)
     loss(TokenView(torch.arange(3), tokens, tokens + 1, lambda sums: sums))
     (batch,) = given
@@ -72,3 +75,21 @@ def test_a_loss_is_given_lengths_and_groups_of_its_minibatch(build, monkeypatch)
     by_group = experience.correct.reshape(4, 8).float().mean(1)
     assert torch.equal(batch.group_accuracy.reshape(4, 8), by_group[:, None].expand(4, 8))
     assert batch.entropy is not None and batch.entropy.tolist() == [1, 1, 1]
+
+
+def test_the_trainer_says_how_far_the_run_is(build):
+    """CDE over three steps, its bonus from 3 to 0: two thirds, a third and none of the same
+    rewards and logprobs are left."""
+    trainer = build(
+        "optim.learning_rate=1e-9",
+        method="cde",
+        method_overrides=["reward_shaping.curiosity.start=3", "std_ddof=0"],
+    )
+    trainer.run()
+    found = {row["step"]: row for row in rows(trainer) if row["step"]}
+    # Every token has probability 1/4 at the start, so B = log 4 is above |r| / 3.
+    first = found[1]["credit/curiosity_bonus_mean"]
+    assert first == pytest.approx(2 * found[1]["reward/mean"] / 3)
+    assert found[2]["credit/curiosity_bonus_mean"] > 0
+    assert found[3]["credit/curiosity_bonus_mean"] == 0
+    assert found[3]["reward/mean"] > 0

@@ -1,0 +1,89 @@
+"""The choices of every named method, as its paper's table of settings has them."""
+
+from dataclasses import dataclass, field
+
+PROGRESS = 0.25  # of the run
+
+
+@dataclass
+class Choice:
+    """A method as its paper's table of settings has it."""
+
+    estimator: str = "zscore"
+    shaping: tuple[str, ...] = ()
+    loss: str = "ppo"
+    low: float = 0.2
+    high: float = 0.2
+    aggregate: str = "response_mean"
+    kl: float = 0.0
+    dads: bool = False
+    token: str = ""  # what happens inside a response, see ``token_reference``
+    knobs: dict[str, float] = field(default_factory=dict)
+
+
+NAMED = {
+    "grpo": Choice(kl=1e-3),
+    "f_grpo": Choice(shaping=("focal",)),
+    "krpo": Choice("krpo"),
+    "tree_rpo": Choice("tree"),
+    "rloo": Choice("rloo"),
+    "dr_grpo": Choice("centered", aggregate="norm"),
+    "dapo": Choice(high=0.28, aggregate="token"),
+    "gspo": Choice(loss="gspo", low=3e-4, high=4e-4),
+    "cispo": Choice(loss="cispo", low=1.0, high=2.0, aggregate="token"),
+    "reinforce_pp": Choice("whitened", aggregate="token"),
+    "opo": Choice("opo", aggregate="token"),
+    "gpg": Choice("gpg", loss="reinforce", aggregate="token"),
+    "pass_at_k": Choice("pass_at_k", aggregate="token", knobs={"k": 4}),
+    "w_reinforce": Choice("signed", aggregate="token", knobs={"positive": 0.1, "negative": 1.0}),
+    "psr": Choice("signed", aggregate="token", knobs={"positive": 1.0, "negative": 0.0}),
+    "nsr": Choice("signed", aggregate="token", knobs={"positive": 0.0, "negative": 1.0}),
+    "grpo_lead": Choice("lead", aggregate="token"),
+    "mapo": Choice("mixed", aggregate="token", kl=1e-2),
+    "mapo_apd": Choice("apd", aggregate="token", kl=1e-2),
+    "apo": Choice(shaping=("stcr",), kl=1e-3, dads=True),
+    "apo_dads": Choice(kl=1e-3, dads=True),
+    "apo_stcr": Choice(shaping=("stcr",), kl=1e-3),
+    "a_grae": Choice(shaping=("ddas", "ass")),
+    "a_grae_ddas": Choice(shaping=("ddas",)),
+    "a_grae_ass": Choice(shaping=("ass",)),
+    "positive_dominant": Choice(shaping=("positive",), knobs={"scale": 10.0}),
+    "negative_dominant": Choice(shaping=("positive",), knobs={"scale": 0.1}),
+    "hard_focused": Choice(shaping=("hard",)),
+    "easy_focused": Choice(shaping=("easy",)),
+    "a_grae_dapo": Choice(shaping=("ddas", "ass"), high=0.28, aggregate="token"),
+    "a_grae_dr_grpo": Choice("centered", shaping=("ddas", "ass"), aggregate="norm"),
+    "rl_zvp": Choice(aggregate="token", token="zero_variance"),
+    "entropy_advantage": Choice(aggregate="token", token="entropy_bonus"),
+    "dcpo": Choice("smoothed", aggregate="sum", token="dcpo"),
+    "cde": Choice(aggregate="token", knobs={"weight": 1 - PROGRESS}),
+    "arm": Choice(shaping=("gap",), high=0.28, aggregate="token"),
+    "dph_forward_kl": Choice(aggregate="token", token="dph forward_kl"),
+    "dph_js": Choice(aggregate="token", token="dph js"),
+    "dph_alpha": Choice(aggregate="token", token="dph alpha"),
+    "rl_plus": Choice(aggregate="token", token="rl_plus"),
+    "siren": Choice("centered", high=0.28, aggregate="norm", token="siren"),
+    "campo": Choice(high=0.28, aggregate="token"),
+    "laser": Choice(aggregate="token", token="laser"),
+    "pacs": Choice(aggregate="sum", token="pacs"),
+    "simko": Choice(aggregate="token", token="simko"),
+    "archer": Choice(aggregate="token", kl=1e-3, token="archer"),
+    "durian": Choice(
+        "durian",
+        aggregate="token",
+        kl=1e-2,
+        knobs={"group": 0.6, "perceptual": 0.2, "reasoning": 0.2},
+    ),
+    "durian_perceptual": Choice(
+        "durian",
+        aggregate="token",
+        kl=1e-2,
+        knobs={"group": 0.5, "perceptual": 0.5, "reasoning": 0.0},
+    ),
+    "durian_reasoning": Choice(
+        "durian",
+        aggregate="token",
+        kl=1e-2,
+        knobs={"group": 0.5, "perceptual": 0.0, "reasoning": 0.5},
+    ),
+}

@@ -1,0 +1,46 @@
+"""One more token behind every response: what the policy is given, and how it is taken apart."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from megatron_rl.data.sequences import sequence_batch
+from megatron_rl.trainer.end_token import EndTokens, with_end_token
+from megatron_rl.types import Share, TokenScores, TokenView
+
+# Two responses, of one token and of three.
+BATCH = sequence_batch([((5, 6), (7,)), ((5,), (8, 9, 4))], torch.tensor([0, 1]))
+ENDS = EndTokens.of(np.array([1, 3]))
+
+
+def test_the_token_stands_behind_each_response_by_hand() -> None:
+    share = with_end_token(Share(BATCH, [[1], [0]]), 3)
+    assert share.batch.token_ids.tolist() == [5, 6, 7, 3, 5, 8, 9, 4, 3]
+    assert share.batch.prompt_lengths.tolist() == [2, 1]
+    assert share.batch.response_lengths.tolist() == [2, 4]
+    assert share.microbatches == [[1], [0]]
+    assert BATCH.response_lengths.tolist() == [1, 3]
+
+
+def test_scores_are_of_the_responses_alone_by_hand() -> None:
+    values = torch.arange(6.0)
+    found = ENDS.without(TokenScores(values, -values))
+    assert found.logprobs.tolist() == [0, 2, 3, 4]
+    assert found.entropy is not None and found.entropy.tolist() == [0, -2, -3, -4]
+
+
+def test_a_view_is_taken_apart_by_hand() -> None:
+    """Places 3, 5 and 1 of the longer layout: the second token of the second response, and what is
+    behind the second and the first."""
+    logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    topk = torch.tensor([[-0.1], [-0.2], [-0.3]])
+    view = TokenView(torch.tensor([3, 5, 1]), logprobs, None, lambda sums: sums, topk_logprobs=topk)
+    plain, ends, rows = ENDS.split(view)
+    assert plain.index.tolist() == [2]  # of 7 | 8 9 4
+    assert plain.logprobs.tolist() == [-1] and plain.entropy is None
+    assert plain.topk_logprobs is not None
+    torch.testing.assert_close(plain.topk_logprobs, topk[:1])
+    assert ends.tolist() == [-2, -3] and rows.tolist() == [1, 0]
+    (plain.logprobs.sum() + 2 * ends.sum()).backward()
+    assert logprobs.grad is not None and logprobs.grad.tolist() == [1, 2, 2]
