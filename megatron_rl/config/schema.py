@@ -143,6 +143,13 @@ class RolloutConfig(Section):
         return self.tensor * self.pipeline
 
 
+class PartialConfig(Section):
+    """Responses that go on in the next step."""
+
+    groups_in_flight: PositiveInt | None
+    max_age: PositiveInt
+
+
 class SourceConfig(Section):
     """Where the responses of a step come from."""
 
@@ -150,10 +157,15 @@ class SourceConfig(Section):
     staleness: NonNegativeInt
     schedule: Literal["lockstep", "free"]
     requests_per_server: PositiveInt
+    partial: PartialConfig
 
     @property
     def is_servers(self) -> bool:
         return self.name == "servers"
+
+    @property
+    def is_partial(self) -> bool:
+        return self.partial.groups_in_flight is not None
 
 
 class WeightSyncConfig(Section):

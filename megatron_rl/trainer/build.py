@@ -31,6 +31,7 @@ from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import Ledger, memory_in_use
 from megatron_rl.runtime.signals import StopRequest
+from megatron_rl.scheduling.partial import PartialRules
 from megatron_rl.trainer.build_servers import SourceParts, build_logprob_check, build_servers
 from megatron_rl.trainer.bundle import write_bundle
 from megatron_rl.trainer.colocation import ColocatedSync, Colocation
@@ -43,6 +44,8 @@ from megatron_rl.trainer.hooks import RolloutHooks
 from megatron_rl.trainer.learner import Learner, MinibatchPlan
 from megatron_rl.trainer.logprob_check import CheckedSync
 from megatron_rl.trainer.objective import check_visual_entropy, token_settings
+from megatron_rl.trainer.partial_groups import PartialGroups
+from megatron_rl.trainer.partial_rollouts import PartialRollouts
 from megatron_rl.trainer.placement import Placement
 from megatron_rl.trainer.preflight import check_before_build
 from megatron_rl.trainer.rollouts import (
@@ -54,7 +57,7 @@ from megatron_rl.trainer.rollouts import (
 )
 from megatron_rl.trainer.run_folder import RunFolder
 from megatron_rl.trainer.run_record import data_fingerprint
-from megatron_rl.trainer.sources import Colocated
+from megatron_rl.trainer.sources import Collects, Colocated
 from megatron_rl.trainer.start import LOGS
 from megatron_rl.trainer.step_end import StepEnd
 from megatron_rl.trainer.trainer import Trainer
@@ -138,21 +141,37 @@ def build_colocated(
     with display.phase("building the rollout engine", name="engine"):
         engine, weight_sync = build_engine(config, world, policy, sight)
     sampler = Sampler(engine, parts.reward, parts.decode, world, display)
-    rollouts = Rollouts(
-        sampler=sampler,
-        loader=parts.loader,
-        method=parts.method,
-        sampling=parts.sampling,
-        prompts_per_step=config.batch.prompts_per_step,
-        seed=config.seed,
-        end=parts.end,
-    )
+    rollouts = build_rollouts(config, parts, sampler)
     memory = build_colocation(config, policy, engine)
     weight_sync = ColocatedSync(weight_sync, memory)
     check = build_logprob_check(config, world, parts, engine)
     if check is not None:
         weight_sync = CheckedSync(weight_sync, check)
     return Colocated(rollouts, policy, engine, weight_sync, memory), sampler
+
+
+def build_rollouts(config: Config, parts: SourceParts, sampler: Sampler) -> Collects:
+    """What asks the engine for the responses of a step."""
+    batch = config.batch
+    kept = config.source.partial
+    if kept.groups_in_flight is not None:
+        rules = PartialRules(
+            batch.prompts_per_step,
+            batch.responses_per_prompt,
+            kept.groups_in_flight,
+            kept.max_age,
+        )
+        groups = PartialGroups(parts.loader, rules)
+        return PartialRollouts(sampler, groups, parts.sampling, config.seed, parts.end)
+    return Rollouts(
+        sampler=sampler,
+        loader=parts.loader,
+        method=parts.method,
+        sampling=parts.sampling,
+        prompts_per_step=batch.prompts_per_step,
+        seed=config.seed,
+        end=parts.end,
+    )
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase) -> Decode:

@@ -53,9 +53,15 @@ class Sampler:
         world: World,
         display: Display,
     ) -> None:
+        self.world = world
+        self.streaming = Streaming(engine, Judge(reward, decode), world, display)
+        self._engine = engine
         self._decode = decode
-        self._world = world
-        self._streaming = Streaming(engine, Judge(reward, decode), world, display)
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that the engine samples with."""
+        return self._engine.weight_version
 
     def run(self, prompts: Sequence[Prompt], sampling: Sampling, what: str) -> Responses:
         """Collective. ``sampling.num_responses`` scored responses for each prompt. ``what`` names
@@ -67,10 +73,10 @@ class Sampler:
         """Collective. The scored responses of the groups that ``order`` wants; tokens stay on the
         first rank of the replica that sampled them."""
         clock = Clock()
-        outcome, replica = self._streaming.run(order, clock)
-        leaders = self._streaming.leaders
+        outcome, replica = self.streaming.run(order, clock)
+        leaders = self.streaming.leaders
         holders = leaders[np.asarray(outcome.replicas, dtype=np.int64)]
-        here = np.flatnonzero(holders == self._world.rank)
+        here = np.flatnonzero(holders == self.world.rank)
         names = [
             (group, response)
             for group in outcome.groups
@@ -91,7 +97,7 @@ class Sampler:
 
     def shown(self, responses: Responses, rows: RowNumbers) -> list[Response] | None:
         """Collective: see ``exchange.on_main``."""
-        return on_main(responses, rows, self._decode, self._world)
+        return on_main(responses, rows, self._decode, self.world)
 
 
 @dataclass(frozen=True)
@@ -156,6 +162,12 @@ class Rollouts:
         return self.loader.state()
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Raises ValueError when the state belongs to other prompts or another source."""
+        if "open_groups" in state:
+            raise ValueError(
+                "resume: the checkpoint is of a run with source.partial; go on with the source of"
+                " that run, or start with resume=never in a new run_dir"
+            )
         self.loader.restore(state)
 
 
