@@ -12,6 +12,7 @@ _IMPORTANCE_WEIGHTS = ("tis", "icepop")
 
 def source_problems(config: Config) -> Iterator[str]:
     """What does not go together, one sentence each: key, value, remedy."""
+    yield from _with_hooks(config)
     if config.source.is_partial:
         yield from _with_partial(config)
     if config.source.is_servers:
@@ -63,6 +64,26 @@ def _with_old_tokens(config: Config, age: str, without: str) -> Iterator[str]:
             f"mismatch_limits.abort_above = {config.mismatch_limits.abort_above:g}: {age}, so"
             " sampler and trainer differ on purpose; set it to null"
         )
+
+
+def _with_hooks(config: Config) -> Iterator[str]:
+    for name, hook in config.rollout_hooks.items():
+        key = f"rollout_hooks.{name}"
+        if hook.resamples and (config.source.is_servers or config.source.is_partial):
+            yield (
+                f"{key}: asks the engine again in the middle of a step, which source=servers and"
+                " source.partial do not do; set source=colocated"
+                f" source.partial.groups_in_flight=null, or leave {name} out"
+            )
+        if hook.resamples and config.method.filters.dynamic_sampling is not None:
+            yield (
+                f"{key}: dynamic sampling takes the groups out that are entirely right or wrong"
+                f" before {name} sees them; set method.filters.dynamic_sampling=null, or leave"
+                f" {name} out"
+            )
+        if hook.changes_temperature:
+            why = f"{key}: samples at other temperatures than rollout.temperature"
+            yield from _with_old_tokens(config, why, f"leave {name} out")
 
 
 def _with_partial(config: Config) -> Iterator[str]:

@@ -48,6 +48,7 @@ from megatron_rl.trainer.partial_groups import PartialGroups
 from megatron_rl.trainer.partial_rollouts import PartialRollouts
 from megatron_rl.trainer.placement import Placement
 from megatron_rl.trainer.preflight import check_before_build
+from megatron_rl.trainer.resampling import Resampling, sampling_hooks
 from megatron_rl.trainer.rollouts import (
     Rollouts,
     Sampler,
@@ -171,7 +172,16 @@ def build_rollouts(config: Config, parts: SourceParts, sampler: Sampler) -> Coll
         prompts_per_step=batch.prompts_per_step,
         seed=config.seed,
         end=parts.end,
+        resampling=build_resampling(config, parts, sampler),
     )
+
+
+def build_resampling(config: Config, parts: SourceParts, sampler: Sampler) -> Resampling | None:
+    """None where no hook asks the engine."""
+    hooks = sampling_hooks(config.rollout_hooks)
+    if not hooks:
+        return None
+    return Resampling(hooks, sampler, parts.sampling, parts.data.train_prompts)
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase) -> Decode:
@@ -211,7 +221,8 @@ def build_step_end(config: Config, world: World, folder: RunFolder, decode: Deco
 
 def build_hooks(config: Config, world: World) -> RolloutHooks | None:
     """None where there is none: rank 0 then gets no tokens but those it trains on and logs."""
-    return RolloutHooks(config.rollout_hooks, world) if config.rollout_hooks else None
+    functions = {name: hook for name, hook in config.rollout_hooks.items() if not hook.resamples}
+    return RolloutHooks(functions, world) if functions else None
 
 
 def build_policy(

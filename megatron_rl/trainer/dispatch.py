@@ -25,6 +25,14 @@ class Order:
     what: str  # this generation, where its progress is shown
     wants: Callable[[Sequence[bool]], bool] = lambda correct: True
     kept_share: KeptShare | None = None
+    # How a prompt is sampled, where not all are alike.
+    changed: Callable[[Prompt, Sampling], Sampling] | None = None
+
+    def sampling_of(self, number: int) -> Sampling:
+        """Of the prompt with this number."""
+        if self.changed is None:
+            return self.sampling
+        return self.changed(self.prompts(number), self.sampling)
 
     def so_far(self, request: Request) -> Completion | None:
         """What a response has from earlier."""

@@ -25,6 +25,9 @@ class PartialOrder:
     def prompts(self, number: int) -> Prompt:
         return self.groups[number].prompt
 
+    def sampling_of(self, number: int) -> Sampling:
+        return self.sampling
+
     def so_far(self, request: Request) -> Completion | None:
         """What a response has from earlier steps."""
         return self.groups.so_far(request)

@@ -27,6 +27,7 @@ from megatron_rl.trainer.experience import (
 )
 from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.metrics import Clock
+from megatron_rl.trainer.resampling import Resampled, Resampling
 from megatron_rl.trainer.step_end import StepEnd
 from megatron_rl.trainer.streaming import Streaming
 from megatron_rl.types import Prompt, Sampling
@@ -116,6 +117,7 @@ class Rollouts:
     end: StepEnd
     # Of dynamic sampling: says how many prompts are sampled ahead, and changes no response.
     kept_share: KeptShare = field(default_factory=KeptShare)
+    resampling: Resampling | None = None
 
     def collect(self, step: int) -> Experience:
         """The responses of one training step. Under dynamic sampling (DAPO, 2503.14476 eq 11) these
@@ -139,12 +141,18 @@ class Rollouts:
             self.end.log(step, responses)
             some = " (samples.jsonl has some of the last)"
             raise ValueError(none_wanted(step, outcome.num_refused, some))
-        return replace(
+        again: Resampled | None = None
+        if self.resampling is not None:
+            seed = sampling_seed(self.seed, step)
+            again = self.resampling.run(step, seed, responses, clock)
+            responses = again.responses
+        experience = replace(
             self.end(step, responses, clock),
             discarded_groups=outcome.num_refused,
             tries=-(-outcome.end // self.prompts_per_step),
             unused_tokens=outcome.unused_tokens,
         )
+        return experience if again is None else _with(experience, again)
 
     def _order(self, step: int, prompts: Ahead) -> Order:
         num_responses = self.sampling.num_responses
@@ -155,11 +163,13 @@ class Rollouts:
             what=f"step {step}",
             wants=self.method.wants_group,
             kept_share=self.kept_share,
+            changed=None if self.resampling is None else self.resampling.sampling_of,
         )
 
     def state(self) -> dict[str, Any]:
-        """The position in the prompts."""
-        return self.loader.state()
+        """The position in the prompts, and what sampling hooks remember."""
+        state = self.loader.state()
+        return state if self.resampling is None else state | {"hooks": self.resampling.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Raises ValueError when the state belongs to other prompts or another source."""
@@ -169,6 +179,17 @@ class Rollouts:
                 " that run, or start with resume=never in a new run_dir"
             )
         self.loader.restore(state)
+        if self.resampling is not None:
+            self.resampling.restore(state.get("hooks", {}))
+
+
+def _with(experience: Experience, again: Resampled) -> Experience:
+    """With what sampling hooks have dropped and said."""
+    return replace(
+        experience,
+        unused_tokens=experience.unused_tokens + again.dropped_tokens,
+        hook_metrics={**again.metrics, **experience.hook_metrics},
+    )
 
 
 def step_rules(method: Method, prompts_per_step: int, responses_per_prompt: int) -> Rules:

@@ -70,10 +70,9 @@ class Ordered(Protocol[Result]):
     def prompts(self) -> Callable[[int], Prompt]: ...
 
     @property
-    def sampling(self) -> Sampling: ...
-
-    @property
     def what(self) -> str: ...
+
+    def sampling_of(self, number: int) -> Sampling: ...
 
     def so_far(self, request: Request) -> Completion | None: ...
 
@@ -119,7 +118,8 @@ class Replica:
             responses = [request.response for request in requests]
             there = {request.response: order.so_far(request) for request in requests}
             so_far = {number: each.token_ids for number, each in there.items() if each is not None}
-            tickets = self._engine.submit(order.prompts(group), responses, order.sampling, so_far)
+            sampling = order.sampling_of(group)
+            tickets = self._engine.submit(order.prompts(group), responses, sampling, so_far)
             self._requests.update(zip(tickets, requests, strict=True))
 
     def work(self, order: Ordered[Any]) -> list[Event]:
@@ -154,6 +154,8 @@ class Replica:
             return []
         lengths = self._engine.running_lengths()
         tickets = [ticket for ticket in self._requests if lengths[ticket] >= self._limit]
+        if not tickets:
+            return []
         requests = [self._requests.pop(ticket) for ticket in tickets]
         for request, new in zip(requests, self._engine.pause(tickets), strict=True):
             self.paused[request] = joined(order.so_far(request), new)

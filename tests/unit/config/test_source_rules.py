@@ -31,6 +31,8 @@ def problems(*overrides: str) -> list[str]:
         ],
         [*PARTIAL, *CORRECTED],
         [*PARTIAL, *CORRECTED, "trainer.epochs_per_rollout=2", "batch.prompts_per_minibatch=32"],
+        ["rollout_hooks.vcrl={}", "rollout_hooks.dars.target=1"],
+        ["rollout_hooks.erpo.increase=0.2", *CORRECTED],
     ],
 )
 def test_what_goes_together(overrides):
@@ -70,6 +72,10 @@ def test_what_goes_together(overrides):
         ([*PARTIAL, "source=servers"], "servers go on with responses under way"),
         ([*PARTIAL, *CORRECTED, "method=dapo"], "before anybody knows which groups"),
         ([*PARTIAL, *CORRECTED, "rollout.stop=[END]"], "would not be seen; set it to []"),
+        (["rollout_hooks.vcrl={}", "source=servers"], "asks the engine again in the middle"),
+        (["rollout_hooks.dars={}", *PARTIAL, *CORRECTED], "asks the engine again in the middle"),
+        (["rollout_hooks.dars={}", "method=dapo"], "entirely right or wrong before dars sees"),
+        (["rollout_hooks.erpo={}"], "method.mismatch.kind = none does not correct"),
     ],
 )
 def test_what_does_not_is_said_with_a_remedy(overrides, words):
