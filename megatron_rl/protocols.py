@@ -32,6 +32,7 @@ from megatron_rl.types import (
 
 Entropy = Literal["none", "value", "grad"]
 ENGINE_PARTS = ("weights", "kv_cache")
+NOTHING: Mapping[int, Sequence[int]] = {}
 Experience = TypeVar("Experience", covariant=True)
 
 
@@ -267,7 +268,7 @@ class Answers(Protocol):
     make the same calls in the same order. ``capacity``: responses that are worth giving to a
     replica at a time.
 
-    A response is begun by ``submit``, which gives it a ticket, and ends in ``poll`` or
+    A response is begun by ``submit``, which gives it a ticket, and ends in ``poll``, ``pause`` or
     ``abort``."""
 
     @property
@@ -279,9 +280,18 @@ class Answers(Protocol):
     @property
     def capacity(self) -> int: ...
 
-    def submit(self, prompt: Prompt, responses: Sequence[int], sampling: Sampling) -> list[int]:
+    def submit(
+        self,
+        prompt: Prompt,
+        responses: Sequence[int],
+        sampling: Sampling,
+        so_far: Mapping[int, Sequence[int]] = NOTHING,
+    ) -> list[int]:
         """Begins some of the responses to a prompt, by their numbers; a ticket for each. Response j
-        is a function of (``sampling``, uid of the prompt, j) and the weights."""
+        is a function of (``sampling``, uid of the prompt, j) and the weights.
+
+        ``so_far``: tokens that a response has from earlier, by its number. It goes on behind them,
+        up to the same limit of its whole length; its completion holds what is new."""
 
     def poll(self) -> list[tuple[int, Completion]]:
         """Works for a moment: long enough to be called in a loop, short enough to be stopped in
@@ -292,8 +302,12 @@ class Answers(Protocol):
         """Ends responses without an answer; returns the tokens that are thrown away. Tickets that
         have ended do not matter."""
 
-    def running_lengths(self) -> list[int]:
-        """Tokens so far of every response that is open."""
+    def pause(self, tickets: Sequence[int]) -> list[Completion]:
+        """Ends responses that are open; what each has got since it was submitted, as a completion
+        that is not truncated."""
+
+    def running_lengths(self) -> dict[int, int]:
+        """By ticket, of every response that is open, its tokens since it was submitted."""
 
 
 class RolloutEngine(Answers, Protocol):

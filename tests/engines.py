@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from megatron_rl.protocols import NOTHING
 from megatron_rl.types import Completion, Prompt, Sampling
 
 
@@ -26,7 +29,14 @@ class Answering:
     def response(self, prompt: Prompt, sampling: Sampling, number: int) -> Completion:
         raise NotImplementedError
 
-    def submit(self, prompt: Prompt, responses: Sequence[int], sampling: Sampling) -> list[int]:
+    def submit(
+        self,
+        prompt: Prompt,
+        responses: Sequence[int],
+        sampling: Sampling,
+        so_far: Mapping[int, Sequence[int]] = NOTHING,
+    ) -> list[int]:
+        assert not so_far
         tickets = []
         for number in responses:
             tickets.append(len(self.begun))
@@ -43,5 +53,89 @@ class Answering:
             self._open.remove(entry)
         return sum(len(completion.token_ids) for _, completion in dropped)
 
-    def running_lengths(self) -> list[int]:
-        return [len(completion.token_ids) for _, completion in self._open]
+    def running_lengths(self) -> dict[int, int]:
+        return {ticket: len(completion.token_ids) for ticket, completion in self._open}
+
+
+class Stepwise:
+    """Each ``poll`` gives some tokens to every open response, more or fewer by its mood; what they
+    are, and whether one is the last, follows from ``token`` alone."""
+
+    replica = 0
+    num_replicas = 1
+    weight_version = 0
+    capacity = 1000
+
+    def __init__(self, mood: int = 0) -> None:
+        self.mood = random.Random(mood)
+        self.num_begun = 0
+        self._open: dict[int, Growing] = {}
+
+    def token(self, response: Growing) -> tuple[int, float, bool]:
+        """Id, logprob, and whether it ends the response. ``new`` has those before it."""
+        draw = random.Random(
+            f"{response.sampling.seed}/{response.prompt.uid}/{response.number}/"
+            f"{response.so_far}/{len(response.new)}/{self.weight_version}"
+        )
+        is_last = draw.random() < 0.04 * (1 + int(response.prompt.uid[1:].partition("#")[0]) % 4)
+        return draw.randrange(1000), -draw.random(), is_last
+
+    def submit(
+        self,
+        prompt: Prompt,
+        responses: Sequence[int],
+        sampling: Sampling,
+        so_far: Mapping[int, Sequence[int]] = NOTHING,
+    ) -> list[int]:
+        first = self.num_begun
+        for number in responses:
+            there = list(so_far.get(number, ()))
+            self._open[self.num_begun] = Growing(prompt, sampling, number, there)
+            self.num_begun += 1
+        return list(range(first, self.num_begun))
+
+    def poll(self) -> list[tuple[int, Completion]]:
+        ended = []
+        for ticket, response in list(self._open.items()):
+            for _ in range(self.mood.randrange(9)):
+                if is_last := self.grow(response):
+                    completion = response.completion(self.weight_version, is_last == "length")
+                    ended.append((ticket, completion))
+                    del self._open[ticket]
+                    break
+        self.mood.shuffle(ended)
+        return ended
+
+    def grow(self, response: Growing) -> str:
+        """One token more; why it is the last: "stop" or "length", else ""."""
+        token_id, logprob, is_last = self.token(response)
+        response.new.append((token_id, logprob))
+        if is_last:
+            return "stop"
+        length = len(response.so_far) + len(response.new)
+        return "length" if length == response.sampling.max_response_tokens else ""
+
+    def pause(self, tickets: Sequence[int]) -> list[Completion]:
+        paused = [self._open.pop(ticket) for ticket in tickets]
+        return [response.completion(self.weight_version, False) for response in paused]
+
+    def abort(self, tickets: Sequence[int]) -> int:
+        return sum(len(self._open.pop(ticket).new) for ticket in tickets)
+
+    def running_lengths(self) -> dict[int, int]:
+        return {ticket: len(response.new) for ticket, response in self._open.items()}
+
+
+@dataclass
+class Growing:
+    """A response of ``Stepwise``: what it had, and what it has got."""
+
+    prompt: Prompt
+    sampling: Sampling
+    number: int
+    so_far: list[int]
+    new: list[tuple[int, float]] = field(default_factory=list)
+
+    def completion(self, version: int, truncated: bool) -> Completion:
+        ids = [token_id for token_id, _ in self.new]
+        return Completion(ids, [logprob for _, logprob in self.new], truncated, version)

@@ -1,4 +1,5 @@
-"""The schema of rollout hooks. None is built in: plug-ins register them (``trainer/hooks.py``)."""
+"""The schema of rollout hooks: those of the package (``trainer/sampling_hooks.py``), and what
+plug-ins register (``trainer/hooks.py``, ``trainer/resampling.py``)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from pydantic import SerializeAsAny
 
 from megatron_rl.config.pieces import Choices, Named, by_key
 
-ROLLOUT_HOOKS = Choices("rollout hook")
+# The import of its home fills the table.
+ROLLOUT_HOOKS = Choices("rollout hook", home="megatron_rl.trainer.sampling_hooks")
 
 # In the order in which they are called, each with its knobs.
 RolloutHooks = Annotated[dict[str, SerializeAsAny[Named]], by_key(ROLLOUT_HOOKS)]

@@ -27,6 +27,9 @@ class Named(Piece):
     unit_rewards: ClassVar[bool] = False
     check_knobs: ClassVar[Callable[..., str | None]]
     check_rewards: ClassVar[Callable[..., tuple[str, str] | None]]
+    # What a rollout hook does beside the responses that are there, see ``trainer.resampling``.
+    resamples: ClassVar[bool] = False
+    changes_temperature: ClassVar[bool] = False
 
     name: str
 

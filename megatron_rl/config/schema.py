@@ -162,6 +162,13 @@ class RolloutConfig(Section):
         return limits[-1] if limits else self.max_response_tokens
 
 
+class PartialConfig(Section):
+    """Responses that go on in the next step."""
+
+    groups_in_flight: PositiveInt | None
+    max_age: PositiveInt
+
+
 class SourceConfig(Section):
     """Where the responses of a step come from."""
 
@@ -169,10 +176,16 @@ class SourceConfig(Section):
     staleness: NonNegativeInt
     schedule: Literal["lockstep", "free"]
     requests_per_server: PositiveInt
+    give_up_factor: Annotated[float, Field(ge=1)] | None
+    partial: PartialConfig
 
     @property
     def is_servers(self) -> bool:
         return self.name == "servers"
+
+    @property
+    def is_partial(self) -> bool:
+        return self.partial.groups_in_flight is not None
 
 
 class WeightSyncConfig(Section):

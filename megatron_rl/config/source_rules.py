@@ -12,6 +12,9 @@ _IMPORTANCE_WEIGHTS = ("tis", "icepop")
 
 def source_problems(config: Config) -> Iterator[str]:
     """What does not go together, one sentence each: key, value, remedy."""
+    yield from _with_hooks(config)
+    if config.source.is_partial:
+        yield from _with_partial(config)
     if config.source.is_servers:
         yield from _with_servers(config)
     elif config.source.staleness:
@@ -23,18 +26,9 @@ def source_problems(config: Config) -> Iterator[str]:
 
 def _with_servers(config: Config) -> Iterator[str]:
     staleness = config.source.staleness
-    age = f"source.staleness = {staleness}: responses may be so many updates old"
-    if staleness and config.method.mismatch.kind not in _IMPORTANCE_WEIGHTS:
-        yield (
-            f"{age}, which method.mismatch.kind = {config.method.mismatch.kind} does not correct;"
-            " set method.mismatch.kind=tis method.mismatch.cap=2.0 (truncated importance"
-            " sampling), icepop, or source.staleness=0"
-        )
-    if staleness and config.mismatch_limits.abort_above is not None:
-        yield (
-            f"mismatch_limits.abort_above = {config.mismatch_limits.abort_above:g}: {age}, so"
-            " sampler and trainer differ on purpose; set it to null"
-        )
+    if staleness:
+        age = f"source.staleness = {staleness}: responses may be so many updates old"
+        yield from _with_old_tokens(config, age, "source.staleness=0")
     if config.source.schedule == "free" and not staleness:
         yield (
             "source.schedule = free: with source.staleness = 0 every response is of the newest"
@@ -54,4 +48,80 @@ def _with_servers(config: Config) -> Iterator[str]:
         yield (
             f"memory.offload = {list(config.memory.offload)}: policy and servers share no device,"
             " so nothing leaves it; set it to []"
+        )
+
+
+def _with_old_tokens(config: Config, age: str, without: str) -> Iterator[str]:
+    """``age``: why tokens may be old; ``without``: the setting under which they are not."""
+    if config.method.mismatch.kind not in _IMPORTANCE_WEIGHTS:
+        yield (
+            f"{age}, which method.mismatch.kind = {config.method.mismatch.kind} does not correct;"
+            " set method.mismatch.kind=tis method.mismatch.cap=2.0 (truncated importance"
+            f" sampling), icepop, or {without}"
+        )
+    if config.mismatch_limits.abort_above is not None:
+        yield (
+            f"mismatch_limits.abort_above = {config.mismatch_limits.abort_above:g}: {age}, so"
+            " sampler and trainer differ on purpose; set it to null"
+        )
+
+
+def _with_hooks(config: Config) -> Iterator[str]:
+    for name, hook in config.rollout_hooks.items():
+        key = f"rollout_hooks.{name}"
+        if hook.resamples and (config.source.is_servers or config.source.is_partial):
+            yield (
+                f"{key}: asks the engine again in the middle of a step, which source=servers and"
+                " source.partial do not do; set source=colocated"
+                f" source.partial.groups_in_flight=null, or leave {name} out"
+            )
+        if hook.resamples and config.method.filters.dynamic_sampling is not None:
+            yield (
+                f"{key}: dynamic sampling takes the groups out that are entirely right or wrong"
+                f" before {name} sees them; set method.filters.dynamic_sampling=null, or leave"
+                f" {name} out"
+            )
+        if hook.resamples and config.rollout.response_stages is not None:
+            yield (
+                f"{key}: asks for responses of rollout.max_response_tokens in every step; set"
+                f" rollout.response_stages=null, or leave {name} out"
+            )
+        if hook.changes_temperature:
+            why = f"{key}: samples at other temperatures than rollout.temperature"
+            yield from _with_old_tokens(config, why, f"leave {name} out")
+
+
+def _with_partial(config: Config) -> Iterator[str]:
+    groups = config.source.partial.groups_in_flight
+    assert groups is not None
+    key = f"source.partial.groups_in_flight = {groups}"
+    per_step = config.batch.prompts_per_step
+    if not per_step <= groups <= 2 * per_step:
+        yield (
+            f"{key}: give at least batch.prompts_per_step = {per_step}, which a step takes, and at"
+            f" most {2 * per_step}: else more groups may reach source.partial.max_age at a time"
+            " than a step trains; null switches it off"
+        )
+    if config.source.is_servers:
+        yield (
+            f"{key}: servers go on with responses under way by source.schedule=free; set it to null"
+        )
+        return
+    age = f"{key}: tokens may be source.partial.max_age = {config.source.partial.max_age} updates"
+    yield from _with_old_tokens(config, f"{age} old", "source.partial.groups_in_flight=null")
+    if config.method.filters.dynamic_sampling is not None:
+        yield (
+            f"{key}: where a step ends follows from lengths, before anybody knows which groups"
+            " dynamic sampling wants; set method.filters.dynamic_sampling=null, or"
+            " source.partial.groups_in_flight=null"
+        )
+    if config.rollout.response_stages is not None:
+        yield (
+            f"{key}: a response has one limit, also where it goes on in the next step; set"
+            " rollout.response_stages=null, or source.partial.groups_in_flight=null"
+        )
+    if config.rollout.stop:
+        yield (
+            f"rollout.stop = {list(config.rollout.stop)}: {key} cuts responses anywhere, and a stop"
+            " string that begins in one step and ends in the next would not be seen; set it to []"
         )

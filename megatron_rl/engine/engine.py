@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engine import filling
 from megatron_rl.engine.arguments import engine_arguments
 from megatron_rl.engine.refusals import building
-from megatron_rl.engine.requests import Sight, request
+from megatron_rl.engine.requests import Sight, check_request, request
 from megatron_rl.engine.requirements import check_start
 from megatron_rl.engine.running import Running
 from megatron_rl.engine.sampling import eos_token_ids, scoring
@@ -30,7 +31,7 @@ from megatron_rl.engine.side_effects import (
 from megatron_rl.engine.stream import CheckedStream, expected_tensors
 from megatron_rl.engine.streams import EngineStream
 from megatron_rl.engine.worker import Transfer
-from megatron_rl.protocols import ENGINE_PARTS
+from megatron_rl.protocols import ENGINE_PARTS, NOTHING
 from megatron_rl.runtime.activity import ACTIVITY
 from megatron_rl.runtime.launch import lift_time_limits
 from megatron_rl.runtime.random_state import preserved_random_state
@@ -149,8 +150,15 @@ class VllmEngine:
             ACTIVITY.note("building the rollout engine")
             return stream, llm
 
-    def submit(self, prompt: Prompt, responses: Sequence[int], sampling: Sampling) -> list[int]:
-        """Begins some of the responses to a prompt, by their numbers; returns a ticket for each.
+    def submit(
+        self,
+        prompt: Prompt,
+        responses: Sequence[int],
+        sampling: Sampling,
+        so_far: Mapping[int, Sequence[int]] = NOTHING,
+    ) -> list[int]:
+        """Begins some of the responses to a prompt, by their numbers, or goes on with them behind
+        the tokens ``so_far``; returns a ticket for each.
 
         With a seed, response j to a prompt depends on (seed, prompt uid, j) and the weights alone;
         without one, on the calls before. That holds on one kind of machine: on GPUs vLLM samples
@@ -163,14 +171,16 @@ class VllmEngine:
             RuntimeError: a weight update failed before.
         """
         self._require_usable(ENGINE_PARTS)
-        self._check(prompt, sampling)
+        check_request(prompt, sampling, self._config)
         seed = sampling.seed
         if seed is None:
             # Negative, so that it meets no seed of a step; a large prime keeps runs apart.
             self._num_unseeded += 1
             seed = -(self._seed * 1_000_003 + self._num_unseeded)
         with self._working() as llm:
-            return self._running.begin(llm, prompt, responses, sampling, seed)
+            seeded = replace(sampling, seed=seed)
+            there = {number: so_far.get(number, ()) for number in responses}
+            return self._running.begin(llm, prompt, seeded, there)
 
     def poll(self) -> list[tuple[int, Completion]]:
         """Works for a moment; tickets and completions of the responses that ended in it. With
@@ -187,8 +197,13 @@ class VllmEngine:
         with self._working() as llm:
             return self._running.drop(llm, tickets)
 
-    def running_lengths(self) -> list[int]:
-        """Tokens so far of every response that has not ended."""
+    def pause(self, tickets: Sequence[int]) -> list[Completion]:
+        """Ends responses that are open; returns what each has got since ``submit``."""
+        with self._working() as llm:
+            return self._running.pause(llm, tickets, self.weight_version)
+
+    def running_lengths(self) -> dict[int, int]:
+        """By ticket, of every response that has not ended, its tokens since ``submit``."""
         return self._running.lengths(self._llm)
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
@@ -373,24 +388,6 @@ class VllmEngine:
             raise RuntimeError(
                 f"the {' and '.join(sorted(missing))} of the rollout engine are asleep; call wake()"
                 " first"
-            )
-
-    def _check(self, prompt: Prompt, sampling: Sampling) -> None:
-        config = self._config
-        if sampling.max_response_tokens > config.max_response_tokens:
-            raise ValueError(
-                f"sampling: {sampling.max_response_tokens} response tokens wanted,"
-                f" rollout.max_response_tokens is {config.max_response_tokens}; raise it"
-            )
-        if sampling.stop and not config.stop:
-            raise ValueError(
-                f"sampling: stop strings {list(sampling.stop)} need rollout.stop, with which the"
-                " engine loads its tokenizer"
-            )
-        if len(prompt.token_ids) > config.max_prompt_tokens:
-            raise ValueError(
-                f"prompt {prompt.uid}: {len(prompt.token_ids)} tokens, rollout.max_prompt_tokens is"
-                f" {config.max_prompt_tokens}; raise it or drop the prompt"
             )
 
 

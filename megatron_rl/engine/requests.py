@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.protocols import ImageProcessor
-from megatron_rl.types import Image, Prompt
+from megatron_rl.types import Image, Prompt, Sampling
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -67,6 +68,32 @@ def request(
         "multi_modal_data": {"image": [image.rgb() for image in images]},
         "multi_modal_uuids": {"image": [image.digest for image in images]},
     }
+
+
+def behind(prepared: Mapping[str, Any], token_ids: Sequence[int]) -> dict[str, Any]:
+    """A request for what follows a prompt and the first tokens of a response to it."""
+    if not token_ids:
+        return dict(prepared)
+    return {**prepared, "prompt_token_ids": [*prepared["prompt_token_ids"], *token_ids]}
+
+
+def check_request(prompt: Prompt, sampling: Sampling, config: RolloutConfig) -> None:
+    """Raises ValueError for what an engine was not built for."""
+    if sampling.max_response_tokens > config.max_response_tokens:
+        raise ValueError(
+            f"sampling: {sampling.max_response_tokens} response tokens wanted,"
+            f" rollout.max_response_tokens is {config.max_response_tokens}; raise it"
+        )
+    if sampling.stop and not config.stop:
+        raise ValueError(
+            f"sampling: stop strings {list(sampling.stop)} need rollout.stop, with which the"
+            " engine loads its tokenizer"
+        )
+    if len(prompt.token_ids) > config.max_prompt_tokens:
+        raise ValueError(
+            f"prompt {prompt.uid}: {len(prompt.token_ids)} tokens, rollout.max_prompt_tokens is"
+            f" {config.max_prompt_tokens}; raise it or drop the prompt"
+        )
 
 
 def check_expansion(token_ids: Sequence[int], output: RequestOutput, what: str) -> None:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_rl.engine.requests import Sight, check_expansion, request
+from megatron_rl.engine.requests import Sight, behind, check_expansion, request
 from megatron_rl.engine.sampling import request_seed, vllm_sampling
 from megatron_rl.runtime.activity import ACTIVITY
 from megatron_rl.types import Completion, Prompt, Sampling
 
 if TYPE_CHECKING:
     from vllm import LLM
-    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import RequestOutput
 
 # Of one call of ``stepped``: long enough for what is done around a call, such as a message to the
 # ranks of the replica, to cost little beside it. An answer waits for the others of the call.
 STEPS = 8
+
+
+class _Open(NamedTuple):
+    """A response under way. ``name``: vLLM's; ``asked``: the tokens that it goes on behind."""
+
+    name: str
+    asked: tuple[int, ...]
+    what: str  # for messages
 
 
 class Running:
@@ -29,25 +39,33 @@ class Running:
     def __init__(self, eos_token_ids: Sequence[int], sight: Sight | None) -> None:
         self._eos_token_ids = eos_token_ids
         self._sight = sight
-        self._open: dict[int, tuple[str, Prompt]] = {}  # ticket -> vLLM's name, prompt
+        self._open: dict[int, _Open] = {}  # by ticket
 
     def begin(
-        self, llm: LLM, prompt: Prompt, responses: Sequence[int], sampling: Sampling, seed: int
+        self,
+        llm: LLM,
+        prompt: Prompt,
+        sampling: Sampling,
+        responses: Mapping[int, Sequence[int]],
     ) -> list[int]:
-        """Queues these responses (numbers among all to the prompt) and returns their tickets."""
+        """Queues these responses (number among all to the prompt -> tokens that it has already) and
+        returns their tickets. ``sampling`` has a seed."""
+        assert sampling.seed is not None
         what = f"prompt {prompt.uid}"
         prepared = request(prompt.token_ids, prompt.images, self._sight, what)
-        first = request_seed(seed, prompt.uid)
-        params = [
-            vllm_sampling(sampling, first + response, self._eos_token_ids) for response in responses
-        ]
-        names = llm.enqueue([prepared] * len(params), params, use_tqdm=False)
+        first = request_seed(sampling.seed, prompt.uid)
+        requests = []
+        params = []
+        for number, there in responses.items():
+            left = replace(sampling, max_response_tokens=sampling.max_response_tokens - len(there))
+            requests.append(behind(prepared, there))
+            params.append(vllm_sampling(left, first + number, self._eos_token_ids))
+        names = llm.enqueue(requests, params, use_tqdm=False)
         # vLLM numbers requests, and puts random letters behind the number; its outputs have the
         # number alone.
         tickets = [int(name.partition("-")[0]) for name in names]
-        self._open.update(
-            {ticket: (name, prompt) for ticket, name in zip(tickets, names, strict=True)}
-        )
+        for ticket, name, there in zip(tickets, names, responses.values(), strict=True):
+            self._open[ticket] = _Open(name, prompt.token_ids + tuple(there), what)
         return tickets
 
     def stepped(self, llm: LLM, version: int) -> list[tuple[int, Completion]]:
@@ -68,16 +86,20 @@ class Running:
 
     def _ended(self, output: RequestOutput, version: int) -> tuple[int, Completion]:
         ticket = int(output.request_id)
-        _, prompt = self._open.pop(ticket)
+        request = self._open.pop(ticket)
         if self._sight is not None:
-            check_expansion(prompt.token_ids, output, f"prompt {prompt.uid}")
+            check_expansion(request.asked, output, request.what)
         (response,) = output.outputs
-        return ticket, _completion(response, version)
+        truncated = response.finish_reason == "length"
+        token_ids = list(response.token_ids)
+        return ticket, _completion(
+            token_ids, response.logprobs, truncated=truncated, version=version
+        )
 
     def drop(self, llm: LLM, tickets: Iterable[int]) -> int:
         """Ends responses without an answer; returns the tokens that they had. Those that have ended
         already do not matter."""
-        names = [self._open.pop(ticket)[0] for ticket in tickets if ticket in self._open]
+        names = [self._open.pop(ticket).name for ticket in tickets if ticket in self._open]
         # One that ended beside an error has an answer that nobody got.
         names = [name for name in names if name in llm.llm_engine.output_processor.request_states]
         num_tokens = sum(_length(llm, name) for name in names)
@@ -85,9 +107,21 @@ class Running:
             llm.llm_engine.abort_request(names, internal=True)
         return num_tokens
 
-    def lengths(self, llm: LLM) -> list[int]:
-        """Tokens so far of every response that is open."""
-        return [_length(llm, name) for name, _ in self._open.values()]
+    def pause(self, llm: LLM, tickets: Sequence[int], version: int) -> list[Completion]:
+        """Ends responses that are open; returns what each has got since it was begun."""
+        states = llm.llm_engine.output_processor.request_states
+        paused = []
+        for ticket in tickets:
+            state = states[self._open[ticket].name]
+            flat = state.logprobs_processor.logprobs
+            token_ids = list(state.detokenizer.output_token_ids)
+            paused.append(_completion(token_ids, flat, truncated=False, version=version))
+        self.drop(llm, tickets)
+        return paused
+
+    def lengths(self, llm: LLM) -> dict[int, int]:
+        """Tokens that every open response has got since it was begun."""
+        return {ticket: _length(llm, request.name) for ticket, request in self._open.items()}
 
     @property
     def tickets(self) -> list[int]:
@@ -99,8 +133,9 @@ def _length(llm: LLM, name: str) -> int:
     return llm.llm_engine.output_processor.request_states[name].detokenizer.num_output_tokens()
 
 
-def _completion(response: CompletionOutput, version: int) -> Completion:
-    token_ids = list(response.token_ids)
-    flat = response.logprobs  # ids and logprobs of all tokens in two lists, see vllm_sampling
+def _completion(
+    token_ids: list[int], flat: FlatLogprobs, *, truncated: bool, version: int
+) -> Completion:
+    """``flat``: ids and logprobs of all tokens in two lists, see ``vllm_sampling``."""
     assert list(flat.token_ids) == token_ids, "one logprob for each sampled token"
-    return Completion(token_ids, flat.logprobs, response.finish_reason == "length", version)
+    return Completion(token_ids, flat.logprobs, truncated, version)

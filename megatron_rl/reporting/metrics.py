@@ -39,13 +39,26 @@ TABLE: Mapping[str, Metric] = {
     "rollout/num_responses": Metric("responses of the step", "responses"),
     "rollout/entropy": Metric("mean entropy of the policy at the start of the step", _NATS),
     "source/staleness_mean": Metric(
-        "servers only: updates between the weights that sampled a token and those that the step"
-        " trains, mean over tokens",
+        "servers and partial rollouts: updates between the weights that sampled a token and those"
+        " that the step trains, mean over tokens",
         "updates",
     ),
-    "source/staleness_max": Metric("servers only: largest of the same", "updates"),
+    "source/staleness_max": Metric("the same: largest of these", "updates"),
     "source/mixed_share": Metric(
-        "servers only: responses whose tokens come from more than one weight version", "share"
+        "the same: responses whose tokens come from more than one weight version", "share"
+    ),
+    "source/old_tokens_share": Metric(
+        "partial rollouts only: tokens that older weights have sampled than the newest", "share"
+    ),
+    "source/group_age_max": Metric(
+        "partial rollouts only: most steps between the one that began a group and this one", "steps"
+    ),
+    "source/step_tokens": Metric(
+        "partial rollouts only: tokens that a response gets in the step, unless it ends before",
+        "tokens",
+    ),
+    "source/open_tokens": Metric(
+        "partial rollouts only: of groups that go on in the next step", "tokens"
     ),
     "source/servers": Metric("servers only: those at work", "servers"),
     "source/lost_servers": Metric("servers only: given up since the start", "servers"),
@@ -131,7 +144,7 @@ TABLE: Mapping[str, Metric] = {
     ),
     "throughput/unused_tokens_share": Metric(
         "of all sampled tokens, those of no response of the step: groups that were not wanted, or"
-        " sampled ahead and not needed",
+        " sampled ahead and not needed, or beyond the end of a step of partial rollouts",
         "share",
     ),
     "memory/rss_gib": Metric("resident memory of rank 0", "GiB"),

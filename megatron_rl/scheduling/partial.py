@@ -13,7 +13,7 @@ lengths alone::
 
 As groups come to their ends the bound that is known falls, and ``limit`` says it: a response that
 has got so many tokens in this step need not go on. The bound is the level when nothing runs below
-it. Simulated in ``tools/bench/rollout_schedule.py``; no source of a run does this yet.
+it. A level can be 0: where enough groups became whole with the level of the step before.
 
 Invariants, checked after random events: a group is trained once, whole, and no later than
 ``max_age`` steps after the one it was begun in; groups and levels are those of a plain computation
@@ -22,7 +22,7 @@ from the lengths.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from megatron_rl.scheduling.work import Assignment, Request, WorkQueue
@@ -74,12 +74,20 @@ class PartialScheduler:
     """Driven like ``Scheduler``; ``Request.version`` is the step in which a response is sampled
     on."""
 
-    def __init__(self, rules: PartialRules) -> None:
+    def __init__(
+        self,
+        rules: PartialRules,
+        *,
+        step: int = 0,
+        groups: Mapping[int, OpenGroup] | None = None,
+    ) -> None:
+        """``groups``: those that are open in ``step``, by number; what is missing of
+        ``groups_in_flight`` is admitted behind them."""
         self.rules = rules
         self.queue = WorkQueue(exact=False)
-        self.step = 0
-        self._groups: dict[int, OpenGroup] = {}
-        self._num_admitted = 0
+        self.step = step
+        self._groups: dict[int, OpenGroup] = dict(groups or {})
+        self._num_admitted = max(self._groups, default=-1) + 1
         self._paused: set[Request] = set()
         self._begin()
 

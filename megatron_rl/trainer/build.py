@@ -29,6 +29,7 @@ from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import Ledger, memory_in_use
 from megatron_rl.runtime.signals import StopRequest
+from megatron_rl.scheduling.partial import PartialRules
 from megatron_rl.trainer.build_servers import SourceParts, build_logprob_check, build_servers
 from megatron_rl.trainer.bundle import write_bundle
 from megatron_rl.trainer.colocation import ColocatedSync, Colocation
@@ -46,8 +47,11 @@ from megatron_rl.trainer.objective import (
     check_visual_entropy,
     token_settings,
 )
+from megatron_rl.trainer.partial_groups import PartialGroups
+from megatron_rl.trainer.partial_rollouts import PartialRollouts
 from megatron_rl.trainer.placement import Placement
 from megatron_rl.trainer.preflight import check_before_build
+from megatron_rl.trainer.resampling import Resampling, sampling_hooks
 from megatron_rl.trainer.rollouts import (
     Rollouts,
     Sampler,
@@ -57,7 +61,7 @@ from megatron_rl.trainer.rollouts import (
 )
 from megatron_rl.trainer.run_folder import RunFolder
 from megatron_rl.trainer.run_record import data_fingerprint
-from megatron_rl.trainer.sources import Colocated
+from megatron_rl.trainer.sources import Collects, Colocated
 from megatron_rl.trainer.start import LOGS
 from megatron_rl.trainer.step_end import StepEnd
 from megatron_rl.trainer.trainer import Trainer
@@ -144,22 +148,47 @@ def build_colocated(
         engine, weight_sync = build_engine(config, world, policy, sight)
     answers = engine if parts.encode is None else GivenFirst(engine, parts.encode)
     sampler = Sampler(answers, parts.reward, parts.decode, world, display)
-    rollouts = Rollouts(
-        sampler=sampler,
-        loader=parts.loader,
-        method=parts.method,
-        sampling=parts.sampling,
-        prompts_per_step=config.batch.prompts_per_step,
-        seed=config.seed,
-        end=parts.end,
-        response_limit=config.rollout.response_limit,
-    )
+    rollouts = build_rollouts(config, parts, sampler)
     memory = build_colocation(config, policy, engine)
     weight_sync = ColocatedSync(weight_sync, memory)
     check = build_logprob_check(config, world, parts, engine)
     if check is not None:
         weight_sync = CheckedSync(weight_sync, check)
     return Colocated(rollouts, policy, engine, weight_sync, memory), sampler
+
+
+def build_rollouts(config: Config, parts: SourceParts, sampler: Sampler) -> Collects:
+    """What asks the engine for the responses of a step."""
+    batch = config.batch
+    kept = config.source.partial
+    if kept.groups_in_flight is not None:
+        rules = PartialRules(
+            batch.prompts_per_step,
+            batch.responses_per_prompt,
+            kept.groups_in_flight,
+            kept.max_age,
+        )
+        groups = PartialGroups(parts.loader, rules)
+        return PartialRollouts(sampler, groups, parts.sampling, config.seed, parts.end)
+    return Rollouts(
+        sampler=sampler,
+        loader=parts.loader,
+        method=parts.method,
+        sampling=parts.sampling,
+        prompts_per_step=batch.prompts_per_step,
+        seed=config.seed,
+        end=parts.end,
+        response_limit=config.rollout.response_limit,
+        resampling=build_resampling(config, parts, sampler),
+    )
+
+
+def build_resampling(config: Config, parts: SourceParts, sampler: Sampler) -> Resampling | None:
+    """None where no hook asks the engine."""
+    hooks = sampling_hooks(config.rollout_hooks)
+    if not hooks:
+        return None
+    return Resampling(hooks, sampler, parts.sampling, parts.data.train_prompts)
 
 
 def build_method(config: Config, data: Data) -> Method:
@@ -194,10 +223,12 @@ def given_encoder(
     Raises:
         ValueError: the source of the run asks engines alone, or see ``check_given``.
     """
-    if config.source.is_servers:
+    asked = [name for name, hook in config.rollout_hooks.items() if hook.resamples]
+    if config.source.is_servers or config.source.is_partial or asked:
         raise ValueError(
-            f"source.name = servers: method {method.name} trains on responses that prompts carry,"
-            " which servers do not give; set source=colocated"
+            f"method {method.name} trains on responses that prompts carry, which are given once, by"
+            " engines of this launch; set source=colocated source.partial.groups_in_flight=null"
+            " and leave out rollout_hooks that sample again (vcrl, dars, erpo)"
         )
     plain = partial(tokenizer.encode, add_special_tokens=False)
     encode = encoder(plain, stop_token_ids(tokenizer.eos_token_id))
@@ -217,7 +248,8 @@ def build_step_end(config: Config, world: World, folder: RunFolder, decode: Deco
 
 def build_hooks(config: Config, world: World) -> RolloutHooks | None:
     """None where there is none: rank 0 then gets no tokens but those it trains on and logs."""
-    return RolloutHooks(config.rollout_hooks, world) if config.rollout_hooks else None
+    functions = {name: hook for name, hook in config.rollout_hooks.items() if not hook.resamples}
+    return RolloutHooks(functions, world) if functions else None
 
 
 def build_policy(

@@ -23,6 +23,7 @@ from megatron_rl.runtime.registry import FOLDER, Registry, run_secret
 from megatron_rl.scheduling.batches import Rules
 from megatron_rl.trainer.judge import verdicts
 from megatron_rl.trainer.logprob_check import LogprobCheck, Scoring, check_sequences
+from megatron_rl.trainer.patience import Patience
 from megatron_rl.trainer.prompt_stream import PromptStream
 from megatron_rl.trainer.rollouts import sampling_seed, step_rules
 from megatron_rl.trainer.server_dispatch import ServerDispatcher
@@ -82,6 +83,7 @@ def build_servers(config: Config, world: World, parts: SourceParts) -> Servers:
         ),
         lost=ServerLostError,
         capacity=config.source.requests_per_server,
+        patience=Patience(config.source.give_up_factor),
     )
     rules = source_rules(config, parts.method)
     # What waits for servers when the policy has changed is of the weights before.

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from megatron_rl.runtime.display import Progress
 from megatron_rl.scheduling.batches import Batch, KeptShare, Rules
 from megatron_rl.scheduling.scheduler import Scheduler
-from megatron_rl.scheduling.work import Request
-from megatron_rl.types import Prompt, Sampling, Score
+from megatron_rl.scheduling.work import Request, WorkQueue
+from megatron_rl.types import Completion, Prompt, Sampling, Score
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,21 @@ class Order:
     what: str  # this generation, where its progress is shown
     wants: Callable[[Sequence[bool]], bool] = lambda correct: True
     kept_share: KeptShare | None = None
+    # How a prompt is sampled, where not all are alike.
+    changed: Callable[[Prompt, Sampling], Sampling] | None = None
+
+    def sampling_of(self, number: int) -> Sampling:
+        """Of the prompt with this number."""
+        if self.changed is None:
+            return self.sampling
+        return self.changed(self.prompts(number), self.sampling)
+
+    def so_far(self, request: Request) -> Completion | None:
+        """What a response has from earlier."""
+        return None
+
+    def dispatcher(self, num_replicas: int, capacity: int) -> Dispatcher:
+        return Dispatcher(self, num_replicas, capacity)
 
 
 class Ended(NamedTuple):
@@ -36,6 +51,13 @@ class Ended(NamedTuple):
     length: int
     truncated: bool
     weight_version: int
+
+
+class Paused(NamedTuple):
+    """A response does not go on in this generation; its tokens stay on the replica."""
+
+    replica: int
+    request: Request
 
 
 class Scored(NamedTuple):
@@ -55,11 +77,17 @@ class Standing(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What a replica is to begin and to stop; at the end of a generation it stops everything."""
+    """What a replica is to begin and to stop; at the end of a generation it stops everything.
+    ``limit``: it pauses a response that has got so many tokens in this generation; None: as
+    before."""
 
     begin: list[Request]
     stop: list[Request]
     is_end: bool = False
+    limit: int | None = None
+
+
+Event = Ended | Paused | Scored | Standing
 
 
 @dataclass(frozen=True)
@@ -84,30 +112,22 @@ class Outcome:
     unused_tokens: int  # sampled for a response that is not among these
 
 
-class Dispatcher:
-    """One generation. What it decides from the contents of responses alone is said in
-    ``scheduling.batches``; where they are sampled follows from who is free."""
+class Follower:
+    """How far the work of a queue is. Rank 0 has it."""
 
-    def __init__(self, order: Order, num_replicas: int, capacity: int) -> None:
-        self._order = order
-        self._scheduler = Scheduler(order.rules, kept_share=order.kept_share)
-        self._ended: dict[Request, Ended] = {}
-        self._scores: dict[Request, Score] = {}
+    def __init__(self, queue: WorkQueue) -> None:
+        self._queue = queue
         self._standing: dict[int, Standing] = {}
-        self._num_replicas = num_replicas
         self._num_done = 0
-        for replica in range(num_replicas):
-            self._scheduler.join(_name(replica), capacity, 0)
 
     @property
     def only_judges(self) -> bool:
         """Whether all that is wanted so far is sampled."""
-        queue = self._scheduler.queue
-        return queue.num_running + queue.num_waiting == 0
+        return self._queue.num_running + self._queue.num_waiting == 0
 
     @property
     def progress(self) -> Progress:
-        queue = self._scheduler.queue
+        queue = self._queue
         return Progress(
             num_done=self._num_done,
             num_wanted=self._num_done + queue.num_running + queue.num_waiting,
@@ -115,14 +135,29 @@ class Dispatcher:
             longest=max((standing.longest for standing in self._standing.values()), default=0),
         )
 
-    def hear(self, event: Ended | Scored | Standing) -> None:
+
+class Dispatcher(Follower):
+    """One generation. What it decides from the contents of responses alone is said in
+    ``scheduling.batches``; where they are sampled follows from who is free."""
+
+    def __init__(self, order: Order, num_replicas: int, capacity: int) -> None:
+        self._order = order
+        self._scheduler = Scheduler(order.rules, kept_share=order.kept_share)
+        super().__init__(self._scheduler.queue)
+        self._ended: dict[Request, Ended] = {}
+        self._scores: dict[Request, Score] = {}
+        self._num_replicas = num_replicas
+        for replica in range(num_replicas):
+            self._scheduler.join(worker_name(replica), capacity, 0)
+
+    def hear(self, event: Event) -> None:
         if isinstance(event, Standing):
             self._standing[event.replica] = event
         elif isinstance(event, Ended):
-            if self._scheduler.finished(_name(event.replica), event.request):
+            if self._scheduler.finished(worker_name(event.replica), event.request):
                 self._ended[event.request] = event
                 self._num_done += 1
-        else:
+        elif isinstance(event, Scored):
             self._note(event)
 
     def _note(self, event: Scored) -> None:
@@ -177,5 +212,5 @@ class Dispatcher:
         return [Request(version, group, response) for response in range(num_responses)]
 
 
-def _name(replica: int) -> str:
+def worker_name(replica: int) -> str:
     return f"{replica:06d}"  # in the order of numbers

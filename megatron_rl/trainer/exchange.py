@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 import torch.distributed as dist
+from jaxtyping import Int
 
 from megatron_rl.data.token_rows import RowNumbers, TokenRows
 from megatron_rl.runtime.launch import World
@@ -32,6 +33,15 @@ def token_rows(rows: RowNumbers, completions: Sequence[Completion]) -> TokenRows
             "sampler_logprobs": np.concatenate([np.empty(0, np.float32), *logprobs]),
         },
     )
+
+
+def token_versions(completions: Sequence[Completion]) -> Int[np.ndarray, " tokens"]:
+    """The version of the weights that sampled each token, of one response after the other."""
+    versions = [span.version for one in completions for span in one.spans]
+    ends = [span.end for one in completions for span in one.spans]
+    starts = [start for one in completions for start in [0, *(span.end for span in one.spans[:-1])]]
+    lengths = np.array(ends, dtype=np.int64) - np.array(starts, dtype=np.int64)
+    return np.repeat(np.array(versions, dtype=np.int32), lengths)
 
 
 def exchange_rows(held: TokenRows, route: Route, world: World) -> TokenRows:

@@ -7,11 +7,11 @@ likely their tokens were where they come from, so their sampler logprobs mean no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.protocols import Answers
+from megatron_rl.protocols import NOTHING, Answers
 from megatron_rl.types import Completion, Prompt, Sampling
 
 KEY = "given_responses"
@@ -86,11 +86,17 @@ class GivenFirst:
     def capacity(self) -> int:
         return self._engine.capacity
 
-    def submit(self, prompt: Prompt, responses: Sequence[int], sampling: Sampling) -> list[int]:
+    def submit(
+        self,
+        prompt: Prompt,
+        responses: Sequence[int],
+        sampling: Sampling,
+        so_far: Mapping[int, Sequence[int]] = NOTHING,
+    ) -> list[int]:
         """See protocols.Answers."""
         given = _token_ids(prompt.extra.get(KEY) or (), self._encode)
         others = [number for number in responses if number >= len(given)]
-        sampled = self._engine.submit(prompt, others, sampling) if others else []
+        sampled = self._engine.submit(prompt, others, sampling, so_far) if others else []
         self._sampled.update(sampled)
         tickets = dict(zip(others, sampled, strict=True))
         for number in responses:
@@ -119,7 +125,12 @@ class GivenFirst:
         self._sampled -= set(stopped)
         return self._engine.abort(stopped)
 
-    def running_lengths(self) -> list[int]:
+    def pause(self, tickets: Sequence[int]) -> list[Completion]:
+        """See protocols.Answers. Only what the engine samples can be open."""
+        self._sampled -= set(tickets)
+        return self._engine.pause(tickets)
+
+    def running_lengths(self) -> dict[int, int]:
         """See protocols.Answers."""
         return self._engine.running_lengths()
 

@@ -86,26 +86,26 @@ class OpenGroup:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: tensors and plain values."""
-        completions = {number: _saved(one) for number, one in self.completions.items()}
+        completions = {number: saved_completion(one) for number, one in self.completions.items()}
         scores = None
         if self.scores is not None:
-            scores = [
-                {"reward": one.reward, "correct": one.correct, "parts": dict(one.parts)}
-                for one in self.scores
-            ]
+            scores = [saved_score(one) for one in self.scores]
         return {"completions": completions, "scores": scores}
 
     @classmethod
     def restored(cls, prompt: Prompt, state: Mapping[str, Any]) -> OpenGroup:
         """The inverse of ``state``."""
-        completions = {number: _restored(one) for number, one in state["completions"].items()}
+        completions = {
+            number: restored_completion(one) for number, one in state["completions"].items()
+        }
         scores = state["scores"]
         return cls(
-            prompt, completions, None if scores is None else [Score(**one) for one in scores]
+            prompt, completions, None if scores is None else [restored_score(one) for one in scores]
         )
 
 
-def _saved(completion: Completion) -> dict[str, Any]:
+def saved_completion(completion: Completion) -> dict[str, Any]:
+    """For a checkpoint: tensors and plain values."""
     return {
         "token_ids": torch.tensor(completion.token_ids, dtype=torch.int32),
         "sampler_logprobs": torch.tensor(completion.sampler_logprobs, dtype=torch.float32),
@@ -115,7 +115,8 @@ def _saved(completion: Completion) -> dict[str, Any]:
     }
 
 
-def _restored(state: Mapping[str, Any]) -> Completion:
+def restored_completion(state: Mapping[str, Any]) -> Completion:
+    """The inverse of ``saved_completion``."""
     return Completion(
         array("i", state["token_ids"].tolist()),
         array("f", state["sampler_logprobs"].tolist()),
@@ -123,3 +124,13 @@ def _restored(state: Mapping[str, Any]) -> Completion:
         state["weight_version"],
         tuple(VersionSpan(*span) for span in state["spans"]),
     )
+
+
+def saved_score(score: Score) -> dict[str, Any]:
+    """For a checkpoint: plain values."""
+    return {"reward": score.reward, "correct": score.correct, "parts": dict(score.parts)}
+
+
+def restored_score(state: Mapping[str, Any]) -> Score:
+    """The inverse of ``saved_score``."""
+    return Score(**state)

@@ -27,6 +27,7 @@ from megatron_rl.trainer.experience import (
 )
 from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.metrics import Clock
+from megatron_rl.trainer.resampling import Resampled, Resampling
 from megatron_rl.trainer.step_end import StepEnd
 from megatron_rl.trainer.streaming import Streaming
 from megatron_rl.types import Prompt, Sampling
@@ -53,9 +54,15 @@ class Sampler:
         world: World,
         display: Display,
     ) -> None:
+        self.world = world
+        self.streaming = Streaming(engine, Judge(reward, decode), world, display)
+        self._engine = engine
         self._decode = decode
-        self._world = world
-        self._streaming = Streaming(engine, Judge(reward, decode), world, display)
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that the engine samples with."""
+        return self._engine.weight_version
 
     def run(self, prompts: Sequence[Prompt], sampling: Sampling, what: str) -> Responses:
         """Collective. ``sampling.num_responses`` scored responses for each prompt. ``what`` names
@@ -67,10 +74,10 @@ class Sampler:
         """Collective. The scored responses of the groups that ``order`` wants; tokens stay on the
         first rank of the replica that sampled them."""
         clock = Clock()
-        outcome, replica = self._streaming.run(order, clock)
-        leaders = self._streaming.leaders
+        outcome, replica = self.streaming.run(order, clock)
+        leaders = self.streaming.leaders
         holders = leaders[np.asarray(outcome.replicas, dtype=np.int64)]
-        here = np.flatnonzero(holders == self._world.rank)
+        here = np.flatnonzero(holders == self.world.rank)
         names = [
             (group, response)
             for group in outcome.groups
@@ -91,7 +98,7 @@ class Sampler:
 
     def shown(self, responses: Responses, rows: RowNumbers) -> list[Response] | None:
         """Collective: see ``exchange.on_main``."""
-        return on_main(responses, rows, self._decode, self._world)
+        return on_main(responses, rows, self._decode, self.world)
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,7 @@ class Rollouts:
     response_limit: Callable[[int], int] | None = None  # by step; None: that of ``sampling``
     # Of dynamic sampling: says how many prompts are sampled ahead, and changes no response.
     kept_share: KeptShare = field(default_factory=KeptShare)
+    resampling: Resampling | None = None
 
     def collect(self, step: int) -> Experience:
         """The responses of one training step. Under dynamic sampling (DAPO, 2503.14476 eq 11) these
@@ -134,12 +142,18 @@ class Rollouts:
             self.end.log(step, responses)
             some = " (samples.jsonl has some of the last)"
             raise ValueError(none_wanted(step, outcome.num_refused, some))
-        return replace(
+        again: Resampled | None = None
+        if self.resampling is not None:
+            seed = sampling_seed(self.seed, step)
+            again = self.resampling.run(step, seed, responses, clock)
+            responses = again.responses
+        experience = replace(
             self.end(step, responses, clock),
             discarded_groups=outcome.num_refused,
             tries=-(-outcome.end // self.prompts_per_step),
             unused_tokens=outcome.unused_tokens,
         )
+        return experience if again is None else _with(experience, again)
 
     def _order(self, step: int, prompts: Ahead) -> Order:
         num_responses = self.sampling.num_responses
@@ -153,14 +167,33 @@ class Rollouts:
             what=f"step {step}",
             wants=self.method.wants_group,
             kept_share=self.kept_share,
+            changed=None if self.resampling is None else self.resampling.sampling_of,
         )
 
     def state(self) -> dict[str, Any]:
-        """The position in the prompts."""
-        return self.loader.state()
+        """The position in the prompts, and what sampling hooks remember."""
+        state = self.loader.state()
+        return state if self.resampling is None else state | {"hooks": self.resampling.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Raises ValueError when the state belongs to other prompts or another source."""
+        if "open_groups" in state:
+            raise ValueError(
+                "resume: the checkpoint is of a run with source.partial; go on with the source of"
+                " that run, or start with resume=never in a new run_dir"
+            )
         self.loader.restore(state)
+        if self.resampling is not None:
+            self.resampling.restore(state.get("hooks", {}))
+
+
+def _with(experience: Experience, again: Resampled) -> Experience:
+    """With what sampling hooks have dropped and said."""
+    return replace(
+        experience,
+        unused_tokens=experience.unused_tokens + again.dropped_tokens,
+        hook_metrics={**again.metrics, **experience.hook_metrics},
+    )
 
 
 def step_rules(method: Method, prompts_per_step: int, responses_per_prompt: int) -> Rules:

@@ -104,11 +104,8 @@ class ServerDispatcher:
 
     def counts(self) -> dict[str, float]:
         """Servers at work, those lost so far, and requests that were sent again."""
-        return {
-            "source/servers": len(self._clients),
-            "source/lost_servers": self._num_lost,
-            "source/reissued_requests": self._num_reissued,
-        }
+        names = ("source/servers", "source/lost_servers", "source/reissued_requests")
+        return dict(zip(names, (len(self._clients), self._num_lost, self._num_reissued)))
 
     def state(self) -> dict[str, Any]:
         """Plain values: the scheduler's, and the answers that are there."""
@@ -146,6 +143,9 @@ class ServerDispatcher:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _look(self) -> None:
+        for name, why in self._tasks.patience.overdue().items():
+            if name in self._clients:
+                self._give_up(name, why)
         present = self._servers.look()
         for name in [name for name in self._clients if name not in present]:
             self._give_up(name, "it has left, or gave no sign of life for its lease")
@@ -309,7 +309,9 @@ class ServerDispatcher:
         prompt = self._prompt_of(request.group)
         sampling = self._tasks.sampling(self._batch_with(request.group).step)
         try:
-            completion = await client.generate(prompt, sampling, request.response)
+            with self._tasks.patience.waiting(worker, sampling.max_response_tokens) as answered:
+                completion = await client.generate(prompt, sampling, request.response)
+                answered(len(completion.token_ids))
         except self._tasks.lost as error:
             if worker in self._clients:
                 self._give_up(worker, str(error))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from megatron_rl.runtime.registry import Registration
+from megatron_rl.trainer.patience import Patience
 from megatron_rl.trainer.prompt_stream import PromptStream
 from megatron_rl.types import Completion, Prompt, Sampling, Score
 
@@ -50,7 +51,8 @@ class Tasks:
     from 0;
     ``judge``: the verdicts on the answers to a prompt, in a thread of its own; ``wants``: whether
     the method learns from a group; ``connect``: a client for a URL; ``lost``: which errors mean
-    that a server is gone; ``capacity``: requests that a server is sent at a time."""
+    that a server is gone; ``capacity``: requests that a server is sent at a time; ``patience``: how
+    long one of them may take."""
 
     prompts: PromptStream
     sampling: Callable[[int], Sampling]
@@ -59,3 +61,4 @@ class Tasks:
     connect: Callable[[str], Client]
     lost: type[Exception]
     capacity: int
+    patience: Patience

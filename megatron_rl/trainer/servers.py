@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Int
 
 from megatron_rl.runtime.launch import World
-from megatron_rl.trainer.exchange import token_rows
+from megatron_rl.trainer.exchange import token_rows, token_versions
 from megatron_rl.trainer.experience import Experience, Responses
 from megatron_rl.trainer.metrics import Clock
 from megatron_rl.trainer.prompt_stream import FinishedGroup, PromptStream
@@ -30,7 +30,7 @@ from megatron_rl.trainer.rollouts import none_wanted
 from megatron_rl.trainer.server_dispatch import ServerDispatcher
 from megatron_rl.trainer.server_tasks import News, NoServerError
 from megatron_rl.trainer.step_end import StepEnd
-from megatron_rl.types import Completion, Image, Prompt, Sampling, Score, SyncReport
+from megatron_rl.types import Image, Prompt, Sampling, Score, SyncReport
 from megatron_rl.weight_sync.fleet import FleetSync
 from megatron_rl.weight_sync.held import HeldWeights
 
@@ -281,12 +281,3 @@ def _responses(prompts: Sequence[Prompt], told: Told, mine: Sequence[FinishedGro
         tokens=replace(tokens, columns=columns),
         holders=np.zeros(len(told.scores), dtype=np.int64),
     )
-
-
-def token_versions(completions: Sequence[Completion]) -> Int[np.ndarray, " tokens"]:
-    """The version of the weights that sampled each token, of one response after the other."""
-    versions = [span.version for one in completions for span in one.spans]
-    ends = [span.end for one in completions for span in one.spans]
-    starts = [start for one in completions for start in [0, *(span.end for span in one.spans[:-1])]]
-    lengths = np.array(ends, dtype=np.int64) - np.array(starts, dtype=np.int64)
-    return np.repeat(np.array(versions, dtype=np.int32), lengths)

@@ -5,27 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_rl.protocols import Policy, RolloutEngine, WeightSync
 from megatron_rl.trainer.colocation import Colocation
 from megatron_rl.trainer.experience import Experience
 from megatron_rl.trainer.metrics import Clock
-from megatron_rl.trainer.rollouts import Rollouts
 from megatron_rl.types import SyncReport
+
+
+class Collects(Protocol):
+    """What asks the engine for the responses of a step; see ``rollouts.Rollouts``."""
+
+    def collect(self, step: int) -> Experience: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
 
 
 class Colocated:
     """Policy and engine in the same processes, on the same devices, taking turns.
 
-    ``weight_sync`` hands the memory over too (``ColocatedSync``). Every response is sampled with
+    ``weight_sync`` hands the memory over too (``ColocatedSync``). Every token is sampled with
     the newest weights; what a step samples ahead and does not need is dropped at its end, so that
-    the engine is idle outside of ``generation``.
+    the engine is idle outside of ``generation``. ``rollouts`` says whether responses that have not
+    ended go on in the next step.
     """
 
     def __init__(
         self,
-        rollouts: Rollouts,
+        rollouts: Collects,
         policy: Policy,
         engine: RolloutEngine,
         weight_sync: WeightSync,

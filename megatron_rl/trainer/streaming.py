@@ -18,8 +18,9 @@ None of this changes what is sampled or trained: see ``scheduling/batches.py``.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -29,11 +30,12 @@ from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.mail import Mail
 from megatron_rl.scheduling.work import Request
-from megatron_rl.trainer.dispatch import Dispatcher, Ended, Order, Outcome, Scored, Standing, Task
+from megatron_rl.trainer.dispatch import Ended, Event, Paused, Scored, Standing, Task
 from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.metrics import Clock
 from megatron_rl.trainer.ownership import Ranks
-from megatron_rl.types import Completion
+from megatron_rl.trainer.partial_groups import joined
+from megatron_rl.types import Completion, Progress, Prompt, Sampling
 
 _TO_MAIN = "rank 0"
 _STANDING_EVERY_S = 1.0
@@ -42,12 +44,49 @@ _SHORTEST_PAUSE_S = 0.0005
 _LONGEST_PAUSE_S = 0.1
 
 
+Result = TypeVar("Result", covariant=True)
+
+
+class Dispatching(Protocol[Result]):
+    """What rank 0 does in one generation; see ``dispatch.Dispatcher``."""
+
+    @property
+    def only_judges(self) -> bool: ...
+
+    @property
+    def progress(self) -> Progress: ...
+
+    def hear(self, event: Event) -> None: ...
+
+    def tasks(self) -> Mapping[int, Task]: ...
+
+    def outcome(self, sampled_tokens: int) -> Result: ...
+
+
+class Ordered(Protocol[Result]):
+    """What is to be sampled in one generation; see ``dispatch.Order``."""
+
+    @property
+    def prompts(self) -> Callable[[int], Prompt]: ...
+
+    @property
+    def what(self) -> str: ...
+
+    def sampling_of(self, number: int) -> Sampling: ...
+
+    def so_far(self, request: Request) -> Completion | None: ...
+
+    def dispatcher(self, num_replicas: int, capacity: int) -> Dispatching[Result]: ...
+
+
 class Replica:
-    """This rank's part of one generation: what it has begun, and the completions it has."""
+    """This rank's part of one generation: what it has begun, and the completions it has; of those
+    that are ``paused`` the tokens so far."""
 
     def __init__(self, engine: Answers, judge: Judge, number: int, num_ranks: int) -> None:
         """``number``: of this rank among the ``num_ranks`` of its replica."""
         self.completions: dict[Request, Completion] = {}
+        self.paused: dict[Request, Completion] = {}
         self.num_tokens = 0  # sampled, of all responses that are no longer running
         self._engine = engine
         self._judge = judge
@@ -55,13 +94,16 @@ class Replica:
         self._num_ranks = num_ranks
         self._requests: dict[int, Request] = {}  # by ticket, of what runs
         self._told_standing = time.monotonic()
+        self._limit: int | None = None
 
     @property
     def is_busy(self) -> bool:
         return bool(self._requests)
 
-    def obey(self, task: Task, order: Order) -> None:
+    def obey(self, task: Task, order: Ordered[Any]) -> None:
         """Begins and stops."""
+        if task.limit is not None:
+            self._limit = task.limit
         stop = set(task.stop)
         if task.is_end:
             stop.update(self._requests.values())
@@ -74,31 +116,51 @@ class Replica:
             by_group.setdefault(request.group, []).append(request)
         for group, requests in by_group.items():
             responses = [request.response for request in requests]
-            tickets = self._engine.submit(order.prompts(group), responses, order.sampling)
+            there = {request.response: order.so_far(request) for request in requests}
+            so_far = {number: each.token_ids for number, each in there.items() if each is not None}
+            sampling = order.sampling_of(group)
+            tickets = self._engine.submit(order.prompts(group), responses, sampling, so_far)
             self._requests.update(zip(tickets, requests, strict=True))
 
-    def work(self, order: Order) -> list[Ended | Scored | Standing]:
+    def work(self, order: Ordered[Any]) -> list[Event]:
         """The engine works for a moment; what rank 0 is to hear of it from this rank."""
-        events: list[Ended | Scored | Standing] = []
+        events: list[Event] = []
         replica = self._engine.replica
-        for ticket, completion in self._engine.poll() if self._requests else ():
+        for ticket, new in self._engine.poll() if self._requests else ():
             request = self._requests.pop(ticket)
+            completion = joined(order.so_far(request), new)
             if len(self.completions) % self._num_ranks == self._number:
                 self._judge.give(request, order.prompts(request.group), completion)
             self.completions[request] = completion
-            length = len(completion.token_ids)
-            self.num_tokens += length
+            self.num_tokens += len(new.token_ids)
             if self._number == 0:
-                facts = (length, completion.truncated, completion.weight_version)
-                events.append(Ended(replica, request, *facts))
+                facts = (completion.truncated, completion.weight_version)
+                events.append(Ended(replica, request, len(completion.token_ids), *facts))
+        paused = self._pause(order)
+        if self._number == 0:
+            events += [Paused(replica, request) for request in paused]
         events += [Scored(replica, request, score) for request, score in self._judge.take()]
         now = time.monotonic()
         if self._number == 0 and (events or now > self._told_standing + _STANDING_EVERY_S):
             self._told_standing = now
             lengths = self._engine.running_lengths()
-            num_tokens = self.num_tokens + sum(lengths)
-            events.append(Standing(replica, num_tokens, max(lengths, default=0)))
+            num_tokens = self.num_tokens + sum(lengths.values())
+            events.append(Standing(replica, num_tokens, max(lengths.values(), default=0)))
         return events
+
+    def _pause(self, order: Ordered[Any]) -> list[Request]:
+        """Ends what has come to the limit of this generation, and keeps its tokens."""
+        if self._limit is None:
+            return []
+        lengths = self._engine.running_lengths()
+        tickets = [ticket for ticket in self._requests if lengths[ticket] >= self._limit]
+        if not tickets:
+            return []
+        requests = [self._requests.pop(ticket) for ticket in tickets]
+        for request, new in zip(requests, self._engine.pause(tickets), strict=True):
+            self.paused[request] = joined(order.so_far(request), new)
+            self.num_tokens += len(new.token_ids)
+        return requests
 
 
 class Streaming:
@@ -123,15 +185,15 @@ class Streaming:
         """The first rank of this replica."""
         return int(self.leaders[self._engine.replica])
 
-    def run(self, order: Order, clock: Clock) -> tuple[Outcome, Replica]:
+    def run(self, order: Ordered[Result], clock: Clock) -> tuple[Result, Replica]:
         """Collective. The clock counts as ``reward`` the time in which all is sampled and verdicts
         are waited for, which rank 0 knows, and as ``rollout`` the rest."""
         world = self._world
         number = world.rank - self.leader
         replica = Replica(self._engine, self._judge, number, self._ranks_per_replica)
-        dispatcher: Dispatcher | None = None
+        dispatcher: Dispatching[Result] | None = None
         if world.is_main:
-            dispatcher = Dispatcher(order, self._engine.num_replicas, self._engine.capacity)
+            dispatcher = order.dispatcher(self._engine.num_replicas, self._engine.capacity)
         clock.add({"rollout": 0.0, "reward": 0.0})  # a metric of every step, also where it is 0
         with self._display.phase(f"{order.what}: generating", announced=False):
             self._generate(order, replica, dispatcher, clock)
@@ -144,7 +206,11 @@ class Streaming:
         return outcome, replica
 
     def _generate(
-        self, order: Order, replica: Replica, dispatcher: Dispatcher | None, clock: Clock
+        self,
+        order: Ordered[Any],
+        replica: Replica,
+        dispatcher: Dispatching[Any] | None,
+        clock: Clock,
     ) -> None:
         """One turn after the other, until rank 0 says that it is over."""
         report = self._display.generating(order.what)
@@ -169,7 +235,7 @@ class Streaming:
                     time.sleep(pause_s)
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _dispatch(self, dispatcher: Dispatcher) -> bool:
+    def _dispatch(self, dispatcher: Dispatching[Any]) -> bool:
         """Rank 0: what has come, and what follows from it; whether anything has."""
         letters = self._mail.receive(_TO_MAIN)
         for events in letters:
@@ -193,7 +259,7 @@ class Streaming:
         return carried[0]
 
 
-def _outcome(dispatcher: Dispatcher | None, sampled_tokens: int) -> Outcome:
+def _outcome(dispatcher: Dispatching[Result] | None, sampled_tokens: int) -> Result:
     assert dispatcher is not None, "rank 0 has it"
     return dispatcher.outcome(sampled_tokens)
 

@@ -51,6 +51,14 @@ VLLM = (
     Contract(
         "vllm.v1.engine.detokenizer.IncrementalDetokenizer.num_output_tokens", "engine/running.py"
     ),
+    Contract(
+        "vllm.v1.engine.detokenizer.IncrementalDetokenizer.output_token_ids", "engine/running.py"
+    ),
+    Contract("vllm.v1.engine.output_processor.RequestState.detokenizer", "engine/running.py"),
+    Contract(
+        "vllm.v1.engine.output_processor.RequestState.logprobs_processor", "engine/running.py"
+    ),
+    Contract("vllm.v1.engine.logprobs.LogprobsProcessor.logprobs", "engine/running.py"),
     Contract("vllm.config.scheduler.SchedulerConfig.max_num_seqs", "engine/engine.py"),
     # Words in the arguments of the engine and of its commands.
     Contract("vllm.config.parallel", "engine/arguments.py", words=("external_launcher",)),

@@ -184,7 +184,7 @@ def failing(num_replicas: int) -> str:
     def broken(*_: Any) -> list[Score]:
         raise ValueError("no verdict today")
 
-    source.sampler._streaming._judge._reward.score = broken
+    source.sampler.streaming._judge._reward.score = broken
     try:
         source.collect(1)
     except ValueError as error:
@@ -199,7 +199,7 @@ def test_what_the_reward_raises_ends_the_step_on_its_rank() -> None:
 def judged_in() -> set[str]:
     source = rollouts(1, 1, PLAIN)
     source.collect(1)
-    return source.sampler._streaming._judge._reward.threads
+    return source.sampler.streaming._judge._reward.threads
 
 
 def test_verdicts_come_from_another_thread_than_tokens() -> None:

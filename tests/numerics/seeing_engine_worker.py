@@ -97,6 +97,27 @@ def image_tokens_in_a_response_are_words() -> None:
     agree(PROMPTS[:1], groups)
 
 
+def a_response_goes_on_behind_its_images_and_tokens() -> None:
+    """Also where it has sampled the token of an image; what is paused has its tokens."""
+    there = (20, PAD, 21)
+    longer = replace(SAMPLING, max_response_tokens=16)
+    for asked in PROMPTS:
+        tickets = ENGINE.submit(asked, [0, 1], longer, {0: there, 1: (17,)})
+        _, paused = tickets
+        ended: dict[int, Completion] = {}
+        while ENGINE.running_lengths()[paused] < 2:
+            ended.update(ENGINE.poll())
+        (so_far,) = ENGINE.pause([paused])
+        while ENGINE.running_lengths():
+            ended.update(ENGINE.poll())
+        rest = ended[tickets[0]]
+        assert len(rest.token_ids) <= longer.max_response_tokens - len(there)
+        assert len(so_far.token_ids) >= 2 and ended.keys() == {tickets[0]}
+        for before, new in ((there, rest), ((17,), so_far)):
+            want = their_logprobs(asked, [*before, *new.token_ids])[len(before) :]
+            assert (torch.tensor(new.sampler_logprobs) - want).abs().max() <= BOUND
+
+
 def scores_of_prompts_with_images() -> None:
     rows = ENGINE.score([one.token_ids for one in PROMPTS], [one.images for one in PROMPTS])
     for asked, row in zip(PROMPTS, rows, strict=True):
@@ -232,6 +253,7 @@ if __name__ == "__main__":
             for case in (
                 sampled_logprobs_are_those_of_transformers,
                 image_tokens_in_a_response_are_words,
+                a_response_goes_on_behind_its_images_and_tokens,
                 scores_of_prompts_with_images,
                 refused,
                 another_processor_is_noticed,

@@ -11,6 +11,7 @@ WORKER = Path(__file__).parent / "seeing_engine_worker.py"
 CASES = (
     "sampled_logprobs_are_those_of_transformers",
     "image_tokens_in_a_response_are_words",
+    "a_response_goes_on_behind_its_images_and_tokens",
     "scores_of_prompts_with_images",
     "refused",
     "another_processor_is_noticed",

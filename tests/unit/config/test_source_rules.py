@@ -8,6 +8,11 @@ from megatron_rl.config.source_rules import source_problems
 
 PATHS = ["model.path=/m", "data.train=/a", "data.eval=/b", "precision=fp32", "rollout=vllm_cpu"]
 CORRECTED = ["method.mismatch.kind=tis", "method.mismatch.cap=2.0"]
+STAGES = [
+    "rollout.response_stages=[{from_step: 1, max_response_tokens: 8},"
+    " {from_step: 5, max_response_tokens: 1024}]"
+]
+PARTIAL = ["source.partial.groups_in_flight=160"]  # of 128 that a step takes
 
 
 def problems(*overrides: str) -> list[str]:
@@ -28,6 +33,10 @@ def problems(*overrides: str) -> list[str]:
             "method.mismatch.kind=icepop",
             "method.mismatch.cap=2.0",
         ],
+        [*PARTIAL, *CORRECTED],
+        [*PARTIAL, *CORRECTED, "trainer.epochs_per_rollout=2", "batch.prompts_per_minibatch=32"],
+        ["rollout_hooks.vcrl={}", "rollout_hooks.dars.target=1"],
+        ["rollout_hooks.erpo.increase=0.2", *CORRECTED],
     ],
 )
 def test_what_goes_together(overrides):
@@ -37,6 +46,11 @@ def test_what_goes_together(overrides):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        (
+            [*PARTIAL, *CORRECTED, *STAGES],
+            "a response has one limit",
+        ),
+        (["rollout_hooks.vcrl={}", *STAGES], "asks for responses of rollout.max_response_tokens"),
         (["source.staleness=1"], "colocated engines always sample with the newest"),
         (["source=servers", "source.staleness=1"], "method.mismatch.kind = none does not correct"),
         (
@@ -60,6 +74,17 @@ def test_what_goes_together(overrides):
         (["source=servers", "source.schedule=free"], "set it to lockstep, or raise"),
         (["source=servers", "weight_sync.method=gather"], "servers take their weights by a plan"),
         (["source=servers", "memory.offload=[optimizer]"], "share no device"),
+        (PARTIAL, "method.mismatch.kind = none does not correct"),
+        ([*PARTIAL, *CORRECTED, "mismatch_limits.abort_above=1.0"], "differ on purpose"),
+        (["source.partial.groups_in_flight=257", *CORRECTED], "and at most 256"),
+        (["source.partial.groups_in_flight=127", *CORRECTED], "give at least"),
+        ([*PARTIAL, "source=servers"], "servers go on with responses under way"),
+        ([*PARTIAL, *CORRECTED, "method=dapo"], "before anybody knows which groups"),
+        ([*PARTIAL, *CORRECTED, "rollout.stop=[END]"], "would not be seen; set it to []"),
+        (["rollout_hooks.vcrl={}", "source=servers"], "asks the engine again in the middle"),
+        (["rollout_hooks.dars={}", *PARTIAL, *CORRECTED], "asks the engine again in the middle"),
+        (["rollout_hooks.dars={}", "method=dapo"], "entirely right or wrong before dars sees"),
+        (["rollout_hooks.erpo={}"], "method.mismatch.kind = none does not correct"),
     ],
 )
 def test_what_does_not_is_said_with_a_remedy(overrides, words):

@@ -13,6 +13,7 @@ import pytest
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.runtime.registry import Registration
 from megatron_rl.scheduling.batches import Rules
+from megatron_rl.trainer.patience import Patience
 from megatron_rl.trainer.prompt_stream import FinishedGroup, PromptStream
 from megatron_rl.trainer.server_dispatch import ServerDispatcher
 from megatron_rl.trainer.server_tasks import News, NoServerError, Tasks, WeightVersionError
@@ -101,6 +102,7 @@ def start(made):
             connect=fleet.connect,
             lost=Gone,
             capacity=4,
+            patience=Patience(None),
         )
         made.append(ServerDispatcher(rules, replace(tasks, **changes), fleet, saved))
         return made[-1]
@@ -184,6 +186,27 @@ def test_a_silent_server_is_given_up_when_its_lease_ends(start):
     publish(dispatcher, fleet, 0)
     fleet.registered.remove("a")  # so the registry says
     assert contents([step(dispatcher, fleet, version) for version in range(1, 4)]) == expected
+
+
+def test_a_server_that_never_answers_is_given_up_though_it_says_it_is_well(start):
+    expected = run(start, Fleet(registered={"b"}), 3)
+    fleet = Fleet(registered={"a", "b"}, silent={"a"})
+    now_s = [0.0]
+    patience = Patience(4.0, lambda: now_s[0])
+    dispatcher = start(fleet, patience=patience)
+    publish(dispatcher, fleet, 0)
+    in_two_steps = 2 * RULES.groups_per_step * RULES.responses_per_group
+    while len(fleet.asked) < in_two_steps or {each for each, _ in waiting(patience)} != {"a"}:
+        dispatcher.counts()
+    assert fleet.registered == {"a", "b"}
+    now_s[0] = 61.0
+    assert contents([step(dispatcher, fleet, version) for version in range(1, 4)]) == expected
+    assert fleet.registered == {"b"}
+    assert dispatcher.counts()["source/lost_servers"] == 1
+
+
+def waiting(patience: Patience) -> list[tuple[str, float]]:
+    return list(patience._waiting.values())
 
 
 def test_without_servers_it_says_so_once_and_goes_on_when_one_comes(start):

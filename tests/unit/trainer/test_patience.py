@@ -1,0 +1,61 @@
+"""How long a request may take, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.trainer.patience import Patience
+
+
+class Time:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def answer(patience: Patience, time: Time, seconds: float, num_tokens: int) -> None:
+    with patience.waiting("quick", 4000) as answered:
+        time.now_s += seconds
+        answered(num_tokens)
+
+
+def test_the_limit_is_that_of_a_full_response_by_the_median() -> None:
+    time = Time()
+    patience = Patience(4.0, time)
+    assert patience.limit_s is None and patience.overdue() == {}
+    answer(patience, time, 5.0, 100)  # 200 s for 4,000 tokens
+    assert patience.limit_s == 800
+    answer(patience, time, 90.0, 1)  # it has waited for its turn
+    answer(patience, time, 10.0, 400)
+    assert patience.limit_s == 800, "the median of 100, 200 and 360,000"
+    for _ in range(4):
+        answer(patience, time, 0.1, 4000)
+    assert patience.limit_s == 60, "never less than a minute"
+
+
+def test_who_keeps_a_request_too_long_is_named_until_it_is_gone() -> None:
+    time = Time()
+    patience = Patience(4.0, time)
+    with patience.waiting("silent", 4000):
+        time.now_s += 1000
+        assert patience.overdue() == {}, "nobody has answered"
+        answer(patience, time, 5.0, 100)
+        assert list(patience.overdue()) == ["silent"]
+    assert patience.overdue() == {}
+
+
+def test_an_error_ends_the_wait_and_tells_nothing_of_answers() -> None:
+    patience = Patience(4.0, Time())
+    with pytest.raises(ConnectionError), patience.waiting("dead", 4000):
+        raise ConnectionError
+    assert patience.limit_s is None and patience.overdue() == {}
+
+
+def test_without_a_factor_there_is_no_end() -> None:
+    time = Time()
+    patience = Patience(None, time)
+    answer(patience, time, 5.0, 100)
+    with patience.waiting("silent", 4000):
+        time.now_s += 1e6
+        assert patience.overdue() == {}
