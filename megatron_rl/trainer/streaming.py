@@ -26,7 +26,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_rl.protocols import Answers
-from megatron_rl.runtime.display import Display
+from megatron_rl.runtime.display import Display, Progress
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.mail import Mail
 from megatron_rl.scheduling.work import Request
@@ -35,7 +35,7 @@ from megatron_rl.trainer.judge import Judge
 from megatron_rl.trainer.metrics import Clock
 from megatron_rl.trainer.ownership import Ranks
 from megatron_rl.trainer.partial_groups import joined
-from megatron_rl.types import Completion, Progress, Prompt, Sampling
+from megatron_rl.types import Completion, Prompt, Sampling
 
 _TO_MAIN = "rank 0"
 _STANDING_EVERY_S = 1.0

@@ -10,7 +10,7 @@ PATHS = ["model.path=/m", "data.train=/a", "data.eval=/b", "precision=fp32", "ro
 CORRECTED = ["method.mismatch.kind=tis", "method.mismatch.cap=2.0"]
 STAGES = [
     "rollout.response_stages=[{from_step: 1, max_response_tokens: 8},"
-    " {from_step: 5, max_response_tokens: 1024}]"
+    " {from_step: 5, max_response_tokens: 3072}]"
 ]
 PARTIAL = ["source.partial.groups_in_flight=160"]  # of 128 that a step takes
 
