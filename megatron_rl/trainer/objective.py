@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -47,16 +47,11 @@ def token_settings(method: Method) -> dict[str, Any]:
 
 def on_cpu(scores: TokenScores) -> TokenScores:
     """``scores`` on the host."""
-
-    def moved(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values.cpu()
-
-    return TokenScores(
-        scores.logprobs.cpu(),
-        moved(scores.entropy),
-        moved(scores.prompt_logprobs),
-        moved(scores.nucleus_entropy),
-    )
+    moved: dict[str, Any] = {}
+    for field in fields(scores):
+        values = getattr(scores, field.name)
+        moved[field.name] = None if values is None else values.cpu()
+    return TokenScores(**moved)
 
 
 def credit_of(experience: Experience, method: Method, world: World, histories: Histories) -> Credit:
