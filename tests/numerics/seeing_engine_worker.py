@@ -99,23 +99,24 @@ def image_tokens_in_a_response_are_words() -> None:
 
 def a_response_goes_on_behind_its_images_and_tokens() -> None:
     """Also where it has sampled the token of an image; what is paused has its tokens."""
-    there = (20, PAD, 21)
+    there = {0: (20, PAD, 21), 1: (17,), 2: (17, 18)}
     longer = replace(SAMPLING, max_response_tokens=16)
+    num_paused = 0
     for asked in PROMPTS:
-        tickets = ENGINE.submit(asked, [0, 1], longer, {0: there, 1: (17,)})
-        _, paused = tickets
-        ended: dict[int, Completion] = {}
-        while ENGINE.running_lengths()[paused] < 2:
-            ended.update(ENGINE.poll())
-        (so_far,) = ENGINE.pause([paused])
+        tickets = ENGINE.submit(asked, list(there), longer, there)
+        found = dict(ENGINE.poll())
+        paused = list(ENGINE.running_lengths())[-1:]
+        num_paused += len(paused)
+        found.update(zip(paused, ENGINE.pause(paused), strict=True))
         while ENGINE.running_lengths():
-            ended.update(ENGINE.poll())
-        rest = ended[tickets[0]]
-        assert len(rest.token_ids) <= longer.max_response_tokens - len(there)
-        assert len(so_far.token_ids) >= 2 and ended.keys() == {tickets[0]}
-        for before, new in ((there, rest), ((17,), so_far)):
+            found.update(ENGINE.poll())
+        assert found.keys() == set(tickets)
+        for ticket, before in zip(tickets, there.values(), strict=True):
+            new = found[ticket]
+            assert 0 < len(new.token_ids) <= longer.max_response_tokens - len(before)
             want = their_logprobs(asked, [*before, *new.token_ids])[len(before) :]
             assert (torch.tensor(new.sampler_logprobs) - want).abs().max() <= BOUND
+    assert num_paused > 1
 
 
 def scores_of_prompts_with_images() -> None:
