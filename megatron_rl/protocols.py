@@ -280,6 +280,9 @@ class Answers(Protocol):
     @property
     def capacity(self) -> int: ...
 
+    @property
+    def weight_version(self) -> int: ...
+
     def submit(
         self,
         prompt: Prompt,
@@ -312,8 +315,6 @@ class Answers(Protocol):
 
 class RolloutEngine(Answers, Protocol):
     """The sampler. ``score``, syncs and sleep want an engine in which no response is open."""
-
-    weight_version: int
 
     def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()

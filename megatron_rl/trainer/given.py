@@ -86,6 +86,10 @@ class GivenFirst:
     def capacity(self) -> int:
         return self._engine.capacity
 
+    @property
+    def weight_version(self) -> int:
+        return self._engine.weight_version
+
     def submit(
         self,
         prompt: Prompt,

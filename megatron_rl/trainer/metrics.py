@@ -47,10 +47,11 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
     rows = _sampled(experience)
     lengths = experience.sequences.response_lengths[rows].double()
     rewards = experience.rewards[rows]
+    correct = experience.correct[rows]
     metrics = {
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std(unbiased=False).item(),
-        "reward/accuracy": experience.correct[rows].double().mean().item(),
+        "reward/accuracy": correct.double().mean().item(),
         "rollout/response_tokens_mean": lengths.mean().item(),
         "rollout/response_tokens_max": lengths.max().item(),
         "rollout/truncated_share": experience.truncated[rows].double().mean().item(),
@@ -58,7 +59,7 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
         "rollout/tries": experience.tries,
         "rollout/num_responses": len(experience.responses),
     }
-    for name, chosen in (("correct", experience.correct), ("wrong", ~experience.correct)):
+    for name, chosen in (("correct", correct), ("wrong", ~correct)):
         if chosen.any():
             metrics[f"rollout/response_tokens_{name}_mean"] = lengths[chosen].mean().item()
     parts: dict[str, list[float]] = defaultdict(list)

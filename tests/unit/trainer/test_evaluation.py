@@ -182,7 +182,8 @@ def test_portions_change_nothing_and_metrics_are_those_of_the_trainer(tmp_path):
         at_work = asking(folder, portion, tmp_path)
         at_work.ask(weights, prompts(8))
         found.append(pq.read_table(folder.file(weights).path))
-        rows = [json.loads(line) for line in (folder.path / "metrics.jsonl").open()]
+        text = (folder.path / "metrics.jsonl").read_text("utf-8")
+        rows = [json.loads(line) for line in text.splitlines()]
         # As an evaluation of a run asks: all at once.
         whole = at_work.sampler.run(prompts(8), SAMPLING, "test")
         assert rows == [{"step": 0, **detailed_metrics(judged(whole), (1, 4))}]

@@ -12,7 +12,7 @@ import pytest
 from megatron_rl.trainer.given import VERSION, GivenFirst, check_given, encoder, without_given
 from megatron_rl.trainer.metrics import rollout_metrics
 from megatron_rl.types import Completion, Prompt, Sampling
-from tests.engines import Answering
+from tests.engines import Answering, Stepwise
 from tests.unit.trainer.runs import build_bandit, rows
 
 SAMPLING = Sampling(num_responses=4, max_response_tokens=5)
@@ -60,7 +60,19 @@ def test_what_is_stopped_does_not_end() -> None:
     tickets = engine.submit(prompt("p", ["a", "b"]), [0, 1, 2, 3], SAMPLING)
     assert engine.abort([tickets[0], tickets[2]]) == 2  # tokens that were sampled in vain
     assert {ticket for _ in range(3) for ticket, _ in engine.poll()} == {tickets[1], tickets[3]}
-    assert engine.running_lengths() == []
+    assert engine.running_lengths() == {}
+
+
+def test_what_the_engine_samples_is_paused() -> None:
+    engine = GivenFirst(Stepwise(), ENCODE)
+    long = replace(SAMPLING, max_response_tokens=10_000)
+    tickets = engine.submit(prompt("p4", ["a"]), [0, 1], long)
+    assert tickets[0] in dict(engine.poll())
+    lengths = engine.running_lengths()
+    assert list(lengths) == [tickets[1]]
+    (paused,) = engine.pause([tickets[1]])
+    assert len(paused.token_ids) == lengths[tickets[1]]
+    assert engine.poll() == []
 
 
 @pytest.mark.parametrize(
@@ -100,7 +112,7 @@ def carrying(trainer: Any, given: list[list[int]]) -> None:
         replace(each, extra={"given_responses": given}) if place % 2 else each
         for place, each in enumerate(loader._prompts)
     ]
-    streaming = trainer.source.rollouts.sampler._streaming
+    streaming = trainer.source.rollouts.sampler.streaming
     streaming._engine = GivenFirst(streaming._engine, ENCODE)
 
 

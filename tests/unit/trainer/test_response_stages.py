@@ -24,9 +24,9 @@ def test_a_step_samples_up_to_its_limit(tmp_path, monkeypatch) -> None:
     engine = trainer.source.engine
     plain = engine.submit
 
-    def submit(prompt, responses, sampling):
+    def submit(prompt, responses, sampling, so_far):
         asked.append(sampling.max_response_tokens)
-        return plain(prompt, responses, sampling)
+        return plain(prompt, responses, sampling, so_far)
 
     monkeypatch.setattr(engine, "submit", submit)
     trainer.folder.path.mkdir()
