@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.config.data_names import entries
+from megatron_rl.config.data_names import GENERATED, entries
 from megatron_rl.config.overrides import typed
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader, WeightedLoader
@@ -143,7 +143,7 @@ def _without(source: Source, held_out: Sequence[Prompt]) -> Source:
 
 def _doubts(prompts: Sequence[Prompt], config: Config) -> Iterator[str]:
     """One sentence, with a remedy, for everything that is allowed and probably a mistake."""
-    yield from _repeats(prompts)
+    yield from _repeats(prompts, config.reward.verifier)
     marked = [prompt for prompt in prompts if _MARKER in prompt.answer]
     if config.data.answer_after is None and 2 * len(marked) > len(prompts):
         yield (
@@ -160,7 +160,7 @@ def _doubts(prompts: Sequence[Prompt], config: Config) -> Iterator[str]:
         )
 
 
-def _repeats(prompts: Sequence[Prompt]) -> Iterator[str]:
+def _repeats(prompts: Sequence[Prompt], verifier: str) -> Iterator[str]:
     groups: dict[Any, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
         groups[prompt.content].append(prompt)
@@ -168,7 +168,8 @@ def _repeats(prompts: Sequence[Prompt]) -> Iterator[str]:
     redundant = []
     for group in groups.values():
         if len(_answers(group)) > 1:
-            contradictory.append(group)
+            if not all(_may_have_several_answers(prompt, verifier) for prompt in group):
+                contradictory.append(group)
         elif len(group) > 1:
             redundant.append(group)
     if contradictory:
@@ -184,6 +185,12 @@ def _repeats(prompts: Sequence[Prompt]) -> Iterator[str]:
             f"{num_repeats} rows repeat a prompt and its answer (such as {_uids(redundant[0])}):"
             " such prompts weigh more; drop them if that is not meant"
         )
+
+
+def _may_have_several_answers(prompt: Prompt, verifier: str) -> bool:
+    """A generated task is judged by the task: its answer is one that is right."""
+    is_generated = prompt.data_source.startswith(GENERATED)
+    return is_generated and verifier in ("auto", "reasoning_gym")
 
 
 def _answers(prompts: Sequence[Prompt]) -> list[str]:

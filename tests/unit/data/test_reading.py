@@ -160,6 +160,22 @@ def test_repeated_prompts_and_clashing_answers_are_said(folder, caplog):
     assert "1 prompts come with different answers (train:4, train:5: '6' and '7')" in said
 
 
+SOURCE = "reasoning_gym:palindrome_generation"
+
+
+def test_answers_to_a_generated_task_may_differ(folder, caplog):
+    rows = [
+        {"prompt": "Make a palindrome: i, i, j, j", "answer": answer, "data_source": SOURCE}
+        for answer in ("ijji", "jiij")
+    ]
+    write(folder / "train.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    words = "1 prompts come with different answers"
+    read("data.train=train.jsonl", "batch.prompts_per_step=1")
+    assert words not in "\n".join(warnings(caplog))
+    read("data.train=train.jsonl", "batch.prompts_per_step=1", "reward.verifier=exact")
+    assert words in "\n".join(warnings(caplog))
+
+
 def test_answers_of_gsm8k_name_the_setting_that_reads_them(folder, caplog):
     write(folder / "train.jsonl", plain("1+1", "2+2", answer="1 and 1 is\n#### 2"))
     write(folder / "eval.jsonl", plain("9", answer="#### 9"))
