@@ -101,13 +101,13 @@ def _checks(outcomes: Sequence[Outcome]) -> list[str]:
     ]
     for one in outcomes:
         mean = f"{one.student.mean:+.4f}"
-        bounds = f"{_bounds(one.student)} | {_bounds(one.bootstrap)}"
-        lines.append(f"| {one.check.text} | {mean} | {bounds} | {one.verdict} |")
+        both = f"{bounds(one.student)} | {bounds(one.bootstrap)}"
+        lines.append(f"| {one.check.text} | {mean} | {both} | {one.verdict} |")
     return lines
 
 
-def _bounds(interval: Interval) -> str:
-    return f"{interval.low:+.4f} to {interval.high:+.4f}"
+def bounds(interval: Interval, digits: int = 4) -> str:
+    return f"{interval.low:+.{digits}f} to {interval.high:+.{digits}f}"
 
 
 def _cells(claim: Claim, runs: Runs) -> list[str]:

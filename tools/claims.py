@@ -25,15 +25,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_rl.reporting.metrics_file import read_metrics, series
-from tools.claim_checks import Claim, Runs, outcome, overall, read_claim
-from tools.claim_page import draw, page
+from tools.claim_checks import Claim, Outcome, Runs, outcome, overall, read_claim
+from tools.claim_page import bounds, draw, page
 
 REPO = Path(__file__).resolve().parents[1]
 CLAIMS = REPO / "examples" / "claims"
 LAB = CLAIMS / "lab"
 KEPT_EVERY = 5  # steps of training metrics in data.jsonl; evaluations are kept whole
 DIGITS = 6
-HEAD = "| claim | verdict | in short |"
+HEAD = "| claim | comparisons | the first of them, with its interval |"
+PAGES = (CLAIMS / "README.md", REPO / "README.md")  # with the table of claims
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
@@ -136,25 +137,24 @@ def write_page(folder: Path) -> str:
     return overall(outcomes)
 
 
-def verdicts() -> dict[str, tuple[Claim, str]]:
-    """Of every claim that has been run, by the name of its folder."""
+def tried() -> dict[str, tuple[Claim, list[Outcome]]]:
+    """Every claim that has been run, by the name of its folder."""
     found = {}
     for file in sorted(CLAIMS.glob("*/data.jsonl")):
         claim = read_claim(file.parent)
         runs = by_cell(read_data(file.parent))
-        found[file.parent.name] = (
-            claim,
-            overall([outcome(check, runs) for check in claim.checks]),
-        )
+        found[file.parent.name] = (claim, [outcome(check, runs) for check in claim.checks])
     return found
 
 
-def table() -> str:
-    """The claims with their verdicts, in Markdown."""
-    rows = [
-        f"| [{name}]({name}/README.md) | {verdict} | {claim.title} |"
-        for name, (claim, verdict) in verdicts().items()
-    ]
+def table(folder: str) -> str:
+    """The claims with their verdicts, in Markdown; ``folder``: of the claims, from the page."""
+    rows = []
+    for name, (claim, outcomes) in tried().items():
+        first = outcomes[0]
+        link = f"[{claim.title}]({folder}{name}/README.md)"
+        shown = f"{first.check.text}: {first.student.mean:+.3f} ({bounds(first.student, 3)})"
+        rows.append(f"| {link} | {overall(outcomes)} | {shown} |")
     return "\n".join([HEAD, "|---|---|---|", *rows])
 
 
@@ -162,7 +162,8 @@ def write_table(file: Path) -> None:
     """Puts the table in place of the one in ``file``."""
     before, _, rest = file.read_text("utf-8").partition(HEAD)
     _, _, after = rest.partition("\n\n")
-    file.write_text(f"{before}{table()}\n\n{after}", encoding="utf-8")
+    folder = "" if file.parent == CLAIMS else f"{CLAIMS.relative_to(file.parent).as_posix()}/"
+    file.write_text(f"{before}{table(folder)}\n\n{after}", encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -188,7 +189,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / "data.jsonl").write_text(text, encoding="ascii")
     print(f"{folder.name}: {write_page(folder)}")
-    write_table(CLAIMS / "README.md")
+    for file in PAGES:
+        write_table(file)
 
 
 if __name__ == "__main__":

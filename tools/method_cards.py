@@ -28,8 +28,8 @@ from megatron_rl.config.load import conf_dir
 from megatron_rl.config.method import ESTIMATORS, MethodConfig
 from megatron_rl.config.pieces import Choices, Named, Piece
 from megatron_rl.loss import Method, ResponseBatch, TokenBatch, load_method
-from tools.claim_checks import Claim
-from tools.claims import verdicts
+from tools.claim_checks import Claim, Outcome, overall
+from tools.claims import tried
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "examples" / "methods"
@@ -208,15 +208,15 @@ def card(name: str, config: MethodConfig, common: frozenset[str]) -> str:
 
 
 @functools.cache
-def _verdicts() -> dict[str, tuple[Claim, str]]:
-    return verdicts()
+def _tried() -> dict[str, tuple[Claim, list[Outcome]]]:
+    return tried()
 
 
 def claims_of(name: str) -> Iterator[str]:
     """The claims of papers that were tried with this method, and what came out."""
-    for folder, (claim, verdict) in _verdicts().items():
+    for folder, (claim, outcomes) in _tried().items():
         if any(f"method={name}" in overrides for overrides in claim.cells.values()):
-            yield f"[{claim.title}](../claims/{folder}/README.md): {verdict}."
+            yield f"[{claim.title}](../claims/{folder}/README.md): {overall(outcomes)}."
 
 
 def needs_text(method: Method) -> str:
