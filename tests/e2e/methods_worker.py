@@ -40,7 +40,7 @@ def with_method(trainer: Trainer, config: Config, name: str) -> Trainer:
     source = trainer.source
     # As the trainer of a method that trains on responses which prompts carry is built.
     answers = GivenFirst(source.engine, encode_of(config)) if method.needs.given else source.engine
-    source.rollouts.sampler._streaming._engine = answers
+    source.rollouts.sampler.streaming._engine = answers
     source.rollouts = replace(source.rollouts, method=method)
     return replace(trainer, learner=replace(trainer.learner, method=method))
 

@@ -84,6 +84,7 @@ def engine_config(**changes: object) -> RolloutConfig:
         "top_k": -1,
         "max_prompt_tokens": 300,
         "max_response_tokens": 64,
+        "response_stages": None,
         "stop": (),
         "max_num_seqs": 64,
         "kv_cache_gib": 0.03125,

@@ -61,7 +61,8 @@ def test_every_module_is_inside_and_nothing_else(wheel):
         for name in zipfile.ZipFile(wheel).namelist()
         if ".dist-info/" not in name and not name.startswith("megatron_rl/conf/")
     }
-    assert names == {str(path.relative_to(REPO)) for path in (REPO / "megatron_rl").rglob("*.py")}
+    files = [*(REPO / "megatron_rl").rglob("*.py"), *(REPO / "megatron_rl").rglob("*.jinja")]
+    assert names == {str(path.relative_to(REPO)) for path in files}
 
 
 @pytest.mark.full
