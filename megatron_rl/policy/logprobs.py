@@ -8,7 +8,7 @@ once more, in one reused buffer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,9 +169,7 @@ class _Logprobs(torch.autograd.Function):
         hidden, weight, targets, logsumexp, entropies, tokens = ctx.saved_tensors
         head: Head = ctx.head
         chunks = Chunks(hidden, weight, targets, head)
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        grad_hidden = chunks.zeros_like(hidden) if wants_hidden else None
-        grad_weight = chunks.zeros_like(weight) if wants_weight else None
+        gradients = Gradients(chunks, hidden, weight, ctx.needs_input_grad)
         for rows, x in chunks:
             # x becomes the gradient of the logits in place: first log p, then -p times the outer
             # gradient, then that gradient once more at the target.
@@ -192,20 +190,8 @@ class _Logprobs(torch.autograd.Function):
             if chunks.width and head.top_k:
                 is_own, column = chunks.own(tokens[rows])
                 x.scatter_add_(1, column, of_topk * is_own)
-            grad_logits = chunks.operand(x)
-            if grad_hidden is not None:
-                multiply(grad_logits, chunks.weight, out=grad_hidden[rows])
-            if grad_weight is not None:
-                states = chunks.operand(hidden[rows])
-                own_rows = grad_weight[: chunks.width]
-                multiply(grad_logits.t(), states, out=own_rows, accumulate=True)
-        if grad_hidden is not None:
-            if head.group is not None and hidden.shape[0]:
-                dist.all_reduce(grad_hidden, group=head.group)
-            grad_hidden = grad_hidden.to(hidden.dtype)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None
+            gradients.add(rows, x)
+        return (*gradients.whole(head.group), None, None)
 
 
 class Chunks:
@@ -255,6 +241,45 @@ class Chunks:
             if self.temperature != 1.0:
                 x.div_(self.temperature)
             yield rows, x
+
+
+class Gradients:
+    """Those of hidden states and output weight, from the gradients of logits, chunk by chunk;
+    ``wanted`` says for each whether there is one."""
+
+    def __init__(
+        self, chunks: Chunks, hidden: Tensor, weight: Tensor, wanted: Sequence[bool]
+    ) -> None:
+        self._chunks = chunks
+        self._states = hidden
+        self._formats = (hidden.dtype, weight.dtype)
+        self._hidden = chunks.zeros_like(hidden) if wanted[0] else None
+        self._weight = chunks.zeros_like(weight) if wanted[1] else None
+
+    def add(self, rows: slice, grad_logits: Tensor) -> None:
+        """Of one chunk."""
+        factor = self._chunks.operand(grad_logits)
+        if self._hidden is not None:
+            multiply(factor, self._chunks.weight, out=self._hidden[rows])
+        if self._weight is not None:
+            states = self._chunks.operand(self._states[rows])
+            own_rows = self._weight[: self._chunks.width]
+            multiply(factor.t(), states, out=own_rows, accumulate=True)
+
+    def whole(self, group: dist.ProcessGroup | None) -> tuple[Tensor | None, Tensor | None]:
+        """Collective. Of the hidden states summed over the vocabulary of all ranks; each in the
+        format of its input."""
+        hidden = self._hidden
+        weight = self._weight
+        self._hidden = None  # sums are large: each is gone when its copy is there
+        self._weight = None
+        if hidden is not None:
+            if group is not None and hidden.shape[0]:
+                dist.all_reduce(hidden, group=group)
+            hidden = hidden.to(self._formats[0])
+        if weight is not None:
+            weight = weight.to(self._formats[1])
+        return hidden, weight
 
 
 def multiply(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool = False) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from megatron_rl.policy.logprobs import Chunks, Head, multiply, split_size
+from megatron_rl.policy.logprobs import Chunks, Gradients, Head, split_size
 
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -58,28 +58,14 @@ class _NucleusEntropy(torch.autograd.Function):
         hidden, weight, targets, found = ctx.saved_tensors
         head: Head = ctx.head
         chunks = Chunks(hidden, weight, targets, head)
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        grad_hidden = chunks.zeros_like(hidden) if wants_hidden else None
-        grad_weight = chunks.zeros_like(weight) if wants_weight else None
+        gradients = Gradients(chunks, hidden, weight, ctx.needs_input_grad)
         for rows, x in chunks:
             maximum, threshold, log_sum, entropy = found[:, rows]
             outer = grad_outputs[0][rows] / head.temperature
             x.sub_(maximum[:, None])
             _gradient_(x, threshold, log_sum, entropy, outer)
-            grad_logits = chunks.operand(x)
-            if grad_hidden is not None:
-                multiply(grad_logits, chunks.weight, out=grad_hidden[rows])
-            if grad_weight is not None:
-                states = chunks.operand(hidden[rows])
-                own_rows = grad_weight[: chunks.width]
-                multiply(grad_logits.t(), states, out=own_rows, accumulate=True)
-        if grad_hidden is not None:
-            if hidden.shape[0]:
-                _add(grad_hidden, head.group)
-            grad_hidden = grad_hidden.to(hidden.dtype)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None
+            gradients.add(rows, x)
+        return (*gradients.whole(head.group), None, None)
 
 
 def _largest(x: Tensor, out: Tensor, group: dist.ProcessGroup | None) -> None:
