@@ -4,7 +4,6 @@ on is the undisturbed one bit for bit; with nothing that goes on it is a run wit
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import time
@@ -15,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.toy import overrides, write_data, write_model
+from tests.e2e.toy import overrides, untimed_rows
 from tests.launch import REPO, end, launch, torchrun
 
 pytestmark = pytest.mark.full
@@ -34,22 +33,6 @@ SETTINGS = (
     f"trainer.num_steps={STEPS}",
 )
 PARTIAL = (*SETTINGS, "source.partial.groups_in_flight=14", "source.partial.max_age=2")
-TIMED = ("time/", "throughput/", "memory/")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("partial")
-    write_model(path / "model")
-    write_data(path / "data.jsonl")
-    return path
-
-
-def rows(run_dir: Path) -> list[dict]:
-    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {key: value for key, value in row.items() if not key.startswith(TIMED)} for row in found
-    ]
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -70,7 +53,7 @@ def undisturbed(folder: Path) -> Path:
 
 
 def test_responses_go_on_in_the_next_step(undisturbed: Path) -> None:
-    found = rows(undisturbed)
+    found = untimed_rows(undisturbed)
     assert [row["rollout/num_responses"] for row in found] == [32] * STEPS
     assert found[0]["source/staleness_max"] == 0
     assert max(row["source/staleness_max"] for row in found) in (1, 2)
@@ -100,9 +83,9 @@ def killed_behind(folder: Path, run_dir: Path, step: int) -> None:
 def test_a_killed_run_goes_on_as_the_undisturbed_one(folder: Path, undisturbed: Path) -> None:
     run_dir = folder / "killed"
     killed_behind(folder, run_dir, 2)
-    assert len(rows(run_dir)) < STEPS, "it was killed in the middle"
+    assert len(untimed_rows(run_dir)) < STEPS, "it was killed in the middle"
     train(folder, "killed", *PARTIAL)
-    assert rows(run_dir) == rows(undisturbed)
+    assert untimed_rows(run_dir) == untimed_rows(undisturbed)
     found, expected = weights(run_dir), weights(undisturbed)
     assert found.keys() == expected.keys() and expected
     assert not [name for name in found if not found[name].equal(expected[name])]
@@ -113,9 +96,9 @@ def test_with_no_more_groups_than_a_step_takes_it_is_a_run_without(folder: Path)
     without = train(folder, "without", *SETTINGS)
     found = [
         {key: value for key, value in row.items() if not key.startswith("source/")}
-        for row in rows(none_open)
+        for row in untimed_rows(none_open)
     ]
-    assert found == rows(without)
+    assert found == untimed_rows(without)
     assert all(weights(none_open)[name].equal(each) for name, each in weights(without).items())
 
 

@@ -3,12 +3,11 @@ goes on with a checkpoint."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.toy import overrides, write_data, write_model
+from tests.e2e.toy import overrides, untimed_rows
 from tests.launch import launch
 
 pytestmark = pytest.mark.full
@@ -26,25 +25,12 @@ SETTINGS = (
     "evaluation.at_start=false",
     "evaluation.at_end=false",
 )
-TIMED = ("time/", "throughput/", "memory/")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hooks")
-    write_model(path / "model")
-    write_data(path / "data.jsonl")
-    return path
 
 
 def train(folder: Path, name: str, num_steps: int) -> list[dict]:
     words = overrides(folder, folder / name, *SETTINGS, f"trainer.num_steps={num_steps}")
     launch("megatron_rl.train", 2, words, timeout=400)
-    text = (folder / name / "metrics.jsonl").read_text()
-    return [
-        {key: value for key, value in json.loads(line).items() if not key.startswith(TIMED)}
-        for line in text.splitlines()
-    ]
+    return untimed_rows(folder / name)
 
 
 def test_steps_are_trained_and_hooks_go_on_with_a_checkpoint(folder: Path) -> None:

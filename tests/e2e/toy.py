@@ -105,3 +105,13 @@ def overrides(folder: Path, run_dir: Path, *more: str) -> list[str]:
         f"run_dir={run_dir}",
         *more,
     ]
+
+
+def untimed_rows(run_dir: Path) -> list[dict[str, float]]:
+    """The metrics of a run, but those that no two runs have alike."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    timed = ("time/", "throughput/", "memory/")
+    return [
+        {key: value for key, value in json.loads(line).items() if not key.startswith(timed)}
+        for line in lines
+    ]

@@ -9,10 +9,7 @@ what a trainer would learn from, and how far its logprobs are from those of tran
 from __future__ import annotations
 
 import json
-import random
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,41 +18,20 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.data.loader import PromptLoader
-from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.runtime import launch
-from megatron_rl.runtime.display import Display
 from megatron_rl.scheduling.partial import PartialRules
 from megatron_rl.trainer.exchange import gathered_on_main
 from megatron_rl.trainer.partial_groups import PartialGroups
 from megatron_rl.trainer.partial_rollouts import PartialRollouts
-from megatron_rl.trainer.rollouts import Sampler
 from megatron_rl.trainer.step_end import StepEnd
-from megatron_rl.types import Completion, Prompt, Score
+from megatron_rl.types import Completion
 from tests.numerics import rollout_models as small
+from tests.numerics.held_up import sampler_of
 
 FOLDER, TENSOR, DELAYS = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1"
 STEPS = 5
 WORLD = launch.start()
 HOME = FOLDER / WORLD.launch_id
-
-
-class Interrupted(VllmEngine):
-    """Waits now and then; the ranks of a replica wait alike."""
-
-    def poll(self) -> list[tuple[int, Completion]]:
-        if DELAYS and self._draw.random() < 0.3:
-            time.sleep(self._draw.random() / 20)
-        return super().poll()
-
-
-class OddLength:
-    """Right where the number of tokens is odd."""
-
-    def score(
-        self, prompts: Sequence[Prompt], texts: Sequence[str], truncated: Sequence[bool]
-    ) -> list[Score]:
-        lengths = [len(text.split()) for text in texts]
-        return [Score(float(length % 5), length % 2 == 1, {}) for length in lengths]
 
 
 def step(rollouts: PartialRollouts, number: int) -> dict[str, Any] | None:
@@ -90,13 +66,7 @@ def main() -> None:
         for version in range(STEPS):
             small.write("qwen3", version, HOME)
     WORLD.barrier()
-    config = small.engine_config(tensor=TENSOR, max_num_seqs=16)
-    engine = Interrupted(str(HOME / "qwen3_0"), config, seed=0, launch_id=WORLD.launch_id)
-    engine._draw = random.Random(engine.replica)
-    words = " ".join
-    sampler = Sampler(
-        engine, OddLength(), lambda ids: words(map(str, ids)), WORLD, Display(shown=False)
-    )
+    engine, sampler = sampler_of(str(HOME / "qwen3_0"), TENSOR, DELAYS, WORLD)
     rollouts = PartialRollouts(
         sampler=sampler,
         groups=PartialGroups(
