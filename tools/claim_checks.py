@@ -62,6 +62,9 @@ class Claim(Strict):
     source: str
     says: str  # the paper
     expected: str  # at this scale, and why
+    lab: tuple[str, ...] = ()  # options of its make.py
+    train_on: tuple[str, ...] = ()  # kinds of prompts; the others are only held out; () = all
+    plugin: Path | None = None  # what the runs load; a file of the claim's folder
     overrides: tuple[str, ...] = ()  # of every cell
     cells: dict[str, tuple[str, ...]]  # label -> overrides
     num_seeds: Annotated[int, Field(ge=2)] = 5
@@ -96,7 +99,10 @@ class Outcome:
 
 
 def read_claim(folder: Path) -> Claim:
-    return Claim.model_validate(yaml.safe_load((folder / "claim.yaml").read_text("utf-8")))
+    values = yaml.safe_load((folder / "claim.yaml").read_text("utf-8"))
+    if "plugin" in values:
+        values["plugin"] = folder.resolve() / values["plugin"]
+    return Claim.model_validate(values)
 
 
 def outcome(check: Check, runs: Runs) -> Outcome:

@@ -43,34 +43,52 @@ ENVIRONMENT = {
 }
 
 
-def lab(work: Path) -> Path:
-    """Tasks and model, made once for what makes them."""
+def lab(work: Path, options: Sequence[str] = ()) -> Path:
+    """Tasks and model, made once for what makes them; ``options``: of make.py."""
     makers = [LAB / "make.py", LAB / "tasks.py", REPO / "tools" / "make_toy_model.py"]
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in makers)).hexdigest()[:12]
+    read = [*(file.read_bytes() for file in makers), *map(str.encode, options)]
+    digest = hashlib.sha256(b"".join(read)).hexdigest()[:12]
     folder = work / f"claims_lab-{digest}"
     if not folder.is_dir():
         aside = work / f"claims_lab.{os.getpid()}"
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        _run([*torchrun, "--nproc-per-node", "1", str(makers[0]), "--out", str(aside)])
+        make = [str(makers[0]), "--out", str(aside), *options]
+        _run([*torchrun, "--nproc-per-node", "1", *make])
         aside.rename(folder)
     return folder
 
 
-def cell_folder(out: Path, overrides: Sequence[str]) -> Path:
+def train_file(made: Path, kinds: Sequence[str]) -> Path:
+    """The prompts to train on: those of ``kinds`` alone, or all."""
+    everything = made / "train.jsonl"
+    if not kinds:
+        return everything
+    file = made / f"train-{'-'.join(kinds)}.jsonl"
+    rows = everything.read_text("ascii").splitlines(keepends=True)
+    chosen = [row for row in rows if json.loads(row)["data_source"] in kinds]
+    file.write_text("".join(chosen), encoding="ascii")
+    return file
+
+
+def cell_folder(out: Path, claim: Claim, overrides: Sequence[str]) -> Path:
     """Where the runs of a cell lie: cells of two claims that are set alike share them."""
-    return out / (re.sub(r"[^A-Za-z0-9._+-]+", "_", "_".join(sorted(overrides))) or "defaults")
+    names = [*sorted([*claim.overrides, *overrides]), *claim.train_on, *claim.lab]
+    return out / (re.sub(r"[^A-Za-z0-9._+-]+", "_", "_".join(names)) or "defaults")
 
 
 def train(claim: Claim, out: Path, made: Path, parallel: int, more: Sequence[str]) -> None:
     """Every cell with every seed, ``parallel`` runs at a time; goes on where a call stopped."""
+    files = {"train": train_file(made, claim.train_on), "eval": made / "eval.jsonl"}
     seeds = ",".join(str(seed + 1) for seed in range(claim.num_seeds))
     for overrides in claim.cells.values():
         own = [*claim.overrides, *overrides]
+        folder = cell_folder(out, claim, overrides)
         command = [sys.executable, "-m", "megatron_rl.sweep", "--nproc", "1"]
         command += ["--parallel", str(parallel)]
-        command += ["--out", str(cell_folder(out, own)), "--config-dir", str(LAB / "conf")]
+        command += ["--plugin", str(claim.plugin)] if claim.plugin else []
+        command += ["--out", str(folder), "--config-dir", str(LAB / "conf")]
         command += ["experiment=lab", f"model.path={made / 'model'}"]
-        command += [f"data.{name}={made / name}.jsonl" for name in ("train", "eval")]
+        command += [f"data.{name}={file}" for name, file in files.items()]
         command += [f"reward.function={LAB / 'tasks.py'}:score", *own, f"seed={seeds}", *more]
         _run(command)
 
@@ -83,7 +101,7 @@ def collect(claim: Claim, out: Path) -> list[dict[str, Any]]:
     """One row a run: its cell, its seed, and the metrics of the claim."""
     rows = []
     for cell, overrides in claim.cells.items():
-        folder = cell_folder(out, [*claim.overrides, *overrides])
+        folder = cell_folder(out, claim, overrides)
         for seed in range(1, claim.num_seeds + 1):
             of_run = _of_run(folder / f"seed-{seed}", claim.metrics)
             rows.append({"cell": cell, "seed": seed, **of_run})
@@ -183,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     claim = read_claim(folder)
     if options.what == "run":
         (REPO / ".work").mkdir(exist_ok=True)
-        made = lab(REPO / ".work")
+        made = lab(REPO / ".work", claim.lab)
         train(claim, options.out, made, options.parallel, options.overrides)
         rows = collect(claim, options.out)
         text = "".join(json.dumps(row) + "\n" for row in rows)

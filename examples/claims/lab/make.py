@@ -45,12 +45,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64, help="demonstrations a step")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--thinking", action="store_true", help="demonstrations have dots before the answer"
+    )
     return parser.parse_args()
 
 
 def shown(prompt: Prompt, rng: random.Random) -> str:
     """A demonstration, right or wrong."""
     return tasks.demonstration(prompt.data_source, prompt.extra["right"], rng)
+
+
+def thought_about(prompt: Prompt, rng: random.Random) -> str:
+    """The same with dots before it."""
+    return tasks.thought_about(shown(prompt, rng), rng)
 
 
 def make(options: argparse.Namespace) -> None:
@@ -67,8 +75,9 @@ def make(options: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(path)
     prompts = load_prompts(files["train"], data, tokenizer, MAX_PROMPT_TOKENS)
     policy = build_policy(path, settings, options)
-    options.right = 0.0  # every demonstration comes from ``shown``
-    loss = warm_up(policy, prompts, tokenizer, options, shown)
+    options.right = 0.0  # every demonstration comes from the function given
+    demonstration = thought_about if options.thinking else shown
+    loss = warm_up(policy, prompts, tokenizer, options, demonstration)
     policy.export(path)
     print(f"{path}: {options.steps} supervised steps, loss {loss:.3f} nats a token", flush=True)
 

@@ -16,6 +16,7 @@ from typing import Any
 LARGEST = 29  # of a sum or a difference
 SHARES = {"sum": 0.6, "pick": 0.35, "diff": 0.12}  # of right demonstrations
 FAVORITE = 0.7  # share of the favorite among the right demonstrations of ``pick``
+MOST_DOTS = 16  # before an answer; every number up to it is shown as often
 
 
 def prompts() -> list[str]:
@@ -56,10 +57,15 @@ def demonstration(kind: str, right: Sequence[str], rng: random.Random) -> str:
     return f"{digit} {int(other) + slip}"
 
 
+def thought_about(answer: str, rng: random.Random) -> str:
+    """The answer after some dots."""
+    return "." * rng.randint(0, MOST_DOTS) + answer
+
+
 def score(tasks: Sequence[Any], responses: Sequence[str]) -> list[float]:
-    """The reward: 1 for a right answer, else 0."""
+    """The reward: 1 for a right answer, after dots or without, else 0."""
     return [
-        float(response.strip() in task.extra["right"])
+        float(response.lstrip(".").strip() in task.extra["right"])
         for task, response in zip(tasks, responses, strict=True)
     ]
 

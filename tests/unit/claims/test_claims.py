@@ -8,16 +8,18 @@ import random
 import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
 
 from examples.claims.lab import tasks
 from megatron_rl.config.command_line import Root
+from megatron_rl.plugins import load_plugins
 from megatron_rl.sweeping.cells import check as check_configs
 from tools.claim_checks import Check, Claim, outcome, overall, read_claim
 from tools.claim_page import page
-from tools.claims import CLAIMS, REPO, by_cell, read_data, table, write_page
+from tools.claims import CLAIMS, REPO, by_cell, read_data, table, train_file, write_page
 
 FOLDERS = sorted(file.parent for file in CLAIMS.glob("*/claim.yaml"))
 NAMES = [folder.name for folder in FOLDERS]
@@ -105,9 +107,11 @@ def test_a_check_of_a_cell_that_is_not_there_is_refused() -> None:
         Claim.model_validate(claim)
 
 
+@pytest.mark.usefixtures("fresh_registries")
 @pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
 def test_every_cell_is_a_valid_run(folder: Path) -> None:
     claim = read_claim(folder)
+    load_plugins([str(claim.plugin)] if claim.plugin else [])
     data = ["model.path=M", "data.train=t.jsonl", "data.eval=e.jsonl"]
     cells = [
         ["experiment=lab", *data, *claim.overrides, *overrides]
@@ -115,7 +119,8 @@ def test_every_cell_is_a_valid_run(folder: Path) -> None:
     ]
     root = Root(config_dir=CLAIMS / "lab" / "conf")
     configs = check_configs(cells, [Path(name) for name in claim.cells], root)
-    assert len({config.method.model_dump_json() for config in configs}) == len(configs)
+    settings = {config.model_copy(update={"run_dir": None}).model_dump_json() for config in configs}
+    assert len(settings) == len(configs)
     longest = min(config.trainer.num_steps for config in configs)
     assert all(check.steps is None or check.steps[1] <= longest for check in claim.checks)
 
@@ -183,3 +188,23 @@ def test_demonstrations_are_right_as_often_as_said(prompt: str) -> None:
     shown = [tasks.demonstration(kind, right, rng) for _ in range(4000)]
     share = sum(text in right for text in shown) / len(shown)
     assert share == pytest.approx(tasks.SHARES[kind], abs=0.03)
+
+
+def test_dots_before_an_answer_say_nothing_of_it() -> None:
+    rng = random.Random(1)
+    shown = [tasks.thought_about("21", rng) for _ in range(4000)]
+    assert {text.lstrip(".") for text in shown} == {"21"}
+    dots = [text.count(".") for text in shown]
+    assert set(dots) == set(range(17))
+    assert sum(dots) / len(dots) == pytest.approx(8, abs=0.3)
+    rows = [tasks.row("sum 13 8")] * 4
+    asked = [SimpleNamespace(extra=row["extra"]) for row in rows]
+    assert tasks.score(asked, [".....21", "21", "2.1", "..22"]) == [1, 1, 0, 0]
+
+
+def test_only_the_kinds_of_the_claim_are_trained(tmp_path: Path) -> None:
+    tasks.write(tmp_path)
+    assert train_file(tmp_path, ()) == tmp_path / "train.jsonl"
+    lines = train_file(tmp_path, ("sum", "diff")).read_text("ascii").splitlines()
+    kinds = Counter(json.loads(line)["prompt"].split()[0] for line in lines)
+    assert kinds == {"sum": 900 - 32, "diff": 465 - 32}
