@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.plugins import load_plugins
+from megatron_rl.plugins import add_plugin_option, load_plugins
 from megatron_rl.runtime.failure import exit_process
 from megatron_rl.runtime.process import reported
 
@@ -45,13 +45,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="whose responses go to the disk together; default: what fills the engines 8 times",
     )
-    parser.add_argument(
-        "--plugin",
-        action="append",
-        default=[],
-        metavar="MODULE_OR_FILE",
-        help="your own code, imported first; see examples/plugins",
-    )
+    add_plugin_option(parser)
     return parser.parse_intermixed_args(argv)
 
 

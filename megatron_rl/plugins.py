@@ -8,6 +8,7 @@ runs of a sweep) are handed ``loaded()`` and import the same.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib
 import importlib.metadata
@@ -25,6 +26,17 @@ from megatron_rl.errors import RegistrationError, first_line
 _ENTRY_POINTS = "megatron_rl.plugins"
 _loaded: list[str] = []
 _sources: dict[str, str] = {}  # plug-in -> SHA-256 of its file
+
+
+def add_plugin_option(parser: argparse.ArgumentParser, when: str = "imported first") -> None:
+    """``--plugin``, which may be repeated; ``when``: what becomes of it."""
+    parser.add_argument(
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="MODULE_OR_FILE",
+        help=f"your own code, {when}; see examples/plugins",
+    )
 
 
 def load_plugins(names: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.plugins import load_plugins
+from megatron_rl.plugins import add_plugin_option, load_plugins
 from megatron_rl.runtime.failure import exit_process
 from megatron_rl.runtime.process import reported
 
@@ -40,13 +40,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--responses", type=int, default=1, help="per prompt (default 1)")
     parser.add_argument("--temperature", type=float, help="default: that of the evaluation")
     parser.add_argument("--max-tokens", type=int, help="default: rollout.max_response_tokens")
-    parser.add_argument(
-        "--plugin",
-        action="append",
-        default=[],
-        metavar="MODULE_OR_FILE",
-        help="your own code, imported first; see examples/plugins",
-    )
+    add_plugin_option(parser)
     return parser.parse_intermixed_args(argv)
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from megatron_rl.config.command_line import Root, add_root, handed_on, root_of
 from megatron_rl.errors import close_names, did_you_mean
-from megatron_rl.plugins import load_plugins, loaded
+from megatron_rl.plugins import add_plugin_option, load_plugins, loaded
 from megatron_rl.reporting.metrics import TABLE, defined
 from megatron_rl.runtime import lock
 from megatron_rl.sweeping import commands, record
@@ -58,8 +58,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--sbatch", nargs="?", const="", help=sbatch)
     dry_run = "print the commands, ready for a shell, and exit"
     add("--dry-run", action="store_true", help=dry_run)
-    plugin = "your own code, passed on to every run; see examples/plugins"
-    add("--plugin", action="append", default=[], metavar="MODULE_OR_FILE", help=plugin)
+    add_plugin_option(parser, "passed on to every run")
     add_root(parser, "passed on to every run")
     return parser.parse_intermixed_args(argv)  # options may stand between overrides
 

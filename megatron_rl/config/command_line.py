@@ -19,7 +19,7 @@ from megatron_rl.config import completion
 from megatron_rl.config.hydra_words import SWEEP
 from megatron_rl.config.load import check_given, compose, conf_dir
 from megatron_rl.config.schema import Config
-from megatron_rl.plugins import load_plugins
+from megatron_rl.plugins import add_plugin_option, load_plugins
 
 DESCRIPTION = "Reinforcement learning with verifiable rewards: Megatron-Core policy, vLLM rollouts."
 # Every group, in --info's word for it.
@@ -118,8 +118,7 @@ def _parser() -> Parser:
     info = "print the groups and their options, or one group with a line on each option, and leave"
     add("-i", "--info", nargs="?", const=GROUPS, metavar="GROUP", help=info)
     add_root(parser)
-    plugin = "your own code, imported first; see examples/plugins"
-    add("--plugin", action="append", default=[], metavar="MODULE_OR_FILE", help=plugin)
+    add_plugin_option(parser)
     shell = 'print a script that completes overrides: eval "$(... --completion bash)"'
     add("-sc", "--completion", "--shell-completion", metavar="bash", help=shell)
     add("-m", "--multirun", action="store_true", help=f"says how to start {SWEEP}")
