@@ -24,7 +24,8 @@ class Strict(BaseModel):
 
 class Check(Strict):
     """``more`` has a larger value of ``metric`` than ``less``; or ``same`` differ by less than
-    ``within``. ``steps``: the mean over these, first and last; without it, the last value."""
+    ``within``. ``steps``: the mean over the values in this range, first and last included; without
+    it, the last value. A training metric has one value for every five steps, their mean."""
 
     metric: str
     more: str | None = None
@@ -127,7 +128,11 @@ def value(steps: Steps, check: Check) -> float:
     if check.steps is None:
         return steps[max(steps)]
     first, last = check.steps
-    return fmean(number for step, number in steps.items() if first <= step <= last)
+    chosen = [number for step, number in steps.items() if first <= step <= last]
+    if not chosen:
+        there = f"there are {min(steps)} to {max(steps)}"
+        raise ValueError(f"{check.metric}: no value at steps {first} to {last}, {there}")
+    return fmean(chosen)
 
 
 def verdict(check: Check, interval: Interval) -> Verdict:

@@ -20,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -31,7 +32,8 @@ from tools.claim_page import bounds, draw, page
 REPO = Path(__file__).resolve().parents[1]
 CLAIMS = REPO / "examples" / "claims"
 LAB = CLAIMS / "lab"
-KEPT_EVERY = 5  # steps of training metrics in data.jsonl; evaluations are kept whole
+# Steps whose mean is one value of a training metric in data.jsonl; evaluations are kept whole.
+BLOCK = 5
 DIGITS = 6
 HEAD = "| claim | comparisons | the first of them, with its interval |"
 PAGES = (CLAIMS / "README.md", REPO / "README.md")  # with the table of claims
@@ -116,14 +118,22 @@ def _of_run(run: Path, metrics: Sequence[str]) -> dict[str, Any]:
         steps, values = series(rows, metric)
         if not steps:
             raise ValueError(f"{run}: has no {metric}; correct `checks` and `curves`")
-        is_sparse = metric.startswith("eval/")
+        if not metric.startswith("eval/"):
+            steps, values = block_means(steps, values)
         kept[metric] = {
-            step: round(value, DIGITS)
-            for step, value in zip(steps, values, strict=True)
-            if is_sparse or step % KEPT_EVERY == 0
+            step: round(value, DIGITS) for step, value in zip(steps, values, strict=True)
         }
     seconds = sum(series(rows, "time/step_s")[1])
     return {"seconds": round(seconds), "commit": saved["git_commit"], "metrics": kept}
+
+
+def block_means(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Of steps 1 to ``BLOCK`` their mean, at the last of them; and so on."""
+    blocks: dict[int, list[float]] = {}
+    for step, value in zip(steps, values, strict=True):
+        last = -(-step // BLOCK) * BLOCK
+        blocks.setdefault(last, []).append(value)
+    return list(blocks), [fmean(block) for block in blocks.values()]
 
 
 def read_data(folder: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,16 @@ from megatron_rl.plugins import load_plugins
 from megatron_rl.sweeping.cells import check as check_configs
 from tools.claim_checks import Check, Claim, outcome, overall, read_claim
 from tools.claim_page import page
-from tools.claims import CLAIMS, REPO, by_cell, read_data, table, train_file, write_page
+from tools.claims import (
+    CLAIMS,
+    REPO,
+    block_means,
+    by_cell,
+    read_data,
+    table,
+    train_file,
+    write_page,
+)
 
 FOLDERS = sorted(file.parent for file in CLAIMS.glob("*/claim.yaml"))
 NAMES = [folder.name for folder in FOLDERS]
@@ -76,6 +85,12 @@ def test_sameness_needs_a_margin(second, verdict) -> None:
 def test_steps_are_averaged() -> None:
     check = Check(metric="m", more="a", less="b", steps=(10, 20))
     assert outcome(check, runs([1.5, 1.5], [0.5, 0.5])).student.mean == pytest.approx(0.5)
+
+
+def test_steps_without_a_value_are_named() -> None:
+    check = Check(metric="m", more="a", less="b", steps=(30, 40))
+    with pytest.raises(ValueError, match="m: no value at steps 30 to 40, there are 10 to 20"):
+        outcome(check, runs([1.0, 1.1], [0.0, 0.1]))
 
 
 def test_the_whole_verdict_counts_where_checks_differ() -> None:
@@ -156,7 +171,9 @@ def test_a_page_is_made_of_its_folder_alone(tmp_path: Path) -> None:
             "seed": seed,
             "seconds": 60,
             "commit": "abcdef0123",
-            "metrics": {metric: {"0": 0.1, "110": 0.2 + seed / 10} for metric in claim.metrics},
+            "metrics": {
+                metric: {"0": 0.1, "20": 0.2, "110": 0.2 + seed / 10} for metric in claim.metrics
+            },
         }
         for cell in claim.cells
         for seed in (1, 2)
@@ -208,3 +225,10 @@ def test_only_the_kinds_of_the_claim_are_trained(tmp_path: Path) -> None:
     lines = train_file(tmp_path, ("sum", "diff")).read_text("ascii").splitlines()
     kinds = Counter(json.loads(line)["prompt"].split()[0] for line in lines)
     assert kinds == {"sum": 900 - 32, "diff": 465 - 32}
+
+
+def test_five_steps_are_one_value() -> None:
+    """A step without the metric, such as 4 here, is no part of the mean."""
+    steps, means = block_means([1, 2, 3, 5, 6, 10, 11], [1.0, 2.0, 3.0, 6.0, 5.0, 7.0, 9.0])
+    assert steps == [5, 10, 15]
+    assert means == [3.0, 6.0, 9.0]
