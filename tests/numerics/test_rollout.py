@@ -59,8 +59,15 @@ def killed_launch(folder):
 
 
 @pytest.fixture(scope="module")
-def tensor_parallel_jobs(folder, one_process, killed_launch):
-    """Two jobs of two ranks each, at the same time on this host, after one that was killed."""
+def tensor_parallel_job(folder, one_process):
+    return launch(
+        HERE / "rollout_ranks_worker.py", args=[folder, 2, "run"], timeout=TIMEOUT_S
+    ).stdout
+
+
+@pytest.fixture(scope="module")
+def two_jobs(folder, one_process, killed_launch):
+    """Of two ranks each, at the same time on this host, after one that was killed."""
     script, args = HERE / "rollout_ranks_worker.py", [folder, 2, "run"]
     with ThreadPoolExecutor(2) as pool:
         return [
@@ -81,6 +88,14 @@ def test_one_process(one_process, name):
     assert not verdict(one_process, name), verdict(one_process, name)
 
 
+@pytest.mark.parametrize("name", TWO_PROCESSES)
+def test_tensor_parallel(tensor_parallel_job, name):
+    assert not verdict(tensor_parallel_job, name, ranks=2), verdict(
+        tensor_parallel_job, name, ranks=2
+    )
+
+
+@pytest.mark.full
 def test_a_killed_launch_leaves_names(killed_launch):
     """Else the next test shows nothing. All of them are this project's own."""
     if not torch.cpu._is_avx512_supported():
@@ -91,13 +106,15 @@ def test_a_killed_launch_leaves_names(killed_launch):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", TWO_PROCESSES)
-def test_tensor_parallel(tensor_parallel_jobs, name):
-    for output in tensor_parallel_jobs:
+def test_tensor_parallel_beside_another_job(two_jobs, name):
+    for output in two_jobs:
         assert not verdict(output, name, ranks=2), verdict(output, name, ranks=2)
 
 
-def test_the_next_launch_removes_them(killed_launch, tensor_parallel_jobs):
+@pytest.mark.full
+def test_the_next_launch_removes_them(killed_launch, two_jobs):
     assert not [name for name in killed_launch if (shared_memory.DIRECTORY / name).exists()]
 
 

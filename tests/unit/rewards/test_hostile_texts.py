@@ -81,7 +81,7 @@ def judged(name: str, texts: list[str], **changes) -> tuple[int, float]:
 
 @pytest.mark.parametrize("name", ["exact", "number", "math", "reasoning_gym", "code"])
 def test_hostile_texts(name):
-    number = {"math": 60, "code": 16}.get(name, 200)
+    number = {"math": 60, "code": 8}.get(name, 200)
     problems, seconds = judged(name, hostile_texts(number))
     assert seconds < 60 + problems * (TIMEOUT_S + 1.5)
     if name in ("exact", "number", "code"):
