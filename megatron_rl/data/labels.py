@@ -35,7 +35,10 @@ def labels(names: Sequence[str]) -> dict[str, str]:
     Raises:
         ValueError: a file is given twice.
     """
-    resolved = Counter(str(Path(name).resolve()) if is_file_name(name) else name for name in names)
+    # A file may be given by two paths.
+    resolved: Counter[str] = Counter()
+    for name in names:
+        resolved[str(Path(name).resolve()) if is_file_name(name) else name] += 1
     repeated = [name for name, count in resolved.items() if count > 1]
     if repeated:
         raise ValueError(

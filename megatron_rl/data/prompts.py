@@ -5,6 +5,7 @@ Everything wrong with a source is found here, before any work.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,7 @@ def load_sources(
         )
     names = [names] if isinstance(names, str) else names
     files = {name: files_of(name) for name in names}
-    label_of = labels([file for name in names for file in files[name]])
+    label_of = labels(list(itertools.chain.from_iterable(files[name] for name in names)))
     sources = []
     for name in names:
         prompts: list[Prompt] = []
@@ -131,10 +132,8 @@ def _load_file(
     # A template writes its own special tokens; the tokenizer must not add them once more.
     encoded = tokenizer(texts, add_special_tokens=not config.apply_chat_template)["input_ids"]
     if vision is not None:
-        encoded = [
-            _expanded(draft, ids, text, vision, problems)
-            for draft, ids, text in zip(drafts, encoded, texts, strict=True)
-        ]
+        rows = zip(drafts, encoded, texts, strict=True)
+        encoded = [_expanded(draft, ids, text, vision, problems) for draft, ids, text in rows]
         problems.raise_if_any()
     for draft, text, token_ids in zip(drafts, texts, encoded, strict=True):
         if not token_ids:
