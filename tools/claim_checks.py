@@ -38,7 +38,7 @@ class Check(Strict):
     def _one_kind(self) -> Check:
         ordered = self.more is not None and self.less is not None
         close = self.same is not None and self.within is not None
-        if ordered == close:
+        if ordered == close:  # both, or neither
             raise ValueError("a check has `more` and `less`, or `same` and `within`")
         return self
 
@@ -84,7 +84,8 @@ class Claim(Strict):
     @property
     def metrics(self) -> list[str]:
         """What is kept of a run."""
-        return list(dict.fromkeys([*(check.metric for check in self.checks), *self.curves]))
+        of_checks = [check.metric for check in self.checks]
+        return list(dict.fromkeys([*of_checks, *self.curves]))
 
 
 @dataclass(frozen=True)
@@ -114,11 +115,11 @@ def outcome(check: Check, runs: Runs) -> Outcome:
     """
     first, second = check.pair
     seeds = tuple(sorted(set(runs[first]) & set(runs[second])))
-    differences = [
-        value(runs[first][seed][check.metric], check)
-        - value(runs[second][seed][check.metric], check)
-        for seed in seeds
-    ]
+    differences = []
+    for seed in seeds:
+        of_first = value(runs[first][seed][check.metric], check)
+        of_second = value(runs[second][seed][check.metric], check)
+        differences.append(of_first - of_second)
     interval = student(differences)
     return Outcome(check, seeds, interval, bootstrap(differences), verdict(check, interval))
 

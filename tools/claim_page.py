@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import ceil
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,36 +21,40 @@ from megatron_rl.reporting.comparison.drawing import (
     style_of,
 )
 from megatron_rl.reporting.intervals import Interval, student
+from megatron_rl.reporting.metrics_file import is_held_out
 from tools.claim_checks import Claim, Outcome, Runs, Steps, overall
 
 
 def draw(claim: Claim, runs: Runs, file: Path) -> None:
     """A panel a metric: the median over the seeds, and all of them as a band."""
     num_columns = min(3, len(claim.curves))
-    num_rows = -(-len(claim.curves) // num_columns)
+    num_rows = ceil(len(claim.curves) / num_columns)
     size = (4.2 * num_columns, 3.0 * num_rows + 0.5)
     figure = Figure(figsize=size, dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(num_rows, num_columns, squeeze=False)
     for axes in grid.flat[len(claim.curves) :]:
         axes.set_visible(False)
-    for axes, metric in zip(grid.flat, claim.curves, strict=False):
-        cells = [
-            Drawn(cell, style_of(order), _band(of_seeds, metric), order)
-            for order, (cell, of_seeds) in enumerate(runs.items())
-        ]
-        draw_cells(axes, cells, held_out=metric.startswith("eval/"))
+    for axes, metric in zip(grid.flat, claim.curves, strict=False):  # the last row may be short
+        cells = []
+        for order, (cell, of_seeds) in enumerate(runs.items()):
+            cells.append(Drawn(cell, style_of(order), _band(of_seeds, metric), order))
+        draw_cells(axes, cells, held_out=is_held_out(metric))
         finish(axes, "step", metric)
     handles = [legend_line(style_of(order)) for order in range(len(runs))]
     figure.legend(
         handles, [*runs], loc="outside upper center", ncols=min(6, len(runs)), frameon=False
     )
+    # Without the version of matplotlib: the same data give the same bytes.
     figure.savefig(file, metadata={"Software": None})
 
 
 def _band(of_seeds: Mapping[int, Mapping[str, Steps]], metric: str) -> Band:
-    curves = [sorted(metrics[metric].items()) for metrics in of_seeds.values()]
-    return band_of([Curve(*np.array(points, dtype=float).T) for points in curves])
+    curves = []
+    for metrics in of_seeds.values():
+        steps, values = np.array(sorted(metrics[metric].items()), dtype=float).T
+        curves.append(Curve(steps, values))
+    return band_of(curves)
 
 
 def page(
@@ -119,7 +124,10 @@ def _cells(claim: Claim, runs: Runs) -> list[str]:
     for cell, of_seeds in runs.items():
         cells = []
         for metric in claim.metrics:
-            last = [metrics[metric][max(metrics[metric])] for metrics in of_seeds.values()]
+            last = []
+            for metrics in of_seeds.values():
+                steps = metrics[metric]
+                last.append(steps[max(steps)])
             interval = student(last)
             cells.append(f"{fmean(last):.3f} +- {interval.high - interval.mean:.3f}")
         settings = " ".join(f"`{text}`" for text in claim.cells[cell])

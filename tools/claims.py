@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_rl.reporting.metrics_file import read_metrics, series
+from megatron_rl.reporting.metrics_file import is_held_out, read_metrics, series
 from tools.claim_checks import Claim, Outcome, Runs, outcome, overall, read_claim
 from tools.claim_page import bounds, draw, page
 
@@ -49,9 +49,10 @@ def lab(work: Path, options: Sequence[str] = ()) -> Path:
     """Tasks and model, made once for what makes them; ``options``: of make.py."""
     makers = [LAB / "make.py", LAB / "tasks.py", REPO / "tools" / "make_toy_model.py"]
     read = [*(file.read_bytes() for file in makers), *map(str.encode, options)]
-    digest = hashlib.sha256(b"".join(read)).hexdigest()[:12]
+    digest = hashlib.sha256(b"\0".join(read)).hexdigest()[:12]
     folder = work / f"claims_lab-{digest}"
     if not folder.is_dir():
+        # Renamed when it is whole: a call that was killed on the way leaves no half of a lab.
         aside = work / f"claims_lab.{os.getpid()}"
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         make = [str(makers[0]), "--out", str(aside), *options]
@@ -81,7 +82,7 @@ def cell_folder(out: Path, claim: Claim, overrides: Sequence[str]) -> Path:
 def train(claim: Claim, out: Path, made: Path, parallel: int, more: Sequence[str]) -> None:
     """Every cell with every seed, ``parallel`` runs at a time; goes on where a call stopped."""
     files = {"train": train_file(made, claim.train_on), "eval": made / "eval.jsonl"}
-    seeds = ",".join(str(seed + 1) for seed in range(claim.num_seeds))
+    seeds = ",".join(str(seed) for seed in range(1, claim.num_seeds + 1))
     for overrides in claim.cells.values():
         own = [*claim.overrides, *overrides]
         folder = cell_folder(out, claim, overrides)
@@ -118,13 +119,13 @@ def _of_run(run: Path, metrics: Sequence[str]) -> dict[str, Any]:
         steps, values = series(rows, metric)
         if not steps:
             raise ValueError(f"{run}: has no {metric}; correct `checks` and `curves`")
-        if not metric.startswith("eval/"):
+        if not is_held_out(metric):
             steps, values = block_means(steps, values)
         kept[metric] = {
             step: round(value, DIGITS) for step, value in zip(steps, values, strict=True)
         }
-    seconds = sum(series(rows, "time/step_s")[1])
-    return {"seconds": round(seconds), "commit": saved["git_commit"], "metrics": kept}
+    _, seconds = series(rows, "time/step_s")
+    return {"seconds": round(sum(seconds)), "commit": saved["git_commit"], "metrics": kept}
 
 
 def block_means(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
@@ -145,10 +146,10 @@ def by_cell(rows: Sequence[dict[str, Any]]) -> Runs:
     """The rows as the checks want them, with steps as numbers again."""
     runs: dict[str, dict[int, dict[str, dict[int, float]]]] = {}
     for row in rows:
-        metrics = {
-            metric: {int(step): value for step, value in steps.items()}
-            for metric, steps in row["metrics"].items()
-        }
+        metrics = {}
+        for metric, steps in row["metrics"].items():
+            # JSON has texts alone for keys.
+            metrics[metric] = {int(step): value for step, value in steps.items()}
         runs.setdefault(row["cell"], {})[row["seed"]] = metrics
     return runs
 
@@ -188,6 +189,7 @@ def table(folder: str) -> str:
 
 def write_table(file: Path) -> None:
     """Puts the table in place of the one in ``file``."""
+    # The table goes from its head to the first blank line.
     before, _, rest = file.read_text("utf-8").partition(HEAD)
     _, _, after = rest.partition("\n\n")
     folder = "" if file.parent == CLAIMS else f"{CLAIMS.relative_to(file.parent).as_posix()}/"

@@ -103,6 +103,7 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
             f" batch.prompts_per_step = {batch.prompts_per_step}; choose a divisor: one optimizer"
             " step takes an equal part of the rollout batch"
         )
+    # At least 1: sizes that do not divide are refused elsewhere, and all problems are listed.
     replicas = max(1, world_size // replica_ranks(config.parallel))
     responses = batch.prompts_per_minibatch * batch.responses_per_prompt
     if responses < replicas:
@@ -136,7 +137,9 @@ def _growing_limit(rollout: RolloutConfig) -> Iterator[str]:
         return
     steps = [stage.from_step for stage in stages]
     limits = [stage.max_response_tokens for stage in stages]
+    # A list that grows is what sorting makes of it once equal numbers are gone.
     grows = steps == sorted(set(steps)) and limits == sorted(set(limits))
+    # Slices, since the list may be empty.
     if not grows or steps[:1] != [1] or limits[-1:] != [rollout.max_response_tokens]:
         shown = [stage.model_dump() for stage in stages]
         yield (
@@ -268,7 +271,8 @@ def _stages(config: Config) -> Iterator[str]:
 
 
 def _kept(config: Config) -> Iterator[str]:
-    kept, saved = config.checkpoint.keep_every_steps, config.checkpoint.every_steps
+    kept = config.checkpoint.keep_every_steps
+    saved = config.checkpoint.every_steps
     if kept and (saved == 0 or kept % saved):
         yield (
             f"checkpoint.keep_every_steps = {kept}: checkpoints come every {saved} steps"

@@ -22,10 +22,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.plugins import add_plugin_option, load_plugins
 
 DESCRIPTION = "Reinforcement learning with verifiable rewards: Megatron-Core policy, vLLM rollouts."
-# Every group, in --info's word for it.
-GROUPS = "groups"
-
-
+GROUPS = "groups"  # the value of --info for all of them
 ROOT = "config"
 
 
@@ -60,7 +57,9 @@ def root_of(options: argparse.Namespace) -> Root:
 
 def handed_on(plugins: Sequence[str], root: Root) -> list[str]:
     """The options with which another start of the program composes the same."""
-    words = [word for plugin in plugins for word in ("--plugin", plugin)]
+    words = []
+    for plugin in plugins:
+        words += ["--plugin", plugin]
     if root.config_name != ROOT:
         words += ["--config-name", root.config_name]
     if root.config_dir:
@@ -84,7 +83,8 @@ def arguments(argv: Sequence[str] | None, local_size: int | None = None) -> argp
         ValueError: an option that there is not, or one that means something else here.
     """
     options = _parser().parse_intermixed_args(argv)  # options may stand between overrides
-    if options.info is not None and "=" in options.info:  # an override, not the option's value
+    # ``--info method=dapo`` is the option without a value, and an override behind it.
+    if options.info is not None and "=" in options.info:
         options.overrides.insert(0, options.info)
         options.info = GROUPS
     if options.multirun:
@@ -129,8 +129,11 @@ def _parser() -> Parser:
 
 def all_groups() -> dict[str, list[str]]:
     """The options of every group of the package, by name."""
-    folders = sorted(path for path in conf_dir().iterdir() if path.is_dir())
-    return {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in folders}
+    groups = {}
+    for folder in sorted(conf_dir().iterdir()):
+        if folder.is_dir():
+            groups[folder.name] = sorted(file.stem for file in folder.glob("*.yaml"))
+    return groups
 
 
 def _multirun_answer(options: argparse.Namespace, local_size: int | None) -> str:
@@ -149,19 +152,22 @@ def answer(options: argparse.Namespace, rank: int = 0) -> int | None:
 
     Under torchrun the first rank answers for all.
     """
-    replies = ((options.completion, _complete), (options.info, _inform), (options.cfg, show))
-    reply = next((reply for asked, reply in replies if asked is not None), None)
-    if reply is None:
+    if options.completion is not None:
+        reply = _complete
+    elif options.info is not None:
+        reply = _inform
+    elif options.cfg is not None:
+        reply = show
+    else:
         return None
-    if rank != 0:
-        return 0
-    return reply(options)
+    return reply(options) if rank == 0 else 0
 
 
 def _complete(options: argparse.Namespace) -> int:
     shell = options.completion.removeprefix("install=")  # as Hydra's own option is written
     if shell != "bash":
         raise ValueError(f"--completion {shell}: there is a script for bash only")
+    # argparse names its options nowhere in public.
     flags = [flag for flag in _parser()._option_string_actions if flag.startswith("--")]
     print(completion.bash(all_groups(), flags), end="", flush=True)
     return 0
@@ -187,8 +193,11 @@ def _described(group: str, groups: Mapping[str, Sequence[str]]) -> list[str]:
     lines = []
     for name in groups[group]:
         text = (conf_dir() / group / f"{name}.yaml").read_text(encoding="utf-8")
-        first = text.removeprefix("# @package _global_\n").partition("\n")[0]
-        says = first.removeprefix("# ") if first.startswith("#") else ""
+        # A line that speaks to Hydra comes before the comment.
+        first, _, _ = text.removeprefix("# @package _global_\n").partition("\n")
+        says = ""
+        if first.startswith("#"):
+            says = first.removeprefix("# ")
         lines.append(f"{group}={name:24} {says}".rstrip())
     return lines
 

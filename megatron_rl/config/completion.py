@@ -26,6 +26,9 @@ complete -o bashdefault -o default -F _megatron_rl python python3 torchrun bash
 
 def bash(groups: Mapping[str, Sequence[str]], options: Sequence[str]) -> str:
     """A script for ``eval``: group=option, key= and the options of the command line."""
-    chosen = [f"{group}={name}" for group, names in groups.items() for name in names]
+    chosen = []
+    for group, names in groups.items():
+        chosen += [f"{group}={name}" for name in names]
+    # A key may come several times, from each section that a union allows.
     keys = [f"{key}=" for key in dict.fromkeys(known_keys(Config))]
     return SCRIPT.format(words=" ".join([*chosen, *keys, *options]))

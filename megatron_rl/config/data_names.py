@@ -16,7 +16,9 @@ KINDS = (
 
 def entries(value: str | tuple[str, ...]) -> tuple[str, ...]:
     """One name, or a list of them, as a list. Example: ``"a.jsonl"`` gives ``("a.jsonl",)``."""
-    return (value,) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return (value,)
+    return value
 
 
 def is_file_name(entry: str) -> bool:
@@ -34,7 +36,9 @@ def matching_files(entry: str) -> list[Path]:
         return [Path(entry)]
     if not glob.has_magic(entry):
         return []
-    return [path for path in map(Path, sorted(glob.glob(entry, recursive=True))) if path.is_file()]
+    # Sorted as texts: the order of the files is that of their rows, and must not depend on a disk.
+    names = sorted(glob.glob(entry, recursive=True))
+    return [Path(name) for name in names if Path(name).is_file()]
 
 
 def data_problems(key: str, value: str | tuple[str, ...]) -> Iterator[str]:

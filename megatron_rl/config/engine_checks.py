@@ -100,6 +100,7 @@ def stall_problems(config: Config) -> Iterator[str]:
 def seed_problems(config: Config, world_size: int) -> Iterator[str]:
     """Replica r of the engine is seeded with ``seed + r``, in 32 bits."""
     replicas = max(1, world_size // config.rollout.ranks)
+    # The last one has seed + replicas - 1, and the largest number of 32 bits is 2**32 - 1.
     if config.seed + replicas > 2**32:
         yield (
             f"seed = {config.seed}: {replicas} engines take this and the next {replicas - 1}; give"

@@ -82,6 +82,7 @@ def rollout_problems(sizes: ModelSizes, rollout: RolloutConfig) -> Iterator[str]
     for problem in _attention_problems("rollout", tensor, sizes):
         refused = True
         yield problem
+    # What the tensor ranks cut: an expert, or the dense layer. Whole experts are cut by nobody.
     width = sizes.expert_ffn_hidden_size or sizes.ffn_hidden_size
     if rollout.expert_parallel:
         yield from _whole_expert_problems(sizes, rollout)
@@ -173,6 +174,8 @@ def _expert_problems(sizes: ModelSizes, parallel: ParallelConfig) -> Iterator[st
 
 
 def _stage_problems(sizes: ModelSizes, parallel: ParallelConfig) -> Iterator[str]:
+    """Layers are cut evenly over the stages whose number is not set: of 28 layers on four stages
+    with 4 set for the first and 6 for the last one, 18 over two."""
     ends = _end_layers(parallel)
     middle_layers = sizes.num_layers - sum(ends)
     middle_stages = parallel.pipeline - len(ends)

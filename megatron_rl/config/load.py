@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
@@ -25,7 +26,7 @@ from pydantic_core import ErrorDetails
 
 from megatron_rl.config.foreign_keys import RENAMED_OPTIONS, name_here, not_supported
 from megatron_rl.config.hydra_words import answer
-from megatron_rl.config.overrides import group_problem, is_group, parse
+from megatron_rl.config.overrides import group_problem, is_group, options_of, parse
 from megatron_rl.errors import ConfigError, RegistrationError, close_names, did_you_mean
 
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -114,6 +115,7 @@ def compose(
     final = _all_permissive(overrides, groups)
     _search_more_folders()
     _given_dirs[:] = given
+    # Hydra's state is one for the process, and it refuses to be initialized twice.
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(groups[0]), version_base="1.3"):
@@ -126,6 +128,10 @@ def compose(
         raise ConfigError([problem], "the overrides") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([_composition_problem(error, overrides)], "the overrides") from error
+    except yaml.YAMLError as error:  # of a user's folder; it names the file, line and column
+        text = " ".join(str(error).split())
+        raise ConfigError([f"not YAML: {text}; correct the file"], "the options") from error
+    # A file of a group comes as {method: {...}}.
     for group in config_name.split("/")[:-1]:
         composed = composed[group]
     return _without_missing(composed)
@@ -134,7 +140,7 @@ def compose(
 def validate(schema: type[Schema], values: dict[str, Any], where: str) -> Schema:
     """``values`` as an instance of ``schema``.
 
-    Strict: 1 is not True, "8" is not 8; a list becomes a tuple.
+    Strict: 1 is not True, "8" is not 8. As JSON, because only there a strict tuple takes a list.
 
     Raises:
         ConfigError: names every wrong key at once, with the nearest known key where one is unknown.
@@ -152,7 +158,7 @@ def change_value(values: dict[str, Any], text: str) -> None:
     Example: ``change_value(values, "rollout.dtype=float32")``.
 
     Raises:
-        ConfigError: ``text`` is no ``key=value``, or names a section.
+        ConfigError: ``text`` is no ``key=value``, names a section, or a key below a value.
     """
     try:
         parsed = parse(text, [])
@@ -161,7 +167,11 @@ def change_value(values: dict[str, Any], text: str) -> None:
     *sections, leaf = parsed.key_or_group.split(".")
     node = values
     for section in sections:
+        # A section that is not there is made: ``validate`` refuses its keys with their neighbors.
         node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            problem = f"{text}: {section} is a value here, without keys; correct the key"
+            raise ConfigError([problem], "the overrides")
     if isinstance(node.get(leaf), dict):
         raise ConfigError([f"{text}: {leaf} is a section here; name its keys"], "the overrides")
     node[leaf] = parsed.value()
@@ -228,24 +238,30 @@ def _first_leaf(value: Any) -> list[str]:
 
 
 def _nearest_keys(key: str, known: Sequence[str]) -> str:
+    """What to type in place of ``key``: its name here, else keys with the same last part, else keys
+    that are spelled alike, else one whose last part is."""
     elsewhere = name_here(key)
     if elsewhere is not None and elsewhere != key:
         return f"; here it is {elsewhere}"
-    leaf = key.rsplit(".", 1)[-1]
-    by_leaf = {candidate.rsplit(".", 1)[-1]: candidate for candidate in known}
-    same_leaf = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == leaf]
-    close = same_leaf or close_names(key, known, count=2, cutoff=0.7)
-    close = close or [by_leaf[match] for match in close_names(leaf, by_leaf, cutoff=0.7)]
+    by_leaf: dict[str, list[str]] = {}
+    for candidate in known:
+        by_leaf.setdefault(candidate.rpartition(".")[2], []).append(candidate)
+    leaf = key.rpartition(".")[2]
+    close = by_leaf.get(leaf) or close_names(key, known, count=2, cutoff=0.7)
+    if not close:
+        close = [by_leaf[match][-1] for match in close_names(leaf, by_leaf, cutoff=0.7)]
     return f"; {did_you_mean(close[:2]) or 'see --cfg job for all keys'}"
 
 
 def _without_missing(values: dict[str, Any]) -> dict[str, Any]:
     """Drops Hydra's ``???`` so that the schema reports the key as missing."""
-    kept = {
-        key: _without_missing(value) if isinstance(value, dict) else value
-        for key, value in values.items()
-    }
-    return {key: value for key, value in kept.items() if value != "???"}
+    kept = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            kept[key] = _without_missing(value)
+        elif value != "???":
+            kept[key] = value
+    return kept
 
 
 def _all_permissive(overrides: Sequence[str], groups: Sequence[Path]) -> list[str]:
@@ -282,8 +298,11 @@ def _permissive(text: str, override: Override, groups: Sequence[Path]) -> str:
     # Looked up here, because Hydra passes over an option of an optional group in silence.
     if chooses and isinstance(option, str) and not any(file.is_file() for file in files):
         raise ConfigError([_unknown_option(key, option, groups)], "the overrides")
+    # "++" sets a key whether or not it is there; with a plain ``key=value`` Hydra refuses the first
+    # key that is not, and says nothing of the others.
     if key in SHORT and not override.is_delete() and not isinstance(option, dict):
-        return f"++{SHORT[key]}={text.partition('=')[2]}"
+        _, _, value = text.partition("=")
+        return f"++{SHORT[key]}={value}"
     if chooses or override.is_delete() or override.is_force_add():
         return text
     return f"++{text.removeprefix('+')}"
@@ -302,7 +321,7 @@ def _composition_problem(error: Exception, overrides: Sequence[str]) -> str:
 
 
 def _unknown_root(name: str, groups: Sequence[Path]) -> str:
-    names = sorted({path.stem for folder in groups for path in folder.glob("*.yaml")})
+    names = options_of("", groups)
     return f"--config-name {name}: no such file; there are {', '.join(names)}"
 
 
@@ -310,7 +329,7 @@ def _unknown_option(group: str, option: str, groups: Sequence[Path]) -> str:
     new = RENAMED_OPTIONS.get((group, option))
     if new is not None:
         return f"{group}={option}: no such option; it is {group}={new} now"
-    options = sorted({path.stem for folder in groups for path in (folder / group).glob("*.yaml")})
+    options = options_of(group, groups)
     hint = not_supported(option)
     if hint:
         hint += ";"

@@ -70,7 +70,10 @@ def model_sizes(values: Mapping[str, Any]) -> ModelSizes:
 
     def size(*keys: str) -> int:
         """The first of ``keys`` that is there and is neither null nor 0."""
-        return next((values[key] for key in keys if values.get(key)), 0)
+        for key in keys:
+            if values.get(key):
+                return values[key]
+        return 0
 
     num_heads = size("num_attention_heads")
     head_dim = size("head_dim")
@@ -141,6 +144,7 @@ def read_model_config(file: Path, architectures: Collection[str] | None = None) 
     text = values.get("text_config")
     if isinstance(text, dict):
         # A model that sees, as newer versions of transformers write it: a section for each part.
+        # Keys at the top win, where older versions have those of the language model.
         values = {**text, **values}
     quantization = values.get("quantization_config") or values.get("compression_config")
     if quantization:

@@ -23,7 +23,9 @@ def typed(key: str, value: str) -> str:
     if _reads_as(plain, value):
         return shlex.quote(plain)
     doubled = f'{key}="{value}"'  # in the single quotes of a shell these are easier to read
-    return shlex.quote(doubled if _reads_as(doubled, value) else quoted_override(key, value))
+    if _reads_as(doubled, value):
+        return shlex.quote(doubled)
+    return shlex.quote(quoted_override(key, value))
 
 
 def _reads_as(text: str, value: str) -> bool:
@@ -73,8 +75,9 @@ def _several(text: str, override: Override, groups: Sequence[Path]) -> str:
     is_list = isinstance(sweep, ChoiceSweep) and sweep.simple_form
     if not is_list or is_group(override, groups):
         return f"{text}: means several runs; start them with {SWEEP}, or give one value"
-    numbers = all(isinstance(choice, int | float) for choice in sweep.list)
-    as_text = "" if numbers else f"as one text type {typed(key, value)}, "
+    as_text = f"as one text type {typed(key, value)}, "
+    if all(isinstance(choice, int | float) for choice in sweep.list):
+        as_text = ""  # nobody means the text "1,2"
     as_list = shlex.quote(f"{key}=[{value}]")
     return (
         f"{text}: a comma outside quotes means several runs; {as_text}as a list {as_list}, for a "
@@ -93,8 +96,15 @@ def group_problem(text: str, override: Override, groups: Sequence[Path]) -> str 
     value = override.value()
     if not is_group(override, groups) or override.is_delete() or isinstance(value, str | list):
         return None
-    options = sorted({path.stem for folder in groups for path in (folder / key).glob("*.yaml")})
     return (
         f"{text}: {key} is a group of settings; choose one of its options "
-        f"({', '.join(options)}), or set a key in it: {key}.NAME=value"
+        f"({', '.join(options_of(key, groups))}), or set a key in it: {key}.NAME=value"
     )
+
+
+def options_of(group: str, groups: Sequence[Path]) -> list[str]:
+    """The options of a group in all folders, sorted; of "" the files beside ``config.yaml``."""
+    options: set[str] = set()
+    for folder in groups:
+        options.update(path.stem for path in (folder / group).glob("*.yaml"))
+    return sorted(options)

@@ -75,11 +75,10 @@ def _built(table: Choices, name: Any, knobs: Mapping[str, Any]) -> Named:
         problems = [_refusal(("name",), name, unknown(table.what, table, name))]
         raise ValidationError.from_exception_data(table.what, problems)
     own = [field for field in table[name].model_fields if field != "name"]
-    problems = [
-        _refusal((knob,), value, _foreign_knob(table, name, knob, own))
-        for knob, value in knobs.items()
-        if knob not in own
-    ]
+    problems = []
+    for knob, value in knobs.items():
+        if knob not in own:
+            problems.append(_refusal((knob,), value, _foreign_knob(table, name, knob, own)))
     if problems:
         raise ValidationError.from_exception_data(table.what, problems)
     # As from a file: there a list may become the tuple that a knob declares.
@@ -99,8 +98,9 @@ def unknown(what: str, names: Collection[str], name: Any) -> str:
     """Why ``name`` is refused, with the nearest name where there is one."""
     if not names:
         return f"is no {what}: there is none; load the plug-in that registers it (--plugin)"
+    refusal = f"is not one of the {what}s {', '.join(names)}"
     hint = did_you_mean(close_names(str(name), names))
-    return f"is not one of the {what}s {', '.join(names)}{'; ' if hint else ''}{hint}"
+    return f"{refusal}; {hint}" if hint else refusal
 
 
 def one_of(table: Choices, *others: str) -> AfterValidator:
@@ -141,7 +141,7 @@ def by_key(table: Choices) -> BeforeValidator:
         chosen: dict[str, Named] = {}
         problems: list[InitErrorDetails] = []
         for name, knobs in value.items():
-            if isinstance(knobs, Named):
+            if isinstance(knobs, Named):  # of a configuration that was made in Python
                 chosen[name] = knobs
             elif name not in table:
                 problems.append(_refusal((name,), knobs, unknown(table.what, table, name)))
@@ -149,10 +149,10 @@ def by_key(table: Choices) -> BeforeValidator:
                 try:
                     chosen[name] = _built(table, name, knobs)
                 except ValidationError as error:
-                    problems += [
-                        _refusal((name, *detail["loc"]), detail["input"], detail["msg"])
-                        for detail in error.errors()
-                    ]
+                    # Collected, so that all choices are judged, each error under its choice.
+                    for detail in error.errors():
+                        place = (name, *detail["loc"])
+                        problems.append(_refusal(place, detail["input"], detail["msg"]))
             elif knobs is not None:
                 message = "must be a mapping of knobs; {} takes the defaults, null leaves it out"
                 problems.append(_refusal((name,), knobs, message))

@@ -25,11 +25,14 @@ def override(key: str, value: str) -> str:
         raise ValueError(
             f"{key} = {value!r}: the configuration keeps this text for a missing value"
         )
-    return f"{key}={value}" if _reads_as_itself(key, value) else f"{key}={quoted(value)}"
+    if _reads_as_itself(key, value):
+        return f"{key}={value}"
+    return f"{key}={quoted(value)}"
 
 
 def quoted(value: str) -> str:
     """The text in single quotes of Hydra's grammar, without a meaning for ``${``."""
+    # ``${`` becomes ``\${``, and each backslash before it two: ``\${`` becomes ``\\\${``.
     literal = INTERPOLATION.sub(lambda start: start[1] * 2 + r"\${", value)
     return QuotedString(literal, Quote.single).with_quotes()
 

@@ -154,12 +154,11 @@ class RolloutConfig(Section):
 
     def response_limit(self, step: int) -> int:
         """Most tokens of a response of a training step, counted from 1."""
-        limits = [
-            stage.max_response_tokens
-            for stage in self.response_stages or ()
-            if stage.from_step <= step
-        ]
-        return limits[-1] if limits else self.max_response_tokens
+        limit = self.max_response_tokens
+        for stage in self.response_stages or ():  # ascending, as ``config.checks`` sees to it
+            if stage.from_step <= step:
+                limit = stage.max_response_tokens
+        return limit
 
 
 class PartialConfig(Section):
@@ -375,4 +374,6 @@ class Config(Section):
         if self.weight_sync.method != "auto":
             return self.weight_sync.method
         one_dtype = self.precision.params == self.rollout.dtype
-        return "reshard" if one_dtype and self.rollout.quantization is None else "gather"
+        if one_dtype and self.rollout.quantization is None:
+            return "reshard"
+        return "gather"

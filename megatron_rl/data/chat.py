@@ -38,7 +38,7 @@ def render(
     if problem is not None:
         problems.add(row, problem[0], prompt, problem[1])
         return ""
-    messages = [dict(message) for message in messages]
+    messages = [dict(message) for message in messages]  # those of the row stay as they are
     if not _text(messages[-1]).strip() and not draft.images:
         problems.add(row, "empty prompt", prompt, "drop the row")
     messages[-1]["content"] = _with_suffix(messages[-1]["content"], config.prompt_suffix)
@@ -56,7 +56,11 @@ def render(
     if len(messages) > 1:
         remedy = "set data.apply_chat_template=true, or give a text and no system prompt"
         problems.add(row, "several messages need a chat template", prompt, remedy)
-    place = "" if vision is None else str(tokenizer.decode(list(vision.place_ids)))
+    # A template writes the place of an image; without one it is written here, as the text of its
+    # special tokens, which the tokenizer makes those tokens again.
+    place = ""
+    if vision is not None:
+        place = str(tokenizer.decode(list(vision.place_ids)))
     return _text(messages[-1], place)
 
 
@@ -73,11 +77,13 @@ def _with_places(messages: Any, draft: Draft, problems: Problems) -> Any:
     elif draft.images is not None and places != len(draft.images):
         what = f"{places} places of images ({PLACE}) in the prompt for {len(draft.images)} images"
         problems.add(draft.row, what, draft.prompt, "make them equal, or drop the row")
-    # A text without a place stays a text.
-    return [
-        {**message, "content": parts} if parts and _needs_parts(message, parts) else message
-        for message, parts in zip(messages, split, strict=True)
-    ]
+    with_places = []
+    for message, parts in zip(messages, split, strict=True):
+        # A text without a place stays a text, which every template takes.
+        if parts and _needs_parts(message, parts):
+            message = {**message, "content": parts}
+        with_places.append(message)
+    return with_places
 
 
 def _needs_parts(message: Mapping[str, Any], parts: Sequence[Mapping[str, str]]) -> bool:
@@ -87,7 +93,9 @@ def _needs_parts(message: Mapping[str, Any], parts: Sequence[Mapping[str, str]])
 def _with_suffix(content: Any, suffix: str) -> Any:
     if isinstance(content, str):
         return content + suffix
-    return [*content, {"type": "text", "text": suffix}] if suffix else content
+    if not suffix:
+        return content
+    return [*content, {"type": "text", "text": suffix}]
 
 
 def _text(message: Mapping[str, Any], place: str = "") -> str:
@@ -149,12 +157,13 @@ def _wrong_form(messages: Any, *, sees: bool) -> tuple[str, str] | None:
 def _has_other_parts(messages: Any) -> bool:
     if not isinstance(messages, list):
         return False
-    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
-    segments = [segment for content in contents if isinstance(content, list) for segment in content]
-    return any(
-        isinstance(segment, Mapping) and segment.get("type", "text") != "text"
-        for segment in segments
-    )
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        parts = content if isinstance(content, list) else []
+        for part in parts:
+            if isinstance(part, Mapping) and part.get("type", "text") != "text":
+                return True
+    return False
 
 
 def _are_messages(messages: Any, sees: bool) -> bool:

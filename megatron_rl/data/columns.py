@@ -31,10 +31,12 @@ def column_roles(rows: Rows, columns: DataColumns, problems: Problems) -> DataCo
     """
     decided: dict[str, str | None] = {}
     for role, column in columns.model_dump().items():
+        # A file may have a column that is called "auto".
         if column is None or _has_column(rows, column):
             decided[role] = column
         elif column == _AUTO:
-            decided[role] = role if any(role in row for _, row in rows) else None
+            is_there = any(role in row for _, row in rows)
+            decided[role] = role if is_there else None
         else:
             hint = _hint(role, column, rows)
             problems.add(f"data.columns.{role}", "no row has this column", column, hint)
@@ -45,6 +47,7 @@ def column_roles(rows: Rows, columns: DataColumns, problems: Problems) -> DataCo
 def _hint(role: str, column: str, rows: Rows) -> str:
     """What the user may have meant, and which columns there are."""
     present = sorted({name for _, row in rows for name in row})
+    # The first rows are enough: this only helps with a message.
     others = [name for name in _OTHER_NAMES.get(role, ()) if _has_column(rows[:100], name)]
     likely = [*close_names(column, present), *others][:1]
     advice = []

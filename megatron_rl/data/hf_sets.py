@@ -73,6 +73,7 @@ def read_rows(entry: str) -> Rows:
             f"{first_line(error)}); correct name, configuration and split, or give a local "
             "folder (HF_HUB_OFFLINE=1 looks in the cache alone)"
         ) from error
+    # As Arrow, since by its own access the library would decode images and sounds.
     table = dataset.with_format("arrow")[:]
     if not len(table):
         raise ValueError(f"{entry}: the split has no row; give one with at least one")
@@ -84,7 +85,10 @@ def _load(library: Any, hf_set: HfSet) -> Any:
     if not any((folder / name).is_file() for name in _SAVED):
         return library.load_dataset(hf_set.name, hf_set.config, split=hf_set.split)
     saved = library.load_from_disk(str(folder))
-    splits = saved if isinstance(saved, dict) else {str(saved.split or hf_set.split): saved}
+    if isinstance(saved, dict):
+        splits = saved
+    else:  # one split, which need not know its name
+        splits = {str(saved.split or hf_set.split): saved}
     if hf_set.split not in splits:
         raise ValueError(f"there are the splits {', '.join(splits)}, whole as they were saved")
     return splits[hf_set.split]

@@ -46,9 +46,12 @@ class ImageColumn:
             what = f"{self._column}: the model of model.path reads no images"
             self._problems.add(row, what, _count(value), remedy)
             return ()
-        items = value if isinstance(value, list) else [value]
-        images = [self._image(row, item) for item in items]
-        return tuple(image for image in images if image is not None)
+        images = []
+        for item in value if isinstance(value, list) else [value]:
+            image = self._image(row, item)
+            if image is not None:
+                images.append(image)
+        return tuple(images)
 
     def _image(self, row: int, item: Any) -> Image | None:
         try:
@@ -106,7 +109,9 @@ def _shown(item: Any) -> Any:
     """The item without the bytes of a whole file."""
     if isinstance(item, Mapping):
         return {key: _shown(value) for key, value in item.items()}
-    return f"{len(item)} bytes" if isinstance(item, bytes) else item
+    if isinstance(item, bytes):
+        return f"{len(item)} bytes"
+    return item
 
 
 def _count(value: Any) -> str:
@@ -140,6 +145,7 @@ def parts_of(content: Any) -> list[dict[str, str]] | None:
 
 
 def _split(text: str) -> list[dict[str, str]]:
+    # "a<image>b<image>" splits into a, b and an empty text: a place before each but the first.
     first, *others = text.split(PLACE)
     parts = [{"type": "text", "text": first}]
     for other in others:

@@ -35,16 +35,21 @@ def labels(names: Sequence[str]) -> dict[str, str]:
     Raises:
         ValueError: a file is given twice.
     """
-    resolved = Counter(str(Path(name).resolve()) if is_file_name(name) else name for name in names)
+    # A file may be given by two paths.
+    resolved: Counter[str] = Counter()
+    for name in names:
+        resolved[str(Path(name).resolve()) if is_file_name(name) else name] += 1
     repeated = [name for name, count in resolved.items() if count > 1]
     if repeated:
         raise ValueError(
             f"{repeated[0]}: comes twice among the sources; name each file once"
             " (data.train_weights gives it more weight)"
         )
+    # Labels that are not the only ones of their kind grow by a component until they are, at most to
+    # the whole path: train -> train.jsonl -> a/train.jsonl.
     chosen = {name: _label(name, 1) for name in names}
     deepest = max((len(Path(name).parts) for name in names), default=1)
-    for depth in range(2, deepest + 2):  # 2: the file's name with its suffix
+    for depth in range(2, deepest + 2):
         counts = Counter(chosen.values())
         for name, label in chosen.items():
             if counts[label] > 1:
@@ -61,9 +66,12 @@ def labels(names: Sequence[str]) -> dict[str, str]:
 
 
 def _label(name: str, depth: int) -> str:
-    """``depth``: 1 for a file's stem, else how many of the last components of its path."""
+    """``depth``: 1 for a file's stem, 2 for its name, 3 for that with its folder, and so on."""
     if name.startswith(GENERATED):
         return GENERATED.rstrip(":")
     if name.startswith(HF):
         return hf_sets.parse(name).label
-    return Path(name).stem if depth == 1 else "/".join(Path(name).parts[1 - depth :])
+    if depth == 1:
+        return Path(name).stem
+    num_components = depth - 1
+    return "/".join(Path(name).parts[-num_components:])

@@ -84,6 +84,8 @@ class PromptLoader:
     def _order_of(self, epoch: int) -> list[int]:
         order = list(range(len(self._prompts)))
         if self._shuffle:
+            # A text as the seed goes through SHA-512, so neighboring seeds and epochs have nothing
+            # in common, and every process has the same order, unlike with ``hash``.
             random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
 
@@ -133,7 +135,12 @@ class WeightedLoader:
         return _with_distinct_uids(prompts)
 
     def _next_source(self) -> int:
-        """The source that would be furthest behind its share of all prompts and the next one."""
+        """The source that would be furthest behind its share of all prompts and the next one.
+
+        Example, shares 3/4 and 1/4: of the first prompt they are owed 3/4 and 1/4, so a comes. Of
+        two they are owed 3/2 - 1 and 1/2 - 0: equal, so the first one comes again. Of three 9/4 - 2
+        and 3/4 - 0: now b.
+        """
         num_prompts = sum(self._taken) + 1
         deficits = [
             share * num_prompts - taken
@@ -190,6 +197,7 @@ class Ahead:
 
     def keep(self, count: int) -> None:
         """The next prompt of the stream is the one with the number ``count``."""
+        # A stream only goes forward: to go back is to begin again and to take as many.
         if count < len(self._prompts):
             self._stream.restore(self._begin)
             self._stream.take(count)
@@ -214,7 +222,9 @@ def _distinct(prompt: Prompt, counts: Counter[str]) -> Prompt:
 
 def numbered(prompt: Prompt, count: int) -> Prompt:
     """The prompt as it comes for the ``count``-th time in a step."""
-    return prompt if count == 1 else replace(prompt, uid=f"{prompt.uid}#{count}")
+    if count == 1:
+        return prompt
+    return replace(prompt, uid=f"{prompt.uid}#{count}")
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:

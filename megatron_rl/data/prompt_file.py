@@ -7,6 +7,7 @@ each prompt.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import uuid
@@ -60,10 +61,12 @@ class StoredPrompts(Sequence[Prompt]):
     def __getitem__(self, index: slice) -> list[Prompt]: ...
 
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        # A range knows negative places, steps and ends: of rows 10 to 19 [-1] is 19, [2:4] is the
+        # range of 12 and 13.
         rows = range(self._start, self._stop)[index]
-        return (
-            [self._prompt(row) for row in rows] if isinstance(rows, range) else self._prompt(rows)
-        )
+        if isinstance(rows, range):
+            return [self._prompt(row) for row in rows]
+        return self._prompt(rows)
 
     def _prompt(self, row: int) -> Prompt:
         uid, token_ids, answer, data_source, extra, text = (
@@ -89,10 +92,11 @@ def join(parts: Sequence[Sequence[Prompt]]) -> Sequence[Prompt]:
     """All prompts of all parts: of neighbors in one file without reading them."""
     whole = parts[0] if parts else ()
     for part in parts[1:]:
-        neighbors = isinstance(whole, StoredPrompts) and isinstance(part, StoredPrompts)
-        both = whole.joined(part) if neighbors else None  # type: ignore[attr-defined,arg-type]
+        both = None
+        if isinstance(whole, StoredPrompts) and isinstance(part, StoredPrompts):
+            both = whole.joined(part)
         if both is None:
-            return [prompt for part in parts for prompt in part]
+            return list(itertools.chain.from_iterable(parts))
         whole = both
     return whole
 
@@ -112,8 +116,10 @@ def write(path: Path, prompts: Sequence[Prompt], about: Mapping[str, Any]) -> No
             file.write(bytes(_HEADER_BYTES))
             with pyarrow.ipc.new_stream(file, schema) as stream:
                 stream.write_batch(batch.replace_schema_metadata(schema.metadata))
+            # What Python still holds must be in the file before its content is mapped and digested.
             file.flush()
             os.pwrite(file.fileno(), _digest(draft), 0)
+        # Nothing is forced to the disk: after a power cut the digest tells, and it is made anew.
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
@@ -122,6 +128,8 @@ def write(path: Path, prompts: Sequence[Prompt], about: Mapping[str, Any]) -> No
 def _batch(prompts: Sequence[Prompt]) -> pyarrow.RecordBatch:
     extras = []
     for prompt in prompts:
+        # What comes out of the file must be what went in: JSON makes lists of tuples, and texts of
+        # keys that are numbers.
         extra = json.dumps(prompt.extra) if isinstance(prompt.extra, dict) else ""
         if prompt.images or not extra or json.loads(extra) != prompt.extra:
             raise ValueError(f"prompt {prompt.uid} has images, or an extra that is not JSON")
@@ -134,9 +142,9 @@ def _batch(prompts: Sequence[Prompt]) -> pyarrow.RecordBatch:
         extras,
         [prompt.text for prompt in prompts],
     ]
-    arrays = [
-        pyarrow.array(values, field.type) for values, field in zip(columns, _SCHEMA, strict=True)
-    ]
+    arrays = []
+    for values, field in zip(columns, _SCHEMA, strict=True):
+        arrays.append(pyarrow.array(values, field.type))
     return pyarrow.record_batch(arrays, schema=_SCHEMA)
 
 
@@ -158,6 +166,7 @@ def is_whole(path: Path) -> bool:
 
 def read(path: Path) -> tuple[pyarrow.RecordBatch, dict[str, Any]]:
     """The rows, mapped, and what was written about them."""
+    # Not closed: the rows point into the mapping, and hold it as long as they are used.
     content = pyarrow.memory_map(str(path)).read_buffer()
     with pyarrow.ipc.open_stream(content.slice(_HEADER_BYTES)) as stream:
         batch = stream.read_next_batch()

@@ -5,6 +5,7 @@ Everything wrong with a source is found here, before any work.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,7 @@ def load_sources(
         )
     names = [names] if isinstance(names, str) else names
     files = {name: files_of(name) for name in names}
-    label_of = labels([file for name in names for file in files[name]])
+    label_of = labels(list(itertools.chain.from_iterable(files[name] for name in names)))
     sources = []
     for name in names:
         prompts: list[Prompt] = []
@@ -122,6 +123,7 @@ def _load_file(
 ) -> tuple[list[Prompt], int]:
     """(prompts, number of rows) of one file, data set or generated source."""
     problems = Problems(name)
+    # Each stage lists all that is wrong in it, so that the next can rely on what it is given.
     drafts = _drafts(name, config, problems, vision)
     problems.raise_if_any()
     texts = [render(draft, config, tokenizer, problems, vision) for draft in drafts]
@@ -130,31 +132,32 @@ def _load_file(
     # A template writes its own special tokens; the tokenizer must not add them once more.
     encoded = tokenizer(texts, add_special_tokens=not config.apply_chat_template)["input_ids"]
     if vision is not None:
-        encoded = [
-            _expanded(draft, ids, text, vision, problems)
-            for draft, ids, text in zip(drafts, encoded, texts, strict=True)
-        ]
+        rows = zip(drafts, encoded, texts, strict=True)
+        encoded = [_expanded(draft, ids, text, vision, problems) for draft, ids, text in rows]
         problems.raise_if_any()
+    for draft, text, token_ids in zip(drafts, texts, encoded, strict=True):
+        if not token_ids:
+            what = "empty prompt: the tokenizer makes no token of it"
+            problems.add(draft.row, what, text, "drop the row")
+    problems.raise_if_any()
     too_long = f"prompt longer than rollout.max_prompt_tokens = {max_prompt_tokens}"
     prompts = []
     for draft, text, token_ids in zip(drafts, texts, encoded, strict=True):
         if len(token_ids) > max_prompt_tokens:
             remedy = f"lower data.max_pixels, {_LONG_REMEDY}" if draft.images else _LONG_REMEDY
             problems.add(draft.row, too_long, (len(token_ids), text), remedy)
-        elif not token_ids:
-            problems.add(draft.row, "empty prompt", text, "drop the row")
-        else:
-            prompts.append(
-                Prompt(
-                    uid=f"{label}:{draft.row}",
-                    token_ids=tuple(token_ids),
-                    answer=draft.answer,
-                    data_source=draft.data_source,
-                    extra=draft.extra,
-                    text=text,
-                    images=draft.images or (),
-                )
-            )
+            continue
+        prompt = Prompt(
+            uid=f"{label}:{draft.row}",
+            token_ids=tuple(token_ids),
+            answer=draft.answer,
+            data_source=draft.data_source,
+            extra=draft.extra,
+            text=text,
+            images=draft.images or (),
+        )
+        prompts.append(prompt)
+    # Long prompts are all that may be left out; a source of nothing else is a mistake all the same.
     if config.on_long_prompt == "error" or not prompts:
         problems.raise_if_any()
     return prompts, len(drafts)
@@ -224,10 +227,11 @@ def _drafts(
     if columns.images is None:
         return drafts
     images = ImageColumn(columns.images, folder, vision, problems)
-    return [
-        draft._replace(images=images.read(number, lookup(row, columns.images)[1]))
-        for draft, (number, row) in zip(drafts, rows, strict=True)
-    ]
+    with_images = []
+    for draft, (number, row) in zip(drafts, rows, strict=True):
+        _, value = lookup(row, columns.images)
+        with_images.append(draft._replace(images=images.read(number, value)))
+    return with_images
 
 
 def without_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[Prompt]:
@@ -245,11 +249,15 @@ def _from_rows(
     """``name``: the data source of rows that name none."""
     drafts = []
     for number, row in rows:
-        prompt = lookup(row, roles.prompt)[1]
-        answer = _answer(number, lookup(row, roles.answer)[1], answer_after, problems)
-        data_source = lookup(row, roles.data_source)[1] if roles.data_source else name
-        extra = lookup(row, roles.extra)[1] if roles.extra else None
-        if not isinstance(data_source, str):
+        _, prompt = lookup(row, roles.prompt)
+        _, answer = lookup(row, roles.answer)
+        data_source: Any = name
+        extra: Any = None
+        if roles.data_source:
+            _, data_source = lookup(row, roles.data_source)
+        if roles.extra:
+            _, extra = lookup(row, roles.extra)
+        if not isinstance(data_source, str) or not is_unicode(data_source):
             remedy = "name the row's data source, or set data.columns.data_source=null"
             problems.add(number, f"{roles.data_source} is not a text", data_source, remedy)
         if extra is None:
@@ -258,7 +266,8 @@ def _from_rows(
             remedy = "write an object, or set data.columns.extra=null"
             problems.add(number, f"{roles.extra} is not an object", extra, remedy)
             extra = {}
-        drafts.append(Draft(number, prompt, answer, str(data_source), dict(extra)))
+        expected = _answer(number, answer, answer_after, problems)
+        drafts.append(Draft(number, prompt, expected, str(data_source), dict(extra)))
     return drafts
 
 

@@ -6,7 +6,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +16,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader, WeightedLoader
 from megatron_rl.data.prompt_file import join
 from megatron_rl.data.prompts import Source, load_sources, without_overlap
+from megatron_rl.data.rows import interleaved
 from megatron_rl.data.vision import VisionProcessor
 from megatron_rl.errors import shortened
 from megatron_rl.types import Prompt
@@ -46,8 +46,7 @@ class Data:
     @property
     def held_out_prompts(self) -> list[Prompt]:
         """Interleaved: every prefix (evaluation.num_prompts) mixes all sources."""
-        turns = zip_longest(*(source.prompts for source in self.held_out))
-        return [prompt for turn in turns for prompt in turn if prompt is not None]
+        return interleaved([source.prompts for source in self.held_out])
 
 
 def read_data(
@@ -98,7 +97,8 @@ def examined(data: Data, config: Config) -> list[Doubt]:
     """Everything about the data that is allowed and probably a mistake."""
     doubts = []
     for key, sources in (("data.train", data.train), ("data.eval", data.held_out)):
-        doubts += [(key, doubt) for doubt in _doubts(_prompts(sources), config)]
+        for doubt in _doubts(_prompts(sources), config):
+            doubts.append((key, doubt))
     return doubts
 
 
@@ -161,17 +161,17 @@ def _doubts(prompts: Sequence[Prompt], config: Config) -> Iterator[str]:
 
 
 def _repeats(prompts: Sequence[Prompt], verifier: str) -> Iterator[str]:
-    groups: dict[Any, list[Prompt]] = defaultdict(list)
+    groups: dict[Any, list[Prompt]] = defaultdict(list)  # rows that ask the same
     for prompt in prompts:
         groups[prompt.content].append(prompt)
     contradictory = []
     redundant = []
     for group in groups.values():
-        if len(_answers(group)) > 1:
-            if not all(_may_have_several_answers(prompt, verifier) for prompt in group):
-                contradictory.append(group)
-        elif len(group) > 1:
-            redundant.append(group)
+        if len(_answers(group)) == 1:
+            if len(group) > 1:
+                redundant.append(group)
+        elif not all(_may_have_several_answers(prompt, verifier) for prompt in group):
+            contradictory.append(group)
     if contradictory:
         first, second = (repr(shortened(text, 40)) for text in _answers(contradictory[0])[:2])
         yield (

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from itertools import zip_longest
 from typing import Any
 
 from megatron_rl.config.data_names import GENERATED
-from megatron_rl.data.rows import Draft, Problems
+from megatron_rl.data.rows import Draft, Problems, interleaved
 from megatron_rl.errors import close_names, did_you_mean
 from megatron_rl.runtime.random_state import preserved_random_state
 
@@ -30,13 +29,13 @@ def load_tasks(spec: str, problems: Problems) -> list[Draft]:
     """
     entries = [_generate(task, query, problems) for task, query in _parse(spec, problems)]
     problems.raise_if_any()
-    turns = zip_longest(*entries)  # a task whose entries are used up leaves None
-    interleaved = [entry for turn in turns for entry in turn if entry is not None]
-    return [_draft(row, entry) for row, entry in enumerate(interleaved, start=1)]
+    return [_draft(row, entry) for row, entry in enumerate(interleaved(entries), start=1)]
 
 
 def _draft(row: int, entry: Mapping[str, Any]) -> Draft:
     source = GENERATED + entry["metadata"]["source_dataset"]
+    # Tasks with many right answers, such as a puzzle's moves, name none; their verifier has the
+    # entry.
     return Draft(row, entry["question"], str(entry["answer"] or ""), source, entry)
 
 
@@ -66,6 +65,7 @@ def _split_tasks(text: str) -> list[str]:
     tasks: list[str] = []
     for fragment in text.split("+"):
         name = fragment.partition("?")[0]
+        # ``operators=["+"]`` falls into ``...["`` and ``"]``, which is no name.
         if tasks and not name.replace("_", "").isalnum():
             tasks[-1] += "+" + fragment
         else:
@@ -91,7 +91,7 @@ def _generate(task: str, query: Mapping[str, Any], problems: Problems) -> list[d
         hint = did_you_mean(close_names(key, fields))
         problems.add(task, "unknown key", key, hint or f"there are {', '.join(sorted(fields))}")
     for key in ("size", "seed"):
-        if type(query.get(key)) is not int:
+        if type(query.get(key)) is not int:  # to isinstance ``true`` is a whole number
             remedy = f"write {task}?size=N&seed=S"
             problems.add(task, f"{key} must be a whole number", query.get(key), remedy)
     problems.raise_if_any()

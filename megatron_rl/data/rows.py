@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow
 import pyarrow.parquet
@@ -21,6 +22,7 @@ _SHOWN_KINDS = 10
 _TO_UTF8 = "save the file as UTF-8, e.g. iconv -f {encoding} -t UTF-8 FILE > NEW"
 
 Rows = list[tuple[int, Mapping[str, Any]]]  # row number, columns
+Item = TypeVar("Item")
 
 
 class Draft(NamedTuple):
@@ -58,10 +60,9 @@ class Problems:
         """Raises ValueError: source, rows, first value and remedy of every kind of problem."""
         if not self._occurrences:
             return
-        lines = [
-            _line(what, remedy, occurrences)
-            for (what, remedy), occurrences in self._occurrences.items()
-        ]
+        lines = []
+        for (what, remedy), occurrences in self._occurrences.items():
+            lines.append(_line(what, remedy, occurrences))
         num_hidden = len(lines) - _SHOWN_KINDS
         if num_hidden > 0:
             lines = [*lines[:_SHOWN_KINDS], f"... and {num_hidden} more kinds of problems"]
@@ -75,8 +76,18 @@ def _line(what: str, remedy: str, occurrences: list[tuple[int | str, Any]]) -> s
     if len(occurrences) > _SHOWN_ROWS:
         places += f", ... ({len(occurrences)} in all)"
     if isinstance(first_place, int):
-        places = f"row{'s' * (len(occurrences) > 1)} {places}"
+        noun = "row" if len(occurrences) == 1 else "rows"
+        places = f"{noun} {places}"
     return f"{places}: {what}: {shortened(repr(first_value), _SHOWN_CHARACTERS)}; {remedy}"
+
+
+def interleaved(sources: Sequence[Sequence[Item]]) -> list[Item]:
+    """The items of all sources in turns, so that every prefix mixes them.
+
+    Example: ``[[1, 2, 3], [4]]`` gives ``[1, 4, 2, 3]``.
+    """
+    turns = zip_longest(*sources)  # a source that is used up leaves None
+    return [item for turn in turns for item in turn if item is not None]
 
 
 def read_rows(path: Path) -> Rows:
@@ -153,6 +164,7 @@ def _refuse_wide_characters(path: Path) -> None:
     """Raises ValueError for UTF-16 and UTF-32: a byte order mark, or zero bytes."""
     with path.open("rb") as file:
         head = file.read(64)
+    # JSON has no zero byte; of a text in UTF-16 every second one is, of one in UTF-32 most are.
     if head[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in head:
         raise ValueError(
             f"{path}: row 1: not UTF-8 (it looks like UTF-16, or like no text at all);"

@@ -32,6 +32,7 @@ from megatron_rl.data.vision import VisionProcessor
 from megatron_rl.errors import first_line
 from megatron_rl.runtime.digest import file_digest
 from megatron_rl.runtime.launch import World
+from megatron_rl.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ def shared_data(
 
 def _made_by_first(world: World, make: Callable[[], Path | None]) -> Path | None:
     """Collective: what ``make`` returns or raises on the first rank of this machine."""
+    # An error of the user's is carried to all ranks, of all machines, and raised there: a rank that
+    # went on alone would wait in the next collective.
     outcome: tuple[Path | None, ValueError | None] = (None, None)
     if world.local_rank == 0:
         try:
@@ -77,7 +80,9 @@ def _made_by_first(world: World, make: Callable[[], Path | None]) -> Path | None
     for _, error in outcomes:
         if error is not None:
             raise error
-    return outcomes[world.rank - world.local_rank][0]
+    # Ranks of a machine follow each other: of the ranks 8 to 15 of the second one the first is 8.
+    path, _ = outcomes[world.rank - world.local_rank]
+    return path
 
 
 def _file(
@@ -96,7 +101,7 @@ def _file(
     data, doubts = read()
     try:
         save(path, data, doubts)
-        _prune(folder)
+        prune(folder)
     except (OSError, ValueError) as error:
         logger.warning("prompts are not shared by the ranks of a machine: %s", first_line(error))
         return None
@@ -130,8 +135,10 @@ def data_key(config: Config, launch_id: str) -> str:
     if any(name.startswith(HF) for name in names):
         parts.append(launch_id)
     tokenizer = Path(config.model.path)
-    files = sorted({file for pattern in COMPANIONS for file in tokenizer.glob(pattern)})
-    files += sorted(Path(__file__).parent.glob("*.py"))
+    companions: set[Path] = set()
+    for pattern in COMPANIONS:
+        companions.update(tokenizer.glob(pattern))
+    files = [*sorted(companions), *sorted(Path(__file__).parent.glob("*.py"))]
     parts += [[file.name, file_digest(file)] for file in files]
     parts += list(_versions())
     return xxhash.xxh3_128(json.dumps(parts).encode()).hexdigest()
@@ -153,22 +160,23 @@ def _versions() -> Iterator[str]:
 def save(path: Path, data: Data, doubts: list[Doubt]) -> None:
     """Writes data for ``load``; raises as ``prompt_file.write``."""
     sources = [*data.train, *data.held_out]
+    # The ranges of rows that a loader may be built of: all training prompts, and each source alone.
+    # With two sources of 3 and one of 2 prompts 0:6 and 0:3, 3:6, 6:8.
+    fingerprints = {f"0:{len(data.train_prompts)}": fingerprint(data.train_prompts)}
+    described = []
+    prompts: list[Prompt] = []
+    for source in sources:
+        start = len(prompts)
+        prompts += source.prompts
+        fingerprints[f"{start}:{len(prompts)}"] = fingerprint(source.prompts)
+        counts = (len(source.prompts), source.num_rows)
+        described.append([source.name, *counts, dict(source.dropped)])
     about: dict[str, Any] = {
         "num_train": len(data.train),
-        "sources": [
-            [source.name, len(source.prompts), source.num_rows, dict(source.dropped)]
-            for source in sources
-        ],
+        "sources": described,
         "doubts": doubts,
+        "fingerprints": fingerprints,
     }
-    fingerprints = {f"0:{len(data.train_prompts)}": fingerprint(data.train_prompts)}
-    start = 0
-    for source in sources:
-        stop = start + len(source.prompts)
-        fingerprints[f"{start}:{stop}"] = fingerprint(source.prompts)
-        start = stop
-    about["fingerprints"] = fingerprints
-    prompts = [prompt for source in sources for prompt in source.prompts]
     prompt_file.write(path, prompts, about)
 
 
@@ -182,12 +190,21 @@ def load(path: Path) -> tuple[Data, list[Doubt]]:
         sources.append(Source(name, rows, num_rows, dropped))
         start += count
     split = about["num_train"]
-    doubts = [(key, text) for key, text in about["doubts"]]
+    doubts = [(key, text) for key, text in about["doubts"]]  # JSON made lists of the pairs
     return Data(tuple(sources[:split]), tuple(sources[split:])), doubts
 
 
-def _prune(folder: Path) -> None:
-    """Keeps the files that were used last; a process that maps one keeps what it maps."""
-    files = sorted(folder.glob("*.arrow"), key=lambda file: file.stat().st_mtime)
+def prune(folder: Path) -> None:
+    """Keeps the files that were used last; a process that maps one keeps what it maps. Drafts that
+    a killed writer left (``*.arrow.*``) count: they are never used again, so they get old."""
+    files = sorted(folder.glob("*.arrow*"), key=_last_use)
     for file in files[:-KEPT]:
         file.unlink(missing_ok=True)
+
+
+def _last_use(file: Path) -> float:
+    """Seconds since 1970; 0 for a file that another launch has removed since it was listed."""
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

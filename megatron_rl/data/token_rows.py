@@ -38,6 +38,7 @@ class TokenRows:
     def views(self, column: str) -> list[np.ndarray]:
         """The values of each row, without a copy."""
         values = self.columns[column]
+        # Lengths 2 and 1: ends 2 and 3, rows [0, 2) and [2, 3).
         ends = self.lengths.cumsum().tolist()
         return [values[end - length : end] for end, length in zip(ends, self.lengths, strict=True)]
 

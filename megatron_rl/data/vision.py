@@ -108,6 +108,7 @@ class VisionProcessor:
         pixels: Tensor = made["pixel_values"].to(torch.float32)
         self._kept[image.digest] = pixels
         self._kept_bytes += pixels.nbytes
+        # The newest stays even where it alone is larger: it is what the caller gets.
         while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
             _, oldest = self._kept.popitem(last=False)
             self._kept_bytes -= oldest.nbytes
@@ -126,12 +127,17 @@ class VisionProcessor:
         rest = iter(images)
         expanded: list[int] = []
         for token in token_ids:
-            copies = self.num_tokens(next(rest)) if token == self.image_token_id else 1
+            copies = 1
+            if token == self.image_token_id:
+                copies = self.num_tokens(next(rest))
             expanded += [token] * copies
         return expanded
 
     def collapsed(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[int]:
-        """The inverse of ``expanded``.
+        """The inverse of ``expanded``, for an engine that expands by itself.
+
+        Example: with image token 9, and an image of 3 tokens, ``5 9 9 9 6`` gives ``5 9 6``. Two
+        images without a token between them make one run, so the length of each decides.
 
         Raises:
             ValueError: a run of image tokens is not that of its image.

@@ -39,5 +39,6 @@ def visual_entropy(features: Float[Tensor, "patches d"]) -> Float[Tensor, ""]:
         gram += chunk @ chunk.T
     # Rounding can make a zero eigenvalue slightly negative.
     eigenvalues = torch.linalg.eigvalsh(gram / (patches - 1)).clamp(min=0)
+    # Equal patches have no variance at all: 0 / tiny gives shares of 0, and those 0 ln 0 = 0.
     share = eigenvalues / eigenvalues.sum().clamp(min=torch.finfo(torch.float64).tiny)
     return -torch.special.xlogy(share, share).sum()

@@ -6,7 +6,6 @@ start after a kill asks only what is missing. The last portion makes them one fi
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -57,7 +56,7 @@ class AnswerFile:
     def check(self) -> None:
         """Raises ValueError where responses of other weights are there, or a file is damaged."""
         for path in self._files():
-            found = (_opened(path).schema_arrow.metadata or {}).get(_WEIGHTS, b"").decode()
+            found = _weights_of(path)
             if found != self._weights:
                 raise ValueError(
                     f"{path}: has the answers of other weights of step {self._step}"
@@ -70,32 +69,45 @@ class AnswerFile:
 
     def answered(self) -> set[str]:
         """The uids of the prompts whose responses are there."""
-        columns = (_opened(path).read(["uid"]).column("uid") for path in self._files())
-        return {uid for column in columns for uid in column.unique().to_pylist()}
+        uids: set[str] = set()
+        for path in self._files():
+            column = _opened(path).read(["uid"]).column("uid")
+            uids.update(column.unique().to_pylist())
+        return uids
 
     def add(self, slices: Iterable[Sequence[AnswerRow]]) -> None:
         """Adds whole prompts, as one portion; every slice is on its way to the disk before the next
         is asked for."""
         self._parts.mkdir(parents=True, exist_ok=True)
-        number = len(list(self._parts.glob(f"*{_SUFFIX}")))
+        # Above the highest number, not the count: after a damaged portion has been deleted, as its
+        # message asks for, the count is the number of a portion that is still there.
+        stems = [path.stem for path in self._parts.glob(f"*{_SUFFIX}")]
+        number = max((int(stem) for stem in stems if stem.isdecimal()), default=-1) + 1
         tables = (pa.Table.from_pylist(list(rows), self._schema) for rows in slices)
         self._write(self._parts / f"{number:06d}{_SUFFIX}", tables)
 
     def finish(self) -> None:
         """Makes one file of the portions."""
+        # A kill between the two lines below leaves portions beside a whole file. Nothing reads
+        # them then, and the next call removes them.
         if not self.is_whole:
-            batches = itertools.chain.from_iterable(
-                _opened(path).iter_batches() for path in self._files()
-            )
-            tables = (pa.Table.from_batches([batch], self._schema) for batch in batches)
-            self._write(self.path, tables)
+            self._write(self.path, self._stored_tables())
         shutil.rmtree(self._parts, ignore_errors=True)
+
+    def _stored_tables(self) -> Iterator[pa.Table]:
+        """The rows of all portions, a batch at a time: a whole step may not fit the memory."""
+        for path in self._files():
+            for batch in _opened(path).iter_batches():
+                yield pa.Table.from_batches([batch], self._schema)
 
     def judged(self) -> Judged:
         """What the metrics are made of; no texts are read but extracted answers."""
         read = _opened(self.path).read(_JUDGED)
         values = {name: read.column(name).to_pylist() for name in _JUDGED}
-        numbers = {uid: number for number, uid in enumerate(dict.fromkeys(values["uid"]))}
+        # Prompts are numbered as they come: uids b, b, a, a give group_ids 0, 0, 1, 1.
+        numbers: dict[str, int] = {}
+        for uid in values["uid"]:
+            numbers.setdefault(uid, len(numbers))
         return Judged(
             group_ids=np.array([numbers[uid] for uid in values["uid"]], dtype=np.int64),
             data_sources=values["data_source"],
@@ -108,9 +120,13 @@ class AnswerFile:
 
     def _files(self) -> list[Path]:
         """The file of the step, or its portions in their order."""
-        return [self.path] if self.is_whole else sorted(self._parts.glob(f"*{_SUFFIX}"))
+        if self.is_whole:
+            return [self.path]
+        return sorted(self._parts.glob(f"*{_SUFFIX}"))
 
     def _write(self, path: Path, tables: Iterator[pa.Table]) -> None:
+        """Whole or not at all, also after a power cut: the bytes reach the disk before the name
+        that promises them, and the folder entry is forced there last."""
         partial = path.with_name(path.name + PARTIAL)
         with disk.room_for(path.parent, 0, "responses"):
             with pq.ParquetWriter(partial, self._schema) as writer:
@@ -127,13 +143,19 @@ def steps_there(folder: Path) -> dict[int, str]:
     for path in sorted(folder.glob(f"*{_SUFFIX}")):
         step = step_of(path.with_suffix(""))
         if step is not None:
-            found[step] = (_opened(path).schema_arrow.metadata or {}).get(_WEIGHTS, b"").decode()
+            found[step] = _weights_of(path)
+    # Names sort by step only up to 999999: "step_1000000" comes before "step_999999".
     return dict(sorted(found.items()))
+
+
+def _weights_of(path: Path) -> str:
+    """The fingerprint of what answered; empty where the file names none."""
+    metadata = _opened(path).schema_arrow.metadata or {}
+    return metadata.get(_WEIGHTS, b"").decode()
 
 
 def _opened(path: Path) -> pq.ParquetFile:
     """Raises ValueError where it cannot be read."""
-    with concerning(
-        str(path), "delete it: its prompts are asked again", (pa.ArrowInvalid, OSError)
-    ):
+    remedy = "delete it: its prompts are asked again"
+    with concerning(str(path), remedy, (pa.ArrowInvalid, OSError)):
         return pq.ParquetFile(path)

@@ -17,7 +17,11 @@ from megatron_rl.reporting.report import table
 
 Metrics = dict[str, float]
 Values = Mapping[str, float | int | None]  # a row as it is, or as it was read
-LOW, HIGH = "eval_low/", "eval_high/"  # in place of eval/: the bounds of a value
+# In place of eval/: the bounds of a value.
+LOW = "eval_low/"
+HIGH = "eval_high/"
+
+_TOKENS = "eval/response_tokens_mean"
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,11 @@ class Judged:
     def of_source(self, name: str) -> Judged:
         """The rows of one data source."""
         rows = [row for row, source in enumerate(self.data_sources) if source == name]
+        # Numbered anew without gaps, since ``bincount`` would count a missing number as a prompt
+        # without responses: 1, 1, 4, 4 become 0, 0, 1, 1.
+        _, group_ids = np.unique(self.group_ids[rows], return_inverse=True)
         return Judged(
-            group_ids=np.unique(self.group_ids[rows], return_inverse=True)[1],
+            group_ids=group_ids,
             data_sources=[name] * len(rows),
             correct=self.correct[rows],
             rewards=self.rewards[rows],
@@ -78,6 +85,8 @@ def overall_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
         "eval/truncated_share": fmean(judged.truncated.tolist()),
     }
     for key, values in _of_prompts(judged, pass_at).items():
+        # Accuracy is the mean over responses, as above; that of the means over prompts may differ
+        # in its last bit, and is another number where prompts have unequal numbers of responses.
         if key != "eval/accuracy":
             metrics[key] = fmean(values)
     return metrics
@@ -108,14 +117,16 @@ def _bounds(judged: Judged, pass_at: Sequence[int]) -> Metrics:
 def _of_prompts(judged: Judged, pass_at: Sequence[int]) -> dict[str, list[float]]:
     """The values of which a metric is the mean over prompts, one a prompt."""
     sizes = np.bincount(judged.group_ids).tolist()
+    # With weights bincount sums floats; small counts are exact in them.
     num_correct = np.bincount(judged.group_ids, judged.correct).astype(int).tolist()
     counts = list(zip(sizes, num_correct, strict=True))
     values = {"eval/accuracy": [right / size for size, right in counts]}
     for k in pass_at:
         values[f"eval/pass_at_{k}"] = [pass_at_k(size, right, k) for size, right in counts]
-    majorities = _majorities(judged) if max(sizes) > 1 else []
-    if majorities:
-        values[f"eval/maj_at_{max(sizes)}"] = majorities
+    if max(sizes) > 1:
+        majorities = _majorities(judged)
+        if majorities:
+            values[f"eval/maj_at_{max(sizes)}"] = majorities
     return values
 
 
@@ -144,6 +155,8 @@ def majority_is_right(extracted: Sequence[str | None], correct: Sequence[bool]) 
     if not votes:
         return None if None in extracted else False
     winner = max(votes, key=votes.__getitem__)  # of equals the first, as they were counted
+    # Equal texts are equal answers (``rewards.base.Verdict``) and judged alike: the first of them
+    # stands for all.
     return correct[extracted.index(winner)]
 
 
@@ -157,11 +170,12 @@ def evaluation_table(rows: Sequence[Values]) -> str:
     """Rows of ``detailed_metrics`` with their ``step``: a line for each checkpoint, and for each of
     its data sources. Shares are in percent, bounds in brackets."""
     keys = _shared_keys(rows)
-    lines = [("step", "source", *(_title(key) for key in keys))]
+    lines = [("step", "source", *map(_title, keys))]
     for row in rows:
-        for source in ("", *_sources_of(row)):
-            cells = [_cell(row, key, f"/{source}" if source else "") for key in keys]
-            lines.append((str(row["step"]), source or "all", *cells))
+        step = str(row["step"])
+        lines.append((step, "all", *(_cell(row, key) for key in keys)))
+        for source in _sources_of(row):
+            lines.append((step, source, *(_cell(row, f"{key}/{source}") for key in keys)))
     return table(lines)
 
 
@@ -169,30 +183,33 @@ def _shared_keys(rows: Sequence[Values]) -> list[str]:
     """The columns: accuracy, pass@k, maj@n, tokens, truncated."""
     every = dict.fromkeys(key for row in rows for key in row)
     chosen = [key for key in every if key.startswith(("eval/pass_at_", "eval/maj_at_"))]
-    shares = [key for key in chosen if key.count("/") == 1]
-    return ["eval/accuracy", *shares, "eval/response_tokens_mean", "eval/truncated_share"]
+    overall = [key for key in chosen if key.count("/") == 1]  # a second "/": of one data source
+    return ["eval/accuracy", *overall, _TOKENS, "eval/truncated_share"]
 
 
 def _sources_of(row: Values) -> list[str]:
-    # In a source's own name there may be a "/".
+    # Not split at the last "/", which may stand in the name of a source: "openai/gsm8k". Any key
+    # that every source has would do as the prefix.
     prefix = "eval/reward_mean/"
     return [key.removeprefix(prefix) for key in row if key.startswith(prefix)]
 
 
 def _title(key: str) -> str:
-    name = key.removeprefix("eval/")
-    if name == "response_tokens_mean":
+    if key == _TOKENS:
         return "tokens"
-    return f"{name.replace('_at_', '@').removesuffix('_share')} %"
+    name = key.removeprefix("eval/").replace("_at_", "@").removesuffix("_share")
+    return f"{name} %"
 
 
-def _cell(row: Values, key: str, source: str) -> str:
-    value = row.get(key + source)
+def _cell(row: Values, key: str) -> str:
+    value = row.get(key)
     if value is None:
         return "-"
-    if key == "eval/response_tokens_mean":
+    if key.startswith(_TOKENS):
         return f"{value:.1f}"
-    name = key.removeprefix("eval/") + source
+    text = f"{100 * value:.1f}"
+    name = key.removeprefix("eval/")
     bounds = [row.get(prefix + name) for prefix in (LOW, HIGH)]
+    # Both are missing (None in a file, infinite before) where one prompt is all there is.
     shown = [f"{100 * bound:.1f}" for bound in bounds if bound is not None and isfinite(bound)]
-    return f"{100 * value:.1f}" + (f" [{', '.join(shown)}]" if shown else "")
+    return f"{text} [{', '.join(shown)}]" if shown else text

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from math import nan
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from megatron_rl.reporting.evaluation import HIGH, LOW
-from megatron_rl.reporting.metrics_file import Row, read_metrics, series
+from megatron_rl.reporting.metrics_file import Row, is_held_out, read_metrics, series
+from megatron_rl.reporting.pass_at_k import pass_at_ks
 
 _SMOOTHING_STEPS = 10
-_PASS_AT_K = re.compile(r"eval/pass_at_\d+")
 _COLORS = ("#1f5fa8", "#c4501b", "#3b8a4e")
 
 
@@ -83,7 +82,7 @@ def draw_curves(metrics_jsonl: Path, out: Path, title: str | None = None) -> Pat
     if title is None:
         title = metrics_jsonl.resolve().parent.name
     num_columns = min(4, len(panels))
-    num_rows = -(-len(panels) // num_columns)
+    num_rows = ceil(len(panels) / num_columns)
     size = (4.2 * num_columns, 3.1 * num_rows + 0.5)
     figure = Figure(figsize=size, dpi=110, layout="constrained")
     FigureCanvasAgg(figure)  # needs no display, and leaves pyplot's global state alone
@@ -91,7 +90,7 @@ def draw_curves(metrics_jsonl: Path, out: Path, title: str | None = None) -> Pat
     grid = figure.subplots(num_rows, num_columns, squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
-    for axes, (panel, curves) in zip(grid.flat, panels, strict=False):
+    for axes, (panel, curves) in zip(grid.flat, panels, strict=False):  # the last row may be short
         _draw_panel(axes, panel, curves)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
@@ -106,13 +105,13 @@ def draw_pass_at_k(metrics_jsonl: Path, out: Path) -> Path:
         ValueError: no metrics file, or no pass@k in it.
     """
     rows = read_metrics(metrics_jsonl)
-    names = dict.fromkeys(key for row in rows for key in row if _PASS_AT_K.fullmatch(key))
-    ks = sorted(int(key.rpartition("_")[2]) for key in names)
+    ks = pass_at_ks(rows)
     if not ks:
         raise ValueError(f"{metrics_jsonl}: has no pass@k; give evaluation.pass_at")
-    values = np.array([[_bounded(row, k) for k in ks] for row in rows])  # [steps, ks, 3]
+    # [steps, ks, 3]: value, lower and upper bound
+    values = np.stack([_bounded(row, ks) for row in rows])
     steps = [int(row["step"] or 0) for row in rows]
-    num_panels = 1 + (len(steps) > 1)
+    num_panels = 2 if len(steps) > 1 else 1
     figure = Figure(figsize=(5.2 * num_panels, 3.9), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = list(figure.subplots(1, num_panels, squeeze=False)[0])
@@ -121,8 +120,8 @@ def draw_pass_at_k(metrics_jsonl: Path, out: Path) -> Path:
     axes[0].set_xscale("log", base=2)
     axes[0].set_xlabel("k")
     if num_panels > 1:
-        for number, k in enumerate(ks):
-            _draw_band(axes[1], steps, values[:, number], f"k = {k}")
+        for place, k in enumerate(ks):
+            _draw_band(axes[1], steps, values[:, place], f"k = {k}")
         axes[1].set_xlabel("step")
     for each in axes:
         each.set_ylabel("pass@k")
@@ -133,10 +132,16 @@ def draw_pass_at_k(metrics_jsonl: Path, out: Path) -> Path:
     return out
 
 
-def _bounded(row: Row, k: int) -> list[float]:
-    """Value, lower and upper bound; NaN where there is none."""
-    values = [row.get(f"{prefix}pass_at_{k}") for prefix in ("eval/", LOW, HIGH)]
-    return [nan if value is None else float(value) for value in values]
+def _bounded(row: Row, ks: list[int]) -> np.ndarray:
+    """[ks, 3]: value, lower and upper bound; NaN, which matplotlib leaves out, where there is
+    none."""
+    values = np.full((len(ks), 3), np.nan)
+    for place, k in enumerate(ks):
+        for column, prefix in enumerate(("eval/", LOW, HIGH)):
+            value = row.get(f"{prefix}pass_at_{k}")
+            if value is not None:
+                values[place, column] = value
+    return values
 
 
 def _draw_band(axes: Axes, places: list[int], values: np.ndarray, label: str) -> None:
@@ -148,8 +153,11 @@ def _draw_band(axes: Axes, places: list[int], values: np.ndarray, label: str) ->
 def smooth(values: list[float], width: int) -> list[float]:
     """Mean over up to ``width // 2`` neighbors on either side, fewer at the ends."""
     half = width // 2
-    windows = [values[max(0, index - half) : index + half + 1] for index in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
+    smoothed = []
+    for index in range(len(values)):
+        window = values[max(0, index - half) : index + half + 1]
+        smoothed.append(sum(window) / len(window))
+    return smoothed
 
 
 def _curves(panel: _Panel, rows: list[Row]) -> list[_Curve]:
@@ -157,14 +165,15 @@ def _curves(panel: _Panel, rows: list[Row]) -> list[_Curve]:
     curves: list[_Curve] = []
     for key, label in panel.curves:
         steps, values = series(rows, key)
-        if steps and values not in [curve.values for curve in curves]:
+        is_drawn = any(curve.values == values for curve in curves)
+        if steps and not is_drawn:
             curves.append(_Curve(key, label, steps, values))
     return curves
 
 
 def _draw_panel(axes: Axes, panel: _Panel, curves: list[_Curve]) -> None:
     for color, curve in zip(_COLORS, curves, strict=False):
-        if curve.key.startswith("eval/"):
+        if is_held_out(curve.key):
             _draw_held_out(axes, curve, color)
         else:
             smoothed = smooth(curve.values, _SMOOTHING_STEPS)
@@ -172,7 +181,8 @@ def _draw_panel(axes: Axes, panel: _Panel, curves: list[_Curve]) -> None:
             axes.plot(curve.steps, smoothed, color=color, linewidth=1.8, label=curve.label)
     if len(curves) > 1:
         axes.legend(fontsize=8, frameon=False)
-    if panel.log and min(value for curve in curves for value in curve.values) > 0:
+    # A trainer that agrees with the sampler to the bit has gaps of 0, which a log axis cannot show.
+    if panel.log and all(min(curve.values) > 0 for curve in curves):
         axes.set_yscale("log")
     axes.set_xlabel("step")
     axes.set_ylabel(panel.y_label)
@@ -184,6 +194,8 @@ def _draw_panel(axes: Axes, panel: _Panel, curves: list[_Curve]) -> None:
 def _draw_held_out(axes: Axes, curve: _Curve, color: str) -> None:
     values = curve.values
     axes.plot(curve.steps, values, color=color, marker="o", markersize=5, linewidth=1.4)
+    # Text beside the first marker goes to the right of it and text at the last to the left, so that
+    # both stay within the axes. A single marker is the last one: one key, one text.
     for index, side in {0: "left", len(values) - 1: "right"}.items():
         axes.annotate(
             f"{values[index]:.1%}",
@@ -193,4 +205,4 @@ def _draw_held_out(axes: Axes, curve: _Curve, color: str) -> None:
             ha=side,
             fontsize=9,
         )
-    axes.set_ylim(0, max(1.0, *values) * 1.08)
+    axes.set_ylim(0, max(1.0, *values) * 1.08)  # room for the texts above the markers

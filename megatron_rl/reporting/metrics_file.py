@@ -22,20 +22,26 @@ def read_metrics(path: Path) -> list[Row]:
     if not path.is_file():
         raise ValueError(f"{path}: no such file; give the metrics.jsonl of a run")
     by_step: dict[int, Row] = {}
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    # Lines stay bytes until they are read one by one: damage is then that of a line with a number.
+    lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except ValueError as error:
+            # A row is written with its line break, so what stands behind the last one was cut off.
             if number == len(lines):
                 break
             raise ValueError(
-                f"{path}: line {number} is not JSON ({error.msg}); the file is damaged"
+                f"{path}: line {number} is not JSON ({error}); the file is damaged: delete the line"
+                " or restore the file"
             ) from error
         step = row.get("step") if isinstance(row, dict) else None
         if not isinstance(step, int) or isinstance(step, bool):
+            shown = line[:80].decode(errors="replace")
             raise ValueError(
-                f"{path}: line {number} is {line[:80]}; a row has its step, an integer: delete the"
+                f"{path}: line {number} is {shown}; a row has its step, an integer: delete the"
                 " line or restore the file"
             )
         by_step[step] = row
@@ -44,5 +50,17 @@ def read_metrics(path: Path) -> list[Row]:
 
 def series(rows: Sequence[Row], key: str) -> Series:
     """The steps that have ``key``, and its values."""
-    present = [row for row in rows if key in row and row[key] is not None]
-    return [int(row["step"]) for row in present], [float(row[key]) for row in present]
+    steps = []
+    values = []
+    for row in rows:
+        value = row.get(key)
+        if value is not None:
+            steps.append(int(row["step"] or 0))
+            values.append(float(value))
+    return steps, values
+
+
+def is_held_out(key: str) -> bool:
+    """Whether a metric is one of held-out prompts: taken at a few steps and each time of many
+    responses, so its values stand as they are, while those of training are smoothed."""
+    return key.startswith("eval/")

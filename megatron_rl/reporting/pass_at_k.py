@@ -1,8 +1,15 @@
-"""The chance that at least one of k samples is correct."""
+"""The chance that at least one of k samples is correct, and the keys of metrics that hold it."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from math import comb
+
+from megatron_rl.reporting.metrics_file import Row
+
+PASS_AT = "eval/pass_at_"  # the k follows
+_PASS_AT_K = re.compile(rf"{PASS_AT}(\d+)")  # with a "/SOURCE" behind it, it is another metric
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -10,6 +17,8 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
     It is the unbiased estimate: the share of the k-subsets of the samples that contain a correct
     one. Exact integers, one division.
+
+    Example: of 4 samples 1 is correct. Of the 6 pairs 3 are of wrong ones alone, so pass@2 is 0.5.
 
     Raises:
         ValueError: k is not within 1 .. num_samples.
@@ -23,3 +32,14 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
         )
     assert 0 <= num_correct <= num_samples
     return 1 - comb(num_samples - num_correct, k) / comb(num_samples, k)
+
+
+def pass_at_ks(rows: Iterable[Row]) -> list[int]:
+    """The k of which a row has pass@k, ascending."""
+    ks = set()
+    for row in rows:
+        for key, value in row.items():
+            match = _PASS_AT_K.fullmatch(key)
+            if match and value is not None:
+                ks.add(int(match[1]))
+    return sorted(ks)

@@ -33,12 +33,13 @@ def report(metrics_jsonl: Path) -> str:
     lines = []
     for key, (name, form) in _ROWS.items():
         present = [row for row in rows if key in row]
-        if present:
-            first = present[0]
-            last = present[-1]
-            at_first = f"{_value(first[key], form)} @ {first['step']}"
-            at_last = f"{_value(last[key], form)} @ {last['step']}"
-            lines.append((name, at_first, at_last, _change(first[key], last[key], form)))
+        if not present:
+            continue
+        first = present[0]
+        last = present[-1]
+        at_first = f"{_value(first[key], form)} @ {first['step']}"
+        at_last = f"{_value(last[key], form)} @ {last['step']}"
+        lines.append((name, at_first, at_last, _change(first[key], last[key], form)))
     if not lines:
         raise ValueError(
             f"{metrics_jsonl}: has none of the metrics of the report; let the run finish a step"
@@ -54,7 +55,8 @@ def _value(value: float | None, form: str) -> str:
 def _change(first: float | None, last: float | None, form: str) -> str:
     if first is None or last is None:
         return ""
-    return ("+" if last >= first else "-") + form.format(abs(last - first))
+    sign = "+" if last >= first else "-"
+    return sign + form.format(abs(last - first))
 
 
 def _skipped(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:

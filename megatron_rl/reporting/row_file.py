@@ -37,6 +37,7 @@ def set_aside(path: Path, last: int) -> Path | None:
             repeated.append(line)
     if not repeated:
         return None
+    # A kill between the two leaves the rows in both files: better twice than nowhere.
     aside = _unused(path, last + 1)
     _write(aside, repeated)
     shorter = path.with_name(f"{path.name}.tmp-partial")
@@ -49,7 +50,8 @@ def _steps(path: Path) -> Iterator[tuple[int | None, str]]:
     """(step, line with its line break) of each row; (None, line) of a last one that was cut off."""
     if not path.is_file():
         return
-    # Only a newline ends a line here: str.splitlines would also cut inside some responses.
+    # Only a newline ends a line here: str.splitlines would also cut inside some responses. Bytes
+    # that are no UTF-8 are carried through as they are: this only moves lines.
     with path.open(encoding="utf-8", errors="surrogateescape", newline="\n") as file:
         lines = list(file)
     for number, line in enumerate(lines, start=1):
@@ -67,6 +69,8 @@ def _steps(path: Path) -> Iterator[tuple[int | None, str]]:
                 f"{path}: line {number} is damaged ({type(error).__name__}: {error}); repair or "
                 "delete that line, or move the file away: the run then goes on without its rows"
             ) from None
+        # A last row that was cut off just before its line break is whole. With the break a row that
+        # is appended gets a line of its own.
         yield step, line if line.endswith("\n") else line + "\n"
 
 

@@ -25,6 +25,8 @@ class MetricsFile:
         self._path = path
 
     def __call__(self, metrics: Metrics) -> None:
+        # JSON has no NaN. Opened anew for each row, and written in one piece with its line break: a
+        # kill leaves whole rows, and at most one cut off at the end.
         finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         with self._path.open("a", encoding="ascii") as file:
             file.write(json.dumps(finite) + "\n")
@@ -76,8 +78,12 @@ class ConsoleLine:
 
     def _phases(self, metrics: Metrics) -> str:
         """``rollout 1.20 reward 0.01 ...``, the phases that the step had."""
-        seconds = {phase: metrics.get(f"time/{phase}_s") for phase in self.PHASES}
-        return " ".join(f"{phase} {s:.2f}" for phase, s in seconds.items() if s is not None)
+        shown = []
+        for phase in self.PHASES:
+            seconds = metrics.get(f"time/{phase}_s")
+            if seconds is not None:
+                shown.append(f"{phase} {seconds:.2f}")
+        return " ".join(shown)
 
     def _time_left(self, step: int) -> float | None:
         """Seconds to the last step; None on the first line and on the last."""

@@ -57,16 +57,22 @@ class WandbRun:
             name=wanted.name,
             group=wanted.group,
             job_type=wanted.job_type,
-            tags=list(dict.fromkeys(wanted.tags)),
+            tags=list(dict.fromkeys(wanted.tags)),  # the user may repeat the run's
             dir=str(run_dir),
             id=run_id(run_dir),
             resume="allow" if wanted.mode == "online" else None,
             config=dict(config),
             settings=wandb.Settings(finish_timeout=_FINISH_S, quiet=True),
         )
+        self._add(earlier)
 
+    def _add(self, earlier: Sequence[Row]) -> None:
+        if not earlier:
+            return
+        # Asked once: it is a message to wandb's own process. Rows of steps before this one it has.
+        next_step = self._run.step
         for row in earlier:
-            if int(row["step"] or 0) >= self._run.step:
+            if int(row["step"] or 0) >= next_step:
                 self({key: math.nan if value is None else value for key, value in row.items()})
 
     def __call__(self, metrics: Metrics) -> None:

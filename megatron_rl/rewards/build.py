@@ -36,8 +36,11 @@ _SHOWN_PROBLEMS = 10
 
 def _listed(sources: Sequence[str]) -> str:
     """``data source 'a'``, ``data sources 'a', 'b', ...``."""
-    names = ", ".join(map(repr, sources[:5])) + (", ..." if len(sources) > 5 else "")
-    return f"data source{'s' * (len(sources) > 1)} {names}"
+    noun = "data source" if len(sources) == 1 else "data sources"
+    shown = [repr(source) for source in sources[:5]]
+    if len(sources) > 5:
+        shown.append("...")
+    return f"{noun} {', '.join(shown)}"
 
 
 class WeightedReward:
@@ -100,7 +103,7 @@ class WeightedReward:
         unknown = sorted(source for source, name in names.items() if name is None)
         if unknown:
             problems.append(f"no verifier is known for {_listed(unknown)}; {_CHOICES}")
-        for name in sorted({name for name in names.values() if name is not None}):
+        for name in sorted(filter(None, set(names.values()))):
             chosen = [prompt for prompt in prompts if names[prompt.data_source] == name]
             problems += self._verifier(name).check([_as_task(prompt) for prompt in chosen])
         if problems:
@@ -131,7 +134,7 @@ class WeightedReward:
         assert len(prompts) == len(responses) == len(truncated)
         if not responses:
             return []
-        # One task a prompt: pickle then writes its fields once a request.
+        # One task a prompt, not one a response: pickle then writes its fields once a request.
         distinct = {id(prompt): self._task(prompt) for prompt in prompts}
         tasks = [distinct[id(prompt)] for prompt in prompts]
         if self._function is not None:
@@ -218,10 +221,12 @@ class WeightedReward:
 
     def _task(self, prompt: Prompt) -> Task:
         name = self._name(prompt)
-        reads_prompt = self._function is not None or (
-            name is not None and self._verifier(name).reads_prompt
-        )
-        return _as_task(prompt, self._prompt_text if reads_prompt else None)
+        reads_prompt = self._function is not None
+        if name is not None and self._verifier(name).reads_prompt:
+            reads_prompt = True
+        if not reads_prompt:
+            return _as_task(prompt)  # to decode a prompt takes longer than most verdicts
+        return _as_task(prompt, self._prompt_text)
 
     def _name(self, prompt: Prompt) -> str | None:
         """The verifier of a prompt; None where ``auto`` knows none."""
@@ -249,6 +254,7 @@ class WeightedReward:
         needed = {name for name in names if not self._is_local(name)}
         format_only = self._function is not None and self._config.format_pattern is not None
         started = set() if self._pool is None else set(self._pool.verifiers)
+        # Workers have what they were forked with: for one verifier more all are replaced.
         if self._pool is not None and not needed <= started:
             self._pool.close()
             self._pool = None

@@ -96,6 +96,7 @@ def program(answer: str) -> str:
             lines.append(line)
         elif label.startswith(_FENCE) and label.removeprefix(_FENCE).strip().lower() in _LABELS:
             lines = []
+    # A block that is still open at the end was cut off, and is no program.
     return answer if last_block is None else last_block
 
 
@@ -182,6 +183,7 @@ class CodeVerifier(Verifier):
         done = 0
         while done < len(statements) and time.monotonic() < ends_at:
             setup = [statement for statement in statements[:done] if not statement.is_test]
+            done_before = done
             with self._sandbox(source, None, ends_at) as sandbox:
                 held = all(_holds(sandbox, statement) for statement in setup)
                 while held and done < len(statements):
@@ -189,8 +191,9 @@ class CodeVerifier(Verifier):
                     if statements[done].is_test:
                         passed.append(held)
                     done += 1
-            # Where the program itself or a set-up statement failed, a new start fails again.
-            in_setup = done == 0 or not statements[done - 1].is_test
+            # Where a set-up statement failed, a new start fails again: a new one, or one of those
+            # before, which may need what a test did that a new start leaves out.
+            in_setup = done == done_before or not statements[done - 1].is_test
             if not held and (in_setup or not self.options.partial_credit):
                 break
         return passed
@@ -265,6 +268,7 @@ def _statement(node: ast.stmt) -> Statement:
     if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
         sides = [node.test.left, *node.test.comparators]
         if len(sides) == 2 and isinstance(node.test.ops[0], ast.Eq):
+            # ``f(1) == 2``, and ``2 == f(1)``.
             for expression, other in (sides, reversed(sides)):
                 if _is_literal(other):
                     return Statement(text, True, ast.unparse(expression), ast.unparse(other))

@@ -33,7 +33,7 @@ logged as ``reward/part/NAME``. It may be ``async def``.
 
 from __future__ import annotations
 
-import select
+import selectors
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -143,8 +143,7 @@ class FunctionCaller:
         while (now := time.monotonic()) < ends_at:
             if not lane.write():
                 return None
-            writers = [lane.sock] if lane.wants_to_write else []
-            select.select([lane.sock], writers, [], ends_at - now)
+            _wait_for(lane, ends_at - now)
             replies = lane.read()
             if replies is None:
                 return None
@@ -166,3 +165,16 @@ class FunctionCaller:
         self._lane = None
         self.restarts += 1
         self._server.is_gone()
+
+
+def _wait_for(lane: Lane, seconds: float) -> None:
+    """Until the lane can be read, or written where something is left to write, or time is up.
+
+    Not ``select.select``, which takes no descriptor above 1023: a trainer may have more files open.
+    """
+    events = selectors.EVENT_READ
+    if lane.wants_to_write:
+        events |= selectors.EVENT_WRITE
+    with selectors.DefaultSelector() as selector:
+        selector.register(lane.sock, events)
+        selector.select(seconds)

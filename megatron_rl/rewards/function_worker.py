@@ -84,7 +84,9 @@ def score(value: Any) -> dict[str, Any]:
     """
     try:
         named = dict(value) if isinstance(value, Mapping) else {"reward": value}
-        numbers = {str(name): _number(str(name), number) for name, number in named.items()}
+        numbers = {}
+        for name, number in named.items():
+            numbers[str(name)] = _number(str(name), number)
         if "reward" not in numbers:
             raise ValueError(
                 f"a mapping without 'reward' (it has {', '.join(numbers) or 'nothing'})"
@@ -98,7 +100,9 @@ def score(value: Any) -> dict[str, Any]:
             raise ValueError(
                 f"a part called {taken[0]}, which is a part of every reward; choose another name"
             )
-    except (TypeError, ValueError) as error:
+    # Whatever a value raises where it is made a number, as 10**400 an OverflowError: it costs this
+    # response, not the process.
+    except Exception as error:  # noqa: BLE001 - as above
         return {"problem": reason(error)}
     return {"reward": reward, "accuracy": accuracy, "parts": numbers}
 

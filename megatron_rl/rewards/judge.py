@@ -85,12 +85,15 @@ class Judge:
         """Writes each result as soon as it is known, so that what comes later cannot lose it."""
         accuracy = Verdict(0.0)
         if name is not None:
-            answer = response if self._answer is None else self._answer.last_group(response)
+            answer: str | None = response
+            if self._answer is not None:
+                answer = self._answer.last_group(response)
             if answer is not None:
                 accuracy = self._verified(name, task, answer)
             else:
                 accuracy = Verdict(0.0, extracted="")
-            verdict["accuracy"] = accuracy.accuracy
+            # A plug-in's verdict may hold a number of numpy, which JSON does not write.
+            verdict["accuracy"] = float(accuracy.accuracy)
             verdict["extracted"] = accuracy.extracted
         if self._format is not None:
             verdict["format"] = float(self._format.matches_all(response))

@@ -82,9 +82,13 @@ class MathVerifier(Verifier):
         if not gold:
             return Verdict(0.0, f"the expected answer {task.answer!r} cannot be parsed")
         boxed = last_boxed(answer)
-        given = parse(answer if boxed is None else rf"\boxed{{{boxed}}}", parsing_timeout=None)
+        if boxed is not None:
+            answer = rf"\boxed{{{boxed}}}"
+        given = parse(answer, parsing_timeout=None)
         is_right = float(verify(gold, given, timeout_seconds=None))
         # What is read comes last in the library's answer, as normalized text. Its expressions say
         # more, but printing one can take as long as it likes.
-        text = given[-1] if given and isinstance(given[-1], str) else ""
+        text = ""
+        if given and isinstance(given[-1], str):
+            text = given[-1]
         return Verdict(is_right, extracted="".join(text.split()))

@@ -54,7 +54,10 @@ def reason(error: BaseException) -> str:
 def read_frame(sock: socket.socket) -> bytes | None:
     """One message, or None at the end of the stream."""
     head = _read(sock, HEADER.size)
-    return None if head is None else _read(sock, HEADER.unpack(head)[0])
+    if head is None:
+        return None
+    (size,) = HEADER.unpack(head)
+    return _read(sock, size)
 
 
 def _read(sock: socket.socket, size: int) -> bytes | None:

@@ -25,7 +25,9 @@ def last_number(text: str) -> Decimal | None:
     ``"1/2"`` is 2 (no fractions).
     """
     numbers = NUMBER.findall(text)
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+    if not numbers:
+        return None
+    return Decimal(numbers[-1].replace(",", ""))
 
 
 def plain(number: Decimal) -> str:
@@ -36,7 +38,7 @@ def plain(number: Decimal) -> str:
     text = f"{number:f}"
     if "." in text:
         text = text.rstrip("0").removesuffix(".")
-    return "0" if number == 0 else text
+    return "0" if number == 0 else text  # -0 has its sign in the text
 
 
 def _not_a_number(task: Task) -> str:

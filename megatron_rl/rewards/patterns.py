@@ -57,8 +57,9 @@ class Pattern:
             return None if last is None else last.group(1)
         for last in self._search.finditer(_as_utf8(text)):  # noqa: B007 - as above
             pass
-        group = None if last is None else last.group(1)
-        return None if group is None else group.decode("utf-8")
+        if last is None or last.group(1) is None:
+            return None
+        return last.group(1).decode("utf-8")
 
     def matches_all(self, text: str) -> bool:
         """Whether the whole text is one match."""
@@ -89,7 +90,10 @@ def linear(pattern: str, *, whole: bool) -> Any:
 
 
 def _as_utf8(text: str) -> bytes:
-    """UTF-8; half of a surrogate pair, which UTF-8 cannot hold, becomes U+FFFD."""
+    """UTF-8; half of a surrogate pair, which UTF-8 cannot hold, becomes U+FFFD.
+
+    By way of UTF-16, where two halves that stand together become the character that they make.
+    """
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").encode("utf-8")
 
 
@@ -119,7 +123,8 @@ def _item(operator: Any, argument: Any, whole: bool) -> str:
         group, added, removed, content = argument
         if added or removed:
             raise _NotShared("flags of a group")
-        return f"({'?:' if group is None else ''}{_sequence(content, whole)})"
+        opening = "(?:" if group is None else "("
+        return f"{opening}{_sequence(content, whole)})"
     if operator is code.AT and argument in _ANCHORS:
         return _ANCHORS[argument]
     raise _NotShared(str(operator))
@@ -129,8 +134,10 @@ def _repeat(least: int, most: Any, content: Any, *, lazy: bool, whole: bool) -> 
     if not whole and content.getwidth()[0] == 0:
         # Python and RE2 differ in what a group holds after an empty repetition.
         raise _NotShared("how often nothing is repeated")
-    times = f"{{{least},}}" if most is code.MAXREPEAT else f"{{{least},{most}}}"
-    return f"(?:{_sequence(content, whole)}){times}{'?' if lazy else ''}"
+    highest = "" if most is code.MAXREPEAT else most  # {2,} and {2,5}
+    times = f"{{{least},{highest}}}"
+    suffix = "?" if lazy else ""
+    return f"(?:{_sequence(content, whole)}){times}{suffix}"
 
 
 def _class(members: Any) -> str:
@@ -160,11 +167,11 @@ def _category(category: Any, wanted: bool) -> str:
     belongs = _CATEGORIES[category]
     all_points = range(sys.maxunicode + 1)
     ranges = []
-    for is_member, group in itertools.groupby(
-        all_points, lambda point: belongs(chr(point)) == wanted
-    ):
-        if is_member:
-            points = list(group)
+    # Runs of characters that are all members, or all none.
+    runs = itertools.groupby(all_points, lambda point: belongs(chr(point)) == wanted)
+    for are_members, run in runs:
+        if are_members:
+            points = list(run)
             ranges += _without_surrogates(points[0], points[-1])
     return "".join(f"{_character(first)}-{_character(last)}" for first, last in ranges)
 

@@ -10,6 +10,7 @@ every worker.
 
 from __future__ import annotations
 
+import math
 import selectors
 import time
 from collections import deque
@@ -101,7 +102,8 @@ class WorkerPool:
         return batch.replies
 
     def _hand_out(self, batch: Batch, now: float) -> None:
-        share = min(_MAX_CHUNK, -(-len(batch.waiting) // self._num_workers))
+        # Small enough that the last rows of a batch do not all wait behind one worker.
+        share = min(_MAX_CHUNK, math.ceil(len(batch.waiting) / self._num_workers))
         for lane, work in self._work.items():
             if lane.ready and not work.rows and batch.waiting:
                 work.rows.extend(batch.take(share))
@@ -114,7 +116,10 @@ class WorkerPool:
             if lane.wants_to_write and not lane.write():
                 self._lost(lane, batch)
         for lane in self._work:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if lane.wants_to_write else 0)
+            # A socket can nearly always be written: asked for without need, it would not wait.
+            events = selectors.EVENT_READ
+            if lane.wants_to_write:
+                events |= selectors.EVENT_WRITE
             self._selector.modify(lane.sock, events, lane)
         for key, _ in self._selector.select(patience_s):
             lane = key.data
@@ -179,12 +184,13 @@ class WorkerPool:
 
     def _patience(self, batch: Batch, now: float) -> float:
         """Seconds until the next limit."""
-        ends = [now + 1.0 if batch.ends_at is None else batch.ends_at]
-        ends += [
-            work.since + self._setup.options.timeout_s + _GRACE_S
-            for work in self._work.values()
-            if work.rows
-        ]
+        ends = [now + 1.0]
+        if batch.ends_at is not None:
+            ends = [batch.ends_at]
+        for work in self._work.values():
+            if work.rows:
+                ends.append(work.since + self._setup.options.timeout_s + _GRACE_S)
+        # A millisecond beyond the limit, so that it has passed when the wait is over.
         return max(0.0, min(ends) - now + 0.001)
 
     def _replace(self, lane: Lane) -> None:
@@ -222,7 +228,7 @@ class Batch:
                 self.waiting.append(row)
 
     def take(self, most: int) -> list[int]:
-        """Rows for one worker."""
+        """Rows for one worker: at most so many, and a row of ``alone`` by itself."""
         rows = [self.waiting.popleft()]
         while self.waiting and len(rows) < most:
             if rows[0] in self.alone or self.waiting[0] in self.alone:

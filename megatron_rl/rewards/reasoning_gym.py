@@ -54,13 +54,12 @@ class GeneratedVerifier(Verifier):
             return [
                 f"{tasks[0].data_source} needs the package reasoning-gym; pip install reasoning-gym"
             ]
-        by_source = {task.data_source: task for task in tasks}
+        by_source = {task.data_source: task for task in tasks}  # one of each is looked at
         problems = [self._problem(task) for task in by_source.values()]
-        bare = [
-            task
-            for task in tasks
-            if task.data_source.startswith(PREFIX) and "metadata" not in task.extra
-        ]
+        bare = []
+        for task in tasks:
+            if task.data_source.startswith(PREFIX) and "metadata" not in task.extra:
+                bare.append(task)
         if bare:
             problems.append(
                 f"{bare[0].uid}: its extra has no metadata, which {bare[0].data_source} needs;"

@@ -45,6 +45,7 @@ def register_verifier(name: str, *, sources: str | None = None) -> Callable[[Any
 
     def register(made: Any) -> Any:
         verifier = made if isinstance(made, type) else _class_of(name, made)
+        # A plug-in that is loaded again registers the same class anew.
         taken = _classes.get(name)
         if name == "auto" or (taken is not None and _origin(taken) != _origin(verifier)):
             owner = "a reserved name"
@@ -77,7 +78,10 @@ def verifier_class(name: str) -> type[Verifier]:
 
 def verifier_of_source(data_source: str) -> str | None:
     """The verifier that ``reward.verifier = auto`` gives to ``data_source``; else None."""
-    return next((name for pattern, name in _sources if pattern.fullmatch(data_source)), None)
+    for pattern, name in _sources:
+        if pattern.fullmatch(data_source):
+            return name
+    return None
 
 
 def _origin(verifier: type[Verifier]) -> tuple[str, str]:
@@ -90,7 +94,9 @@ def _class_of(name: str, function: Callable[[Task, str], Any]) -> type[Verifier]
     class FunctionVerifier(Verifier):
         def verify(self, task: Task, answer: str) -> Verdict:
             judged = function(task, answer)
-            return judged if isinstance(judged, Verdict) else limited(float(judged), self.options)
+            if isinstance(judged, Verdict):
+                return judged
+            return limited(float(judged), self.options)
 
     FunctionVerifier.__module__ = getattr(function, "__module__", __name__)
     FunctionVerifier.__qualname__ = getattr(function, "__qualname__", name)
@@ -104,4 +110,6 @@ def limited(score: float, options: Options) -> Verdict:
     """
     if not (math.isfinite(score) and 0 <= score <= 1):
         return Verdict(0.0, f"score {score} is not within [0, 1]")
-    return Verdict(score if options.partial_credit else float(score == 1))
+    if options.partial_credit:
+        return Verdict(score)
+    return Verdict(float(score == 1))

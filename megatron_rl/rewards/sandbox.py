@@ -70,7 +70,7 @@ class Sandbox:
         self._unread = b""
 
     def __enter__(self) -> Sandbox:
-        # The working directory of a program without bubblewrap.
+        # The working directory of a program without bubblewrap; with it, its ``--chdir`` is.
         self._folder = tempfile.TemporaryDirectory(prefix="megatron_rl_code_")
         self._process = subprocess.Popen(
             command(self._kind),
@@ -80,6 +80,7 @@ class Sandbox:
             cwd=self._folder.name,
             env={},
         )
+        # A program that does not read fills the pipe; ``_say`` then waits no longer than it may.
         assert self._process.stdin is not None
         os.set_blocking(self._process.stdin.fileno(), False)
         self._say(self._order)
@@ -91,6 +92,7 @@ class Sandbox:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # Killed first: closing a pipe makes a program that reads it go on.
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
@@ -131,7 +133,9 @@ class Sandbox:
             code = self._process.wait(max(0.0, self._ends_at - time.monotonic()))
         except subprocess.TimeoutExpired:
             return None
-        return text.decode("utf-8", "replace") if code == 0 else None
+        if code != 0:
+            return None
+        return text.decode("utf-8", "replace")
 
     def _say(self, message: dict[str, Any]) -> None:
         """Writes a line; that a program is gone or does not read shows when no answer comes."""
@@ -169,6 +173,7 @@ def command(kind: str) -> list[str]:
             arguments += ["--symlink", os.readlink(name), name]
         elif os.path.isdir(name):
             arguments += ["--ro-bind", name, name]
+    # Of the Python of a virtual environment the interpreter and its library lie elsewhere.
     home = os.path.realpath(sys.base_prefix)
     if not home.startswith("/usr/"):
         arguments += ["--ro-bind", home, home]

@@ -143,11 +143,16 @@ def system_call_filter(calls, own_pid):
     allow = (RETURN, 0, 0, ALLOW)
 
     def by_first_argument(call, test):
-        """Of ``call``, the step after ``test`` allows and the one after that refuses."""
+        """Of ``call``, the step after ``test`` allows and the one after that refuses.
+
+        A call with another number jumps over the four steps behind, to the next rule. Of this call
+        the argument takes the place of the number, which nobody needs any more: both ways end.
+        """
         first_argument = (LOAD, 0, 0, FIRST_ARGUMENT)
         return [(JUMP_EQUAL, 0, 4, calls[call]), first_argument, test, allow, refuse(EPERM)]
 
     steps = [(LOAD, 0, 0, ARCHITECTURE), (JUMP_EQUAL, 1, 0, calls["audit"]), refuse(EPERM)]
+    # On x86-64 a number with this bit is the same call by another door.
     steps += [(LOAD, 0, 0, NUMBER), (JUMP_ABOVE, 0, 1, X32), refuse(EPERM)]
     for number in calls["refused"]:
         steps += [(JUMP_EQUAL, 0, 1, number), refuse(EPERM)]
@@ -204,7 +209,10 @@ def plain(value, types):
         return value
     for base in (int, float, str, bytes):
         if isinstance(value, base):
-            return base.__new__(base, value) if base is not int else int.__index__(value)
+            # ``int(value)`` would call ``__int__`` of the program's class.
+            if base is int:
+                return int.__index__(value)
+            return base.__new__(base, value)
     raise TypeError
 
 

@@ -41,6 +41,7 @@ class Lane:
         self.ready = False
         self._unsent = memoryview(b"")
         self._unread = b""
+        # A lane that is dropped without ``kill`` ends its worker, too: that sees the socket close.
         weakref.finalize(self, sock.close)
 
     @property
@@ -147,6 +148,7 @@ class Server:
         if self._failed_starts:
             time.sleep(START_DELAYS_S[self._failed_starts - 1])
         ours, theirs = socket.socketpair()
+        # The child must find the package where this process has, which sys.path alone may know.
         package_parent = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
         with theirs:

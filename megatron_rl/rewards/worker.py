@@ -56,7 +56,7 @@ def main(control: socket.socket) -> None:
         if os.fork() == 0:
             control.close()
             end_with(server)
-            os.setsid()
+            os.setsid()  # so that the trainer can kill it and what it starts by its group
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             send(lane, {"pid": os.getpid()})
             code = refuse(lane, refusal) if refusal else _serve(lane, setup, judge)

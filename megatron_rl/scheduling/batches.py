@@ -56,7 +56,8 @@ class KeptShare:
 
     @property
     def value(self) -> float:
-        """1 before anything is known; never 0."""
+        """1 before anything is known; never 0, which would ask for groups without end: as if one
+        group more had been seen, and wanted."""
         return (self.wanted + 1) / (self.seen + 1)
 
     def note(self, wanted: int, seen: int) -> None:
@@ -86,8 +87,9 @@ class Batch:
     @property
     def limit(self) -> int:
         """Groups that the step may look at."""
-        rules = self.rules
-        return rules.groups_per_step if rules.max_groups is None else rules.max_groups
+        if self.rules.max_groups is None:
+            return self.rules.groups_per_step
+        return self.rules.max_groups
 
     @property
     def is_complete(self) -> bool:
@@ -98,7 +100,9 @@ class Batch:
         """The first group of the next step; None while it is not known."""
         if not self.rules.is_filtered:
             return self.start + self.limit
-        return self.start + self._decided if self.is_complete else None
+        if not self.is_complete:
+            return None
+        return self.start + self._decided
 
     @property
     def groups(self) -> list[int]:
@@ -119,18 +123,25 @@ class Batch:
         """Takes the verdict on a group that was admitted."""
         assert self.has(group) and group not in self.verdicts
         self.verdicts[group] = wanted
+        # Verdicts come in any order, and only those without a gap before them decide: with groups
+        # 0, 1 and 3 judged two are decided, and the verdict on 2 decides 2 and 3.
         while not self.is_complete and self.start + self._decided in self.verdicts:
             self._wanted += self.verdicts[self.start + self._decided]
             self._decided += 1
 
     def missing(self, share: float) -> int:
         """Groups to admit now so that, where ``share`` of them is wanted, enough will be: with one
-        standard deviation to spare, because a group that is admitted late makes all wait."""
+        standard deviation to spare, because a group that is admitted late makes all wait.
+
+        To find L wanted ones takes L / share groups in the mean, with a standard deviation of
+        sqrt(L (1 - share)) / share (a negative binomial distribution). Example: 16 at a share of
+        1/2 take 32 groups, and 5.7 to spare: 38.
+        """
         lacking = self.rules.groups_per_step - sum(self.verdicts.values())
         if self.is_complete or lacking <= 0:
             return 0
         aim = math.ceil((lacking + math.sqrt(lacking * (1 - share))) / share)
-        undecided = self.admitted - len(self.verdicts)
+        undecided = self.admitted - len(self.verdicts)  # these are under way already
         return max(0, min(aim - undecided, self.limit - self.admitted))
 
     def drop_unneeded(self) -> range:

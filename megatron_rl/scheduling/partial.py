@@ -112,12 +112,15 @@ class PartialScheduler:
     @property
     def limit(self) -> int | None:
         """Tokens after which a response need not go on in this step; None: not known yet."""
-        whole = sorted(group.level for group in self._groups.values() if self._is_whole(group))
-        oldest = [group for group in self._groups.values() if self._is_oldest(group)]
-        if len(whole) < self.rules.groups_per_step or not all(map(self._is_whole, oldest)):
+        groups = self._groups.values()
+        levels = sorted(group.level for group in groups if self._is_whole(group))
+        oldest = [group for group in groups if self._is_oldest(group)]
+        if len(levels) < self.rules.groups_per_step or not all(map(self._is_whole, oldest)):
             return None
+        # The P-th smallest level. It falls as more groups become whole, and that of the oldest
+        # groups, which must be in the step, is fixed once they are.
         of_oldest = max((group.level for group in oldest), default=0)
-        return max(whole[self.rules.groups_per_step - 1], of_oldest)
+        return max(levels[self.rules.groups_per_step - 1], of_oldest)
 
     @property
     def is_ready(self) -> bool:
@@ -130,16 +133,16 @@ class PartialScheduler:
         that is not trained to ``level`` tokens of this step, also one that has ended beyond it."""
         level = self.limit
         assert level is not None and self.is_ready
-        whole = [
-            number
-            for number, group in sorted(self._groups.items())
-            if self._is_whole(group) and group.level <= level
-        ]
+        whole = []
+        for number, group in sorted(self._groups.items()):
+            if self._is_whole(group) and group.level <= level:
+                whole.append(number)
         groups = whole[: self.rules.groups_per_step]
-        ages = [self.step - self._groups[number].first_step for number in groups]
-        assert max(ages) <= self.rules.max_age
         first_steps = [self._groups.pop(number).first_step for number in groups]
+        assert self.step - min(first_steps) <= self.rules.max_age
         taken = PartialStep(self.step, groups, level, first_steps)
+        # Of the others, a response that ended within the level has ended before the next step (0
+        # tokens in it); one that ended beyond is cut to the level, and goes on.
         for group in self._groups.values():
             group.ends = {number: 0 for number, end in group.ends.items() if end <= level}
         self.step += 1

@@ -125,16 +125,19 @@ class Scheduler:
 
     def batch_with(self, group: int) -> Batch | None:
         """The step to come that a group is admitted to; None: to none any more."""
-        return next((batch for batch in self._batches if batch.has(group)), None)
+        for batch in self._batches:
+            if batch.has(group):
+                return batch
+        return None
 
     def to_judge(self) -> list[tuple[int, int]]:
         """Version and number of every group that is whole and waits for its verdict."""
-        return [
-            (batch.version, group)
-            for batch in self._batches
-            for group in range(batch.start, batch.start + batch.admitted)
-            if self.is_whole(group) and group not in batch.verdicts
-        ]
+        waiting = []
+        for batch in self._batches:
+            for group in range(batch.start, batch.start + batch.admitted):
+                if self.is_whole(group) and group not in batch.verdicts:
+                    waiting.append((batch.version, group))
+        return waiting
 
     def failed(self, worker: str, request: Request) -> None:
         """A worker could not answer; the request waits again."""
@@ -180,6 +183,7 @@ class Scheduler:
         assert self.is_ready, "the next step has not all of its groups"
         batch = self._batches.pop(0)
         groups = batch.groups
+        # A filter may leave no group at all.
         oldest = min((self._sampled_by[group] for group in groups), default=batch.version)
         assert batch.step - oldest <= self.rules.staleness, (
             f"step {batch.step} would train what weights {oldest} have sampled"
@@ -200,6 +204,8 @@ class Scheduler:
     def _admit(self) -> None:
         """Opens the batches of all steps whose weights are published and whose start is known, and
         admits what they lack."""
+        # Without a filter the end of a batch is known at once, so with staleness k the batches of
+        # k + 1 steps are open; with one the next start is known when the batch is complete.
         while self.rules.version_of(self._next_step) <= self.version:
             start = self._batches[-1].end if self._batches else self._start
             if start is None:
@@ -245,10 +251,7 @@ class Scheduler:
             "start": self._start,
             "version": self.version,
             "kept_share": [self.kept_share.wanted, self.kept_share.seen],
-            "batches": [
-                {"admitted": batch.admitted, "start": batch.start, "verdicts": dict(batch.verdicts)}
-                for batch in self._batches
-            ],
+            "batches": [_saved(batch) for batch in self._batches],
             "answered": {group: sorted(there) for group, there in self._answered.items()},
             "sampled_by": dict(self._sampled_by),
         }
@@ -256,6 +259,8 @@ class Scheduler:
     @classmethod
     def restored(cls, rules: Rules, state: Mapping[str, Any]) -> Scheduler:
         """One that goes on from ``state``, without workers."""
+        # Made with weights older than any, so that it admits nothing before the saved batches are
+        # in.
         scheduler = cls(rules, step=state["step"], start=state["start"], version=-1)
         scheduler.version = state["version"]
         scheduler.kept_share = KeptShare(*state["kept_share"])
@@ -269,3 +274,8 @@ class Scheduler:
             scheduler._request(batch, range(batch.start, batch.start + batch.admitted))
         scheduler._admit()
         return scheduler
+
+
+def _saved(batch: Batch) -> dict[str, Any]:
+    """Its step follows from its place among the batches."""
+    return {"admitted": batch.admitted, "start": batch.start, "verdicts": dict(batch.verdicts)}

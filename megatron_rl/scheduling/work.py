@@ -16,6 +16,7 @@ Invariants of ``WorkQueue``, which ``tests/unit/scheduling`` checks after random
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -81,7 +82,7 @@ class WorkQueue:
     def leave(self, name: str) -> list[Request]:
         """A worker is gone; what it ran waits again and is returned. Does nothing twice."""
         worker = self.workers.pop(name, None)
-        lost = sorted(worker.running) if worker else []
+        lost = sorted(worker.running) if worker else []  # a set has no order
         for request in lost:
             del self._place[request]
         self.add(lost)
@@ -114,28 +115,39 @@ class WorkQueue:
         assigned: list[Assignment] = []
         for version in sorted(self._waiting):
             heap = self._waiting[version]
-            fitting = {name: w for name, w in self.workers.items() if self._fits(w, version)}
+            fitting = {}
+            for name, worker in self.workers.items():
+                if self._fits(worker, version):
+                    fitting[name] = worker
             if heap and fitting:
                 total = len(heap) + sum(len(worker.running) for worker in fitting.values())
-                assigned += self._hand_out(heap, fitting, -(-total // len(fitting)))
+                assigned += self._hand_out(heap, fitting, math.ceil(total / len(fitting)))
             if not heap:
                 del self._waiting[version]
         return assigned
 
     def _fits(self, worker: Worker, version: int) -> bool:
-        return worker.version == version if self._exact else worker.version >= version
+        if self._exact:
+            return worker.version == version
+        return worker.version >= version
 
     def _hand_out(
         self, heap: list[Request], fitting: dict[str, Worker], equal_part: int
     ) -> list[Assignment]:
-        # Least load first. An entry may be out of date by the siblings that followed a request.
-        by_load = [(len(w.running), name) for name, w in fitting.items() if w.has_room]
+        # Least load first, of equal loads by name. Each worker with room has one entry. It may be
+        # out of date by the siblings that followed a request, and is corrected when it comes up.
+        by_load = []
+        for name, worker in fitting.items():
+            if worker.has_room:
+                by_load.append((len(worker.running), name))
         heapq.heapify(by_load)
         assigned = []
         while heap and by_load:
             name = self._worker_of_group.get(heap[0].group, "")
             sibling = fitting.get(name)
             if sibling is None or not sibling.has_room or len(sibling.running) >= equal_part:
+                # To the least loaded one. Where its entry was out of date it goes back with its
+                # load of now, and the next best is looked at.
                 load, name = heapq.heappop(by_load)
                 worker = fitting[name]
                 if len(worker.running) != load:
@@ -173,9 +185,10 @@ class WorkQueue:
             kept = [request for request in heap if not unneeded(request)]
             heapq.heapify(kept)
             self._waiting[version] = kept
-        running = [
-            Assignment(name, request) for request, name in self._place.items() if unneeded(request)
-        ]
+        running = []
+        for request, name in self._place.items():
+            if unneeded(request):
+                running.append(Assignment(name, request))
         for name, request in running:
             self.finish(name, request)
         return running

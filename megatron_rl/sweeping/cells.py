@@ -62,19 +62,18 @@ def make_cells(overrides: Sequence[str], out: Path, root: Root) -> list[Cell]:
     names = run_names(runs)
     configs = check(runs, [out / name for name in names], root)
     differing = varying(runs)
-    first: dict[str, str] = {}
+    first: dict[str, str] = {}  # the name of the first cell of each configuration
     cells = []
     for name, run, config in zip(names, runs, configs, strict=True):
         same_as = first.setdefault(_identity(config), name)
-        cells.append(
-            Cell(
-                name,
-                (*run, override("run_dir", config.run_dir)),
-                tuple(run[index] for index in differing),
-                config,
-                None if same_as == name else same_as,
-            )
+        cell = Cell(
+            name=name,
+            overrides=(*run, override("run_dir", config.run_dir)),
+            differing=tuple(run[index] for index in differing),
+            config=config,
+            same_as=None if same_as == name else same_as,
         )
+        cells.append(cell)
     return cells
 
 
@@ -94,7 +93,7 @@ def check(runs: Sequence[Sequence[str]], folders: Sequence[Path], root: Root) ->
         except ConfigError as error:
             problems += [f"{folder.name}: {problem}" for problem in error.problems]
     if problems:
-        raise ConfigError(list(dict.fromkeys(problems)), "the sweep")
+        raise ConfigError(list(dict.fromkeys(problems)), "the sweep")  # each of them once
     return configs
 
 
@@ -110,9 +109,12 @@ def with_wandb(cells: Sequence[Cell], sweep: str) -> list[Cell]:
     group that the user gives stays. The name of the sweep and of its experiment are tags beside
     those of the user.
     """
-    return [
-        _tracked(cell, sweep) if cell.config.logging.wandb != "disabled" else cell for cell in cells
-    ]
+    tracked = []
+    for cell in cells:
+        if cell.config.logging.wandb != "disabled":
+            cell = _tracked(cell, sweep)
+        tracked.append(cell)
+    return tracked
 
 
 def _tracked(cell: Cell, sweep: str) -> Cell:
@@ -123,10 +125,10 @@ def _tracked(cell: Cell, sweep: str) -> Cell:
         group = shortened(f"{sweep}/{plain_name(shown)}" if shown else sweep)
         more.append(override("logging.wandb_group", group))
     experiments = [text for text in cell.overrides if text.lstrip("+").startswith("experiment=")]
-    tags = dict.fromkeys(
-        [*logging.wandb_tags, sweep[:MAX_TAG], *(text[:MAX_TAG] for text in experiments)]
-    )
+    own = [text[:MAX_TAG] for text in (sweep, *experiments)]
+    tags = dict.fromkeys([*logging.wandb_tags, *own])
     more.append(f"logging.wandb_tags=[{','.join(map(quoted, tags))}]")
+    # Behind the others: of two overrides of one key the last holds.
     return replace(cell, overrides=(*cell.overrides, *more))
 
 

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-# Characters of a name; file systems allow 255 bytes, and wandb 128 for a group.
+# Characters of a name before "-" and a digest of six; file systems allow 255 bytes, and wandb 128
+# for a group.
 _MAX_NAME = 120
+_SPECIAL = re.compile("[^A-Za-z0-9._+-]+")
 
 
 def combinations(overrides: Sequence[str]) -> list[list[str]]:
@@ -29,6 +31,8 @@ def combinations(overrides: Sequence[str]) -> list[list[str]]:
             choices.append([text])  # the check of the whole combination says what is wrong with it
             continue
         if parsed.is_sweep_override():
+            # The key with its "+" or "@package"; values as they were typed, quotes included, so
+            # that each is an override again.
             key = parsed.get_key_element()
             choices.append([f"{key}={value}" for value in parsed.sweep_string_iterator()])
         else:
@@ -38,7 +42,8 @@ def combinations(overrides: Sequence[str]) -> list[list[str]]:
 
 def varying(runs: Sequence[Sequence[str]]) -> list[int]:
     """The positions of the overrides that differ between the runs."""
-    return [index for index, values in enumerate(zip(*runs)) if len(set(values)) > 1]
+    # Every run has as many overrides as were typed, each at its place: a row of zip is a place.
+    return [place for place, values in enumerate(zip(*runs)) if len(set(values)) > 1]
 
 
 def run_names(runs: Sequence[Sequence[str]]) -> list[str]:
@@ -68,14 +73,20 @@ def plain_name(overrides: Sequence[str]) -> str:
 
 def shortened(name: str) -> str:
     """The name, a long one with a digest for its end."""
-    return name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}-{_digest(name)}"
+    if len(name) <= _MAX_NAME:
+        return name
+    return f"{name[:_MAX_NAME]}-{_digest(name)}"
 
 
 def _plain_part(text: str) -> str:
-    special = re.compile("[^A-Za-z0-9._+-]+")
+    """``method=grpo`` as ``method-grpo``; with a digest where characters were replaced, since
+    ``x=[1]`` and ``x=(1)`` would both be ``x-1``."""
     key, _, value = text.partition("=")
-    plain = special.sub("_", f"{key}-{special.sub('_', value).strip('_')}")
-    return plain if plain == f"{key}-{value}" else f"{plain}-{_digest(text)}"
+    plain_value = _SPECIAL.sub("_", value).strip("_")
+    plain = _SPECIAL.sub("_", f"{key}-{plain_value}")
+    if plain == f"{key}-{value}":
+        return plain
+    return f"{plain}-{_digest(text)}"
 
 
 def _digest(text: str) -> str:

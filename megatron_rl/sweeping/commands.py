@@ -87,8 +87,12 @@ class Slurm:
             raise ValueError("squeue: no such program on this machine") from None
         if done.returncode:
             raise ValueError(f"squeue: {done.stderr.strip() or done.returncode}")
-        jobs = [line.partition(" ") for line in done.stdout.splitlines()]
-        return [job for job, _, comment in jobs if comment.strip() == self._comment]
+        found = []
+        for line in done.stdout.splitlines():
+            job, _, comment = line.partition(" ")  # a comment has spaces of its own
+            if comment.strip() == self._comment:
+                found.append(job)
+        return found
 
     def new_file(self) -> Path:
         """A name that no earlier array uses: its tasks read their lines when they start."""
@@ -104,15 +108,18 @@ def write_cells(file: Path, cells: Sequence[Cell]) -> None:
     Raises:
         ValueError: an override goes over several lines.
     """
-    lines = [shlex.join(cell.overrides) for cell in cells]
-    broken = next((cell for cell, line in zip(cells, lines) if "\n" in line), None)
-    if broken is not None:
-        raise ValueError(
-            f"--sbatch: an override of {broken.name} has a line break; write it as \\n"
-        )
+    lines = []
+    for cell in cells:
+        line = shlex.join(cell.overrides)
+        if "\n" in line:
+            raise ValueError(
+                f"--sbatch: an override of {cell.name} has a line break; write it as \\n"
+            )
+        lines.append(f"{line}\n")
     file.parent.mkdir(parents=True, exist_ok=True)
+    # "x": waiting tasks of an earlier array still read their own file.
     with file.open("x", encoding="utf-8") as stream:
-        stream.write("".join(f"{line}\n" for line in lines))
+        stream.writelines(lines)
 
 
 def submit(words: Sequence[str]) -> None:

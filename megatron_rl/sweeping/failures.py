@@ -23,15 +23,24 @@ class Failure:
     def code_text(self) -> str:
         if self.code >= 0:
             return f"exit code {self.code}"
-        return f"killed by {signal.Signals(-self.code).name}"
+        number = -self.code  # as subprocess has it: -9 is death by signal 9
+        names = {known.value: known.name for known in signal.Signals}
+        return f"killed by {names.get(number, f'signal {number}')}"  # not all have a name here
 
     def __str__(self) -> str:
-        """One line; of a list of problems the first."""
-        why = "".join(f": {line}" for line in self.lines[:1])
-        if why.endswith(":") and len(self.lines) > 1:
-            why += f" {self.lines[1].strip().removeprefix('- ')}"
-        place = f" ({self.log})" if self.log else ""
-        return f"{self.code_text}{why}{place}"
+        """One line; of a list of problems the first.
+
+        Example: the lines ``error: config:`` and ``  - seed = x: no number`` make
+        ``exit code 1: error: config: seed = x: no number (run/console.log)``.
+        """
+        text = self.code_text
+        if self.lines:
+            text += f": {self.lines[0]}"
+        if text.endswith(":") and len(self.lines) > 1:
+            text += f" {self.lines[1].strip().removeprefix('- ')}"
+        if self.log:
+            text += f" ({self.log})"
+        return text
 
 
 def failure_of(code: int, error_file: Path, log: Path | None) -> Failure:
@@ -50,13 +59,18 @@ def _message(error_file: Path) -> list[str]:
         content = json.loads(error_file.read_text(encoding="utf-8"))["message"]
     except (ValueError, KeyError, TypeError):
         return []
-    text = content["message"] if isinstance(content, dict) and "message" in content else content
+    # torch writes {"message": {"message": text, "extraInfo": ...}}, or a text in place of the inner
+    # object.
+    text = content
+    if isinstance(content, dict) and "message" in content:
+        text = content["message"]
     return [line for line in str(text).splitlines() if line.strip()]
 
 
 def _end_of(log: Path | None) -> list[str]:
     if log is None or not log.is_file():
         return []
+    # The end alone: a log may hold days. What is cut within a character is replaced.
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LAST_BYTES))
         text = file.read().decode("utf-8", "replace")

@@ -39,8 +39,11 @@ def cut(
         ValueError: fewer GPUs than processes.
     """
     if num_gpus:
-        given = environment.get(_VISIBLE, "").split(",") if environment.get(_VISIBLE) else []
-        visible = (given or [str(index) for index in range(num_gpus)])[:num_gpus]
+        visible = [str(index) for index in range(num_gpus)]
+        if environment.get(_VISIBLE):
+            # Names of the user's, which need not be 0, 1, ... CUDA stops at the first that does not
+            # exist, so that fewer may count than are listed.
+            visible = environment[_VISIBLE].split(",")[:num_gpus]
         wanted = parallel * nproc
         if wanted > num_gpus:
             raise ValueError(

@@ -26,22 +26,25 @@ def write(out: Path, cells: Sequence[Cell], words: Sequence[str]) -> None:
     """
     file = out / NAME
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    values = [_values(cell) for cell in cells]
+    keys: dict[str, None] = {}  # a set in the order of the command line
+    entries = []
+    for cell in cells:
+        values = _values(cell)
+        keys |= dict.fromkeys(values)
+        entry = {
+            "name": cell.name,
+            "label": cell.label,
+            "seed": cell.config.seed,
+            "values": values,
+            "same_as": cell.same_as,
+        }
+        entries.append(entry)
     content = {
         "name": sweep_name(out),
         "created": _created(file) or now,
         "command": shlex.join(["python", "-m", "megatron_rl.sweep", *words]),
-        "keys": list(dict.fromkeys(key for of_cell in values for key in of_cell)),
-        "cells": [
-            {
-                "name": cell.name,
-                "label": cell.label,
-                "seed": cell.config.seed,
-                "values": of_cell,
-                "same_as": cell.same_as,
-            }
-            for cell, of_cell in zip(cells, values, strict=True)
-        ],
+        "keys": list(keys),
+        "cells": entries,
     }
     try:
         out.mkdir(parents=True, exist_ok=True)

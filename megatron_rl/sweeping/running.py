@@ -56,7 +56,8 @@ def start_process(
     """Starts a command in a session of its own, which the kernel ends with this process (Linux).
 
     A session of its own, because a Ctrl-C of the terminal would reach torchrun twice, and its ranks
-    never.
+    never: the terminal signals the sweep's group, torchrun among it, the sweep signals torchrun
+    again, and torchrun's ranks are in sessions of their own.
 
     Args:
         log: file that its output is added to; None: the console.
@@ -148,8 +149,10 @@ class Runner:
                     while (self._waiting or self._live) and not came:
                         self._fill(came)
                         self._reap()
-                        time.sleep(_POLL_S if self._live else 0)
+                        if self._live:
+                            time.sleep(_POLL_S)
                 finally:
+                    # Signals are still noted here: a second Ctrl-C does not cut the stopping short.
                     stop([live.process for live in self._live])
         if came:
             raise Stopped(came[0])
@@ -157,7 +160,8 @@ class Runner:
         return self.outcome
 
     def _fill(self, came: Sequence[str]) -> None:
-        """Starts runs in the free shares."""
+        """Starts runs in the free shares. Looks at ``came`` before each: whether a cell is finished
+        takes a while to see, and a signal may come meanwhile."""
         while self._waiting and len(self._live) < len(self._shares) and not came:
             cell = self._waiting.popleft()
             if is_finished(cell.config):
@@ -170,6 +174,7 @@ class Runner:
                 self._start(cell)
 
     def _start(self, cell: Cell) -> None:
+        # The first share that no run has; a run keeps its own, since it has the GPUs of it.
         taken = {live.slot for live in self._live}
         slot = min(set(range(len(self._shares))) - taken)
         error_file = self._scratch / f"{cell.name}.json"
@@ -191,25 +196,31 @@ class Runner:
         """Looks after the runs that have ended."""
         for live in list(self._live):
             code = live.process.poll()
-            if code is None:
-                continue
-            self._live.remove(live)
-            took = duration(time.monotonic() - live.since)
-            cell = live.cell
-            if code == 0 and (cell.folder / REQUEUE).is_file():
-                self.outcome.stopped.append(cell.name)
-                self._say(cell, f"was stopped on request after {took}")
-            elif code == 0:
-                self.outcome.done.append(cell.name)
-                self._say(cell, f"finished in {took}")
-            elif holder := lock.holder(cell.folder):  # which it was refused for
-                self.outcome.elsewhere[cell.name] = holder
-                self._say(cell, f"is running elsewhere ({holder}) and left to that")
-            else:
-                failure = failure_of(code, live.error_file, live.log)
-                self.outcome.failed[cell.name] = failure
-                self._say(cell, f"failed after {took}: {failure.code_text}")
-                for line in failure.lines if live.log else ():  # else they are on the console
+            if code is not None:
+                self._live.remove(live)
+                self._note_end(live, code)
+
+    def _note_end(self, live: Live, code: int) -> None:
+        cell = live.cell
+        took = duration(time.monotonic() - live.since)
+        # A run that was stopped on request ends with 0 as well; exit codes of ranks do not survive
+        # torchrun, so it leaves a file.
+        if code == 0 and (cell.folder / REQUEUE).is_file():
+            self.outcome.stopped.append(cell.name)
+            self._say(cell, f"was stopped on request after {took}")
+        elif code == 0:
+            self.outcome.done.append(cell.name)
+            self._say(cell, f"finished in {took}")
+        elif holder := lock.holder(cell.folder):
+            # Another start took the folder between our look at it and the run's, which was refused.
+            self.outcome.elsewhere[cell.name] = holder
+            self._say(cell, f"is running elsewhere ({holder}) and left to that")
+        else:
+            failure = failure_of(code, live.error_file, live.log)
+            self.outcome.failed[cell.name] = failure
+            self._say(cell, f"failed after {took}: {failure.code_text}")
+            if live.log is not None:  # without a log its output is on the console already
+                for line in failure.lines:
                     print(f"    {line}", file=sys.stderr, flush=True)
 
     def _look_again(self, cells: Sequence[Cell]) -> None:

@@ -27,9 +27,13 @@ def summary(cells: Sequence[Cell], finished: Iterable[str], metrics: Sequence[st
     done = set(finished)
     parts = [_table(last_values(cells, done, metric), metric) for metric in metrics]
     missing = [cell.name for cell in cells if not cell.same_as and cell.name not in done]
-    notes = [f"not in the table, because not finished: {', '.join(missing)}"] if missing else []
+    notes = []
+    if missing:
+        notes.append(f"not in the table, because not finished: {', '.join(missing)}")
     notes += [f"{cell.name}: the same run as {cell.same_as}" for cell in cells if cell.same_as]
-    return "\n\n".join(filter(None, [*parts, "\n".join(notes)]))
+    if notes:
+        parts.append("\n".join(notes))
+    return "\n\n".join(parts)
 
 
 def last_values(cells: Sequence[Cell], finished: set[str], metric: str) -> Scores:
@@ -39,6 +43,8 @@ def last_values(cells: Sequence[Cell], finished: set[str], metric: str) -> Score
     """
     by_name = {cell.name: cell for cell in cells}
     rows = {cell.label for cell in cells if not cell.same_as}
+    # A cell that was not run itself still counts in its row, by the values of the run for it: with
+    # method=grpo,dapo clip=0.2,0.3 a combination may equal the default of another.
     scores: dict[str, dict[int, float]] = {}
     for cell in cells:
         if cell.label not in rows:
@@ -47,7 +53,7 @@ def last_values(cells: Sequence[Cell], finished: set[str], metric: str) -> Score
         run = by_name[cell.same_as or cell.name]
         file = run.folder / METRICS
         if run.name in finished and file.is_file():
-            values = series(read_metrics(file), metric)[1]
+            _, values = series(read_metrics(file), metric)
             if values:
                 of_label[cell.config.seed] = values[-1]
     return scores
@@ -55,8 +61,8 @@ def last_values(cells: Sequence[Cell], finished: set[str], metric: str) -> Score
 
 def _table(scores: Scores, metric: str) -> str:
     first = next(iter(scores))
-    values = [value for of_label in scores.values() for value in of_label.values()]
-    form = "{:.3f}" if max(map(abs, values), default=1.0) >= 0.01 else "{:.2e}"
+    largest = [max(map(abs, of_label.values())) for of_label in scores.values() if of_label]
+    form = "{:.3f}" if max(largest, default=1.0) >= 0.01 else "{:.2e}"
     rows = []
     pairs = {label: differences(of_label, scores[first]) for label, of_label in scores.items()}
     has_pairs = any(len(pairs[label]) > 1 for label in scores if label != first)
@@ -85,7 +91,7 @@ def _spread(values: Sequence[float], form: str) -> str:
 def _difference(values: Sequence[float], form: str) -> list[str]:
     if not values:
         return ["", "", "", ""]
-    signed = form.replace(":", ":+")
+    signed = form.replace(":", ":+")  # "{:.3f}" -> "{:+.3f}": with its sign always
     intervals = ["", ""]
     if len(values) > 1:
         intervals = [_bounds(student(values), signed), _bounds(bootstrap(values), signed)]

@@ -81,14 +81,19 @@ def cells_of(runs: Sequence[Run], trains_alike: TrainsAlike) -> list[Cell]:
                 break
         else:
             groups.append([run])
-    split = [part for group in groups for part in _split(group)]
-    labels = _labels(split)
-    ordered = [tuple(sorted(group, key=lambda run: run.seed)) for group in split]
-    return [Cell(label, group) for label, group in zip(labels, ordered, strict=True)]
+    split: list[list[Run]] = []
+    for group in groups:
+        split += _split(group)
+    cells = []
+    for label, group in zip(_labels(split), split, strict=True):
+        by_seed = sorted(group, key=lambda run: run.seed)
+        cells.append(Cell(label, tuple(by_seed)))
+    return cells
 
 
 def choose_baseline(cells: Sequence[Cell], label: str | None) -> Cell:
-    """The cell of this label; without one that of method grpo, else the first.
+    """The cell of this label, or the only one that has all words of it; without a label that of
+    method grpo, else the first.
 
     Raises:
         ValueError: no cell has the label, or the words of it are those of several.
@@ -98,7 +103,9 @@ def choose_baseline(cells: Sequence[Cell], label: str | None) -> Cell:
         return plain[0] if plain else cells[0]
     exact = [cell for cell in cells if cell.label == label]
     words = set(label.split())
-    fitting = exact or [cell for cell in cells if words and words <= set(cell.label.split())]
+    fitting = exact
+    if words and not exact:
+        fitting = [cell for cell in cells if words <= set(cell.label.split())]
     if len(fitting) == 1:
         return fitting[0]
     labels = "".join(f"\n  - {cell.label}" for cell in cells)
@@ -106,8 +113,14 @@ def choose_baseline(cells: Sequence[Cell], label: str | None) -> Cell:
     raise ValueError(f"--baseline {label!r}: {which}; choose one of:{labels}")
 
 
+def all_runs(cells: Sequence[Cell]) -> list[Run]:
+    """The runs of all cells, cell by cell."""
+    return [run for cell in cells for run in cell.runs]
+
+
 def distinct(values: Sequence[Any]) -> list[Any]:
-    """Without repetitions; values may be lists."""
+    """Without repetitions, in the order of the first of each; values may be lists, which no set
+    takes."""
     kept: list[Any] = []
     for value in values:
         if value not in kept:
@@ -117,7 +130,9 @@ def distinct(values: Sequence[Any]) -> list[Any]:
 
 def shown(value: Any) -> str:
     """A setting as text; an empty one as ``""``."""
-    return value if isinstance(value, str) and value else json.dumps(value, sort_keys=True)
+    if isinstance(value, str) and value:
+        return value
+    return json.dumps(value, sort_keys=True)
 
 
 def within(key: str, sections: Sequence[str]) -> bool:
@@ -128,10 +143,21 @@ def within(key: str, sections: Sequence[str]) -> bool:
 def varying_keys(runs: Sequence[Run]) -> list[str]:
     """Settings that are not the same in all runs, in the order of ``config.json``; without what
     belongs to one run alone, and without versions."""
-    keys = dict.fromkeys(key for run in runs for key in run.settings)
-    ignored = (*_OF_A_RUN, *_NO_SETTING)
-    values = {key: [run.setting(key) for run in runs] for key in keys}
-    return [key for key in keys if len(distinct(values[key])) > 1 and not within(key, ignored)]
+    varying = []
+    for key in setting_keys(runs):
+        if within(key, (*_OF_A_RUN, *_NO_SETTING)):
+            continue
+        if len(distinct([run.setting(key) for run in runs])) > 1:
+            varying.append(key)
+    return varying
+
+
+def setting_keys(runs: Sequence[Run]) -> list[str]:
+    """Dotted keys that some run has, each once, in the order of ``config.json``."""
+    keys: dict[str, None] = {}
+    for run in runs:
+        keys |= dict.fromkeys(run.settings)
+    return list(keys)
 
 
 def _alike(first: Run, other: Run, trains_alike: TrainsAlike) -> bool:
@@ -146,12 +172,12 @@ def _split(group: list[Run]) -> Iterator[list[Run]]:
     if len({run.seed for run in group}) == len(group):
         yield group
         return
-    keys = varying_keys(group)
+    # A path that differs for the same content says nothing, and ``trains_alike`` has seen that
+    # model and data have the same content.
+    keys = [key for key in varying_keys(group) if not within(key, ("model.path", "data"))]
     parts: dict[str, list[Run]] = {}
     for run in group:
-        # A path that differs for the same content says nothing.
-        values = [run.settings.get(key) for key in keys if not within(key, ("model.path", "data"))]
-        parts.setdefault(shown(values), []).append(run)
+        parts.setdefault(_values_text(run, keys), []).append(run)
     yield from parts.values()
 
 
@@ -168,6 +194,7 @@ def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
             f"{names[key]}={_short(run.settings[key])}" for key in chosen if key in run.settings
         ]
         labels.append(" ".join(words) or run.name)
+    # Cells may differ in what no label names, such as the code of a plug-in.
     repeated = {label for label in labels if labels.count(label) > 1}
     numbers: Counter[str] = Counter()
     for index, label in enumerate(labels):
@@ -178,29 +205,46 @@ def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
 
 
 def _telling_keys(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """Keys, each of which separates groups that those before it do not."""
+    """Keys, each of which separates groups that those before it do not.
+
+    Example: of three groups with methods grpo, grpo, psr and learning rates 1, 2, 2 the method
+    makes two parts, and both together three. Both keys are kept; a third would not be.
+    """
     firsts = [group[0] for group in groups]
-    constant = [
-        key
-        for key in varying_keys(firsts)
-        if all(len(distinct([run.settings.get(key) for run in group])) == 1 for group in groups)
-    ]
-    fingerprints = ("model_fingerprint", "data_fingerprint")
-    order = [*constant, *fingerprints]
-    order.sort(key=lambda key: (key != "method.name", key in fingerprints))
+    # What varies within a group cannot stand in its label.
+    constant = []
+    for key in varying_keys(firsts):
+        if all(_is_constant(key, group) for group in groups):
+            constant.append(key)
+    # The method first: it is what one looks for. Fingerprints last: they say that something
+    # differs, not what.
+    constant.sort(key=lambda key: key != "method.name")
     chosen: list[str] = []
-    parts = 1
-    for key in order:
-        with_it = [shown([run.settings.get(name) for name in (*chosen, key)]) for run in firsts]
-        if len(set(with_it)) > parts:
-            chosen.append(key)
-            parts = len(set(with_it))
+    num_parts = 1
+    for key in (*constant, "model_fingerprint", "data_fingerprint"):
+        keys = [*chosen, key]
+        parts = {_values_text(run, keys) for run in firsts}
+        if len(parts) > num_parts:
+            chosen = keys
+            num_parts = len(parts)
     return chosen
+
+
+def _values_text(run: Run, keys: Sequence[str]) -> str:
+    """The values of some keys as one text: those that are lists could not be told apart by a set or
+    be the key of a mapping."""
+    return shown([run.settings.get(key) for key in keys])
+
+
+def _is_constant(key: str, runs: Sequence[Run]) -> bool:
+    return len(distinct([run.settings.get(key) for run in runs])) == 1
 
 
 def _short_names(keys: Sequence[str]) -> dict[str, str]:
     """The last part of a key where it is the only one of that name; ``method`` for its name."""
-    names = {key: "method" if key == "method.name" else key.rpartition(".")[2] for key in keys}
+    names = {key: key.rpartition(".")[2] for key in keys}
+    if "method.name" in names:
+        names["method.name"] = "method"
     counts = Counter(names.values())
     return {key: name if counts[name] == 1 else key for key, name in names.items()}
 
@@ -211,4 +255,4 @@ def _short(value: Any) -> str:
     if len(text) <= _MAX_VALUE:
         return text
     digest = sha256(text.encode()).hexdigest()[:4]
-    return f"{text[: _MAX_VALUE - 7]}...{digest}"
+    return f"{text[: _MAX_VALUE - len('...') - len(digest)]}...{digest}"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 
 import numpy as np
 
-from megatron_rl.reporting.comparison.cells import Cell
-from megatron_rl.reporting.comparison.panels import pass_at_ks
+from megatron_rl.reporting.comparison.cells import Cell, all_runs
 from megatron_rl.reporting.comparison.runs import Run
-from megatron_rl.reporting.metrics_file import Row
+from megatron_rl.reporting.metrics_file import Row, is_held_out
+from megatron_rl.reporting.pass_at_k import PASS_AT, pass_at_ks
 
 SMOOTHING = 20  # a curve of training is a moving mean over 1 / SMOOTHING of its steps
 MAX_POINTS = 400  # longer curves are means of neighboring steps: an eye sees no more
@@ -42,18 +43,20 @@ class Band:
 def run_curve(run: Run, key: str) -> Curve:
     """The rows of the run that have ``key``; of a metric of training all of its steps, so that a
     row without it is a gap too."""
-    if key.startswith("eval/"):
+    if is_held_out(key):
         rows = [row for row in run.rows_of(key) if key in row]
     else:
-        rows = [row for row in run.rows if row["step"]]
+        rows = [row for row in run.rows if row["step"]]  # step 0 is before training
+    steps = [float(row["step"] or 0) for row in rows]
     values = [row.get(key) for row in rows]
     y = [np.nan if value is None else float(value) for value in values]
-    return Curve(np.array([float(row["step"] or 0) for row in rows]), np.array(y, dtype=float))
+    return Curve(np.array(steps), np.array(y, dtype=float))
 
 
 def smoothing_width(cells: Sequence[Cell]) -> int:
     """Steps of the moving mean, the same for all curves of training; 1 = none."""
-    return max(1, max(run.steps_done for cell in cells for run in cell.runs) // SMOOTHING)
+    longest = max(run.steps_done for run in all_runs(cells))
+    return max(1, longest // SMOOTHING)
 
 
 def cell_band(cell: Cell, key: str, width: int) -> Band | None:
@@ -66,21 +69,30 @@ def cell_band(cell: Cell, key: str, width: int) -> Band | None:
     curves = [curve for curve in curves if np.isfinite(curve.y).any()]
     if not curves:
         return None
-    if key.startswith("eval/"):
+    if is_held_out(key):
         return band_of(curves)
-    smoothed = [thinned(Curve(curve.x, moving_mean(curve.y, width))) for curve in curves]
-    raw = thinned(curves[0]) if len(curves) == 1 and width > 1 else None
-    band = band_of(smoothed)
-    return Band(band.x, band.median, band.low, band.high, band.singles, raw)
+    # Smoothed first: the width of the mean is in steps, not in points of a thinned curve.
+    smoothed = [Curve(curve.x, moving_mean(curve.y, width)) for curve in curves]
+    band = band_of([thinned(curve) for curve in smoothed])
+    if len(curves) > 1 or width == 1:
+        return band
+    return replace(band, raw=thinned(curves[0]))
 
 
 def band_of(curves: Sequence[Curve]) -> Band:
-    """Over the curves that have a value at a position; NaN where none has."""
+    """Over the curves that have a value at a position; NaN where none has.
+
+    Example: steps 0, 10 with values 1, 2 and steps 10, 20 with 4, 6 make the table ::
+
+        x   0  10  20
+            1   2   -
+            -   4   6
+    """
     x = np.unique(np.concatenate([curve.x for curve in curves]))
     table = np.full((len(curves), len(x)), np.nan)
     for row, curve in zip(table, curves, strict=True):
         row[np.searchsorted(x, curve.x)] = curve.y
-    some = np.isfinite(table).any(axis=0)
+    some = np.isfinite(table).any(axis=0)  # numpy warns of the median of a column of NaN
     median = np.full(len(x), np.nan)
     low = median.copy()
     high = median.copy()
@@ -105,7 +117,7 @@ def thinned(curve: Curve) -> Curve:
     count = len(curve.x)
     if count <= MAX_POINTS:
         return curve
-    stretch = -(-count // MAX_POINTS)
+    stretch = ceil(count / MAX_POINTS)
     parts = [slice(first, first + stretch) for first in range(0, count, stretch)]
     x = [float(curve.x[part].mean()) for part in parts]
     y = [_finite_mean(curve.y[part]) for part in parts]
@@ -119,7 +131,7 @@ def pass_curve(run: Run) -> Curve | None:
         row = _last_with_several_k(rows)
         if row is not None:
             ks = pass_at_ks([row])
-            values = [float(row[f"eval/pass_at_{k}"] or 0.0) for k in ks]
+            values = [float(row[f"{PASS_AT}{k}"] or 0.0) for k in ks]
             return Curve(np.array(ks, dtype=float), np.array(values))
     return None
 

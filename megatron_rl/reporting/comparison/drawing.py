@@ -52,6 +52,8 @@ def style_of(order: int) -> Style:
     the others colors and dashes together repeat after 24, and markers before that."""
     if order == 0:
         return Style(INK, _SOLID, _MARKERS[0])
+    # Dashes go on with the colors, so that neighbors differ in both, and are moved by one at each
+    # turn of the colors: cells 1 and 7 are both blue, with dash 0 and dash 1.
     turn, color = divmod(order - 1, len(_COLORS))
     dash = _DASHES[(color + turn) % len(_DASHES)]
     return Style(_COLORS[color], dash, _MARKERS[order % len(_MARKERS)])
@@ -63,7 +65,7 @@ def draw_cells(axes: Axes, cells: Sequence[Drawn], *, held_out: bool) -> None:
     singles = sum(len(cell.band.singles) for cell in cells) <= MAX_SINGLES
     for cell in cells:
         draw_spread(axes, cell, bands=bands, singles=singles)
-    for cell in cells:
+    for cell in cells:  # above the spread of all cells
         draw_median(axes, cell, _HELD_OUT_MARKS if held_out else _MARKS)
 
 
@@ -87,16 +89,24 @@ def draw_median(axes: Axes, cell: Drawn, num_marks: int) -> None:
     curve = Curve(cell.band.x, cell.band.median)
     alone = _alone(curve.y)
     axes.plot(curve.x[alone], curve.y[alone], "o", color=cell.style.color, markersize=2)
+    # 70 steps and 7 marks: the first cell has its marks at 0, 10, 20, ..., the next at 2, 12, ...
     every = max(1, len(curve.x) // max(1, num_marks))
+    first_mark = cell.order * 2 % every
+    # Marks and dashes tell cells apart; a facet has one cell, and needs none.
+    dash = _SOLID
+    marker = ""
+    if num_marks:
+        dash = cell.style.dash
+        marker = cell.style.marker
     axes.plot(
         curve.x,
         curve.y,
         color=cell.style.color,
-        linestyle=cell.style.dash if num_marks else _SOLID,
+        linestyle=dash,
         linewidth=1.8,
-        marker=cell.style.marker if num_marks else "",
+        marker=marker,
         markersize=4.5,
-        markevery=(cell.order * 2 % every, every),
+        markevery=(first_mark, every),
     )
 
 
@@ -119,10 +129,13 @@ def finish(axes: Axes, x_label: str, y_label: str) -> None:
 
 
 def show_zero(every_axes: Sequence[Axes]) -> None:
-    """Axes of one scale, of values that are not negative, begin at zero where that is near."""
+    """Axes of one scale, of values that are not negative, begin at zero where that is near.
+
+    Setting the first is enough: axes of one scale share their limits.
+    """
     low = min(axes.dataLim.y0 for axes in every_axes)
     high = max(axes.dataLim.y1 for axes in every_axes)
-    if high == 0 and low == 0:
+    if high == 0 and low == 0:  # nothing but zeros, of what is a share most of the time
         every_axes[0].set_ylim(0, 1)
     elif 0 <= low < high / 2:
         every_axes[0].set_ylim(bottom=0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, ScalarFormatter
 
 from megatron_rl.reporting.comparison.cells import Cell
-from megatron_rl.reporting.comparison.curves import cell_band, pass_band, smoothing_width
+from megatron_rl.reporting.comparison.curves import (
+    Band,
+    cell_band,
+    pass_band,
+    smoothing_width,
+)
 from megatron_rl.reporting.comparison.drawing import (
     INK,
     MAX_BANDS,
@@ -27,7 +34,7 @@ from megatron_rl.reporting.comparison.drawing import (
     show_zero,
     style_of,
 )
-from megatron_rl.reporting.comparison.panels import HEADINGS, PASS, Panel, panels_of
+from megatron_rl.reporting.comparison.panels import HEADINGS, PASS, panels_of
 from megatron_rl.reporting.comparison.svg import inline_svg
 
 _PANEL_SIZE = (4.4, 3.0)  # inches
@@ -80,27 +87,26 @@ def pictures_of(cells: Sequence[Cell]) -> list[Picture]:
     width = smoothing_width(cells)
     pictures = []
     for panel in panels_of(cells):
-        drawn = _drawn(cells, panel, width)
+        drawn = _drawn(cells, partial(cell_band, key=panel.key, width=width))
         pictures.append(Picture(panel.title, panel.label, panel.heading, drawn, panel.held_out))
         if panel.key in _FACETS and len(drawn) > MAX_BANDS:
             title = f"{panel.title}, cell by cell (gray: {cells[0].label})"
             pictures.append(
                 Picture(title, panel.label, panel.heading, drawn, panel.held_out, faceted=True)
             )
-    bands = [(order, cell, pass_band(cell)) for order, cell in enumerate(cells)]
-    over_k = tuple(
-        Drawn(cell.label, style_of(order), band, order) for order, cell, band in bands if band
-    )
+    over_k = _drawn(cells, pass_band)
     if over_k:
         title = "pass@k over k, last evaluation"
         pictures.append(
             Picture(title, "share of prompts", PASS, over_k, True, axis="k (responses)")
         )
+    # Facets, which take the whole width of a page, after the small panels of their heading.
     return sorted(pictures, key=lambda picture: (HEADINGS.index(picture.heading), picture.faceted))
 
 
 def as_svg(picture: Picture, name: str) -> InlineFigure:
     """The picture for a page. ``name``: unique in it; ids of the figure begin with it."""
+    # matplotlib makes ids within a figure of the salt, at random without one.
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
         if picture.faceted:
             figure = _facets(picture)
@@ -127,15 +133,19 @@ def legend_svg(order: int) -> str:
 def write_png(pictures: Sequence[Picture], cells: Sequence[Cell], path: Path) -> None:
     """Pictures of one heading in one file, with the legend of all cells on top."""
     flat = [picture for picture in pictures if not picture.faceted]
-    size = _LARGE_SIZE if len(cells) > MANY else _PANEL_SIZE
-    columns = 2 if len(cells) > MANY else min(3, max(len(flat), 2))
-    rows = -(-len(flat) // columns)
-    legend_columns = max(1, min(len(cells), 3 if len(cells) > 4 else len(cells)))
-    legend_rows = -(-len(cells) // legend_columns)
-    height = 0.25 * legend_rows + 0.15
+    if len(cells) > MANY:
+        size = _LARGE_SIZE
+        columns = 2
+    else:
+        size = _PANEL_SIZE
+        columns = min(3, max(len(flat), 2))  # the legend needs the width of two panels
+    rows = ceil(len(flat) / columns)
+    legend_columns = len(cells) if len(cells) <= 4 else 3
+    legend_rows = ceil(len(cells) / legend_columns)
     width = size[0] * columns
+    height = size[1] * rows + 0.25 * legend_rows + 0.15
     with matplotlib.rc_context(_STYLE):
-        figure = Figure((width, size[1] * rows + height), _PNG_DPI, layout="constrained")
+        figure = Figure((width, height), _PNG_DPI, layout="constrained")
         FigureCanvasAgg(figure)
         figure.legend(
             [legend_line(style_of(order)) for order in range(len(cells))],
@@ -152,6 +162,7 @@ def write_png(pictures: Sequence[Picture], cells: Sequence[Cell], path: Path) ->
             _draw(axes, picture)
             axes.set_title(_cut(picture.title), loc="left", parse_math=False)
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Without the version of matplotlib, so that the same runs give the same bytes.
         figure.savefig(path, format="png", metadata={"Software": None})
 
 
@@ -160,11 +171,15 @@ def _cut(title: str) -> str:
     return title if len(title) <= _MAX_TITLE else f"{title[: _MAX_TITLE - 3]}..."
 
 
-def _drawn(cells: Sequence[Cell], panel: Panel, width: int) -> tuple[Drawn, ...]:
-    bands = [(order, cell, cell_band(cell, panel.key, width)) for order, cell in enumerate(cells)]
-    return tuple(
-        Drawn(cell.label, style_of(order), band, order) for order, cell, band in bands if band
-    )
+def _drawn(cells: Sequence[Cell], band_of: Callable[[Cell], Band | None]) -> tuple[Drawn, ...]:
+    """The cells that have a band. A cell keeps its style in every figure, so its place is counted
+    among all of them."""
+    drawn = []
+    for order, cell in enumerate(cells):
+        band = band_of(cell)
+        if band is not None:
+            drawn.append(Drawn(cell.label, style_of(order), band, order))
+    return tuple(drawn)
 
 
 def _draw(axes: Axes, picture: Picture) -> None:
@@ -172,17 +187,21 @@ def _draw(axes: Axes, picture: Picture) -> None:
     finish(axes, picture.axis, picture.label)
     show_zero([axes])
     if picture.axis != "step":
-        ks = sorted({k for cell in picture.cells for k in cell.band.x.tolist()})
+        ks: set[float] = set()
+        for cell in picture.cells:
+            ks.update(cell.band.x.tolist())
+        # After the scale, which sets locators and formatter of its own: ticks at the k alone,
+        # written 8 and not 2^3.
         axes.set_xscale("log", base=2)
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xticks(ks)
+        axes.set_xticks(sorted(ks))
         axes.xaxis.set_major_formatter(ScalarFormatter())
 
 
 def _facets(picture: Picture) -> Figure:
     """One set of axes a cell, with its band and runs; the median of the first in gray."""
     cells = picture.cells
-    rows = -(-len(cells) // _FACET_COLUMNS)
+    rows = ceil(len(cells) / _FACET_COLUMNS)
     figure = Figure((3.0 * _FACET_COLUMNS, 2.2 * rows + 0.3), layout="constrained")
     grid = figure.subplots(rows, _FACET_COLUMNS, squeeze=False, sharex=True, sharey=True)
     for axes in grid.flat[len(cells) :]:
@@ -192,7 +211,7 @@ def _facets(picture: Picture) -> Figure:
         axes.plot(first.x, first.median, color="#888888", linewidth=1.4)
         draw_spread(axes, cell, bands=True, singles=True)
         draw_median(axes, cell, num_marks=0)
-        is_lowest = index + _FACET_COLUMNS >= len(cells)
+        is_lowest = index + _FACET_COLUMNS >= len(cells)  # of its column: none stands below it
         is_left = index % _FACET_COLUMNS == 0
         finish(axes, picture.axis if is_lowest else "", picture.label if is_left else "")
         axes.tick_params(labelbottom=is_lowest, labelleft=is_left)

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import jinja2
 
-from megatron_rl.reporting.comparison.cells import Cell
+from megatron_rl.reporting.comparison.cells import Cell, all_runs
 from megatron_rl.reporting.comparison.curves import SMOOTHING, smoothing_width
 from megatron_rl.reporting.comparison.figures import (
     MANY,
@@ -106,14 +106,18 @@ def write_report(report: Report, cells: Sequence[Cell], out: Path) -> list[Path]
     """
     out.mkdir(parents=True, exist_ok=True)
     pictures = pictures_of(cells)
-    headings = [heading for heading in HEADINGS if _of(pictures, heading)]
-    for heading in HEADINGS:
-        (out / FIGURES / _file(heading)).unlink(missing_ok=True)
     written = [out / HTML, out / MARKDOWN]
-    for heading in headings:
-        path = out / FIGURES / _file(heading)
-        write_png(_of(pictures, heading), cells, path)
-        written.append(path)
+    svgs = {}
+    files = {}
+    for heading in HEADINGS:
+        path = out / FIGURES / _png_name(heading)
+        path.unlink(missing_ok=True)
+        of_heading = [picture for picture in pictures if picture.heading == heading]
+        if of_heading:
+            write_png(of_heading, cells, path)
+            written.append(path)
+            svgs[heading] = _svgs(of_heading, heading)
+            files[heading] = f"{FIGURES}/{path.name}"
     environment = _environment()
     common = {
         "report": report,
@@ -123,11 +127,9 @@ def write_report(report: Report, cells: Sequence[Cell], out: Path) -> list[Path]
         "curves": _curves_text(cells),
         "relative": lambda link: relative(link, out),
     }
-    svgs = {heading: _svgs(pictures, heading) for heading in headings}
     legend = [legend_svg(order) for order in range(len(cells))]
     page = environment.get_template("report.html.jinja")
     (out / HTML).write_text(page.render(**common, figures=svgs, legend=legend), encoding="utf-8")
-    files = {heading: f"{FIGURES}/{_file(heading)}" for heading in headings}
     twin = environment.get_template("report.md.jinja")
     (out / MARKDOWN).write_text(twin.render(**common, figures=files), encoding="utf-8")
     return written
@@ -163,39 +165,41 @@ def relative(link: Link, out: Path) -> str:
 
 
 def plain_markdown(text: str) -> str:
-    """Text as itself in a table or a line of Markdown, whatever is in it."""
+    """Text as itself in a table or a line of Markdown, whatever is in it.
+
+    HTML is escaped too: Markdown hands tags on. ``$`` begins a formula on GitHub.
+    """
     one_line = " ".join(text.split())
     return re.sub(r"([\\`*_\[\]|~#$])", r"\\\1", escape(one_line, quote=False))
 
 
 def fenced(text: str) -> str:
-    """Text as a block of Markdown that nothing in it can end."""
-    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    """Text as a block of Markdown that nothing in it can end: the fence has a backtick more than
+    the longest row of them in the text."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"
 
 
 def _is_numeric(text: str) -> bool:
+    """Whether a cell is set as a number: ``0.5``, ``+1,234``, ``0.1 to 0.3``, ``-`` for none."""
     return re.match(r"^[+-]?[\d,.]+(e[+-]?\d+)?( |$)|^-$", text) is not None
 
 
-def _of(pictures: Sequence[Picture], heading: str) -> list[Picture]:
-    return [picture for picture in pictures if picture.heading == heading]
-
-
-def _file(heading: str) -> str:
+def _png_name(heading: str) -> str:
     return f"{anchor(heading)}.png"
 
 
 def _svgs(pictures: Sequence[Picture], heading: str) -> list[tuple[Picture, InlineFigure]]:
-    return [
-        (picture, as_svg(picture, f"{anchor(heading)}{number}"))
-        for number, picture in enumerate(_of(pictures, heading))
-    ]
+    """Pictures of one heading, each with its figure; headings make the ids of a page unique."""
+    drawn = []
+    for number, picture in enumerate(pictures):
+        drawn.append((picture, as_svg(picture, f"{anchor(heading)}{number}")))
+    return drawn
 
 
 def _summary(cells: Sequence[Cell]) -> str:
-    runs = [run for cell in cells for run in cell.runs]
+    runs = all_runs(cells)
     finished = sum(run.finished for run in runs)
     steps = sorted({run.steps_wanted for run in runs})
     return (
@@ -226,17 +230,10 @@ def _curves_text(cells: Sequence[Cell]) -> str:
 
 
 def _notes(cells: Sequence[Cell], metrics: Sequence[str]) -> list[str]:
-    notes = []
+    """What a reader of the tables must know of the runs, one sentence each."""
+    notes: list[str] = []
     for cell in cells:
-        for run in cell.runs:
-            if not run.finished:
-                notes.append(
-                    f"{run.name}: unfinished, {run.steps_done} of {run.steps_wanted} steps"
-                    + ("; not counted in the tables" if cell.has_finished else "")
-                )
-        if cell.repeated_seeds:
-            seeds = ", ".join(map(str, cell.repeated_seeds))
-            notes.append(f"{cell.label}: several runs of seed {seeds}; their mean counts once")
+        notes += _notes_on_runs(cell)
     for metric in metrics:
         for cell in cells:
             names = [run.name for run in cell.counted if last_value(run, metric) is None]
@@ -251,4 +248,20 @@ def _notes(cells: Sequence[Cell], metrics: Sequence[str]) -> list[str]:
             " widened for that: of cells that do not differ, about one comparison in twenty says"
             " higher or lower by chance"
         )
+    return notes
+
+
+def _notes_on_runs(cell: Cell) -> list[str]:
+    """Runs that are not finished, and seeds of several runs."""
+    notes = []
+    for run in cell.runs:
+        if run.finished:
+            continue
+        note = f"{run.name}: unfinished, {run.steps_done} of {run.steps_wanted} steps"
+        if cell.has_finished:
+            note += "; not counted in the tables"
+        notes.append(note)
+    if cell.repeated_seeds:
+        seeds = ", ".join(map(str, cell.repeated_seeds))
+        notes.append(f"{cell.label}: several runs of seed {seeds}; their mean counts once")
     return notes

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_rl.reporting.comparison.cells import Cell
-from megatron_rl.reporting.metrics_file import Row
+from megatron_rl.reporting.comparison.cells import Cell, all_runs
+from megatron_rl.reporting.metrics_file import Row, is_held_out
+from megatron_rl.reporting.pass_at_k import PASS_AT, pass_at_ks
 
-PASS_AT = re.compile(r"eval/pass_at_(\d+)")
 SOURCES = "eval/accuracy/"
 _MAX_PASS_AT = 4  # panels; all of them are in the figure over k
 
@@ -34,7 +33,7 @@ class Panel:
     @property
     def held_out(self) -> bool:
         """Taken at a few steps, and not smoothed."""
-        return self.key.startswith("eval/")
+        return is_held_out(self.key)
 
 
 _ACCURACY = "share of responses"
@@ -80,44 +79,48 @@ def panels_of(cells: Sequence[Cell]) -> list[Panel]:
 
     Accuracy of each data source and pass@k are added as the runs have them.
     """
-    runs = [run for cell in cells for run in cell.runs]
-    rows = [row for run in runs for row in run.rows]
-    later = [row for run in runs for row in run.evaluation]
-    present = {key for row in rows for key, value in row.items() if value is not None}
-    present |= {f"eval/pass_at_{k}" for k in pass_at_ks(later)}
+    trained: list[Row] = []
+    later: list[Row] = []
+    for run in all_runs(cells):
+        trained += run.rows
+        later += run.evaluation
+    present: set[str] = set()
+    for row in trained:
+        present.update(key for key, value in row.items() if value is not None)
+    # Of an evaluation after the training only pass@k is drawn; all of it stands in a table.
+    present |= {f"{PASS_AT}{k}" for k in pass_at_ks(later)}
+    every_row = [*trained, *later]
     sources = sorted(key for key in present if key.startswith(SOURCES))
     by_source = [
         Panel(key, f"Held-out accuracy: {key.removeprefix(SOURCES)}", _ACCURACY, HELD_OUT)
         for key in sources
     ]
     passes = [
-        Panel(f"eval/pass_at_{k}", f"Held-out pass@{k}", "share of prompts", PASS)
-        for k in some(pass_at_ks([*rows, *later]))
+        Panel(f"{PASS_AT}{k}", f"Held-out pass@{k}", "share of prompts", PASS)
+        for k in some(pass_at_ks(every_row))
     ]
     panels = [panel for panel in (*_FIXED, *by_source, *passes) if panel.key in present]
-    panels = [panel for panel in panels if not _says_nothing(panel, [*rows, *later])]
+    panels = [panel for panel in panels if not _says_nothing(panel, every_row)]
     return sorted(panels, key=lambda panel: HEADINGS.index(panel.heading))
 
 
-def pass_at_ks(rows: Sequence[Row]) -> list[int]:
-    """The k of which a row has pass@k, ascending."""
-    keys = {key for row in rows for key, value in row.items() if value is not None}
-    return sorted(int(match[1]) for key in keys if (match := PASS_AT.fullmatch(key)))
-
-
 def some(ks: Sequence[int]) -> list[int]:
-    """At most ``_MAX_PASS_AT`` of them, first and last among these."""
+    """At most ``_MAX_PASS_AT`` of them, first and last among these.
+
+    Example: 1, 2, 4, 8, 16, 32, 64 gives 1, 4, 16, 64: places 0, 2, 4 and 6.
+    """
     if len(ks) <= _MAX_PASS_AT:
         return list(ks)
-    last = len(ks) - 1
-    return [ks[round(number * last / (_MAX_PASS_AT - 1))] for number in range(_MAX_PASS_AT)]
+    gap = (len(ks) - 1) / (_MAX_PASS_AT - 1)
+    return [ks[round(number * gap)] for number in range(_MAX_PASS_AT)]
 
 
 def _says_nothing(panel: Panel, rows: Sequence[Row]) -> bool:
-    """Zeros where those are the rule, and pass@1 where it is the accuracy."""
+    """Zeros where those are the rule; pass@1 that is the accuracy, and accuracy that is the mean
+    reward: each would be the same panel twice."""
     if panel.key in _LEFT_OUT_IF_ZERO:
         return not any(row.get(panel.key) for row in rows)
-    if panel.key == "eval/pass_at_1":
+    if panel.key == f"{PASS_AT}1":
         return all(row.get(panel.key) == row.get("eval/accuracy") for row in rows)
     if panel.key == "reward/accuracy":
         return all(row.get(panel.key) == row.get("reward/mean") for row in rows)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.reporting.metrics_file import Row, read_metrics
+from megatron_rl.reporting.pass_at_k import PASS_AT
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
@@ -19,7 +20,6 @@ EVALUATION = "evaluation"
 CURVES = "curves.png"
 REQUEUE = "requeue"
 ABSENT = "(absent)"
-PASS_AT = "eval/pass_at_"
 
 Record = Mapping[str, Any]  # config.json
 Settings = Mapping[str, Any]  # the same under dotted names
@@ -65,10 +65,11 @@ class Run:
     def rows_of(self, key: str) -> list[Row]:
         """The rows to take a metric from: those of the evaluation after the training for pass@k,
         since it asks more often, and for what the training has not; else those of the training."""
-        if not any(key in row for row in self.evaluation):
-            return self.rows
-        own = any(key in row for row in self.rows)
-        return self.rows if own and not key.startswith(PASS_AT) else self.evaluation
+        later_has_it = any(key in row for row in self.evaluation)
+        training_has_it = any(key in row for row in self.rows)
+        if later_has_it and (key.startswith(PASS_AT) or not training_has_it):
+            return self.evaluation
+        return self.rows
 
     def path(self, name: str) -> Path:
         """A file of the run, whether or not it exists."""
@@ -132,6 +133,7 @@ def _candidates(place: Path, problems: list[str]) -> Iterator[Path]:
 
     for path, folders, files in os.walk(place, onerror=unreadable):
         folder = Path(path)
+        # os.walk goes on with what this list holds when it is asked for more: none, or in order.
         if _looks_like_run(folder, files):
             folders.clear()
             yield folder
@@ -167,15 +169,18 @@ def _read(folder: Path, name: str, flatten: Flatten) -> tuple[Run, list[str]]:
     evaluation: list[Row] = []
     path = folder / EVALUATION / METRICS
     if path.is_file():
+        # A page without its evaluation is still worth having.
         try:
             evaluation = _rows(path)
         except (ValueError, OSError) as error:
             problems.append(f"its evaluation is not shown: {error}")
     settings = flatten(record)
     done = int(rows[-1]["step"] or 0)
-    # The figure is the last thing that a run writes; it may end before its last step.
+    # A run is over after its last step. Where it may end before, the figure tells, the last thing
+    # that a run writes; where it may not, that figure is of its end before it was made longer.
     ended = (folder / CURVES).is_file() and not (folder / REQUEUE).exists()
-    finished = ended or done >= int(settings["trainer.num_steps"])
+    may_end_early = settings.get("evaluation.stop_after") is not None
+    finished = done >= int(settings["trainer.num_steps"]) or (may_end_early and ended)
     return Run(folder, name, record, settings, rows, evaluation, finished), problems
 
 
@@ -198,8 +203,8 @@ def _record(path: Path) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path.name} is damaged ({error})") from None
-    sections = isinstance(record, dict) and isinstance(record.get("trainer"), dict)
-    if not sections or not isinstance(record.get("seed"), int):
+    has_sections = isinstance(record, dict) and isinstance(record.get("trainer"), dict)
+    if not has_sections or not isinstance(record.get("seed"), int):
         raise ValueError(f"{path.name} is not that of a run: it lacks seed or trainer")
     if not isinstance(record["trainer"].get("num_steps"), int):
         raise ValueError(f"{path.name} is not that of a run: it lacks trainer.num_steps")
@@ -211,6 +216,8 @@ def natural(text: str) -> list[tuple[int, int | str]]:
 
     Example: ``seed-2`` before ``seed-10``.
     """
+    # A part is (0, number) or (1, character), since a number and a text cannot be compared. The
+    # character behind the text ends digits that stand at its end.
     parts: list[tuple[int, int | str]] = []
     digits = ""
     for character in f"{text}\0":

@@ -36,6 +36,8 @@ def samples_of(run: Run) -> tuple[list[Sample], list[str]]:
         if row is None:
             damaged.append(line_number)
             continue
+        # Rows come in the order of the steps: whatever step is the newest may be the last, so what
+        # was kept of the one before is dropped. One pass, of a file that may be larger than memory.
         if first_step is None:
             first_step = row["step"]
         if row["step"] != last_step:
@@ -45,10 +47,11 @@ def samples_of(run: Run) -> tuple[list[Sample], list[str]]:
         last.setdefault(correct, row)
         if row["step"] == first_step:
             first.setdefault(correct, row)
-    chosen = [first, last] if last_step != first_step else [first]
-    samples = [
-        _sample(rows[correct]) for rows in chosen for correct in (True, False) if correct in rows
-    ]
+    samples = []
+    for of_step in (first, last) if last_step != first_step else (first,):
+        for correct in (True, False):
+            if correct in of_step:
+                samples.append(_sample(of_step[correct]))
     problems = []
     if damaged:
         problems.append(
@@ -64,6 +67,7 @@ def _rows(run: Run) -> Iterator[tuple[int, Mapping[str, Any] | None]]:
     path = run.path(SAMPLES)
     if not path.is_file():
         return
+    # Only a newline ends a line, as in ``row_file``: responses are untrusted text.
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -72,8 +76,9 @@ def _rows(run: Run) -> Iterator[tuple[int, Mapping[str, Any] | None]]:
                 if line.endswith("\n"):
                     yield number, None
                 continue
-            is_sample = isinstance(row, dict) and isinstance(row.get("step"), int)
-            yield number, row if is_sample and "response" in row and "correct" in row else None
+            has_step = isinstance(row, dict) and isinstance(row.get("step"), int)
+            is_sample = has_step and "response" in row and "correct" in row
+            yield number, row if is_sample else None
 
 
 def _sample(row: Mapping[str, Any]) -> Sample:

@@ -13,7 +13,7 @@ from scipy import stats
 from megatron_rl.reporting.comparison.cells import Cell
 from megatron_rl.reporting.comparison.runs import Run
 from megatron_rl.reporting.intervals import Interval, bootstrap, student
-from megatron_rl.reporting.metrics_file import series
+from megatron_rl.reporting.metrics_file import is_held_out, series
 
 LEVEL = 0.95
 LAST_ROWS = 10  # a metric of training is the mean of its last values: one step is noise
@@ -57,10 +57,10 @@ class Comparison:
     @property
     def word(self) -> str:
         """``higher``, ``lower`` or ``not shown``, by Student's interval."""
-        low, high = self.student.low, self.student.high
-        if not isfinite(low):
+        if not isfinite(self.student.low):
             return "not shown (one seed)"
-        if low == high:
+        # Equal differences make an interval of no width, which leaves out 0 however small they are.
+        if self.student.low == self.student.high:
             return "not shown (no spread)"
         if not self.student.excludes(0.0):
             return "not shown"
@@ -104,10 +104,10 @@ def last_value(run: Run, metric: str) -> tuple[int, float] | None:
     if not rows:
         return None
     step = int(rows[-1]["step"] or 0)
-    if metric.startswith("eval/"):
+    if is_held_out(metric):
         value = rows[-1][metric]
         return None if value is None else (step, float(value))
-    values = series(rows[-LAST_ROWS:], metric)[1]
+    _, values = series(rows[-LAST_ROWS:], metric)
     return (step, fmean(values)) if values else None
 
 
@@ -131,7 +131,7 @@ def welch(values: Sequence[float], others: Sequence[float]) -> Interval:
     mean = fmean(values) - fmean(others)
     if min(len(values), len(others)) < 2:
         return Interval(mean, -inf, inf)
-    if not np.ptp(values) and not np.ptp(others):
+    if not np.ptp(values) and not np.ptp(others):  # Welch's degrees of freedom would be 0 / 0
         return Interval(mean, mean, mean)
     result = stats.ttest_ind(values, others, equal_var=False)
     low, high = result.confidence_interval(LEVEL)
@@ -172,12 +172,15 @@ def _best(runs: Sequence[Run], metric: str) -> tuple[int, float] | None:
     """Over the steps at which every run has a value."""
     if not metric.startswith(_LARGER_IS_BETTER):
         return None
-    curves = [dict(zip(*series(run.rows_of(metric), metric), strict=True)) for run in runs]
-    common = set.intersection(*(set(curve) for curve in curves))
+    curves = []
+    for run in runs:
+        steps, values = series(run.rows_of(metric), metric)
+        curves.append(dict(zip(steps, values, strict=True)))
+    common = set.intersection(*map(set, curves))
     if not common:
         return None
     means = {step: fmean(curve[step] for curve in curves) for step in sorted(common)}
-    step = max(means, key=lambda number: means[number])
+    step = max(means, key=means.__getitem__)  # of equals the earliest
     return step, means[step]
 
 
@@ -187,7 +190,7 @@ def _num_steps(run: Run) -> int:
 
 def _tokens(run: Run, *, sampled: bool) -> float | None:
     """Of all steps; ``sampled``: with those of responses that were not trained."""
-    total = None
+    of_steps = []
     for row in run.rows:
         mean = row.get("rollout/response_tokens_mean")
         count = row.get("rollout/num_responses")
@@ -195,20 +198,26 @@ def _tokens(run: Run, *, sampled: bool) -> float | None:
         if mean is None or count is None:
             continue
         tokens = mean * count
+        # The share is one of all sampled tokens: 300 that were trained and a share of 0.25 are 400.
         if sampled and unused < 1:
             tokens /= 1 - unused
-        total = (total or 0.0) + tokens
-    return total
+        of_steps.append(tokens)
+    return _sum(of_steps)
 
 
 def _total(run: Run, key: str) -> float | None:
-    values = series(run.rows, key)[1]
-    return sum(values) if values else None
+    _, values = series(run.rows, key)
+    return _sum(values)
 
 
 def _median(run: Run, key: str) -> float | None:
-    values = series(run.rows, key)[1]
+    _, values = series(run.rows, key)
     return median(values) if values else None
+
+
+def _sum(values: Sequence[float]) -> float | None:
+    """None of no values: what a run does not say is not 0."""
+    return sum(values) if values else None
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

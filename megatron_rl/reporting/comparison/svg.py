@@ -33,14 +33,18 @@ def inline_svg(figure: Figure, name: str, title: str) -> str:
     metadata = {"Date": None, "Creator": None, "Format": None, "Type": None}
     figure.savefig(buffer, format="svg", transparent=True, metadata=metadata)
     text = buffer.getvalue()
-    text = text[text.index("<svg") :]
+    text = text[text.index("<svg") :]  # no XML declaration and DOCTYPE within HTML
     text = _METADATA.sub("", text)
+    # A style sheet within a page would hold for all of it.
     text = _STYLE_SHEET.sub("", text)
     text = _ID.sub(rf'id="{name}-\1"', text)
     text = _REFERENCE.sub(rf"\1#{name}-", text)
     text = _FONT_FAMILY.sub(lambda match: _size(match["size"]), text)
     text = text.replace(INK, "currentColor")
-    label = f'role="img" aria-label="{escape(title)}"' if title else 'aria-hidden="true"'
+    label = 'aria-hidden="true"'
+    if title:
+        label = f'role="img" aria-label="{escape(title)}"'
+    # Without width and height, which matplotlib gives in points: the box of the page decides.
     text = _OPENING.sub(
         lambda match: f'<svg viewBox="{match["box"]}" {label}>',
         text,
@@ -50,9 +54,12 @@ def inline_svg(figure: Figure, name: str, title: str) -> str:
 
 
 def _size(size: str | None) -> str:
+    """What stays of a font, of which matplotlib writes size and family: ``font: 9px 'DejaVu'``."""
     return f"font-size: {size}" if size else ""
 
 
 def _plain_path(line: str) -> str:
-    """Coordinates to a hundredth of a point; text stays."""
-    return line if "</text>" in line else _LONG_NUMBER.sub(r"\1", line)
+    """Coordinates to a hundredth of a point, finer than any screen; text stays."""
+    if "</text>" in line:
+        return line
+    return _LONG_NUMBER.sub(r"\1", line)

@@ -7,24 +7,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor, isfinite, log10
 
-from megatron_rl.reporting.comparison.cells import Cell, distinct, shown, varying_keys
-from megatron_rl.reporting.comparison.panels import pass_at_ks, some
+from megatron_rl.reporting.comparison.cells import (
+    Cell,
+    all_runs,
+    distinct,
+    setting_keys,
+    shown,
+    varying_keys,
+)
+from megatron_rl.reporting.comparison.panels import some
 from megatron_rl.reporting.comparison.runs import (
     ABSENT,
     CONFIG,
     CURVES,
     METRICS,
-    PASS_AT,
     SAMPLES,
     Run,
 )
 from megatron_rl.reporting.comparison.scores import Comparison, Cost, Score, compare, cost, score
+from megatron_rl.reporting.evaluation import HIGH, LOW
 from megatron_rl.reporting.intervals import Interval
 from megatron_rl.reporting.metrics import metric as metric_of
 from megatron_rl.reporting.metrics_file import Row
+from megatron_rl.reporting.pass_at_k import PASS_AT, pass_at_ks
 
 NOTHING = "-"
+_NO_CONTRAST = (NOTHING,) * 5  # for what ``_contrast`` returns
 _MAJORITY = re.compile(r"eval/maj_at_\d+")
+_OTHER_VERSIONS = ("world_size", "model_fingerprint", "data_fingerprint")
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,7 @@ def digits_of(values: Sequence[float]) -> int:
         return 1
     if largest >= 0.01 or largest == 0:
         return 3
+    # 0.005 -> floor(log10) = -3 -> 5 digits: 0.00500.
     return min(12, 2 - floor(log10(largest)))
 
 
@@ -86,12 +97,19 @@ def seconds_text(value: float | None) -> str:
 def method_table(cells: Sequence[Cell], metric: str) -> Table:
     """One row a cell; the first cell is the baseline."""
     scores = [score(cell, metric) for cell in cells]
+    baseline = scores[0]
     digits = digits_of([own.mean for own in scores if own is not None])
-    rows = [
-        _method_row(cell, own, None if cell is cells[0] else scores[0], digits)
-        for cell, own in zip(cells, scores, strict=True)
-    ]
-    rows[0] = (*rows[0][:6], "baseline", *rows[0][7:])
+    rows = []
+    for cell, own in zip(cells, scores, strict=True):
+        if cell is cells[0]:
+            contrast = ("baseline", *_NO_CONTRAST[1:])
+        elif own is None or baseline is None:
+            contrast = _NO_CONTRAST
+        else:
+            contrast = _contrast(compare(own, baseline), digits)
+        rows.append(
+            (cell.label, _seeds(cell), *_reached(own, digits), *contrast, _best(own, digits))
+        )
     columns = (
         "method",
         "seeds",
@@ -112,32 +130,29 @@ def method_table(cells: Sequence[Cell], metric: str) -> Table:
     return Table(columns, tuple(rows), f"{meaning}{unit}")
 
 
-def _method_row(
-    cell: Cell, own: Score | None, baseline: Score | None, digits: int
-) -> tuple[Entry, ...]:
+def _reached(own: Score | None, digits: int) -> tuple[str, str, str, str]:
+    """Step, mean, smallest to largest, and the interval of the mean."""
     if own is None:
-        return (cell.label, _seeds(cell), *[NOTHING] * 10)
-    values = list(own.values.values())
-    contrast = (NOTHING,) * 5
-    if baseline is not None:
-        contrast = _contrast(compare(own, baseline), digits)
-    best = NOTHING
-    if own.best is not None:
-        best = f"{number(own.best[1], digits)} @ {own.best[0]}"
+        return (NOTHING, NOTHING, NOTHING, NOTHING)
+    values = own.values.values()
     return (
-        cell.label,
-        _seeds(cell),
         ", ".join(map(str, own.steps)),
         number(own.mean, digits),
         f"{number(min(values), digits)} to {number(max(values), digits)}",
         interval_text(own.interval, digits),
-        *contrast,
-        best,
     )
 
 
+def _best(own: Score | None, digits: int) -> str:
+    if own is None or own.best is None:
+        return NOTHING
+    step, mean = own.best
+    return f"{number(mean, digits)} @ {step}"
+
+
 def _contrast(comparison: Comparison, digits: int) -> tuple[str, str, str, str, str]:
-    """A digit more than the means have: a difference is small beside them."""
+    """From "difference" to "than baseline". A digit more than the means have: a difference is small
+    beside them."""
     digits += 1
     pairs = str(comparison.num_pairs) if comparison.num_pairs else "unpaired"
     return (
@@ -206,16 +221,21 @@ def _count(value: float | None) -> str:
 def evaluation_table(cells: Sequence[Cell]) -> Table | None:
     """What an evaluation after the training found at its last step, with its own intervals; None
     where no run has one."""
-    runs = [(cell, run) for cell in cells for run in cell.runs if run.evaluation]
-    if not runs:
+    last = [run.evaluation[-1] for run in all_runs(cells) if run.evaluation]
+    if not last:
         return None
-    last = [run.evaluation[-1] for _, run in runs]
-    majorities = sorted({key for row in last for key in row if _MAJORITY.fullmatch(key)})
-    keys = ["eval/accuracy", *majorities, *(f"{PASS_AT}{k}" for k in some(pass_at_ks(last)))]
+    majorities: set[str] = set()
+    for row in last:
+        majorities.update(filter(_MAJORITY.fullmatch, row))
+    passes = [f"{PASS_AT}{k}" for k in some(pass_at_ks(last))]
+    keys = ["eval/accuracy", *sorted(majorities), *passes]
     rows = []
-    for (cell, run), row in zip(runs, last, strict=True):
-        values = [_with_bounds(row, key) for key in keys]
-        rows.append((run.name, cell.label, str(run.seed), str(row["step"]), *values))
+    for cell in cells:
+        for run in cell.runs:
+            if run.evaluation:
+                row = run.evaluation[-1]
+                values = [_with_bounds(row, key) for key in keys]
+                rows.append((run.name, cell.label, str(run.seed), str(row["step"]), *values))
     return Table(
         ("run", "method", "seed", "step", *keys),
         tuple(rows),
@@ -225,10 +245,14 @@ def evaluation_table(cells: Sequence[Cell]) -> Table | None:
 
 
 def _with_bounds(row: Row, key: str) -> str:
-    """Example: ``0.500 [0.410, 0.590]``."""
-    bounds = [row.get(key.replace("eval/", f"eval_{side}/", 1)) for side in ("low", "high")]
-    texts = [NOTHING if value is None else f"{value:.3f}" for value in (row.get(key), *bounds)]
-    return texts[0] if NOTHING in texts else f"{texts[0]} [{texts[1]}, {texts[2]}]"
+    """Example: ``0.500 [0.410, 0.590]``; without bounds where those of one prompt are infinite."""
+    name = key.removeprefix("eval/")
+    value = number(row.get(key))
+    low = number(row.get(LOW + name))
+    high = number(row.get(HIGH + name))
+    if NOTHING in (value, low, high):
+        return value
+    return f"{value} [{low}, {high}]"
 
 
 def runs_table(cells: Sequence[Cell], metric: str) -> Table:
@@ -238,17 +262,12 @@ def runs_table(cells: Sequence[Cell], metric: str) -> Table:
         for run in cell.runs:
             state = "finished" if run.finished else "unfinished"
             last = score(Cell(cell.label, (run,)), metric)
-            rows.append(
-                (
-                    run.name,
-                    cell.label,
-                    str(run.seed),
-                    f"{run.steps_done} / {run.steps_wanted}",
-                    state,
-                    NOTHING if last is None else number(last.mean, digits_of([last.mean])),
-                    _files(run),
-                )
-            )
+            value = NOTHING
+            if last is not None:
+                value = number(last.mean, digits_of([last.mean]))
+            steps = f"{run.steps_done} / {run.steps_wanted}"
+            row = (run.name, cell.label, str(run.seed), steps, state, value, _files(run))
+            rows.append(row)
     columns = ("run", "method", "seed", "steps", "state", f"last {metric}", "files")
     return Table(columns, tuple(rows))
 
@@ -261,12 +280,12 @@ def _files(run: Run) -> tuple[Link, ...]:
 
 def settings_table(cells: Sequence[Cell]) -> Table:
     """Settings that are not the same in all runs, one column a cell."""
-    runs = [run for cell in cells for run in cell.runs]
-    rows: list[tuple[Entry, ...]] = [
-        ("seed", *(", ".join(str(run.seed) for run in cell.runs) for cell in cells))
-    ]
+    runs = all_runs(cells)
+    seeds = [", ".join(str(run.seed) for run in cell.runs) for cell in cells]
+    rows: list[tuple[Entry, ...]] = [("seed", *seeds)]
     for key in _grouped(varying_keys(runs)):
-        rows.append((key, *(" | ".join(map(_setting, cell.values(key))) for cell in cells)))
+        of_cells = [" | ".join(map(_setting, cell.values(key))) for cell in cells]
+        rows.append((key, *of_cells))
     return Table(
         ("setting", *(cell.label for cell in cells)),
         tuple(rows),
@@ -287,17 +306,18 @@ def _setting(value: object) -> str:
 
 def versions_table(cells: Sequence[Cell]) -> Table:
     """Commit, libraries, plug-ins, model and data as the runs recorded them."""
-    runs = [run for cell in cells for run in cell.runs]
+    runs = all_runs(cells)
     rows = []
     for key in _version_keys(runs):
-        values = distinct([run.settings.get(key) for run in runs])
-        if values == [None]:
+        values = [run.settings.get(key) for run in runs]
+        if distinct(values) == [None]:
             continue
-        counts = [sum(run.settings.get(key) == value for run in runs) for value in values]
-        texts = ["not recorded" if value is None else shown(value) for value in values]
-        if len(texts) > 1:
-            pairs = zip(texts, counts, strict=True)
-            texts = [f"{text} ({count} of {len(runs)} runs)" for text, count in pairs]
+        texts = []
+        for value in distinct(values):
+            text = "not recorded" if value is None else shown(value)
+            if len(distinct(values)) > 1:
+                text += f" ({values.count(value)} of {len(runs)} runs)"
+            texts.append(text)
         rows.append((key.removeprefix("versions."), ", ".join(texts)))
     return Table(
         ("of", "as recorded"),
@@ -309,13 +329,18 @@ def versions_table(cells: Sequence[Cell]) -> Table:
 
 def differing_versions(cells: Sequence[Cell]) -> list[str]:
     """Commit and libraries that are not the same in all runs."""
-    runs = [run for cell in cells for run in cell.runs]
-    keys = [key for key in _version_keys(runs) if key.startswith(("git_commit", "versions."))]
-    return [key for key in keys if len(distinct([run.settings.get(key) for run in runs])) > 1]
+    runs = all_runs(cells)
+    differing = []
+    for key in _version_keys(runs):
+        values = [run.settings.get(key) for run in runs]
+        if key.startswith(("git_commit", "versions.")) and len(distinct(values)) > 1:
+            differing.append(key)
+    return differing
 
 
 def _version_keys(runs: Sequence[Run]) -> list[str]:
-    keys = dict.fromkeys(key for run in runs for key in run.settings)
-    others = ("world_size", "model_fingerprint", "data_fingerprint")
-    found = [key for key in keys if key.startswith(("versions.", "plugins.")) or key in others]
+    found = []
+    for key in setting_keys(runs):
+        if key.startswith(("versions.", "plugins.")) or key in _OTHER_VERSIONS:
+            found.append(key)
     return ["git_commit", *found]

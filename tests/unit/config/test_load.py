@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.load import compose, known_keys, validate
+from megatron_rl.config.load import change_value, compose, known_keys, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
 
@@ -150,3 +150,20 @@ def test_a_misspelled_section_is_answered_with_the_key_that_was_meant():
 def test_the_folder_of_a_run_has_a_name():
     (problem,) = problems("run_dir=''")
     assert problem.startswith("run_dir = ''")
+
+
+def test_a_file_of_the_user_that_is_no_yaml_is_named(tmp_path):
+    (tmp_path / "method").mkdir()
+    (tmp_path / "method" / "mine.yaml").write_text("name: [1\n")
+    with pytest.raises(ConfigError, match=r"not YAML: .*method/mine\.yaml\", line 1, column 7"):
+        compose("config", ["method=mine"], tmp_path)
+
+
+def test_a_composed_value_is_changed_and_a_key_below_a_value_is_refused():
+    values = {"seed": 1, "rollout": {"top_p": 1.0}}
+    change_value(values, "rollout.top_p=0.5")
+    assert values["rollout"] == {"top_p": 0.5}
+    with pytest.raises(ConfigError, match=r"seed\.x=2: seed is a value here, without keys"):
+        change_value(values, "seed.x=2")
+    with pytest.raises(ConfigError, match="rollout is a section here"):
+        change_value(values, "rollout=2")

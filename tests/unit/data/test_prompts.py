@@ -123,6 +123,7 @@ BAD_FILES = [
     ),
     (json.dumps(row(prompt=" ")), r"row 1: empty prompt"),
     (json.dumps(row(data_source=3)), r"row 1: data_source is not a text: 3"),
+    (json.dumps(row(data_source="\ud83d")), r"row 1: data_source is not a text: '\\ud83d'"),
 ]
 
 
@@ -166,6 +167,14 @@ def test_long_prompts_can_be_dropped_but_not_all(tmp_path):
     ] == ["train:2"]
     with pytest.raises(ValueError, match="prompt longer than"):
         load_prompts(spec, data_config(on_long_prompt="drop"), TOKENIZER, 4)
+
+
+def test_a_prompt_without_a_token_is_named_also_where_long_ones_are_dropped(tmp_path):
+    """The characters of the second are none of the tokenizer's."""
+    spec = jsonl(tmp_path, row("3 + 4"), row("\u4e09\u56db"))
+    config = data_config(on_long_prompt="drop", apply_chat_template=False)
+    with pytest.raises(ValueError, match="row 2: empty prompt: the tokenizer makes no token of it"):
+        load_prompts(spec, config, TOKENIZER, 40)
 
 
 def test_generated_tasks_take_turns_and_share_a_query():

@@ -82,3 +82,15 @@ def test_answers_of_other_weights_and_damaged_files_are_refused(tmp_path):
         ValueError, match=r"step_000020\.parquet: .*; delete it: its prompts are as"
     ):
         file.check()
+
+
+def test_a_portion_that_was_damaged_and_deleted_leaves_the_others_alone(tmp_path):
+    file = AnswerFile(tmp_path, 20, "digest")
+    for uid in ("a:1", "a:2", "a:3"):
+        file.add([rows(uid, True)])
+    (tmp_path / "step_000020.parts" / "000001.parquet").unlink()  # as its message asks for
+    assert file.answered() == {"a:1", "a:3"}
+    file.add([rows("a:2", False)])
+    assert file.answered() == {"a:1", "a:2", "a:3"}
+    file.finish()
+    assert pq.read_table(file.path)["uid"].to_pylist() == ["a:1", "a:3", "a:2"]

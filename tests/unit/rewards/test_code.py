@@ -11,6 +11,7 @@ import time
 import psutil
 import pytest
 
+from megatron_rl.rewards import code
 from megatron_rl.rewards.base import Options, Task
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rewards.code import CodeVerifier, program, read_tests
@@ -55,6 +56,23 @@ def accuracy(
 )
 def test_the_program_is_the_last_block_of_python(answer, source):
     assert program(answer) == source
+
+
+def test_a_set_up_that_fails_at_the_second_start_is_not_tried_until_time_is_up(monkeypatch):
+    """The set-up needs what a test did, and a new start leaves out the tests before."""
+    starts = []
+
+    class Counted(code.Sandbox):
+        def __enter__(self):
+            starts.append(1)
+            return super().__enter__()
+
+    monkeypatch.setattr(code, "Sandbox", Counted)
+    tests = "x = []\nassert x.append(1) is None\ny = x[0]\nassert f() == 1\nassert f() == 2"
+    task = Task("a", tests, "x")
+    source = "def f(): return 2"
+    assert accuracy("rlimits_only", source, task, partial=True) == pytest.approx(1 / 3)
+    assert len(starts) == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

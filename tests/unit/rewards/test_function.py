@@ -3,6 +3,8 @@ they fail."""
 
 from __future__ import annotations
 
+import os
+import resource
 import time
 
 import pytest
@@ -16,6 +18,8 @@ FUNCTIONS = """
 import asyncio
 import os
 import sys
+import os
+import resource
 import time
 
 calls = 0
@@ -150,6 +154,7 @@ def test_a_value_that_is_no_reward_costs_its_own_response(function):
         ({"reward": 1, "accuracy": 2}, "accuracy 2.0 is not"),
         ({"reward": 1, "format": 1}, "a part called format"),
         ([1], "TypeError"),
+        (10**400, "OverflowError"),
     ],
 )
 def test_the_reason_says_what_is_wrong_with_a_value(value, words):
@@ -229,3 +234,16 @@ def test_a_bad_configuration_of_it_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         reward = build_reward(config(**{"verifier": "auto", **changes}))
         reward.check([prompt()])
+
+
+def test_a_trainer_with_many_open_files_still_gets_its_rewards(function):
+    """``select`` takes no descriptor above 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    opened = [os.dup(0) for _ in range(1100)]
+    try:
+        assert [found.reward for found in score(function("right"), "4", "5")] == [1, 0]
+    finally:
+        for number in opened:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -10,6 +10,8 @@ from megatron_rl.rewards.build import build_reward
 from tests.unit.rewards.cases import accuracies, config, prompt
 
 PLUGIN = """
+import numpy
+
 from megatron_rl.rewards import Task, Verdict, Verifier, register_verifier
 
 @register_verifier("half", sources="toys/.*|gsm8k")
@@ -26,6 +28,11 @@ class Careful(Verifier):
 
     def verify(self, task, answer):
         return Verdict(float(self.ready and answer == task.answer))
+
+@register_verifier("single")
+class Single(Verifier):
+    def verify(self, task, answer):
+        return Verdict(numpy.float32(answer == task.answer))
 """
 
 
@@ -61,6 +68,14 @@ def test_a_class_checks_prompts_and_prepares_its_worker(plugin):
         reward.check([prompt("none")])
     reward.check([prompt()])
     assert accuracies(reward, [prompt()] * 2, ["4", "5"]) == [1, 0]
+    reward.close()
+
+
+def test_an_accuracy_may_be_a_number_of_numpy(plugin):
+    reward = build_reward(config(verifier="single"))
+    reward.check([prompt()])
+    assert accuracies(reward, [prompt()] * 2, ["4", "5"]) == [1, 0]
+    assert not reward.problems and reward.restarts == 0
     reward.close()
 
 

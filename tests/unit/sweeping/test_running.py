@@ -17,6 +17,7 @@ from megatron_rl.config.command_line import Root
 from megatron_rl.sweep import main
 from megatron_rl.sweeping import commands
 from megatron_rl.sweeping.cells import Cell, make_cells
+from megatron_rl.sweeping.failures import Failure
 from megatron_rl.sweeping.running import Runner, start_process
 from tests.launch import REPO, end
 
@@ -80,7 +81,7 @@ def test_a_failed_run_is_named_with_its_reason_and_the_others_run_all_the_same(
     words = ["--out", str(tmp_path), "--nproc", "2", "--parallel", "2", *NEEDED, "seed=1,2,3"]
     assert main(words) == 1
     said = capsys.readouterr()
-    assert f"--- {tmp_path}/seed-1: finished in 0 s" in said.out
+    assert f"--- {tmp_path}/seed-1: finished in " in said.out
     log = f"{tmp_path}/seed-2/console.log"
     assert (
         f"{tmp_path}/seed-2: exit code 3: error: data.train = x: no such file ({log})" in said.err
@@ -157,6 +158,12 @@ def test_a_run_that_was_stopped_on_request_is_not_done(tmp_path, stand_in, capsy
     words = ["--out", str(tmp_path), "--nproc", "1", "--parallel", "2", *NEEDED, "seed=1,2"]
     assert main(words) == 0
     assert "stopped on request: seed-1, seed-2; the same command" in capsys.readouterr().out
+
+
+def test_the_signal_that_killed_a_run_is_named():
+    assert Failure(-9, (), None).code_text == "killed by SIGKILL"
+    # Signals of real time have numbers; Python names the first and the last of them alone.
+    assert Failure(-(signal.SIGRTMIN + 1), (), None).code_text == "killed by signal 35"
 
 
 def test_a_program_that_is_not_there_is_named(tmp_path):

@@ -24,7 +24,8 @@ Row = dict[str, Any]
 
 @functools.cache
 def _settings(overrides: tuple[str, ...]) -> str:
-    words = ["experiment=quickstart_cpu", "model.path=toy", "run_dir=runs/a", *overrides]
+    words = ["experiment=quickstart_cpu", "model.path=toy", "run_dir=runs/a"]
+    words += ["evaluation.stop_after=9", *overrides]  # so that a run may end before its last step
     config = validate(Config, compose("config", words), "a made-up run")
     return json.dumps(config.model_dump(mode="json"))
 

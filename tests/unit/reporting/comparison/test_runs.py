@@ -36,6 +36,11 @@ def test_steps_and_state(tmp_path):
     stopped = write_run(tmp_path / "stopped", curve_rows(1, 4)[:3], num_steps=4)
     waiting = write_run(tmp_path / "waiting", curve_rows(1, 4)[:3], num_steps=4)
     (waiting / "requeue").write_text("2\n")
+    # Finished after two steps, made longer, and killed: the figure is of its first end.
+    rows = curve_rows(1, 4)[:4]
+    longer = write_run(
+        tmp_path / "longer", rows, num_steps=4, overrides=["evaluation.stop_after=null"]
+    )
     states = {
         run.folder: (run.steps_done, run.steps_wanted, run.finished)
         for run in found_in(tmp_path).runs
@@ -45,6 +50,7 @@ def test_steps_and_state(tmp_path):
         killed: (2, 4, False),
         stopped: (2, 4, True),
         waiting: (2, 4, False),
+        longer: (3, 4, False),
     }
 
 
