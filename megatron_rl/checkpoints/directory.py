@@ -75,6 +75,7 @@ def finish(path: Path, info: Mapping[str, Any], digests: Mapping[str, str] | Non
         json.dumps({"info": dict(info), "files": files}, indent=1) + "\n", encoding="ascii"
     )
     to_disk(manifest)
+    to_disk(partial)  # the entries of the folder: forcing a file does not force its name
     publish(path)
 
 
@@ -117,6 +118,7 @@ def problems(path: Path) -> list[str]:
         return [f"no {MANIFEST} (not a checkpoint, or its writer was stopped)"]
     try:
         sizes = {name: _size(entry) for name, entry in _files(path).items()}
+        _info(path)
     except (ValueError, KeyError, TypeError, AttributeError):
         return [f"{MANIFEST} cannot be read"]
     found = []
@@ -157,8 +159,18 @@ def without_digest(path: Path) -> int:
 
 
 def _files(path: Path) -> dict[str, Any]:
-    files: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="ascii"))["files"]
+    files: dict[str, Any] = _manifest(path)["files"]
     return files
+
+
+def _info(path: Path) -> dict[str, Any]:
+    info: dict[str, Any] = _manifest(path)["info"]
+    return info
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="ascii"))
+    return manifest
 
 
 def _size(entry: Any) -> int:
@@ -175,8 +187,7 @@ def check(path: Path) -> dict[str, Any]:
     wrong = problem(path)
     if wrong is not None:
         raise ValueError(f"checkpoint {path}: {wrong}; choose another one, or delete it")
-    info: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="ascii"))["info"]
-    return info
+    return _info(path)
 
 
 def newest_valid(root: Path, below: int | None = None) -> Path | None:

@@ -183,8 +183,7 @@ class PartWriter:
         self._block = None
 
     def _work(self, number: int) -> None:
-        # Of this thread alone: where cores are few, the run comes first.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        _yield_to_the_run()
         name = f"__{self._rank}_{number}.distcp"
         try:
             with _HashedFile(self._folder / name) as file:
@@ -211,11 +210,14 @@ class PartWriter:
                 torch.save(_stored(block.memory, span, dtype, chunk), cast(IO[bytes], file))
                 arrays.append([*_plain(chunk), name, begin, file.position - begin])
             self._give_back(block)
+        blocks.put(None)  # for ``_drop``: the file may still be refused when it is closed
         return arrays, objects
 
     def _drop(self, blocks: queue.SimpleQueue[_Block | None]) -> None:
         """Takes what still comes, so that nobody waits for room."""
-        self._room.release()  # for the block that was being written
+        # For the block that was being written. There may have been none (the file could not be
+        # opened, or closed): then the part may take one block more than it should.
+        self._room.release()
         while (block := blocks.get()) is not None:
             self._give_back(block)
 
@@ -248,6 +250,18 @@ class PartWriter:
         _write_file(partial, json.dumps(receipt).encode("ascii"))
         partial.rename(path)
         to_disk(self._folder)
+
+
+def _yield_to_the_run() -> None:
+    """Where cores are few, the run comes first.
+
+    On Linux a thread has a niceness of its own, named by its number as a process is. Threads begin
+    with that of the run, which may be higher already (``nice -n 15 torchrun ...``), and only root
+    may take a lower one.
+    """
+    thread = threading.get_native_id()
+    niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
+    os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 def receipt_path(folder: Path, rank: int) -> Path:

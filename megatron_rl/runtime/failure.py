@@ -26,6 +26,7 @@ from types import FrameType
 
 from megatron_rl.errors import first_line
 from megatron_rl.runtime.ballot import Ballot, alive
+from megatron_rl.runtime.error_chain import chain
 
 _MAX_LINES = 12
 _CAUSE_S = 1.0  # how long a consequence waits for the message of its cause,
@@ -333,16 +334,11 @@ def is_consequence(error: BaseException) -> bool:
     """Whether another rank's end, or its absence, can have caused this error."""
     if _out_of_files(error):
         return False
-    # A broken connection is often wrapped; a chain of exceptions may have a cycle.
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
+    for link in chain(error):  # a broken connection is often wrapped
         # By name: importing torch.distributed takes seconds, and it may not be loaded yet.
         from_torch = any(base.__name__ == "DistError" for base in type(link).__mro__)
         if from_torch or (isinstance(link, RuntimeError) and _BROKEN_CONNECTION.search(str(link))):
             return True
-        link = link.__cause__ or link.__context__
     return False
 
 

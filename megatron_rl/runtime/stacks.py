@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -26,8 +27,10 @@ def answer_signal() -> None:
 
 
 def ask(pid: int) -> None:
-    """Makes another process, which has called ``answer_signal``, write its stacks."""
-    os.kill(pid, SIGNAL)
+    """Makes another process, which has called ``answer_signal``, write its stacks; nothing where it
+    has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, SIGNAL)
 
 
 def dump(rank: int, folder: Path | None) -> None:
