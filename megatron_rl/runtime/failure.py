@@ -29,6 +29,7 @@ from megatron_rl.runtime.ballot import Ballot, alive
 from megatron_rl.runtime.error_chain import chain
 
 _MAX_LINES = 12
+_NAMED = 8  # ranks in a message
 _CAUSE_S = 1.0  # how long a consequence waits for the message of its cause,
 _GONE_S = 5.0  # and then for a rank that can be named as gone
 _WINNER_S = 15.0  # how long the first rank may take to report
@@ -151,13 +152,14 @@ def report(error: BaseException, rank: int | None = None) -> int:
     """
     if rank is not None:
         STATE.rank = rank
+    # From here on a signal is noted, and does not cut the message short.
     try:
         _hold_signals()
     except KeyboardInterrupt as interrupt:  # a Ctrl-C between the error and here
         error = interrupt
         _hold_signals()
     if not STATE.reporting.acquire(blocking=False):
-        threading.Event().wait()  # the thread that answers SIGTERM ends the process
+        threading.Event().wait()  # for ever: the thread that answers SIGTERM ends the process
     if isinstance(error, KeyboardInterrupt):
         if STATE.ballot.win():
             say(Message(f"interrupted{unsaved()}"))
@@ -220,7 +222,9 @@ def _follow(seconds: float = _FOLLOW_S) -> int:
     before the others.
     """
     ended = STATE.ballot.wait(STATE.terminated.is_set, seconds)
-    return 0 if ended and not STATE.ballot.lost_elsewhere else 1
+    if ended and not STATE.ballot.lost_elsewhere:
+        return 0
+    return 1
 
 
 def say(message: Message) -> None:
@@ -343,10 +347,8 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def _wait_for_cause() -> list[Peer]:
-    """Waits until another rank reports; returns the ranks of this machine that died silently.
-
-    None when a rank has reported, or when all live.
-    """
+    """Waits until another rank reports; returns the ranks of this machine that died silently: none
+    where a rank has reported, or all live."""
     ballot = STATE.ballot
 
     def heard() -> bool:
@@ -370,8 +372,10 @@ def without_word(gone: Sequence[Peer]) -> str:
 
 def named(peers: Sequence[Peer]) -> str:
     """Example: ``rank 1 (process 4711) and rank 2 (process 4712)``; of many the first eight."""
-    text = " and ".join(f"rank {peer.rank} (process {peer.pid})" for peer in peers[:8])
-    return f"{text} and {len(peers) - 8} more" if len(peers) > 8 else text
+    text = " and ".join(f"rank {peer.rank} (process {peer.pid})" for peer in peers[:_NAMED])
+    if len(peers) > _NAMED:
+        text += f" and {len(peers) - _NAMED} more"
+    return text
 
 
 def unsaved() -> str:

@@ -98,6 +98,7 @@ class World:
         """Collective: a control group of this rank and its neighbors, ``size`` in all. The ranks
         are cut into such teams from 0 on."""
         assert self.size % size == 0
+        # Every rank makes every group: ``new_group`` is collective over all, members or not.
         for first in range(0, self.size, size):
             ranks = list(range(first, first + size))
             group = dist.new_group(ranks, timeout=NO_LIMIT, backend="gloo")
@@ -123,7 +124,7 @@ def gather_objects(value: Value, group: Any = None) -> list[Value]:
 def from_first_rank(action: Callable[[], Value], group: Any = None) -> Value:
     """Collective: what ``action`` returns or raises on the first rank, on every rank of ``group``
     (None: all). Returns after every rank has called it."""
-    outcome: list[Any] = [None, None]
+    outcome: list[Any] = [None, None]  # result, error
     if dist.get_rank() == 0:
         try:
             outcome = [action(), None]
