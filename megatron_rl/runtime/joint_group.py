@@ -52,6 +52,7 @@ class Meeting:
         not. Raises as ``arrive`` does."""
         keys = [f"{step}/{rank}" for rank in ranks]
         verdict = ""
+        # ``check`` does not wait, as ``get`` would: meanwhile the reason may come.
         while not verdict and not self.store.check(keys):
             verdict = alive()
             time.sleep(POLL_S)
