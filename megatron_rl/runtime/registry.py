@@ -11,6 +11,7 @@ know it. Who can read the folder can take part, and nobody else.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -149,6 +150,13 @@ class Registry:
             registration = decoded(path.read_bytes(), Registration, str(path))
         except FileNotFoundError:
             return None
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            # On NFS: its server has replaced the file since it was opened. The next look sees the
+            # new one; until then the server is where it was.
+            seen = self._seen.get(path.stem)
+            return None if seen is None else seen.registration
         except MalformedMessageError as error:
             self._warn_once(path, str(error))
             return None
