@@ -45,7 +45,7 @@ from megatron_rl.planning.training_shards import TrainingLayout
 from megatron_rl.policy.families import Architecture, read_architecture
 from megatron_rl.policy.work_model import WorkModel
 from megatron_rl.weight_sync.engine_tables import RolloutLayout
-from megatron_rl.weight_sync.plan import make_plan
+from megatron_rl.weight_sync.plan import Machines, PlanSettings, make_plan
 from tools.plan_sync import PRESETS, positive, sides, whole
 
 SHARE_THAT_LIMITS = 0.15  # of a step, or of the engines' time
@@ -248,14 +248,13 @@ def sync_of(config: Config, arch: Architecture, cluster: Cluster) -> Sync | None
         config.precision.params,
     )
     sources, targets = sides(arch, layout, engines)
-    result = make_plan(
-        sources,
-        targets,
-        replicas=engines.replicas,
-        gpus_per_node=cluster.gpus,
+    settings = PlanSettings(
         bucket_bytes=config.weight_sync.bucket_mib << 20,
         rounds_in_flight=config.weight_sync.rounds_in_flight,
+        machines=Machines(cluster.gpus),
+        replicas=engines.replicas,
     )
+    result = make_plan(sources, targets, settings)
     links = Links(cluster.nvlink_gb_s, cluster.network_gb_s)
     return Sync(
         result.bytes_by_link["across_nodes"] / 1e9,

@@ -40,7 +40,7 @@ from megatron_rl.planning.training_shards import (
 from megatron_rl.policy.families import FAMILIES, Architecture, architecture_from
 from megatron_rl.types import Shard
 from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rollout_shards
-from megatron_rl.weight_sync.plan import make_plan
+from megatron_rl.weight_sync.plan import Machines, PlanSettings, make_plan
 from megatron_rl.weight_sync.roles import Side
 from megatron_rl.weight_sync.shards import ShardGroup
 
@@ -195,15 +195,15 @@ def report(arguments: argparse.Namespace) -> dict[str, float]:
         )
     began = time.perf_counter()
     sources, targets = sides(arch, train, rollout)
-    settings = {
-        "gpus_per_node": arguments.gpus_per_node,
-        "bucket_bytes": arguments.bucket_mib << 20,
-        "rounds_in_flight": arguments.rounds_in_flight,
-    }
-    plan = make_plan(sources, targets, replicas=rollout.replicas, **settings)
+    settings = PlanSettings(
+        bucket_bytes=arguments.bucket_mib << 20,
+        rounds_in_flight=arguments.rounds_in_flight,
+        machines=Machines(arguments.gpus_per_node),
+    )
+    plan = make_plan(sources, targets, replace(settings, replicas=rollout.replicas))
     took = time.perf_counter() - began
     whole = whole_tensors(sources)
-    gather = make_plan(sources, dict.fromkeys(rollout.ranks, whole), **settings)
+    gather = make_plan(sources, dict.fromkeys(rollout.ranks, whole), settings)
     assert gather.bytes_sent == plan.gather_bytes
     links = Links(arguments.nvlink_gb_s, arguments.network_gb_s, arguments.latency_us)
     return {

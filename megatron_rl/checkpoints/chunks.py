@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 Range = tuple[int, int]  # begin and end, as in Python's range
+Rectangle = tuple[tuple[int, ...], tuple[int, ...], int]  # offsets, sizes, first element
 
 
 @dataclass(frozen=True)
@@ -61,17 +62,17 @@ class Place:
             low = max(start - box.first, 0)
             high = min(end - box.first, size)
             for offsets, sizes, begin in rectangles(box.sizes, low, high):
-                at = tuple(sum(pair) for pair in zip(box.offsets, offsets, strict=True))
+                # ``offsets`` count from the corner of the box, ``at`` from that of the array.
+                pairs = zip(box.offsets, offsets, strict=True)
+                at = tuple(corner + offset for corner, offset in pairs)
                 first = box.first + begin
                 chunk = Chunk(self.key, self.array_shape, self.dtype, at, sizes)
                 yield chunk, (first, first + math.prod(sizes))
 
 
-def rectangles(
-    sizes: Sequence[int], start: int, end: int
-) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """The elements ``[start, end)`` of a flattened array as (offsets, sizes, first element) of
-    rectangles, in order: at most two a dimension, less one.
+def rectangles(sizes: Sequence[int], start: int, end: int) -> list[Rectangle]:
+    """The elements ``[start, end)`` of a flattened array as rectangles, in order: at most two a
+    dimension, less one.
 
     Example: elements 2 to 10 of a 3 x 4 array are the end of row 0, row 1 and the begin of row 2:
     ``[((0, 2), (1, 2), 2), ((1, 0), (1, 4), 4), ((2, 0), (1, 2), 8)]``.
@@ -80,20 +81,25 @@ def rectangles(
         return []
     if not sizes:
         return [((), (), 0)]
-    row = math.prod(sizes[1:])
-    first, last = -(-start // row), end // row  # whole rows
+    inner = tuple(sizes[1:])
+    row = math.prod(inner)
+    # Whole rows are ``[first, last)``; before them lies the end of a row, behind them the begin of
+    # one. Either may be empty.
+    first = -(-start // row)
+    last = end // row
     if first > last:  # within one row
         return _in_row(sizes, last, start, end)
-    found = _in_row(sizes, first - 1, start, first * row) if start < first * row else []
+    before: list[Rectangle] = []
+    if start < first * row:
+        before = _in_row(sizes, first - 1, start, first * row)
+    whole: list[Rectangle] = []
     if first < last:
-        inner = tuple(sizes[1:])
-        found.append(((first, *(0 for _ in inner)), (last - first, *inner), first * row))
-    return found + _in_row(sizes, last, last * row, end)
+        zeros = (0,) * len(inner)
+        whole = [((first, *zeros), (last - first, *inner), first * row)]
+    return before + whole + _in_row(sizes, last, last * row, end)
 
 
-def _in_row(
-    sizes: Sequence[int], index: int, start: int, end: int
-) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+def _in_row(sizes: Sequence[int], index: int, start: int, end: int) -> list[Rectangle]:
     """``rectangles`` where all elements are in row ``index`` of the first dimension."""
     begin = index * math.prod(sizes[1:])
     inner = rectangles(sizes[1:], start - begin, end - begin)
@@ -105,6 +111,9 @@ def even_ranges(lengths: Sequence[int], count: int) -> list[list[Range]]:
 
     The tensors are thought of as one long row, cut into equal parts: most tensors go to one rank
     whole, and parts differ by one element at most.
+
+    Example: tensors of 3 and 5 elements between two ranks, four elements each, are ``[(0, 3), (0,
+    1)]`` and ``[(3, 3), (1, 5)]``.
     """
     total = sum(lengths)
     cuts = [rank * total // count for rank in range(count + 1)]

@@ -33,7 +33,9 @@ def step_path(root: Path, step: int) -> Path:
 def step_of(path: Path) -> int | None:
     """12 for ``.../step_000012``; None for any other name."""
     match = STEP.fullmatch(path.name)
-    return int(match[1]) if match else None
+    if match is None:
+        return None
+    return int(match[1])
 
 
 def begin(path: Path) -> Path:
@@ -57,9 +59,8 @@ def finish(path: Path, info: Mapping[str, Any], digests: Mapping[str, str] | Non
             on another machine must do so itself: this process can only do it for its own.
     """
     partial = path.with_name(path.name + PARTIAL)
-    names = sorted(
-        file.relative_to(partial).as_posix() for file in partial.rglob("*") if file.is_file()
-    )
+    written = [file for file in partial.rglob("*") if file.is_file()]
+    names = sorted(file.relative_to(partial).as_posix() for file in written)
     assert names, f"{partial} is empty"
     known = digests or {}
     files = {}
@@ -75,6 +76,7 @@ def finish(path: Path, info: Mapping[str, Any], digests: Mapping[str, str] | Non
         json.dumps({"info": dict(info), "files": files}, indent=1) + "\n", encoding="ascii"
     )
     to_disk(manifest)
+    to_disk(partial)  # the entries of the folder: forcing a file does not force its name
     publish(path)
 
 
@@ -85,6 +87,8 @@ def publish(path: Path) -> None:
     """
     partial = path.with_name(path.name + PARTIAL)
     replaced = path.with_name(path.name + REPLACED)
+    # A folder cannot be renamed onto one that has files. A writer that dies between the two renames
+    # leaves no folder of this name: ``clean`` gives the older one its name back.
     if path.exists():
         if replaced.exists():
             shutil.rmtree(replaced)
@@ -117,6 +121,7 @@ def problems(path: Path) -> list[str]:
         return [f"no {MANIFEST} (not a checkpoint, or its writer was stopped)"]
     try:
         sizes = {name: _size(entry) for name, entry in _files(path).items()}
+        _info(path)
     except (ValueError, KeyError, TypeError, AttributeError):
         return [f"{MANIFEST} cannot be read"]
     found = []
@@ -157,13 +162,25 @@ def without_digest(path: Path) -> int:
 
 
 def _files(path: Path) -> dict[str, Any]:
-    files: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="ascii"))["files"]
+    files: dict[str, Any] = _manifest(path)["files"]
     return files
+
+
+def _info(path: Path) -> dict[str, Any]:
+    info: dict[str, Any] = _manifest(path)["info"]
+    return info
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="ascii"))
+    return manifest
 
 
 def _size(entry: Any) -> int:
     """Manifests written before there were digests hold the size alone."""
-    return int(entry["bytes"] if isinstance(entry, dict) else entry)
+    if isinstance(entry, dict):
+        entry = entry["bytes"]
+    return int(entry)
 
 
 def check(path: Path) -> dict[str, Any]:
@@ -175,8 +192,7 @@ def check(path: Path) -> dict[str, Any]:
     wrong = problem(path)
     if wrong is not None:
         raise ValueError(f"checkpoint {path}: {wrong}; choose another one, or delete it")
-    info: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="ascii"))["info"]
-    return info
+    return _info(path)
 
 
 def newest_valid(root: Path, below: int | None = None) -> Path | None:
@@ -188,8 +204,8 @@ def newest_valid(root: Path, below: int | None = None) -> Path | None:
     Args:
         below: only steps under this one.
     """
-    for path in reversed(steps(root)):
-        if below is not None and (step_of(path) or 0) >= below:
+    for step, path in reversed(numbered(root)):
+        if below is not None and step >= below:
             continue
         wrong = problem(path)
         if wrong is None:
@@ -201,12 +217,14 @@ def newest_valid(root: Path, below: int | None = None) -> Path | None:
 def newest(root: Path) -> Path | None:
     """The checkpoint with the highest step by name, whole or not; None without one."""
     there = steps(root)
-    return there[-1] if there else None
+    if not there:
+        return None
+    return there[-1]
 
 
 def later_steps(root: Path, step: int) -> list[Path]:
     """The checkpoints of steps after ``step`` that have all their files."""
-    return [path for path in steps(root) if (step_of(path) or 0) > step and problem(path) is None]
+    return [path for other, path in numbered(root) if other > step and problem(path) is None]
 
 
 def prune(root: Path, keep: int, protected: Collection[int] = (), every: int = 0) -> list[Path]:
@@ -220,14 +238,14 @@ def prune(root: Path, keep: int, protected: Collection[int] = (), every: int = 0
         every: steps that are multiples of it stay; 0: none.
     """
     assert keep >= 1, f"keep is {keep}"
-    there = steps(root)
-    whole = [path for path in there if problem(path) is None][-keep:]
-    oldest = step_of(whole[0]) if len(whole) == keep else None
+    there = numbered(root)
+    newest_whole = [step for step, path in there if problem(path) is None][-keep:]
+    if len(newest_whole) < keep:
+        return clean(root)
     removed = []
-    for path in there:
-        step = step_of(path) or 0
-        stays = step in protected or (every > 0 and step % every == 0)
-        if oldest is not None and step < oldest and not stays:
+    for step, path in there:
+        is_multiple = every > 0 and step % every == 0
+        if step < newest_whole[0] and step not in protected and not is_multiple:
             shutil.rmtree(path)
             removed.append(path)
     return removed + clean(root)
@@ -240,6 +258,7 @@ def clean(root: Path) -> list[Path]:
     back.
     """
     removed = []
+    # First what was put aside, then what was half written: the order in which ``publish`` renames.
     for replaced in sorted(root.glob(f"*{REPLACED}")):
         path = replaced.with_name(replaced.name.removesuffix(REPLACED))
         if path.exists():
@@ -259,7 +278,16 @@ def clean(root: Path) -> list[Path]:
 
 def steps(root: Path) -> list[Path]:
     """The checkpoints in ``root``, whole or not, by step."""
+    return [path for _, path in numbered(root)]
+
+
+def numbered(root: Path) -> list[tuple[int, Path]]:
+    """As ``steps``, each with its step."""
     if not root.is_dir():
         return []
-    there = [path for path in root.iterdir() if path.is_dir() and step_of(path) is not None]
-    return sorted(there, key=lambda path: step_of(path) or 0)
+    there = []
+    for path in root.iterdir():
+        step = step_of(path)
+        if step is not None and path.is_dir():
+            there.append((step, path))
+    return sorted(there)

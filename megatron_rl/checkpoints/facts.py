@@ -11,7 +11,7 @@ from megatron_rl.config.number_formats import ITEM_BYTES
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.parameter_map import local_shape, model_parameters, padded_vocab
 
-FORMAT = 1
+FORMAT = 1  # of the state as a whole; another number is not read, see ``refuse_other``
 SIZES = (
     "num_layers",
     "hidden_size",
@@ -63,16 +63,14 @@ def refuse_other(path: Path, written: Mapping[str, Any], wanted: Mapping[str, An
         ValueError: they differ; names each difference.
     """
     there: dict[str, Any] = {"model.freeze_vision": False, **written}  # older ones do not say
-    problems = [
-        f"{key} is {there[key]!r} there and {wanted[key]!r} here"
-        for key in KEYS
-        if there[key] != wanted[key]
-    ]
-    problems += [
-        f"the model's {key} is {there['model'][key]!r} there and {value!r} here"
-        for key, value in wanted["model"].items()
-        if there["model"][key] != value
-    ]
+    problems = []
+    for key in KEYS:
+        if there[key] != wanted[key]:
+            problems.append(f"{key} is {there[key]!r} there and {wanted[key]!r} here")
+    for key, value in wanted["model"].items():
+        other = there["model"][key]
+        if other != value:
+            problems.append(f"the model's {key} is {other!r} there and {value!r} here")
     if wanted["reference"] and not there["reference"]:
         problems.append("it holds no reference weights, which the method needs")
     if problems:
@@ -105,9 +103,13 @@ def checkpoint_bytes(
     Example: 7.6e9 parameters in bfloat16 with float32 moments take 2 + 4 + 8 bytes each, 106 GB.
     """
     element = ITEM_BYTES[params]
-    master = 4 if element == 2 or distributed_optimizer else 0
-    copies = 2 if reference else 1
-    return parameters * (copies * element + master + 2 * ITEM_BYTES[moments])
+    has_master = element == 2 or distributed_optimizer
+    bytes_each = element + 2 * ITEM_BYTES[moments]
+    if has_master:
+        bytes_each += ITEM_BYTES["float32"]
+    if reference:
+        bytes_each += element
+    return parameters * bytes_each
 
 
 def export_bytes(parameters: int, params: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,16 +68,7 @@ def tensor_files(path: Path) -> dict[str, Path]:
     index = path / "model.safetensors.index.json"
     single = path / "model.safetensors"
     if index.is_file():
-        files = read_json(index).get("weight_map")
-        good = isinstance(files, dict) and all(
-            isinstance(file, str) and Path(file).name == file for file in files.values()
-        )
-        if not good:
-            raise ValueError(
-                f"model.path: {index} has no weight_map of tensors to file names; copy it again"
-                " from the model"
-            )
-        return {name: path / file for name, file in files.items()}
+        return {name: path / file for name, file in _weight_map(index).items()}
     if single.is_file():
         with open_tensors(single) as file:
             return dict.fromkeys(file.keys(), single)
@@ -86,6 +78,22 @@ def tensor_files(path: Path) -> dict[str, Path]:
     )
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> name of its file, which lies beside the index."""
+    files = read_json(index).get("weight_map")
+    if isinstance(files, dict) and all(_is_file_name(file) for file in files.values()):
+        return files
+    raise ValueError(
+        f"model.path: {index} has no weight_map of tensors to file names; copy it again from the"
+        " model"
+    )
+
+
+def _is_file_name(value: Any) -> bool:
+    """A name with a folder in it could lead anywhere."""
+    return isinstance(value, str) and Path(value).name == value
+
+
 def check_headers(files: Mapping[str, Path]) -> None:
     """Reads the header of every file, and no weights.
 
@@ -93,10 +101,13 @@ def check_headers(files: Mapping[str, Path]) -> None:
         ValueError: a file is missing or damaged, lacks a tensor that the index says it has, or
             holds one that is not a float.
     """
-    for path in sorted(set(files.values())):
+    names_in: dict[Path, list[str]] = defaultdict(list)
+    for name in sorted(files):
+        names_in[files[name]].append(name)
+    for path in sorted(names_in):
         with open_tensors(path) as file:
             present = set(file.keys())
-            for name in sorted(name for name, where in files.items() if where == path):
+            for name in names_in[path]:
                 if name not in present:
                     raise ValueError(
                         f"model.path: {path} holds no tensor {name}, but the index says so; copy"
@@ -204,8 +215,9 @@ class HfDirectory:
         with open_tensors(self.files[name]) as file:
             stored = file.get_slice(self._stored_names[name])
             # An empty slice has the torch type without the data; a scalar cannot be sliced.
-            sample = stored[:0] if stored.get_shape() else file.get_tensor(self._stored_names[name])
-            return sample.dtype
+            if not stored.get_shape():
+                return file.get_tensor(self._stored_names[name]).dtype
+            return stored[:0].dtype
 
 
 def _older_name(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
@@ -252,6 +264,7 @@ class ShardWriter:
         self.pending_bytes = 0
 
     def _temporary(self, number: int) -> Path:
+        """Final names say how many files there are, which is known at the end."""
         return self.path / f"part-{number:05d}.safetensors"
 
     def close(self) -> None:
@@ -291,10 +304,13 @@ def write_config(source: Path, target: Path, dtype: str | None) -> None:
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     # transformers wrote "torch_dtype" before version 5 and "dtype" since; both are read.
     names = ("torch_dtype", "dtype")
-    keys = [key for key in names if key in config] or ["dtype"]
     if dtype is not None:
-        config.update(dict.fromkeys(keys, dtype))
+        if not any(key in config for key in names):
+            config["dtype"] = dtype
         # A model with a tower has a section for each of its parts.
-        for section in filter(lambda value: isinstance(value, dict), config.values()):
-            section.update({key: dtype for key in names if key in section})
+        sections = [value for value in config.values() if isinstance(value, dict)]
+        for section in (config, *sections):
+            for key in names:
+                if key in section:
+                    section[key] = dtype
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="ascii")

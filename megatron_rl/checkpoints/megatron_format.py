@@ -96,6 +96,13 @@ class Slab:
     both: bool = False
 
     @property
+    def keys(self) -> tuple[str, ...]:
+        """Of the arrays that it is written to."""
+        if self.both:
+            return self.key, self.other_key
+        return (self.key,)
+
+    @property
     def stateful(self) -> bool:
         name = self.parameter.slot.megatron
         return name.removesuffix(".weight") in STATEFUL or (self.both and name == BEFORE_EXPERTS)
@@ -103,16 +110,17 @@ class Slab:
     @property
     def state_key(self) -> str:
         """Example: "decoder.layers.mlp.linear_fc1._extra_state/shard_3_28", of layer 3 of 28."""
+        # What has no layers (the final norm) is shard 0 of 1.
         at = ".".join(map(str, self.place or (0,)))
         of = ".".join(map(str, self.extent or (1,)))
         return f"{self.key.removesuffix('.weight')}._extra_state/shard_{at}_{of}"
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
+        # Of the array ``[layers, experts, ...]``: one layer, one expert, and all of what follows.
         zeros = (0,) * len(self.shape)
-        return ChunkStorageMetadata(
-            torch.Size(self.place + zeros), torch.Size((1,) * len(self.place) + self.shape)
-        )
+        ones = (1,) * len(self.place)
+        return ChunkStorageMetadata(torch.Size(self.place + zeros), torch.Size(ones + self.shape))
 
 
 def slabs(arch: Architecture, vocab_rows: int) -> Iterator[Slab]:
@@ -126,7 +134,9 @@ def slabs(arch: Architecture, vocab_rows: int) -> Iterator[Slab]:
             own = f"decoder.layers.{name}"
             fused = f"decoder.layers.{STORED_NAMES.get(name, name)}"
             both = name == BEFORE_EXPERTS and arch.num_experts > 0
-            keys = (own, fused) if both else (fused, own)
+            keys = (fused, own)  # the first is the one that is written, and looked for first
+            if both:
+                keys = (own, fused)
             yield Slab(parameter, *keys, (parameter.layer,), (arch.num_layers,), shape, both)
         else:
             key = f"decoder.layers.mlp.experts.experts.{name}"
@@ -186,7 +196,7 @@ class _Writer(SavePlanner):
             data = TensorWriteData(
                 chunk=slab.chunk, properties=TensorProperties(dtype=self.dtype(slab)), size=size
             )
-            for key in (slab.key, slab.other_key) if slab.both else (slab.key,):
+            for key in slab.keys:
                 self.slabs[self.prefix + key, slab.chunk.offsets] = slab
                 items.append(
                     WriteItem(
@@ -208,6 +218,7 @@ class _Writer(SavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if write_item.type == WriteItemType.BYTE_IO:
+            # The state of a module that has none: Transformer Engine keeps one for FP8 only.
             stored = io.BytesIO()
             torch.save([None], stored)
             return stored

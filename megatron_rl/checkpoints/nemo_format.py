@@ -18,6 +18,7 @@ import yaml
 
 from megatron_rl.checkpoints.hf import copy_companions
 from megatron_rl.config.number_formats import format_name
+from megatron_rl.errors import first_line
 from megatron_rl.policy.families import Architecture
 
 WEIGHTS = "weights"
@@ -232,17 +233,23 @@ def _yaml(value: Any) -> Any:
 
 
 def check_config(path: Path, arch: Architecture) -> None:
-    """Raises ValueError when ``path`` is a NeMo 2 checkpoint of another model than ``arch``.
-    Directories without NeMo's files are not checked."""
+    """Raises ValueError when ``path`` is a NeMo 2 checkpoint of another model than ``arch``, or its
+    description cannot be read. Directories without NeMo's files are not checked."""
     file = path / CONTEXT / "model.yaml"
     if not file.is_file():
         return
-    written = yaml.safe_load(file.read_text(encoding="utf-8"))["config"]
-    wrong = [
-        f"{theirs} is {written[theirs]!r} there, {getattr(arch, ours)!r} in config.json"
-        for theirs, ours in FIELDS.items()
-        if theirs in written and written[theirs] != getattr(arch, ours)
-    ]
+    try:
+        written = yaml.safe_load(file.read_text(encoding="utf-8"))["config"]
+        there = {theirs: written[theirs] for theirs in FIELDS if theirs in written}
+    except (yaml.YAMLError, UnicodeError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{file} cannot be read ({first_line(error)}); copy the checkpoint again"
+        ) from error
+    wrong = []
+    for theirs, value in there.items():
+        ours = getattr(arch, FIELDS[theirs])
+        if value != ours:
+            wrong.append(f"{theirs} is {value!r} there, {ours!r} in config.json")
     if wrong:
         raise ValueError(
             f"{file} describes another model: {'; '.join(wrong)}; give the config.json of this one"

@@ -82,7 +82,7 @@ class PartReader:
             for chunk, _, _ in wanted
         ]
         items: list[ReadItem] = create_read_items_for_chunk_list(key, array, chunks)
-        if may_differ:
+        if may_differ:  # what the stored array lacks is not read, and stays zero
             for _, target, _ in wanted:
                 target.zero_()
             return items
@@ -115,6 +115,7 @@ class _Targets(DefaultLoadPlanner):
         self._objects = objects
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        # torch numbers the chunks of a key in the order in which ``_array_items`` named them.
         assert index.index is not None
         return self._wanted[index.fqn][index.index][1]
 

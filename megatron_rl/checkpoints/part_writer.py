@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import queue
 import threading
@@ -24,8 +23,8 @@ from torch import Tensor
 
 from megatron_rl.checkpoints.chunks import Chunk, Place, Range
 from megatron_rl.checkpoints.directory import to_disk
+from megatron_rl.checkpoints.receipt import Receipt, Stored, receipt_path, to_json
 
-RECEIPT = ".written-"
 # Large enough for a disk; a power of 2, in which torch takes page-locked memory.
 BLOCK_BYTES = 2**25
 NICENESS = 10  # of the threads; higher yields more, up to 19
@@ -97,6 +96,8 @@ class PartWriter:
         self._folder = folder
         self._rank = rank
         self._settings = settings
+        # A small part is spread over all threads: blocks are no larger than the share of each. Nor
+        # are they ever empty, else no element would fit into one.
         even = -(-num_bytes // settings.threads) + _ALIGNMENT
         self._block_bytes = min(BLOCK_BYTES, -(-even // _ALIGNMENT) * _ALIGNMENT)
         self._room = threading.Semaphore(settings.blocks)
@@ -104,7 +105,7 @@ class PartWriter:
         self._blocks = 0
         self._small_files: list[tuple[str, bytes]] = []
         self._queues: list[queue.SimpleQueue[_Block | None]] = []
-        self._records: list[dict[str, Any]] = [{} for _ in range(settings.threads)]
+        self._receipts = [Receipt() for _ in range(settings.threads)]
         self._threads: list[threading.Thread] = []
         for number in range(settings.threads):
             self._queues.append(queue.SimpleQueue())
@@ -127,6 +128,7 @@ class PartWriter:
         position = 0
         while position < values.numel() and self.error is None:
             block = self._current()
+            # Whole elements that fit: at least one, for full blocks are handed over below.
             count = (block.memory.numel() - block.used) // values.element_size()
             piece = values[position : position + count]
             end = block.used + piece.nbytes
@@ -138,6 +140,7 @@ class PartWriter:
                     begin = block.used + (low - first) * values.element_size()
                     size = (high - low) * values.element_size()
                     block.chunks.append((chunk, (begin, begin + size), values.dtype))
+            # The next tensor may have larger elements, and a view of them needs an aligned begin.
             block.used = -(-end // _ALIGNMENT) * _ALIGNMENT
             position += piece.numel()
             if block.used + _ALIGNMENT > block.memory.numel():
@@ -183,39 +186,40 @@ class PartWriter:
         self._block = None
 
     def _work(self, number: int) -> None:
-        # Of this thread alone: where cores are few, the run comes first.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        _yield_to_the_run()
         name = f"__{self._rank}_{number}.distcp"
         try:
             with _HashedFile(self._folder / name) as file:
-                arrays, objects = self._write_blocks(self._queues[number], file, name)
-            digest = {"bytes": file.position, "xxh3": file.digest()}
-            self._records[number] = {"files": {name: digest}, "arrays": arrays, "objects": objects}
+                stored = self._write_blocks(self._queues[number], file, name)
+            self._receipts[number] = Receipt({name: file.digest()}, stored)
         except Exception as error:  # noqa: BLE001 (told by ``error``, raised by who asks for it)
             self.error = self.error or error
             self._drop(self._queues[number])
 
     def _write_blocks(
         self, blocks: queue.SimpleQueue[_Block | None], file: _HashedFile, name: str
-    ) -> tuple[list[Any], list[Any]]:
-        arrays: list[Any] = []
-        objects: list[Any] = []
+    ) -> list[Stored]:
+        stored: list[Stored] = []
         while (block := blocks.get()) is not None:
             if block.copied is not None:
                 block.copied.synchronize()
             for key, data in block.objects:
-                objects.append([key, name, file.position, len(data)])
+                stored.append(Stored(key, None, name, file.position, len(data)))
                 file.write(data)
             for chunk, span, dtype in block.chunks:
                 begin = file.position
-                torch.save(_stored(block.memory, span, dtype, chunk), cast(IO[bytes], file))
-                arrays.append([*_plain(chunk), name, begin, file.position - begin])
+                values = _values(block.memory, span, dtype, chunk)
+                torch.save(values, cast(IO[bytes], file))
+                stored.append(Stored(chunk.key, chunk, name, begin, file.position - begin))
             self._give_back(block)
-        return arrays, objects
+        blocks.put(None)  # for ``_drop``: the file may still be refused when it is closed
+        return stored
 
     def _drop(self, blocks: queue.SimpleQueue[_Block | None]) -> None:
         """Takes what still comes, so that nobody waits for room."""
-        self._room.release()  # for the block that was being written
+        # For the block that was being written. There may have been none (the file could not be
+        # opened, or closed): then the part may take one block more than it should.
+        self._room.release()
         while (block := blocks.get()) is not None:
             self._give_back(block)
 
@@ -234,25 +238,30 @@ class PartWriter:
             self.error = error
 
     def _write_receipt(self) -> None:
-        receipt: dict[str, Any] = {"files": {}, "arrays": [], "objects": []}
-        for record in self._records:
-            receipt["files"] |= record["files"]
-            receipt["arrays"] += record["arrays"]
-            receipt["objects"] += record["objects"]
+        receipt = Receipt()
+        for of_thread in self._receipts:
+            receipt.add(of_thread)
         for name, data in self._small_files:
             _write_file(self._folder / name, data)
-            receipt["files"][name] = {"bytes": len(data), "xxh3": xxhash.xxh3_128(data).hexdigest()}
+            receipt.digests[name] = xxhash.xxh3_128(data).hexdigest()
         # Complete when it has its name: whoever sees it may read it.
         path = receipt_path(self._folder, self._rank)
         partial = path.with_name(f"{path.name}.tmp")
-        _write_file(partial, json.dumps(receipt).encode("ascii"))
+        _write_file(partial, to_json(receipt))
         partial.rename(path)
         to_disk(self._folder)
 
 
-def receipt_path(folder: Path, rank: int) -> Path:
-    """Where a rank says what it has written."""
-    return folder / f"{RECEIPT}{rank:05d}"
+def _yield_to_the_run() -> None:
+    """Where cores are few, the run comes first.
+
+    On Linux a thread has a niceness of its own, named by its number as a process is. Threads begin
+    with that of the run, which may be higher already (``nice -n 15 torchrun ...``), and only root
+    may take a lower one.
+    """
+    thread = threading.get_native_id()
+    niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
+    os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 def saved_bytes(value: Any) -> bytes:
@@ -262,17 +271,11 @@ def saved_bytes(value: Any) -> bytes:
     return file.getvalue()
 
 
-def _stored(memory: Tensor, span: Range, dtype: torch.dtype, chunk: Chunk) -> Tensor:
+def _values(memory: Tensor, span: Range, dtype: torch.dtype, chunk: Chunk) -> Tensor:
     """The tensor of a chunk. torch.save writes the whole storage of a tensor: this one has the
     chunk alone in it, without a copy where no conversion is due."""
     alone = torch.from_numpy(memory.numpy()[span[0] : span[1]])
     return alone.view(dtype).view(chunk.sizes).to(chunk.dtype)
-
-
-def _plain(chunk: Chunk) -> list[Any]:
-    """JSON of a chunk; see ``sealing.chunk_of``."""
-    name = str(chunk.dtype).removeprefix("torch.")
-    return [chunk.key, chunk.array_shape, name, chunk.offsets, chunk.sizes]
 
 
 def _write_file(path: Path, data: bytes) -> None:

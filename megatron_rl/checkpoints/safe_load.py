@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import io
 import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,20 @@ INDEX_NAMES = {
 # megatron-core before 0.16 wrote these subclasses, which add nothing that a reader needs.
 OLDER = "megatron.core.dist_checkpointing.strategies.torch"
 OLDER_NAMES = {(OLDER, "MCoreMetadata"): Metadata, (OLDER, "MCoreSavePlan"): SavePlan}
+# What unpickling raises where bytes have changed: an opcode may find an empty stack, a number that
+# was not noted, an argument that is cut off, or a function that does not take what it is given.
+DAMAGED = (
+    pickle.UnpicklingError,
+    struct.error,
+    EOFError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+)
 REMEDY = "it could run any program and was not read; take a checkpoint from somebody you trust"
 
 
@@ -95,16 +110,7 @@ def read_index(path: Path) -> Metadata:
             f"{file} is not the index of a checkpoint ({error}); {REMEDY} "
             "(tools/convert_checkpoint.py to-hf --allow-pickle reads the weights all the same)"
         ) from error
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        ImportError,
-        IndexError,
-        KeyError,
-    ) as error:
+    except DAMAGED as error:
         raise ValueError(
             f"{file}: the index of the checkpoint is damaged ({error}); take another checkpoint"
         ) from error
@@ -126,7 +132,7 @@ def load_plain(file: Path | io.BytesIO, name: str) -> Any:
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except DAMAGED as error:
         named = [
             line.strip()
             for line in str(error).splitlines()

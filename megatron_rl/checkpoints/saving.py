@@ -54,6 +54,7 @@ class Saving:
         self._sealed = False
         self._error: Exception | None = None
         self._cancelled = threading.Event()
+        # daemon: a process that ends by an error does not wait for it, see ``end``.
         self._sealer = threading.Thread(target=self._seal, daemon=True)
         if info is not None:
             self._sealer.start()
@@ -69,14 +70,14 @@ class Saving:
             ValueError: the disk of some rank is full.
             RuntimeError: some rank could not write for another reason.
         """
-        if wait:
-            self._writer.join()
-        reports = self._reports(gather)
-        if wait and self._info is not None:
+        if not wait:
+            return self._reports(gather)[0].sealed
+        self._writer.join()
+        # Before the sealer is waited for: where a rank has failed, its receipt will never come.
+        self._reports(gather)
+        if self._info is not None:
             self._sealer.join()
-        if wait:
-            reports = self._reports(gather)
-        return reports[0].sealed
+        return self._reports(gather)[0].sealed
 
     def end(self, within_s: float) -> None:
         """Not collective, for a run that ends by an error: gives the threads of this process so
@@ -106,12 +107,15 @@ class Saving:
         if error is None:
             return _Report(written, self._sealed)
         partial = self.path.with_name(self.path.name + PARTIAL)
+        # Raised once more, so that ``room_for`` turns what a full disk has caused into an error of
+        # the user's.
         try:
             with disk.room_for(partial, self._num_bytes, f"the checkpoint {self.path.name}"):
                 raise error
         except Exception as raised:  # noqa: BLE001 (told to all ranks, which raise it)
             is_user = isinstance(raised, ValueError)
-            return _Report(written, False, str(raised) if is_user else _named(raised), is_user)
+            text = str(raised) if is_user else _named(raised)
+            return _Report(written, False, text, is_user)
 
     def _seal(self) -> None:
         assert self._info is not None

@@ -6,12 +6,10 @@ disk. So the manifest names nothing that a crash could still take away.
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +27,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_rl.checkpoints import directory
 from megatron_rl.checkpoints.chunks import Chunk
-from megatron_rl.checkpoints.part_writer import receipt_path
+from megatron_rl.checkpoints.receipt import Receipt, Stored, from_json, receipt_path
 from megatron_rl.checkpoints.safe_load import INDEX
 
 _FIRST_WAIT_S = 0.01
 _LONGEST_WAIT_S = 1.0
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Where a chunk, or an object (``chunk`` None), lies."""
-
-    key: str
-    chunk: Chunk | None
-    file: str
-    offset: int
-    length: int
 
 
 def seal(path: Path, num_ranks: int, info: Mapping[str, Any], cancelled: threading.Event) -> bool:
@@ -54,39 +41,30 @@ def seal(path: Path, num_ranks: int, info: Mapping[str, Any], cancelled: threadi
         False where ``cancelled`` was set before all parts were there.
     """
     partial = path.with_name(path.name + directory.PARTIAL)
-    digests: dict[str, str] = {}
-    stored: list[Stored] = []
+    whole = Receipt()
     wait_s = _FIRST_WAIT_S
     for rank in range(num_ranks):
+        # The disk is all that ranks and this thread have in common: collectives belong to the main
+        # thread of each.
         receipt = receipt_path(partial, rank)
         while not receipt.is_file():
             if cancelled.wait(wait_s):
                 return False
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
-        files, of_rank = _read(receipt)
-        digests |= files
-        stored += of_rank
-    (partial / INDEX).write_bytes(pickle.dumps(index(stored)))
+        whole.add(from_json(receipt.read_bytes()))
+    (partial / INDEX).write_bytes(pickle.dumps(index(whole.stored)))
     for rank in range(num_ranks):
-        receipt_path(partial, rank).unlink()
-    directory.finish(path, info, digests)
+        receipt_path(partial, rank).unlink()  # the manifest names every file that is left
+    directory.finish(path, info, whole.digests)
     return True
 
 
-def _read(receipt: Path) -> tuple[dict[str, str], list[Stored]]:
-    """Digests by name of a file, and what lies in the files."""
-    said = json.loads(receipt.read_text(encoding="ascii"))
-    digests = {name: entry["xxh3"] for name, entry in said["files"].items()}
-    stored = []
-    for key, array_shape, dtype, offsets, sizes, *place in said["arrays"]:
-        chunk = Chunk(key, tuple(array_shape), getattr(torch, dtype), tuple(offsets), tuple(sizes))
-        stored.append(Stored(key, chunk, *place))
-    stored += [Stored(key, None, *place) for key, *place in said["objects"]]
-    return digests, stored
-
-
 def index(stored: Sequence[Stored]) -> Metadata:
-    """torch's index of a distributed checkpoint; every array is there once and whole."""
+    """torch's index of a distributed checkpoint; every array is there once and whole.
+
+    It has two tables: of each key the array with the rectangles that it is stored in, and of each
+    rectangle (key, offsets, its number in that array) the file and the bytes where it lies.
+    """
     arrays: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for item in stored:
@@ -127,6 +105,8 @@ def _add_chunk(arrays: dict[str, Any], chunk: Chunk) -> int:
 def _check_whole(key: str, array: TensorStorageMetadata | BytesStorageMetadata) -> None:
     if isinstance(array, BytesStorageMetadata):
         return
+    # No rectangle is there twice (``index``), and ranks cut arrays into disjoint ones: they cover
+    # an array when they have as many elements.
     written = sum(math.prod(chunk.sizes) for chunk in array.chunks)
     assert written == math.prod(array.size), (
         f"{written} of the {math.prod(array.size)} elements of {key} were written"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class AsyncEngine:
     """Commands to an engine whose event loop runs in another thread.
 
-    Implements ``weight_sync.server.Server``.
+    Implements ``weight_sync.commands.Server``.
     """
 
     def __init__(

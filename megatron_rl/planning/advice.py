@@ -19,7 +19,7 @@ def describe(stages: Sequence[StageMemory], config: Config, room: Room) -> str:
     all: training 32.10 of 79.10, ...".
     """
     wanted = list(demands(stages, config, room))
-    stage = wanted[0].stage
+    stage = wanted[0].stage  # the fullest one of the first phase
     counted = {"reference"}.union(*(demand.parts for demand in wanted))
     sizes = [
         f"{field.name.replace('_', ' ')} {getattr(stage, field.name) / GIB:.2f}"

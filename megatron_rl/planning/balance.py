@@ -30,8 +30,10 @@ def idle_share(rows: int, ranks: int) -> float:
     shares = []
     for draw in range(_DRAWS):
         work = np.random.default_rng(draw).lognormal(0.0, _SPREAD, rows)
-        work = np.sort(np.minimum(work, _LONGEST * np.exp(_SPREAD**2 / 2)))[::-1]
-        loads = [0.0] * ranks
+        mean = np.exp(_SPREAD**2 / 2)  # of that distribution
+        work = np.minimum(work, _LONGEST * mean)
+        work = np.sort(work)[::-1]
+        loads = [0.0] * ranks  # a heap: the least is the first
         for row in work:
             heapq.heapreplace(loads, loads[0] + float(row))
         shares.append(1.0 - float(work.sum()) / ranks / max(loads))

@@ -78,7 +78,9 @@ def max_sequences(rollout: RolloutConfig, device_gib: float) -> int:
     """Sequences that the engine has under way at once, on a device of ``device_gib``."""
     if rollout.max_num_seqs is not None:
         return rollout.max_num_seqs
-    return DEFAULT_SEQUENCES_LARGE if device_gib >= LARGE_DEVICE_GIB else DEFAULT_SEQUENCES
+    if device_gib >= LARGE_DEVICE_GIB:
+        return DEFAULT_SEQUENCES_LARGE
+    return DEFAULT_SEQUENCES
 
 
 def sampler_tables(arch: Architecture, sequences: int) -> tuple[int, ...]:
@@ -106,7 +108,9 @@ def engine_weight_bytes(arch: Architecture, rollout: RolloutConfig) -> int:
 
 def _matrix_bytes(rollout: RolloutConfig) -> int:
     """Of one number in a matrix of a layer."""
-    return ITEM_BYTES[rollout.dtype] if rollout.quantization is None else QUANTIZED_BYTES
+    if rollout.quantization is not None:
+        return QUANTIZED_BYTES
+    return ITEM_BYTES[rollout.dtype]
 
 
 def kv_cache_bytes(rollout: RolloutConfig, held_bytes: int, device_gib: float) -> int:

@@ -97,6 +97,7 @@ def engine_counts(arch: Architecture, rollout: RolloutConfig, which: Which = eve
     layer = _count(layer_parameters(arch, 0), arch, rows, tensor, which)
     layer += copies * _expert_count(arch, cuts, which)
     tower = vision_parameters(arch)
+    # The map gives the tower whole: what the engine cuts counts as its share.
     cut = _count(filter(is_cut_by_engine, tower), arch, rows, tensor, which)
     vision = math.ceil(cut / tensor) + _count(tower, arch, rows, tensor, which) - cut
     return outer + vision + longest_engine_stage(arch.num_layers, rollout.pipeline) * layer

@@ -81,21 +81,28 @@ def phases(config: Config, kind: str) -> dict[str, tuple[str, ...]]:
 
 def _device_phases(config: Config) -> dict[str, tuple[str, ...]]:
     offload = config.memory.offload
-    awake = config.rollout.sleep_level == 0
     kept = tuple(state for state in STATES if state not in offload)
-    synced = tuple(state for state in STATES if state in kept or state == "weights")
+    training = [*STATES, "fp8_copies", *PASSES]
+    sync = [state for state in STATES if state in kept or state == "weights"]
+    generation = [*kept]
     # The caches of layers go with the first state that leaves: weights leave after the weight sync,
     # the others before it.
-    fp8_in_sync = () if set(offload) - {"weights"} else ("fp8_copies",)
-    fp8_in_generation = () if offload else ("fp8_copies",)
-    beside_training = ENGINE if awake else ()
-    # An engine that slept wakes its weights for the sync, its cache only afterwards.
-    beside_sync = ENGINE if awake else ENGINE_FOR_SYNC
-    arriving = ("engine_unquantized",) if quantized_at_end(config) else ()
+    if not set(offload) - {"weights"}:
+        sync.append("fp8_copies")
+    if not offload:
+        generation.append("fp8_copies")
+    if config.rollout.sleep_level == 0:
+        training += ENGINE
+        sync += ENGINE
+    else:  # an engine that slept wakes its weights for the sync, its cache only afterwards
+        sync += ENGINE_FOR_SYNC
+    generation += ENGINE
+    if quantized_at_end(config):
+        sync.append("engine_unquantized")
     return {
-        "training": (*STATES, "fp8_copies", *PASSES, *beside_training),
-        "weight sync": (*synced, *fp8_in_sync, *beside_sync, *arriving),
-        "generation": (*kept, *fp8_in_generation, *ENGINE),
+        "training": tuple(training),
+        "weight sync": tuple(sync),
+        "generation": tuple(generation),
     }
 
 
@@ -125,7 +132,9 @@ def _checkpoint_copy(config: Config) -> tuple[str, ...]:
 
 def overhead_gib(phase: str, kind: str) -> float:
     """What is held in ``phase`` beside the tensors."""
-    return 0.0 if phase in ON_HOST else OVERHEAD_GIB[kind] + ENGINE_KEEPS_GIB[kind]
+    if phase in ON_HOST:
+        return 0.0
+    return OVERHEAD_GIB[kind] + ENGINE_KEEPS_GIB[kind]
 
 
 def needed_gib(stage: StageMemory, names: Sequence[str], overhead_gib: float = 0.0) -> float:
@@ -136,6 +145,7 @@ def needed_gib(stage: StageMemory, names: Sequence[str], overhead_gib: float = 0
 def demands(stages: Sequence[StageMemory], config: Config, room: Room) -> Iterator[Demand]:
     """One for each of ``phases``."""
     for phase, parts in phases(config, room.kind).items():
+        # Another stage in each phase: the first has the embedding, the last logits and the head.
         fullest = max(stages, key=lambda stage: needed_gib(stage, parts))
         need = needed_gib(fullest, parts, overhead_gib(phase, room.kind))
         has = room.host_gib if phase in ON_HOST else room.device_gib

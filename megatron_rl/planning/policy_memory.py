@@ -64,15 +64,19 @@ def policy_memory(
     stages = []
     for stage, count in enumerate(counts):
         learning = trained[stage]
+        activations = _activation_bytes(arch, parallel, stage, item_bytes, load)
+        activations += _vision_bytes(arch, parallel, stage, item_bytes, load)
+        reference = 0
+        if load.keep_reference:  # of what is trained: the rest is the same in the policy
+            reference = learning.total * item_bytes
         stages.append(
             PolicyMemory(
                 weights=count.total * item_bytes,
                 gradients=learning.total * gradient_bytes,
                 optimizer=_optimizer_bytes(learning, parallel, precision, load.world_size),
-                activations=_activation_bytes(arch, parallel, stage, item_bytes, load)
-                + _vision_bytes(arch, parallel, stage, item_bytes, load),
+                activations=activations,
                 logits=_logit_bytes(arch, parallel, stage, load),
-                reference=learning.total * item_bytes if load.keep_reference else 0,
+                reference=reference,
                 fp8_copies=fp8_copy_bytes(matrices[stage].total, stage, layers, precision),
                 checkpoint_copy=_checkpoint_bytes(count, learning, parallel, item_bytes, load),
             )
@@ -106,8 +110,11 @@ def _checkpoint_bytes(
     """What a rank copies to write its share of a checkpoint while the run goes on."""
     all_of_them = _share(count, parallel, load.world_size)
     trained = _share(learning, parallel, load.world_size)
-    reference = item_bytes * trained if load.keep_reference else 0
-    return CHECKPOINT_BYTES * trained + item_bytes * (all_of_them - trained) + reference
+    frozen = all_of_them - trained  # weights alone
+    size = CHECKPOINT_BYTES * trained + item_bytes * frozen
+    if load.keep_reference:
+        size += item_bytes * trained
+    return size
 
 
 def _activation_bytes(
@@ -151,6 +158,9 @@ def live_first_chunks(parallel: ParallelConfig) -> int:
     """Micro-batches whose backward through the first chunk of the first stage is still to come, at
     most. See ``live_layers``; an interleaved schedule runs groups of one micro-batch a stage
     through each chunk in turn.
+
+    Example: 4 stages of 2 chunks run 2 * 3 + 4 + 1 = 11 chunks ahead. Of each 8 the first 4 are
+    first chunks: 4 of the first 8, and 3 of the last 3.
     """
     stages = parallel.pipeline
     chunks = parallel.virtual_pipeline or 1
@@ -182,6 +192,7 @@ def _logit_bytes(arch: Architecture, parallel: ParallelConfig, stage: int, load:
     rows = padded_vocab(arch.vocab_size, load.make_vocab_divisible_by, parallel.tensor)
     tokens = math.ceil(load.tokens_per_microbatch / parallel.context)
     chunk_tokens = min(load.logprob_chunk_tokens, tokens)
+    # Logits are [chunk_tokens, rows of this rank], the gradient [rows of this rank, hidden_size].
     return FLOAT32_BYTES * (rows // parallel.tensor) * (chunk_tokens + arch.hidden_size)
 
 
@@ -195,6 +206,7 @@ def fp8_copy_bytes(matrices: int, stage: int, layers: list[int], precision: Prec
     fp8 = precision.fp8
     if fp8 is None or fp8.param_gather:
         return 0
+    # Layers of this stage: those at both ends of the model stay in bfloat16.
     in_fp8 = layers[stage]
     if stage == 0:
         in_fp8 -= fp8.num_layers_at_start_in_bf16

@@ -56,13 +56,16 @@ def rollout_time(
         prompt: tokens of a prompt.
     """
     shares = np.array_split(np.arange(len(groups)), num_engines)
-    busy = [
-        engine_seconds([length for group in share for length in groups[group]], slots, step, prompt)
-        for share in shares
-    ]
+    busy = []
+    for share in shares:
+        lengths: list[int] = []
+        for group in share:
+            lengths += groups[group]
+        busy.append(engine_seconds(lengths, slots, step, prompt))
     longest = max(busy)
-    idle = 1 - sum(busy) / (num_engines * longest) if longest else 0.0
-    return Rollout(longest, idle)
+    if longest == 0:
+        return Rollout(longest, idle=0.0)
+    return Rollout(longest, idle=1 - sum(busy) / (num_engines * longest))
 
 
 def engine_seconds(lengths: Sequence[int], slots: int, step: DecodeStep, prompt: int) -> float:
@@ -71,7 +74,7 @@ def engine_seconds(lengths: Sequence[int], slots: int, step: DecodeStep, prompt:
     Decoding steps are taken together from one end to the next: with ``n`` sequences of ``c`` tokens
     in all, ``k`` steps read the weights ``k`` times and ``k c + n k (k - 1) / 2`` tokens.
     """
-    waiting = list(reversed(lengths))
+    waiting = list(reversed(lengths))  # the next one is the last, which ``pop`` takes
     running: list[tuple[int, int]] = []  # the step at which a sequence ends, its length
     now = 0
     context = 0.0
@@ -82,6 +85,7 @@ def engine_seconds(lengths: Sequence[int], slots: int, step: DecodeStep, prompt:
             length = waiting.pop()
             heapq.heappush(running, (now + length, length))
             context += prompt
+        # Until the next one ends: ``n`` sequences run all the while.
         steps = running[0][0] - now
         tokens = steps * context + len(running) * steps * (steps - 1) / 2
         seconds += steps * step.seconds(0.0) + tokens * token_seconds

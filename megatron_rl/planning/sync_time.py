@@ -52,6 +52,7 @@ def simulated_seconds(plan: Plan, links: Links) -> float:
     seconds = schedule.size[bucket] / speed[edge] + links.latency_us * 1e-6
     parent = _brought_by(edges, edge)
     arrival = np.zeros(len(edge) + 1)  # the last entry: of what no message brings
+    # Round after round: messages sorted by their rounds, cut where the round changes.
     for together in np.split(order, np.flatnonzero(np.diff(number[order])) + 1):
         if not len(together):
             continue
@@ -73,10 +74,13 @@ def _brought_by(edges: Edges, edge: np.ndarray) -> np.ndarray:
     num_ranks = int(max(edges.sender.max(), edges.receiver.max())) + 1
     arrives = edges.flow * num_ranks + edges.receiver
     leaves = edges.flow * num_ranks + edges.sender
+    # The edge on which the flow came to the rank that sends it here, found by the pair (flow, rank)
+    # as one number.
     order = np.argsort(arrives)
     at = np.minimum(np.searchsorted(arrives[order], leaves), len(order) - 1)
     before = order[at]
     known = arrives[before] == leaves
+    # An edge carries all buckets of its flow in order: the same bucket has the same number on both.
     in_edge = np.arange(len(edge)) - first[edge]
     return np.where(known[edge], first[before[edge]] + in_edge, -1)
 
@@ -104,6 +108,7 @@ class _Clock:
         self.end = np.zeros(num_ranks)
 
     def begin_round(self, senders: np.ndarray, receivers: np.ndarray) -> None:
+        """A round that these ranks take part in; it is over not before the one before."""
         self.busy = np.union1d(senders, receivers)
         self.end[self.busy] = self.over[-1, self.busy]
 
@@ -116,6 +121,7 @@ class _Clock:
     ) -> np.ndarray:
         """When the messages arrive. ``has``: when the sender has what it sends."""
         start = has
+        # A rank begins a round when the oldest of the latest ``rounds_in_flight`` is over.
         for side, ranks in enumerate(ends):
             start = np.maximum(start, self.free[side, link, ranks])
             start = np.maximum(start, self.over[0, ranks])

@@ -60,7 +60,9 @@ def parse_sizes(known: Collection[str], flag: str, text: str) -> dict[str, int]:
     values: dict[str, int] = {}
     for item in text.split(","):
         name, _, value = item.partition("=")
-        if name not in known or not value.isdigit() or int(value) < 1 or name in values:
+        # Not ``isdigit``, which takes superscripts as well.
+        is_size = value.isdecimal() and int(value) >= 1
+        if name not in known or name in values or not is_size:
             raise ValueError(
                 f"{flag}: {item!r} is not one of {', '.join(known)} with a positive whole number,"
                 " each once"
@@ -97,7 +99,11 @@ class Place:
 
 def place_of(layout: TrainingLayout, rank: int) -> Place:
     """Megatron's default order, fastest first: tensor, context, data, pipeline for dense
-    parameters; expert tensor, expert, expert data, pipeline for experts."""
+    parameters; expert tensor, expert, expert data, pipeline for experts.
+
+    Example: of 8 ranks with tensor 2 and expert 4, rank 5 is tensor rank 1, expert rank 1 (of the
+    second data-parallel copy) and, with expert_tensor 1, expert tensor rank 0.
+    """
     parallel = layout.parallel
     stage, inner = divmod(rank, layout.stage_ranks)
     expert_tensor = parallel.expert_tensor
@@ -142,14 +148,17 @@ def check_layout(arch: Architecture, layout: TrainingLayout) -> None:
 
 def stage_chunks(arch: Architecture, parallel: ParallelConfig, stage: int) -> list[range]:
     """Global numbers of the layers of each model chunk of a stage: chunk after chunk, layers are
-    dealt out to the stages in turn."""
-    chunks = parallel.virtual_pipeline or 1
-    sizes = [size // chunks for size in stage_layers(arch, parallel)]
-    first = sum(sizes[:stage])
-    return [
-        range(first + chunk * sum(sizes), first + chunk * sum(sizes) + sizes[stage])
-        for chunk in range(chunks)
-    ]
+    dealt out to the stages in turn.
+
+    Example: 8 layers over 2 stages in 2 chunks: stage 0 has layers 0, 1 and 4, 5.
+    """
+    num_chunks = parallel.virtual_pipeline or 1
+    sizes = [size // num_chunks for size in stage_layers(arch, parallel)]
+    chunks = []
+    for chunk in range(num_chunks):
+        first = chunk * sum(sizes) + sum(sizes[:stage])
+        chunks.append(range(first, first + sizes[stage]))
+    return chunks
 
 
 def training_shards(arch: Architecture, layout: TrainingLayout, rank: int) -> list[ShardGroup]:

@@ -106,6 +106,8 @@ def create(path: Path, text: str) -> bool:
     True also where the disk takes no file: nothing can be decided then, and a message that comes
     twice is better than none.
     """
+    # A second name for a file that is whole: nobody reads half of it, and of two processes that
+    # give the same name one fails, on a network file system too.
     draft = path.with_name(f"draft_{os.getpid()}_{threading.get_ident()}")
     try:
         draft.write_text(text)
@@ -122,7 +124,7 @@ def create(path: Path, text: str) -> bool:
 def alive(pid: int) -> bool:
     """Whether the process runs on this machine; False for a zombie."""
     try:
-        os.kill(pid, 0)
+        os.kill(pid, 0)  # signal 0: asks alone
     except PermissionError:  # it exists and is somebody else's
         return True
     except OSError:
@@ -145,4 +147,6 @@ def bounded(action: Callable[[], bool]) -> bool:
     thread = threading.Thread(target=lambda: answers.append(action()), daemon=True)
     thread.start()
     thread.join(STORE_S)
-    return answers[0] if answers else True
+    if not answers:
+        return True
+    return answers[0]

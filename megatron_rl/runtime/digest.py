@@ -90,7 +90,10 @@ def word_sums(data: Tensor) -> Tensor:
 
 def checksum_bytes(size: int, kind: Kind) -> int:
     """Length of the checksum of ``size`` bytes."""
-    return HASH_BYTES if kind == "hash" else size // ROW_BYTES * 8 + ROW_BYTES + size % ROW_BYTES
+    if kind == "hash":
+        return HASH_BYTES
+    num_rows, tail = divmod(size, ROW_BYTES)
+    return 8 * num_rows + ROW_BYTES + tail  # row sums, column sums, tail: see ``word_sums``
 
 
 def changed_spans(sent: Tensor, received: Tensor, size: int) -> list[tuple[int, int]]:

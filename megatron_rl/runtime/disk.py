@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rl.errors import first_line
+from megatron_rl.runtime.error_chain import chain
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Messages of libraries that are not Python, which come without an error number.
@@ -27,7 +28,13 @@ def free_bytes(folder: Path) -> int:
 
 def used_bytes(folder: Path) -> int:
     """Sum of the sizes of the files below ``folder``; 0 where there is none."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    total = 0
+    for file in folder.rglob("*"):
+        # Other processes write there: a file may be renamed or removed while it is looked at.
+        with contextlib.suppress(FileNotFoundError):
+            if file.is_file():
+                total += file.stat().st_size
+    return total
 
 
 def as_text(size: int) -> str:
@@ -35,7 +42,9 @@ def as_text(size: int) -> str:
 
     Example: 1_230_000_000 is "1.23 GB", 5_000 is "0.005 MB".
     """
-    return f"{size / GB:.2f} GB" if size >= GB // 10 else f"{size / 10**6:.3f} MB"
+    if size >= GB // 10:
+        return f"{size / GB:.2f} GB"
+    return f"{size / 10**6:.3f} MB"
 
 
 @contextlib.contextmanager
@@ -66,11 +75,10 @@ def room_for(folder: Path, needed: int, what: str) -> Iterator[None]:
 
 def says_full(error: BaseException | None) -> bool:
     """Whether an error, or one that it was raised from, means a full disk or an exhausted quota."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _FULL:
+    for link in chain(error):
+        if isinstance(link, OSError) and link.errno in _FULL:
             return True
         # torch's CheckpointException holds the errors of other ranks as text.
-        if any(text in str(error) for text in _FULL_TEXTS):
+        if any(text in str(link) for text in _FULL_TEXTS):
             return True
-        error = error.__cause__ or error.__context__
     return False

@@ -26,8 +26,10 @@ from types import FrameType
 
 from megatron_rl.errors import first_line
 from megatron_rl.runtime.ballot import Ballot, alive
+from megatron_rl.runtime.error_chain import chain
 
 _MAX_LINES = 12
+_NAMED = 8  # ranks in a message
 _CAUSE_S = 1.0  # how long a consequence waits for the message of its cause,
 _GONE_S = 5.0  # and then for a rank that can be named as gone
 _WINNER_S = 15.0  # how long the first rank may take to report
@@ -150,13 +152,14 @@ def report(error: BaseException, rank: int | None = None) -> int:
     """
     if rank is not None:
         STATE.rank = rank
+    # From here on a signal is noted, and does not cut the message short.
     try:
         _hold_signals()
     except KeyboardInterrupt as interrupt:  # a Ctrl-C between the error and here
         error = interrupt
         _hold_signals()
     if not STATE.reporting.acquire(blocking=False):
-        threading.Event().wait()  # the thread that answers SIGTERM ends the process
+        threading.Event().wait()  # for ever: the thread that answers SIGTERM ends the process
     if isinstance(error, KeyboardInterrupt):
         if STATE.ballot.win():
             say(Message(f"interrupted{unsaved()}"))
@@ -219,7 +222,9 @@ def _follow(seconds: float = _FOLLOW_S) -> int:
     before the others.
     """
     ended = STATE.ballot.wait(STATE.terminated.is_set, seconds)
-    return 0 if ended and not STATE.ballot.lost_elsewhere else 1
+    if ended and not STATE.ballot.lost_elsewhere:
+        return 0
+    return 1
 
 
 def say(message: Message) -> None:
@@ -333,24 +338,17 @@ def is_consequence(error: BaseException) -> bool:
     """Whether another rank's end, or its absence, can have caused this error."""
     if _out_of_files(error):
         return False
-    # A broken connection is often wrapped; a chain of exceptions may have a cycle.
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
+    for link in chain(error):  # a broken connection is often wrapped
         # By name: importing torch.distributed takes seconds, and it may not be loaded yet.
         from_torch = any(base.__name__ == "DistError" for base in type(link).__mro__)
         if from_torch or (isinstance(link, RuntimeError) and _BROKEN_CONNECTION.search(str(link))):
             return True
-        link = link.__cause__ or link.__context__
     return False
 
 
 def _wait_for_cause() -> list[Peer]:
-    """Waits until another rank reports; returns the ranks of this machine that died silently.
-
-    None when a rank has reported, or when all live.
-    """
+    """Waits until another rank reports; returns the ranks of this machine that died silently: none
+    where a rank has reported, or all live."""
     ballot = STATE.ballot
 
     def heard() -> bool:
@@ -374,8 +372,10 @@ def without_word(gone: Sequence[Peer]) -> str:
 
 def named(peers: Sequence[Peer]) -> str:
     """Example: ``rank 1 (process 4711) and rank 2 (process 4712)``; of many the first eight."""
-    text = " and ".join(f"rank {peer.rank} (process {peer.pid})" for peer in peers[:8])
-    return f"{text} and {len(peers) - 8} more" if len(peers) > 8 else text
+    text = " and ".join(f"rank {peer.rank} (process {peer.pid})" for peer in peers[:_NAMED])
+    if len(peers) > _NAMED:
+        text += f" and {len(peers) - _NAMED} more"
+    return text
 
 
 def unsaved() -> str:

@@ -39,15 +39,16 @@ from megatron_rl.runtime.failure import STATE, Message, Peer
 logger = logging.getLogger(__name__)
 
 BEAT_S = 2.0
-STOPPED_S = 8.0
-SILENT_S = 20.0
+STOPPED_S = 8.0  # a rank that is stopped for so long does not go on
+SILENT_S = 20.0  # a machine that gives no sign for so long is lost
 # Libraries that are loaded from a slow disk stop all threads of a process for longer than that.
 STARTING_SILENT_S = 300.0
 STALL_S = 1800.0  # until trainer.stall_limit_s is known
 _ANSWER_S = BEAT_S + 1  # until every rank has seen a stall and written its stacks
 LINGER_S = 2 * BEAT_S + 1  # a cause that is said here goes out to other machines meanwhile
 
-_ALARM = "megatron_rl/alarm"
+# Numbers in the store are read by adding 0: ``get`` would wait for a key that nobody has written.
+_ALARM = "megatron_rl/alarm"  # above 0: there is a cause or a stall. All that a beat has to ask for
 _CAUSE = "megatron_rl/cause"
 _STALL = "megatron_rl/stall"
 _DONE = "megatron_rl/done"  # count of all activity
@@ -141,7 +142,7 @@ class Heartbeat:
                 self._raise(store, self._machine_lost(silent_s))
         count = ACTIVITY.count
         done = store.add(_DONE, count - self._own_done)
-        self._own_done = count
+        self._own_done = count  # the store has the sum over all ranks: each adds what is new
         self._look_at_stall(store, done)
 
     def _look_at_neighbors(self, store: dist.TCPStore) -> None:
@@ -171,7 +172,7 @@ class Heartbeat:
         if store is None:
             self._dump()
             self._end(stacks.stall_message(idle_s, {self._rank: stacks.place()}, self.folder))
-        elif not self._is_over(store) and store.add(_STALL, 1) == 1:
+        elif not self._is_over(store) and store.add(_STALL, 1) == 1:  # the first to see it
             store.add(_ALARM, 1)
             self._dump()
             self._raise(store, self._asked(store, idle_s))
@@ -228,6 +229,7 @@ class Heartbeat:
         """Ends this process; returns where the main thread is ending it already."""
         if not STATE.reporting.acquire(blocking=False):
             return
+        # What was not saved belongs to the first line: a stall has one more for each place.
         first, *more = cause.splitlines()
         text = "\n".join([f"error: {first}{failure.unsaved()}", *more])
         code = failure.say_on_this_machine(Message(text))

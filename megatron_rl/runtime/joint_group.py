@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megatron_rl.runtime.error_chain import chain
+
 POLL_S = 0.002
 
 
@@ -50,6 +52,7 @@ class Meeting:
         not. Raises as ``arrive`` does."""
         keys = [f"{step}/{rank}" for rank in ranks]
         verdict = ""
+        # ``check`` does not wait, as ``get`` would: meanwhile the reason may come.
         while not verdict and not self.store.check(keys):
             verdict = alive()
             time.sleep(POLL_S)
@@ -159,7 +162,6 @@ def leave_group(group: dist.ProcessGroup, error: BaseException | None = None) ->
     distributed_c10d._world.pg_group_ranks.pop(group, None)
     distributed_c10d._world.pg_map.pop(group, None)
     group.abort()
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+    for link in chain(error):
+        traceback.clear_frames(link.__traceback__)
     gc.collect()

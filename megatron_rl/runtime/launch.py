@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import re
 import socket
 import sys
@@ -32,6 +33,7 @@ from megatron_rl.runtime.heartbeat import SILENT_S, Heartbeat
 from megatron_rl.runtime.process import prepare
 from megatron_rl.runtime.process import reported as reported
 
+logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
 # The first release of torch whose CUDA build adds products of bfloat16 onto a float32 matrix
 # (torch.addmm with out_dtype, its input given as ``out``), as the backward pass of the logprobs
@@ -96,6 +98,7 @@ class World:
         """Collective: a control group of this rank and its neighbors, ``size`` in all. The ranks
         are cut into such teams from 0 on."""
         assert self.size % size == 0
+        # Every rank makes every group: ``new_group`` is collective over all, members or not.
         for first in range(0, self.size, size):
             ranks = list(range(first, first + size))
             group = dist.new_group(ranks, timeout=NO_LIMIT, backend="gloo")
@@ -121,12 +124,12 @@ def gather_objects(value: Value, group: Any = None) -> list[Value]:
 def from_first_rank(action: Callable[[], Value], group: Any = None) -> Value:
     """Collective: what ``action`` returns or raises on the first rank, on every rank of ``group``
     (None: all). Returns after every rank has called it."""
-    outcome: list[Any] = [None, None]
+    outcome: list[Any] = [None, None]  # result, error
     if dist.get_rank() == 0:
         try:
             outcome = [action(), None]
         except Exception as raised:  # noqa: BLE001 (raised again on every rank)
-            outcome = [None, raised]
+            outcome = [None, _sendable(raised)]
     # One copy to each rank; gathering would send each the padding of all others.
     dist.broadcast_object_list(outcome, src=0, group=group)
     gather_objects(None, group)
@@ -135,6 +138,27 @@ def from_first_rank(action: Callable[[], Value], group: Any = None) -> Value:
     if error is not None:
         raise error
     return result
+
+
+def _sendable(error: Exception) -> Exception:
+    """``error``; in its place one that says the same where pickle cannot carry it to other ranks.
+
+    pickle writes the class and ``args``, and reads by calling the one with the other. A class whose
+    constructor wants more than its text is written and cannot be read: then only the ranks that
+    have no part in the error would fail, and with a TypeError.
+    """
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception as problem:  # noqa: BLE001 (whatever the class of a user raises)
+        text = f"{type(error).__name__}: {error}"
+        logger.debug("%s is sent as its text: %s", text, problem)
+        # What callers tell apart: the user's errors, and those of a connection.
+        kinds = (ValueError, ConnectionError, OSError, RuntimeError)
+        kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
+        said = kind(text)
+        said.__cause__ = error
+        return said
+    return error
 
 
 def start(timeout_s: float = NO_LIMIT.total_seconds()) -> World:

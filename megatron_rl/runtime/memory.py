@@ -81,6 +81,7 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
             files = _VERSION_1
         else:
             continue
+        # A group is limited by all that contain it: from the top down to its own folder.
         group = root / files.top
         yield from _left_in(group, files)
         for name in path.strip("/").split("/"):

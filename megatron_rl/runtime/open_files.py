@@ -17,7 +17,9 @@ def raise_limit(pid: int) -> int:
     """Raises the soft limit of the process to its hard limit, as everybody may; returns the soft
     limit of now."""
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
+    wanted = _ENOUGH
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(hard, _ENOUGH)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return soft
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (wanted, hard))

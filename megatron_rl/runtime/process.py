@@ -28,10 +28,11 @@ class Launched(NamedTuple):
 
 def launched() -> Launched:
     """How this process was started, before any process group exists."""
+    rank = int(os.environ.get("RANK", "0"))
     local_size = os.environ.get("LOCAL_WORLD_SIZE")
-    return Launched(
-        int(os.environ.get("RANK", "0")), None if local_size is None else int(local_size)
-    )
+    if local_size is None:
+        return Launched(rank, None)
+    return Launched(rank, int(local_size))
 
 
 @functools.cache
@@ -42,6 +43,7 @@ def prepare() -> None:
         parent.end_with_it()
         raise_limit_of_torchrun()
     answer_termination()
+    # Last: a rank that has arrived answers SIGTERM, see ``failure.say_or_follow``.
     STATE.ballot.arrive()
 
 

@@ -23,9 +23,11 @@ def to_file(folder: Path, rank: int, launch_id: str) -> None:
     file = os.open(folder / f"rank_{rank}.log", flags, 0o644)
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     os.write(file, f"--- launch {launch_id}, rank {rank}, {when}\n".encode())
+    # What Python has buffered so far belongs to the console.
     sys.stdout.flush()
     sys.stderr.flush()
     STATE.console = os.dup(2)
+    # Numbers 1 and 2 themselves, which libraries in C write to and children inherit.
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)

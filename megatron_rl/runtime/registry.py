@@ -11,6 +11,7 @@ know it. Who can read the folder can take part, and nobody else.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -51,6 +52,8 @@ def run_secret(folder: Path) -> str:
     path = folder / SECRET
     folder.mkdir(parents=True, exist_ok=True)
     if not path.exists():
+        # Made aside: whoever sees ``path`` reads a whole secret, and of several that make one at
+        # the same time the first gives the name.
         aside = folder / f"{SECRET}.{secrets.token_hex(4)}"
         aside.touch(mode=0o600)
         aside.write_text(secrets.token_hex(_SECRET_BYTES) + "\n", encoding="ascii")
@@ -124,6 +127,8 @@ class Registry:
             registration = self._read(path)
             if registration is None:
                 continue
+            # Any change counts, not only a larger beat: a server that was started again begins with
+            # beat 0.
             seen = self._seen.get(registration.name)
             if seen is None or seen.registration != registration:
                 seen = _Seen(registration, now)
@@ -145,13 +150,23 @@ class Registry:
             registration = decoded(path.read_bytes(), Registration, str(path))
         except FileNotFoundError:
             return None
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            # On NFS: its server has replaced the file since it was opened. The next look sees the
+            # new one; until then the server is where it was.
+            seen = self._seen.get(path.stem)
+            return None if seen is None else seen.registration
         except MalformedMessageError as error:
-            registration, problem = None, str(error)
-        else:
-            problem = ""
-            if registration.name != path.stem:
-                problem = f"{path}: names a server {registration.name}"
-        if problem and path.name not in self._malformed:
+            self._warn_once(path, str(error))
+            return None
+        # The name becomes that of a file to be removed: no file may name another.
+        if registration.name != path.stem:
+            self._warn_once(path, f"{path}: names a server {registration.name}")
+            return None
+        return registration
+
+    def _warn_once(self, path: Path, problem: str) -> None:
+        if path.name not in self._malformed:
             self._malformed.add(path.name)
             logger.warning("%s; it is not used", problem)
-        return None if problem else registration

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -26,8 +27,10 @@ def answer_signal() -> None:
 
 
 def ask(pid: int) -> None:
-    """Makes another process, which has called ``answer_signal``, write its stacks."""
-    os.kill(pid, SIGNAL)
+    """Makes another process, which has called ``answer_signal``, write its stacks; nothing where it
+    has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, SIGNAL)
 
 
 def dump(rank: int, folder: Path | None) -> None:
@@ -51,6 +54,7 @@ def place() -> str:
     Examples: ``rollouts.py:120 (run); last: generating``, ``waits in trainer.py:72 (run); last:
     ...`` for a rank that is in a collective of control.
     """
+    # Not of the thread that asks, which is mostly that of the heartbeat.
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = list(traceback.extract_stack(frame))
     own = [each for each in stack if "megatron_rl" in Path(each.filename).parts] or stack
@@ -58,7 +62,9 @@ def place() -> str:
     callers = [each for each in own if Path(each.filename).name not in _WAITING]
     inside = (callers or own)[-1]
     where = f"{Path(inside.filename).name}:{inside.lineno} ({inside.name})"
-    return f"{'waits in ' * waits}{where}; last: {ACTIVITY.doing}"
+    if waits:
+        where = f"waits in {where}"
+    return f"{where}; last: {ACTIVITY.doing}"
 
 
 def stall_message(idle_s: float, places: Mapping[int, str], folder: Path | None) -> str:
@@ -71,7 +77,9 @@ def stall_message(idle_s: float, places: Mapping[int, str], folder: Path | None)
     lines = [f"  {in_words(ranks)}: {where}" for where, ranks in groups[:_SHOWN]]
     if len(groups) > _SHOWN:
         lines.append(f"  and {len(groups) - _SHOWN} more places")
-    written = f"; the stacks of all threads are in {folder}" if folder is not None else ""
+    written = ""
+    if folder is not None:
+        written = f"; the stacks of all threads are in {folder}"
     limit = "raise trainer.stall_limit_s if this was work"
     first = f"no rank has got anything done for {idle_s:.0f} s ({limit}){written}"
     return "\n".join([first, *lines])

@@ -21,7 +21,7 @@ def answer_termination() -> None:
     For the main thread, where alone Python lets one set handlers.
     """
     reading, writing = os.pipe()
-    os.set_blocking(writing, False)
+    os.set_blocking(writing, False)  # else ``set_wakeup_fd`` refuses it
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, _arrived)
     os.register_at_fork(after_in_child=_forget)
@@ -49,5 +49,6 @@ def _answer(reading: int) -> None:
     if gone:
         text = f"error: {failure.without_word(gone)}"
     code = failure.say_or_follow(Message(text + failure.unsaved()), by_others=bool(gone))
-    # 0 where another rank of this machine has failed, else the exit code of a SIGTERM.
-    exit_process(code and 128 + signal.SIGTERM)
+    if code != 0:  # 0: another rank of this machine has failed
+        code = 128 + signal.SIGTERM  # as a shell says it
+    exit_process(code)

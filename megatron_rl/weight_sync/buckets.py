@@ -30,6 +30,7 @@ class RunningChecksum:
     def __init__(self, buffer: Tensor, kind: Kind, piece: int | None = None) -> None:
         self.buffer = buffer
         self.kind = kind
+        # The receiver cuts a bucket into the same pieces: both follow from its size and kind.
         self.piece = piece or piece_bytes(buffer.numel(), kind)
         self.end = 0  # the bytes before it have their checksums
         self.sums: list[Tensor] = []
@@ -66,7 +67,7 @@ def pack(
     typed = buffer.view(getattr(torch, message.stream.dtype))
     for chunk in message.chunks:
         (landing,) = chunk.landings
-        end = chunk.begin
+        end = chunk.begin  # elements of the bucket that are packed
         block = typed[end : end + math.prod(chunk.rect.shape)].view(chunk.rect.shape)
         values = strided(source(landing.view.key), landing.view)
         for to_rows, from_rows in _rows(block, values, sums):
@@ -90,12 +91,14 @@ def unpack(
         block = typed[chunk.begin : chunk.begin + math.prod(chunk.rect.shape)]
         block = block.view(chunk.rect.shape)
         for landing in chunk.landings:
-            row = landing.window[0].start
+            row = landing.window[0].start  # of the chunk: those before it are read, or not wanted
             place = strided(target(landing.view.key), landing.view)
             for to_rows, from_rows in _rows(place, block[landing.window], sums):
                 row += from_rows.shape[0]
                 if sums is not None:
-                    sums.wanted((chunk.begin + row * block.stride(0)) * typed.element_size())
+                    # The rows end there at the latest; a window may be narrower than its chunk.
+                    end = chunk.begin + row * block.stride(0)
+                    sums.wanted(end * typed.element_size())
                 to_rows.copy_(from_rows)
             done(landing.view.key)
 
@@ -106,6 +109,8 @@ def _rows(
     """Two tensors of one shape, some rows of each at a time: as many as a piece of the checksum has
     room for."""
     size = target.numel() * target.element_size()
-    piece = piece_bytes(size, kind_on(target.device)) if sums is None else sums.piece
-    count = max(1, piece * target.shape[0] // size)
+    piece = piece_bytes(size, kind_on(target.device))
+    if sums is not None:
+        piece = sums.piece
+    count = max(1, piece * target.shape[0] // size)  # a row has size / target.shape[0] bytes
     yield from zip(target.split(count), values.split(count), strict=True)

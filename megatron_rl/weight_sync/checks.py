@@ -57,11 +57,13 @@ def compare(
     places: list[str] = []
     for bucket in sorted(checksums):
         if bucket.stream in wrong and bucket.stream.target == rank:
-            text = bytes.fromhex(sent_by[bucket.stream.source][bucket])
-            sent = torch.frombuffer(bytearray(text), dtype=checksums[bucket].dtype)
+            sums = bytearray.fromhex(sent_by[bucket.stream.source][bucket])
+            sent = torch.frombuffer(sums, dtype=checksums[bucket].dtype)
             places += _wrong_places(messages[bucket], sent, checksums[bucket], kind)
     places = list(dict.fromkeys(places))
-    every_place = [place for of_rank in all_gather(places, list[str], group) for place in of_rank]
+    every_place: list[str] = []
+    for of_rank in all_gather(places, list[str], group):
+        every_place += of_rank
     span = PIECE_BYTES if kind == "hash" else ROW_BYTES
     raise WeightSyncError(
         f"weight sync: in {len(every_place)} slices (changes are found to {span} bytes) other bytes"
@@ -79,12 +81,12 @@ def _wrong_streams(
         digest.update(memoryview(checksums[bucket].numpy()))
     own = [(stream, digest.hexdigest()) for stream, digest in digests.items()]
     everyone = [dict(pairs) for pairs in all_gather(own, list[tuple[Stream, str]], group)]
-    return {
-        stream
-        for of_rank in everyone
-        for stream, digest in of_rank.items()
-        if everyone[stream.source][stream] != digest
-    }
+    wrong = set()
+    for of_rank in everyone:  # each stream is there twice, told by its source and by its target
+        for stream, digest in of_rank.items():
+            if everyone[stream.source][stream] != digest:
+                wrong.add(stream)
+    return wrong
 
 
 def _wrong_places(message: Message, sent: Tensor, received: Tensor, kind: Kind) -> Iterator[str]:
@@ -126,8 +128,8 @@ def verify_tensors(digests: Mapping[str, str]) -> None:
         return
     tables = all_gather(dict(digests), dict[str, str])
     names = sorted({name for table in tables for name in table})
-    differences = [_difference(name, tables) for name in names]
-    differences = [text for text in differences if text]
+    described = [_difference(name, tables) for name in names]
+    differences = [text for text in described if text]
     raise WeightSyncError(
         f"weight sync: {len(differences)} of {len(names)} tensors differ: {_shown(differences)}"
     )
@@ -144,7 +146,9 @@ def _difference(name: str, tables: Sequence[Mapping[str, str]]) -> str:
         faults.append(f"not sent on rank {_ranks(absent)}")
     if other:
         faults.append(f"other bytes on rank {_ranks(other)} than on rank {first}")
-    return f"{name} ({', '.join(faults)})" if faults else ""
+    if not faults:
+        return ""
+    return f"{name} ({', '.join(faults)})"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -155,4 +159,6 @@ def _shown(entries: Sequence[str]) -> str:
     """The first entries, and how many more there are."""
     text = "; ".join(entries[:MAX_NAMES_SHOWN])
     more = len(entries) - MAX_NAMES_SHOWN
-    return f"{text}; and {more} more" if more > 0 else text
+    if more > 0:
+        text += f"; and {more} more"
+    return text

@@ -21,6 +21,7 @@ def all_gather(value: Any, schema: Schema, group: dist.ProcessGroup | None = Non
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
     own = _tensor(encoded(value, schema))
+    # Tensors of a gather must be of one size: sizes first, then all padded to the largest.
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([own.numel()]), group)
     padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
@@ -40,16 +41,21 @@ def broadcast(
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return value
     is_source = dist.get_rank(group) == source
-    message = _tensor(encoded(value, schema)) if is_source else torch.empty(0, dtype=torch.uint8)
+    message = torch.empty(0, dtype=torch.uint8)
+    if is_source:
+        message = _tensor(encoded(value, schema))
     size = torch.tensor([message.numel()])
     dist.broadcast(size, group=group, group_src=source)
     if not is_source:
         message = torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(message, group=group, group_src=source)
-    return value if is_source else decoded(_content(message), schema, f"rank {source}")
+    if is_source:
+        return value
+    return decoded(_content(message), schema, f"rank {source}")
 
 
 def _tensor(message: bytes) -> Tensor:
+    # A copy that may be written to: torch warns of tensors over memory that may not.
     return torch.frombuffer(bytearray(message), dtype=torch.uint8)
 
 
@@ -81,17 +87,21 @@ def raise_everywhere(
         dist.all_reduce(failed, group=group)
         if not failed:
             return
-        own = None if error is None else (_text(error, rank), isinstance(error, ValueError))
+        own = None
+        if error is not None:
+            own = (_text(error, rank), isinstance(error, ValueError))
         everyone = all_gather(own, tuple[str, bool] | None, group)
         errors = [entry for entry in everyone if entry is not None]
     except RuntimeError as gone:
         raise WeightSyncError(
             f"rank {rank}: a peer is gone in the middle of the weight sync: {gone}. {advice}"
         ) from error or gone
-    wrong_input = all(is_value_error for _, is_value_error in errors)
-    error_type = ValueError if wrong_input and not advice else WeightSyncError
     message = "; ".join(dict.fromkeys(text for text, _ in errors))
-    raise error_type(f"{message}. {advice}" if advice else message) from error
+    if advice:
+        raise WeightSyncError(f"{message}. {advice}") from error
+    if all(is_value_error for _, is_value_error in errors):
+        raise ValueError(message) from error
+    raise WeightSyncError(message) from error
 
 
 def _text(error: Exception, rank: int) -> str:

@@ -151,10 +151,12 @@ class ShardTable:
         equal width."""
         if count <= 0:
             return
-        zeros = (0,) * (len(full) - 1)
-        width = full[1] if len(full) == 2 else 1
-        stride = (width, 1)[-len(full) :]
-        self._add(name, key, full, Rect((first, *zeros), (count, *full[1:])), at * width, stride)
+        if len(full) == 1:  # of a vector: numbers
+            self._add(name, key, full, Rect((first,), (count,)), at, (1,))
+            return
+        width = full[1]
+        rect = Rect((first, 0), (count, width))
+        self._add(name, key, full, rect, at * width, (width, 1))
 
     def columns(
         self, name: str, full: tuple[int, int], first: int, count: int, key: str, at: int = 0
@@ -236,6 +238,8 @@ class _Worker:
         model = self.model
         multiple = self.layout.vocab_multiple
         padded = -(-model.vocab // multiple) * multiple
+        # The last ranks may have padding alone: then ``count`` is not positive, and nothing is
+        # wanted.
         rows = divide("padded vocabulary", padded, "rollout tp", self.layout.tp)
         first = self.tp_rank * rows
         count = min(rows, model.vocab - first)
@@ -245,18 +249,19 @@ class _Worker:
         model = self.model
         heads = divide("heads", model.heads, "rollout tp", self.layout.tp)
         first_kv_head, kv_heads = self._kv_heads()
-        row = 0
+        row = 0  # of the fused parameter
         for letter, all_heads, first, count in (
             ("q", model.heads, self.tp_rank * heads, heads),
             ("k", model.kv_heads, first_kv_head, kv_heads),
             ("v", model.kv_heads, first_kv_head, kv_heads),
         ):
-            full, start, size = (n * model.head_dim for n in (all_heads, first, count))
+            full = all_heads * model.head_dim
+            start = first * model.head_dim
+            size = count * model.head_dim
             name = f"self_attn.{letter}_proj"
             key = "self_attn.qkv_proj"
-            self.table.rows(
-                f"{name}.weight", (full, model.hidden), start, size, f"{key}.weight", row
-            )
+            matrix = (full, model.hidden)
+            self.table.rows(f"{name}.weight", matrix, start, size, f"{key}.weight", row)
             if model.qkv_bias:
                 self.table.rows(f"{name}.bias", (full,), start, size, f"{key}.bias", row)
             row += size

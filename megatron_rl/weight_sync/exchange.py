@@ -14,6 +14,9 @@ from megatron_rl.weight_sync.collectives import all_gather, broadcast
 from megatron_rl.weight_sync.shards import ShardGroup
 
 Groups = Sequence[ShardGroup]
+# Sides, as indices.
+SOURCE = 0
+TARGET = 1
 
 
 class DescribedGroup(NamedTuple):
@@ -44,15 +47,26 @@ class Names:
 
     def describe(self, groups: Groups) -> Described:
         """What another rank needs to build the groups again."""
-        columns = {names: i for i, names in enumerate(dict.fromkeys(g.names for g in groups))}
-        each = dict.fromkeys(name for names in columns for name in names)
-        new_names = [name for name in each if name not in self.numbers]
-        numbers = self.numbers | {name: len(self.names) + i for i, name in enumerate(new_names)}
+        # Groups that are other slices of the same tensors have the same names: each tuple of names
+        # is told once, as numbers.
+        columns: dict[tuple[str, ...], int] = {}
+        # ``understand`` gives new names their numbers, on every rank; this rank numbers them in the
+        # same way, and remembers nothing.
+        numbers = dict(self.numbers)
+        new_names = []
+        for group in groups:
+            columns.setdefault(group.names, len(columns))
+        for names in columns:
+            for name in names:
+                if name not in numbers:
+                    numbers[name] = len(numbers)
+                    new_names.append(name)
         lists = [[numbers[name] for name in names] for names in columns]
-        rows = [
-            DescribedGroup(columns[group.names], group.shard.full, *group.rect, group.shard.dtype)
-            for group in groups
-        ]
+        rows = []
+        for group in groups:
+            shard = group.shard
+            column = columns[group.names]
+            rows.append(DescribedGroup(column, shard.full, shard.start, shard.shape, shard.dtype))
         return Described(new_names, lists, rows)
 
     def understand(self, described: Described) -> list[ShardGroup]:
@@ -61,10 +75,11 @@ class Names:
             self.numbers[name] = len(self.names)
             self.names.append(name)
         columns = [tuple(self.names[i] for i in column) for column in described.columns]
-        return [
-            ShardGroup(columns[column], (), Shard("", full, start, shape, 0, (), dtype=dtype))
-            for column, full, start, shape, dtype in described.rows
-        ]
+        groups = []
+        for column, full, start, shape, dtype in described.rows:
+            geometry = Shard("", full, start, shape, offset=0, stride=(), dtype=dtype)
+            groups.append(ShardGroup(columns[column], (), geometry))
+        return groups
 
 
 def digest(groups: Groups) -> str:
@@ -85,18 +100,25 @@ def exchange(
     everyone = all_gather([digest(groups) for groups in own], list[str], group)
     names = Names()
     roles: dict[str, Groups] = {"": ()}
+    # The loops are the same on every rank, for all know all digests: so are the broadcasts.
     # Targets first: each of them names nearly all tensors, so the others only count them.
-    for side in (1, 0):
+    for side in (TARGET, SOURCE):
         for owner, digests in enumerate(everyone):
-            if digests[side] not in roles:
-                described = names.describe(own[side]) if rank == owner else None
-                roles[digests[side]] = names.understand(
-                    broadcast(described, Described, owner, group)
-                )
-    all_sources, all_targets = (
-        {i: roles[digests[side]] for i, digests in enumerate(everyone) if digests[side]}
-        for side in (0, 1)
-    )
+            if digests[side] in roles:
+                continue
+            described = None
+            if rank == owner:
+                described = names.describe(own[side])
+            described = broadcast(described, Described, owner, group)
+            roles[digests[side]] = names.understand(described)
+    all_sources: dict[int, Groups] = {}
+    all_targets: dict[int, Groups] = {}
+    for number, digests in enumerate(everyone):
+        if digests[SOURCE]:
+            all_sources[number] = roles[digests[SOURCE]]
+        if digests[TARGET]:
+            all_targets[number] = roles[digests[TARGET]]
+    # Its own with their places, which the others need not know.
     if sources:
         all_sources[rank] = list(sources)
     if targets:

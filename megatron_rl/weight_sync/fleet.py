@@ -15,8 +15,9 @@ import torch
 from megatron_rl.errors import WeightSyncError, first_line
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import SyncReport, TransferOptions
+from megatron_rl.weight_sync.commands import HttpServer, InFlight, Server
 from megatron_rl.weight_sync.reshard import Plans, WeightSource
-from megatron_rl.weight_sync.server import HttpServer, InFlight, Server, ServerSync
+from megatron_rl.weight_sync.server import ServerSync
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,9 @@ class FleetSync:
 
     def keep(self, servers: Collection[str]) -> None:
         """Collective: forgets the servers that are not named."""
-        for name in [name for name in self._syncs if name not in servers]:
-            self._syncs.pop(name).close()
+        for name in list(self._syncs):  # a copy: entries are removed
+            if name not in servers:
+                self._syncs.pop(name).close()
 
     def _connected(self, name: str, url: str) -> ServerSync:
         if name not in self._syncs:

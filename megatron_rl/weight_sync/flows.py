@@ -81,7 +81,10 @@ class Flows:
         """Streams that nobody passes on, between ranks that are all on one node."""
         dtypes = tuple(sorted({stream.dtype for stream in streams}))
         ranks = {rank for stream in streams for rank in stream[:2]}
-        rows = sorted((s, t, dtypes.index(dtype), size) for (s, t, dtype), size in streams.items())
+        rows = []
+        for (source, target, dtype), size in streams.items():
+            rows.append((source, target, dtypes.index(dtype), size))
+        rows.sort()
         columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
         return Flows(
             *columns[:3],
@@ -102,25 +105,28 @@ class Flows:
     @cached_property
     def first_turns(self) -> tuple[int, ...]:
         """Of each fan, the first of its ``len - 1`` turns. Fans that share a place have different
-        turns, so that nobody is sent more in a turn than one mate got in one round."""
+        turns, so that nobody is sent more in a turn than one mate got in one round.
+
+        Example: of the fans (0, 1, 2), (2, 3) and (4, 5) the first has turns 1 and 2, the second,
+        which shares place 2 with it, turn 3, and the third turn 1.
+        """
         first_turns = []
-        used: list[tuple[set[int], int, int]] = []  # places, first turn, end
+        used: list[tuple[set[int], int]] = []  # places, end of the turns
         for fan in self.fans:
-            clash = [entry for entry in used if entry[0] & set(fan)]
-            first = max((end for _, _, end in clash), default=1)
-            used.append((set(fan), first, first + max(len(fan) - 1, 0)))
+            ends = [end for places, end in used if places & set(fan)]
+            first = max(ends, default=1)
+            used.append((set(fan), first + max(len(fan) - 1, 0)))
             first_turns.append(first)
         return tuple(first_turns)
 
     @property
     def turns(self) -> int:
         """Number of turns of a round: that of the arrivals, and those that pass them on."""
-        ends = [
-            first + len(fan) - 1
-            for first, fan in zip(self.first_turns, self.fans, strict=True)
-            if fan
-        ]
-        return max(ends, default=1)
+        count = 1
+        for first, fan in zip(self.first_turns, self.fans, strict=True):
+            if fan:
+                count = max(count, first + len(fan) - 1)
+        return count
 
     @cached_property
     def edges(self) -> Edges:
@@ -130,6 +136,7 @@ class Flows:
         sender = self.source
         receiver = self.target
         delay = 0
+        # One step along all chains at a time, until the last node of the longest has been reached.
         while len(flow):
             zeros = np.zeros(len(flow), dtype=np.int64)
             rows.append((flow, sender, receiver, zeros + delay, zeros))
@@ -140,10 +147,10 @@ class Flows:
             sender = receiver[goes_on]
             receiver = self.nodes.ranks[following[goes_on], self.nodes.position[sender]]
             delay += self.hop
+        if not rows:
+            return Edges(*[np.zeros(0, dtype=np.int64)] * 5)
         columns = [np.concatenate(column) for column in zip(*rows, strict=True)]
-        if not columns:
-            columns = [np.zeros(0, dtype=np.int64)] * 5
-        order = np.argsort(columns[0], kind="stable")
+        order = np.argsort(columns[0], kind="stable")  # by flow
         return Edges(*(column[order] for column in columns))
 
     def _to_mates(
@@ -157,6 +164,9 @@ class Flows:
             places = np.array(fan)
             sender = holder[chosen]
             own = np.searchsorted(places, self.nodes.position[sender])
+            # A turn is a rotation of the fan: whoever holds something passes it on to the place
+            # ``step`` behind its own, so that nobody sends, or gets, two in one turn. Example: in
+            # the fan (0, 2, 5) place 2 sends to 5, then to 0.
             for step in range(1, len(fan)):
                 place = places[(own + step) % len(fan)]
                 receiver = self.nodes.ranks[self.nodes.of_rank[sender], place]
@@ -173,10 +183,10 @@ class Flows:
         pairs, inverse = np.unique(keys, axis=1, return_inverse=True)
         sizes = np.zeros(pairs.shape[1], dtype=np.int64)
         np.add.at(sizes, inverse, self.size[flow])
-        return {
-            Stream(int(source), int(target), self.dtypes[dtype]): int(size)
-            for source, target, dtype, size in zip(*pairs, sizes, strict=True)
-        }
+        streams = {}
+        for source, target, dtype, size in zip(*pairs, sizes, strict=True):
+            streams[Stream(int(source), int(target), self.dtypes[dtype])] = int(size)
+        return streams
 
     def bytes_by_link(self) -> dict[str, int]:
         """Bytes of all edges within nodes and across."""
@@ -193,27 +203,37 @@ class Flows:
         return np.bincount(np.unique(pairs) // num_ranks, minlength=num_ranks)
 
 
-def gathered(
-    parts: Sequence[tuple[np.ndarray, np.ndarray, int, int, int]], num_ranks: int
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """``(columns, flow)``: what goes the same way, added up, as the columns source, target, dtype,
-    fan, size; and the flow of each entry of each part.
+class Part(NamedTuple):
+    """What one source of a delivery sends: ``size`` bytes from ``sources[i]`` to ``targets[i]``,
+    for each i. ``dtype``, ``fan``: as in ``Flows``."""
 
-    ``parts``: sources and targets of equal length, dtype, fan, and the bytes of each entry.
-    """
+    sources: np.ndarray
+    targets: np.ndarray
+    dtype: int
+    fan: int
+    size: int
+
+
+def gathered(parts: Sequence[Part], num_ranks: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """``(columns, flow)``: what goes the same way, added up, as the columns source, target, dtype,
+    fan, size; and the flow of each entry of each part."""
     if not parts:
         return [np.zeros(0, dtype=np.int64)] * 5, []
-    dtypes = 1 + max(part[2] for part in parts)
-    fans = 1 + max(part[3] for part in parts)
-    keys = np.concatenate(
-        [((s * num_ranks + t) * dtypes + dtype) * fans + fan for s, t, dtype, fan, _ in parts]
-    )
-    sizes = np.repeat([part[4] for part in parts], [len(part[0]) for part in parts])
-    flows, inverse = np.unique(keys, return_inverse=True)
+    dtypes = 1 + max(part.dtype for part in parts)
+    fans = 1 + max(part.fan for part in parts)
+    # A way as one number, whose digits are source, target, dtype and fan: equal ways are found, and
+    # sorted in this order, without a loop over millions of entries.
+    keys = []
+    for part in parts:
+        ends = part.sources * num_ranks + part.targets
+        keys.append((ends * dtypes + part.dtype) * fans + part.fan)
+    lengths = [len(part.sources) for part in parts]
+    sizes = np.repeat([part.size for part in parts], lengths)
+    flows, inverse = np.unique(np.concatenate(keys), return_inverse=True)
     size = np.zeros(len(flows), dtype=np.int64)
     np.add.at(size, inverse, sizes)
     rest, fan = np.divmod(flows, fans)
     rest, dtype = np.divmod(rest, dtypes)
     source, target = np.divmod(rest, num_ranks)
-    ends = np.cumsum([len(part[0]) for part in parts])
-    return [source, target, dtype, fan, size], np.split(inverse.astype(np.int32), ends[:-1])
+    flow_of_part = np.split(inverse.astype(np.int32), np.cumsum(lengths)[:-1])
+    return [source, target, dtype, fan, size], flow_of_part

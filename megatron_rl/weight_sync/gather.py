@@ -49,6 +49,7 @@ class GatherSync:
 
         def confirm() -> None:
             progress.stage = Stage.COMPARING
+            # A rank whose engine refused is in the ``raise_everywhere`` below: they meet in it.
             raise_everywhere(None)
             if self._verify:
                 verify_tensors(stream.digests)

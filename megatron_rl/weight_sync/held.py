@@ -26,7 +26,7 @@ class HeldWeights:
         with torch.no_grad():
             for key in {shard.key for shard in self._policy.weight_boxes()}:
                 weight = self._policy.weight(key).detach()
-                if key in self._held:
+                if key in self._held:  # into the memory it has: no third copy for a moment
                     self._held[key].copy_(weight)
                 else:
                     self._held[key] = weight.clone(memory_format=torch.preserve_format)

@@ -11,7 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_rl.weight_sync.rects import Rect, common_parts, covered, intersect, subtract, without
+from megatron_rl.weight_sync.rects import (
+    Rect,
+    common_parts,
+    covered,
+    each_inside,
+    each_without,
+    without,
+)
 
 Rects = tuple[Rect, ...]
 
@@ -27,7 +34,11 @@ class Nodes:
 
     @staticmethod
     def of(taking_part: Iterable[int], node_of_rank: Sequence[int]) -> Nodes:
-        """``node_of_rank``: any number for each rank, equal for those of one node."""
+        """``node_of_rank``: any number for each rank, equal for those of one node.
+
+        Example: ranks 0, 1, 3 and 4 of the nodes ``[5, 5, 7, 7, 7]`` have the nodes 0, 0, 1, 1 and
+        the places 0, 1, 1, 2; ``ranks`` is ``[[0, 1, -1], [-1, 3, 4]]``.
+        """
         part = np.array(sorted(taking_part), dtype=np.int64)
         labels = np.asarray(node_of_rank, dtype=np.int64)
         of_rank = np.full(len(labels), -1)
@@ -35,7 +46,7 @@ class Nodes:
         _, of_rank[part] = np.unique(labels[part], return_inverse=True)
         # A place counts all ranks of the node, also those that take no part: equal places are equal
         # rails.
-        order = np.argsort(labels, kind="stable")
+        order = np.argsort(labels, kind="stable")  # node after node, ranks in order within each
         first = np.flatnonzero(np.diff(labels[order], prepend=labels[order][:1] - 1))
         sizes = np.diff(np.append(first, len(order)))
         place = np.empty(len(labels), dtype=np.int64)
@@ -99,6 +110,8 @@ def needs(held: tuple[Rects, ...], wanted: tuple[Rects, ...], shards: Rects) -> 
 
     What is wanted in two places of one rank travels once; what a rank has itself is copied; what a
     mate has is taken from there; the rest crosses into the node once, whoever wants it.
+
+    Kept, since nodes and classes repeat; hence tuples all the way down, which can be hashed.
     """
     local = []
     from_mates = []
@@ -109,36 +122,34 @@ def needs(held: tuple[Rects, ...], wanted: tuple[Rects, ...], shards: Rects) -> 
         for rect in wishes:
             missing += without(rect, missing)
         for shard in held[place]:
-            local += [Local(place, rect, shard) for rect in _inside(missing, shard)]
-            missing = [rest for wish in missing for rest in subtract(wish, shard)]
+            local += [Local(place, rect, shard) for rect in each_inside(missing, shard)]
+            missing = each_without(missing, shard)
         for shard in mates:
             holders = tuple(i for i, rects in enumerate(held) if shard in rects and i != place)
             if holders:
-                taken = _inside(missing, shard)
+                taken = each_inside(missing, shard)
                 from_mates += [FromMates(place, rect, shard, holders) for rect in taken]
-                missing = [rest for wish in missing for rest in subtract(wish, shard)]
+                missing = each_without(missing, shard)
         left.append(missing)
     from_afar = []
     lacking = None
     for part, takers in common_parts(left):
         missing = [part]
         for shard in shards:
-            from_afar += [FromAfar(rect, shard, takers) for rect in _inside(missing, shard)]
-            missing = [rest for wish in missing for rest in subtract(wish, shard)]
+            from_afar += [FromAfar(rect, shard, takers) for rect in each_inside(missing, shard)]
+            missing = each_without(missing, shard)
         if missing and lacking is None:
             lacking = (takers[0], missing[0])
-    pairs = zip(held, wanted, strict=True)
-    missing_elements = sum(covered(wishes) - covered(wishes, own) for own, wishes in pairs)
+    # Counted from what is held and wanted, not summed over the lists above: the plan is compared
+    # with these bounds.
+    missing_elements = 0
+    for own, wishes in zip(held, wanted, strict=True):
+        missing_elements += covered(wishes) - covered(wishes, own)
     on_node = [rect for rects in wanted for rect in rects]
     entering = covered(on_node) - covered(on_node, list(mates))
     return Needs(
         tuple(local), tuple(from_mates), tuple(from_afar), missing_elements, entering, lacking
     )
-
-
-def _inside(wishes: Sequence[Rect], shard: Rect) -> list[Rect]:
-    """The parts of the wishes that the shard has."""
-    return [both for wish in wishes if (both := intersect(wish, shard)) is not None]
 
 
 def elements(rect: Rect) -> int:

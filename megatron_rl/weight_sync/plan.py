@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from megatron_rl.weight_sync.flows import LINKS, SAME_PROCESS, Flows, Stream, gathered
+from megatron_rl.weight_sync.flows import LINKS, SAME_PROCESS, Flows, Part, Stream, gathered
 from megatron_rl.weight_sync.nodes import Needs, Nodes, Rects, elements, needs
 from megatron_rl.weight_sync.rects import Rect, covered, intersect, slices, without
 from megatron_rl.weight_sync.roles import Roles, Side, TensorClass, roles_of, tensor_classes
@@ -88,8 +88,10 @@ class Plan:
         return _ratio(self.bytes_by_link["across_nodes"], self.node_bound)
 
 
-def _ratio(is_sent: int, least: int) -> float:
-    return is_sent / least if least else float(is_sent + 1)
+def _ratio(sent: int, least: int) -> float:
+    if least == 0:
+        return float(sent + 1)  # 1 for nothing, and above 1 for anything
+    return sent / least
 
 
 @dataclass(frozen=True)
@@ -110,52 +112,58 @@ class Machines:
         return Nodes.of(taking_part, [rank // self.gpus_per_node for rank in range(num_ranks)])
 
 
-def make_plan(
-    sources: Side,
-    targets: Side,
-    *,
-    gpus_per_node: int | None = None,
-    machines: Machines | None = None,
-    bucket_bytes: int,
-    rounds_in_flight: int = 2,
-    replicas: Sequence[Sequence[int]] | None = None,
-    ignore: Collection[str] = (),
-    cast: bool = False,
-) -> Plan:
+@dataclass(frozen=True)
+class PlanSettings:
+    """What a plan follows from beside the shards.
+
+    ``bucket_bytes``, ``rounds_in_flight``: see ``schedule``. ``machines``: which ranks share a
+    node. ``replicas``: groups of ranks that must together want every element of every tensor (None:
+    all ranks that want anything are one). ``ignore``: tensors that rightly nobody wants. ``cast``:
+    floating types may differ, values are cast before they are sent.
+    """
+
+    bucket_bytes: int
+    rounds_in_flight: int = 2
+    machines: Machines = Machines()
+    replicas: Sequence[Sequence[int]] | None = None
+    ignore: Collection[str] = ()
+    cast: bool = False
+
+
+def make_plan(sources: Side, targets: Side, settings: PlanSettings) -> Plan:
     """The plan that brings every target shard to its process: from itself if it has it, else from
     its node, else from anywhere, once into each node; among equal sources the senders share the
     load.
 
-    ``sources``, ``targets``: what each rank has, and wants. Its node: by ``machines``, or
-    ``Machines(gpus_per_node)``. ``replicas``: groups of ranks that must together want every element
-    of every tensor (None: all ranks of ``targets`` are one). ``ignore``: tensors that rightly
-    nobody wants. ``cast``: floating types may differ, values are cast before they are sent.
-    Deterministic: equal inputs give equal plans on every rank.
+    ``sources``, ``targets``: what each rank has, and wants. Deterministic: equal inputs give equal
+    plans on every rank.
 
     Raises ValueError, naming tensor, ranks and slices, for a tensor or an element nobody has or
     nobody wants, for a shape or dtype that differs, and for an element of a parameter that would be
     written twice.
     """
-    machines = machines or Machines(1 if gpus_per_node is None else gpus_per_node)
-    nodes = machines.nodes({*sources, *targets})
-    looked_at = set()
+    nodes = settings.machines.nodes({*sources, *targets})
+    looked_at = set()  # ranks of one role share a sequence: once is enough
     for rank in sorted(targets):
         if id(targets[rank]) not in looked_at:
             check_written_once(rank, targets[rank])
             looked_at.add(id(targets[rank]))
+    replicas = settings.replicas
     if replicas is None:
         replicas = [sorted(targets)]
     sides = (roles_of(sources), roles_of(targets))
-    planner = _Planner(sides, nodes, replicas, frozenset(ignore))
-    classes = tuple(tensor_classes(*sides, cast))
+    planner = _Planner(sides, nodes, replicas, frozenset(settings.ignore))
+    classes = tuple(tensor_classes(*sides, settings.cast))
     for number, tensors in enumerate(classes):
         planner.solve(number, tensors)
-    deliveries, flows = planner.flows(rounds_in_flight)
+    # Along its chain a node passes a bucket on as many rounds later as are in flight: by then the
+    # transport has finished the round that brought it, and need not wait for it out of turn.
+    deliveries, flows = planner.flows(settings.rounds_in_flight)
     bytes_by_link = {SAME_PROCESS: planner.local_bytes, **flows.bytes_by_link()}
     plan = Plan(
         classes,
         deliveries,
-        schedule(flows, bucket_bytes, rounds_in_flight),
+        schedule(flows, settings.bucket_bytes, settings.rounds_in_flight),
         {link: bytes_by_link[link] for link in LINKS},
         planner.lower_bound,
         planner.node_bound,
@@ -187,25 +195,24 @@ class _Planner:
         self.nodes = nodes
         self.ignore = ignore
         num_ranks = len(nodes.of_rank)
-        self.source_role, self.target_role = (side.of_ranks(num_ranks) for side in sides)
+        self.source_role = sides[0].of_ranks(num_ranks)
+        self.target_role = sides[1].of_ranks(num_ranks)
         # Each kind of replica, once: the roles of its ranks -> the ranks of the first such.
         self.replicas: dict[tuple[int, ...], list[int]] = {}
         for replica in replicas:
             roles = tuple(int(self.target_role[rank]) for rank in replica)
             self.replicas.setdefault(roles, sorted(replica))
+        # Source role + 1 -> how many ranks of it are in replicas; at 0 those without source role.
+        # What each of them has itself need not be gathered, see ``solve``.
         in_replicas = [rank for replica in replicas for rank in replica]
-        self.gathering = np.bincount(
-            self.source_role[in_replicas] + 1, minlength=len(sides[0].ranks) + 1
-        )
-        # Each kind of node, once: the roles at its places.
+        num_roles = len(sides[0].ranks)
+        self.gathering = np.bincount(self.source_role[in_replicas] + 1, minlength=num_roles + 1)
+        # Each kind of node, once: the source roles at its places, then the target roles. A place
+        # without a rank is -1, which would index the last rank.
         present = nodes.ranks >= 0
-        places = np.concatenate(
-            [
-                np.where(present, role[nodes.ranks], -1)
-                for role in (self.source_role, self.target_role)
-            ],
-            axis=1,
-        )
+        held = np.where(present, self.source_role[nodes.ranks], -1)
+        wanted = np.where(present, self.target_role[nodes.ranks], -1)
+        places = np.concatenate([held, wanted], axis=1)
         self.kinds, kind_of = np.unique(places, axis=0, return_inverse=True)
         self.senders = Senders(nodes, self.source_role, self.target_role, kind_of)
         self.nodes_of_kind = [np.flatnonzero(kind_of == i) for i in range(len(self.kinds))]
@@ -231,6 +238,7 @@ class _Planner:
             for rect in dict.fromkeys(rects):
                 ranks_of[rect] += self.sides[0].ranks[role]
         holders = {rect: np.array(sorted(ranks)) for rect, ranks in ranks_of.items()}
+        # In the order of their first holders: the same on every rank, as all of a plan must be.
         shards = tuple(sorted(holders, key=lambda rect: holders[rect][0]))
         want = Wanted(number, len(tensors.names), tensors.itemsize, holders)
         for (held, wanted), nodes in self._alike(tensors).items():
@@ -250,10 +258,11 @@ class _Planner:
             wanted = tuple(tensors.targets.get(role, ()) for role in roles[num_places:])
             if any(wanted):
                 kinds[held, wanted].append(kind)
-        return {
-            pattern: np.sort(np.concatenate([self.nodes_of_kind[kind] for kind in alike]))
-            for pattern, alike in kinds.items()
-        }
+        nodes = {}
+        for pattern, alike in kinds.items():
+            of_each = [self.nodes_of_kind[kind] for kind in alike]
+            nodes[pattern] = np.sort(np.concatenate(of_each))
+        return nodes
 
     def _deliver(self, want: Wanted, tensors: TensorClass, need: Needs, nodes: np.ndarray) -> None:
         every_tensor = range(want.count)
@@ -279,8 +288,9 @@ class _Planner:
             each = delivery.sources.shape[1]
             way = (dtypes.index(dtype), number_of[delivery.takers])
             for n in range(each):
+                num_tensors = len(delivery.turns[n::each])  # sources take turns, see Delivery
                 ends = (delivery.sources[:, n], delivery.targets)
-                parts.append((*ends, *way, size * len(delivery.turns[n::each])))
+                parts.append(Part(*ends, *way, size * num_tensors))
         columns, flow_of_part = gathered(parts, len(self.nodes.of_rank))
         source, target, dtype_number, fan, size = columns
         flows = Flows(
@@ -295,12 +305,14 @@ class _Planner:
             self.senders.next_node,
             hop,
         )
-        rest = iter(flow_of_part)
-        with_flows = [
-            (delivery, np.stack([next(rest) for _ in range(delivery.sources.shape[1])], axis=1))
-            for delivery, _, _ in self.deliveries
-        ]
-        return (*((copy, None) for copy in self.local), *with_flows), flows
+        copies = [(copy, None) for copy in self.local]
+        with_flows = []
+        begin = 0
+        for delivery, _, _ in self.deliveries:  # each has a part for every column of its sources
+            end = begin + delivery.sources.shape[1]
+            with_flows.append((delivery, np.stack(flow_of_part[begin:end], axis=1)))
+            begin = end
+        return (*copies, *with_flows), flows
 
     def _check_wanted(self, tensors: TensorClass) -> None:
         names = tensors.names
@@ -317,14 +329,18 @@ class _Planner:
         if not tensors.targets and set(names) <= self.ignore:
             return
         for roles, replica in self.replicas.items():
-            wanted = [rect for role in roles for rect in tensors.targets.get(role, ())]
+            wanted: list[Rect] = []
+            for role in roles:
+                wanted += tensors.targets.get(role, ())
             if _covered(tuple(wanted)) == math.prod(full):
                 continue
             lost = without(whole, wanted)
-            holders = sorted(rank for role in tensors.sources for rank in self.sides[0].ranks[role])
+            holders: list[int] = []
+            for role in tensors.sources:
+                holders += self.sides[0].ranks[role]
             raise ValueError(
                 f"{names[0]}{slices(lost[0])} (and the same slices of {len(names) - 1} other"
-                f" tensors) is held by the training ranks {holders} but wanted by none of"
+                f" tensors) is held by the training ranks {sorted(holders)} but wanted by none of"
                 f" the rollout ranks {replica}: its update would be lost. Correct the"
                 " recorded layout, or name the tensor in ignore"
             )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_rl.weight_sync.flows import Stream
+from megatron_rl.weight_sync.flows import Edges, Stream
 from megatron_rl.weight_sync.nodes import elements
 from megatron_rl.weight_sync.plan import Plan
 from megatron_rl.weight_sync.rects import Rect, cut, intersect, slices
@@ -57,7 +57,9 @@ class Message:
     @property
     def contents(self) -> str:
         """First and last tensor of the bucket with their slices, for messages."""
-        ends = self.chunks[:1] if len(self.chunks) == 1 else (self.chunks[0], self.chunks[-1])
+        ends = [self.chunks[0]]
+        if len(self.chunks) > 1:
+            ends.append(self.chunks[-1])
         return " .. ".join(chunk.tensor + slices(chunk.rect) for chunk in ends)
 
 
@@ -209,29 +211,25 @@ def _parcels(plan: Plan, chosen: np.ndarray) -> dict[int, _Parcels]:
         if flows is None:
             continue
         every_turn = np.array(delivery.turns)
+        # Column n of ``flows`` is of the sources that send the n-th tensor, and each k-th after it.
         for i, n in zip(*np.nonzero(chosen[flows])):
             turns = every_turn[n :: flows.shape[1]]
             order = orders[delivery.class_index][turns]
             rows[int(flows[i, n])].append(np.stack([order, np.full_like(turns, number), turns]))
     parcels = {}
     for flow, blocks in rows.items():
-        columns = np.concatenate(blocks, axis=1)
-        columns = columns[:, np.lexsort((columns[1], columns[0]))]
-        parcels[flow] = _Parcels(columns[1].tolist(), columns[2].tolist())
+        order, number_of, turn_of = np.concatenate(blocks, axis=1)
+        sorted_rows = np.lexsort((number_of, order))  # by order, then by delivery
+        parcels[flow] = _Parcels(
+            delivery=number_of[sorted_rows].tolist(), turn=turn_of[sorted_rows].tolist()
+        )
     return parcels
 
 
 def _rounds(plan: Plan, rank: int, places: _Places) -> Iterator[Round]:
     """The rank's part in every flow that it sends, receives or passes on."""
     own = plan.flows.edges.of_rank(rank)
-    chosen = np.zeros(len(plan.flows), dtype=bool)
-    chosen[own.flow] = True
-    contents: dict[tuple[int, int], tuple[Chunk, ...]] = {}
-    for flow, parcels in _parcels(plan, chosen).items():
-        is_source = int(plan.flows.source[flow]) == rank
-        for begin, pieces in _fill(plan, flow, parcels):
-            chunks = (_chunk(places, piece, is_source) for piece in pieces)
-            contents[flow, begin] = tuple(chunks)
+    contents = _contents(plan, rank, own, places)
     messages: dict[int, tuple[list[Message], list[Message]]] = defaultdict(lambda: ([], []))
     schedule = plan.schedule
     for edge, bucket, number in zip(*schedule.messages(own)):
@@ -254,10 +252,27 @@ def _rounds(plan: Plan, rank: int, places: _Places) -> Iterator[Round]:
             sends.append(Message(stream, stream.target, *where, again, passed_on=True))
     arrived: dict[tuple[int, int], int] = {}  # bucket -> index of the round that brings it
     for index, number in enumerate(sorted(messages)):
+        # Both ends of a stream put its messages in the same order: gloo and NCCL match them by it.
         sends, receives = (sorted(each, key=lambda m: m.bucket) for each in messages[number])
-        arrived |= {(message.flow, message.begin): index for message in receives}
+        for message in receives:
+            arrived[message.flow, message.begin] = index
         after = [arrived[message.flow, message.begin] for message in sends if message.passed_on]
         yield Round(number, tuple(sends), tuple(receives), max(after, default=-1))
+
+
+def _contents(
+    plan: Plan, rank: int, own: Edges, places: _Places
+) -> dict[tuple[int, int], tuple[Chunk, ...]]:
+    """``(flow, first byte)`` of each bucket of the rank's edges ``own`` -> its chunks."""
+    chosen = np.zeros(len(plan.flows), dtype=bool)
+    chosen[own.flow] = True
+    contents = {}
+    for flow, parcels in _parcels(plan, chosen).items():
+        is_source = int(plan.flows.source[flow]) == rank
+        for begin, pieces in _fill(plan, flow, parcels):
+            chunks = (_chunk(places, piece, is_source) for piece in pieces)
+            contents[flow, begin] = tuple(chunks)
+    return contents
 
 
 class _Piece(NamedTuple):
@@ -271,7 +286,11 @@ class _Piece(NamedTuple):
 
 def _fill(plan: Plan, flow: int, parcels: _Parcels) -> Iterator[tuple[int, list[_Piece]]]:
     """``(first byte, pieces)`` of each bucket of a flow: the parcels in their order, one cut in two
-    wherever a bucket is full."""
+    wherever a bucket is full.
+
+    Example: parcels of 6 and 4 elements in buckets of 8 are 6 elements and the first 2 of the other
+    parcel, then its last 2.
+    """
     schedule = plan.schedule
     buckets = slice(*schedule.first[flow : flow + 2])
     itemsize = ITEMSIZE[plan.flows.dtypes[plan.flows.dtype[flow]]]
@@ -295,7 +314,7 @@ def _fill(plan: Plan, flow: int, parcels: _Parcels) -> Iterator[tuple[int, list[
             for rect in head:
                 pieces.append(_Piece(used, tensor, rect, delivery.within))
                 used += elements(rect)
-            left.extendleft(reversed(tail))
+            left.extendleft(reversed(tail))  # in front, and ``extendleft`` turns the order around
     yield begin, pieces
     assert used == room and next(waiting, None) is None, f"flow {flow} holds less than was planned"
 
@@ -308,7 +327,8 @@ def _chunk(places: _Places, piece: _Piece, is_source: bool) -> Chunk:
 
 
 def _read_again(chunk: Chunk) -> Chunk:
-    """The chunk as it is passed on: read at a place where all of it was written to."""
+    """The chunk as it is passed on: read at a place where all of it was written to. There is one:
+    what is passed on is a part of one rectangle that each of its ranks wants."""
     whole = _window(chunk.rect, chunk.rect)
     place = next(landing for landing in chunk.landings if landing.window == whole)
     return Chunk(chunk.tensor, chunk.begin, chunk.rect, (place,))
@@ -336,8 +356,9 @@ def _count_uses(rounds: Sequence[Round], copies: Sequence[Copy]) -> dict[str, in
 def _extents(groups: Sequence[ShardGroup]) -> dict[str, Extent]:
     extents: dict[str, Extent] = {}
     for group in groups:
+        nothing = Extent(group.shard.dtype, 0)
         elements = extent(group.shard)
         for key in group.keys:
-            before = extents[key].elements if key in extents else 0
-            extents[key] = Extent(group.shard.dtype, max(elements, before))
+            before = extents.get(key, nothing)
+            extents[key] = Extent(group.shard.dtype, max(elements, before.elements))
     return extents

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +37,15 @@ def intersect(a: Rect, b: Rect) -> Rect | None:
 
 
 def subtract(a: Rect, b: Rect) -> list[Rect]:
-    """Disjoint rectangles that cover ``a`` without ``b``."""
+    """Disjoint rectangles that cover ``a`` without ``b``: at most two an axis.
+
+    Example: of ``a = [0:4, 0:4]`` and ``b = [1:3, 1:3]`` the elements of the first to fourth::
+
+        1 1 1 1
+        3 b b 4
+        3 b b 4
+        2 2 2 2
+    """
     common = intersect(a, b)
     if common is None:
         return [a]
@@ -62,13 +70,35 @@ def without(rect: Rect, others: Sequence[Rect]) -> list[Rect]:
     """Disjoint rectangles that cover ``rect`` without any of ``others``."""
     rest = [rect]
     for other in others:
-        rest = [left for whole in rest for left in subtract(whole, other)]
+        rest = each_without(rest, other)
     return rest
+
+
+def each_without(rects: Iterable[Rect], other: Rect) -> list[Rect]:
+    """The parts of the rectangles that lie outside of ``other``."""
+    rest = []
+    for rect in rects:
+        rest += subtract(rect, other)
+    return rest
+
+
+def each_inside(rects: Iterable[Rect], other: Rect) -> list[Rect]:
+    """The parts of the rectangles that lie inside of ``other``."""
+    inside = []
+    for rect in rects:
+        common = intersect(rect, other)
+        if common is not None:
+            inside.append(common)
+    return inside
 
 
 def cut(rect: Rect, count: int) -> tuple[list[Rect], list[Rect]]:
     """``(head, tail)``: rectangles of the first ``count`` elements in row-major order, and of the
-    others, in that order."""
+    others, in that order.
+
+    Example: six elements of ``[0:3, 0:4]`` are ``[0:1, 0:4]`` and ``[1:2, 0:2]``, the others are
+    ``[1:2, 2:4]`` and ``[2:3, 0:4]``.
+    """
     if count <= 0:
         return [], [rect]
     if count >= math.prod(rect.shape):
@@ -98,7 +128,7 @@ def covered(rects: Sequence[Rect], within: Sequence[Rect] | None = None) -> int:
     every_rect = [*rects, *(within or ())]
     num_axes = len(rects[0].start)
     if num_axes == 0:
-        return 1
+        return 1  # a scalar
     # The edges of all rectangles divide space into cells, each of which is wholly in or out of
     # every rectangle: a mask of cells is enough, however large the tensor.
     edges = []
@@ -121,11 +151,12 @@ def _cells(rects: Sequence[Rect], edges: Sequence[np.ndarray]) -> np.ndarray:
     """Which cells between the edges lie in any of the rectangles."""
     mask = np.zeros([len(edge) - 1 for edge in edges], dtype=bool)
     for rect in rects:
-        window = tuple(
-            slice(*np.searchsorted(edge, (first, first + size)))
-            for edge, first, size in zip(edges, rect.start, rect.shape, strict=True)
-        )
-        mask[window] = True
+        window = []
+        for edge, first, size in zip(edges, rect.start, rect.shape, strict=True):
+            # The rectangle's own sides are among the edges: cells begin and end there.
+            low, high = np.searchsorted(edge, (first, first + size))
+            window.append(slice(low, high))
+        mask[tuple(window)] = True
     return mask
 
 
@@ -138,13 +169,15 @@ def common_parts(wanted: Sequence[Sequence[Rect]]) -> list[tuple[Rect, tuple[int
     parts: list[tuple[Rect, tuple[int, ...]]] = []
     for number, rects in enumerate(wanted):
         for rect in rects:
+            # Each part so far is split into what this one wants too and what it does not; what no
+            # part covers becomes a part of its own.
             rest = [rect]
             refined = []
             for part, takers in parts:
-                shared = [both for left in rest if (both := intersect(left, part)) is not None]
+                shared = each_inside(rest, part)
                 refined += [(both, (*takers, number)) for both in shared]
                 refined += [(left, takers) for left in without(part, shared)]
-                rest = [left for whole in rest for left in subtract(whole, part)]
+                rest = each_without(rest, part)
             parts = refined + [(left, (number,)) for left in rest]
     return parts
 
@@ -157,10 +190,9 @@ def split(rect: Rect, parts: int) -> list[Rect]:
     axis = max(range(len(rect.shape)), key=lambda axis: rect.shape[axis])
     parts = min(parts, rect.shape[axis])
     ends = [rect.shape[axis] * i // parts for i in range(parts + 1)]
-    return [
-        Rect(
-            (*rect.start[:axis], rect.start[axis] + low, *rect.start[axis + 1 :]),
-            (*rect.shape[:axis], high - low, *rect.shape[axis + 1 :]),
-        )
-        for low, high in zip(ends, ends[1:])
-    ]
+    pieces = []
+    for low, high in zip(ends, ends[1:]):
+        start = (*rect.start[:axis], rect.start[axis] + low, *rect.start[axis + 1 :])
+        shape = (*rect.shape[:axis], high - low, *rect.shape[axis + 1 :])
+        pieces.append(Rect(start, shape))
+    return pieces

@@ -7,7 +7,7 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from megatron_rl.weight_sync.buckets import Parameters
 from megatron_rl.weight_sync.collectives import all_gather
 from megatron_rl.weight_sync.exchange import Groups, digest, exchange
 from megatron_rl.weight_sync.failure import Progress, Stage
-from megatron_rl.weight_sync.plan import Machines, Plan, make_plan
+from megatron_rl.weight_sync.plan import Machines, Plan, PlanSettings, make_plan
 from megatron_rl.weight_sync.program import compile_program
 from megatron_rl.weight_sync.shards import collect
 from megatron_rl.weight_sync.transport import Transport, TransportReport
@@ -87,19 +87,19 @@ class ReshardSync:
         own_targets = [] if sink is None else collect(sink.weight_boxes())
         self.num_tensors = len({name for shards in own_targets for name in shards.names})
         sources, targets = exchange(own_sources, own_targets, group)
-        inputs: dict[str, Any] = dict(
-            machines=_machines(gpus_per_node, group),
+        settings = PlanSettings(
             bucket_bytes=options.bucket_mib << 20,
             rounds_in_flight=options.rounds_in_flight,
+            machines=_machines(gpus_per_node, group),
             replicas=_replicas(None if sink is None else sink.replica, group),
             cast=options.cast,
         )
         if plans is None:
-            self.plan = make_plan(sources, targets, **inputs)
+            self.plan = make_plan(sources, targets, settings)
         else:
-            shape = _shape(sources, targets, inputs)
+            shape = _shape(sources, targets, settings)
             if shape not in plans:
-                plans[shape] = make_plan(sources, targets, **inputs)
+                plans[shape] = make_plan(sources, targets, settings)
             self.plan = plans[shape]
         program = compile_program(self.plan, dist.get_rank(group), own_sources, own_targets)
         self._transport = Transport(program, device, group)
@@ -164,6 +164,7 @@ class ReshardSync:
     def _tell_peers(self, stage: Stage, error: Exception) -> None:
         """Collective where the error is of this rank alone: peers must not wait for it."""
         if stage is Stage.OPENING:  # they are sending already: this rank's messages keep their turn
+            # With ``failed`` it asks for no parameter.
             self._transport.run(_no_target, _no_target, failed=error)
         elif stage is Stage.FINISHING:
             self._transport.raise_everywhere(error)
@@ -176,16 +177,20 @@ class ReshardSync:
 
 
 def _shape(
-    sources: Mapping[int, Groups], targets: Mapping[int, Groups], inputs: Mapping[str, Any]
+    sources: Mapping[int, Groups], targets: Mapping[int, Groups], settings: PlanSettings
 ) -> str:
     """What a plan follows from, as a text: equal for two servers that are cut alike."""
-    # Ranks of one role share one sequence, and a digest takes a while.
-    distinct = {id(groups): groups for side in (sources, targets) for groups in side.values()}
-    texts = {number: digest(groups) for number, groups in distinct.items()}
-    sides = [
-        {rank: texts[id(groups)] for rank, groups in side.items()} for side in (sources, targets)
-    ]
-    return repr((sides, sorted(inputs.items())))
+    texts: dict[int, str] = {}
+    sides = []
+    for side in (sources, targets):
+        text_of: dict[int, str] = {}
+        for rank, groups in side.items():
+            # Ranks of one role share one sequence, and a digest takes a while.
+            if id(groups) not in texts:
+                texts[id(groups)] = digest(groups)
+            text_of[rank] = texts[id(groups)]
+        sides.append(text_of)
+    return repr((sides, settings))
 
 
 def _no_target(key: str) -> Tensor:
@@ -194,7 +199,9 @@ def _no_target(key: str) -> Tensor:
 
 def _machines(gpus_per_node: int | None, group: dist.ProcessGroup | None) -> Machines:
     """Collective: which ranks share a node, as each rank sees its own."""
-    own = dist.get_rank(group) // gpus_per_node if gpus_per_node else platform.node()
+    own: int | str = platform.node()
+    if gpus_per_node:
+        own = dist.get_rank(group) // gpus_per_node
     labels = all_gather(str(own), str, group)
     numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
     return Machines(node_of_rank=tuple(numbers[label] for label in labels))

@@ -76,10 +76,14 @@ class Schedule:
 
     def messages(self, edges: Edges) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """``(edge, bucket, round)``: the buckets that travel on each of the edges."""
+        # Every edge carries all buckets of its flow: those of edge 0, then those of edge 1, ...
         counts = np.diff(self.first)[edges.flow]
         edge = np.repeat(np.arange(len(edges.flow)), counts)
-        start = np.repeat(np.cumsum(counts) - counts, counts)
-        bucket = self.first[edges.flow[edge]] + np.arange(len(edge)) - start
+        first_message = np.cumsum(counts) - counts
+        in_flow = np.arange(len(edge)) - np.repeat(first_message, counts)
+        bucket = self.first[edges.flow[edge]] + in_flow
+        # Rounds in order of (round of arrivals, turn); those in which nothing travels have no
+        # number.
         key = (self.arrival[bucket] + edges.delay[edge]) * self.flows.turns + edges.turn[edge]
         return edge, bucket, np.searchsorted(self.numbers, key)
 
@@ -103,14 +107,15 @@ class Schedule:
         larger: later rounds use each again, so it has the size of the largest."""
         edges = self.flows.edges
         edge, bucket, number = self.messages(edges)
-        keys = np.concatenate(
-            [ends[edge] * self.rounds + number for ends in (edges.sender, edges.receiver)]
-        )
-        busy, inverse = np.unique(keys, return_inverse=True)
+        # A rank in a round as one number: sorted, the busy rounds of a rank follow one another.
+        sent = edges.sender[edge] * self.rounds + number
+        received = edges.receiver[edge] * self.rounds + number
+        busy, inverse = np.unique(np.concatenate([sent, received]), return_inverse=True)
         total = np.zeros(len(busy) + 1, dtype=np.int64)
         np.add.at(total, inverse + 1, np.tile(self.size[bucket], 2))
         total = np.cumsum(total)  # before each of the busy rounds
         rank = busy // max(self.rounds, 1)
+        # A window of busy rounds begins at each of them and ends with those of its rank.
         ends = np.searchsorted(rank, rank, side="right")
         last = np.minimum(np.arange(len(busy)) + self.rounds_in_flight, ends)
         window = total[last] - total[:-1]
@@ -142,16 +147,26 @@ def schedule(
     calendar = _Calendar(len(flows.nodes.of_rank), slot, bucket_bytes // slot)
     for together in matchings(flows):
         calendar.place(together, flows)
-    columns = calendar.buckets()
+    flow, arrival, begin, size = calendar.buckets()
+    numbers = _rounds_in_use(flows, flow, arrival)
+    return Schedule(flows, flow, arrival, begin, size, numbers, rounds_in_flight)
+
+
+def _rounds_in_use(flows: Flows, flow: np.ndarray, arrival: np.ndarray) -> np.ndarray:
+    """The keys of ``Schedule.messages`` that occur, in order. ``flow``, ``arrival``: of each
+    bucket.
+
+    There are few pairs (delay, turn) and far more messages: the keys are made a pair at a time.
+    """
     edges = flows.edges
-    keys = []
+    keys = [np.zeros(0, dtype=np.int64)]
     for delay, turn in np.unique(np.stack([edges.delay, edges.turn]), axis=1).T:
-        has = np.zeros(len(flows), dtype=bool)
-        has[edges.flow[(edges.delay == delay) & (edges.turn == turn)]] = True
-        arrivals = np.unique(columns[1][has[columns[0]]])
+        travels = (edges.delay == delay) & (edges.turn == turn)
+        has_edge = np.zeros(len(flows), dtype=bool)
+        has_edge[edges.flow[travels]] = True
+        arrivals = np.unique(arrival[has_edge[flow]])
         keys.append((arrivals + delay) * flows.turns + turn)
-    numbers = np.unique(np.concatenate(keys)) if keys else np.zeros(0, dtype=np.int64)
-    return Schedule(flows, *columns, numbers, rounds_in_flight)
+    return np.unique(np.concatenate(keys))
 
 
 def matchings(flows: Flows) -> list[np.ndarray]:
@@ -160,6 +175,9 @@ def matchings(flows: Flows) -> list[np.ndarray]:
     Flows of one component of the graph from sources to targets are grouped by the distance from
     source to target, both counted inside the component, as in a round-robin tournament. Those
     across nodes come first, the others fill what they leave.
+
+    Example: 0->4, 0->5, 1->4, 1->5 have the distances 0, 1, 1 and 0 of two places: the groups are
+    0->4 with 1->5, and 0->5 with 1->4.
     """
     if not len(flows):
         return []
@@ -170,7 +188,7 @@ def matchings(flows: Flows) -> list[np.ndarray]:
     # Fans of different turns may share a target; those of one turn cannot.
     turns = [first if fan else 0 for first, fan in zip(flows.first_turns, flows.fans)]
     keys = np.stack([~flows.crosses, np.array(turns)[flows.fan], flows.dtype, distance])
-    order = np.lexsort(keys[::-1])
+    order = np.lexsort(keys[::-1])  # lexsort counts its last key first
     changes = np.any(np.diff(keys[:, order], axis=1) != 0, axis=0)
     return np.split(order, np.flatnonzero(changes) + 1)
 
@@ -194,19 +212,24 @@ def _distances(source: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 
 def _components(source: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """A number for each pair, equal where pairs are connected by common sources or targets."""
+    """A number for each pair, equal where pairs are connected by common sources or targets.
+
+    Every rank begins with a number of its own, and the lowest one spreads along the pairs until
+    nothing changes.
+    """
     size = int(max(source.max(), target.max())) + 1
     of_source = np.arange(size)
     of_target = np.arange(size)
     while True:
         lowest = np.minimum(of_source[source], of_target[target])
-        before = of_source[source], of_target[target]
+        before_source = of_source[source]  # indexing by an array copies
+        before_target = of_target[target]
         np.minimum.at(of_source, source, lowest)
         np.minimum.at(of_target, target, lowest)
-        if all(
-            np.array_equal(a, b) for a, b in zip(before, (of_source[source], of_target[target]))
-        ):
-            return of_source[source]
+        same_sources = np.array_equal(before_source, of_source[source])
+        same_targets = np.array_equal(before_target, of_target[target])
+        if same_sources and same_targets:
+            return before_source
 
 
 class _Calendar:
@@ -222,25 +245,33 @@ class _Calendar:
         self.placed: list[tuple[np.ndarray, ...]] = []
 
     def place(self, chosen: np.ndarray, flows: Flows) -> None:
-        ends = (flows.source[chosen], flows.target[chosen])
-        wanted = -(-flows.size[chosen] // self.slot_bytes)
-        both = [(side, end) for side, end in enumerate(ends)]
-        last = max_of([self.used_to[at] for at in both])
-        first = max_of([self.free_from[at] for at in both])
+        """Gives slots to the flows ``chosen``, a matching: since no rank is an end of two of them
+        on one side, all are placed at once, a row each."""
+        wanted = -(-flows.size[chosen] // self.slot_bytes)  # slots, the last one maybe in part
+        # (side, ranks) as an index: of what the sources send, and of what the targets receive.
+        sending = (0, flows.source[chosen])
+        receiving = (1, flows.target[chosen])
+        both = [sending, receiving]
+        last = np.maximum(self.used_to[sending], self.used_to[receiving])
+        first = np.maximum(self.free_from[sending], self.free_from[receiving])
+        # One window for all rows. From ``last`` on both ends are free: ``wanted`` more are enough.
         low = int(np.maximum(first, last - LOOK_BACK).min())
         high = int((last + wanted).max())
         while high > self.busy.shape[2]:
-            self.busy = np.concatenate([self.busy, np.zeros_like(self.busy)], axis=2)
+            self.busy = np.concatenate([self.busy, np.zeros_like(self.busy)], axis=2)  # doubled
         window = [self.busy[side, end, low:high] for side, end in both]
         free = ~(window[0] | window[1])
+        # The first ``wanted`` free slots: those up to which no more than that many are free.
         taken = free & (np.cumsum(free, axis=1, dtype=np.int32) <= wanted[:, None])
         for (side, end), before in zip(both, window, strict=True):
             now = before | taken
             self.busy[side, end, low:high] = now
             full = now.all(axis=1)
             lowest = np.where(full, high, low + np.argmin(now, axis=1))
+            # A rank whose first free slot lies before the window may still have it.
             known = self.free_from[side, end]
             self.free_from[side, end] = np.where(known >= low, lowest, known)
+            # Behind the last busy slot, which is the first one seen from the end.
             highest = high - np.argmax(now[:, ::-1], axis=1)
             self.used_to[side, end] = np.maximum(self.used_to[side, end], highest)
         self._keep(chosen, flows.size[chosen], wanted, np.nonzero(taken), low)
@@ -254,12 +285,15 @@ class _Calendar:
         low: int,
     ) -> None:
         """The slots of a flow in one round are one bucket."""
-        row, column = taken
-        number = np.arange(len(row)) - (np.cumsum(wanted) - wanted)[row]  # of the slot in its flow
+        row, column = taken  # sorted by row, then by column
+        first_slot = np.cumsum(wanted) - wanted
+        number = np.arange(len(row)) - first_slot[row]  # of the slot in its flow
         arrival = (low + column) // self.slots_a_round
+        # A bucket begins where the flow or the round is another than that of the slot before.
         starts = np.flatnonzero(np.diff(row, prepend=-1) | np.diff(arrival, prepend=-1))
         begin = number[starts] * self.slot_bytes
-        end = np.append(number[starts[1:] - 1] + 1, number[-1:] + 1) * self.slot_bytes
+        last_slot = np.append(starts, len(row))[1:] - 1  # before the next bucket's first one
+        end = (number[last_slot] + 1) * self.slot_bytes
         bucket_row = row[starts]
         bucket_size = np.minimum(end, size[bucket_row]) - begin
         self.placed.append((chosen[bucket_row], arrival[starts], begin, bucket_size))
@@ -271,8 +305,3 @@ class _Calendar:
         columns = [np.concatenate(column) for column in zip(*self.placed, strict=True)]
         order = np.argsort(columns[0], kind="stable")
         return [column[order] for column in columns]
-
-
-def max_of(columns: list[np.ndarray]) -> np.ndarray:
-    """The larger of two columns, element by element."""
-    return np.maximum(*columns)

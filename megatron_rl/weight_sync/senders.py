@@ -65,6 +65,7 @@ class Senders:
         self.is_source = source_role >= 0
         self.cell, self.num_cells = _cells(source_role)
         self.next_node = _chains(nodes, self.is_source, target_role)
+        # A node at the head of its chain (or in none): no other node passes on to it.
         self.is_head = np.ones(len(nodes.ranks), dtype=bool)
         self.is_head[self.next_node[self.next_node >= 0]] = False
         self.num_groups, self.group = self._groups(target_role, kind)
@@ -75,12 +76,17 @@ class Senders:
 
         Ranks that want the same and whose nodes lack the same are spread evenly over the cells,
         each near its own cell. Fewer of them than cells hear from several cells each.
+
+        Example: of 4 cells, 2 such ranks hear from 2 groups of 2 cells, 8 such ranks from 4 groups
+        of one cell, two ranks a group.
         """
         num_groups = np.ones(len(target_role), dtype=np.int64)
         group = np.zeros(len(target_role), dtype=np.int64)
         part = np.flatnonzero(self.nodes.of_rank >= 0)
         hears = part[self.is_head[self.nodes.of_rank[part]] & (target_role[part] >= 0)]
-        alike = target_role[hears] * (1 + kind.max(initial=0)) + kind[self.nodes.of_rank[hears]]
+        kind_of = kind[self.nodes.of_rank[hears]]
+        # The pair (role, kind) as one number.
+        alike = target_role[hears] * (1 + kind.max(initial=0)) + kind_of
         for number in np.unique(alike):
             takers = hears[alike == number]
             takers = takers[np.argsort(self.cell[takers], kind="stable")]
@@ -93,6 +99,7 @@ class Senders:
         targets = self.nodes.ranks[nodes, need.place]
         sources = self.nodes.ranks[nodes][:, list(need.holders)]
         order = np.argsort(self.load[sources], axis=1, kind="stable")
+        # Where there are fewer tensors than holders, the first ones send.
         sources = np.take_along_axis(sources, order, axis=1)[:, : want.count]
         delivery = Delivery(
             want.class_index, need.rect, need.within, range(want.count), (), targets, sources
@@ -103,7 +110,7 @@ class Senders:
     def from_afar(self, want: Wanted, need: FromAfar, nodes: np.ndarray) -> Iterator[Delivery]:
         """Once into each node, at the places that want it in turn: tensors as far as they divide
         evenly, then parts of the others. Only the first node of a chain hears from a source."""
-        heads = nodes[self.is_head[nodes]]
+        heads = nodes[self.is_head[nodes]]  # the others get it from the node before them
         takers = need.takers if len(need.takers) > 1 else ()
         for place, rect, turns in _shares(need, want.count):
             ranks = self.nodes.ranks[heads, place]
@@ -121,7 +128,8 @@ class Senders:
         size = itemsize * elements(delivery.rect)
         each = delivery.sources.shape[1]
         for n in range(each):
-            np.add.at(self.load, delivery.sources[:, n], size * len(delivery.turns[n::each]))
+            num_tensors = len(delivery.turns[n::each])  # sources take turns, see Delivery
+            np.add.at(self.load, delivery.sources[:, n], size * num_tensors)
 
     def _choose(self, holders: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """[targets, k]: the senders of each target, which all stand at one place of their nodes and
@@ -130,6 +138,9 @@ class Senders:
         Where a group has more targets than holders, holders on the rail of the targets come first,
         and targets take turns at the least loaded; where it has more holders, each target hears
         from several.
+
+        Example of one group, with holders a, b, c, d from the least loaded on: targets 0 and 1 hear
+        from a, b and from c, d; of five targets 0 to 4 each hears from one, a, b, c, d, a.
         """
         num_groups = int(self.num_groups[targets[0]])
         group = self.group[targets]
@@ -142,6 +153,7 @@ class Senders:
             wanted = np.array([len(targets)])
             held = np.array([len(holders)])
         used = wanted > 0
+        # Holders for each target: one number for all groups, since it is a width of the answer.
         each = int((held[used] // wanted[used]).min())
         if each <= 1:
             place = self.nodes.position[targets[0]]
@@ -151,21 +163,30 @@ class Senders:
                 holders = on_rail
                 held = held_on_rail
         each = max(1, each)
+        # Group after group (lexsort: the last key counts first), in each the least loaded first.
         order = np.lexsort((holders, self.load[holders], held_in[holders]))
         holders = holders[order]
-        first = np.cumsum(held) - held
+        first = np.cumsum(held) - held  # of each group, among the holders
+        # The number of each target among those of its group.
         by_group = np.argsort(group, kind="stable")
+        first_target = np.cumsum(wanted) - wanted
         turn = np.empty(len(targets), dtype=np.int64)
-        turn[by_group] = np.arange(len(targets)) - np.repeat(np.cumsum(wanted) - wanted, wanted)
+        turn[by_group] = np.arange(len(targets)) - np.repeat(first_target, wanted)
         among = turn[:, None] * each + np.arange(each)
         return holders[first[group][:, None] + among % held[group][:, None]]
 
 
 def _shares(need: FromAfar, count: int) -> Iterator[tuple[int, Rect, Turns]]:
-    """``(place, rectangle, tensors)``: the share of each place that wants ``count`` tensors."""
+    """``(place, rectangle, tensors)``: the share of each place that wants ``count`` tensors.
+
+    Example: of five tensors and the takers 0 and 3, place 0 has tensors 0 and 2 whole, place 3 has
+    1 and 3, and each has one half of tensor 4.
+    """
     num_takers = len(need.takers)
     even = count - count % num_takers
-    parts = split(need.rect, num_takers) if even < count else []
+    parts: list[Rect] = []
+    if even < count:
+        parts = split(need.rect, num_takers)  # fewer where the rectangle is too small
     for i, place in enumerate(need.takers):
         if even:
             yield place, need.rect, range(i, even, num_takers)
@@ -183,7 +204,10 @@ def _cells(source_role: np.ndarray) -> tuple[np.ndarray, int]:
     counts = np.bincount(source_role[sources])
     num_cells = int(counts.min())
     by_role = sources[np.argsort(source_role[sources], kind="stable")]
-    cell[by_role] = np.arange(len(by_role)) - np.repeat(np.cumsum(counts) - counts, counts)
+    # The number of each rank among those of its role. A role of which there are more ranks than
+    # cells begins with the first cell again.
+    first_of_role = np.cumsum(counts) - counts
+    cell[by_role] = np.arange(len(by_role)) - np.repeat(first_of_role, counts)
     cell[sources] %= num_cells
     return cell, num_cells
 
@@ -203,11 +227,15 @@ def _chains(nodes: Nodes, is_source: np.ndarray, target_role: np.ndarray) -> np.
     roles = np.where(present, target_role[nodes.ranks], -1)
     pure = np.flatnonzero(~held.any(axis=1) & (roles >= 0).any(axis=1))
     num_ranks_pure = int(present[pure].sum())
+    num_sources = int(is_source.sum())
     alike: dict[bytes, list[int]] = {}
     for node in pure:
         alike.setdefault(roles[node].tobytes(), []).append(int(node))
     for members in alike.values():
-        fed = int(is_source.sum()) * len(members) // max(1, num_ranks_pure)
-        for chain in np.array_split(members, min(max(1, fed), len(members))):
+        # These nodes' part of the sources, in nodes: each of their ranks sends as fast as one
+        # receives. Example: 32 sources for 16 nodes of 8 ranks feed 4 chains of 4 nodes.
+        fed = num_sources * len(members) // max(1, num_ranks_pure)
+        num_chains = min(max(1, fed), len(members))
+        for chain in np.array_split(members, num_chains):
             next_node[chain[:-1]] = chain[1:]
     return next_node

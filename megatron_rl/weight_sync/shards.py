@@ -72,11 +72,11 @@ def collect(shards: Iterable[Shard]) -> list[ShardGroup]:
 
 def expand(groups: Iterable[ShardGroup]) -> list[Shard]:
     """The single shards of groups that know their places."""
-    return [
-        replace(group.shard, name=name, key=key)
-        for group in groups
-        for name, key in zip(group.names, group.keys, strict=True)
-    ]
+    shards = []
+    for group in groups:
+        for name, key in zip(group.names, group.keys, strict=True):
+            shards.append(replace(group.shard, name=name, key=key))
+    return shards
 
 
 def natural(name: str) -> tuple[str | int, ...]:
@@ -96,14 +96,22 @@ def subview(group: ShardGroup, index: int, rect: Rect) -> View:
 
 
 def extent(shard: Shard) -> int:
-    """Elements of the parameter from its first one to the last one that the shard touches."""
+    """Elements of the parameter from its first one to the last one that the shard touches.
+
+    Example: shape (2, 4), stride (8, 1) from offset 16 touch 16 to 19 and 24 to 27; extent 28.
+    """
     steps = zip(shard.shape, shard.stride, strict=True)
     return shard.offset + sum((size - 1) * step for size, step in steps) + 1
 
 
 def runs(shard: Shard) -> tuple[np.ndarray, int]:
     """``(starts, length)``: the runs of consecutive elements that make up the shard in its
-    parameter."""
+    parameter, all of one length.
+
+    Example: shape (2, 4), stride (8, 1) from offset 16 are ``([16, 24], 4)``; with stride (4, 1)
+    the rows touch, ``([16], 8)``.
+    """
+    # An axis of size 1 is never stepped along; its stride may be anything.
     dims = [(step, size) for size, step in zip(shard.shape, shard.stride, strict=True) if size > 1]
     dims.sort(reverse=True)
     # From the innermost axis outwards, an axis whose step is the length so far continues the run.
@@ -133,10 +141,11 @@ def check_written_once(rank: int, targets: Sequence[ShardGroup]) -> None:
     for group in targets:
         if group.keys:
             by_keys[group.keys].append(group)
-    distinct = {key for keys in by_keys for key in keys}
+    distinct = set().union(*by_keys)
+    num_named = sum(len(keys) for keys in by_keys)
     # Where groups name either the same parameters or none in common, their first parameters stand
     # for all the others; else every parameter is looked at by itself.
-    if sum(map(len, by_keys)) == len(distinct):
+    if num_named == len(distinct):
         for keys, groups in by_keys.items():
             _check_parameter(rank, keys[0], [_Writer(group, group.names[0]) for group in groups])
         return
@@ -149,7 +158,10 @@ def check_written_once(rank: int, targets: Sequence[ShardGroup]) -> None:
 
 
 def _check_parameter(rank: int, key: str, writers: Sequence[_Writer]) -> None:
-    """Sorted by their first elements, each run must end before the next one starts."""
+    """Sorted by their first elements, each run must end before the next one starts.
+
+    Neighbors are enough: a run that reaches into a later one reaches into the next one, too.
+    """
     starts_of = []
     ends_of = []
     for writer in writers:

@@ -133,7 +133,8 @@ class Transport:
 
     def buffers(self) -> list[Tensor]:
         """Memory for the rounds in flight: round n uses number n modulo their count, so each has
-        the size of its largest round."""
+        the size of its largest round. It is free by then: a round begins only when no more than
+        ``rounds_in_flight - 1`` are under way, and the oldest ends first."""
         sizes = [
             sum(_aligned(message.size) for message in (*step.sends, *step.receives))
             for step in self.program.rounds
@@ -149,7 +150,7 @@ class Transport:
         self._check("rollout", key, self.program.targets[key], parameter)
 
     def _check(self, side: str, key: str, planned: Extent, parameter: Tensor) -> None:
-        elements = 0
+        elements = 0  # from the first one to the last, as ``shards.extent`` counts them
         if parameter.numel():
             steps = zip(parameter.shape, parameter.stride(), strict=True)
             elements = sum((size - 1) * step for size, step in steps) + 1
@@ -232,6 +233,7 @@ class _Run:
         num_copies = len(self.program.copies)
         next_copy = 0
         for index in range(len(rounds)):
+            # A place among the rounds in flight, and what this round passes on.
             while len(self.flying) >= self.program.rounds_in_flight or (
                 self.flying and self.flying[0].index <= rounds[index].after
             ):
@@ -263,6 +265,7 @@ class _Run:
         return self.open[key]
 
     def done(self, key: str) -> None:
+        """One of the ``Program.uses`` of a target parameter is over."""
         self.left[key] -= 1
         if self.left[key] == 0:
             del self.open[key]
@@ -280,7 +283,8 @@ class _Run:
                 self.done(copy.target.key)
 
     def issue(self, index: int) -> None:
-        """Packs the messages of a round and sends them on their way."""
+        """Packs the messages of a round and sends them on their way. A rank that has failed sends
+        them unpacked: with whatever is in the buffers."""
         step = self.program.rounds[index]
         staging = self.staging[index % len(self.staging)]
         buffers = []
@@ -314,21 +318,29 @@ class _Run:
             self.received += message.size
 
     def packed(self, message: Message, buffer: Tensor) -> None:
-        if self.error is None:
-            with self.local():
-                sums = RunningChecksum(buffer, self.transport.kind) if self.checked else None
-                if message.passed_on:  # from where it was written to a round ago
-                    pack(message, self.target, buffer, sums, self.done)
-                else:
-                    pack(message, self.source, buffer, sums)
-                self.keep(message, sums)
+        if self.error is not None:
+            return
+        with self.local():
+            sums = self.checksum_of(buffer)
+            if message.passed_on:  # from where it was written to a round ago
+                pack(message, self.target, buffer, sums, self.done)
+            else:
+                pack(message, self.source, buffer, sums)
+            self.keep(message, sums)
 
     def unpacked(self, message: Message, buffer: Tensor) -> None:
-        if self.error is None:
-            with self.local():
-                sums = RunningChecksum(buffer, self.transport.kind) if self.checked else None
-                unpack(message, buffer, self.target, self.done, sums)
-                self.keep(message, sums)
+        if self.error is not None:
+            return
+        with self.local():
+            sums = self.checksum_of(buffer)
+            unpack(message, buffer, self.target, self.done, sums)
+            self.keep(message, sums)
+
+    def checksum_of(self, buffer: Tensor) -> RunningChecksum | None:
+        """None where the run is not checked."""
+        if not self.checked:
+            return None
+        return RunningChecksum(buffer, self.transport.kind)
 
     def keep(self, message: Message, sums: RunningChecksum | None) -> None:
         if sums is not None:

@@ -69,7 +69,9 @@ VLLM = (
     Contract(
         "vllm.config.model.ModelConfig", "engine/engine.py", words=("vllm",)
     ),  # generation_config
-    Contract("vllm.v1.engine.PauseMode", "weight_sync/server.py", words=("abort", "wait", "keep")),
+    Contract(
+        "vllm.v1.engine.PauseMode", "weight_sync/commands.py", words=("abort", "wait", "keep")
+    ),
     Contract(
         "vllm.envs",
         "engine/side_effects.py",

@@ -25,7 +25,7 @@ from megatron_rl.planning.phases import Room
 from megatron_rl.planning.sync_time import Links, least_seconds, simulated_seconds
 from megatron_rl.policy.families import architecture_from
 from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rollout_shards
-from megatron_rl.weight_sync.plan import make_plan
+from megatron_rl.weight_sync.plan import Machines, PlanSettings, make_plan
 from tests.distributed.big_models import CASES, CONFIGS, Case, train_layout, write_config
 from tests.distributed.fake_world import Kind
 from tests.distributed.step_formula import Messages, Place, Step, Work, differences
@@ -148,9 +148,8 @@ def planned(case: Case, rollout_tensor: int, slack: float) -> None:
     rollout = RolloutLayout(tp=rollout_tensor, dp=case.ranks // rollout_tensor)
     sources = {rank: train_shards(model, train, rank) for rank in range(case.ranks)}
     targets = {rank: rollout_shards(model, rollout, rank) for rank in rollout.ranks}
-    plan = make_plan(
-        sources, targets, gpus_per_node=8, bucket_bytes=BUCKET, replicas=rollout.replicas
-    )
+    settings = PlanSettings(BUCKET, machines=Machines(8), replicas=rollout.replicas)
+    plan = make_plan(sources, targets, settings)
     assert plan.bytes_local + plan.bytes_sent == rollout.dp * engine_bytes(model, rollout_tensor)
     assert plan.bytes_sent == plan.lower_bound
     sent: Counter[tuple[str, int]] = Counter()

@@ -13,7 +13,7 @@ from megatron_rl.runtime.digest import Kind
 from megatron_rl.types import TransferOptions
 from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.exchange import exchange
-from megatron_rl.weight_sync.plan import Plan, make_plan
+from megatron_rl.weight_sync.plan import Machines, Plan, PlanSettings, make_plan
 from megatron_rl.weight_sync.program import compile_program
 from megatron_rl.weight_sync.reshard import ReshardSync
 from megatron_rl.weight_sync.shards import ShardGroup
@@ -115,14 +115,10 @@ def prepare(
     own_sources, own_targets = tables(case)
     sources, targets = exchange(own_sources, own_targets)
     assert sorted(sources) == list(range(train.ranks)) and sorted(targets) == list(rollout.ranks)
-    plan = make_plan(
-        sources,
-        targets,
-        gpus_per_node=2,
-        bucket_bytes=bucket_bytes,
-        rounds_in_flight=rounds_in_flight,
-        replicas=rollout.replicas,
+    settings = PlanSettings(
+        bucket_bytes, rounds_in_flight, machines=Machines(2), replicas=rollout.replicas
     )
+    plan = make_plan(sources, targets, settings)
     transport = Transport(compile_program(plan, rank, own_sources, own_targets))
     source = megatron_shards(hf_tensors(model), model, train, rank) if own_sources else {}
     expected = expected_weights(case)

@@ -21,7 +21,8 @@ from megatron_rl.engine.sampling import eos_token_ids
 from megatron_rl.runtime import launch
 from megatron_rl.trainer.build import build_engine, build_method, build_policy
 from megatron_rl.types import Completion, Prompt, Sampling, TransferOptions
-from megatron_rl.weight_sync.server import HttpServer, ServerSync
+from megatron_rl.weight_sync.commands import HttpServer
+from megatron_rl.weight_sync.server import ServerSync
 
 URL, SECRET = sys.argv[1:3]
 VERSION = 4

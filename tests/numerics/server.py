@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from megatron_rl.types import Completion, Prompt
-from megatron_rl.weight_sync.server import HttpServer
+from megatron_rl.weight_sync.commands import HttpServer
 from tests.launch import REPO, TAIL_LINES, end
 
 STARTS_WITHIN_S = 200

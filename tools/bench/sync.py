@@ -31,7 +31,7 @@ from megatron_rl.policy.families import Architecture, architecture_from
 from megatron_rl.weight_sync.buckets import strided
 from megatron_rl.weight_sync.engine_tables import ModelShape, rollout_shards
 from megatron_rl.weight_sync.exchange import exchange
-from megatron_rl.weight_sync.plan import Plan, Side, make_plan
+from megatron_rl.weight_sync.plan import Machines, Plan, PlanSettings, Side, make_plan
 from megatron_rl.weight_sync.program import compile_program
 from megatron_rl.weight_sync.rects import Rect
 from megatron_rl.weight_sync.shards import ShardGroup, extent, subview
@@ -230,13 +230,12 @@ def main() -> None:
     if rank in rollout.ranks:
         own_targets = rollout_shards(ModelShape.of(arch), rollout, rank)
     sources, targets = exchange(own_sources, own_targets)
-    plan = make_plan(
-        sources,
-        targets,
-        gpus_per_node=dist.get_world_size(),
+    settings = PlanSettings(
         bucket_bytes=arguments.bucket_mib << 20,
+        machines=Machines(dist.get_world_size()),
         replicas=rollout.replicas,
     )
+    plan = make_plan(sources, targets, settings)
     times, report = measure(plan, sources, own_sources, own_targets, arguments.repetitions)
     own = torch.tensor(watch.own_since(), dtype=torch.float64)
     dist.all_reduce(own)

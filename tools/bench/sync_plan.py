@@ -28,7 +28,7 @@ from machine import Watch, description
 from megatron_rl.planning.training_shards import parse_rollout, parse_training
 from megatron_rl.runtime.plain_data import decoded, encoded
 from megatron_rl.weight_sync.exchange import Described, Names
-from megatron_rl.weight_sync.plan import make_plan
+from megatron_rl.weight_sync.plan import Machines, PlanSettings, make_plan
 from megatron_rl.weight_sync.program import Program, compile_program
 from megatron_rl.weight_sync.roles import Side
 from tools.plan_sync import architecture, even_out, sides
@@ -101,15 +101,12 @@ def main() -> None:
     before = peak_mib()
     (sources, targets, replicas), shard_seconds = timed(lambda: shards_of_all(arguments))
     exchange, exchange_seconds = timed(lambda: told(sources, targets))
-    plan, plan_seconds = timed(
-        lambda: make_plan(
-            sources,
-            targets,
-            gpus_per_node=arguments.gpus_per_node,
-            bucket_bytes=arguments.bucket_mib * MIB,
-            replicas=replicas,
-        )
+    settings = PlanSettings(
+        bucket_bytes=arguments.bucket_mib * MIB,
+        machines=Machines(arguments.gpus_per_node),
+        replicas=replicas,
     )
+    plan, plan_seconds = timed(lambda: make_plan(sources, targets, settings))
     programs = {}
     compile_seconds = []
     for rank in map(int, arguments.ranks.split(",")):

@@ -56,6 +56,11 @@ def break_manifest(path):
     (path / "manifest.json").write_text('{"files": {"model')
 
 
+def take_info(path):
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({"files": manifest["files"]}))
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -63,6 +68,7 @@ def break_manifest(path):
         (remove_file, "model/shard.bin is missing"),
         (remove_manifest, "no manifest.json"),
         (break_manifest, "manifest.json cannot be read"),
+        (take_info, "manifest.json cannot be read"),
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, caplog, damage, said):
@@ -97,6 +103,17 @@ def test_digests_that_other_processes_took_are_not_taken_again(tmp_path):
     manifest = json.loads((path / "manifest.json").read_text())["files"]
     assert manifest["b"] == {"bytes": 18, "xxh3": "given"} and len(manifest["a"]["xxh3"]) == 32
     assert directory.file_names(path) == ["b", "a"], "the largest first"
+
+
+def test_entries_of_a_folder_are_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """fsync of a file does not force its entry in its folder to the disk, see fsync(2)."""
+    forced = []
+    monkeypatch.setattr(
+        directory, "to_disk", lambda path: forced.append((path.name, path.exists()))
+    )
+    path = write(tmp_path, 3)
+    partial = "step_000003.tmp-partial"
+    assert forced[-3:] == [("manifest.json", True), (partial, True), (path.parent.name, True)]
 
 
 def test_a_manifest_of_sizes_alone_is_still_read(tmp_path):

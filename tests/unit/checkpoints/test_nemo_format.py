@@ -4,7 +4,15 @@ import json
 
 import pytest
 
-from megatron_rl.checkpoints.nemo_format import CONTEXT, TOKENIZER, Call, Name, write_context
+from megatron_rl.checkpoints.nemo_format import (
+    CONTEXT,
+    TOKENIZER,
+    Call,
+    Name,
+    check_config,
+    write_context,
+)
+from tests.unit.small_models import DENSE
 
 
 @pytest.mark.parametrize(
@@ -23,3 +31,11 @@ def test_a_tokenizer_is_one_that_transformers_4_knows(tmp_path, settings, writte
         json.loads((tmp_path / CONTEXT / TOKENIZER / "tokenizer_config.json").read_text())
         == written
     )
+
+
+@pytest.mark.parametrize("content", ["", "config: [1,", "- a", "config: 3", "a: !!python/none"])
+def test_a_description_that_cannot_be_read_is_named(tmp_path, content):
+    (tmp_path / CONTEXT).mkdir()
+    (tmp_path / CONTEXT / "model.yaml").write_text(content)
+    with pytest.raises(ValueError, match=r"context/model.yaml.* cannot be read"):
+        check_config(tmp_path, DENSE)

@@ -244,6 +244,43 @@ def test_a_full_disk_is_said_and_the_older_checkpoint_stays(tmp_path):
     assert directory.problem(path) is None
 
 
+def test_an_error_that_comes_when_the_file_is_closed_ends_the_writing(tmp_path):
+    """What lies in the buffer of a file, or of its disk, may be refused after the last block."""
+    path = tmp_path / "step_000001"
+    full_disk(directory.begin(path), "__0_0.distcp")
+    partial = path.with_name(path.name + directory.PARTIAL)
+    writer = PartWriter(partial, 0, 100, ONE_THREAD, Memory())
+    writer.add_object("object", b"far less than the buffer of the file")
+    writer.close()
+    writer.join(20.0)
+    assert writer.done and isinstance(writer.error, OSError)
+
+
+def test_a_run_of_lower_priority_than_its_threads_would_have_writes_too(tmp_path, monkeypatch):
+    """Only root may take a lower niceness than it has, and a run may be started by nice -n 15."""
+    set_priority = os.setpriority
+
+    def as_for_anybody(which: int, who: int, niceness: int) -> None:
+        if niceness < os.getpriority(which, who):
+            raise PermissionError("only root may do that")
+        set_priority(which, who, niceness)
+
+    monkeypatch.setattr(os, "setpriority", as_for_anybody)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
+        try:
+            written(tmp_path / "step_000001")
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert not errors and directory.problem(tmp_path / "step_000001") is None
+
+
 @on_ranks(2)
 def test_every_rank_learns_that_one_could_not_write(tmp_path):
     import torch.distributed as dist

@@ -135,3 +135,18 @@ def test_getattr_in_an_index_is_for_members_of_enums_alone(tmp_path):
         (tmp_path / safe_load.INDEX).write_bytes(pickle.dumps(_TakesOut(owner, name)))
         with pytest.raises(safe_load.UnsafeError, match="it takes '__init__' out of"):
             safe_load.read_index(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02.",  # takes a value from an empty stack
+        b"\x80\x02h\x07.",  # names a value that was not noted
+        b"\x80\x02X\x01",  # ends within a length
+        b"PK\x03\x04 and no more",
+        b"",
+    ],
+)
+def test_a_file_that_is_no_longer_a_pickle_is_damaged(content):
+    with pytest.raises(ValueError, match=r"common.pt is damaged \(.*take another checkpoint"):
+        safe_load.load_plain(io.BytesIO(content), "common.pt")

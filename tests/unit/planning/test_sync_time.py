@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl.planning.sync_time import Links, least_seconds, simulated_seconds
 from megatron_rl.types import Shard
-from megatron_rl.weight_sync.plan import Plan, make_plan
+from megatron_rl.weight_sync.plan import Machines, Plan, PlanSettings, make_plan
 from megatron_rl.weight_sync.shards import ShardGroup, collect
 
 LINKS = Links(nvlink_gb_s=4, network_gb_s=1)
@@ -22,14 +22,8 @@ def plan(takers: range, gpus_per_node: int, rounds_in_flight: int = 2) -> Plan:
     """From rank 0 to each of the others."""
     targets = {rank: whole() for rank in takers}
     replicas = [[rank] for rank in takers]
-    return make_plan(
-        {0: whole()},
-        targets,
-        replicas=replicas,
-        gpus_per_node=gpus_per_node,
-        bucket_bytes=32,
-        rounds_in_flight=rounds_in_flight,
-    )
+    settings = PlanSettings(32, rounds_in_flight, Machines(gpus_per_node), replicas)
+    return make_plan({0: whole()}, targets, settings)
 
 
 def test_one_message_after_the_other() -> None:
@@ -59,5 +53,5 @@ def test_mates_get_it_over_their_own_link() -> None:
 
 
 def test_nothing_takes_no_time() -> None:
-    own = make_plan({0: whole()}, {0: whole()}, gpus_per_node=1, bucket_bytes=32)
+    own = make_plan({0: whole()}, {0: whole()}, PlanSettings(bucket_bytes=32))
     assert simulated_seconds(own, LINKS) == least_seconds(own, LINKS) == 0

@@ -4,6 +4,7 @@ one may be mounted."""
 import errno
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,6 +60,30 @@ def test_an_error_in_a_chain_or_gathered_from_other_ranks_counts():
     assert disk.says_full(full) and disk.says_full(inner)
     assert disk.says_full(CheckpointException("write", {1: (full, None)}))  # ty: ignore
     assert not disk.says_full(RuntimeError("unexpected pos 704 vs 598"))
+
+
+def test_a_chain_of_errors_may_be_a_ring():
+    first = RuntimeError("one")
+    second = RuntimeError("two")
+    first.__cause__ = second
+    second.__cause__ = first
+    assert not disk.says_full(first)
+
+
+def test_a_file_that_another_process_takes_away_meanwhile_hides_no_error(tmp_path, monkeypatch):
+    """Other ranks rename and remove their receipts while one of them looks for room."""
+    (tmp_path / "receipt").write_bytes(b"12345")
+    (tmp_path / "part").write_bytes(b"123")
+    is_file = Path.is_file
+
+    def seen_and_gone(path):
+        answer = is_file(path)
+        if path.name == "receipt":
+            path.unlink(missing_ok=True)
+        return answer
+
+    monkeypatch.setattr(Path, "is_file", seen_and_gone)
+    assert disk.used_bytes(tmp_path) == 3
 
 
 def test_other_errors_pass_as_they_are(tmp_path):

@@ -9,6 +9,7 @@ import sys
 import time
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -51,6 +52,12 @@ def test_stacks_go_to_a_file_of_the_rank(tmp_path):
     text = (tmp_path / "new/rank_3.txt").read_text()
     assert text.startswith(f"rank 3, process {os.getpid()}: ")
     assert "in test_stacks_go_to_a_file_of_the_rank\n" in text
+
+
+def test_a_process_that_has_ended_is_not_asked():
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    stacks.ask(process.pid)
 
 
 PROGRAM = """
@@ -100,6 +107,34 @@ def test_what_the_first_rank_raises_all_raise():
         assert str(error) == "data.train: no such file"
     else:
         raise AssertionError("the error reached the first rank alone")
+
+
+class _OfAUser(ValueError):
+    """As many clients have them: made of more than its text, which is all that pickle keeps."""
+
+    def __init__(self, *, status: int) -> None:
+        super().__init__(f"the judge answers {status}")
+
+
+class _Unsendable(Exception):
+    def __init__(self) -> None:
+        super().__init__("the connection is broken")
+        self.connection = open(os.devnull, encoding="ascii")  # noqa: SIM115
+
+
+@on_ranks(2)
+def test_an_error_that_cannot_be_sent_is_said_on_every_rank():
+    def ask() -> None:
+        raise _OfAUser(status=429)
+
+    with pytest.raises(ValueError, match="_OfAUser: the judge answers 429"):
+        from_first_rank(ask)
+
+    def lose() -> None:
+        raise _Unsendable
+
+    with pytest.raises(RuntimeError, match="_Unsendable: the connection is broken"):
+        from_first_rank(lose)
 
 
 @on_ranks(2)

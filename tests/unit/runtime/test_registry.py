@@ -1,7 +1,10 @@
 """Servers that register, fall silent and are removed; the secret of the run."""
 
+import errno
 import logging
+import os
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +59,24 @@ def test_a_removed_server_learns_it_and_does_not_come_back(tmp_path, clock):
     lease.renew()
     assert not lease.is_held and other.is_held
     assert list(registry.look()) == ["b"]
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_that_of_before(tmp_path, clock, monkeypatch):
+    """On NFS the old file is stale for who has opened it."""
+    registry = Registry(tmp_path, clock)
+    Lease(tmp_path, "a", "http://127.0.0.1:1", lease_s=10.0)
+    known = registry.look()
+    Lease(tmp_path, "b", "http://127.0.0.1:2", lease_s=10.0)
+
+    def stale(path):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", stale)
+        assert registry.look() == known
+        clock.now = 10.1
+        assert registry.look() == {}, "it does not count as a beat"
+    assert sorted(registry.look()) == ["b"]
 
 
 def test_files_of_others_are_told_once_and_not_used(tmp_path, clock, caplog):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.types import Shard
 from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rollout_shards
-from megatron_rl.weight_sync.plan import make_plan
+from megatron_rl.weight_sync.plan import Machines, PlanSettings, make_plan
 from megatron_rl.weight_sync.shards import ShardGroup, check_written_once, collect, expand
 from tests.unit.weight_sync.slow_layouts import (
     UNWRITTEN,
@@ -99,14 +99,10 @@ def resharded(
     full = hf_tensors(model)
     sources = {rank: train_shards(model, train, rank) for rank in range(train.ranks)}
     targets = {rank: rollout_shards(model, rollout, rank) for rank in rollout.ranks}
-    plan = make_plan(
-        sources,
-        targets,
-        gpus_per_node=gpus_per_node,
-        bucket_bytes=bucket_bytes,
-        rounds_in_flight=rounds_in_flight,
-        replicas=rollout.replicas,
+    settings = PlanSettings(
+        bucket_bytes, rounds_in_flight, Machines(gpus_per_node), rollout.replicas
     )
+    plan = make_plan(sources, targets, settings)
     shards = {rank: megatron_shards(full, model, train, rank) for rank in sources}
     expected = {rank: vllm_shards(full, model, rollout, rank) for rank in targets}
     got = {
@@ -218,7 +214,8 @@ LOW, HIGH, WHOLE = group(), group(start=(2, 0), key="q"), group(shape=(4, 4))
 
 
 def plan_of(sources: dict, targets: dict, **options: object):
-    return make_plan(sources, targets, **{"gpus_per_node": 2, "bucket_bytes": 64, **options})
+    settings = PlanSettings(**{"machines": Machines(2), "bucket_bytes": 64, **options})
+    return make_plan(sources, targets, settings)
 
 
 def test_local_copy_then_same_node_then_far_are_preferred() -> None:
@@ -329,6 +326,16 @@ def test_transposed_target() -> None:
 def test_what_cannot_be_planned_is_named(sources: dict, targets: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_of(sources, targets)
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_engines_of_two_types_are_refused_where_values_are_cast(dtypes: tuple[str, str]) -> None:
+    """A tensor travels in one type: the engine of the wider one would be given rounded values."""
+    targets = {
+        rank: [group(shape=(4, 4), dtype=dtype)] for rank, dtype in enumerate(dtypes, start=1)
+    }
+    with pytest.raises(ValueError, match=r"w: rank 2 .*rank 1 \(rollout\) has shape"):
+        plan_of({0: [WHOLE]}, targets, cast=True, replicas=[[1], [2]])
 
 
 def test_tensor_wanted_by_nobody_can_be_ignored_by_name() -> None:

@@ -113,6 +113,10 @@ def test_large_models_are_planned_at_the_lower_bound(
         ),
         (("--model", "7b", "--train", "tp=0", "--rollout", "tp=4"), "--train: 'tp=0'"),
         (
+            ("--model", "7b", "--train", "tp=\u00b2", "--rollout", "tp=4"),
+            "--train: 'tp=\u00b2' is not one of tp, pp",
+        ),
+        (
             ("--model", "nowhere", "--train", "tp=1", "--rollout", "tp=1"),
             "--model nowhere: no preset and no HF directory",
         ),

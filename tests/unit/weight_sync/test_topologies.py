@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rollout_shards
-from megatron_rl.weight_sync.plan import Machines, Plan, make_plan
+from megatron_rl.weight_sync.plan import Machines, Plan, PlanSettings, make_plan
 from megatron_rl.weight_sync.program import compile_program
 from megatron_rl.weight_sync.rects import Rect, common_parts, covered, split
 from tests.unit.weight_sync.plain_planner import PlainPlan, plain_plan
@@ -53,9 +53,10 @@ def both_plans(
 ) -> tuple[Plan, PlainPlan, dict, dict]:
     sources = {rank: train_shards(model, train, rank) for rank in range(train.ranks)}
     targets = {rank: rollout_shards(model, rollout, rank) for rank in rollout.ranks}
-    common = {"gpus_per_node": gpus_per_node, "replicas": rollout.replicas}
-    plan = make_plan(sources, targets, bucket_bytes=208, **common)
-    return plan, plain_plan(sources, targets, **common), sources, targets
+    replicas = rollout.replicas
+    settings = PlanSettings(208, machines=Machines(gpus_per_node), replicas=replicas)
+    plain = plain_plan(sources, targets, gpus_per_node=gpus_per_node, replicas=replicas)
+    return make_plan(sources, targets, settings), plain, sources, targets
 
 
 def agrees(plan: Plan, plain: PlainPlan) -> None:
@@ -136,7 +137,7 @@ def test_nodes_may_be_any_ranks() -> None:
     sources = {0: train_shards(MODEL, T(), 0)}
     targets = {rank: rollout_shards(MODEL, R(dp=3, first_rank=1), rank) for rank in (1, 2, 3)}
     machines = Machines(node_of_rank=(7, 5, 7, 5))
-    plan = make_plan(sources, targets, machines=machines, bucket_bytes=1 << 20)
+    plan = make_plan(sources, targets, PlanSettings(1 << 20, machines=machines))
     size = plan.node_bound
     assert plan.bytes_sent == 3 * size and plan.bytes_by_link["across_nodes"] == size
     assert plan.streams[0, 2, "float32"] == size
@@ -174,7 +175,7 @@ def test_ranks_hear_from_few_and_share_the_load(rollout_tp: int) -> None:
     sources = {rank: train_shards(model, train, rank) for rank in range(64)}
     rollout = R(tp=rollout_tp, dp=64 // rollout_tp)
     targets = {rank: rollout_shards(model, rollout, rank) for rank in range(64)}
-    plan = make_plan(sources, targets, gpus_per_node=8, bucket_bytes=4096)
+    plan = make_plan(sources, targets, PlanSettings(4096, machines=Machines(8)))
     assert plan.flows.num_peers().max() <= 8 + 7
     sent = np.zeros(64)
     np.add.at(sent, plan.flows.source[plan.flows.crosses], plan.flows.size[plan.flows.crosses])

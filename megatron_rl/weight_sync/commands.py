@@ -1,0 +1,144 @@
+"""Commands to an engine outside of this launch; over HTTP to a server of vLLM."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping
+from http.client import HTTPException
+from typing import Any, Literal, Protocol
+from urllib.error import HTTPError
+from urllib.parse import urlencode, urlsplit
+from urllib.request import ProxyHandler, Request, build_opener
+
+InFlight = Literal["wait", "abort", "keep"]
+PORTS = {"http": 80, "https": 443}
+REMEDIES = {
+    401: "; it was started with another secret than that of this run",
+    404: "; start the server with VLLM_SERVER_DEV_MODE=1 in its environment",
+}
+
+
+class Server(Protocol):
+    """Commands to an engine outside of this launch. Each returns when it is carried out, and raises
+    ConnectionError when it is not."""
+
+    def address(self) -> str:
+        """Of this machine, as the engine sees it."""
+
+    def num_workers(self) -> int:
+        """Of all replicas."""
+
+    def pause(self, in_flight: InFlight) -> None:
+        """No request is scheduled until ``resume``. Requests under way are waited for, aborted, or
+        kept for later."""
+
+    def resume(self) -> None:
+        """Schedules requests again."""
+
+    def init_transfer(self, info: Mapping[str, Any]) -> None:
+        """Every worker calls ``init_transfer_engine`` of its backend."""
+
+    def update(self, info: Mapping[str, Any]) -> None:
+        """Every worker takes part in one update."""
+
+    def cancel(self) -> None:
+        """Ends an update that was refused."""
+
+    def finish(self, version: int) -> None:
+        """Drops all keys and values computed with the old weights, those of a KV connector too, and
+        stamps the version on what follows."""
+
+
+class HttpServer:
+    """An OpenAI server of vLLM, started with VLLM_SERVER_DEV_MODE=1 and ``--weight-transfer-config
+    '{"backend": "megatron_rl"}'``."""
+
+    def __init__(self, url: str, timeout_s: float = 300.0, secret: str = "") -> None:
+        """``url``: such as http://127.0.0.1:8000. ``timeout_s``: for one command, and for requests
+        under way to end. ``secret``: of the run, which the server was started with."""
+        self.url = url.rstrip("/")
+        self.timeout_s = timeout_s
+        self.headers = {"Content-Type": "application/json"}
+        if secret:
+            self.headers["Authorization"] = f"Bearer {secret}"
+        # Through no proxy: the weights go to this address directly, so the commands can.
+        self.opener = build_opener(ProxyHandler({}))
+
+    def call(
+        self, path: str, body: Mapping[str, Any] | None = None, method: str = "POST", **query: Any
+    ) -> Any:
+        """The answer of the server, parsed. Raises ConnectionError with what is wrong and what to
+        do."""
+        url = f"{self.url}/{path}"
+        if query:
+            url += f"?{urlencode(query)}"
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            request = Request(url, data, self.headers, method=method)
+            with self.opener.open(request, timeout=self.timeout_s) as answer:
+                return json.loads(answer.read() or b"null")  # most commands answer with nothing
+        except HTTPError as error:
+            remedy = REMEDIES.get(error.code, "")
+            text = error.read().decode(errors="replace")[:1000]
+            raise ConnectionError(
+                f"{method} {url}: the server answers {error.code} {error.reason}: {text}{remedy}"
+            ) from error
+        except (OSError, ValueError, HTTPException) as error:
+            raise ConnectionError(
+                f"{method} {url}: no answer from a vLLM server ({error}); is it up, and the address"
+                " right?"
+            ) from error
+
+    def address(self) -> str:
+        try:
+            url = urlsplit(self.url)
+            address = (url.hostname, url.port or PORTS[url.scheme])
+            with socket.create_connection(address, timeout=self.timeout_s) as connection:
+                return connection.getsockname()[0]
+        except KeyError as error:
+            raise ConnectionError(
+                f"{self.url}: the address of a server begins with http:// or https://"
+            ) from error
+        except (OSError, ValueError) as error:
+            raise ConnectionError(
+                f"{self.url}: no server is reached ({error}); is it up, and the address right?"
+            ) from error
+
+    def num_workers(self) -> int:
+        answer = self.call("get_world_size", method="GET")
+        if not isinstance(answer, dict) or "world_size" not in answer:
+            raise ConnectionError(
+                f"GET {self.url}/get_world_size: no answer of a vLLM server ({answer}); is the"
+                " address right?"
+            )
+        return answer["world_size"]
+
+    def pause(self, in_flight: InFlight) -> None:
+        self.call("pause", mode=in_flight)
+
+    def resume(self) -> None:
+        self.call("resume")
+
+    def init_transfer(self, info: Mapping[str, Any]) -> None:
+        self.call("init_weight_transfer_engine", {"init_info": info})
+
+    def update(self, info: Mapping[str, Any]) -> None:
+        self.call("start_weight_update")
+        self.call("update_weights", {"update_info": info})
+
+    def cancel(self) -> None:
+        # vLLM has no command that cancels. An update that is finished without a version keeps the
+        # old one, and the next may start.
+        self.call("finish_weight_update")
+
+    def finish(self, version: int) -> None:
+        self.call("finish_weight_update", {"weight_version": str(version)})
+        # Requests that were kept are computed again from their first token, with the new weights.
+        answer = self.call(
+            "reset_prefix_cache", reset_running_requests="true", reset_external="true"
+        )
+        if not answer["success"]:
+            raise ConnectionError(f"{self.url}: the server did not drop its prefix cache")
+        # Features of images that the old tower made; no running request holds any now.
+        self.call("reset_encoder_cache")
