@@ -30,6 +30,7 @@ from megatron_rl.trainer.server_dispatch import ServerDispatcher
 from megatron_rl.trainer.server_tasks import Tasks
 from megatron_rl.trainer.servers import ServerParts, Servers
 from megatron_rl.trainer.step_end import StepEnd
+from megatron_rl.trainer.step_record import StepRecord
 from megatron_rl.types import Completion, Prompt, Sampling, Score, TransferOptions
 from megatron_rl.weight_sync.fleet import FleetSync
 from megatron_rl.weight_sync.held import HeldWeights
@@ -88,6 +89,8 @@ def build_servers(config: Config, world: World, parts: SourceParts) -> Servers:
     rules = source_rules(config, parts.method)
     # What waits for servers when the policy has changed is of the weights before.
     held = HeldWeights(parts.weights) if rules.lockstep and rules.staleness else None
+    # In lockstep the steps of a run follow from its settings.
+    is_recorded = not rules.lockstep and config.source.record_gib > 0
 
     def dispatcher(saved: Mapping[str, Any] | None) -> ServerDispatcher:
         return ServerDispatcher(rules, tasks, Registry(folder), saved)
@@ -103,6 +106,7 @@ def build_servers(config: Config, world: World, parts: SourceParts) -> Servers:
             end=parts.end,
             save=parts.save,
             staleness=config.source.staleness,
+            record=StepRecord(config, world.size) if is_recorded else None,
         )
     )
     source.checks = build_logprob_check(config, world, parts, source)
