@@ -13,6 +13,7 @@ from megatron_rl.data.loader import PromptLoader, WeightedLoader
 from megatron_rl.data.reading import Data
 from megatron_rl.data.vision import VisionProcessor
 from megatron_rl.engine.client import ServerClient, ServerLostError
+from megatron_rl.engine.requests import sight_of
 from megatron_rl.engine.sampling import eos_token_ids
 from megatron_rl.loss import Method
 from megatron_rl.policy.megatron_policy import MegatronPolicy
@@ -66,12 +67,7 @@ class SourceParts:
 
 
 def build_servers(config: Config, world: World, parts: SourceParts) -> Servers:
-    """Collective. The servers need not be there yet.
-
-    Raises:
-        ValueError: some prompts have images.
-    """
-    _refuse_images(parts.data)
+    """Collective. The servers need not be there yet."""
     folder = Path(config.run_dir) / FOLDER
     secret = world.from_main(lambda: run_secret(folder))
     tasks = Tasks(
@@ -80,7 +76,10 @@ def build_servers(config: Config, world: World, parts: SourceParts) -> Servers:
         judge=parts.judge,
         wants=parts.wants,
         connect=partial(
-            ServerClient, secret=secret, eos_token_ids=eos_token_ids(Path(config.model.path))
+            ServerClient,
+            secret=secret,
+            eos_token_ids=eos_token_ids(Path(config.model.path)),
+            sight=sight_of([*parts.data.train_prompts, *parts.data.held_out_prompts], parts.vision),
         ),
         lost=ServerLostError,
         capacity=config.source.requests_per_server,
@@ -124,15 +123,6 @@ def _fleet(config: Config, world: World, weights: WeightSource, secret: str) -> 
         in_flight_requests="wait" if config.source.schedule == "lockstep" else "keep",
         device=device(),
     )
-
-
-def _refuse_images(data: Data) -> None:
-    for prompt in [*data.train_prompts, *data.held_out_prompts]:
-        if prompt.images:
-            raise ValueError(
-                f"source = servers: prompt {prompt.uid} has images, which are not sent to servers;"
-                " use source=colocated"
-            )
 
 
 def build_logprob_check(

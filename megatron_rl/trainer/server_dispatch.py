@@ -28,7 +28,7 @@ from megatron_rl.trainer.server_tasks import (
     Tasks,
     WeightVersionError,
 )
-from megatron_rl.types import Completion, Prompt, Sampling, Score
+from megatron_rl.types import Completion, Image, Prompt, Sampling, Score
 
 Result = TypeVar("Result")
 LOOK_EVERY_S = 0.5
@@ -97,10 +97,12 @@ class ServerDispatcher:
         """The groups of the next step, in prompt order."""
         return self._call(self._take())
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[Image]] = ()
+    ) -> list[list[float]]:
         """What one server says of sequences, the next time the next one. Raises NoServerError where
         none is left."""
-        return self._call(self._questions.score(sequences))
+        return self._call(self._questions.score(sequences, images))
 
     def counts(self) -> dict[str, float]:
         """Servers at work, those lost so far, and requests that were sent again."""

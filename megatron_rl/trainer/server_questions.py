@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from itertools import starmap, zip_longest
 
 from megatron_rl.trainer.server_tasks import Client, NoServerError, Tasks
-from megatron_rl.types import Completion, Prompt, Sampling
+from megatron_rl.types import Completion, Image, Prompt, Sampling
 
 Place = tuple[int, int]  # of a prompt among those that are asked, number of the response
 
@@ -83,14 +84,17 @@ class Questions:
                 self._give_up(name, str(error))
         return answers
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def score(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[Image]]
+    ) -> list[list[float]]:
         """See ``ServerDispatcher.score``."""
         while self._clients:
             names = sorted(self._clients)
             self._num_scored += 1
             name = names[self._num_scored % len(names)]
             try:
-                return await asyncio.gather(*map(self._clients[name].score, sequences))
+                pairs = zip_longest(sequences, images, fillvalue=())
+                return await asyncio.gather(*starmap(self._clients[name].score, pairs))
             except self._tasks.lost as error:
                 if name in self._clients:
                     self._give_up(name, str(error))

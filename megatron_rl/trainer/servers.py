@@ -248,8 +248,7 @@ class Servers:
         self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()
     ) -> list[list[float]]:
         """Collective: see ``protocols.RolloutEngine``. Servers are asked in turn."""
-        assert not any(images)
-        return self._world.from_main(lambda: self._main.score(sequences))
+        return self._world.from_main(lambda: self._main.score(sequences, images))
 
     def state(self) -> dict[str, Any]:
         """See protocols.RolloutSource. Collective."""

@@ -18,7 +18,7 @@ from megatron_rl.trainer.patience import Patience
 from megatron_rl.trainer.prompt_stream import FinishedGroup, PromptStream
 from megatron_rl.trainer.server_dispatch import ServerDispatcher
 from megatron_rl.trainer.server_tasks import News, NoServerError, Tasks, WeightVersionError
-from megatron_rl.types import Completion, Prompt, Sampling, Score
+from megatron_rl.types import Completion, Image, Prompt, Sampling, Score
 from tests.unit.trainer.fakes import prompts
 
 RULES = Rules(groups_per_step=3, responses_per_group=2, staleness=1)
@@ -70,7 +70,7 @@ class Server:
         token = sum(prompt.uid.encode()) + 7 * response + 31 * version + (sampling.seed or 0)
         return Completion((token, version), (-0.5, -1.0), False, version)
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int], images: Sequence[Image] = ()) -> list[float]:
         if self.name in self.fleet.dead:
             raise Gone(f"{self.name} is dead")
         return [float(token) for token in token_ids[1:]]
