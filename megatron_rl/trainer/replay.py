@@ -36,6 +36,7 @@ from megatron_rl.trainer.run_record import DATA, MODEL, data_fingerprint, flat, 
 from megatron_rl.trainer.saved_settings import is_run, read_config
 from megatron_rl.trainer.start import CHECKPOINTS, METRICS
 from megatron_rl.trainer.step_record import FOLDER, Recorded, read_step, recorded_steps
+from megatron_rl.trainer.visual_entropies import FILE, with_visual_entropy
 from megatron_rl.types import Prompt
 
 # Settings that may differ between the steps of one replay: nothing of them is computed in it.
@@ -167,8 +168,11 @@ class ReplayedRun:
         vision = vision_of(config.model.path, config.data)
         data = shared_data(config, world, tokenizer, vision)
         _check_data(route, data_fingerprint(training_stream(data, config).state()))
-        self._prompts = {prompt.uid: prompt for prompt in data.train_prompts}
         method = build_method(config, data)
+        if method.needs.visual_entropy and vision is not None:
+            file = route.run / FILE
+            data = with_visual_entropy(data, Path(config.model.path), vision, file, world)
+        self._prompts = {prompt.uid: prompt for prompt in data.train_prompts}
         self.policy = build_policy(config, method, vision)
         histories = Histories()
         if route.checkpoint is not None:
