@@ -18,9 +18,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
+
+if TYPE_CHECKING:
+    from megatron_rl.engine.requests import Sight
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -55,9 +59,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         from megatron_rl.engine.server import Address, serve
 
         address = Address(options.host, options.port, options.lease_s)
-        serve(config, Path(config.run_dir), address, os.environ)
+        serve(config, Path(config.run_dir), address, os.environ, sight(config))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
+
+
+def sight(config: Config) -> Sight | None:
+    """What the server needs for the images of the prompts, which are read for it; None for a model
+    of text."""
+    from megatron_rl.data.reading import read_data
+    from megatron_rl.data.tokenizer import load_tokenizer
+    from megatron_rl.data.vision import vision_of
+    from megatron_rl.engine.requests import sight_of
+
+    vision = vision_of(config.model.path, config.data)
+    if vision is None:
+        return None
+    data = read_data(config, load_tokenizer(config.model.path), vision)
+    return sight_of([*data.train_prompts, *data.held_out_prompts], vision)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -20,6 +20,9 @@ GUIDE_TESTS = (
 )
 CLAIM = "half an hour; a short one from nothing: tests/e2e/test_claims.py"
 NOT_RUN = {
+    "torchrun --nproc-per-node N tools/replay_step.py RUN --step 7": (
+        "a run on two servers before it: tests/e2e/test_servers.py"
+    ),
     "python tools/claims.py run nsr_keeps_coverage": CLAIM,
     "python tools/claims.py run group_dominance": CLAIM,
     "bash tools/setup_cpu.sh test && .venv/bin/pytest -n 2": "all tests, from nothing: .ci/run",

@@ -1,13 +1,19 @@
-"""Computes one optimizer step again, from a bundle in run_dir/nonfinite, and shows where numbers
-stop being finite.
+"""Computes steps again: one optimizer step from a bundle in run_dir/nonfinite, which shows where
+numbers stop being finite, or any recorded step of a run with source.schedule=free.
 
     torchrun --nproc-per-node N tools/replay_step.py BUNDLE
     python tools/replay_step.py BUNDLE
+    torchrun --nproc-per-node N tools/replay_step.py RUN --step 7
 
-The first needs as many processes as the run had: loss and gradient norm are then those of the run,
-bit for bit. The second computes the same in one process, rounded otherwise. Shown are the inputs
-(logprobs, advantages, weights), loss and gradient norm of each micro-batch, and the gradient of
-each tensor. ``nonfinite.bundle_step=N`` writes a bundle of any step of a run.
+With as many processes as the run had loss and gradient norm are those of the run, bit for bit; one
+process computes the same, rounded otherwise. Of a bundle it shows the inputs (logprobs, advantages,
+weights), loss and gradient norm of each micro-batch, and the gradient of each tensor.
+nonfinite.bundle_step=N writes a bundle of any step of a run.
+
+Of a RUN (its run_dir) it begins with the newest checkpoint before the step, else with the model of
+the start, and does the updates up to the step on the responses that run_dir/record has. It compares
+all metrics with those of the run, and the weights with checkpoints on the way; where something
+differs in the layout of the run it ends with code 1. --bundle writes the step as a bundle.
 """
 
 from __future__ import annotations
@@ -19,17 +25,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 
-from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.config.schema import Config, ParallelConfig
 from megatron_rl.data.vision import vision_of
 from megatron_rl.loss import Method
+from megatron_rl.plugins import load_plugins
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.reporting.report import table
 from megatron_rl.runtime.launch import World, configure_logging, exit_process, report, start
 from megatron_rl.trainer.bundle import Bundle, read_bundle
 from megatron_rl.trainer.objective import MinibatchLoss, token_settings
+from megatron_rl.trainer.replay import Again, ReplayedRun, config_of, find_route
 from megatron_rl.types import Share
 
 ONE_PROCESS = dict(
@@ -74,20 +83,19 @@ class Replay:
     gradients: list[TensorFacts]
 
 
-def layout(bundle: Bundle, world_size: int) -> ParallelConfig:
-    """The run's layout, or that of one process.
+def layout(config: Config, num_processes: int, world_size: int) -> ParallelConfig:
+    """The run's layout, of ``num_processes``, or that of one process.
 
     Raises:
         ValueError: neither is possible with ``world_size`` processes.
     """
-    if world_size == bundle.world_size:
-        return bundle.config.parallel
+    if world_size == num_processes:
+        return config.parallel
     if world_size != 1:
         raise ValueError(
-            f"the run had {bundle.world_size} processes and this is {world_size}; start as many,"
-            " or one"
+            f"the run had {num_processes} processes and this is {world_size}; start as many, or one"
         )
-    return bundle.config.parallel.model_copy(update=ONE_PROCESS)
+    return config.parallel.model_copy(update=ONE_PROCESS)
 
 
 def build_policy(bundle: Bundle, parallel: ParallelConfig) -> MegatronPolicy:
@@ -214,8 +222,11 @@ def _same(one: float, other: float) -> bool:
 
 
 def run(options: argparse.Namespace, world: World) -> None:
-    bundle = read_bundle(options.bundle)
-    parallel = layout(bundle, world.size)
+    if options.step is not None:
+        run_steps(options, world)
+        return
+    bundle = read_bundle(options.source)
+    parallel = layout(bundle.config, bundle.world_size, world.size)
     splits = bundle.splits
     if world.size != bundle.world_size:
         splits = [[microbatch for split in bundle.splits for microbatch in split]]
@@ -226,18 +237,85 @@ def run(options: argparse.Namespace, world: World) -> None:
             options.json.write_text(json.dumps(asdict(result)) + "\n", encoding="ascii")
 
 
+def run_steps(options: argparse.Namespace, world: World) -> None:
+    """The steps of a run up to ``--step``.
+
+    Raises:
+        ValueError: they cannot be computed again, or are not those of the run.
+    """
+    route = world.from_main(lambda: find_route(options.source, options.step, options.after))
+    config = config_of(route, with_bundle=options.bundle)
+    parallel = layout(config, route.world_size, world.size)
+    begin = route.checkpoint or f"the model {config.model.path}"
+    if world.is_main:
+        print(f"from {begin}, {route.step - route.after} steps", flush=True)
+    steps = ReplayedRun(route, config.model_copy(update={"parallel": parallel}), world)
+    done = []
+    for step in range(route.after + 1, route.step + 1):
+        again = steps.step(step)
+        done.append(again)
+        if world.is_main:
+            print(describe_step(again, options.top), flush=True)
+    if world.is_main and options.json is not None:
+        text = json.dumps({again.recorded.step: again.metrics for again in done})
+        options.json.write_text(text + "\n", encoding="ascii")
+    if world.size == route.world_size and not all(again.is_equal for again in done):
+        raise ValueError(
+            f"{route.run}: not the steps of the run; its folder, the program, a library or the"
+            " machine has changed, or the device adds in an order that varies"
+        )
+
+
+def describe_step(again: Again, top: int) -> str:
+    """What a step was trained on, and whether it is that of the run."""
+    recorded = again.recorded
+    versions, counts = np.unique(recorded.token_versions, return_counts=True)
+    tokens = ", ".join(f"{count} of version {version}" for version, count in zip(versions, counts))
+    lines = [
+        f"step {recorded.step}: {len(recorded.scores)} responses to {len(recorded.uids)} prompts,"
+        f" from number {recorded.start} of the stream on; tokens: {tokens}"
+    ]
+    different = again.different
+    if different is None:
+        lines.append("  the run has no metrics of it to compare with")
+    elif not different:
+        lines.append(f"  {len(again.metrics)} metrics: all equal to those of the run")
+    else:
+        lines.append(f"  {len(different)} of {len(again.metrics)} metrics are not those of the run")
+        rows = [(name, repr(here), repr(there)) for name, (here, there) in different.items()]
+        lines.append(table([("metric", "here", "in the run"), *rows[:top]]))
+    if again.weights is not None:
+        names = ", ".join(again.weights[:4])
+        verdict = f"{len(again.weights)} tensors differ ({names})" if names else "all equal"
+        lines.append(f"  weights and those of the checkpoint: {verdict}")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Ends the process: 0, or 1 on any error."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("bundle", type=Path, help="a folder run_dir/nonfinite/step_NNNNNN")
-    parser.add_argument("--top", type=int, default=20, help="gradients shown")
+    where = "a folder run_dir/nonfinite/step_NNNNNN, or a run_dir"
+    parser.add_argument("source", metavar="BUNDLE | RUN", type=Path, help=where)
+    parser.add_argument("--top", type=int, default=20, help="gradients or differences shown")
     parser.add_argument("--json", type=Path, help="a file for all the numbers")
+    parser.add_argument("--step", type=int, help="of RUN: the last one to compute")
+    after = "of RUN: begin after this step (0: with the model); default: the nearest that is kept"
+    parser.add_argument("--after", type=int, help=after)
+    bundle = "of RUN: write the first minibatch of the step to RUN/nonfinite/step_NNNNNN"
+    parser.add_argument("--bundle", action="store_true", help=bundle)
+    plugin = "your own code, imported first; see examples/plugins"
+    parser.add_argument(
+        "--plugin", action="append", default=[], metavar="MODULE_OR_FILE", help=plugin
+    )
     options = parser.parse_args()
+    if options.step is None and (options.bundle or options.after is not None):
+        parser.error("--after and --bundle are for a RUN with --step N")
     world = start()
     configure_logging(world.rank)
     try:
+        load_plugins(options.plugin)
         run(options, world)
     except BaseException as error:  # noqa: BLE001 (reported, then the process ends with code 1)
         report(error, world.rank)

@@ -176,6 +176,7 @@ class SourceConfig(Section):
     schedule: Literal["lockstep", "free"]
     requests_per_server: PositiveInt
     give_up_factor: Annotated[float, Field(ge=1)] | None
+    record_gib: NonNegativeFloat
     partial: PartialConfig
 
     @property

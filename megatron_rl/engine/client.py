@@ -13,9 +13,10 @@ from typing import Any
 
 import aiohttp
 
+from megatron_rl.engine.requests import Sight, check_expansion, served_request
 from megatron_rl.engine.sampling import request_seed, sampling_values
 from megatron_rl.runtime.plain_data import MalformedMessageError, decoded
-from megatron_rl.types import Completion, Prompt, Sampling, VersionSpan
+from megatron_rl.types import Completion, Image, Prompt, Sampling, VersionSpan
 
 GENERATE = "inference/v1/generate"
 _SHOWN = 500  # characters of a refusal
@@ -53,6 +54,7 @@ class _Choice:
 @dataclass(frozen=True)
 class _Generated:
     choices: list[_Choice]
+    prompt_token_ids: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,12 @@ class _Scored:
 class ServerClient:
     """One server, for the event loop in which it is constructed."""
 
-    def __init__(self, url: str, secret: str, eos_token_ids: Sequence[int]) -> None:
-        """``secret``: of the run; ``eos_token_ids``: of the model."""
+    def __init__(
+        self, url: str, secret: str, eos_token_ids: Sequence[int], sight: Sight | None = None
+    ) -> None:
+        """``secret``: of the run; ``eos_token_ids``: of the model; ``sight``: None where no prompt
+        has images."""
+        self._sight = sight
         self.url = url.rstrip("/")
         self._eos_token_ids = eos_token_ids
         # No limit of connections or of time: the server queues requests, and a long response may
@@ -89,12 +95,17 @@ class ServerClient:
         Raises:
             ServerLostError: no answer, or the server dropped the request.
             ValueError: the server refuses it, as any other would.
+            RuntimeError: it read other tokens for the images.
         """
         assert sampling.seed is not None, "without a seed no other server could answer alike"
         seed = request_seed(sampling.seed, prompt.uid) + response
         values = sampling_values(sampling, seed, self._eos_token_ids)
-        body = {"token_ids": list(prompt.token_ids), "sampling_params": values}
-        answer: _Generated = await self._post(GENERATE, body, _Generated, f"prompt {prompt.uid}")
+        what = f"prompt {prompt.uid}"
+        asked = served_request(prompt.token_ids, prompt.images, self._sight, what)
+        body = {**asked, "sampling_params": values}
+        answer: _Generated = await self._post(GENERATE, body, _Generated, what)
+        if prompt.images:
+            check_expansion(prompt.token_ids, answer.prompt_token_ids or (), what)
         (choice,) = answer.choices
         if choice.finish_reason not in ("stop", "length"):
             raise ServerLostError(
@@ -102,7 +113,7 @@ class ServerClient:
             )
         return _completion(self.url, choice)
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int], images: Sequence[Image] = ()) -> list[float]:
         """Logprob at temperature 1 of every token but the first, which follows nothing.
 
         Raises as ``generate`` does.
@@ -113,7 +124,8 @@ class ServerClient:
             "prompt_logprobs": 0,
             "detokenize": False,
         }
-        body = {"token_ids": list(token_ids), "sampling_params": values}
+        asked = served_request(token_ids, images, self._sight, "score")
+        body = {**asked, "sampling_params": values}
         answer: _Scored = await self._post(GENERATE, body, _Scored, "score")
         by_token = answer.prompt_logprobs[1:]
         return [

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import Any
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.protocols import ImageProcessor
 from megatron_rl.types import Image, Prompt, Sampling
-
-if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,42 @@ def sight_of(prompts: Iterable[Prompt], processor: ImageProcessor | None) -> Sig
 def request(
     token_ids: Sequence[int], images: Sequence[Image], sight: Sight | None, what: str
 ) -> dict[str, Any]:
-    """The request for a prompt whose image tokens are expanded.
+    """The request for a prompt whose image tokens are expanded, to an engine in this process.
+    Raises as ``as_asked`` does."""
+    asked: dict[str, Any] = {"prompt_token_ids": as_asked(token_ids, images, sight, what)}
+    if images:
+        asked["multi_modal_data"] = {"image": [image.rgb() for image in images]}
+        asked["multi_modal_uuids"] = {"image": [image.digest for image in images]}
+    return asked
+
+
+def served_request(
+    token_ids: Sequence[int], images: Sequence[Image], sight: Sight | None, what: str
+) -> dict[str, Any]:
+    """The same to a server; with images it is to say what it made of their tokens. Raises as
+    ``as_asked`` does."""
+    asked: dict[str, Any] = {"token_ids": as_asked(token_ids, images, sight, what)}
+    if images:
+        asked["content_parts"] = [
+            {"type": "image_url", "url": _as_url(image), "uuid": image.digest} for image in images
+        ]
+        asked["return_token_ids"] = True
+    return asked
+
+
+@lru_cache(maxsize=64)  # the requests of a group follow each other
+def _as_url(image: Image) -> str:
+    """The pixels that an engine in this process is given, without loss: of transparency and of
+    turned photographs a server makes something else."""
+    buffer = io.BytesIO()
+    image.rgb().save(buffer, "PNG", compress_level=1)
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
+
+
+def as_asked(
+    token_ids: Sequence[int], images: Sequence[Image], sight: Sight | None, what: str
+) -> list[int]:
+    """The token ids of a prompt as vLLM wants them.
 
     vLLM wants one token an image and expands it itself: given the expanded ids it would expand them
     once more, and given too few images it would read image tokens as text, without an error. So
@@ -53,21 +88,14 @@ def request(
             " it for the most"
         )
     if sight is None:
-        return {"prompt_token_ids": list(token_ids)}
+        return list(token_ids)
     try:
-        collapsed = sight.processor.collapsed(token_ids, images)
+        return sight.processor.collapsed(token_ids, images)
     except ValueError as error:
         raise ValueError(
             f"{what}: its tokens are not those of its images: {error}; load it with the"
             " preprocessor_config.json, data.min_pixels and data.max_pixels of the engine"
         ) from error
-    if not images:
-        return {"prompt_token_ids": collapsed}
-    return {
-        "prompt_token_ids": collapsed,
-        "multi_modal_data": {"image": [image.rgb() for image in images]},
-        "multi_modal_uuids": {"image": [image.digest for image in images]},
-    }
 
 
 def behind(prepared: Mapping[str, Any], token_ids: Sequence[int]) -> dict[str, Any]:
@@ -96,11 +124,11 @@ def check_request(prompt: Prompt, sampling: Sampling, config: RolloutConfig) -> 
         )
 
 
-def check_expansion(token_ids: Sequence[int], output: RequestOutput, what: str) -> None:
-    """Raises RuntimeError where vLLM computed another prompt than ``token_ids``."""
-    if list(output.prompt_token_ids) != list(token_ids):
+def check_expansion(token_ids: Sequence[int], read: Sequence[int], what: str) -> None:
+    """Raises RuntimeError where vLLM computed another prompt, ``read``, than ``token_ids``."""
+    if list(read) != list(token_ids):
         raise RuntimeError(
-            f"{what}: vLLM read a prompt of {len(output.prompt_token_ids)} tokens, not the"
+            f"{what}: vLLM read a prompt of {len(read)} tokens, not the"
             f" {len(token_ids)} that the policy trains on; its image processor and that of"
             " data.vision differ"
         )

@@ -88,7 +88,7 @@ class Running:
         ticket = int(output.request_id)
         request = self._open.pop(ticket)
         if self._sight is not None:
-            check_expansion(request.asked, output, request.what)
+            check_expansion(request.asked, output.prompt_token_ids, request.what)
         (response,) = output.outputs
         truncated = response.finish_reason == "length"
         token_ids = list(response.token_ids)

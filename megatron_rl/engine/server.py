@@ -4,6 +4,7 @@ its process."""
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import secrets
@@ -22,6 +23,7 @@ import torch
 
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.engine.arguments import engine_arguments
+from megatron_rl.engine.requests import Sight
 from megatron_rl.engine.requirements import require_vllm
 from megatron_rl.runtime.parent import die_with_parent
 from megatron_rl.runtime.registry import FOLDER, Lease, run_secret
@@ -43,14 +45,20 @@ _OF_THE_LIBRARY = {
 
 
 def server_command(
-    model_path: str, config: RolloutConfig, *, seed: int, host: str, port: int
+    model_path: str,
+    config: RolloutConfig,
+    sight: Sight | None = None,
+    *,
+    seed: int,
+    host: str,
+    port: int,
 ) -> list[str]:
     """The command that starts vLLM's own server with the settings of ``rollout``.
 
     It answers token ids with token ids, takes weights from a trainer, and wants the secret of the
     run with every request.
     """
-    arguments = engine_arguments(model_path, config, seed)
+    arguments = engine_arguments(model_path, config, seed, sight)
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     words += ["--host", host, "--port", str(port)]
     for name, value in arguments.items():
@@ -65,6 +73,8 @@ def _option(name: str, value: Any) -> list[str]:
     option = f"--{name.replace('_', '-')}"
     if value is None:
         return []
+    if isinstance(value, Mapping):
+        return [option, json.dumps(value)]
     if isinstance(value, bool):
         return [option if value else f"--no-{option[2:]}"]
     return [option, str(value)]
@@ -124,9 +134,15 @@ class Address:
     lease_s: float
 
 
-def serve(config: Config, run_dir: Path, address: Address, environment: Mapping[str, str]) -> None:
+def serve(
+    config: Config,
+    run_dir: Path,
+    address: Address,
+    environment: Mapping[str, str],
+    sight: Sight | None = None,
+) -> None:
     """Runs a server and keeps its registration alive until the server ends, this process is told
-    to, or the trainer has removed the registration.
+    to, or the trainer has removed the registration. ``sight``: None where no prompt has images.
 
     Raises:
         ValueError: the server did not start, or it ended.
@@ -137,7 +153,12 @@ def serve(config: Config, run_dir: Path, address: Address, environment: Mapping[
     port = address.port or free_port(address.host)
     url = f"http://{address.host}:{port}"
     command = server_command(
-        config.model.path, config.rollout, seed=config.seed, host=address.host, port=port
+        config.model.path,
+        config.rollout,
+        sight,
+        seed=config.seed,
+        host=address.host,
+        port=port,
     )
     process = start_server(command, environment, secret)
     lease: Lease | None = None

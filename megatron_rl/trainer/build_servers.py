@@ -13,6 +13,7 @@ from megatron_rl.data.loader import PromptLoader, WeightedLoader
 from megatron_rl.data.reading import Data
 from megatron_rl.data.vision import VisionProcessor
 from megatron_rl.engine.client import ServerClient, ServerLostError
+from megatron_rl.engine.requests import sight_of
 from megatron_rl.engine.sampling import eos_token_ids
 from megatron_rl.loss import Method
 from megatron_rl.policy.megatron_policy import MegatronPolicy
@@ -30,6 +31,7 @@ from megatron_rl.trainer.server_dispatch import ServerDispatcher
 from megatron_rl.trainer.server_tasks import Tasks
 from megatron_rl.trainer.servers import ServerParts, Servers
 from megatron_rl.trainer.step_end import StepEnd
+from megatron_rl.trainer.step_record import StepRecord
 from megatron_rl.types import Completion, Prompt, Sampling, Score, TransferOptions
 from megatron_rl.weight_sync.fleet import FleetSync
 from megatron_rl.weight_sync.held import HeldWeights
@@ -65,12 +67,7 @@ class SourceParts:
 
 
 def build_servers(config: Config, world: World, parts: SourceParts) -> Servers:
-    """Collective. The servers need not be there yet.
-
-    Raises:
-        ValueError: some prompts have images.
-    """
-    _refuse_images(parts.data)
+    """Collective. The servers need not be there yet."""
     folder = Path(config.run_dir) / FOLDER
     secret = world.from_main(lambda: run_secret(folder))
     tasks = Tasks(
@@ -79,7 +76,10 @@ def build_servers(config: Config, world: World, parts: SourceParts) -> Servers:
         judge=parts.judge,
         wants=parts.wants,
         connect=partial(
-            ServerClient, secret=secret, eos_token_ids=eos_token_ids(Path(config.model.path))
+            ServerClient,
+            secret=secret,
+            eos_token_ids=eos_token_ids(Path(config.model.path)),
+            sight=sight_of([*parts.data.train_prompts, *parts.data.held_out_prompts], parts.vision),
         ),
         lost=ServerLostError,
         capacity=config.source.requests_per_server,
@@ -88,6 +88,8 @@ def build_servers(config: Config, world: World, parts: SourceParts) -> Servers:
     rules = source_rules(config, parts.method)
     # What waits for servers when the policy has changed is of the weights before.
     held = HeldWeights(parts.weights) if rules.lockstep and rules.staleness else None
+    # In lockstep the steps of a run follow from its settings.
+    is_recorded = not rules.lockstep and config.source.record_gib > 0
 
     def dispatcher(saved: Mapping[str, Any] | None) -> ServerDispatcher:
         return ServerDispatcher(rules, tasks, Registry(folder), saved)
@@ -103,6 +105,7 @@ def build_servers(config: Config, world: World, parts: SourceParts) -> Servers:
             end=parts.end,
             save=parts.save,
             staleness=config.source.staleness,
+            record=StepRecord(config, world.size) if is_recorded else None,
         )
     )
     source.checks = build_logprob_check(config, world, parts, source)
@@ -120,15 +123,6 @@ def _fleet(config: Config, world: World, weights: WeightSource, secret: str) -> 
         in_flight_requests="wait" if config.source.schedule == "lockstep" else "keep",
         device=device(),
     )
-
-
-def _refuse_images(data: Data) -> None:
-    for prompt in [*data.train_prompts, *data.held_out_prompts]:
-        if prompt.images:
-            raise ValueError(
-                f"source = servers: prompt {prompt.uid} has images, which are not sent to servers;"
-                " use source=colocated"
-            )
 
 
 def build_logprob_check(

@@ -185,7 +185,8 @@ def read_bundle(path: Path) -> Bundle:
     missing = [name for name in (BATCH, FACTS, CONFIG, WEIGHTS) if not (path / name).exists()]
     if missing:
         raise ValueError(
-            f"{path}: no {', '.join(missing)} in it; give a folder run_dir/nonfinite/step_NNNNNN"
+            f"{path}: no {', '.join(missing)} in it; give a folder run_dir/nonfinite/step_NNNNNN,"
+            " or a run_dir with --step N"
         )
     facts = json.loads((path / FACTS).read_text(encoding="ascii"))
     values = json.loads((path / CONFIG).read_text(encoding="utf-8"))

@@ -42,3 +42,8 @@ class Histories:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._of = {uid: tuple(values) for uid, values in state.items()}
+
+    def restore_all(self, extra: Mapping[str, Any]) -> None:
+        """From what a checkpoint holds beside the policy; older ones have nothing of it."""
+        self.restore(extra.get("histories", {}))
+        self.starts = dict(extra.get("starts", {}))

@@ -20,6 +20,10 @@ class Patience:
     not before a minute: the median, over the last answers, of seconds / tokens x tokens at most.
     While nothing is answered nothing is overdue. ``factor``: None for a wait without end.
 
+    Requests ``in_line`` (an evaluation sends all of its own at once) stand behind each other and
+    make others wait. So nothing of a server is overdue before its last answer to one of them is as
+    old, too.
+
     Example: answers of 100 tokens take 5 s, 4,000 are allowed, the factor is 4: 800 s.
     """
 
@@ -27,17 +31,23 @@ class Patience:
     clock: Callable[[], float] = time.monotonic
     _full_lengths_s: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _waiting: dict[int, tuple[str, float]] = field(default_factory=dict)  # server, since when
+    _answered_in_line: dict[str, float] = field(default_factory=dict)  # by server, when last
     _names: Iterator[int] = field(default_factory=count)
 
     @contextmanager
-    def waiting(self, server: str, max_tokens: int) -> Iterator[Callable[[int], None]]:
+    def waiting(
+        self, server: str, max_tokens: int, *, in_line: bool = False
+    ) -> Iterator[Callable[[int], None]]:
         """A request is under way inside; what it gives is told the tokens of the answer."""
         name = next(self._names)
         begin_s = self.clock()
         self._waiting[name] = (server, begin_s)
 
         def answered(num_tokens: int) -> None:
-            seconds = self.clock() - begin_s
+            now_s = self.clock()
+            seconds = now_s - begin_s
+            if in_line:
+                self._answered_in_line[server] = now_s
             self._full_lengths_s.append(seconds * max_tokens / max(1, num_tokens))
 
         try:
@@ -57,8 +67,10 @@ class Patience:
         limit_s = self.limit_s
         if limit_s is None:
             return {}
-        now = self.clock()
+        now_s = self.clock()
         why = f"it has not answered a request for {limit_s:.0f} s, much longer than answers take"
-        return {
-            server: why for server, begin_s in self._waiting.values() if now - begin_s > limit_s
+        since = {
+            (server, max(begin_s, self._answered_in_line.get(server, begin_s)))
+            for server, begin_s in self._waiting.values()
         }
+        return {server: why for server, begin_s in since if now_s - begin_s > limit_s}

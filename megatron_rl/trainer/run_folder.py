@@ -265,8 +265,7 @@ class RunFolder:
         nothing where others are allowed."""
         try:
             source.restore(extra["rollouts"])
-            self.histories.restore(extra.get("histories", {}))  # older checkpoints have none
-            self.histories.starts = dict(extra.get("starts", {}))
+            self.histories.restore_all(extra)
         except ValueError as error:
             if self._config.resume.changed != "allow":
                 raise

@@ -50,6 +50,7 @@ FREE = (
     "rollout.enforce_eager",
     "rollout.enable_prefix_caching",
     "rollout.sleep_level",
+    "source.record_gib",
     "weight_sync",
     "trainer.stall_limit_s",
     "reward.timeout_s",

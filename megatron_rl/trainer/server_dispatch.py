@@ -20,15 +20,15 @@ from megatron_rl.scheduling.batches import Batch, Rules
 from megatron_rl.scheduling.scheduler import Scheduler
 from megatron_rl.scheduling.work import Assignment, Request
 from megatron_rl.trainer.prompt_stream import FinishedGroup, OpenGroup
+from megatron_rl.trainer.server_questions import Questions
 from megatron_rl.trainer.server_tasks import (
     Client,
     News,
-    NoServerError,
     Servers,
     Tasks,
     WeightVersionError,
 )
-from megatron_rl.types import Completion, Prompt, Sampling, Score
+from megatron_rl.types import Completion, Image, Prompt, Sampling, Score
 
 Result = TypeVar("Result")
 LOOK_EVERY_S = 0.5
@@ -56,6 +56,7 @@ class ServerDispatcher:
         self._servers = servers
         self._clients: dict[str, Client] = {}
         self._urls: dict[str, str] = {}
+        self._questions = Questions(tasks, self._clients, self._give_up)
         self._running: dict[Assignment, asyncio.Task] = {}
         self._alive: set[asyncio.Task] = set()
         self._newcomers: dict[str, str] = {}
@@ -66,7 +67,6 @@ class ServerDispatcher:
         self._is_told_of_starving = False
         self._num_reissued = 0
         self._num_lost = 0
-        self._num_scored = 0
         self._thread = threading.Thread(target=self._run, name="dispatcher", daemon=True)
         self._thread.start()
         self._call(self._start())
@@ -97,10 +97,12 @@ class ServerDispatcher:
         """The groups of the next step, in prompt order."""
         return self._call(self._take())
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[Image]] = ()
+    ) -> list[list[float]]:
         """What one server says of sequences, the next time the next one. Raises NoServerError where
         none is left."""
-        return self._call(self._score(sequences))
+        return self._call(self._questions.score(sequences, images))
 
     def counts(self) -> dict[str, float]:
         """Servers at work, those lost so far, and requests that were sent again."""
@@ -179,40 +181,10 @@ class ServerDispatcher:
     async def _generate(
         self, prompts: Sequence[Prompt], sampling: Sampling
     ) -> list[FinishedGroup] | News:
-        numbers = range(sampling.num_responses)
-        while self._clients:
-            names = sorted(self._clients)
-            asked = [
-                (names[place % len(names)], prompt, number)
-                for place, prompt in enumerate(prompts)
-                for number in numbers
-            ]
-            answers = await asyncio.gather(
-                *(self._clients[name].generate(prompt, sampling, j) for name, prompt, j in asked),
-                return_exceptions=True,
-            )
-            completions = [one for one in answers if isinstance(one, Completion)]
-            if len(completions) == len(answers):
-                return await self._judged(prompts, completions)
-            for (name, _, _), answer in zip(asked, answers, strict=True):
-                if isinstance(answer, self._tasks.lost):
-                    if name in self._clients:
-                        self._give_up(name, str(answer))
-                elif isinstance(answer, BaseException):
-                    raise answer
-        return await self._until(self._arrivals)
-
-    async def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        while self._clients:
-            names = sorted(self._clients)
-            self._num_scored += 1
-            name = names[self._num_scored % len(names)]
-            try:
-                return await asyncio.gather(*map(self._clients[name].score, sequences))
-            except self._tasks.lost as error:
-                if name in self._clients:
-                    self._give_up(name, str(error))
-        raise NoServerError("no server is left to score sequences")
+        answers = await self._questions.generate(prompts, sampling)
+        if answers is None:
+            return await self._until(self._arrivals)
+        return await self._judged(prompts, answers)
 
     async def _judged(
         self, prompts: Sequence[Prompt], answers: Sequence[Completion]
@@ -282,6 +254,7 @@ class ServerDispatcher:
         self._scheduler.leave(name)
         for assignment in unanswered:
             self._running.pop(assignment).cancel()
+        self._questions.lost(name)
         self._num_reissued += len(unanswered)
         self._spawn(client.close())
         logger.warning(

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 from megatron_rl.runtime.registry import Registration
 from megatron_rl.trainer.patience import Patience
 from megatron_rl.trainer.prompt_stream import PromptStream
-from megatron_rl.types import Completion, Prompt, Sampling, Score
+from megatron_rl.types import Completion, Image, Prompt, Sampling, Score
 
 
 class Client(Protocol):
@@ -17,7 +17,7 @@ class Client(Protocol):
 
     async def generate(self, prompt: Prompt, sampling: Sampling, response: int) -> Completion: ...
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]: ...
+    async def score(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[float]: ...
 
     async def close(self) -> None: ...
 

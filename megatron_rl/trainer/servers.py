@@ -30,6 +30,7 @@ from megatron_rl.trainer.rollouts import none_wanted
 from megatron_rl.trainer.server_dispatch import ServerDispatcher
 from megatron_rl.trainer.server_tasks import News, NoServerError
 from megatron_rl.trainer.step_end import StepEnd
+from megatron_rl.trainer.step_record import StepRecord
 from megatron_rl.types import Image, Prompt, Sampling, Score, SyncReport
 from megatron_rl.weight_sync.fleet import FleetSync
 from megatron_rl.weight_sync.held import HeldWeights
@@ -72,7 +73,8 @@ class ServerParts:
     """What ``Servers`` is made of. ``held``: weights that the fleet takes in place of the policy's,
     where servers may still want those of the version before; ``dispatcher``: makes that of rank 0,
     from a saved state; ``prompts``: the stream of this rank, on rank 0 the dispatcher's; ``end``:
-    from responses to experience; ``save``: leaves a checkpoint of the step that is finished."""
+    from responses to experience; ``save``: leaves a checkpoint of the step that is finished;
+    ``record``: of what each step is trained on, None: none is kept."""
 
     world: World
     policy: CheckedPolicy
@@ -83,6 +85,7 @@ class ServerParts:
     end: StepEnd
     save: Callable[[int], None]
     staleness: int
+    record: StepRecord | None = None
 
 
 class Servers:
@@ -113,7 +116,13 @@ class Servers:
             told = self._world.from_main(lambda: self._take(step, mine))
             responses = _responses(self._prompts(told, mine), told, mine)
         experience = self._parts.end(step, responses, clock)
-        return replace(experience, discarded_groups=told.num_refused, source_metrics=told.metrics)
+        experience = replace(
+            experience, discarded_groups=told.num_refused, source_metrics=told.metrics
+        )
+        record = self._parts.record
+        if record is not None:
+            self._world.from_main(lambda: record.write(step, experience, told.groups, told.start))
+        return experience
 
     def _take(self, step: int, mine: list[FinishedGroup]) -> Told:
         """Rank 0: the groups of the step; they go into the list, and not to the others."""
@@ -239,8 +248,7 @@ class Servers:
         self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()
     ) -> list[list[float]]:
         """Collective: see ``protocols.RolloutEngine``. Servers are asked in turn."""
-        assert not any(images)
-        return self._world.from_main(lambda: self._main.score(sequences))
+        return self._world.from_main(lambda: self._main.score(sequences, images))
 
     def state(self) -> dict[str, Any]:
         """See protocols.RolloutSource. Collective."""

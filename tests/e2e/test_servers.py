@@ -21,7 +21,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from megatron_rl.runtime.registry import FOLDER, SECRET, Lease, Registration
 from tests.e2e.toy import overrides
@@ -31,6 +32,7 @@ from tests.numerics.server import with_entry_point
 pytestmark = pytest.mark.full
 STEPS = 10
 PROGRAM = Path(__file__).parent / "delayed_program.py"
+REPLAY = "tools/replay_step.py"
 CLIENT = Path(__file__).parent / "client_program.py"
 LIMIT_S = 600
 OF_THE_SOURCE = ("time/", "throughput/", "memory/", "source/", "sync/", "rollout/unused")
@@ -108,8 +110,8 @@ def servers(folder) -> Iterator[list[Served]]:
             end(served.process)
 
 
-@pytest.fixture
-def register(servers) -> Iterator[Callable[[int, Path], Lease]]:
+@contextlib.contextmanager
+def registering(servers: list[Served]) -> Iterator[Callable[[int, Path], Lease]]:
     """Lets a server take part in the run of a folder, as if it had been started for it."""
     stop = threading.Event()
     threads: list[threading.Thread] = []
@@ -129,10 +131,18 @@ def register(servers) -> Iterator[Callable[[int, Path], Lease]]:
         threads[-1].start()
         return lease
 
-    yield register
-    stop.set()
-    for thread in threads:
-        thread.join()
+    try:
+        yield register
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.fixture
+def register(servers) -> Iterator[Callable[[int, Path], Lease]]:
+    with registering(servers) as register:
+        yield register
 
 
 @dataclass(frozen=True)
@@ -230,17 +240,66 @@ def test_a_server_that_takes_turns_with_the_trainer_is_the_colocated_engine(fold
     assert steps[0] == steps[1] and len(steps[0]) == 3
 
 
-def test_free_servers_take_new_weights_at_once_and_ages_stay_within_the_bound(folder, register):
+@pytest.fixture(scope="module")
+def free(folder, servers) -> Iterator[Path]:
+    """The folder of a run with checkpoints of steps 2, 4 and 5."""
     run_dir = folder / "free"
-    register(0, run_dir)
-    register(1, run_dir)
-    more = ["source.schedule=free", "source.staleness=2", "trainer.num_steps=5"]
-    launch("megatron_rl.train", 2, overrides(folder, run_dir, *ON_SERVERS, *more), timeout=LIMIT_S)
-    found = rows(run_dir)
+    more = [
+        "source.schedule=free",
+        "source.staleness=2",
+        "trainer.num_steps=5",
+        "batch.prompts_per_minibatch=2",
+        "checkpoint.every_steps=2",
+        "checkpoint.keep=3",
+    ]
+    with registering(servers) as register:
+        register(0, run_dir)
+        register(1, run_dir)
+        words = overrides(folder, run_dir, *ON_SERVERS, *more)
+        launch("megatron_rl.train", 2, words, timeout=LIMIT_S)
+    yield run_dir
+
+
+def test_free_servers_take_new_weights_at_once_and_ages_stay_within_the_bound(free):
+    found = rows(free)
     assert [row["rollout/num_responses"] for row in found] == [32] * 5
     ages = [row["source/staleness_max"] for row in found]
     assert max(ages) <= 2 and ages[0] == 0, "nothing is older than the first weights"
     assert all(row["mismatch/logprob_abs_diff_max"] < 20 for row in found)
+
+
+def replayed(run_dir: Path, *options: object, processes: int = 2, code: int = 0) -> str:
+    done = launch(REPLAY, processes, [run_dir, *options], LIMIT_S, check=False)
+    assert (done.returncode != 0) == (code != 0), done.stdout[-3000:]
+    return done.stdout
+
+
+def test_every_step_of_a_free_run_is_computed_again_bit_for_bit(free):
+    """From the model of the start through all steps and checkpoints, and from the one before."""
+    said = replayed(free, "--step", 5, "--after", 0)
+    assert re.findall(r"(?m)^step (\d): 32 responses to 8 prompts", said) == list("12345")
+    assert len(re.findall(r"\d+ metrics: all equal to those of the run", said)) == 5
+    assert said.count("weights and those of the checkpoint: all equal") == 3
+    said = replayed(free, "--step", 3, "--bundle")
+    assert "checkpoints/step_000002, 1 steps" in said and said.count("all equal to those") == 1
+    assert (free / "nonfinite" / "step_000003" / "bundle.json").exists()
+
+
+def test_a_record_that_is_not_the_runs_is_told(free, tmp_path):
+    run_dir = tmp_path / "changed"
+    shutil.copytree(free, run_dir)
+    path = run_dir / "record" / "step_000003.safetensors"
+    with safe_open(path, "pt") as file:
+        facts = json.loads(file.metadata()["facts"])
+    facts["scores"][0]["reward"] += 0.5
+    save_file(load_file(path), path, {"facts": json.dumps(facts)})
+    said = replayed(run_dir, "--step", 4, code=1)
+    assert re.search(r"step 3: .*\n  \d+ of \d+ metrics are not those of the run", said)
+    assert "loss/total" in said and "not the steps of the run" in said
+    assert re.search(r"checkpoint: \d+ tensors differ", said)
+    shutil.rmtree(run_dir / "checkpoints" / "step_000004")
+    said = replayed(run_dir, "--step", 5, "--after", 4, code=1)
+    assert "--after 4" in said and "it has 0, 2, 5" in said
 
 
 def checkpoint(run_dir: Path, step: int) -> bool:

@@ -4,15 +4,20 @@ engines, and a resume."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.data.rows import read_rows
 from tests.e2e.test_training import timeless
-from tests.launch import REPO, launch, run
+from tests.launch import REPO, end, launch, run
+from tests.numerics.server import with_entry_point
 from tools.make_toy_vision_model import write_untrained
 
 # Differs between the responses of a model that knows nothing.
@@ -36,9 +41,8 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def train(folder: Path, name: str, num_steps: int) -> list[dict]:
-    """The rows of the metrics after a run of two processes to ``num_steps``."""
-    settings = [
+def settings(folder: Path, name: str, num_steps: int) -> list[str]:
+    return [
         "experiment=vision_cpu",
         "method=durian",
         "reward.verifier=auto",
@@ -56,8 +60,16 @@ def train(folder: Path, name: str, num_steps: int) -> list[dict]:
         "mismatch_limits.abort_above=1e-4",
         "logging.tensorboard=false",
     ]
-    launch("megatron_rl.train", 2, settings, 400)
+
+
+def rows(folder: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def train(folder: Path, name: str, num_steps: int) -> list[dict]:
+    """The rows of the metrics after a run of two processes to ``num_steps``."""
+    launch("megatron_rl.train", 2, settings(folder, name, num_steps), 400)
+    return rows(folder, name)
 
 
 def test_durian_sees_and_goes_on_bit_for_bit(folder):
@@ -75,3 +87,34 @@ def test_durian_sees_and_goes_on_bit_for_bit(folder):
         item["bytes"] for _, row in read_rows(folder / "train.parquet") for item in row["images"]
     }
     assert len(known) == len(set(known)) == len(files)
+
+
+@contextlib.contextmanager
+def serving(folder: Path, words: Sequence[str]) -> Iterator[None]:
+    """A server of ``megatron_rl.serve``, which registers for the run by itself."""
+    environment = {**os.environ, **with_entry_point(folder), "OMP_NUM_THREADS": "1"}
+    with (folder / "server.log").open("w") as log:
+        command = [sys.executable, "-m", "megatron_rl.serve", "--lease-s", "120", *words]
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=REPO, env=environment)
+    try:
+        yield
+    finally:
+        end(process)
+
+
+def test_a_server_sees_what_the_engine_in_the_process_sees(folder):
+    """In turns with the trainer every number of the steps is that of the colocated engine, and so
+    are the logprobs of prompts with images."""
+    found = []
+    for source in ("servers", "colocated"):
+        words = [*settings(folder, source, 2), f"source={source}", "rollout.tensor=1"]
+        with serving(folder, words) if source == "servers" else contextlib.nullcontext():
+            launch("megatron_rl.train", 2, words, 800)
+        found.append(rows(folder, source)[1:])
+    of_the_source = ("source/", "sync/bytes", "rollout/unused")
+    for served, own in zip(*found, strict=True):
+        names = {name for name in timeless(own) if not name.startswith(of_the_source)}
+        assert {name: served[name] for name in names} == {name: own[name] for name in names}
+        assert served["mismatch/logprob_abs_diff_max"] <= 1e-4
+        assert served["sync/logprob_check_diff_max"] <= 1e-4
+    assert len(found[0]) == 2

@@ -45,6 +45,23 @@ def test_who_keeps_a_request_too_long_is_named_until_it_is_gone() -> None:
     assert patience.overdue() == {}
 
 
+def test_a_server_that_answers_an_evaluation_keeps_nobody_waiting_too_long() -> None:
+    time = Time()
+    patience = Patience(4.0, time)
+    answer(patience, time, 5.0, 100)  # the limit is 800 s
+    with (
+        patience.waiting("busy", 4000),
+        patience.waiting("busy", 4000, in_line=True) as answered,
+        patience.waiting("silent", 4000, in_line=True),
+    ):
+        time.now_s += 600
+        answered(4000)  # 600 s for 4,000 tokens: the median is 400 s, the limit 1,600 s
+        time.now_s += 1400
+        assert list(patience.overdue()) == ["silent"]
+        time.now_s += 201
+        assert sorted(patience.overdue()) == ["busy", "silent"]
+
+
 def test_an_error_ends_the_wait_and_tells_nothing_of_answers() -> None:
     patience = Patience(4.0, Time())
     with pytest.raises(ConnectionError), patience.waiting("dead", 4000):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -17,10 +18,11 @@ from megatron_rl.trainer.patience import Patience
 from megatron_rl.trainer.prompt_stream import FinishedGroup, PromptStream
 from megatron_rl.trainer.server_dispatch import ServerDispatcher
 from megatron_rl.trainer.server_tasks import News, NoServerError, Tasks, WeightVersionError
-from megatron_rl.types import Completion, Prompt, Sampling, Score
+from megatron_rl.types import Completion, Image, Prompt, Sampling, Score
 from tests.unit.trainer.fakes import prompts
 
 RULES = Rules(groups_per_step=3, responses_per_group=2, staleness=1)
+IN_TWO_STEPS = 2 * RULES.groups_per_step * RULES.responses_per_group  # requests
 
 
 class Gone(ConnectionError):
@@ -68,7 +70,7 @@ class Server:
         token = sum(prompt.uid.encode()) + 7 * response + 31 * version + (sampling.seed or 0)
         return Completion((token, version), (-0.5, -1.0), False, version)
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int], images: Sequence[Image] = ()) -> list[float]:
         if self.name in self.fleet.dead:
             raise Gone(f"{self.name} is dead")
         return [float(token) for token in token_ids[1:]]
@@ -195,14 +197,56 @@ def test_a_server_that_never_answers_is_given_up_though_it_says_it_is_well(start
     patience = Patience(4.0, lambda: now_s[0])
     dispatcher = start(fleet, patience=patience)
     publish(dispatcher, fleet, 0)
-    in_two_steps = 2 * RULES.groups_per_step * RULES.responses_per_group
-    while len(fleet.asked) < in_two_steps or {each for each, _ in waiting(patience)} != {"a"}:
+    while len(fleet.asked) < IN_TWO_STEPS or servers_awaited(patience) != {"a"}:
         dispatcher.counts()
     assert fleet.registered == {"a", "b"}
     now_s[0] = 61.0
     assert contents([step(dispatcher, fleet, version) for version in range(1, 4)]) == expected
     assert fleet.registered == {"b"}
     assert dispatcher.counts()["source/lost_servers"] == 1
+
+
+def test_an_evaluation_is_answered_by_another_server_than_the_one_that_never_does(start):
+    expected = start_published(start, Fleet(registered={"b"})).generate(ASKED, HELD_OUT)
+    fleet = Fleet(registered={"a", "b"})
+    now_s = [0.0]
+    patience = Patience(4.0, lambda: now_s[0])
+    dispatcher = start_published(start, fleet, patience=patience)
+    while len(fleet.asked) < IN_TWO_STEPS or servers_awaited(patience):
+        dispatcher.counts()  # until training waits for nobody
+    fleet.silent.add("a")
+    with ThreadPoolExecutor(1) as thread:
+        evaluated = thread.submit(dispatcher.generate, ASKED, HELD_OUT)
+        in_evaluation = len(ASKED) * HELD_OUT.num_responses
+        while len(held_out(fleet)) < in_evaluation:
+            dispatcher.counts()
+        assert fleet.registered == {"a", "b"} and not evaluated.done()
+        now_s[0] = 61.0
+        try:
+            assert evaluated.result(timeout=30.0) == expected
+        finally:
+            fleet.dead.add("a")  # nobody waits for it where the test fails
+    assert fleet.registered == {"b"}
+    by_a = [asked for asked in held_out(fleet) if asked[0] == "a"]
+    assert by_a and len(held_out(fleet)) == in_evaluation + len(by_a), "what is there stays"
+
+
+ASKED = [replace(prompt, uid=f"held-out:{prompt.uid}") for prompt in prompts(5)]
+HELD_OUT = Sampling(3, 4, seed=9)
+
+
+def held_out(fleet: Fleet) -> list[tuple[str, int, str, int]]:
+    return [asked for asked in fleet.asked if asked[2].startswith("held-out:")]
+
+
+def start_published(start, fleet: Fleet, **changes) -> ServerDispatcher:
+    dispatcher = start(fleet, **changes)
+    publish(dispatcher, fleet, 0)
+    return dispatcher
+
+
+def servers_awaited(patience: Patience) -> set[str]:
+    return {server for server, _ in waiting(patience)}
 
 
 def waiting(patience: Patience) -> list[tuple[str, float]]:

@@ -1,0 +1,284 @@
+"""The steps of a recorded run once more: from a checkpoint (or the model that the run began with),
+each on the experience of its record (``step_record.py``). What is not computed again is the
+responses: they are those of the record.
+
+In the layout of the run every metric of a step must be the run's, and the weights those of the
+checkpoints on the way, bit for bit, as far as the device computes alike twice. In another layout
+they are rounded otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_rl.checkpoints import directory, megatron_format
+from megatron_rl.config.load import validate
+from megatron_rl.config.schema import Config
+from megatron_rl.data.reading import training_stream
+from megatron_rl.data.shared import shared_data
+from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.data.vision import vision_of
+from megatron_rl.reporting.metrics_file import Row, read_metrics
+from megatron_rl.runtime import random_state
+from megatron_rl.runtime.launch import World
+from megatron_rl.trainer.build import build_learner, build_method, build_policy
+from megatron_rl.trainer.histories import Histories
+from megatron_rl.trainer.metrics import rollout_metrics
+from megatron_rl.trainer.run_record import DATA, MODEL, data_fingerprint, flat, model_fingerprint
+from megatron_rl.trainer.saved_settings import is_run, read_config
+from megatron_rl.trainer.start import CHECKPOINTS, METRICS
+from megatron_rl.trainer.step_record import FOLDER, Recorded, read_step, recorded_steps
+from megatron_rl.trainer.visual_entropies import FILE, with_visual_entropy
+from megatron_rl.types import Prompt
+
+# Settings that may differ between the steps of one replay: nothing of them is computed in it.
+_OF_OTHERS = (
+    "run_dir",
+    "resume",
+    "checkpoint",
+    "evaluation",
+    "logging",
+    "memory",
+    "mismatch_limits",
+    "nonfinite",
+    "reward",
+    "weight_sync",
+    "source.record_gib",
+    "source.requests_per_server",
+    "source.give_up_factor",
+    "trainer.stall_limit_s",
+)
+
+
+@dataclass(frozen=True)
+class Route:
+    """From the weights after step ``after`` (``checkpoint``; None: the model of the start) to the
+    end of ``step``, by ``values``, the configuration of these steps."""
+
+    run: Path
+    after: int
+    step: int
+    checkpoint: Path | None
+    values: Mapping[str, Any]
+    world_size: int
+
+    @property
+    def record(self) -> Path:
+        return self.run / FOLDER
+
+
+def find_route(run: Path, step: int, after: int | None = None) -> Route:
+    """The shortest way to ``step``, or that from the weights after step ``after`` (0: the model of
+    the start).
+
+    Raises:
+        ValueError: ``run`` has no record, the step is not in it, or no weights from which all steps
+            are recorded are there.
+    """
+    if not is_run(run):
+        raise ValueError(f"{run}: no folder of a run (no config.json of one in it)")
+    there = recorded_steps(run / FOLDER)
+    if not there:
+        raise ValueError(
+            f"{run}: its steps are not recorded ({FOLDER}/ is kept by source=servers"
+            " source.schedule=free with source.record_gib > 0); in other runs"
+            " nonfinite.bundle_step=N keeps a minibatch"
+        )
+    if step not in there:
+        raise ValueError(f"--step {step}: the record of {run} has steps {_ranges(there)}")
+    starts = _weights(run)
+    if after is not None and after not in starts:
+        raise ValueError(
+            f"--after {after}: {run} has no whole checkpoint of that step; it has"
+            f" {_ranges(sorted(starts))}, 0 being the model that the run began with"
+        )
+    wanted = [after] if after is not None else sorted(starts, reverse=True)
+    for start in wanted:
+        if start < step and set(range(start + 1, step + 1)) <= set(there):
+            checkpoint = starts[start]
+            recorded = read_step(run / FOLDER, step)
+            values = {**recorded.values, "run_dir": str(run)}
+            return Route(run, start, step, checkpoint, values, recorded.world_size)
+    raise ValueError(
+        f"--step {step}: the record of {run} has steps {_ranges(there)}, and all from a"
+        f" checkpoint on are needed; there are weights of steps {_ranges(sorted(starts))}"
+        f"{'' if after is None else f', and --after {after} was asked for'}"
+    )
+
+
+def _weights(run: Path) -> dict[int, Path | None]:
+    """Where the weights after each step are, as far as they are kept whole."""
+    found: dict[int, Path | None] = {0: None}
+    for path in directory.steps(run / CHECKPOINTS):
+        if directory.problem(path) is None:
+            found[directory.step_of(path) or 0] = path
+    return found
+
+
+def _ranges(steps: list[int]) -> str:
+    """Example: [1, 2, 3, 7] is "1 to 3, 7"."""
+    parts: list[list[int]] = []
+    for step in steps:
+        if parts and step == parts[-1][-1] + 1:
+            parts[-1].append(step)
+        else:
+            parts.append([step])
+    names = [f"{part[0]} to {part[-1]}" if len(part) > 1 else str(part[0]) for part in parts]
+    return ", ".join(names)
+
+
+@dataclass(frozen=True)
+class Again:
+    """A step that was computed again. ``different``: metrics that are not the run's, by name: what
+    was found and what the run has; None where the run has no metrics of it. ``weights``: tensors
+    that are not those of the run's checkpoint of this step, None where there is none."""
+
+    recorded: Recorded
+    metrics: Mapping[str, float | None]
+    different: Mapping[str, tuple[float | None, float | None]] | None
+    weights: list[str] | None
+
+    @property
+    def is_equal(self) -> bool:
+        return not self.different and not self.weights
+
+
+class ReplayedRun:
+    """Collective, as are its methods: the policy of the start of a route."""
+
+    def __init__(self, route: Route, config: Config, world: World) -> None:
+        """``config``: of the route, maybe in another layout.
+
+        Raises:
+            ValueError: the model or the data are not those of the run any more.
+        """
+        self._route = route
+        self._world = world
+        self._config = config
+        world.from_main(lambda: _check_model(route))
+        tokenizer = load_tokenizer(config.model.path)
+        vision = vision_of(config.model.path, config.data)
+        data = shared_data(config, world, tokenizer, vision)
+        _check_data(route, data_fingerprint(training_stream(data, config).state()))
+        method = build_method(config, data)
+        if method.needs.visual_entropy and vision is not None:
+            file = route.run / FILE
+            data = with_visual_entropy(data, Path(config.model.path), vision, file, world)
+        self._prompts = {prompt.uid: prompt for prompt in data.train_prompts}
+        self.policy = build_policy(config, method, vision)
+        histories = Histories()
+        if route.checkpoint is not None:
+            extra = self.policy.load(route.checkpoint)
+            histories.restore_all(extra)
+            states = extra["random_states"]
+            random_state.restore(states[world.rank % len(states)])
+        self._learner = build_learner(config, world, self.policy, method, histories)
+        rows = world.from_main(lambda: read_metrics(route.run / METRICS))
+        self._rows: dict[int, Row] = {int(row["step"] or 0): row for row in rows}
+
+    def step(self, step: int) -> Again:
+        """The next step.
+
+        Raises:
+            ValueError: it was trained with other settings than the last of the route.
+        """
+        recorded = read_step(self._route.record, step)
+        self._check_settings(recorded)
+        experience = recorded.experience(self._prompt, is_main=self._world.is_main)
+        progress = step / self._config.trainer.num_steps
+        scored = self._learner.score(replace(experience, progress=progress))
+        found = rollout_metrics(scored) | self._learner.update(step, scored)
+        metrics = {name: _as_written(value) for name, value in found.items()}
+        row = self._rows.get(step)
+        different = None if row is None else _different(metrics, row)
+        return Again(recorded, metrics, different, self._different_weights(step))
+
+    def _check_settings(self, recorded: Recorded) -> None:
+        own = dict(flat(self._route.values))
+        others = dict(flat(recorded.values))
+        changed = [
+            key
+            for key in sorted(own.keys() | others.keys())
+            if own.get(key) != others.get(key) and not _is_of_others(key)
+        ]
+        if recorded.world_size != self._route.world_size:
+            changed.append("the number of processes")
+        if changed:
+            raise ValueError(
+                f"step {recorded.step} was trained with other settings than step"
+                f" {self._route.step} ({', '.join(changed[:4])}); one start of the run at a time"
+                " can be computed again: give --after with a checkpoint between the two"
+            )
+
+    def _prompt(self, uid: str) -> Prompt:
+        """One that comes again in a step has another uid there, see ``data.loader.numbered``."""
+        prompt = self._prompts.get(uid) or self._prompts.get(re.sub(r"#\d+$", "", uid))
+        if prompt is None:
+            raise ValueError(f"data.train has no prompt {uid} any more; bring its files back")
+        return replace(prompt, uid=uid)
+
+    def _different_weights(self, step: int) -> list[str] | None:
+        run = self._route.run
+        path = directory.step_path(run / CHECKPOINTS, step)
+        if not self._world.from_main(lambda: directory.problem(path) is None):
+            return None
+        stored = iter(megatron_format.read_hf(path, self.policy.arch, lambda _: None))
+        seen: dict[str, Tensor] = {}  # of the checkpoint, until it is compared
+        different = []
+        for name, tensor in self.policy.gathered_weights():
+            if not self._world.is_main:
+                continue  # it takes part in gathering
+            while name not in seen and (pair := next(stored, None)) is not None:
+                seen[pair[0]] = pair[1]
+            there = seen.pop(name, None)
+            if there is None or not tensor.cpu().equal(there.to(tensor.dtype)):
+                different.append(name)
+        return self._world.from_main(lambda: different)
+
+
+def _check_model(route: Route) -> None:
+    """The model gives the architecture and the tokenizer, and the weights of step 0."""
+    path = Path(route.values["model"]["path"])
+    was = read_config(route.run).get(MODEL)
+    if was is not None and model_fingerprint(path) != was:
+        raise ValueError(f"model.path = {path}: is not the model that {route.run} began with")
+
+
+def _check_data(route: Route, fingerprint: str) -> None:
+    was = read_config(route.run).get(DATA)
+    if was is not None and fingerprint != was:
+        raise ValueError(f"data.train: its prompts are not those that {route.run} was trained with")
+
+
+def _is_of_others(key: str) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in _OF_OTHERS)
+
+
+def _as_written(value: float) -> float | None:
+    """As metrics.jsonl has it."""
+    return json.loads(json.dumps(value)) if math.isfinite(value) else None
+
+
+def _different(
+    metrics: Mapping[str, float | None], row: Row
+) -> dict[str, tuple[float | None, float | None]]:
+    return {
+        name: (value, row.get(name)) for name, value in metrics.items() if value != row.get(name)
+    }
+
+
+def config_of(route: Route, *, with_bundle: bool) -> Config:
+    """Of the steps of a route. Nothing but the end of the route stops it. ``with_bundle``: the
+    first minibatch of the last step is written as ``nonfinite.bundle_step`` has it."""
+    bundle_step = route.step if with_bundle else None
+    of_tool = {"stop_after": None, "bundle_step": bundle_step}
+    values = {**route.values, "nonfinite": of_tool}
+    return validate(Config, values, f"the record of {route.run}")

@@ -1,0 +1,101 @@
+"""What servers are asked beside training: answers to held-out prompts, and logprobs of sequences.
+
+Runs in the dispatcher's thread. Whatever a server was asked when it is lost, others are asked
+again; the answers are the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from itertools import starmap, zip_longest
+
+from megatron_rl.trainer.server_tasks import Client, NoServerError, Tasks
+from megatron_rl.types import Completion, Image, Prompt, Sampling
+
+Place = tuple[int, int]  # of a prompt among those that are asked, number of the response
+
+
+class Questions:
+    """``clients``: of the servers at work, by name, as the dispatcher has them at any time;
+    ``give_up``: tells it that one is lost, and why. It tells ``lost`` in turn."""
+
+    def __init__(
+        self, tasks: Tasks, clients: Mapping[str, Client], give_up: Callable[[str, str], None]
+    ) -> None:
+        self._tasks = tasks
+        self._clients = clients
+        self._give_up = give_up
+        self._asked: dict[asyncio.Task[Completion], tuple[str, Place]] = {}
+        self._num_scored = 0
+
+    def lost(self, name: str) -> None:
+        """A server is given up: nobody waits for its answers any more."""
+        for task, (server, _) in self._asked.items():
+            if server == name:
+                task.cancel()
+
+    async def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling
+    ) -> list[Completion] | None:
+        """All responses to each prompt, one prompt after the other; None where no server is
+        left."""
+        places = [
+            (place, number)
+            for place in range(len(prompts))
+            for number in range(sampling.num_responses)
+        ]
+        answers: dict[Place, Completion] = {}
+        while len(answers) < len(places) and self._clients:
+            names = sorted(self._clients)
+            for place, number in places:
+                if (place, number) not in answers:
+                    name = names[place % len(names)]
+                    work = self._completion(name, prompts[place], sampling, number)
+                    self._asked[asyncio.create_task(work)] = name, (place, number)
+            await asyncio.wait(self._asked)
+            answers |= self._answers()
+        return [answers[place] for place in places] if len(answers) == len(places) else None
+
+    async def _completion(
+        self, name: str, prompt: Prompt, sampling: Sampling, number: int
+    ) -> Completion:
+        patience = self._tasks.patience
+        client = self._clients[name]
+        with patience.waiting(name, sampling.max_response_tokens, in_line=True) as answered:
+            completion = await client.generate(prompt, sampling, number)
+            answered(len(completion.token_ids))
+        return completion
+
+    def _answers(self) -> dict[Place, Completion]:
+        """Those that are there, when all that was asked has ended."""
+        asked = self._asked
+        self._asked = {}
+        answers = {}
+        for task, (name, place) in asked.items():
+            if task.cancelled():
+                continue
+            error = task.exception()
+            if error is None:
+                answers[place] = task.result()
+            elif not isinstance(error, self._tasks.lost):
+                raise error
+            elif name in self._clients:
+                self._give_up(name, str(error))
+        return answers
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[Image]]
+    ) -> list[list[float]]:
+        """See ``ServerDispatcher.score``."""
+        while self._clients:
+            names = sorted(self._clients)
+            self._num_scored += 1
+            name = names[self._num_scored % len(names)]
+            try:
+                pairs = zip_longest(sequences, images, fillvalue=())
+                return await asyncio.gather(*starmap(self._clients[name].score, pairs))
+            except self._tasks.lost as error:
+                if name in self._clients:
+                    self._give_up(name, str(error))
+        raise NoServerError("no server is left to score sequences")
