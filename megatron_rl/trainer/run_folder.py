@@ -276,6 +276,8 @@ class RunFolder:
         wanted = config.logging
         self._set_aside(start)
         self._note_changes(start)
+        # Of a run that was made longer: a folder with the figure is taken for one that has ended.
+        (self.path / "curves.png").unlink(missing_ok=True)
         _replace(self.path / CONFIG, json.dumps(self._record, indent=2) + "\n")
         self._writers.append(MetricsFile(self.path / METRICS))
         if wanted.console:

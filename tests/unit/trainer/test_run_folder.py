@@ -248,6 +248,17 @@ def test_a_finished_run_says_so_and_is_not_started_again(build, capsys):
     ), "decided by content"
 
 
+def test_a_run_that_is_made_longer_has_no_figure_until_it_ends(build):
+    """A folder with the figure counts as one whose run has ended."""
+    build("trainer.num_steps=2").run()
+    longer = build("trainer.num_steps=4")
+    figure = longer.folder.path / "curves.png"
+    assert figure.is_file()
+    longer.folder.prepare()
+    longer.folder.resume(longer.learner.policy, longer.source)
+    assert not figure.exists()
+
+
 def test_a_checkpoint_of_elsewhere_is_compared_and_needs_a_folder_of_its_own(build, tmp_path):
     build("trainer.num_steps=2", run="old").run()
     path = tmp_path / "old" / "checkpoints" / "step_000002"
