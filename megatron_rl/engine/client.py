@@ -91,6 +91,7 @@ class ServerClient:
             ValueError: the server refuses it, as any other would.
         """
         assert sampling.seed is not None, "without a seed no other server could answer alike"
+        assert sampling.annealing is None, "servers have no processor of logits"
         seed = request_seed(sampling.seed, prompt.uid) + response
         values = sampling_values(sampling, seed, self._eos_token_ids)
         body = {"token_ids": list(prompt.token_ids), "sampling_params": values}
