@@ -3,6 +3,7 @@ a checkpoint, and the ways of correcting a policy at temperature 1."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,13 @@ def test_responses_that_go_on_in_the_next_step(folder: Path) -> None:
     rows = train(folder, "partial", *PARTIAL, "trainer.num_steps=3")
     assert rows[0]["mismatch/logprob_abs_diff_max"] <= BOUND
     assert any(row["source/mixed_share"] > 0 for row in rows)
+
+
+def test_a_minibatch_is_replayed_with_its_temperatures(folder: Path) -> None:
+    more = ("batch.prompts_per_minibatch=8", "nonfinite.bundle_step=1", "trainer.num_steps=1")
+    (row,) = train(folder, "bundled", *more)
+    result = folder / "replay.json"
+    bundle = folder / "bundled" / "nonfinite" / "step_000001"
+    launch("tools/replay_step.py", 2, [bundle, "--json", result], timeout=200)
+    whole = json.loads(result.read_text())["whole"]
+    assert (whole["loss"], whole["grad_norm"]) == (row["loss/total"], row["optim/grad_norm"])
