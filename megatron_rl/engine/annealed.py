@@ -7,6 +7,7 @@ and the logprobs that are returned; the temperature of the request is 1.
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from typing import Any
 
 import torch
@@ -113,5 +114,5 @@ class AnnealedLogits:
 
 
 # Each runner asks for a class of its interface.
-RowProcessor.register(AnnealedLogits)
-SlotProcessor.register(AnnealedLogits)
+ABCMeta.register(RowProcessor, AnnealedLogits)
+ABCMeta.register(SlotProcessor, AnnealedLogits)

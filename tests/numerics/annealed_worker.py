@@ -52,8 +52,8 @@ def truncation_renormalizes() -> None:
 
 
 def a_small_cache_changes_nothing() -> None:
-    """Responses that outgrow the cache are computed again, from the tokens that they had. Prompts of
-    290 tokens, and temperatures of 0.5: more is rounded."""
+    """Responses that outgrow the cache are computed again, from the tokens that they had. With 290
+    tokens of prompt and temperatures of 0.5 more is rounded."""
     prompts = small.make_prompts(45, length=250)
     wanted = small.sampling(num_responses=2, max_response_tokens=64, annealing=cases.ANNEALING)
     tight = small.engine_config(
