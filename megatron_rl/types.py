@@ -22,6 +22,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from megatron_rl.annealing import Annealing
+
 
 @dataclass(frozen=True)
 class Image:
@@ -99,6 +101,7 @@ class Sampling:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    annealing: Annealing | None = None  # in the place of ``temperature``, which is 1 then
 
 
 class VersionSpan(NamedTuple):
@@ -210,6 +213,8 @@ class SequenceBatch(Sequences):
         response_index = [0, 1, 1]
 
     ``images``: of each row's prompt, one object for the rows of a prompt; None: no row has any.
+    ``temperatures``: of each response token, in the place of the policy's; those of prompt tokens
+    are then 1.
     """
 
     token_ids: Int[Tensor, " all_tokens"]
@@ -217,6 +222,7 @@ class SequenceBatch(Sequences):
     response_lengths: Int[Tensor, " responses"]
     prompt_index: Int[Tensor, " responses"] | None = None
     images: tuple[tuple[Image, ...], ...] | None = None
+    temperatures: Float[Tensor, " tokens"] | None = None
 
     @property
     def offsets(self) -> Int[Tensor, " responses_plus_1"]:

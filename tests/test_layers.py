@@ -28,7 +28,7 @@ LAYERS = (
     {"config"},
     {"protocols"},
     {"types", "plugins"},
-    {"scheduling"},
+    {"scheduling", "annealing"},
     {"errors"},
 )
 HEIGHT = {room: len(LAYERS) - index for index, layer in enumerate(LAYERS) for room in layer}

@@ -21,6 +21,7 @@ from pydantic import (
     PositiveInt,
 )
 
+from megatron_rl.config.anneal import AnnealConfig
 from megatron_rl.config.hooks import RolloutHooks
 from megatron_rl.config.method import MethodConfig
 
@@ -134,6 +135,7 @@ class RolloutConfig(Section):
     dtype: Literal["float32", "bfloat16"]
     quantization: Literal["fp8"] | None
     temperature: Annotated[PositiveFloat, AfterValidator(_temperature)]
+    anneal: AnnealConfig
     top_p: PositiveFraction
     top_k: Annotated[int, AfterValidator(_top_k)]
     max_prompt_tokens: PositiveInt

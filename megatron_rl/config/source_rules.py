@@ -13,6 +13,8 @@ _IMPORTANCE_WEIGHTS = ("tis", "icepop")
 def source_problems(config: Config) -> Iterator[str]:
     """What does not go together, one sentence each: key, value, remedy."""
     yield from _with_hooks(config)
+    if config.rollout.anneal.schedule is not None:
+        yield from _with_annealing(config)
     if config.source.is_partial:
         yield from _with_partial(config)
     if config.source.is_servers:
@@ -89,6 +91,47 @@ def _with_hooks(config: Config) -> Iterator[str]:
         if hook.changes_temperature:
             why = f"{key}: samples at other temperatures than rollout.temperature"
             yield from _with_old_tokens(config, why, f"leave {name} out")
+
+
+def _with_annealing(config: Config) -> Iterator[str]:
+    anneal = config.rollout.anneal
+    key = f"rollout.anneal.start = {anneal.start:g}"
+    if config.rollout.temperature != 1.0:
+        yield (
+            f"rollout.temperature = {config.rollout.temperature:g}: {key} says the temperatures of"
+            " a response; set rollout.temperature=1.0, or rollout.anneal.start=null"
+        )
+    if anneal.start is not None and anneal.end > anneal.start:
+        yield (
+            f"rollout.anneal.end = {anneal.end:g}: {key} is lower, and the temperature falls; lower"
+            " end, or raise start"
+        )
+    if anneal.decay_limit < anneal.decay_tokens:
+        yield (
+            f"rollout.anneal.decay_limit = {anneal.decay_limit:g}: less than"
+            f" rollout.anneal.decay_tokens = {anneal.decay_tokens:g}, with which step 1 begins;"
+            " raise it"
+        )
+    if config.source.is_servers:
+        yield (
+            f"{key}: a server has one temperature for a response; set source=colocated, or"
+            " rollout.anneal.start=null"
+        )
+    if config.source.is_partial and anneal.decay_growth:
+        yield (
+            f"rollout.anneal.decay_growth = {anneal.decay_growth:g}: with source.partial a response"
+            " has tokens of several steps, and the policy scores all of them by one schedule; set"
+            " it to 0"
+        )
+    for name, hook in config.rollout_hooks.items():
+        if hook.changes_temperature:
+            yield (
+                f"rollout_hooks.{name}: chooses the temperature of a whole response, and {key} that"
+                f" of each token; leave {name} out, or set rollout.anneal.start=null"
+            )
+    if anneal.policy == "plain":
+        why = "rollout.anneal.policy = plain: tokens are sampled at other temperatures than 1"
+        yield from _with_old_tokens(config, why, "rollout.anneal.policy=annealed")
 
 
 def _with_partial(config: Config) -> Iterator[str]:

@@ -17,6 +17,9 @@ VLLM_QUANTIZATION = {"fp8": "fp8_per_tensor"}
 # Prompts of one prefill on a CPU, where a longer prompt does not raise it.
 _BATCHED_TOKENS = 8192
 
+# By name: its module needs vLLM, which is imported when the engine is built.
+_ANNEALED_LOGITS = "megatron_rl.engine.annealed:AnnealedLogits"
+
 
 def engine_arguments(
     model_path: str,
@@ -54,6 +57,8 @@ def engine_arguments(
         "distributed_timeout_seconds": int(NO_LIMIT.total_seconds()),
         "cpu_distributed_timeout_seconds": int(NO_LIMIT.total_seconds()),
     }
+    if config.anneal.schedule is not None:
+        arguments["logits_processors"] = [_ANNEALED_LOGITS]
     if without_weights:
         arguments["load_format"] = WITHOUT_WEIGHTS
     if sight is not None:

@@ -98,6 +98,7 @@ class ServerClient:
             RuntimeError: it read other tokens for the images.
         """
         assert sampling.seed is not None, "without a seed no other server could answer alike"
+        assert sampling.annealing is None, "servers have no processor of logits"
         seed = request_seed(sampling.seed, prompt.uid) + response
         values = sampling_values(sampling, seed, self._eos_token_ids)
         what = f"prompt {prompt.uid}"

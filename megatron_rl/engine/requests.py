@@ -117,6 +117,17 @@ def check_request(prompt: Prompt, sampling: Sampling, config: RolloutConfig) -> 
             f"sampling: stop strings {list(sampling.stop)} need rollout.stop, with which the"
             " engine loads its tokenizer"
         )
+    if sampling.annealing is not None:
+        if config.anneal.schedule is None:
+            raise ValueError(
+                "sampling: an annealed temperature needs rollout.anneal.start, with which the"
+                " engine is built for it"
+            )
+        if sampling.temperature != 1.0:
+            raise ValueError(
+                f"sampling: the temperature is annealed, and {sampling.temperature:g} beside it;"
+                " set it to 1"
+            )
     if len(prompt.token_ids) > config.max_prompt_tokens:
         raise ValueError(
             f"prompt {prompt.uid}: {len(prompt.token_ids)} tokens, rollout.max_prompt_tokens is"

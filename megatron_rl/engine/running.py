@@ -59,7 +59,8 @@ class Running:
         for number, there in responses.items():
             left = replace(sampling, max_response_tokens=sampling.max_response_tokens - len(there))
             requests.append(behind(prepared, there))
-            params.append(vllm_sampling(left, first + number, self._eos_token_ids))
+            seed = first + number
+            params.append(vllm_sampling(left, seed, self._eos_token_ids, len(there)))
         names = llm.enqueue(requests, params, use_tqdm=False)
         # vLLM numbers requests, and puts random letters behind the number; its outputs have the
         # number alone.

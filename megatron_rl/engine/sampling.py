@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.annealing import Annealing
 from megatron_rl.types import Sampling
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 # The engine adds the sample index to the seed and keeps the sum in a signed 64-bit integer.
 SEED_BITS = 62
+ANNEALED = "megatron_rl_annealed"
 
 
 def eos_token_ids(model_path: Path) -> tuple[int, ...]:
@@ -66,16 +68,29 @@ def sampling_values(sampling: Sampling, seed: int, eos_token_ids: Sequence[int])
     }
 
 
-def vllm_sampling(sampling: Sampling, seed: int, eos_token_ids: Sequence[int]) -> SamplingParams:
-    """``sampling_values`` for the engine in this process, which answers once, when all is done."""
+def vllm_sampling(
+    sampling: Sampling, seed: int, eos_token_ids: Sequence[int], num_there: int = 0
+) -> SamplingParams:
+    """``sampling_values`` for the engine in this process, which answers once, when all is done.
+    ``num_there``: tokens of the response that the prompt ends with."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         **sampling_values(sampling, seed, eos_token_ids),
+        extra_args=annealed_request(sampling.annealing, num_there),
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def annealed_request(annealing: Annealing | None, num_there: int) -> dict[str, Any] | None:
+    """The ``extra_args`` of a request, which ``engine.annealed`` reads: ``temperatures`` but for
+    the positions, which begin at ``num_there``."""
+    if annealing is None:
+        return None
+    numbers = (annealing.start, annealing.end, annealing.decay_tokens, annealing.plain_tokens)
+    return {ANNEALED: [*map(float, numbers), float(num_there)]}
 
 
 def scoring() -> SamplingParams:

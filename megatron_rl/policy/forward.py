@@ -16,12 +16,8 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.policy.logprobs import (
-    LOGPROB_CHUNK_TOKENS,
-    Head,
-    TokenValues,
-    token_values,
-)
+from megatron_rl.policy.head import Head
+from megatron_rl.policy.logprobs import LOGPROB_CHUNK_TOKENS, TokenValues, token_values
 from megatron_rl.policy.microbatches import Microbatch
 from megatron_rl.policy.nucleus import nucleus_entropy
 from megatron_rl.policy.parallel import Ranks
@@ -240,6 +236,8 @@ class Passes:
         _wait_for(chunk, weight)
         hidden = output.squeeze(1)
         states = hidden.index_select(0, microbatch.rows).to(weight.dtype)
+        if microbatch.temperatures is not None:
+            head = replace(head, temperature=microbatch.temperatures)
         values = token_values(states, weight, microbatch.targets, head)
         if head.nucleus:
             values = replace(values, nucleus_entropy=nucleus_entropy(states, weight, head))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from megatron_rl.policy.head import Head
 from megatron_rl.protocols import Entropy
 
 # Response tokens whose logits are alive at a time in a pass of the policy. A chunk of 256 would
@@ -80,25 +81,6 @@ def response_logprobs(
     head = Head(temperature, vocab_size, chunk_tokens, group, entropy)
     values = token_values(hidden, weight, targets, head)
     return values.logprobs, values.entropy
-
-
-@dataclass(frozen=True)
-class Head:
-    """How states become a distribution, and what is wanted of it beside logprobs: the settings of
-    ``response_logprobs``, ``top_k`` tokens (0: none), and the probability ``nucleus`` whose entropy
-    ``nucleus.py`` computes (0: none)."""
-
-    temperature: float
-    vocab_size: int
-    chunk_tokens: int
-    group: dist.ProcessGroup | None
-    entropy: Entropy
-    top_k: int = 0
-    nucleus: float = 0.0
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.group is None else dist.get_rank(self.group)
 
 
 @dataclass(frozen=True)
@@ -174,13 +156,14 @@ class _Logprobs(torch.autograd.Function):
             # x becomes the gradient of the logits in place: first log p, then -p times the outer
             # gradient, then that gradient once more at the target.
             x.sub_(logsumexp[rows, None])
-            outer = grad_logprobs[rows] / head.temperature
+            divisor = head.divisor(rows)
+            outer = grad_logprobs[rows] / divisor
             every = outer  # of log p of all wanted tokens: d log p is -p, and 1 at the token
             if head.top_k:
-                of_topk = grad_topk[rows] / head.temperature
+                of_topk = grad_topk[rows] / _column(divisor)
                 every = outer + of_topk.sum(1)
             if head.entropy == "grad":
-                outer_entropy = grad_entropies[rows] / head.temperature
+                outer_entropy = grad_entropies[rows] / divisor
                 _entropy_gradient_(x, every, outer_entropy, entropies[rows])
             else:
                 x.exp_().mul_(-every[:, None])
@@ -209,7 +192,7 @@ class Chunks:
         self.width = min(max(head.vocab_size - self.first, 0), weight.shape[0])
         self.hidden = hidden
         self.targets = targets
-        self.temperature = head.temperature
+        self.head = head
         self.size = head.chunk_tokens
         self.top_k = head.top_k
         self.weight = self.operand(weight[: self.width])
@@ -238,8 +221,7 @@ class Chunks:
             rows = slice(start, min(start + self.size, num_tokens))
             x = buffer[: rows.stop - rows.start]
             multiply(self.operand(self.hidden[rows]), self.weight.t(), out=x)
-            if self.temperature != 1.0:
-                x.div_(self.temperature)
+            self.head.scale_(x, rows)
             yield rows, x
 
 
@@ -371,6 +353,10 @@ def _largest(stats: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     values, tokens = stats.reshape(ranks, 2, top_k, num_tokens).transpose(0, 1).flatten(1, 2)
     found, place = values.t().topk(top_k, dim=1)
     return found, tokens.t().gather(1, place).long()
+
+
+def _column(divisor: float | Tensor) -> float | Tensor:
+    return divisor[:, None] if isinstance(divisor, Tensor) else divisor
 
 
 def split_size(x: Tensor) -> int:

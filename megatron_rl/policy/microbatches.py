@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from megatron_rl.policy.attention import Packing
@@ -57,8 +57,8 @@ class Microbatch:
 
     ``rows[i]`` is a place among the t tokens, ``targets[i]`` a token that follows it (several
     follow the end of a shared prompt), ``index[i]`` that token's place in the response-token layout
-    of the batch (on the host, unlike the others). An empty micro-batch holds one dummy sequence and
-    no rows.
+    of the batch (on the host, unlike the others). ``temperatures[i]`` divides the logits of that
+    token; None: all have the policy's. An empty micro-batch holds one dummy sequence and no rows.
     """
 
     token_ids: Int[Tensor, "1 t"]
@@ -68,6 +68,7 @@ class Microbatch:
     targets: Int[Tensor, " n"]
     index: Int[Tensor, " n"]
     empty: bool
+    temperatures: Float[Tensor, " n"] | None = None
 
 
 def borrowed_prompts(
@@ -198,7 +199,16 @@ class Packer:
             targets=to_device(targets, self.device),
             index=index,
             empty=not rows,
+            temperatures=self._temperatures(batch, index),
         )
+
+    def _temperatures(self, batch: SequenceBatch, index: Tensor) -> Tensor | None:
+        """``index``: see ``Microbatch``; that of a prompt token is behind those of responses."""
+        if batch.temperatures is None:
+            return None
+        is_prompt = index >= len(batch.temperatures)
+        chosen = batch.temperatures[torch.where(is_prompt, 0, index)]
+        return to_device(torch.where(is_prompt, 1.0, chosen), self.device)
 
     def _own(self, layout: _Layout, padded: Tensor) -> _Layout:
         """``layout`` of all context ranks, cut to the tokens of this rank."""

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from megatron_rl.policy.logprobs import Chunks, Gradients, Head, split_size
+from megatron_rl.policy.head import Head
+from megatron_rl.policy.logprobs import Chunks, Gradients, split_size
 
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -61,7 +62,7 @@ class _NucleusEntropy(torch.autograd.Function):
         gradients = Gradients(chunks, hidden, weight, ctx.needs_input_grad)
         for rows, x in chunks:
             maximum, threshold, log_sum, entropy = found[:, rows]
-            outer = grad_outputs[0][rows] / head.temperature
+            outer = grad_outputs[0][rows] / head.divisor(rows)
             x.sub_(maximum[:, None])
             _gradient_(x, threshold, log_sum, entropy, outer)
             gradients.add(rows, x)

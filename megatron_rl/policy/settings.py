@@ -15,7 +15,7 @@ class PolicySettings:
     max_sequence_tokens=1024, tokens_per_microbatch=8192, entropy="value")``.
     """
 
-    temperature: float  # divides the logits in every pass
+    temperature: float  # divides the logits, but where a batch brings temperatures of its own
     keep_reference: bool  # keep the starting weights of this rank's shard, for reference passes
     total_optimizer_steps: int
     max_sequence_tokens: int

@@ -37,6 +37,11 @@ TABLE: Mapping[str, Metric] = {
         "batches",
     ),
     "rollout/num_responses": Metric("responses of the step", "responses"),
+    "rollout/temperature_mean": Metric(
+        "annealed sampling only: temperature of the sampler, mean over response tokens"
+    ),
+    "rollout/temperature_min": Metric("the same: lowest"),
+    "rollout/anneal_decay_tokens": Metric("the same: d of the step", "tokens"),
     "rollout/entropy": Metric("mean entropy of the policy at the start of the step", _NATS),
     "source/staleness_mean": Metric(
         "servers and partial rollouts: updates between the weights that sampled a token and those"

@@ -29,6 +29,7 @@ from megatron_rl.loss import Credit
 from megatron_rl.protocols import Placing
 from megatron_rl.runtime import random_state
 from megatron_rl.runtime.launch import World
+from megatron_rl.trainer.annealed import policy_temperatures
 from megatron_rl.trainer.exchange import gathered_on_main
 from megatron_rl.trainer.experience import Experience, Responses
 from megatron_rl.trainer.health import Minibatch
@@ -162,6 +163,7 @@ def _tensors(experience: Experience, tokens: TokenRows) -> dict[str, Tensor]:
         "advantages": credit.advantages,
         "kl_weights": credit.kl_weights,
         "keep": credit.keep,
+        "temperatures": policy_temperatures(experience.annealing, experience.responses.lengths),
         "log_ratio_sums": experience.log_ratio_sums,
         "peaks": experience.peaks,
         "end_start": experience.end_start,
@@ -238,6 +240,7 @@ def _restored(
         tensors["response_lengths"],
         tensors.get("prompt_index"),
         images,
+        tensors.get("temperatures"),
     )
     num_rows = sequences.num_responses
     lengths = sequences.response_lengths.numpy()

@@ -68,11 +68,22 @@ class EndTokens:
 
 
 def with_end_token(share: Share, token_id: int) -> Share:
-    """``share`` with the token behind each response."""
+    """``share`` with the token behind each response. Nobody has sampled it: where each token has a
+    temperature, that of this one is 1."""
     batch = share.batch
     lengths = batch.lengths + 1
     token_ids = torch.full((int(lengths.sum()),), token_id, dtype=batch.token_ids.dtype)
     row = torch.repeat_interleave(torch.arange(batch.num_responses), batch.lengths)
     token_ids[torch.arange(len(row)) + row] = batch.token_ids
-    longer = replace(batch, token_ids=token_ids, response_lengths=batch.response_lengths + 1)
+    temperatures = None
+    if batch.temperatures is not None:
+        temperatures = torch.ones(len(batch.temperatures) + batch.num_responses)
+        own = torch.arange(len(batch.temperatures)) + batch.response_index
+        temperatures[own] = batch.temperatures
+    longer = replace(
+        batch,
+        token_ids=token_ids,
+        response_lengths=batch.response_lengths + 1,
+        temperatures=temperatures,
+    )
     return Share(longer, share.microbatches)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_rl.checkpoints import directory, megatron_format
 from megatron_rl.checkpoints.hf import HfDirectory
+from megatron_rl.config.anneal import AnnealConfig
 from megatron_rl.config.load import change_value, compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.policy.families import read_architecture
@@ -32,6 +33,7 @@ _FREE = (
     "rollout.pipeline",
     "rollout.expert_parallel",
     "rollout.temperature",  # that of the evaluation counts
+    *(f"rollout.anneal.{name}" for name in AnnealConfig.model_fields),  # of training alone
     "rollout.top_p",
     "rollout.top_k",
     "rollout.max_prompt_tokens",  # the prompts are compared by content

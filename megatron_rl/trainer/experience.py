@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from megatron_rl.annealing import Annealing
 from megatron_rl.data.token_rows import RowNumbers, TokenRows
 from megatron_rl.loss import Credit
 from megatron_rl.trainer import given
@@ -107,6 +108,7 @@ class Experience:
     hook_metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)  # by phase: rollout, reward
     source_metrics: Mapping[str, float] = field(default_factory=dict)  # ages, servers
+    annealing: Annealing | None = None  # by which the tokens were sampled
     progress: float | None = None  # see ``ResponseBatch``; None: nobody has said
     share: Share | None = None  # of a pass over all rows; rows as in ``responses.tokens``
     credit: Credit | None = None

@@ -11,6 +11,7 @@ from statistics import fmean
 import numpy as np
 
 from megatron_rl.runtime.launch import World
+from megatron_rl.trainer.annealed import temperature_metrics
 from megatron_rl.trainer.experience import Experience
 from megatron_rl.trainer.partials import (
     mismatch_of_partials,
@@ -66,6 +67,9 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
     for row in rows:
         for name, value in experience.responses.scores[row].parts.items():
             parts[name].append(value)
+    metrics |= temperature_metrics(
+        experience.annealing, experience.sequences.response_lengths[rows]
+    )
     metrics |= experience.hook_metrics
     metrics |= experience.source_metrics
     for name, values in sorted(parts.items()):

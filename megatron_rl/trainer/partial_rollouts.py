@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.scheduling.work import Request
+from megatron_rl.trainer.annealed import sampling_of_step
 from megatron_rl.trainer.exchange import token_rows, token_versions
 from megatron_rl.trainer.experience import Experience, Responses
 from megatron_rl.trainer.metrics import Clock
@@ -54,10 +55,11 @@ class PartialRollouts:
     def collect(self, step: int) -> Experience:
         """The responses of one training step. Raises ValueError when a rollout hook failed."""
         self.groups.admit(step)
+        sampling = sampling_of_step(self.sampling, step)
         order = PartialOrder(
             self.groups,
             step,
-            replace(self.sampling, seed=sampling_seed(self.seed, step)),
+            replace(sampling, seed=sampling_seed(self.seed, step)),
             f"step {step}",
         )
         clock = Clock()
@@ -68,7 +70,12 @@ class PartialRollouts:
             self._carry(outcome, replica)
         metrics = self._metrics(outcome, facts)
         experience = self.end(step, responses, clock)
-        return replace(experience, unused_tokens=outcome.unused_tokens, source_metrics=metrics)
+        return replace(
+            experience,
+            unused_tokens=outcome.unused_tokens,
+            source_metrics=metrics,
+            annealing=sampling.annealing,
+        )
 
     def _facts(self, outcome: PartialOutcome) -> Mapping[Row, Fact]:
         """Of each response of the step, in canonical order; equal on every rank."""

@@ -24,6 +24,7 @@ from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.protocols import Placing
 from megatron_rl.runtime.launch import World
+from megatron_rl.trainer.annealed import policy_temperatures
 from megatron_rl.trainer.exchange import exchange_rows
 from megatron_rl.trainer.experience import Experience
 from megatron_rl.trainer.ownership import Route, owning_ranks
@@ -128,6 +129,8 @@ class Placement:
             experience.group_ids[own],
             [prompt.images for prompt in prompts],
         )
+        temperatures = policy_temperatures(experience.annealing, lengths)
+        batch = replace(batch, temperatures=temperatures)
         places = [np.searchsorted(own, rows).tolist() for rows in microbatches]
         return Placed(tokens, Share(batch, places))
 

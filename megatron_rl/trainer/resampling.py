@@ -25,6 +25,7 @@ from megatron_rl.config.pieces import Named
 from megatron_rl.config.registry import register_piece
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.scheduling.batches import Rules
+from megatron_rl.trainer.annealed import sampling_of_step
 from megatron_rl.trainer.dispatch import Order
 from megatron_rl.trainer.experience import Responses
 from megatron_rl.trainer.metrics import Clock
@@ -154,6 +155,7 @@ class Resampling:
             ValueError: a hook dropped every group, or asked without end.
         """
         metrics: dict[str, float] = {}
+        plain = replace(sampling_of_step(self.sampling, step), num_responses=1)
         dropped_tokens = 0
         num_asked = 0
         for name, hook in self.hooks.items():
@@ -163,7 +165,8 @@ class Resampling:
                 num_groups = responses.num_groups
                 if wanted.asks:
                     num_asked += 1
-                    responses = self._asked(wanted.asks, seed + num_asked, responses, clock)
+                    sampling = replace(plain, seed=(seed + num_asked) % 2**32)
+                    responses = self._asked(wanted.asks, sampling, responses, clock)
                 keep = np.ones(responses.num_groups, dtype=bool)
                 keep[:num_groups] = True if wanted.keep is None else wanted.keep
                 rows = keep[responses.group_ids]
@@ -178,7 +181,7 @@ class Resampling:
         return Resampled(responses, metrics, dropped_tokens)
 
     def _asked(
-        self, asks: Sequence[Ask], seed: int, responses: Responses, clock: Clock
+        self, asks: Sequence[Ask], sampling: Sampling, responses: Responses, clock: Clock
     ) -> Responses:
         """``responses`` with what was asked. Each response is sampled alone, under a uid of its
         own, so that all of them are one generation."""
@@ -194,7 +197,7 @@ class Resampling:
         order = Order(
             rules=Rules(len(singles), 1),
             prompts=singles.__getitem__,
-            sampling=replace(self.sampling, num_responses=1, seed=seed % 2**32),
+            sampling=sampling,
             what="asking again",
         )
         sampled = self.sampler.sample(order)

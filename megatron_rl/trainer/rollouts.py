@@ -18,6 +18,7 @@ from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.scheduling.batches import KeptShare, Rules
 from megatron_rl.scheduling.work import Request
+from megatron_rl.trainer.annealed import sampling_of_step
 from megatron_rl.trainer.dispatch import Order, Outcome
 from megatron_rl.trainer.exchange import on_main, token_rows
 from megatron_rl.trainer.experience import (
@@ -132,7 +133,8 @@ class Rollouts:
             ValueError: no group was wanted, or a rollout hook failed.
         """
         prompts = Ahead(self.loader)
-        sampled = self.sampler.sample(self._order(step, prompts))
+        order = self._order(step, prompts)
+        sampled = self.sampler.sample(order)
         outcome = sampled.outcome
         prompts.keep(outcome.end)
         clock = Clock()
@@ -152,12 +154,14 @@ class Rollouts:
             discarded_groups=outcome.num_refused,
             tries=-(-outcome.end // self.prompts_per_step),
             unused_tokens=outcome.unused_tokens,
+            annealing=order.sampling.annealing,
         )
         return experience if again is None else _with(experience, again)
 
     def _order(self, step: int, prompts: Ahead) -> Order:
         num_responses = self.sampling.num_responses
-        sampling = replace(self.sampling, seed=sampling_seed(self.seed, step))
+        sampling = sampling_of_step(self.sampling, step)
+        sampling = replace(sampling, seed=sampling_seed(self.seed, step))
         if self.response_limit is not None:
             sampling = replace(sampling, max_response_tokens=self.response_limit(step))
         return Order(
@@ -228,6 +232,7 @@ def rollout_sampling(config: Config, stop_ids: tuple[int, ...]) -> Sampling:
         top_k=rollout.top_k,
         stop_token_ids=stop_ids,
         stop=rollout.stop,
+        annealing=rollout.anneal.schedule,
     )
 
 

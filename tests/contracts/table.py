@@ -81,6 +81,11 @@ VLLM = (
     Contract("vllm.v1.worker.gpu_worker.Worker", "protocols.py", words=("weights", "kv_cache")),
     Contract("vllm.device_allocator.cumem.AllocationData.handle", "engine/engine.py"),
     Contract("vllm.device_allocator.cumem.AllocationData.is_asleep", "engine/engine.py"),
+    # The processors of logits.
+    Contract("vllm.config.vllm.VllmConfig.use_v2_model_runner", "engine/annealed.py"),
+    Contract("vllm.config.model.ModelConfig.logits_processors", "engine/arguments.py"),
+    Contract("vllm.sampling_params.SamplingParams.extra_args", "engine/annealed.py"),
+    Contract("vllm.v1.worker.gpu.buffer_utils.UvaBackedTensor.gpu", "engine/annealed.py"),
     # The segment of the tensor-parallel group.
     Contract(
         BROADCAST + ".MessageQueue.buffer",

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.engine.side_effects import prepare_import
 from megatron_rl.runtime import launch
+from tests.numerics import annealed_cases as cases
 from tests.numerics import rollout_models as small
 
 PROMPTS = small.make_prompts(3)
@@ -113,6 +114,13 @@ def the_cache_is_dropped_behind_a_step_too_many() -> None:
     assert small.tokens(ENGINE.generate(PROMPTS, sampling())) == before
 
 
+def annealed_temperatures() -> None:
+    engine = VllmEngine(str(PATH), cases.engine_config(), seed=0, launch_id=WORLD.launch_id)
+    cases.each_request_has_its_own(engine, MODEL, PROMPTS, 8)
+    cases.a_response_goes_on_where_it_was(engine, MODEL, PROMPTS[0], 8)
+    cases.one_temperature_is_the_plain_one(engine, PROMPTS[:1], 4)
+
+
 def updated_weights_are_used() -> None:
     """Last: the engine has other weights from then on."""
     model = small.build("qwen3", 1)
@@ -130,6 +138,7 @@ CASES = (
     samples_depend_on_seed_prompt_and_index_only,
     scores_are_those_of_generation,
     the_cache_is_dropped_behind_a_step_too_many,
+    annealed_temperatures,
     updated_weights_are_used,
 )
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from megatron_rl.config.anneal import AnnealConfig
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.types import Completion, Prompt, Sampling
 from tests.zoo import transformer
@@ -72,6 +73,17 @@ def write(arch: str, seed: int, directory: Path) -> Path:
     return path
 
 
+ANNEAL = {
+    "start": 1.2,
+    "end": 0.3,
+    "decay_tokens": 20.0,
+    "decay_growth": 0.0,
+    "decay_limit": 20.0,
+    "plain_tokens": 3,
+    "policy": "annealed",
+}
+
+
 def engine_config(**changes: object) -> RolloutConfig:
     values = {
         "tensor": 1,
@@ -80,6 +92,7 @@ def engine_config(**changes: object) -> RolloutConfig:
         "dtype": "float32",
         "quantization": None,
         "temperature": 1.0,
+        "anneal": AnnealConfig(**(ANNEAL | {"start": None})),
         "top_p": 1.0,
         "top_k": -1,
         "max_prompt_tokens": 300,

@@ -38,6 +38,7 @@ ENGINE = (
     "samples_depend_on_seed_prompt_and_index_only",
     "scores_are_those_of_generation",
     "the_cache_is_dropped_behind_a_step_too_many",
+    "annealed_temperatures",
     "updated_weights_are_used",
 )
 
@@ -57,7 +58,9 @@ def environment(request):
 @pytest.fixture(scope="module")
 def kernels(environment):
     worker = HERE / "sampler_kernels_worker.py"
-    return launch(INTERPRETER, nproc=1, args=[worker], timeout=600, env=environment).stdout
+    # Not warm: there vLLM has been imported without Triton.
+    settings = {"timeout": 600, "env": environment, "is_warm": False}
+    return launch(INTERPRETER, nproc=1, args=[worker], **settings).stdout
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +68,8 @@ def engine(environment, tmp_path_factory):
     worker = HERE / "gpu_engine_worker.py"
     variables = {**environment, "VLLM_USE_V2_MODEL_RUNNER": "1"}
     folder = tmp_path_factory.mktemp("gpu_engine")
-    return launch(INTERPRETER, nproc=1, args=[worker, folder], timeout=800, env=variables).stdout
+    settings = {"timeout": 800, "env": variables, "is_warm": False}
+    return launch(INTERPRETER, nproc=1, args=[worker, folder], **settings).stdout
 
 
 @pytest.mark.parametrize("name", KERNELS)

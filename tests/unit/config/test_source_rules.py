@@ -12,6 +12,7 @@ STAGES = [
     "rollout.response_stages=[{from_step: 1, max_response_tokens: 8},"
     " {from_step: 5, max_response_tokens: 3072}]"
 ]
+ANNEALED = ["rollout.anneal.start=1.2"]
 PARTIAL = ["source.partial.groups_in_flight=160"]  # of 128 that a step takes
 
 
@@ -37,6 +38,11 @@ def problems(*overrides: str) -> list[str]:
         [*PARTIAL, *CORRECTED, "trainer.epochs_per_rollout=2", "batch.prompts_per_minibatch=32"],
         ["rollout_hooks.vcrl={}", "rollout_hooks.dars.target=1"],
         ["rollout_hooks.erpo.increase=0.2", *CORRECTED],
+        ANNEALED,
+        [*ANNEALED, "rollout.anneal.policy=plain", *CORRECTED],
+        [*ANNEALED, "rollout.anneal.decay_growth=0.0", *PARTIAL, *CORRECTED],
+        [*ANNEALED, "rollout_hooks.vcrl={}", "rollout_hooks.dars.target=1"],
+        ["rollout.temperature=0.7", "rollout.anneal.end=0.5"],
     ],
 )
 def test_what_goes_together(overrides):
@@ -75,6 +81,32 @@ def test_what_goes_together(overrides):
         (["source=servers", "weight_sync.method=gather"], "servers take their weights by a plan"),
         (["source=servers", "memory.offload=[optimizer]"], "share no device"),
         (PARTIAL, "method.mismatch.kind = none does not correct"),
+        (
+            [*ANNEALED, "rollout.temperature=0.7"],
+            "rollout.temperature = 0.7: rollout.anneal.start = 1.2 says the temperatures",
+        ),
+        (
+            [*ANNEALED, "rollout.anneal.end=1.3"],
+            "rollout.anneal.end = 1.3: rollout.anneal.start = 1.2 is lower",
+        ),
+        (
+            [*ANNEALED, "rollout.anneal.decay_limit=400.0"],
+            "rollout.anneal.decay_limit = 400: less than rollout.anneal.decay_tokens = 500",
+        ),
+        ([*ANNEALED, "source=servers"], "a server has one temperature for a response"),
+        (
+            [*ANNEALED, *PARTIAL, *CORRECTED],
+            "rollout.anneal.decay_growth = 100: with source.partial",
+        ),
+        (
+            [*ANNEALED, *CORRECTED, "rollout_hooks.erpo={}"],
+            "rollout_hooks.erpo: chooses the temperature of a whole response",
+        ),
+        (
+            [*ANNEALED, "rollout.anneal.policy=plain"],
+            "rollout.anneal.policy = plain: tokens are sampled at other temperatures than 1, which"
+            " method.mismatch.kind = none does not correct",
+        ),
         ([*PARTIAL, *CORRECTED, "mismatch_limits.abort_above=1.0"], "differ on purpose"),
         (["source.partial.groups_in_flight=257", *CORRECTED], "and at most 256"),
         (["source.partial.groups_in_flight=127", *CORRECTED], "give at least"),

@@ -10,6 +10,7 @@ with install_import_hook(
     "megatron_rl.policy.logprobs", "beartype.beartype"
 ):  # annotations of shape and dtype are executed
     from megatron_rl.policy.logprobs import Head, response_logprobs, token_values
+    from megatron_rl.policy.nucleus import nucleus_entropy
 
 T = 11
 H = 6
@@ -257,3 +258,57 @@ def test_more_tokens_than_the_vocabulary_has_are_refused():
     hidden, weight, targets, _ = inputs()
     with pytest.raises(ValueError, match="top_k is 20, but the vocabulary has 19 tokens"):
         token_values(hidden, weight, targets, Head(1.0, VOCAB, 4, None, "none", top_k=20))
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 100])
+@pytest.mark.parametrize("entropy", ["none", "value", "grad"])
+def test_a_temperature_for_each_token(chunk_tokens, entropy):
+    """Values and gradients of logprobs, entropies, the most likely tokens and the nucleus."""
+    hidden, weight, targets, c = inputs()
+    hidden.requires_grad_(), weight.requires_grad_()
+    falling = torch.linspace(1.3, 0.2, T, dtype=torch.float64)
+    head = Head(falling, VOCAB, chunk_tokens, None, entropy, top_k=3, nucleus=0.8)
+    found = token_values(hidden, weight, targets, head)
+    want_logp, want_entropy = plain(hidden, weight, targets, falling[:, None], VOCAB)
+    torch.testing.assert_close(found.logprobs, want_logp, rtol=0, atol=1e-12)
+    x = hidden @ weight[:VOCAB].t() / falling[:, None]
+    want_top = torch.log_softmax(x, -1).topk(3, dim=1).values
+    torch.testing.assert_close(found.topk_logprobs, want_top, rtol=0, atol=1e-12)
+    log_q = torch.where(in_nucleus(x, 0.8), x, -torch.inf).log_softmax(1)
+    want_nucleus = -(log_q.exp() * log_q.masked_fill(log_q == -torch.inf, 0)).sum(1)
+    nucleus = nucleus_entropy(hidden, weight, head)
+    torch.testing.assert_close(nucleus, want_nucleus, rtol=0, atol=1e-12)
+    loss = (c[0] * (found.logprobs + nucleus)).sum() + (c[1][:, None] * found.topk_logprobs).sum()
+    want = (c[0] * (want_logp + want_nucleus)).sum() + (c[1][:, None] * want_top).sum()
+    if entropy != "none":
+        torch.testing.assert_close(found.entropy, want_entropy, rtol=0, atol=1e-12)
+    if entropy == "grad":
+        loss, want = loss + (c[1] * found.entropy).sum(), want + (c[1] * want_entropy).sum()
+    for got, expected in zip(
+        gradients(loss, hidden, weight), gradients(want, hidden, weight), strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
+
+
+def in_nucleus(x, share):
+    """The tokens sorted, up to the one with which they reach ``share``."""
+    probabilities, place = x.softmax(1).sort(1, descending=True)
+    before = probabilities.cumsum(1) - probabilities
+    return torch.zeros_like(x, dtype=torch.bool).scatter(1, place, before < share)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_temperature_for_each_token_is_one_for_all(temperature, dtype):
+    """Bit for bit: logprobs, entropies and gradients."""
+
+    def values(chosen):
+        hidden, weight, targets, c = inputs(dtype)
+        hidden.requires_grad_(), weight.requires_grad_()
+        head = Head(chosen, VOCAB, 4, None, "grad")
+        found = token_values(hidden, weight, targets, head)
+        loss = (c[0] * found.logprobs + c[1] * found.entropy).sum()
+        return [found.logprobs, found.entropy, *torch.autograd.grad(loss, [hidden, weight])]
+
+    for one, each in zip(values(temperature), values(torch.full((T,), temperature)), strict=True):
+        assert torch.equal(one, each)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -168,3 +169,24 @@ def test_of_log_normal_lengths_at_least_95_of_100_computed_tokens_are_real(layou
     )
     assert sum(lengths) < computed or layout == (1, 1, False, 1)
     assert sum(lengths) / computed >= 0.95
+
+
+def test_temperatures_go_with_their_tokens() -> None:
+    """Rows in another order; prompt tokens have 1, and so would all have without temperatures."""
+    batch = replace(BATCH, temperatures=torch.tensor([0.5, 0.6, 0.7, 0.8, 0.9]))
+    packed = Packer(NO_RULE, 0, 1, CPU).pack(batch, [1, 0])
+    assert packed.index.tolist() == [1, 2, 3, 0]
+    assert packed.temperatures is not None
+    assert packed.temperatures.tolist() == pytest.approx([0.6, 0.7, 0.8, 0.5])
+    packed = Packer(NO_RULE, 0, 1, CPU, prompts=True).pack(batch, [0])
+    assert packed.targets.tolist() == [6, 7] and packed.index[1] == 0
+    assert packed.temperatures is not None
+    assert packed.temperatures.tolist() == pytest.approx([1, 0.5])
+    halves = [Packer(Multiples(4, 4), rank, 2, CPU).pack(batch, [1]) for rank in range(2)]
+    for half in halves:
+        assert half.temperatures is not None
+        assert half.temperatures.tolist() == batch.temperatures[half.index].tolist()
+    assert sorted(torch.cat([half.index for half in halves]).tolist()) == [1, 2, 3]
+    assert Packer(NO_RULE, 0, 1, CPU).pack(BATCH, [1, 0]).temperatures is None
+    empty = Packer(NO_RULE, 0, 1, CPU).pack(batch, []).temperatures
+    assert empty is not None and len(empty) == 0

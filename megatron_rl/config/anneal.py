@@ -1,0 +1,37 @@
+"""``rollout.anneal``: a temperature that falls within a response."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+
+from megatron_rl.annealing import Annealing
+from megatron_rl.config.pieces import Piece
+
+
+class AnnealConfig(Piece):
+    """See ``Annealing``; off where ``start`` is null."""
+
+    start: PositiveFloat | None
+    end: Annotated[float, Field(ge=0.01)]  # the gradient of a logit is divided by it
+    decay_tokens: PositiveFloat
+    decay_growth: NonNegativeFloat
+    decay_limit: PositiveFloat
+    plain_tokens: NonNegativeInt
+    policy: Literal["annealed", "plain"]
+
+    @property
+    def schedule(self) -> Annealing | None:
+        """That of a run; None where it is off."""
+        if self.start is None:
+            return None
+        return Annealing(
+            start=self.start,
+            end=self.end,
+            decay_tokens=self.decay_tokens,
+            plain_tokens=self.plain_tokens,
+            decay_growth=self.decay_growth,
+            decay_limit=self.decay_limit,
+            in_policy=self.policy == "annealed",
+        )

@@ -1,0 +1,45 @@
+"""What a temperature that falls within a response means to a step: how the step samples, and the
+temperatures by which the policy scores its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from megatron_rl.annealing import Annealing
+from megatron_rl.types import Sampling
+
+
+def sampling_of_step(sampling: Sampling, step: int) -> Sampling:
+    """``sampling`` of a run as step ``step`` (from 1) has it."""
+    if sampling.annealing is None:
+        return sampling
+    return replace(sampling, annealing=sampling.annealing.at(step))
+
+
+def policy_temperatures(
+    annealing: Annealing | None, lengths: Int[np.ndarray, " responses"]
+) -> Float[Tensor, " tokens"] | None:
+    """Of the tokens of responses of such lengths, for the policy; None: all have its own."""
+    if annealing is None or not annealing.in_policy:
+        return None
+    return annealing.of_lengths(torch.from_numpy(lengths))
+
+
+def temperature_metrics(
+    annealing: Annealing | None, lengths: Int[Tensor, " responses"]
+) -> dict[str, float]:
+    """Of the tokens that the sampler drew; nothing where it has one temperature."""
+    if annealing is None:
+        return {}
+    by_position = annealing.of_positions(torch.arange(int(lengths.max()))).double()
+    sums = by_position.cumsum(0)[lengths - 1]
+    return {
+        "rollout/temperature_mean": (sums.sum() / lengths.sum()).item(),
+        "rollout/temperature_min": by_position.min().item(),
+        "rollout/anneal_decay_tokens": annealing.decay_tokens,
+    }

@@ -1,0 +1,32 @@
+"""Real vLLM with a temperature that falls within a response: every token has the logprob that
+transformers gives it at the temperature of its position."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch import launch
+from tests.numerics.rollout_models import verdict
+
+CASES = (
+    "each_request_has_its_own",
+    "a_response_goes_on_where_it_was",
+    "one_temperature_is_the_plain_one",
+    "truncation_renormalizes",
+    "a_small_cache_changes_nothing",
+    "errors",
+)
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("annealed")
+    worker = Path(__file__).parent / "annealed_worker.py"
+    return launch(worker, nproc=1, args=[folder], timeout=280).stdout
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_annealed_engine(output: str, name: str) -> None:
+    assert not verdict(output, name), verdict(output, name)

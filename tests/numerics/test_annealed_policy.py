@@ -1,0 +1,130 @@
+"""The policy with a temperature for each response token against transformers and autograd: values
+and gradients, in layouts that cut the vocabulary, the layers or the sequences, and in cuts into
+micro-batches (float32)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_rl.annealing import Annealing
+from megatron_rl.policy.megatron_policy import MegatronPolicy
+from megatron_rl.types import SequenceBatch
+from tests import zoo
+from tests.numerics.policy_reference import (
+    TEMPERATURE,
+    ClippedLoss,
+    gradients,
+    make_batch,
+    relative_error,
+    sequences,
+)
+from tests.ranks import call
+
+MODEL = "llama"
+ROWS = 6
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "tensor": (2, dict(tensor=2, sequence=True)),
+    "pipeline": (2, dict(pipeline=2)),
+    "context": (2, dict(context=2)),
+}
+BOUND = 1e-5  # nats of one token
+RELATIVE = 2e-6
+
+
+def annealed_batch() -> SequenceBatch:
+    batch = make_batch(rows=ROWS)
+    annealing = Annealing(1.3, 0.4, decay_tokens=8.0, plain_tokens=2)
+    return replace(batch, temperatures=annealing.of_lengths(batch.response_lengths))
+
+
+def plain_scores(model: torch.nn.Module, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
+    """(logprobs, entropy) of all response tokens, with their graph."""
+    assert batch.temperatures is not None
+    logprobs, entropies = [], []
+    of_rows = batch.temperatures.split(batch.response_lengths.tolist())
+    for tokens, prompt, divisor in zip(
+        sequences(batch), batch.prompt_lengths.tolist(), of_rows, strict=True
+    ):
+        logits = model(tokens[None]).logits[0, prompt - 1 : -1].float() / divisor[:, None]
+        logp = torch.log_softmax(logits, -1)
+        logprobs.append(logp.gather(1, tokens[prompt:, None])[:, 0])
+        entropies.append(-(logp.exp() * logp).sum(-1))
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def cuts(policy: MegatronPolicy) -> list[list[list[int]]]:
+    rows = list(range(ROWS))[policy.data_parallel_rank :: policy.data_parallel_size]
+    return [[rows], [rows[:1], [], rows[1:3], rows[3:]]]
+
+
+def scores_and_gradients(path: Path, layout: dict[str, Any], base: Tensor) -> dict[str, Any]:
+    """Logprobs, entropies, and for each cut (loss, gradient); and the logprobs of the same batch
+    without temperatures, and with the policy's own for each token."""
+    batch = annealed_batch()
+    policy = zoo.tiny_policy(path, layout)
+    loss = ClippedLoss(batch, base)
+    found: dict[str, Any] = {"cuts": []}
+    for cut in cuts(policy):
+        totals = policy.backward(batch, cut, loss)
+        gradient = {key: value.clone() for key, value in policy.gathered_gradients()}
+        found["cuts"].append((totals.loss, gradient))
+    (rows, *_) = cuts(policy)
+    scores = policy.score_microbatches(batch, rows, prompts=True)
+    found |= {"logprobs": scores.logprobs, "entropy": scores.entropy}
+    found["prompts"] = scores.prompt_logprobs
+    reference = policy.score_microbatches(batch, rows, reference=True)
+    found["reference"] = reference.logprobs
+    without = replace(batch, temperatures=None)
+    found["without"] = policy.score_microbatches(without, rows).logprobs
+    constant = replace(batch, temperatures=torch.full_like(batch.temperatures, TEMPERATURE))
+    found["constant"] = policy.score_microbatches(constant, rows).logprobs
+    at_1 = policy.score_microbatches(without, rows, prompts=True, temperature=1.0)
+    found["prompts_at_1"] = at_1.prompt_logprobs
+    policy.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[str, Any]:
+    batch = annealed_batch()
+    model = zoo.tiny_model(MODEL)
+    logprobs, entropy = plain_scores(model, batch)
+    index = torch.arange(len(logprobs))
+    loss = ClippedLoss(batch, logprobs).contribution(index, logprobs, entropy, lambda x: x)
+    loss.backward()
+    return {
+        "logprobs": logprobs.detach(),
+        "entropy": entropy.detach(),
+        "loss": loss.item(),
+        "gradient": gradients(model),
+    }
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_values_and_gradients(name: str, hf_models: Path, wanted: dict[str, Any]) -> None:
+    processes, layout = LAYOUTS[name]
+    ranks = call(
+        processes,
+        scores_and_gradients,
+        hf_models / MODEL,
+        layout,
+        wanted["logprobs"],
+        timeout=250,
+    )
+    for found in ranks:
+        assert (found["logprobs"] - wanted["logprobs"]).abs().max() <= BOUND
+        assert (found["entropy"] - wanted["entropy"]).abs().max() <= BOUND
+        assert torch.equal(found["reference"], found["logprobs"]), "the same weights"
+        for loss, gradient in found["cuts"]:
+            assert abs(loss - wanted["loss"]) / abs(wanted["loss"]) <= RELATIVE
+            assert relative_error(gradient, wanted["gradient"]) <= RELATIVE
+        assert torch.equal(found["constant"], found["without"]), "one temperature is the plain one"
+        assert (found["without"] - found["logprobs"]).abs().max() > 0.1
+        assert torch.equal(found["prompts"], found["prompts_at_1"]), "a prompt is not annealed"
