@@ -40,6 +40,7 @@ def workload(
     batch = config.batch
     longest = longest_sequence(config)
     sequences = batch.prompts_per_minibatch * batch.responses_per_prompt
+    sequences *= config.method.sequences_per_response
     data_ranks = world_size // replica_ranks(config.parallel)
     # Sequences are dealt to the ranks by their work, so that a rank may get one more than its even
     # share of the longest ones, or more tokens of short ones: a token of those is less work. It

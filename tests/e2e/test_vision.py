@@ -1,5 +1,5 @@
 """Whole runs with images through the command line: Durian with all three of its terms on both real
-engines, and a resume."""
+engines, and a resume; PAPO with its masked images, and a step computed again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def train(folder: Path, name: str, num_steps: int) -> list[dict]:
+def train(folder: Path, name: str, num_steps: int, *more: str) -> list[dict]:
     """The rows of the metrics after a run of two processes to ``num_steps``."""
     settings = [
         "experiment=vision_cpu",
@@ -55,6 +55,7 @@ def train(folder: Path, name: str, num_steps: int) -> list[dict]:
         "weight_sync.logprob_check_every=1",
         "mismatch_limits.abort_above=1e-4",
         "logging.tensorboard=false",
+        *more,
     ]
     launch("megatron_rl.train", 2, settings, 400)
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
@@ -75,3 +76,33 @@ def test_durian_sees_and_goes_on_bit_for_bit(folder):
         item["bytes"] for _, row in read_rows(folder / "train.parquet") for item in row["images"]
     }
     assert len(known) == len(set(known)) == len(files)
+
+
+def papo(folder: Path, name: str, num_steps: int, *more: str) -> list[dict]:
+    """The rows of the steps of such a run."""
+    rows = train(folder, name, num_steps, "method=papo", *more)[1:]
+    assert [row["step"] for row in rows] == list(range(1, num_steps + 1))
+    for row in rows:
+        assert row["mismatch/logprob_abs_diff_max"] <= 1e-4
+        assert row["sync/logprob_check_diff_max"] <= 1e-4 and row["optim/grad_norm"] > 0
+        assert row["kl/perception_mean"] > 0 and row["entropy/masked_sampled_mean"] > 0
+    return rows
+
+
+def test_papo_masks_images_and_a_step_is_computed_again(folder):
+    rows = papo(folder, "papo", 2, "nonfinite.bundle_step=2")
+    report = folder / "papo.json"
+    bundle = folder / "papo/nonfinite/step_000002"
+    launch("tools/replay_step.py", 2, [bundle, "--json", report], 400)
+    found = json.loads(report.read_text())["whole"]
+    assert found["loss"] == pytest.approx(rows[-1]["loss/total"], rel=1e-6)
+    assert found["grad_norm"] == rows[-1]["optim/grad_norm"]
+
+
+def test_papo_with_masks_of_the_old_policy_goes_on_bit_for_bit(folder):
+    """Two minibatches a step: rows are lent with their scores."""
+    old = ("method.perception.masked=old", "batch.prompts_per_minibatch=4")
+    whole = papo(folder, "papo_old", 2, *old)
+    papo(folder, "papo_parts", 1, *old)
+    parts = papo(folder, "papo_parts", 2, *old)
+    assert list(map(timeless, whole)) == list(map(timeless, parts))
