@@ -40,17 +40,17 @@ def workload(
     batch = config.batch
     longest = longest_sequence(config)
     sequences = batch.prompts_per_minibatch * batch.responses_per_prompt
-    sequences *= config.method.sequences_per_response
     data_ranks = world_size // replica_ranks(config.parallel)
     # Sequences are dealt to the ranks by their work, so that a rank may get one more than its even
     # share of the longest ones, or more tokens of short ones: a token of those is less work. It
     # gets no more than there are.
     most_work = (math.ceil(sequences / data_ranks) + 1) * int(work.work(np.array([longest]))[0])
     most_tokens = min(sequences * longest, most_work)
+    times = config.method.sequences_per_response
     return Workload(
         world_size=world_size,
-        tokens_per_microbatch=min(batch.tokens_per_microbatch, most_tokens),
-        tokens_per_minibatch=sequences * longest,
+        tokens_per_microbatch=min(batch.tokens_per_microbatch, times * most_tokens),
+        tokens_per_minibatch=times * sequences * longest,
         logprob_chunk_tokens=LOGPROB_CHUNK_TOKENS,
         make_vocab_divisible_by=config.model.make_vocab_divisible_by,
         fused=fused,
