@@ -99,7 +99,8 @@ class ImageProcessor(Protocol):
         """Image tokens among ``Prompt.token_ids``."""
 
     def pixels(self, image: Image) -> Float[Tensor, "patches values"]:
-        """Float32 on the host, in the order of the tower; not to be written to."""
+        """Float32 on the host, in the order of the tower; not to be written to. Of a
+        ``data.masks.MaskedImage`` hidden patches are black."""
 
     def collapsed(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[int]:
         """``Prompt.token_ids`` with one image token an image. Raises ValueError where the runs of

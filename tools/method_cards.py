@@ -176,6 +176,7 @@ def metric_keys(method: Method) -> tuple[list[str], list[str]]:
         end_logprobs=-ones,
         end_index=torch.arange(8),
         end_start=-ones.sum(),
+        masked_logprobs=-2 * ones,
     )
     return sorted(credit.metrics), sorted(method.loss(tokens).metrics)
 
@@ -231,6 +232,8 @@ def needs_text(method: Method) -> str:
         ("a pass over every minibatch before it", needs.log_ratio_sums),
         ("the entropy of the nucleus at every token, by a pass before", needs.nucleus),
         ("the logprob of one token after every response", needs.end_token is not None),
+        ("images in prompts", needs.mask_ratio is not None),
+        ("each response once more behind masked images, in the update", needs.masked_in_update),
         ("responses that prompts carry, in `extra.given_responses`", needs.given),
         ("what earlier visits to a prompt were rewarded with", needs.history),
         ("how far the run is", needs.progress),

@@ -220,7 +220,8 @@ def train_seconds(
     config: Config, arch: Architecture, cluster: Cluster, lengths: np.ndarray
 ) -> float:
     """Of one step: forward and backward of every epoch, a forward more where layers are computed
-    again, passes for old and reference logprobs where there are such."""
+    again, both twice where a response is seen once more, passes for old and reference logprobs and
+    those behind masked images where there are such."""
     model = WorkModel.of(arch)
     tokens = lengths.reshape(-1) + config.rollout.max_prompt_tokens
     of_token = 2 * model.crossover_tokens * arch.num_layers * arch.num_heads * arch.head_dim
@@ -229,7 +230,9 @@ def train_seconds(
     epochs = config.trainer.epochs_per_rollout
     needs = Method(config.method, response_limit=config.rollout.max_response_tokens).needs
     passes = epochs * (4 if config.parallel.recompute == "full" else 3)
+    passes *= config.method.sequences_per_response
     passes += needs.ref_logprobs
+    passes += needs.mask_ratio is not None and not needs.masked_in_update
     passes += epochs > 1 or batch.prompts_per_minibatch < batch.prompts_per_step
     return passes * forward / (cluster.size * cluster.tflops * 1e12)
 

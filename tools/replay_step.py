@@ -22,7 +22,7 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +37,8 @@ from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.reporting.report import table
 from megatron_rl.runtime.launch import World, configure_logging, exit_process, report, start
 from megatron_rl.trainer.bundle import Bundle, read_bundle
-from megatron_rl.trainer.objective import MinibatchLoss, token_settings
+from megatron_rl.trainer.masked_images import mask_seed
+from megatron_rl.trainer.objective import MinibatchLoss, token_settings, tokens_per_microbatch
 from megatron_rl.trainer.replay import Again, ReplayedRun, config_of, find_route
 from megatron_rl.types import Share
 
@@ -114,7 +115,7 @@ def build_policy(bundle: Bundle, parallel: ParallelConfig) -> MegatronPolicy:
             keep_reference=False,
             total_optimizer_steps=1,
             max_sequence_tokens=limit,
-            tokens_per_microbatch=config.batch.tokens_per_microbatch,
+            tokens_per_microbatch=tokens_per_microbatch(config.batch, method),
             share_prompts=config.batch.share_prompts,
             **token_settings(method),
             require_finite=False,
@@ -130,15 +131,15 @@ def replay(
     config = bundle.config
     at_once = policy.microbatch_multiple
     method = Method(config.method, response_limit=config.rollout.max_response_tokens)
-    experience = bundle.experience
+    experience = replace(bundle.experience, mask_seed=mask_seed(config.seed, bundle.step))
     assert experience.share is not None
     batch = experience.share.batch
     loss = MinibatchLoss(method, experience, bundle.rows, experience.scored_tokens)
-    batch = loss.share(Share(batch, ())).batch
 
     def compute(begin: int, end: int) -> Part:
         own = splits[policy.data_parallel_rank][begin:end]
-        totals = policy.backward(batch, own, loss)
+        share = loss.share(Share(batch, own))
+        totals = policy.backward(share.batch, share.microbatches, loss)
         rows = [row for split in splits for microbatch in split[begin:end] for row in microbatch]
         return Part(rows, totals.loss, policy.gradient_norm())
 

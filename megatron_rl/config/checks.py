@@ -121,11 +121,13 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
 
 def _lengths(config: Config) -> Iterator[str]:
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    if config.batch.tokens_per_microbatch < longest:
+    wanted = longest * config.method.sequences_per_response
+    if config.batch.tokens_per_microbatch < wanted:
+        twice = ", and stand there twice (method.perception.masked = current)"
         yield (
             f"batch.tokens_per_microbatch = {config.batch.tokens_per_microbatch}: one sequence may"
-            f" have rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens;"
-            f" raise it to {longest} or more"
+            f" have rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens"
+            f"{twice if wanted > longest else ''}; raise it to {wanted} or more"
         )
     yield from _growing_limit(config.rollout)
     yield from evaluation_problems(config.evaluation)
@@ -164,6 +166,15 @@ def _method(config: Config) -> Iterator[str]:
             )
         if config.mismatch_limits.warn_above is None:
             yield f"{reason} set mismatch_limits.warn_above (0.1 in rollout=vllm_fp8)"
+    parallel = config.parallel
+    is_cut_alike = not parallel.sequence and parallel.pipeline == 1
+    if config.method.sequences_per_response > 1 and parallel.context > 1 and not is_cut_alike:
+        yield (
+            f"parallel.context = {parallel.context}: with sequence parallelism or pipeline stages a"
+            " token and its copy behind the masked image may lie on different ranks; set"
+            " parallel.context=1, or parallel.sequence=false parallel.pipeline=1, or"
+            " method.perception.masked=old"
+        )
 
 
 def _precision(config: Config) -> Iterator[str]:
@@ -318,6 +329,12 @@ def _model(config: Config, hf_config: dict[str, Any]) -> Iterator[str]:
                     f"precision.fp8.{key} = {getattr(fp8, key)}: one pipeline stage has"
                     f" {even_share} layers; lower it"
                 )
+    if config.method.perception is not None and "vision_config" not in hf_config:
+        yield (
+            f"method.name = {config.method.name}: masks images, and the model of model.path ="
+            f" {config.model.path} sees none; give one that does (Qwen2.5-VL), or choose another"
+            " method"
+        )
     of_self = config.method.self_reward
     if of_self is not None and sizes.vocab_size and of_self.token_id >= sizes.vocab_size:
         yield (

@@ -95,6 +95,23 @@ class SelfRewardConfig(Piece):
     beta: PositiveFloat = 0.1
 
 
+class PerceptionConfig(Piece):
+    """loss += -gamma KL(policy, policy given the masked image) + eta H + eta_masked H_masked.
+
+    Each patch of an image is black with probability ``mask_ratio``. ``masked``: the policy that is
+    given the masked image is the current one, with gradient, or the one before the updates of the
+    step, without.
+    """
+
+    gamma: NonNegativeFloat = 0.02
+    eta: NonNegativeFloat = 0.05
+    eta_masked: NonNegativeFloat = 0.05
+    mask_ratio: Annotated[float, Field(ge=0, le=1)] = 0.6
+    masked: Literal["current", "old"] = "current"
+    max_log_ratio: PositiveFloat = 20.0
+    max_kl: PositiveFloat = 10.0
+
+
 class MismatchConfig(Piece):
     """What to do about engine and trainer disagreeing on the old policy: w = exp(old - sampler)."""
 
@@ -159,11 +176,17 @@ class MethodConfig(Piece):
     entropy: EntropyConfig = EntropyConfig()
     entropy_anchor: EntropyAnchorConfig | None = None
     self_reward: SelfRewardConfig | None = None
+    perception: PerceptionConfig | None = None
     mismatch: MismatchConfig = MismatchConfig()
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
     filters: FiltersConfig = FiltersConfig()
     std_ddof: Literal[0, 1] = 0  # divisor of a group's std: G - std_ddof
     eps: NonNegativeFloat = 1e-6  # added to the std
+
+    @property
+    def sequences_per_response(self) -> int:
+        """That an update works on: a response may be seen once more, behind masked images."""
+        return 2 if self.perception is not None and self.perception.masked == "current" else 1
 
     @model_validator(mode="after")
     def _domains(self) -> MethodConfig:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -16,6 +18,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from megatron_rl.config.model_config import read_json
 from megatron_rl.config.schema import DataConfig
+from megatron_rl.data.masks import MaskedImage
 from megatron_rl.errors import first_line
 from megatron_rl.types import Image
 
@@ -92,12 +95,14 @@ class VisionProcessor:
     def pixels(self, image: Image) -> Float[Tensor, "patches values"]:
         """Float32 patches of ``grid``, on the host: the patches of one feature follow each other.
 
-        A row is channels x temporal patch x patch x patch. The newest are kept by digest; they must
-        not be written to.
+        A row is channels x temporal patch x patch x patch. The newest are kept by digest, but for
+        those of a ``MaskedImage``; they must not be written to.
 
         Raises:
             ValueError: the image cannot be decoded.
         """
+        if isinstance(image, MaskedImage):
+            return image.blackened(self.pixels(image.original), self._black)
         kept = self._kept.get(image.digest)
         if kept is not None:
             self._kept.move_to_end(image.digest)
@@ -113,6 +118,15 @@ class VisionProcessor:
             _, oldest = self._kept.popitem(last=False)
             self._kept_bytes -= oldest.nbytes
         return pixels
+
+    @cached_property
+    def _black(self) -> Float[Tensor, " values"]:
+        """A patch of a black image."""
+        side = self.patch_size * self.merge_size
+        size = {"shortest_edge": side**2, "longest_edge": side**2}
+        picture = PIL.Image.new("RGB", (side, side))
+        made = self._processor(images=[picture], size=size, return_tensors="pt")
+        return made["pixel_values"][0].to(torch.float32)
 
     def expanded(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[int]:
         """``token_ids`` with one image token an image, as a chat template writes them -> those of

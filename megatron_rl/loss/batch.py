@@ -77,6 +77,8 @@ class TokenBatch:
     most likely tokens that reach a probability, nats, with gradient; ``peaks``: see
     ``Method.peaks``. ``end_logprobs``: of one fixed token after the last of a response, with
     gradient, for the responses ``end_index`` alone; ``end_start``: their mean at the run's start.
+    ``masked_logprobs``: of the same tokens, given the prompt with masked images; with gradient
+    where they are of the current policy.
     """
 
     logprobs: Float[Tensor, " tokens"]
@@ -100,6 +102,7 @@ class TokenBatch:
     end_logprobs: Float[Tensor, " ends"] | None = None
     end_index: Int[Tensor, " ends"] | None = None
     end_start: Float[Tensor, ""] | None = None
+    masked_logprobs: Float[Tensor, " tokens"] | None = None
     response_loss_tokens: Int[Tensor, " responses"] | None = None
     num_responses: int | None = None
     num_tokens: int | None = None
@@ -107,8 +110,8 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class LossResult:
-    """loss = policy_loss + kl_loss - entropy.coef * entropy + entropy anchor + self reward, as
-    a contribution.
+    """loss = policy_loss + kl_loss - entropy.coef * entropy + entropy anchor + self reward
+    + perception, as a contribution.
 
     Its sum over micro-batches and data x context parallel ranks is the minibatch value. So is every
     metric but those whose key ends in ``_max`` (reduced by maximum).
@@ -156,6 +159,8 @@ class Needs:
     log_ratio_sums: bool  # TokenBatch.log_ratio_sums, by a pass over the minibatch before it
     nucleus: float  # the probability that TokenBatch.nucleus_entropy is of, 0 without; with peaks
     end_token: int | None  # the token that TokenBatch.end_logprobs are of, None without
+    mask_ratio: float | None  # of the images that TokenBatch.masked_logprobs see, None without
+    masked_in_update: bool  # they are of the current policy, with gradient; else scored before
     given: bool  # TokenBatch.given: responses that prompts carry
     dynamic_sampling: bool  # see Method.wants_group and max_sampling_tries
     max_sampling_tries: int  # 1 without dynamic sampling

@@ -247,6 +247,9 @@ def _loss_plan(config: MethodConfig, response_limit: int | None) -> LossPlan:
     kl_aggregate = config.kl.aggregate or config.aggregate
     anchor = config.entropy_anchor
     of_self = config.self_reward
+    perception = None
+    if config.perception is not None:
+        perception = config.perception.model_dump(exclude={"mask_ratio", "masked"})
     return LossPlan(
         policy_loss=config.policy_loss.name,
         policy_knobs=config.policy_loss.knobs,
@@ -261,6 +264,7 @@ def _loss_plan(config: MethodConfig, response_limit: int | None) -> LossPlan:
         token_shaping=tuple((name, choice.knobs) for name, choice in config.token_shaping.items()),
         entropy_anchor=None if anchor is None else anchor.coef,
         self_reward=None if of_self is None else (of_self.alpha, of_self.beta),
+        perception=perception,
     )
 
 
@@ -279,6 +283,7 @@ def _needs(config: MethodConfig, plan: CreditPlan, loss_plan: LossPlan) -> Needs
     if isinstance(min_group, str):
         min_group = plan.estimator_knobs[min_group]
     token_reads = token_reads_of(loss_plan)
+    perception = config.perception
     top_k = int("is_argmax" in token_reads)
     if "topk_logprobs" in token_reads:
         top_k = loss_plan.policy_knobs["top_k"]
@@ -296,6 +301,8 @@ def _needs(config: MethodConfig, plan: CreditPlan, loss_plan: LossPlan) -> Needs
         log_ratio_sums="log_ratio_sums" in token_reads,
         nucleus=0.0 if config.entropy_anchor is None else config.entropy_anchor.top_p,
         end_token=None if config.self_reward is None else config.self_reward.token_id,
+        mask_ratio=None if perception is None else perception.mask_ratio,
+        masked_in_update=perception is not None and perception.masked == "current",
         given="given" in token_reads,
         dynamic_sampling=dynamic is not None,
         max_sampling_tries=1 if dynamic is None else dynamic.max_tries,

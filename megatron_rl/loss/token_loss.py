@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron_rl.loss.choices import (
     Knobs,
 )
 from megatron_rl.loss.entropy_anchor import anchored
+from megatron_rl.loss.perception import perception_loss
 from megatron_rl.loss.response_losses import Clipped
 from megatron_rl.loss.segments import lifted, where_correct
 from megatron_rl.loss.terms import SequenceSum, Terms, terms_of
@@ -43,6 +45,7 @@ class LossPlan:
     token_shaping: tuple[tuple[str, Knobs], ...] = ()
     entropy_anchor: float | None = None  # the coefficient
     self_reward: tuple[float, float] | None = None  # alpha, beta
+    perception: Knobs | None = None
 
 
 def token_reads_of(plan: LossPlan) -> dict[str, str]:
@@ -55,6 +58,8 @@ def token_reads_of(plan: LossPlan) -> dict[str, str]:
     if plan.self_reward is not None:
         fields |= dict.fromkeys(("end_logprobs", "end_index", "end_start"), "self_reward")
         fields["correct"] = "self_reward"
+    if plan.perception is not None:
+        fields["masked_logprobs"] = "perception"
     for name in (plan.aggregate[0], plan.kl_aggregate[0]):
         fields |= dict.fromkeys(AGGREGATIONS[name].reads, f"aggregation {name}")
     reads = POLICY_LOSSES[plan.policy_loss].reads
@@ -100,16 +105,9 @@ def token_loss(
             "TokenBatch.entropy is missing, but entropy.coef is not 0; give it, or set"
             " entropy.coef=0"
         )
-    anchor = anchor_term(terms, plan)
-    if anchor is not None:
-        loss = loss + anchor[0]
-        metrics["loss/entropy_anchor"] = anchor[0].detach()
-        metrics["entropy/nucleus_peak_mean"] = anchor[1]
-    verdicts = self_reward_term(terms, plan)
-    if verdicts is not None:
-        loss = loss + verdicts[0]
-        metrics["loss/self_reward"] = verdicts[0].detach()
-        metrics["policy/self_reward_accuracy"] = verdicts[1]
+    for term, reported in other_terms(terms, plan, weights):
+        loss = loss + term
+        metrics |= reported
     if divergence is not None:
         metrics["kl/reference_mean"] = terms.mean(divergence)
     if correction is not None:
@@ -203,6 +201,26 @@ def kl_term(
     return aggregate.weighted_sum(weighted, weights, terms.loss_mask), divergence
 
 
+def other_terms(
+    terms: Terms, plan: LossPlan, weights: Tensor
+) -> Iterator[tuple[Float[Tensor, ""], dict[str, Tensor]]]:
+    """What a method adds to the loss beside policy, KL and entropy, each with its metrics."""
+    anchor = anchor_term(terms, plan)
+    if anchor is not None:
+        loss, mean = anchor
+        metrics = {"loss/entropy_anchor": loss.detach(), "entropy/nucleus_peak_mean": mean}
+        yield loss, metrics
+    verdicts = self_reward_term(terms, plan)
+    if verdicts is not None:
+        loss, right = verdicts
+        yield loss, {"loss/self_reward": loss.detach(), "policy/self_reward_accuracy": right}
+    perceived = perception_term(terms, plan, weights)
+    if perceived is not None:
+        loss, divergence, masked = perceived
+        metrics = {"kl/perception_mean": divergence, "entropy/masked_sampled_mean": masked}
+        yield loss, {"loss/perception": loss.detach(), **metrics}
+
+
 def anchor_term(terms: Terms, plan: LossPlan) -> tuple[Float[Tensor, ""], Float[Tensor, ""]] | None:
     """The pull of the entropy to its start, and the mean that it is of; None without one."""
     batch = terms.batch
@@ -229,6 +247,21 @@ def self_reward_term(
     right = self_reward.agrees(logprobs, batch.end_start, correct, beta=beta)
     num = max(terms.num_responses, 1)
     return alpha * off.sum() / num, right.to(terms.dtype).sum() / num
+
+
+def perception_term(
+    terms: Terms, plan: LossPlan, weights: Tensor
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""]] | None:
+    """What the masked images are for, the mean of its KL, and the mean -logprob that they leave;
+    None without one."""
+    batch = terms.batch
+    if plan.perception is None:
+        return None
+    assert batch.masked_logprobs is not None
+    masked = lifted(batch.masked_logprobs).to(terms.dtype).masked_fill(~terms.loss_mask, 0)
+    per_token, divergence = perception_loss(terms.logprobs, masked, **plan.perception)
+    total = aggregate.weighted_sum(per_token, weights, terms.loss_mask)
+    return total, terms.mean(divergence), terms.mean(-masked)
 
 
 def _kl_coefficients(terms: Terms, plan: LossPlan) -> Float[Tensor, " tokens"]:

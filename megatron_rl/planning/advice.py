@@ -140,10 +140,10 @@ def _fewer_sequences(config: Config) -> str:
 def _smaller_activations(config: Config) -> Iterator[str]:
     parallel = config.parallel
     tokens = config.batch.tokens_per_microbatch
-    if tokens > longest_sequence(config):
+    if tokens > longest_sequence(config) * config.method.sequences_per_response:
         yield f"lower batch.tokens_per_microbatch (now {tokens})"
     else:
-        # A micro-batch has to hold one sequence.
+        # A micro-batch has to hold one response.
         yield (
             f"lower rollout.max_response_tokens (now {config.rollout.max_response_tokens}) and"
             f" batch.tokens_per_microbatch (now {tokens})"

@@ -46,10 +46,11 @@ def workload(
     # gets no more than there are.
     most_work = (math.ceil(sequences / data_ranks) + 1) * int(work.work(np.array([longest]))[0])
     most_tokens = min(sequences * longest, most_work)
+    times = config.method.sequences_per_response
     return Workload(
         world_size=world_size,
-        tokens_per_microbatch=min(batch.tokens_per_microbatch, most_tokens),
-        tokens_per_minibatch=sequences * longest,
+        tokens_per_microbatch=min(batch.tokens_per_microbatch, times * most_tokens),
+        tokens_per_minibatch=times * sequences * longest,
         logprob_chunk_tokens=LOGPROB_CHUNK_TOKENS,
         make_vocab_divisible_by=config.model.make_vocab_divisible_by,
         fused=fused,

@@ -97,6 +97,10 @@ TABLE: Mapping[str, Metric] = {
         " for *_max)"
     ),
     "entropy/": Metric("entropy of the policy during the update", _NATS),
+    "entropy/masked_sampled_mean": Metric(
+        "mean -logprob of the response tokens behind masked images, where the method masks them",
+        _NATS,
+    ),
     "kl/": Metric("divergence estimates during the update", _NATS),
     "optim/grad_norm": Metric("gradient norm before clipping, mean over the optimizer steps"),
     "optim/learning_rate": Metric("learning rate of the last optimizer step"),

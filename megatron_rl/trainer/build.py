@@ -42,10 +42,12 @@ from megatron_rl.trainer.histories import Histories
 from megatron_rl.trainer.hooks import RolloutHooks
 from megatron_rl.trainer.learner import Learner, MinibatchPlan
 from megatron_rl.trainer.logprob_check import CheckedSync
+from megatron_rl.trainer.masked_images import check_images
 from megatron_rl.trainer.objective import (
     check_prompt_logprobs,
     check_visual_entropy,
     token_settings,
+    tokens_per_microbatch,
 )
 from megatron_rl.trainer.partial_groups import PartialGroups
 from megatron_rl.trainer.partial_rollouts import PartialRollouts
@@ -206,6 +208,7 @@ def build_method(config: Config, data: Data) -> Method:
         )
     check_visual_entropy(data.train_prompts, method)
     check_prompt_logprobs(data.train_prompts, method)
+    check_images(data.train_prompts, method)
     return method
 
 
@@ -264,7 +267,7 @@ def build_policy(
         keep_reference=method.needs.ref_logprobs,
         total_optimizer_steps=num_optimizer_steps(config),
         max_sequence_tokens=longest,
-        tokens_per_microbatch=config.batch.tokens_per_microbatch,
+        tokens_per_microbatch=tokens_per_microbatch(config.batch, method),
         share_prompts=config.batch.share_prompts,
         **token_settings(method),
         image_processor=vision,

@@ -275,6 +275,7 @@ def _restored(
         credit=Credit(tensors["advantages"], tensors["kl_weights"], tensors["keep"], {}),
         ref=scores("ref_logprobs"),
         old=scores("old_logprobs"),
+        masked=scores("masked_logprobs"),
         log_ratio_sums=tensors.get("log_ratio_sums"),
         peaks=tensors.get("peaks"),
         end_start=tensors.get("end_start"),

@@ -110,11 +110,14 @@ class Experience:
     source_metrics: Mapping[str, float] = field(default_factory=dict)  # ages, servers
     annealing: Annealing | None = None  # by which the tokens were sampled
     progress: float | None = None  # see ``ResponseBatch``; None: nobody has said
+    step: int = 0  # of the run; 0: nobody has said
     share: Share | None = None  # of a pass over all rows; rows as in ``responses.tokens``
     credit: Credit | None = None
     # Of the rows of ``share``, as are the next.
     ref: TokenScores | None = None  # None: the method needs none
     old: TokenScores | None = None  # None: see ``on_policy``
+    masked: TokenScores | None = None  # behind masked images; None: nobody asked before the updates
+    mask_seed: int | None = None  # see ``masked_images.mask_seed``; None: the method masks nothing
     # Of all rows, of the minibatch at work: see ``Learner.update``; None: the method reads none.
     log_ratio_sums: Float[Tensor, " responses"] | None = None
     peaks: Float[Tensor, "4"] | None = None  # of that minibatch, see ``Method.peaks``
@@ -138,12 +141,13 @@ class Experience:
     @property
     def scored_tokens(self) -> TokenRows:
         """The rows of this rank with the logprobs that they were scored with as further columns,
-        ``old_logprobs`` and ``ref_logprobs``."""
+        ``old_logprobs``, ``ref_logprobs`` and ``masked_logprobs``."""
         tokens = self.responses.tokens
         columns = dict(tokens.columns)
-        for name, scores in (("old_logprobs", self.old), ("ref_logprobs", self.ref)):
+        for name in ("old", "ref", "masked"):
+            scores: TokenScores | None = getattr(self, name)
             if scores is not None:
-                columns[name] = scores.logprobs.numpy()
+                columns[f"{name}_logprobs"] = scores.logprobs.numpy()
         return replace(tokens, columns=columns)
 
 

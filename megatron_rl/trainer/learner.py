@@ -16,6 +16,7 @@ from megatron_rl.trainer.end_token import EndTokens, with_end_token
 from megatron_rl.trainer.experience import Experience
 from megatron_rl.trainer.health import Health, Minibatch
 from megatron_rl.trainer.histories import Histories
+from megatron_rl.trainer.masked_images import mask_seed, with_masked_images
 from megatron_rl.trainer.metrics import credit_metrics, token_metrics, update_metrics
 from megatron_rl.trainer.objective import MinibatchLoss, credit_of, on_cpu
 from megatron_rl.trainer.placement import Placed, Placement
@@ -78,6 +79,7 @@ class Learner:
         experience = self.placement.at_home(experience)
         if needs.ref_logprobs:
             experience = replace(experience, ref=self._scores(experience, reference=True))
+        experience = self._with_masks(experience)
         if needs.response_statistics:  # the credit is computed from old logprobs
             experience = replace(experience, old=self._scores(experience))
         credit = credit_of(experience, self.method, self._world, self.histories)
@@ -85,6 +87,20 @@ class Learner:
         if needs.response_statistics or self._update_gives_old_logprobs(experience):
             return experience
         return replace(experience, old=self._scores(experience))
+
+    def _with_masks(self, experience: Experience) -> Experience:
+        """Collective where the method asks, before the updates, how likely the responses are behind
+        masked images."""
+        needs = self.method.needs
+        if needs.mask_ratio is None:
+            return experience
+        seed = mask_seed(self.plan.seed, experience.step)
+        experience = replace(experience, mask_seed=seed)
+        if needs.masked_in_update:
+            return experience
+        assert experience.share is not None
+        share = with_masked_images(experience.share, needs.mask_ratio, seed)
+        return replace(experience, masked=on_cpu(self.policy.score(share)))
 
     @property
     def _world(self) -> World:

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from megatron_rl.config.schema import BatchConfig
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.loss import Credit, Method, ResponseBatch, TokenBatch
 from megatron_rl.loss.segments import group_accuracy
@@ -20,6 +21,7 @@ from megatron_rl.runtime.transfer import to_device
 from megatron_rl.trainer.end_token import EndTokens, with_end_token
 from megatron_rl.trainer.experience import Experience
 from megatron_rl.trainer.histories import Histories
+from megatron_rl.trainer.masked_images import MaskedCopies, with_masked_copies
 from megatron_rl.trainer.partials import of_all_rows
 from megatron_rl.types import (
     LossOutput,
@@ -43,6 +45,12 @@ def token_settings(method: Method) -> dict[str, Any]:
         "top_k": method.needs.top_k,
         "nucleus": method.needs.nucleus,
     }
+
+
+def tokens_per_microbatch(config: BatchConfig, method: Method) -> int:
+    """The tokens of plain sequences that a micro-batch may have: half of its tokens where each is
+    seen once more."""
+    return config.tokens_per_microbatch // method.config.sequences_per_response
 
 
 def on_cpu(scores: TokenScores) -> TokenScores:
@@ -199,6 +207,11 @@ class MinibatchLoss:
         if method.needs.end_token is not None:
             self._ends = EndTokens.of(tokens.lengths)
             self._rows = torch.from_numpy(tokens.rows)
+        self._copies = None
+        self._mask_seed = experience.mask_seed
+        if method.needs.masked_in_update:
+            more = len(tokens.lengths) if method.needs.end_token is not None else 0
+            self._copies = MaskedCopies(int(tokens.lengths.sum()) + more)
         if experience.end_start is not None:
             self._per_response["end_start"] = experience.end_start
         if experience.peaks is not None:
@@ -210,24 +223,37 @@ class MinibatchLoss:
         self._num_tokens = int(lengths[list(rows)].sum())
 
     def share(self, plain: Share) -> Share:
-        """What the policy is to work on: ``plain``, with a token behind each response where the
-        method asks for one."""
-        token_id = self._method.needs.end_token
-        return plain if token_id is None else with_end_token(plain, token_id)
+        """What the policy is to work on: ``plain``, with a token behind each response and with all
+        of it once more behind masked images, where the method asks for them."""
+        needs = self._method.needs
+        share = plain if needs.end_token is None else with_end_token(plain, needs.end_token)
+        if self._copies is None:
+            return share
+        assert needs.mask_ratio is not None and self._mask_seed is not None
+        return with_masked_copies(share, needs.mask_ratio, self._mask_seed)
 
     def of_responses(self, result: UpdateResult) -> UpdateResult:
         """``result`` with the scores of ``plain``."""
-        if self._ends is None or result.scores is None:
+        if result.scores is None or (self._ends is None and self._copies is None):
             return result
-        return replace(result, scores=self._ends.without(on_cpu(result.scores)))
+        scores = on_cpu(result.scores)
+        if self._copies is not None:
+            scores = self._copies.without(scores)
+        if self._ends is not None:
+            scores = self._ends.without(scores)
+        return replace(result, scores=scores)
 
     def __call__(self, view: TokenView) -> LossOutput:
         """Between a forward and its backward: nothing here waits for the device."""
         device = view.logprobs.device
+        copies: TokenView | None = None
+        if self._copies is not None:
+            view, copies = self._copies.split(view)
         ends: dict[str, Tensor] = {}
         if self._ends is not None:
             view, logprobs, rows = self._ends.split(view)
             ends = {"end_logprobs": logprobs, "end_index": to_device(self._rows[rows], device)}
+            copies = None if copies is None else self._ends.split(copies)[0]
         if not self._on_device:
             self._on_device = {
                 name: to_device(values, device) for name, values in self._per_response.items()
@@ -244,6 +270,9 @@ class MinibatchLoss:
         ref_logprobs = None
         if "ref_logprobs" in columns:
             ref_logprobs = tokens(columns["ref_logprobs"])
+        masked_logprobs = None if copies is None else copies.logprobs
+        if "masked_logprobs" in columns:
+            masked_logprobs = tokens(columns["masked_logprobs"])
         result = self._method.loss(
             TokenBatch(
                 logprobs=view.logprobs,
@@ -256,6 +285,7 @@ class MinibatchLoss:
                 topk_logprobs=view.topk_logprobs,
                 is_argmax=view.is_argmax,
                 nucleus_entropy=view.nucleus_entropy,
+                masked_logprobs=masked_logprobs,
                 num_responses=self._num_responses,
                 num_tokens=self._num_tokens,
                 **ends,

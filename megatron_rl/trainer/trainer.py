@@ -84,7 +84,8 @@ class Trainer:
             with self.source.training():
                 with clock("logprob"):
                     progress = step / self.config.num_steps
-                    experience = self.learner.score(replace(experience, progress=progress))
+                    dated = replace(experience, progress=progress, step=step)
+                    experience = self.learner.score(dated)
                 with clock("update"):
                     metrics = self.learner.update(step, experience)
             with clock("sync"):

@@ -1,5 +1,6 @@
 """Whole runs with images through the command line: Durian with all three of its terms on both real
-engines, and a resume."""
+engines, a resume, and its rollouts on a server; PAPO with its masked images, and a step computed
+again."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def settings(folder: Path, name: str, num_steps: int) -> list[str]:
+def settings(folder: Path, name: str, num_steps: int, *more: str) -> list[str]:
     return [
         "experiment=vision_cpu",
         "method=durian",
@@ -59,6 +60,7 @@ def settings(folder: Path, name: str, num_steps: int) -> list[str]:
         "weight_sync.logprob_check_every=1",
         "mismatch_limits.abort_above=1e-4",
         "logging.tensorboard=false",
+        *more,
     ]
 
 
@@ -66,9 +68,9 @@ def rows(folder: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
 
 
-def train(folder: Path, name: str, num_steps: int) -> list[dict]:
+def train(folder: Path, name: str, num_steps: int, *more: str) -> list[dict]:
     """The rows of the metrics after a run of two processes to ``num_steps``."""
-    launch("megatron_rl.train", 2, settings(folder, name, num_steps), 400)
+    launch("megatron_rl.train", 2, settings(folder, name, num_steps, *more), 400)
     return rows(folder, name)
 
 
@@ -118,3 +120,33 @@ def test_a_server_sees_what_the_engine_in_the_process_sees(folder):
         assert served["mismatch/logprob_abs_diff_max"] <= 1e-4
         assert served["sync/logprob_check_diff_max"] <= 1e-4
     assert len(found[0]) == 2
+
+
+def papo(folder: Path, name: str, num_steps: int, *more: str) -> list[dict]:
+    """The rows of the steps of such a run."""
+    steps = train(folder, name, num_steps, "method=papo", *more)[1:]
+    assert [row["step"] for row in steps] == list(range(1, num_steps + 1))
+    for row in steps:
+        assert row["mismatch/logprob_abs_diff_max"] <= 1e-4
+        assert row["sync/logprob_check_diff_max"] <= 1e-4 and row["optim/grad_norm"] > 0
+        assert row["kl/perception_mean"] > 0 and row["entropy/masked_sampled_mean"] > 0
+    return steps
+
+
+def test_papo_masks_images_and_a_step_is_computed_again(folder):
+    steps = papo(folder, "papo", 2, "nonfinite.bundle_step=2")
+    report = folder / "papo.json"
+    bundle = folder / "papo/nonfinite/step_000002"
+    launch("tools/replay_step.py", 2, [bundle, "--json", report], 400)
+    found = json.loads(report.read_text())["whole"]
+    assert found["loss"] == pytest.approx(steps[-1]["loss/total"], rel=1e-6)
+    assert found["grad_norm"] == steps[-1]["optim/grad_norm"]
+
+
+def test_papo_with_masks_of_the_old_policy_goes_on_bit_for_bit(folder):
+    """Two minibatches a step: rows are lent with their scores."""
+    old = ("method.perception.masked=old", "batch.prompts_per_minibatch=4")
+    whole = papo(folder, "papo_old", 2, *old)
+    papo(folder, "papo_parts", 1, *old)
+    parts = papo(folder, "papo_parts", 2, *old)
+    assert list(map(timeless, whole)) == list(map(timeless, parts))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+from megatron_rl.data.masks import MaskedImage
 from megatron_rl.types import Image, Prompt, SequenceBatch
 from tests import zoo
 from tests.numerics.policy_reference import TEMPERATURE, ClippedLoss, sequences
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 MERGE = 2
 PATCH = 14
 NUMBERS = 3 * 2 * PATCH * PATCH
+BLACK = torch.full((NUMBERS,), -1.5)
 START = 3
 END = 4
 
@@ -45,6 +47,8 @@ class RandomPatches:
         return rows * columns // MERGE**2
 
     def pixels(self, image: Image) -> Tensor:
+        if isinstance(image, MaskedImage):
+            return image.blackened(self.pixels(image.original), BLACK)
         _, rows, columns = self.grid(image)
         generator = torch.Generator().manual_seed(int(image.digest[:8], 16))
         return torch.randn(rows * columns, NUMBERS, generator=generator)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import pytest
 
-from tests.unit.planning_of_7b import PARAMETERS
+from tests.unit.planning_of_7b import PARAMETERS, QWEN2_5_7B, config
 from tools import plan_run
 
 SEVEN = ["--model", "qwen2.5-7b", "experiment=qwen2_5_7b_8gpu"]
@@ -46,6 +47,21 @@ def test_the_tail_of_the_lengths_is_what_idles(capsys, monkeypatch) -> None:
         return float(found["rollout"].rpartition("idle ")[2].rstrip("%\n"))
 
     assert idle("--median", "100", "--p99", "3000") > idle("--median", "1000", "--p99", "1000")
+
+
+def test_an_update_that_sees_each_response_twice_takes_twice_as_long() -> None:
+    """In forwards: 3 and the reference's; 2 x 3 and that one; 3, that one and one more."""
+    cluster = plan_run.Cluster(1, 8, 80, None, 1, 1, 1, 1, 100)
+    one_update = ["batch.prompts_per_step=4", "batch.prompts_per_minibatch=4"]
+
+    def seconds(*method: str) -> float:
+        planned = config(*one_update, *method)
+        return plan_run.train_seconds(planned, QWEN2_5_7B, cluster, np.full((4, 8), 100))
+
+    grpo = seconds("method=grpo")
+    assert seconds("method=papo") == pytest.approx(7 / 4 * grpo)
+    old = seconds("method=papo", "method.perception.masked=old")
+    assert old == pytest.approx(5 / 4 * grpo)
 
 
 @pytest.mark.parametrize(

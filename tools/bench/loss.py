@@ -90,6 +90,7 @@ def tokens(batch: ResponseBatch, credit: Credit, needs: Needs) -> TokenBatch:
         end_logprobs=batch.rewards - 9,
         end_index=torch.arange(batch.rewards.numel()),
         end_start=torch.tensor(-9.0),
+        masked_logprobs=1.1 * old,
         peaks=torch.tensor([0.8, 0.2 * ids.numel(), 0.9, 0.8]),
     )
 

@@ -33,6 +33,7 @@ TESTS = {
     "response_losses": "test_response_losses",
     "self_reward": "test_self_reward",
     "entropy_anchor": "test_entropy_anchor",
+    "perception": "test_perception",
     "given_responses": "test_given_responses",
     "aggregate": "test_aggregate",
     "mismatch": "test_mismatch",

@@ -97,6 +97,29 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("coef * share, is_peak", "share, is_peak"),
         ("(1 / num.clamp(min=1))", "(1 / is_peak.sum())"),
     ],
+    ("perception", "perception_kl"): [
+        ("(masked_logprobs - logprobs).clamp", "(logprobs - masked_logprobs).clamp"),
+        (".clamp(-max_log_ratio, max_log_ratio)", ""),
+        ("clamp(-max_log_ratio, max_log_ratio)", "clamp(max=max_log_ratio)"),
+        ("(torch.expm1(difference) - difference)", "(torch.expm1(difference) + difference)"),
+        ("(torch.expm1(difference) - difference)", "(difference.exp() - 1 - difference)"),
+        (".clamp(max=max_kl)", ""),
+    ],
+    ("perception", "perception_loss"): [
+        ("return -gamma * kl", "return gamma * kl"),
+        ("- eta * logprobs", "+ eta * logprobs"),
+        ("- eta * logprobs", "- eta * logprobs.detach()"),
+        ("- eta_masked * masked_logprobs", "- eta * masked_logprobs"),
+        ("- eta_masked * masked_logprobs", "- eta_masked * logprobs"),
+        (
+            "kl = perception_kl(logprobs, masked_logprobs",
+            "kl = perception_kl(logprobs.detach(), masked_logprobs",
+        ),
+        (
+            "kl = perception_kl(logprobs, masked_logprobs",
+            "kl = perception_kl(logprobs, masked_logprobs.detach()",
+        ),
+    ],
     ("given_responses", "dph"): [
         ("torch.expm1(log_u) - log_u", "torch.expm1(log_u) + log_u"),
         ("torch.expm1(log_u) - log_u", "torch.expm1(-log_u) + log_u"),

@@ -246,3 +246,35 @@ def test_the_token_of_a_self_reward_is_one_of_the_model(run, tmp_path):
     assert run(1, "method=laser", "method.self_reward.token_id=49") == []
     (problem,) = run(1, "method=laser", "method.self_reward.token_id=50")
     assert problem.startswith("method.self_reward.token_id = 50: the model has 50 tokens")
+
+
+def test_a_method_that_masks_images_wants_a_model_that_sees(run, tmp_path):
+    (problem,) = run(1, "method=papo", "batch.tokens_per_microbatch=4096")
+    assert problem.startswith("method.name = papo: masks images, and the model of model.path = ")
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"vision_config": {"depth": 2}}))
+    assert run(1, "method=papo", "batch.tokens_per_microbatch=4096") == []
+
+
+def test_each_response_stands_twice_in_an_update_with_masked_images(run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"vision_config": {"depth": 2}}))
+    sizes = ("rollout.max_prompt_tokens=48", "rollout.max_response_tokens=16")
+    papo = ("method=papo", *sizes)
+    assert run(1, *papo, "batch.tokens_per_microbatch=128") == []
+    (problem,) = run(1, *papo, "batch.tokens_per_microbatch=127")
+    assert problem.startswith("batch.tokens_per_microbatch = 127: one sequence may have")
+    assert problem.endswith("(method.perception.masked = current); raise it to 128 or more")
+    old = (*papo, "method.perception.masked=old")
+    assert run(1, *old, "batch.tokens_per_microbatch=64") == []
+    (problem,) = run(1, *old, "batch.tokens_per_microbatch=63")
+    assert "stand there twice" not in problem
+
+
+def test_masked_copies_lie_where_their_tokens_lie(run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"vision_config": {"depth": 2}}))
+    papo = ("method=papo", "batch.tokens_per_microbatch=4096", "parallel.context=2")
+    assert run(2, *papo) == []
+    (problem,) = run(4, *papo, "parallel.tensor=2", "parallel.sequence=true")
+    assert problem.startswith("parallel.context = 2: with sequence parallelism or pipeline stages")
+    assert run(4, *papo, "parallel.tensor=2", "parallel.sequence=false") == []
+    old = "method.perception.masked=old"
+    assert run(4, *papo, "parallel.tensor=2", "parallel.sequence=true", old) == []

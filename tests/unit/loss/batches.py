@@ -100,6 +100,7 @@ def token_batch(
         end_logprobs=torch.tensor([row.end_logprob for row in rows], dtype=dtype),
         end_index=torch.arange(len(rows)),
         end_start=torch.tensor(END_START, dtype=torch.float64),
+        masked_logprobs=(old - 3 * others[:, 1]).to(dtype).requires_grad_(),
         nucleus_entropy=others[:, 0].to(dtype),
         peaks=torch.tensor(peaks(others[:, 0].to(dtype).tolist()), dtype=torch.float64),
         correct=torch.tensor([row.correct for row in rows]),

@@ -65,6 +65,7 @@ NAMED = {
     "siren": Choice("centered", high=0.28, aggregate="norm", token="siren"),
     "campo": Choice(high=0.28, aggregate="token"),
     "laser": Choice(aggregate="token", token="laser"),
+    "papo": Choice(high=0.3, kl=1e-2, token="papo"),
     "pacs": Choice(aggregate="sum", token="pacs"),
     "simko": Choice(aggregate="token", token="simko"),
     "archer": Choice(aggregate="token", kl=1e-3, token="archer"),

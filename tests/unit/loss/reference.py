@@ -300,6 +300,8 @@ def loss(
             )
             if row.given and choice.token in token_reference.GIVEN:
                 value = token_reference.of_given(choice.token, advantage, new, past, frozen)
+            if choice.token == "papo":
+                value += token_reference.perception(new, tokens.masked[at][place])
             penalty = (
                 choice.kl
                 * kl_weight(row, rows, choice)
@@ -319,6 +321,7 @@ class Tokens:
     entropy: list[list[float]]
     is_argmax: list[list[bool]]
     nucleus: list[list[float]]
+    masked: list[list[float]]
 
     @property
     def moved(self) -> list[float]:

@@ -106,6 +106,12 @@ def anchor(entropies: list[float]) -> float:
     return 0.005 * (mean - start) ** 2
 
 
+def perception(new: float, masked: float) -> float:
+    """What is minimized at a token beside the policy term; its bounds are far away."""
+    likelier = math.exp(masked) / math.exp(new)
+    return -0.02 * (likelier - 1 - math.log(likelier)) - 0.05 * new - 0.05 * masked
+
+
 END_START = -3.0
 
 

@@ -167,6 +167,10 @@ def test_no_more_is_alive_than_a_minibatch_has():
             ["batch.prompts_per_minibatch=5", "batch.responses_per_prompt=2"],
             (3 + 1) * 4096,
         ),  # 10 sequences on 4 ranks
+        (
+            ["batch.prompts_per_minibatch=5", "batch.responses_per_prompt=2", "method=papo"],
+            2 * (3 + 1) * 4096,
+        ),  # each of them twice
         (["batch.prompts_per_minibatch=16", "batch.responses_per_prompt=8"], 65536),
     ],
 )

@@ -1,0 +1,201 @@
+"""A method that looks at masked images, on the real policy: loss, metrics and gradients of every
+layout and cut into micro-batches are those of transformers, asked once for each image."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_rl.data.masks import masked
+from megatron_rl.loss import Credit, Method, TokenBatch, load_method
+from megatron_rl.trainer import objective
+from megatron_rl.trainer.experience import Experience
+from megatron_rl.trainer.masked_images import with_masked_images
+from megatron_rl.trainer.objective import MinibatchLoss, token_settings
+from megatron_rl.types import Image, SequenceBatch, Share, TokenScores
+from tests import zoo
+from tests.numerics.host_waits_worker import scored
+from tests.numerics.policy_reference import NUM_ROWS, TEMPERATURE, relative_error, sequences
+from tests.numerics.policy_worker import splits
+from tests.numerics.seeing import hf_logits, published_name, seeing_batch, seeing_policy
+from tests.ranks import call
+
+MODEL = "qwen2_5_vl"
+SEED = 11
+# Terms large enough that none hides behind another; an entropy of the policy's own beside them.
+TERMS = ["perception.gamma=0.5", "perception.eta=0.3", "perception.eta_masked=0.2"]
+CASES = {
+    "current": [*TERMS, "entropy.coef=0.1"],
+    "old": [*TERMS, "perception.masked=old"],
+    "unmasked": [*TERMS, "perception.mask_ratio=0"],
+}
+
+
+def papo(case: str) -> Method:
+    return load_method("papo", CASES[case], response_limit=16)
+
+
+def plain_logp(model: Any, batch: SequenceBatch, ratio: float | None) -> Tensor:
+    """``[tokens, vocabulary]`` at every response token, in float64, of one whole sequence after the
+    other; ``ratio``: given the masked images."""
+    assert batch.images is not None
+    found = []
+    rows = zip(sequences(batch), batch.prompt_lengths.tolist(), batch.images, strict=True)
+    for tokens, prompt, images in rows:
+        seen: tuple[Image, ...] = images
+        if ratio is not None:
+            seen = tuple(masked(image, ratio, SEED) for image in images)
+        logits = hf_logits(model, tokens, prompt, seen)[prompt - 1 : -1].double()
+        found.append(torch.log_softmax(logits / TEMPERATURE, -1))
+    return torch.cat(found)
+
+
+def experience_of(batch: SequenceBatch, logprobs: Tensor, masked_logprobs: Tensor) -> Experience:
+    """Scored near these, so that some ratios are clipped."""
+    draw = torch.Generator().manual_seed(2)
+    noise = torch.randn(2, len(logprobs), generator=draw)
+    advantages = torch.randn(NUM_ROWS, generator=draw)
+    every = torch.ones(NUM_ROWS, dtype=torch.bool)
+    return replace(
+        scored(batch),
+        credit=Credit(advantages, torch.ones(NUM_ROWS), every, {}),
+        old=TokenScores(logprobs + 0.3 * noise[0], None),
+        ref=TokenScores(logprobs + 0.2 * noise[1], None),
+        masked=TokenScores(masked_logprobs, None),
+        mask_seed=SEED,
+    )
+
+
+def plain_answer(case: str) -> dict[str, Any]:
+    """Loss, metrics and gradients of one case, and the experience to start from."""
+    batch = seeing_batch()
+    model = zoo.tiny_model(MODEL)
+    method = papo(case)
+    logp = plain_logp(model, batch, None)
+    hidden = plain_logp(model, batch, method.needs.mask_ratio)
+    tokens = torch.from_numpy(scored(batch).responses.tokens.columns["token_ids"]).long()
+    logprobs = logp.gather(1, tokens[:, None])[:, 0]
+    of_masked = hidden.gather(1, tokens[:, None])[:, 0]
+    experience = experience_of(batch, logprobs.detach().float(), of_masked.detach().float())
+    assert experience.old is not None and experience.ref is not None and experience.credit
+    result = method.loss(
+        TokenBatch(
+            logprobs=logprobs,
+            old_logprobs=experience.old.logprobs.double(),
+            response_index=batch.response_index,
+            loss_mask=torch.ones_like(logprobs, dtype=torch.bool),
+            advantages=experience.credit.advantages.double(),
+            kl_weights=torch.ones(NUM_ROWS, dtype=torch.float64),
+            ref_logprobs=experience.ref.logprobs.double(),
+            entropy=-(logp.exp() * logp).sum(-1),
+            masked_logprobs=of_masked.detach() if case == "old" else of_masked,
+        )
+    )
+    result.loss.backward()
+    return {
+        "experience": experience if case == "old" else replace(experience, masked=None),
+        "logprobs": logprobs.detach(),
+        "masked": of_masked.detach(),
+        "loss": result.loss.item(),
+        "metrics": {key: value.item() for key, value in result.metrics.items()},
+        "gradients": {published_name(key): each.grad for key, each in model.named_parameters()},
+    }
+
+
+def compare(path: Path, layout: dict[str, Any], answers: dict[str, dict[str, Any]]) -> None:
+    """On every rank: each case, each cut into micro-batches."""
+    batch = seeing_batch()
+    for case, wanted in answers.items():
+        method = papo(case)
+        policy = seeing_policy(path, layout, **token_settings(method))
+        for cut, split in splits(policy).items():
+            what = f"{case}, {cut}"
+            assert method.needs.mask_ratio is not None
+            hidden = with_masked_images(Share(batch, split), method.needs.mask_ratio, SEED)
+            scores = zoo.of_all_rows(policy.score(hidden))
+            torch.testing.assert_close(
+                scores.logprobs.double(), wanted["masked"], rtol=0, atol=5e-6, msg=what
+            )
+            experience = wanted["experience"]
+            loss = MinibatchLoss(method, experience, range(NUM_ROWS), experience.scored_tokens)
+            share = loss.share(Share(batch, split))
+            totals = policy.backward(share.batch, share.microbatches, loss)
+            assert totals.loss == pytest.approx(wanted["loss"], rel=1e-6, abs=1e-6), what
+            for key, value in totals.metrics.items():
+                assert value == pytest.approx(wanted["metrics"][key], rel=5e-6, abs=1e-6), (
+                    f"{what}: {key}"
+                )
+            error = relative_error(dict(policy.gathered_gradients()), wanted["gradients"])
+            assert error <= 2e-6, f"{what}: gradients off by {error}"
+        policy.close()
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "tensor": (2, {"tensor": 2, "sequence": True}),
+    "context": (2, {"context": 2}),
+    "pipeline": (2, {"pipeline": 2}),
+    "data": (2, {}),
+    "all": (4, {"tensor": 2, "sequence": True, "pipeline": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, dict[str, Any]]:
+    return {case: plain_answer(case) for case in CASES}
+
+
+def test_the_case_is_one_where_masks_matter(answers: dict[str, dict[str, Any]]) -> None:
+    """Or what follows would say nothing; the last row has no image."""
+    moved = (answers["current"]["masked"] - answers["current"]["logprobs"]).abs()
+    assert moved[:-3].min() > 1e-4 and moved.max() > 0.05 and not moved[-3:].any()
+    assert not (answers["unmasked"]["masked"] - answers["unmasked"]["logprobs"]).any()
+    assert answers["unmasked"]["metrics"]["kl/perception_mean"] == 0
+    with_gradient, without = (answers[case]["gradients"] for case in ("current", "old"))
+    assert relative_error(with_gradient, without) > 0.01
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=() if name in ("one rank", "tensor") else pytest.mark.full)
+        for name in LAYOUTS
+    ],
+)
+def test_layouts_agree_with_transformers(
+    layout: str, seeing_models: Path, answers: dict[str, dict[str, Any]]
+) -> None:
+    processes, fields = LAYOUTS[layout]
+    call(processes, compare, seeing_models / MODEL, fields, answers, timeout=200)
+
+
+def differ_with_one_prompt(path: Path, answers: dict[str, dict[str, Any]]) -> None:
+    plain = objective.with_masked_copies
+
+    def same_prompts(share: Share, ratio: float, seed: int) -> Share:
+        """The planted bug: a copy behind its row borrows the prompt that sees the image."""
+        both = plain(share, ratio, seed)
+        assert share.batch.prompt_index is not None
+        prompt_index = share.batch.prompt_index.repeat(2)
+        return Share(replace(both.batch, prompt_index=prompt_index), both.microbatches)
+
+    with (
+        mock.patch.object(objective, "with_masked_copies", same_prompts),
+        pytest.raises(AssertionError, match="current, each"),
+    ):
+        compare(path, {}, answers)
+
+
+@pytest.mark.full
+def test_copies_that_borrow_a_plain_prompt_are_noticed(
+    seeing_models: Path, answers: dict[str, dict[str, Any]]
+) -> None:
+    """The comparison above can fail."""
+    case = {"current": answers["current"]}
+    call(1, differ_with_one_prompt, seeing_models / MODEL, case, timeout=200)

@@ -1,0 +1,107 @@
+"""Responses once more behind masked images: what the policy is given, and how it is taken apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_rl.data.masks import MaskedImage, masked
+from megatron_rl.data.sequences import sequence_batch
+from megatron_rl.loss import load_method
+from megatron_rl.trainer.masked_images import (
+    MaskedCopies,
+    check_images,
+    mask_seed,
+    with_masked_copies,
+    with_masked_images,
+)
+from megatron_rl.types import Image, Prompt, Share, TokenScores, TokenView
+
+CAT = Image("c" * 64, 56, 56, b"cat")
+DOG = Image("d" * 64, 28, 28, b"dog")
+# Two responses to a prompt with two images, of one token and of three; one to a prompt without.
+BATCH = sequence_batch(
+    [((5, 6), (7,)), ((5, 6), (8, 9, 4)), ((5,), (3,))],
+    torch.tensor([0, 0, 1]),
+    [(CAT, DOG), (CAT, DOG), ()],
+)
+
+
+def test_copies_stand_behind_all_plain_rows_by_hand() -> None:
+    share = with_masked_copies(Share(BATCH, [[2], [0, 1], []]), 0.6, 9)
+    both = share.batch
+    assert both.token_ids.tolist() == 2 * [5, 6, 7, 5, 6, 8, 9, 4, 5, 3]
+    assert both.prompt_lengths.tolist() == 2 * [2, 2, 1]
+    assert both.response_lengths.tolist() == 2 * [1, 3, 1]
+    assert both.prompt_index is not None and both.prompt_index.tolist() == [0, 0, 1, 2, 2, 3]
+    hidden = (masked(CAT, 0.6, 9), masked(DOG, 0.6, 9))
+    assert both.images == ((CAT, DOG), (CAT, DOG), (), hidden, hidden, ())
+    assert share.microbatches == [[2, 5], [0, 1, 3, 4], []]
+
+
+def test_a_batch_without_rows_or_images_has_copies_too() -> None:
+    """A rank may have no row of a minibatch, or none with an image."""
+    empty = sequence_batch([], torch.zeros(0, dtype=torch.int64))
+    assert with_masked_copies(Share(empty, [[]]), 0.6, 9).batch.num_responses == 0
+    text = sequence_batch([((5,), (3,))])
+    both = with_masked_copies(Share(text, [[0]]), 0.6, 9)
+    assert both.batch.images is None and both.batch.prompt_index is None
+    assert both.batch.token_ids.tolist() == [5, 3, 5, 3] and both.microbatches == [[0, 1]]
+
+
+def test_a_copy_has_the_temperatures_of_its_tokens() -> None:
+    temperatures = torch.tensor([1.0, 1.0, 0.9, 0.8, 1.0])
+    share = Share(replace(BATCH, temperatures=temperatures), [[0, 1, 2]])
+    both = with_masked_copies(share, 0.6, 9).batch
+    torch.testing.assert_close(both.temperatures, torch.cat([temperatures, temperatures]))
+
+
+def test_masked_images_alone_leave_rows_and_micro_batches() -> None:
+    share = with_masked_images(Share(BATCH, [[2], [0, 1]]), 0.6, 9)
+    assert share.batch.images is not None and share.microbatches == [[2], [0, 1]]
+    assert all(isinstance(each, MaskedImage) for row in share.batch.images for each in row)
+    assert share.batch.token_ids is BATCH.token_ids
+
+
+def test_a_view_is_taken_apart_by_hand() -> None:
+    """Tokens 3 and 4 of five, then their copies."""
+    logprobs = torch.tensor([-1.0, -2.0, -3.0, -4.0], requires_grad=True)
+    topk = torch.tensor([[-0.1], [-0.2], [-0.3], [-0.4]])
+    index = torch.tensor([3, 4, 8, 9])
+    view = TokenView(index, logprobs, None, lambda sums: sums, topk_logprobs=topk)
+    plain, copies = MaskedCopies(5).split(view)
+    assert plain.index.tolist() == copies.index.tolist() == [3, 4]
+    assert plain.logprobs.tolist() == [-1, -2] and copies.logprobs.tolist() == [-3, -4]
+    assert plain.entropy is None and plain.topk_logprobs is not None
+    torch.testing.assert_close(plain.topk_logprobs, topk[:2])
+    (plain.logprobs.sum() + 2 * copies.logprobs.sum()).backward()
+    assert logprobs.grad is not None and logprobs.grad.tolist() == [1, 1, 2, 2]
+
+
+def test_copies_that_are_of_other_tokens_are_noticed() -> None:
+    view = TokenView(torch.tensor([3, 4, 8, 7]), torch.zeros(4), None, lambda sums: sums)
+    with pytest.raises(AssertionError, match="different ranks"):
+        MaskedCopies(5).split(view)
+
+
+def test_scores_are_of_the_plain_rows_by_hand() -> None:
+    values = torch.arange(6.0)
+    found = MaskedCopies(3).without(TokenScores(values, -values))
+    assert found.logprobs.tolist() == [0, 1, 2]
+    assert found.entropy is not None and found.entropy.tolist() == [0, -1, -2]
+
+
+def test_masks_differ_by_step_and_seed() -> None:
+    assert mask_seed(1, 2) == mask_seed(1, 2)
+    assert len({mask_seed(1, 2), mask_seed(1, 3), mask_seed(2, 2), mask_seed(2, 1)}) == 4
+
+
+def test_data_without_images_is_refused() -> None:
+    text = Prompt("train:1", (5,), "1", "toy")
+    seen = Prompt("train:2", (5,), "1", "toy", images=(CAT,))
+    with pytest.raises(ValueError, match=r"method papo masks .* no prompt of data\.train has one"):
+        check_images([text], load_method("papo"))
+    check_images([text, seen], load_method("papo"))
+    check_images([text], load_method("grpo"))
