@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -11,14 +11,17 @@ import pytest
 from safetensors.torch import save_file
 
 from megatron_rl.config.load import compose
+from megatron_rl.runtime import lock
 from megatron_rl.trainer.trainer import Trainer
 from tests.unit.trainer.runs import build_bandit
 
 
 @pytest.fixture
-def build(tmp_path: Path) -> Callable[..., Trainer]:
-    """``build_bandit`` in a folder of the test."""
-    return partial(build_bandit, tmp_path)
+def build(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
+    """``build_bandit`` in a folder of the test; the locks of its runs are given back."""
+    yield partial(build_bandit, tmp_path)
+    for folder in tmp_path.iterdir():
+        lock.release(folder)
 
 
 @pytest.fixture
