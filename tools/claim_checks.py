@@ -63,6 +63,7 @@ class Claim(Strict):
     source: str
     says: str  # the paper
     expected: str  # at this scale, and why
+    about: tuple[str, ...] = ()  # methods whose cards name it, beside those of its cells
     lab: tuple[str, ...] = ()  # options of its make.py
     train_on: tuple[str, ...] = ()  # kinds of prompts; the others are only held out; () = all
     plugin: Path | None = None  # what the runs load; a file of the claim's folder

@@ -216,7 +216,8 @@ def _tried() -> dict[str, tuple[Claim, list[Outcome]]]:
 def claims_of(name: str) -> Iterator[str]:
     """The claims of papers that were tried with this method, and what came out."""
     for folder, (claim, outcomes) in _tried().items():
-        if any(f"method={name}" in overrides for overrides in claim.cells.values()):
+        is_cell = any(f"method={name}" in overrides for overrides in claim.cells.values())
+        if is_cell or name in claim.about:
             yield f"[{claim.title}](../claims/{folder}/README.md): {overall(outcomes)}."
 
 
