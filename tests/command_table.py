@@ -315,7 +315,9 @@ LONG = {
         "--tokens 256 --vocab 8000 --hidden 64 --repeats 2",
         shows=r"load average .*\n(.*\n)*.*\| seconds_train",
     ),
-    f"{BENCH}/token_values.py": Run("--tokens 64 --vocab 400 --repeats 1", shows=r"train \| top_k"),
+    f"{BENCH}/token_values.py": Run(
+        "--tokens 64 --vocab 400 --repeats 1", shows=r"train \| nucleus"
+    ),
     f"{BENCH}/loss.py --responses 1000000 --tokens 8000000": Run(
         "--responses 800 --tokens 8000 --padded-responses 80 --methods grpo --repeats 2",
         shows=r"load average .*\n(.*\n)*\| padded_loss",

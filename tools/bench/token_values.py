@@ -5,7 +5,8 @@ and peak memory at a large vocabulary.
     [--chunk 256] [--top-k 3] [--repeats 5] [--record FILE]
 
 ``logprobs``: of the given tokens alone. ``entropy``: with entropies, ``entropy_gradient``: with
-their gradient. ``top_k``: with the logprobs of the most likely tokens, and their gradient. Every
+their gradient. ``top_k``: with the logprobs of the most likely tokens, and their gradient.
+``nucleus``: with the entropy of the tokens that reach the probability 0.8, and its gradient. Every
 measurement is a process of its own; the variants take turns; a factor is that of two measurements
 of one round. Medians and quartiles of all rounds.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from functools import partial
 
 import logprob
@@ -21,7 +23,9 @@ import torch
 from machine import Watch, description, spread
 from torch import Tensor
 
-from megatron_rl.policy.logprobs import Head, token_values
+from megatron_rl.policy.head import Head
+from megatron_rl.policy.logprobs import token_values
+from megatron_rl.policy.nucleus import nucleus_entropy
 
 PLAIN = "logprobs"
 VARIANTS = {
@@ -29,7 +33,9 @@ VARIANTS = {
     "entropy": {"entropy": "value"},
     "entropy_gradient": {"entropy": "grad"},
     "top_k": {"entropy": "none"},
+    "nucleus": {"entropy": "none"},
 }
+NUCLEUS = 0.8  # SIREN's
 FIGURES = {"wall s": "wall_s", "processor s": "cpu_s", "peak MiB above inputs": "peak_mib"}
 
 
@@ -46,6 +52,8 @@ def values(
         result = result + found.entropy
     if found.topk_logprobs is not None:
         result = result + found.topk_logprobs.sum(1)
+    if variant == "nucleus":
+        result = result + nucleus_entropy(hidden, weight, replace(head, nucleus=NUCLEUS))
     return result
 
 
