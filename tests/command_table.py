@@ -121,9 +121,6 @@ QUICK = {
         "python tools/plan_memory.py --world-size 8 --gpu-gib 80"
         " experiment=qwen2_5_7b_8gpu model.path=/models/Qwen2.5-7B"
     ): Run(instead={"/models/Qwen2.5-7B": "{place}/qwen"}, shows="training GiB"),
-    "python tools/plan_sync.py --model 72b --train tp=8,pp=4,dp=2 --rollout tp=8,dp=8": Run(
-        shows="lower bound"
-    ),
     (
         "python tools/plan_sync.py --model 72b --train tp=8,pp=4,dp=2 --rollout tp=2,dp=224"
         " --disaggregated --network-gb-s 50"
@@ -159,6 +156,9 @@ QUICK = {
 
 # With the engines, or more than a few seconds.
 LONG = {
+    "python tools/plan_sync.py --model 72b --train tp=8,pp=4,dp=2 --rollout tp=8,dp=8": Run(
+        shows="lower bound"
+    ),
     f"{CONVERT} to-megatron HF_DIRECTORY CHECKPOINT": Run(shows="checkpoint: digest [0-9a-f]{32}"),
     f"{CONVERT} to-hf CHECKPOINT HF_DIRECTORY": Run(
         instead={"CHECKPOINT HF_DIRECTORY": "{place}/checkpoint {new}/hf"},

@@ -1,6 +1,7 @@
 """The commands that the documents print and no test runs as they stand, with the reason."""
 
 from tests.command_table import BENCH
+from tests.launch import REPO
 
 EIGHT = "--standalone --nproc-per-node 8"
 GPU_ALL = "a GPU; with tiny models on a CPU: tests/unit/test_gpu_all.py"
@@ -18,13 +19,13 @@ GUIDE_TESTS = (
     "rewards/test_close_number.py",
     "trainer/test_alternating.py",
 )
+CLAIMS = sorted((REPO / "examples" / "claims").glob("*/README.md"))
 CLAIM = "half an hour; a short one from nothing: tests/e2e/test_claims.py"
 NOT_RUN = {
     "torchrun --nproc-per-node N tools/replay_step.py RUN --step 7": (
         "a run on two servers before it: tests/e2e/test_servers.py"
     ),
-    "python tools/claims.py run nsr_keeps_coverage": CLAIM,
-    "python tools/claims.py run group_dominance": CLAIM,
+    **{f"python tools/claims.py run {folder.parent.name}": CLAIM for folder in CLAIMS},
     "bash tools/setup_cpu.sh test && .venv/bin/pytest -n 2": "all tests, from nothing: .ci/run",
     "bash tools/setup_cpu.sh test": "the network, minutes: .ci/run",
     ".venv/bin/pytest": "all tests: .ci/run",

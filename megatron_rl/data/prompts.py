@@ -251,6 +251,7 @@ def _from_rows(
     for number, row in rows:
         _, prompt = lookup(row, roles.prompt)
         _, answer = lookup(row, roles.answer)
+        expected = _answer(number, answer, answer_after, problems)
         data_source: Any = name
         extra: Any = None
         if roles.data_source:
@@ -266,7 +267,6 @@ def _from_rows(
             remedy = "write an object, or set data.columns.extra=null"
             problems.add(number, f"{roles.extra} is not an object", extra, remedy)
             extra = {}
-        expected = _answer(number, answer, answer_after, problems)
         drafts.append(Draft(number, prompt, expected, str(data_source), dict(extra)))
     return drafts
 

@@ -27,11 +27,8 @@ def two_visits(path: Path, layout: dict[str, Any]) -> dict[str, Any]:
     return {"advantages": advantages, "state": learner.histories.state()}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [(2, {}), pytest.param(2, {"tensor": 2}, marks=pytest.mark.full)],
-    ids=["data", "tensor"],
-)
+@pytest.mark.full  # in the core tier: what is remembered, in unit/loss and unit/trainer
+@pytest.mark.parametrize(("ranks", "layout"), [(2, {}), (2, {"tensor": 2})], ids=["data", "tensor"])
 def test_ranks_remember_the_same_bits(
     tmp_path_factory: pytest.TempPathFactory, ranks: int, layout: dict[str, int]
 ) -> None:

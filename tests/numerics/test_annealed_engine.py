@@ -20,6 +20,10 @@ CASES = (
 )
 
 
+# In the core tier: the processor alone (unit/engine/test_annealed.py), and the policy's side.
+pytestmark = pytest.mark.full
+
+
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("annealed")

@@ -202,10 +202,7 @@ def answers() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(name, marks=() if name in ("tensor", "context") else pytest.mark.full)
-        for name in LAYOUTS
-    ],
+    [pytest.param(name, marks=() if name == "tensor" else pytest.mark.full) for name in LAYOUTS],
 )
 def test_layouts_agree_with_transformers(
     layout: str, hf_models: Path, answers: dict[str, dict[str, Any]]

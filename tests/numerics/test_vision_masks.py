@@ -163,10 +163,7 @@ def test_the_case_is_one_where_masks_matter(answers: dict[str, dict[str, Any]]) 
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(name, marks=() if name in ("one rank", "tensor") else pytest.mark.full)
-        for name in LAYOUTS
-    ],
+    [pytest.param(name, marks=() if name == "one rank" else pytest.mark.full) for name in LAYOUTS],
 )
 def test_layouts_agree_with_transformers(
     layout: str, seeing_models: Path, answers: dict[str, dict[str, Any]]

@@ -79,7 +79,11 @@ def judged(name: str, texts: list[str], **changes) -> tuple[int, float]:
     return round(sum(score.parts["verifier_problem"] for score in scores)), seconds
 
 
-@pytest.mark.parametrize("name", ["exact", "number", "math", "reasoning_gym", "code"])
+# Each text that is judged as code is a process of its own; what one may do to it: test_code_*.py.
+CODE = pytest.param("code", marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize("name", ["exact", "number", "math", "reasoning_gym", CODE])
 def test_hostile_texts(name):
     number = {"math": 60, "code": 8}.get(name, 200)
     problems, seconds = judged(name, hostile_texts(number))

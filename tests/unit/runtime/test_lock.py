@@ -30,8 +30,8 @@ def holder(tmp_path: Path):
     assert process.stdout is not None
     process.orphan = int(process.stdout.readline())
     yield process
-    end(process)
     subprocess.run(["kill", str(process.orphan)], check=False, capture_output=True)
+    end(process)
     lock.release(tmp_path)
 
 
