@@ -123,6 +123,10 @@ class Experience:
     peaks: Float[Tensor, "4"] | None = None  # of that minibatch, see ``Method.peaks``
     end_start: Float[Tensor, ""] | None = None  # see ``TokenBatch``
 
+    def dated(self, step: int, num_steps: int) -> Experience:
+        """As that of a step of a run to ``num_steps``: what a method may ask of time."""
+        return replace(self, step=step, progress=step / num_steps)
+
     @property
     def num_groups(self) -> int:
         return self.responses.num_groups

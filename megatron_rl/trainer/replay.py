@@ -193,8 +193,7 @@ class ReplayedRun:
         recorded = read_step(self._route.record, step)
         self._check_settings(recorded)
         experience = recorded.experience(self._prompt, is_main=self._world.is_main)
-        progress = step / self._config.trainer.num_steps
-        scored = self._learner.score(replace(experience, progress=progress))
+        scored = self._learner.score(experience.dated(step, self._config.trainer.num_steps))
         found = rollout_metrics(scored) | self._learner.update(step, scored)
         metrics = {name: _as_written(value) for name, value in found.items()}
         row = self._rows.get(step)

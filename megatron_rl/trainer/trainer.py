@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_rl.config.schema import TrainerConfig
 from megatron_rl.protocols import RolloutSource
@@ -83,8 +83,7 @@ class Trainer:
             experience = self.source.next(step)
             with self.source.training():
                 with clock("logprob"):
-                    progress = step / self.config.num_steps
-                    dated = replace(experience, progress=progress, step=step)
+                    dated = experience.dated(step, self.config.num_steps)
                     experience = self.learner.score(dated)
                 with clock("update"):
                     metrics = self.learner.update(step, experience)

@@ -8,6 +8,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from megatron_rl.config.load import validate
 from megatron_rl.config.schema import Config
 from megatron_rl.trainer.exchange import token_rows, token_versions
 from megatron_rl.trainer.experience import Experience, Responses, experience_of
-from megatron_rl.trainer.replay import find_route
+from megatron_rl.trainer.replay import ReplayedRun, find_route
 from megatron_rl.trainer.step_record import FOLDER, StepRecord, read_step, record_path
 from megatron_rl.types import Completion, Score, VersionSpan
 from tests.unit.trainer.fakes import prompts
@@ -140,6 +141,26 @@ def test_the_way_to_a_step_begins_with_the_newest_weights_before_it(recorded):
     record_path(recorded / FOLDER, 5).unlink()
     with pytest.raises(ValueError, match="has steps 2 to 4, 6, and all from a checkpoint on"):
         find_route(recorded, 6)
+
+
+def test_a_step_comes_again_with_its_place_in_the_run(recorded, config):
+    """Masks of images follow from the step, some weights from how far the run is."""
+
+    class Scored(Exception):
+        pass
+
+    def score(given: Experience) -> Experience:
+        raise Scored(given.step, given.progress)
+
+    steps = object.__new__(ReplayedRun)  # without its policy
+    steps._route = find_route(recorded, 3)
+    steps._config = config
+    steps._world = SimpleNamespace(is_main=True)
+    steps._prompts = PROMPTS
+    steps._learner = SimpleNamespace(score=score)
+    with pytest.raises(Scored) as found:
+        steps.step(3)
+    assert found.value.args == (3, 3 / config.trainer.num_steps)
 
 
 @pytest.mark.parametrize(
