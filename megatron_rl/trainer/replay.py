@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rl.checkpoints import directory, megatron_format
+from megatron_rl.config.keys import within
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.reading import training_stream
@@ -32,7 +33,14 @@ from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.build import build_learner, build_method, build_policy
 from megatron_rl.trainer.histories import Histories
 from megatron_rl.trainer.metrics import rollout_metrics
-from megatron_rl.trainer.run_record import DATA, MODEL, data_fingerprint, flat, model_fingerprint
+from megatron_rl.trainer.run_record import (
+    ASIDE,
+    DATA,
+    MODEL,
+    data_fingerprint,
+    flat,
+    model_fingerprint,
+)
 from megatron_rl.trainer.saved_settings import is_run, read_config
 from megatron_rl.trainer.start import CHECKPOINTS, METRICS
 from megatron_rl.trainer.step_record import FOLDER, Recorded, read_step, recorded_steps
@@ -40,22 +48,7 @@ from megatron_rl.trainer.visual_entropies import FILE, with_visual_entropy
 from megatron_rl.types import Prompt
 
 # Settings that may differ between the steps of one replay: nothing of them is computed in it.
-_OF_OTHERS = (
-    "run_dir",
-    "resume",
-    "checkpoint",
-    "evaluation",
-    "logging",
-    "memory",
-    "mismatch_limits",
-    "nonfinite",
-    "reward",
-    "weight_sync",
-    "source.record_gib",
-    "source.requests_per_server",
-    "source.give_up_factor",
-    "trainer.stall_limit_s",
-)
+_OF_OTHERS = (*ASIDE, "reward", "source.requests_per_server", "source.give_up_factor")
 
 
 @dataclass(frozen=True)
@@ -206,7 +199,7 @@ class ReplayedRun:
         changed = [
             key
             for key in sorted(own.keys() | others.keys())
-            if own.get(key) != others.get(key) and not _is_of_others(key)
+            if own.get(key) != others.get(key) and not within(key, _OF_OTHERS)
         ]
         if recorded.world_size != self._route.world_size:
             changed.append("the number of processes")
@@ -255,10 +248,6 @@ def _check_data(route: Route, fingerprint: str) -> None:
     was = read_config(route.run).get(DATA)
     if was is not None and fingerprint != was:
         raise ValueError(f"data.train: its prompts are not those that {route.run} was trained with")
-
-
-def _is_of_others(key: str) -> bool:
-    return any(key == section or key.startswith(f"{section}.") for section in _OF_OTHERS)
 
 
 def _as_written(value: float) -> float | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import xxhash
 
+from megatron_rl.config.keys import within
 from megatron_rl.config.schema import Config
 from megatron_rl.plugins import sources
 
@@ -31,10 +32,23 @@ PACKAGES = (
     "nemo-toolkit",
     "hydra-core",
 )
-# A section or a key; everything below it may change. Model and data have rules of their own.
-FREE = (
+# Sections and keys that no step is computed from.
+ASIDE = (
     "run_dir",
     "resume",
+    "checkpoint",
+    "evaluation",
+    "logging",
+    "memory",
+    "mismatch_limits",
+    "nonfinite",
+    "source.record_gib",
+    "trainer.stall_limit_s",
+    "weight_sync",
+)
+# Everything in and below these may change. Model and data have rules of their own.
+FREE = (
+    *ASIDE,
     "trainer.num_steps",
     "batch.tokens_per_microbatch",
     "batch.share_prompts",
@@ -50,20 +64,11 @@ FREE = (
     "rollout.enforce_eager",
     "rollout.enable_prefix_caching",
     "rollout.sleep_level",
-    "source.record_gib",
-    "weight_sync",
-    "trainer.stall_limit_s",
     "reward.timeout_s",
     "reward.step_timeout_s",
     "reward.function_timeout_s",
     "reward.memory_gib",
     "reward.num_workers",
-    "checkpoint",
-    "evaluation",
-    "logging",
-    "memory",
-    "mismatch_limits",
-    "nonfinite",
 )
 BY_CONTENT = ("model.path", "data")
 # How the same prompts are mixed and ordered is no part of their content.
@@ -166,7 +171,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Differen
     for key in _comparable(before, now):
         old_value = before.get(key, SECTION)
         new_value = now.get(key, SECTION)
-        passed_over = _within(key, (*FREE, *BY_CONTENT, *NOT_SETTINGS)) and key not in ORDER
+        passed_over = within(key, (*FREE, *BY_CONTENT, *NOT_SETTINGS)) and key not in ORDER
         if old_value != new_value and not passed_over:
             changes.append(Difference(key, old_value, new_value))
     changes += _content(before, now, MODEL, "model.path")
@@ -201,7 +206,7 @@ def _content(
         return
     changed = False
     for key in sorted(before.keys() & now.keys()):
-        if not _within(key, (section,)) or key in ("data.eval", *ORDER):
+        if not within(key, (section,)) or key in ("data.eval", *ORDER):
             continue
         if before[key] != now[key]:
             changed = True
@@ -246,10 +251,6 @@ def read_record(path: Path) -> dict[str, Any] | None:
             "start are then not compared with those of the run"
         ) from None
     return record
-
-
-def _within(key: str, sections: tuple[str, ...]) -> bool:
-    return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
 def _shown(value: Any) -> str:

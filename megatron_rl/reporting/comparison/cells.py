@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
+from megatron_rl.config.keys import within
 from megatron_rl.reporting.comparison.runs import Record, Run
 
 TrainsAlike = Callable[[Record, Record], bool]
@@ -133,11 +134,6 @@ def shown(value: Any) -> str:
     if isinstance(value, str) and value:
         return value
     return json.dumps(value, sort_keys=True)
-
-
-def within(key: str, sections: Sequence[str]) -> bool:
-    """Whether a dotted key is one of these or below one."""
-    return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
 def varying_keys(runs: Sequence[Run]) -> list[str]:
