@@ -348,6 +348,11 @@ LONG = {
         {"--trl-python trl_env/bin/python": ""},
         shows="load average",
     ),
+    f"{BENCH}/served_runs.py --model TOY --seeds 1 2 3": Run(
+        "--seeds 1 --warmup 1 trainer.num_steps=2 evaluation.at_start=false evaluation.pass_at=[1]"
+        " evaluation.responses_per_prompt=1 checkpoint.every_steps=0",
+        shows=r"servers: accuracy .* times as fast as colocated",
+    ),
 }
 
 # Server and what is started beside it, in the order of the documents.

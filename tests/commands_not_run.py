@@ -63,6 +63,10 @@ NOT_RUN = {
         " trl_env/bin/python --steps 15"
     ): (TRL),
     (
+        f"{BENCH}/served_runs.py --model LAB/model --sources colocated servers turns --config-dir"
+        " examples/claims/lab/conf -- experiment=lab data.train=LAB/train.jsonl"
+    ): ("wants the lab of the claims; the program runs above"),
+    (
         "pip download --no-deps -d wheels --python-version 3.12 --only-binary=:all:"
         " megatron-core==0.16.1 vllm==0.32.0 ..."
     ): ("the network"),
