@@ -1,5 +1,4 @@
-"""Runs keep their word, on the real engines: one live run a folder, damage and a full disk said,
-finished runs left alone."""
+"""Runs keep their word, on the real engines: one live run a folder, damage and a full disk said."""
 
 from __future__ import annotations
 
@@ -11,26 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_rl.checkpoints import directory, facts
-from megatron_rl.policy.families import read_architecture
-from tests import warm
-from tests.e2e.toy import overrides
+from megatron_rl.checkpoints import directory
+from tests.e2e.toy import alone, overrides, refused
 from tests.launch import REPO, end, launch, torchrun
-
-
-@pytest.fixture(scope="module")
-def trained(folder) -> Path:
-    """Two steps with a checkpoint each."""
-    launch(
-        "megatron_rl.train",
-        2,
-        overrides(folder, folder / "run", "trainer.num_steps=2", "checkpoint.every_steps=1"),
-        240,
-    )
-    return folder / "run"
 
 
 @pytest.fixture
@@ -49,77 +32,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
-def alone(folder: Path, run_dir: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    """One process, for what is refused before engines are built."""
-    command = [str(warm.python()), "-m", "megatron_rl.train"]
-    command += overrides(folder, run_dir, "parallel=single", "rollout.tensor=1", *more)
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=REPO, env=environment, timeout=120, check=False
-    )
-
-
-def refused(done: subprocess.CompletedProcess[str]) -> str:
-    """The message of a run that was refused before any engine was built."""
-    assert done.returncode == 1, done.stderr
-    assert "policy: layers of" not in done.stderr and "Traceback" not in done.stderr, done.stderr
-    message = done.stderr[done.stderr.index("error: ") :]
-    assert len(message.splitlines()) <= 15
-    return message
-
-
-def test_what_cannot_go_on_is_refused_before_the_engines_are_built(folder, trained):
-    _check_the_size_that_is_asked_for(folder, trained)
-    more = "trainer.num_steps=3"
-    assert "method.name = grpo there, dapo here" in refused(
-        alone(folder, trained, more, "method=dapo")
-    )
-    assert "method.name = grpo there, dapo here" in refused(
-        alone(folder, trained, "trainer.num_steps=2", "method=dapo")
-    )
-    assert "trainer.num_steps = 1: " in refused(alone(folder, trained, "trainer.num_steps=1"))
-    assert "no such folder" in refused(alone(folder, trained, more, "resume=/nowhere"))
-    assert "no manifest.json" in refused(
-        alone(folder, folder / "new", more, f"resume={folder / 'model'}")
-    )
-    assert "cannot be written" in refused(alone(folder, folder / "data.jsonl" / "run"))
-    (folder / "again").mkdir()
-    (folder / "again" / "metrics.jsonl").write_text('\0\n{"step": 1}\n')
-    assert "metrics.jsonl: line 1 is damaged" in refused(alone(folder, folder / "again"))
-
-
-def _check_the_size_that_is_asked_for(folder: Path, trained: Path) -> None:
-    """The tensors of a real checkpoint take what was planned for them."""
-    written = (
-        FileSystemReader(trained / "checkpoints" / "step_000002")
-        .read_metadata()
-        .state_dict_metadata.values()
-    )
-    tensors = [entry for entry in written if isinstance(entry, TensorStorageMetadata)]
-    size = sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in tensors)
-    parameters = facts.num_parameters(read_architecture(folder / "model")[0], 4)
-    expected = facts.checkpoint_bytes(
-        parameters, "float32", "float32", distributed_optimizer=True, reference=True
-    )
-    assert size == pytest.approx(expected, rel=0.01)
-
-
-def test_a_finished_run_started_again_ends_at_once(folder, trained):
-    before = {path: path.stat().st_mtime_ns for path in trained.rglob("*") if path.is_file()}
-    done = launch(
-        "megatron_rl.train",
-        2,
-        overrides(folder, trained, "trainer.num_steps=2", "checkpoint.every_steps=1"),
-        120,
-    )
-    assert "already finished at step 2" in done.stdout and "held-out accuracy" in done.stdout
-    assert "policy: layers of" not in done.stdout
-    assert {
-        path: path.stat().st_mtime_ns for path in trained.rglob("*") if path.is_file()
-    } == before
-
-
-@pytest.mark.full  # in the core tier: test_lock, and the killed run of test_training
+@pytest.mark.full  # in the core tier: test_lock, and the killed run of test_resume
 def test_a_second_run_in_the_folder_is_refused_while_the_first_lives_and_not_after_its_kill(folder):
     run_dir = folder / "shared"
     command = torchrun("megatron_rl.train")

@@ -4,93 +4,20 @@ processes, TP2 on both sides."""
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tests import warm
-from tests.e2e.toy import overrides, write_large_config
-from tests.launch import REPO, end, launch, torchrun
+from tests.e2e.toy import alone, overrides, rows, timeless, write_large_config
+from tests.launch import launch
 from tests.unit.reporting.wandb_file import read_runs
 
 CONTRACT = """step reward/mean rollout/response_tokens_mean loss/total optim/grad_norm
     mismatch/logprob_abs_diff_mean mismatch/logprob_abs_diff_max time/step_s time/rollout_s
     time/reward_s time/logprob_s time/update_s time/sync_s
     throughput/response_tokens_per_s""".split()
-
-
-def rows(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def timeless(row: dict) -> dict:
-    return {
-        key: value
-        for key, value in row.items()
-        if not key.startswith(("time/", "throughput/", "memory/", "eval/"))
-    }
-
-
-@pytest.fixture
-def start(folder) -> Iterator[Callable[..., subprocess.Popen]]:
-    """The same command, left running; ended with all its processes when the test is over."""
-    processes: list[subprocess.Popen] = []
-
-    def start(run_dir: Path, *more: str, is_warm: bool = False) -> subprocess.Popen:
-        command = torchrun("megatron_rl.train")
-        command += overrides(folder, run_dir, *more)
-        environment = {**os.environ, "PYTHONPATH": str(REPO)}
-        if is_warm:
-            environment["PYTHON_EXEC"] = str(warm.python())
-        with (folder / f"{run_dir.name}.log").open("w") as log:
-            processes.append(
-                subprocess.Popen(
-                    command, stdout=log, stderr=subprocess.STDOUT, cwd=REPO, env=environment
-                )
-            )
-        return processes[-1]
-
-    yield start
-    for process in processes:
-        end(process)
-
-
-def wait_for_step(
-    process: subprocess.Popen, run_dir: Path, step: int, limit_s: float = 150
-) -> None:
-    deadline = time.monotonic() + limit_s
-    while not (run_dir / "checkpoints" / f"step_{step:06d}" / "manifest.json").exists():
-        assert process.poll() is None, (run_dir.parent / f"{run_dir.name}.log").read_text()[-3000:]
-        assert time.monotonic() < deadline, f"no step {step} within {limit_s} s"
-        time.sleep(0.1)
-
-
-def ranks(agent: subprocess.Popen) -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process(agent.pid).children()
-        if "megatron_rl.train" in " ".join(child.cmdline())
-    ]
-
-
-@pytest.fixture(scope="module")
-def four_steps(folder) -> Path:
-    launch(
-        "megatron_rl.train",
-        2,
-        overrides(folder, folder / "four", "trainer.num_steps=4", "checkpoint.every_steps=4"),
-        240,
-    )
-    return folder / "four"
 
 
 def test_reward_rises_and_the_run_folder_is_complete(folder):
@@ -146,114 +73,6 @@ def _check_export(folder: Path, run_dir: Path) -> None:
     assert right / len(tasks) == rows(run_dir)[-1]["eval/accuracy"]
 
 
-def test_two_steps_a_checkpoint_new_processes_and_two_steps_are_four_steps_bit_for_bit(
-    folder, four_steps
-):
-    run_dir = folder / "twice"
-    launch(
-        "megatron_rl.train",
-        2,
-        overrides(folder, run_dir, "trainer.num_steps=2", "checkpoint.every_steps=2"),
-        240,
-    )
-    done = launch(
-        "megatron_rl.train",
-        2,
-        overrides(folder, run_dir, "trainer.num_steps=4", "checkpoint.every_steps=4"),
-        240,
-    )
-    assert "resumed from" in done.stdout
-    assert [timeless(row) for row in rows(run_dir)] == [timeless(row) for row in rows(four_steps)]
-    whole, resumed = (
-        load_file(path / "export" / "model.safetensors") for path in (four_steps, run_dir)
-    )
-    assert whole.keys() == resumed.keys()
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-
-
-def test_a_sample_of_a_run_answers_as_its_last_evaluation_did(folder, four_steps):
-    """The newest checkpoint is converted, and one engine over both processes answers greedily."""
-    done = launch("megatron_rl.sample", 2, [four_steps, "--num-prompts", "8"], 200)
-    accuracy = rows(four_steps)[-1]["eval/accuracy"]
-    assert f"{round(accuracy * 8)} of 8 answers are correct" in done.stdout, done.stdout
-    asked = [line for line in done.stdout.splitlines() if line.startswith("prompt:")]
-    assert asked == [f"prompt:    {letter}?" for letter in "abcdefgh"]
-
-
-@pytest.mark.full  # in the core tier: the policy alone, in five layouts (numerics/test_offload.py)
-def test_offloading_at_every_hand_over_and_around_checkpoints_changes_no_number(folder, four_steps):
-    run_dir = folder / "lean"
-    lean = [
-        "trainer.num_steps=4",
-        "checkpoint.every_steps=2",
-        "memory.offload=[optimizer,gradients,weights]",
-    ]
-    launch("megatron_rl.train", 2, overrides(folder, run_dir, *lean), 240)
-    assert [timeless(row) for row in rows(run_dir)] == [timeless(row) for row in rows(four_steps)]
-    whole, handed = (
-        load_file(path / "export" / "model.safetensors") for path in (four_steps, run_dir)
-    )
-    assert all(torch.equal(whole[name], handed[name]) for name in whole)
-    phases = (
-        "update",
-        "offload",
-        "wake_weights",
-        "sync",
-        "wake_kv_cache",
-        "generate",
-        "sleep",
-        "reload",
-    )
-    assert all(row[f"memory/{phase}_host_gib"] > 0 for row in rows(run_dir)[1:] for phase in phases)
-
-
-@pytest.mark.full  # in the core tier: test_errors of tests/distributed
-def test_a_killed_rank_ends_the_job_and_the_run_goes_on_from_the_newest_whole_checkpoint(
-    folder, four_steps, start
-):
-    run_dir = folder / "killed"
-    agent = start(run_dir, "trainer.num_steps=500", "checkpoint.every_steps=1", "checkpoint.keep=3")
-    wait_for_step(agent, run_dir, 3)
-    ranks(agent)[1].send_signal(signal.SIGKILL)
-    assert agent.wait(30) != 0
-    assert (
-        "SIGKILL" in (folder / "killed.log").read_text()
-        or "Signal 9" in (folder / "killed.log").read_text()
-    )
-    newest = max(
-        path
-        for path in (run_dir / "checkpoints").iterdir()
-        if path.name.startswith("step_") and path.suffix == ""
-    )
-    shard = max(newest.rglob("*.distcp"), key=lambda path: path.stat().st_size)
-    shard.write_bytes(shard.read_bytes()[:-8])
-    before = int(newest.name.removeprefix("step_")) - 1
-    done = launch(
-        "megatron_rl.train", 2, overrides(folder, run_dir, f"trainer.num_steps={before + 1}"), 240
-    )
-    assert done.stdout.count(f"{newest} is skipped: ") == 1, done.stdout[-3000:]
-    assert f"resumed from {run_dir}/checkpoints/step_{before:06d}" in done.stdout
-    assert [row["step"] for row in rows(run_dir)] == list(range(before + 2))
-    common = min(5, before + 2)
-    expected = [timeless(row) for row in rows(four_steps)[:common]]
-    assert [
-        {key: row[key] for key in reference} for row, reference in zip(rows(run_dir), expected)
-    ] == expected
-
-
-def test_preemption_leaves_a_checkpoint_and_a_marker(folder, start):
-    run_dir = folder / "preempted"
-    settings = ["trainer.num_steps=500", "checkpoint.every_steps=2"]
-    agent = start(run_dir, *settings, is_warm=True)
-    wait_for_step(agent, run_dir, 2)
-    for rank in ranks(agent):
-        rank.send_signal(signal.SIGUSR1)
-    assert agent.wait(60) == 0, (folder / "preempted.log").read_text()[-3000:]
-    step = int((run_dir / "requeue").read_text())
-    assert (run_dir / "checkpoints" / f"step_{step:06d}" / "manifest.json").exists()
-    assert rows(run_dir)[-1]["step"] == step
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -282,22 +101,8 @@ def test_wrong_input_is_one_message_and_a_failed_job(folder, change, message):
     (folder / "broken.jsonl").write_text(
         '{"prompt": "a", "answer": "a", "data_source": "x", "extra": {}}\n{"prompt": "b"}\n'
     )
-    args = overrides(
-        folder,
-        folder / "wrong",
-        "parallel=single",
-        "rollout.tensor=1",
-        *(text.format(folder=folder) for text in change),
-    )
-    command = [str(warm.python()), "-m", "megatron_rl.train", *args]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=REPO,
-        env={**os.environ, "PYTHONPATH": str(REPO)},
-        check=False,
-    )
+    texts = [text.format(folder=folder) for text in change]
+    done = alone(folder, folder / "wrong", *texts)
     assert done.returncode == 1
     assert done.stderr.count("error: ") == 1
     assert re.search(message, done.stderr), done.stderr

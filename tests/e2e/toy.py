@@ -4,12 +4,17 @@ was asked for."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models
 from tokenizers.decoders import Fuse
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from tests import warm
+from tests.launch import REPO
 
 LETTERS = "abcdefgh"
 VOCAB = ["<pad>", "<eos>", *LETTERS, "?"]
@@ -107,11 +112,40 @@ def overrides(folder: Path, run_dir: Path, *more: str) -> list[str]:
     ]
 
 
+def rows(run_dir: Path) -> list[dict]:
+    """The metrics of a run, a row for each step."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
 def untimed_rows(run_dir: Path) -> list[dict[str, float]]:
-    """The metrics of a run, but those that no two runs have alike."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    """The same but for what no two runs have alike."""
     timed = ("time/", "throughput/", "memory/")
     return [
-        {key: value for key, value in json.loads(line).items() if not key.startswith(timed)}
-        for line in lines
+        {key: value for key, value in row.items() if not key.startswith(timed)}
+        for row in rows(run_dir)
     ]
+
+
+def timeless(row: dict) -> dict:
+    """A row without that, and without evaluations: a run that goes on has another last step."""
+    aside = ("time/", "throughput/", "memory/", "eval/")
+    return {key: value for key, value in row.items() if not key.startswith(aside)}
+
+
+def alone(folder: Path, run_dir: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """One process, for what is refused before engines are built."""
+    command = [str(warm.python()), "-m", "megatron_rl.train"]
+    command += overrides(folder, run_dir, "parallel=single", "rollout.tensor=1", *more)
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=REPO, env=environment, timeout=120, check=False
+    )
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> str:
+    """The message of a run that was refused before any engine was built."""
+    assert done.returncode == 1, done.stderr
+    assert "policy: layers of" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+    message = done.stderr[done.stderr.index("error: ") :]
+    assert len(message.splitlines()) <= 15
+    return message
