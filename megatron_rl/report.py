@@ -44,6 +44,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help=f"keys of metrics.jsonl to compare by, a table each (default {DEFAULT_METRIC})",
     )
     parser.add_argument("--title", help="default: the names of the folders")
+    parser.add_argument(
+        "--no-links",
+        action="store_true",
+        help="without links to the files of the runs: a report to be passed on without them",
+    )
     return parser.parse_args(argv)
 
 
@@ -80,7 +85,7 @@ def run(options: argparse.Namespace) -> str:
     rows = [row for run in found.runs for row in (*run.rows, *run.evaluation)]
     metrics = _metrics(options.metric, {key for row in rows for key in row})
     title = options.title or " + ".join(folder.resolve().name for folder in options.folders)
-    report = report_of(cells, metrics, title, found.problems)
+    report = report_of(cells, metrics, title, found.problems, with_links=not options.no_links)
     try:
         written = write_report(report, cells, options.out)
     except OSError as error:

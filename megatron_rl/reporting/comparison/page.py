@@ -68,7 +68,12 @@ class Report:
 
 
 def report_of(
-    cells: Sequence[Cell], metrics: Sequence[str], title: str, problems: Sequence[str]
+    cells: Sequence[Cell],
+    metrics: Sequence[str],
+    title: str,
+    problems: Sequence[str],
+    *,
+    with_links: bool = True,
 ) -> Report:
     """The content of a report.
 
@@ -76,6 +81,7 @@ def report_of(
         cells: the baseline first.
         metrics: keys of the tables of methods.
         problems: what could not be read, one sentence each.
+        with_links: to the files of the runs, where they lie now.
     """
     samples = []
     damaged = []
@@ -91,7 +97,7 @@ def report_of(
         metrics=tuple((metric, method_table(cells, metric)) for metric in metrics),
         evaluation=evaluation_table(cells),
         cost=cost_table(cells),
-        runs=runs_table(cells, metrics[0]),
+        runs=runs_table(cells, metrics[0], with_links),
         settings=settings_table(cells),
         versions=versions_table(cells),
         samples=tuple(samples),

@@ -255,8 +255,8 @@ def _with_bounds(row: Row, key: str) -> str:
     return f"{value} [{low}, {high}]"
 
 
-def runs_table(cells: Sequence[Cell], metric: str) -> Table:
-    """Every run with its state and files."""
+def runs_table(cells: Sequence[Cell], metric: str, with_links: bool) -> Table:
+    """Every run with its state and, with links, its files."""
     rows = []
     for cell in cells:
         for run in cell.runs:
@@ -266,10 +266,10 @@ def runs_table(cells: Sequence[Cell], metric: str) -> Table:
             if last is not None:
                 value = number(last.mean, digits_of([last.mean]))
             steps = f"{run.steps_done} / {run.steps_wanted}"
-            row = (run.name, cell.label, str(run.seed), steps, state, value, _files(run))
-            rows.append(row)
-    columns = ("run", "method", "seed", "steps", "state", f"last {metric}", "files")
-    return Table(columns, tuple(rows))
+            row = (run.name, cell.label, str(run.seed), steps, state, value)
+            rows.append((*row, _files(run)) if with_links else row)
+    columns = ("run", "method", "seed", "steps", "state", f"last {metric}")
+    return Table((*columns, "files") if with_links else columns, tuple(rows))
 
 
 def _files(run: Run) -> tuple[Link, ...]:

@@ -95,6 +95,15 @@ def test_links_lead_to_the_files_of_the_runs(grid):
     assert twin == links
 
 
+def test_a_report_that_is_passed_on_leads_nowhere_else(tmp_path):
+    write_grid(tmp_path / "runs", [["method=grpo"]], [1])
+    text, markdown = written(tmp_path / "report", tmp_path / "runs", more=("--no-links",))
+    links = Page(text).values("href")
+    assert [link for link in links if not link.startswith(("#", "data:,"))] == []
+    assert re.findall(r"(?<!!)\[[^]]*\]\(", markdown) == []
+    assert "metrics.jsonl" not in text + markdown
+
+
 def test_figures_of_the_twin_exist_and_have_something_in_them(grid):
     out, _, markdown = grid
     names = re.findall(r"!\[[^]]*\]\(([^)]+)\)", markdown)

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Six methods with five seeds each on the tasks of the quickstart, two runs at a time on a core each, and the report of all thirty. A run
+# that is finished is not done again. Arguments are further overrides:
+#   bash examples/quickstart_cpu/ablation.sh trainer.num_steps=2 seed=1
+set -euo pipefail
+# shellcheck source=SCRIPTDIR/toy.sh
+source "$(dirname "${BASH_SOURCE[0]}")/toy.sh"
+
+"$python" -m megatron_rl.sweep --out runs/quickstart_ablation --nproc 1 --parallel 2 \
+    experiment=quickstart_cpu parallel=single rollout.tensor=1 model.path="$model" \
+    method=grpo,apo,a_grae,mapo,durian_reasoning,negative_dominant seed=1,2,3,4,5 \
+    checkpoint.every_steps=0 checkpoint.export_at_end=false "$@"
+"$python" -m megatron_rl.report runs/quickstart_ablation --out runs/quickstart_ablation/report --no-links --baseline method=grpo \
+    --metric eval/accuracy eval/pass_at_8 --title "Six methods, five seeds: the quickstart on two CPU cores"
