@@ -348,6 +348,9 @@ LONG = {
         {"--trl-python trl_env/bin/python": ""},
         shows="load average",
     ),
+    f"{BENCH}/many_ranks.py --ranks 600 --files 1024": Run(
+        "--ranks 8 --files 64", shows="joined as a run: works with 8 ranks"
+    ),
     f"{BENCH}/served_runs.py --model TOY --seeds 1 2 3": Run(
         "--seeds 1 --warmup 1 trainer.num_steps=2 evaluation.at_start=false evaluation.pass_at=[1]"
         " evaluation.responses_per_prompt=1 checkpoint.every_steps=0",

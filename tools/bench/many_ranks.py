@@ -1,0 +1,124 @@
+"""Groups of many ranks on one machine under a low limit on open files: as torch alone makes them,
+and as a run does.
+
+    python tools/bench/many_ranks.py --ranks 600 --files 1024
+
+The ranks are forked from one process that has imported what they need; a torchrun would import it
+once for each. Every rank joins the launch, makes two gloo groups of all ranks (those of
+Megatron-Core and of vLLM), and passes a barrier in each. One that fails ends all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from machine import Watch, description
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron_rl.runtime import launch
+
+NUM_GROUPS = 2
+LIMIT = timedelta(minutes=30)
+
+
+def join_as_torch() -> None:
+    dist.init_process_group("gloo", timeout=LIMIT)
+
+
+JOIN: dict[str, Callable[[], object]] = {"torch": join_as_torch, "a run": launch.start}
+
+
+def rank_main(join: Callable[[], object], files: int) -> None:
+    """In the process of a rank; its environment is that of a torchrun."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    join()
+    groups = [dist.new_group(backend="gloo", timeout=LIMIT) for _ in range(NUM_GROUPS)]
+    for group in groups:
+        dist.barrier(group)
+    if dist.get_rank() == 0:
+        opened = len(os.listdir("/proc/self/fd"))
+        print(f"{dist.get_world_size()} ranks, rank 0 with {opened} open files", flush=True)
+    dist.barrier()
+
+
+def fork_rank(rank: int, join: Callable[[], object], files: int) -> int:
+    """The number of the new process."""
+    child = os.fork()
+    if child:
+        return child
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    code = 1
+    try:
+        rank_main(join, files)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        # Nothing of the parent is to be ended here.
+        os._exit(code)
+
+
+def run(how: str, ranks: int, files: int) -> str:
+    """What came of it, in one line."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    size = str(ranks)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GROUP_RANK="0")
+    os.environ.update(WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, GLOO_SOCKET_IFNAME="lo")
+    # As under a torchrun: the store is served by the parent of the ranks.
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", OMP_NUM_THREADS="1")
+    began = time.perf_counter()
+    alive = {fork_rank(rank, JOIN[how], files) for rank in range(ranks)}
+    store = dist.TCPStore("127.0.0.1", port, None, True, timeout=LIMIT, wait_for_workers=False)
+    failed = 0
+    while alive:
+        child, status = os.wait()
+        alive.discard(child)
+        if status and not failed:
+            for other in alive:
+                os.kill(other, signal.SIGKILL)
+        failed += status != 0
+    took = time.perf_counter() - began
+    del store
+    ended = "works" if not failed else "fails"
+    return f"joined as {how}: {ended} with {ranks} ranks and {files:,} files, {took:.1f} s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=600)
+    parser.add_argument("--files", type=int, default=1024, help="soft limit of every rank")
+    parser.add_argument("--how", choices=JOIN, nargs="+", default=list(JOIN))
+    options = parser.parse_args()
+    watch = Watch()
+    # This process serves the store: a connection for each rank and more.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 2**16), hard))
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # so that forked ranks share these pages
+    lines = [run(how, options.ranks, options.files) for how in options.how]
+    print(f"{description()}; torch {torch.__version__}; {watch.load()}.", *lines, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
