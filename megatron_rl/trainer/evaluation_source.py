@@ -19,7 +19,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.policy.families import read_architecture
 from megatron_rl.policy.parameter_map import hf_names
 from megatron_rl.runtime.digest import file_digest
-from megatron_rl.trainer.run_record import Difference, flat, model_fingerprint
+from megatron_rl.trainer.run_record import MACHINERY, Difference, flat, model_fingerprint
 from megatron_rl.trainer.saved_settings import engine_of_machine, is_run, values_of_run
 from megatron_rl.trainer.start import CHECKPOINTS, EXPORTS
 
@@ -29,25 +29,12 @@ EVALUATION = "evaluation"  # below the folder of a run
 # two starts. Of the sections that are not named here everything may.
 _DECIDING = ("seed", "rollout", "reward", "evaluation", "prompts", "plugins")
 _FREE = (
-    "rollout.tensor",
-    "rollout.pipeline",
-    "rollout.expert_parallel",
+    *MACHINERY,
     "rollout.temperature",  # that of the evaluation counts
     *(f"rollout.anneal.{name}" for name in AnnealConfig.model_fields),  # of training alone
     "rollout.top_p",
     "rollout.top_k",
     "rollout.max_prompt_tokens",  # the prompts are compared by content
-    "rollout.max_num_seqs",
-    "rollout.kv_cache_gib",
-    "rollout.gpu_memory_utilization",
-    "rollout.enforce_eager",
-    "rollout.enable_prefix_caching",
-    "rollout.sleep_level",
-    "reward.timeout_s",
-    "reward.step_timeout_s",
-    "reward.function_timeout_s",
-    "reward.memory_gib",
-    "reward.num_workers",
     "evaluation.every_steps",
     "evaluation.at_start",
     "evaluation.at_end",

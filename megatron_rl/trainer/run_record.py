@@ -46,15 +46,8 @@ ASIDE = (
     "trainer.stall_limit_s",
     "weight_sync",
 )
-# Everything in and below these may change. Model and data have rules of their own.
-FREE = (
-    *ASIDE,
-    "trainer.num_steps",
-    "batch.tokens_per_microbatch",
-    "batch.share_prompts",
-    "model.make_vocab_divisible_by",
-    "parallel",
-    "precision.adam",
+# How engines and verifiers work, not what comes out of them.
+MACHINERY = (
     "rollout.tensor",
     "rollout.pipeline",
     "rollout.expert_parallel",
@@ -69,6 +62,17 @@ FREE = (
     "reward.function_timeout_s",
     "reward.memory_gib",
     "reward.num_workers",
+)
+# Everything in and below these may change. Model and data have rules of their own.
+FREE = (
+    *ASIDE,
+    "trainer.num_steps",
+    "batch.tokens_per_microbatch",
+    "batch.share_prompts",
+    "model.make_vocab_divisible_by",
+    "parallel",
+    "precision.adam",
+    *MACHINERY,
 )
 BY_CONTENT = ("model.path", "data")
 # How the same prompts are mixed and ordered is no part of their content.
