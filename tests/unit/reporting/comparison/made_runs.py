@@ -59,6 +59,13 @@ def curve_rows(seed: int, num_steps: int, gain: float = 0.3) -> list[Row]:
     return rows
 
 
+def few_rows(num_steps: int) -> list[Row]:
+    """Rows with two metrics, for a report that is drawn quickly."""
+    return [
+        {"step": step, "reward/mean": 0.5, "eval/accuracy": 0.5} for step in range(num_steps + 1)
+    ]
+
+
 def _training(rng: np.random.Generator, level: float, progress: float) -> Row:
     noise = rng.normal(0, 0.03, 8)
     return {

@@ -13,7 +13,13 @@ from matplotlib.image import imread
 
 from megatron_rl import report
 from megatron_rl.reporting.comparison.tables import digits_of, number
-from tests.unit.reporting.comparison.made_runs import curve_rows, sample, write_grid, write_run
+from tests.unit.reporting.comparison.made_runs import (
+    curve_rows,
+    few_rows,
+    sample,
+    write_grid,
+    write_run,
+)
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 ATTACK = '<script>alert("x")</script> & `</pre>` ``` ````| [a](b) $x$'
@@ -96,7 +102,7 @@ def test_links_lead_to_the_files_of_the_runs(grid):
 
 
 def test_a_report_that_is_passed_on_leads_nowhere_else(tmp_path):
-    write_grid(tmp_path / "runs", [["method=grpo"]], [1])
+    write_run(tmp_path / "runs" / "a", few_rows(5), samples=[sample(5, True, "4")])
     text, markdown = written(tmp_path / "report", tmp_path / "runs", more=("--no-links",))
     links = Page(text).values("href")
     assert [link for link in links if not link.startswith(("#", "data:,"))] == []
@@ -213,9 +219,9 @@ def test_missing_metrics_leave_panels_and_entries_out(tmp_path):
 
 
 def test_what_is_unfinished_or_not_finite_is_said(tmp_path, capsys):
-    write_run(tmp_path / "runs" / "a", curve_rows(1, 20), seed=1)
-    write_run(tmp_path / "runs" / "b", curve_rows(2, 20)[:8], seed=2, finished=False)
-    rows = curve_rows(3, 20)
+    write_run(tmp_path / "runs" / "a", few_rows(20), seed=1)
+    write_run(tmp_path / "runs" / "b", few_rows(20)[:8], seed=2, finished=False)
+    rows = few_rows(20)
     rows[-1]["eval/accuracy"] = None
     write_run(tmp_path / "runs" / "c", rows, seed=3)
     write_run(tmp_path / "runs" / "d", [], seed=4)
@@ -239,7 +245,7 @@ def test_samples_are_of_the_first_and_the_last_step(tmp_path):
         sample(3, True, "last right"),
         sample(3, False, "x" * 3000),
     ]
-    run = write_run(tmp_path / "runs" / "a", curve_rows(1, 5), samples=samples)
+    run = write_run(tmp_path / "runs" / "a", few_rows(5), samples=samples)
     with (run / "samples.jsonl").open("a") as file:
         file.write('{"step": 3, "resp')  # cut off by a kill
     text, markdown = written(tmp_path / "out", tmp_path / "runs")
@@ -273,7 +279,8 @@ def test_wrong_input_is_one_error(tmp_path, capsys, options, message):
 
 
 def test_more_metrics_are_more_tables(tmp_path):
-    write_grid(tmp_path / "runs", [["method=grpo"]], [1], num_steps=5)
+    also = {"eval/pass_at_8": 0.8, "rollout/entropy": 0.4}
+    write_run(tmp_path / "runs" / "a", [row | also for row in few_rows(5)])
     more = ("--metric", "eval/pass_at_8", "rollout/entropy", "--metric", "eval/pass_at_8")
     _, markdown = written(tmp_path / "out", tmp_path / "runs", more=more)
     assert re.findall(r"(?m)^### (\S+)", markdown)[:2] == ["eval/pass\\_at\\_8", "rollout/entropy"]
