@@ -1,4 +1,4 @@
-"""MAPO's mixture with a weight that is drawn at random for each group: the ablation of its paper."""
+"""MAPO's mixture with a weight drawn at random for each group: the ablation of its paper."""
 
 from __future__ import annotations
 
