@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests import warm
 from tests.command_table import (
     BESIDE_EACH_OTHER,
     LONG,
@@ -199,17 +200,22 @@ def filled_in(place: Path, new: Path, text: str, settings: Run) -> str:
     return text.replace("{place}", str(place)).replace("{new}", str(new))
 
 
-def start(place: Path, text: str, settings: Run, new: Path | None = None) -> str:
+def start(
+    place: Path, text: str, settings: Run, new: Path | None = None, *, is_warm: bool = False
+) -> str:
     """Runs the command in the view of the repository, as a shell reads it; returns what it
-    printed."""
+    printed. With ``is_warm``, its ``python`` has imported the libraries (tests/warm)."""
     new = place / "new" if new is None else new
     new.mkdir(exist_ok=True)
     command = filled_in(place, new, text, settings)
     limit_s = settings.limit_s
+    env = environment(place)
+    if is_warm:
+        env["PATH"] = f"{warm.python().parent}:{env['PATH']}"
     done = run(
         ["bash", "-c", command],
         limit_s,
-        env=environment(place),
+        env=env,
         cwd=place / "repository",
         check=False,
     )
@@ -221,7 +227,7 @@ def start(place: Path, text: str, settings: Run, new: Path | None = None) -> str
 
 @pytest.mark.parametrize("text", QUICK, ids=short)
 def test_quick_command(place, tmp_path, text):
-    start(place, text, QUICK[text], tmp_path)
+    start(place, text, QUICK[text], tmp_path, is_warm=True)
 
 
 @pytest.mark.full

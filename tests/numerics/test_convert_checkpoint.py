@@ -4,7 +4,6 @@ written."""
 import json
 import pickle
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from megatron.core import dist_checkpointing
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.runtime.digest import combined_digest, tensor_digest
-from tests import zoo
+from tests import warm, zoo
 from tests.launch import run
 from tests.numerics.small_policy import SHARDED, Case, build
 from tests.ranks import call, on_ranks
@@ -107,15 +106,8 @@ def test_what_does_not_fit_is_refused(folder, tmp_path):
         ValueError, match=r"1 tensors are missing \['model.layers.2.mlp.up_proj.weight'\]"
     ):
         to_megatron(source, tmp_path / "there")
-    command = [
-        sys.executable,
-        "tools/convert_checkpoint.py",
-        "to-hf",
-        str(source),
-        str(tmp_path / "x"),
-        "--config",
-        str(source),
-    ]
+    words = ["to-hf", str(source), str(tmp_path / "x"), "--config", str(source)]
+    command = [str(warm.python()), "tools/convert_checkpoint.py", *words]
     result = run(command, 60, check=False)
     assert (
         result.returncode == 1

@@ -1,11 +1,12 @@
 """Bugs planted in the formulas are noticed by the hand-worked tests (tools/mutate_loss.py)."""
 
+import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tools.loss_mutations import MUTATIONS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -13,8 +14,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "tools/mutate_loss.py", *arguments],
+        [str(warm.python()), "tools/mutate_loss.py", *arguments],
         cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
