@@ -198,6 +198,12 @@ LONG = {
     "python tools/verify_checkpoint.py RUN/checkpoints": verified("RUN"),
     "python tools/verify_checkpoint.py run_dir/checkpoints": verified("run_dir"),
     "python tools/verify_checkpoint.py --sizes-only run_dir/checkpoints": verified("run_dir"),
+    "bash examples/quickstart_cpu/ablation.sh": Run(
+        f"{SHORT} method=grpo seed=1", shows=r"1 run in 1 cell(?s:.*)wrote .*report\.md"
+    ),
+    "bash examples/quickstart_cpu/ablation.sh trainer.num_steps=2": Run(
+        f"{SHORT} method=grpo seed=1", shows=r"wrote .*report\.md"
+    ),
     "bash examples/vision_cpu/ablation.sh": Run(
         SHORT, shows="(?s)combination.*method=durian", limit_s=900
     ),

@@ -91,9 +91,10 @@ def page(
             "",
             *_cells(claim, runs),
             "",
-            f"Median over the seeds and the range of all of them. {len(rows)} runs, {minutes:.0f}"
-            f" minutes of training in all, at commit {commits}; the numbers are in"
-            " [data.jsonl](data.jsonl), the settings in [claim.yaml](claim.yaml).",
+            "Curves: median and range over the seeds. Cells: mean and half of Student's 95 %"
+            f" interval of the last value. {len(rows)} runs, {minutes:.0f} minutes of training in"
+            f" all, at commit {commits}; the numbers are in [data.jsonl](data.jsonl), the settings"
+            " in [claim.yaml](claim.yaml).",
             "",
         ]
     )

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Six methods with five seeds each on the tasks of the quickstart, two runs at a time on a core each, and the report of all thirty. A run
 # that is finished is not done again. Arguments are further overrides:
-#   bash examples/quickstart_cpu/ablation.sh trainer.num_steps=2 seed=1
+#   bash examples/quickstart_cpu/ablation.sh trainer.num_steps=2
 set -euo pipefail
 # shellcheck source=SCRIPTDIR/toy.sh
 source "$(dirname "${BASH_SOURCE[0]}")/toy.sh"

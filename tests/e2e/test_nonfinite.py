@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import warm
-from tests.e2e.toy import overrides
+from tests.e2e.toy import overrides, rows
 from tests.launch import launch, run
 
 REPLAY = "tools/replay_step.py"
@@ -57,10 +57,11 @@ def test_a_rate_far_too_large_is_told_step_by_step_and_ends_with_a_bundle_that_r
         "2 optimizer steps in a row were skipped (nonfinite.stop_after). To see where it comes"
         f" from: python {REPLAY} {bundle}" in said
     )
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [row["optim/skipped"] for row in rows] == [0, 1] and rows[1]["optim/grad_norm"] is None
+    metrics = rows(run_dir)
+    assert [row["optim/skipped"] for row in metrics] == [0, 1]
+    assert metrics[1]["optim/grad_norm"] is None
     assert not (run_dir / "export").exists()
-    _check_finite_bundle(folder, run_dir / "nonfinite" / "step_000001", rows[0])
+    _check_finite_bundle(folder, run_dir / "nonfinite" / "step_000001", metrics[0])
     text, numbers = replayed(folder, bundle, 2)
     assert re.search(r"in the run: loss \S+, gradient norm nan \(equal\)", text)
     assert any(facts["not_finite"] for facts in numbers["gradients"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.toy import overrides, write_data, write_model
+from tests.e2e.toy import overrides, rows, write_data, write_model
 from tests.launch import REPO, launch
 
 EXAMPLES = ("clipped_advantage", "brevity", "one_sided", "drop_easy", "renamed_qwen3")
@@ -35,9 +35,9 @@ def test_a_run_with_an_estimator_a_shaper_a_loss_a_hook_and_a_family_of_ones_own
     ]
     run_dir = tmp_path / "run"
     launch("megatron_rl.train", 2, [*options, *overrides(tmp_path, run_dir, *chosen)], 240)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    for row in rows[1:]:
+    metrics = rows(run_dir)
+    assert [row["step"] for row in metrics] == [0, 1, 2]
+    for row in metrics[1:]:
         charged = 0.25 * row["rollout/truncated_share"]
         assert row["reward/mean"] == pytest.approx(row["reward/accuracy"] - charged, abs=1e-6)
         assert row["hook/drop_easy/dropped_groups"] == 8 - row["rollout/num_responses"] / 16

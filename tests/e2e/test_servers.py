@@ -25,7 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.runtime.registry import FOLDER, SECRET, Lease, Registration
-from tests.e2e.toy import overrides
+from tests.e2e.toy import overrides, rows
 from tests.launch import REPO, end, launch, torchrun
 from tests.numerics.server import with_entry_point
 
@@ -159,10 +159,6 @@ def sequential(folder) -> Trained:
     launch(PROGRAM, 2, [1, out, *overrides(folder, folder / "unused", *ASYNCHRONOUS)], LIMIT_S)
     weights = torch.load(out / "weights.pt", weights_only=True)
     return Trained(json.loads((out / "steps.json").read_text()), weights)
-
-
-def rows(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def must_be_equal(run_dir: Path, expected: Trained) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.data.rows import read_rows
-from tests.e2e.test_training import timeless
+from tests.e2e import toy
 from tests.launch import REPO, end, launch, run
 from tests.numerics.server import with_entry_point
 from tools.make_toy_vision_model import write_untrained
@@ -79,7 +79,7 @@ def test_durian_sees_and_goes_on_bit_for_bit(folder):
     train(folder, "parts", 2)
     parts = train(folder, "parts", 4)
     assert [row["step"] for row in whole] == [row["step"] for row in parts] == [0, 1, 2, 3, 4]
-    assert [timeless(row) for row in whole[1:]] == [timeless(row) for row in parts[1:]]
+    assert [toy.timeless(row) for row in whole[1:]] == [toy.timeless(row) for row in parts[1:]]
     for row in whole[1:]:
         assert row["mismatch/logprob_abs_diff_max"] <= 1e-4
         assert row["sync/logprob_check_diff_max"] <= 1e-4 and row["optim/grad_norm"] > 0
@@ -115,7 +115,7 @@ def test_a_server_sees_what_the_engine_in_the_process_sees(folder):
         found.append(rows(folder, source)[1:])
     of_the_source = ("source/", "sync/bytes", "rollout/unused")
     for served, own in zip(*found, strict=True):
-        names = {name for name in timeless(own) if not name.startswith(of_the_source)}
+        names = {name for name in toy.timeless(own) if not name.startswith(of_the_source)}
         assert {name: served[name] for name in names} == {name: own[name] for name in names}
         assert served["mismatch/logprob_abs_diff_max"] <= 1e-4
         assert served["sync/logprob_check_diff_max"] <= 1e-4

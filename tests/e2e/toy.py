@@ -17,6 +17,7 @@ from tests import warm
 from tests.launch import REPO
 
 LETTERS = "abcdefgh"
+TIMED = ("time/", "throughput/", "memory/")
 VOCAB = ["<pad>", "<eos>", *LETTERS, "?"]
 
 
@@ -117,19 +118,18 @@ def rows(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def untimed_rows(run_dir: Path) -> list[dict[str, float]]:
+def untimed_rows(run_dir: Path) -> list[dict]:
     """The same but for what no two runs have alike."""
-    timed = ("time/", "throughput/", "memory/")
-    return [
-        {key: value for key, value in row.items() if not key.startswith(timed)}
-        for row in rows(run_dir)
-    ]
+    return [without(row, *TIMED) for row in rows(run_dir)]
 
 
 def timeless(row: dict) -> dict:
-    """A row without that, and without evaluations: a run that goes on has another last step."""
-    aside = ("time/", "throughput/", "memory/", "eval/")
-    return {key: value for key, value in row.items() if not key.startswith(aside)}
+    """A row without that and without evaluations: a run that goes on has another last step."""
+    return without(row, *TIMED, "eval/")
+
+
+def without(row: dict, *prefixes: str) -> dict:
+    return {key: value for key, value in row.items() if not key.startswith(prefixes)}
 
 
 def alone(folder: Path, run_dir: Path, *more: str) -> subprocess.CompletedProcess[str]:

@@ -1,11 +1,12 @@
-"""Groups of many ranks on one machine under a low limit on open files: as torch alone makes them,
+"""Groups of many ranks on one machine under a low limit on open files: joined as torch alone does,
 and as a run does.
 
     python tools/bench/many_ranks.py --ranks 600 --files 1024
 
 The ranks are forked from one process that has imported what they need; a torchrun would import it
 once for each. Every rank joins the launch, makes two gloo groups of all ranks (those of
-Megatron-Core and of vLLM), and passes a barrier in each. One that fails ends all.
+Megatron-Core and of vLLM), and passes a barrier in each. One that fails ends all; the exit code is
+1 when the last way that was tried has failed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from machine import Watch, description
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_rl.runtime import launch
+from megatron_rl.runtime.open_files import raise_limit
 
 NUM_GROUPS = 2
 LIMIT = timedelta(minutes=30)
@@ -66,16 +68,14 @@ def fork_rank(rank: int, join: Callable[[], object], files: int) -> int:
     try:
         rank_main(join, files)
         code = 0
-    except BaseException:
+    except BaseException:  # noqa: BLE001  # nothing of the parent may run on in its copy
         traceback.print_exc()
-        raise
     finally:
-        # Nothing of the parent is to be ended here.
         os._exit(code)
 
 
-def run(how: str, ranks: int, files: int) -> str:
-    """What came of it, in one line."""
+def run(how: str, ranks: int, files: int) -> tuple[bool, float]:
+    """Whether all ranks ended well, and seconds."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -85,20 +85,28 @@ def run(how: str, ranks: int, files: int) -> str:
     # As under a torchrun: the store is served by the parent of the ranks.
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", OMP_NUM_THREADS="1")
     began = time.perf_counter()
-    alive = {fork_rank(rank, JOIN[how], files) for rank in range(ranks)}
-    store = dist.TCPStore("127.0.0.1", port, None, True, timeout=LIMIT, wait_for_workers=False)
-    failed = 0
+    alive: set[int] = set()
+    try:
+        for rank in range(ranks):
+            alive.add(fork_rank(rank, JOIN[how], files))
+        store = dist.TCPStore("127.0.0.1", port, None, True, timeout=LIMIT, wait_for_workers=False)
+        works = all_end_well(alive)
+        del store
+    finally:
+        for child in alive:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    return works, time.perf_counter() - began
+
+
+def all_end_well(alive: set[int]) -> bool:
+    """Waits until all have ended, or one has failed; those that have ended are taken out."""
     while alive:
         child, status = os.wait()
         alive.discard(child)
-        if status and not failed:
-            for other in alive:
-                os.kill(other, signal.SIGKILL)
-        failed += status != 0
-    took = time.perf_counter() - began
-    del store
-    ended = "works" if not failed else "fails"
-    return f"joined as {how}: {ended} with {ranks} ranks and {files:,} files, {took:.1f} s"
+        if status:
+            return False
+    return True
 
 
 def main() -> None:
@@ -110,14 +118,20 @@ def main() -> None:
     parser.add_argument("--how", choices=JOIN, nargs="+", default=list(JOIN))
     options = parser.parse_args()
     watch = Watch()
-    # This process serves the store: a connection for each rank and more.
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 2**16), hard))
+    raise_limit(os.getpid())  # it serves the store: a connection for each rank
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # so that forked ranks share these pages
-    lines = [run(how, options.ranks, options.files) for how in options.how]
+    lines = []
+    works = True
+    for how in options.how:
+        works, seconds = run(how, options.ranks, options.files)
+        lines.append(
+            f"joined as {how}: {'works' if works else 'fails'} with {options.ranks} ranks and"
+            f" {options.files:,} files, {seconds:.1f} s"
+        )
     print(f"{description()}; torch {torch.__version__}; {watch.load()}.", *lines, sep="\n")
+    sys.exit(not works)
 
 
 if __name__ == "__main__":

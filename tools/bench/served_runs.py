@@ -5,11 +5,12 @@ trainer: held-out accuracy, seconds of a step, cores in use.
     python tools/bench/served_runs.py --model LAB/model --sources colocated servers turns \\
         --config-dir examples/claims/lab/conf -- experiment=lab data.train=LAB/train.jsonl ...
 
-TOY is what tools/make_toy_model.py wrote. Each seed runs once with every source, one after the
-other, so that a change of the machine's load meets all; all of a seed have the same prompts, order
-and first weights. ``servers``: one update behind, sampling while the policy trains; ``turns``:
-servers and trainer take turns (staleness 0), which is computed as in ``colocated``. Words after
-``--`` are overrides for all. The first ``--warmup`` steps do not count in seconds.
+TOY is what tools/make_toy_model.py wrote, LAB what examples/claims/lab/make.py wrote. Each seed
+runs once with every source, one after the other, so that a change of the machine's load meets all;
+all of a seed have the same prompts, order and first weights. ``servers``: one update behind,
+sampling while the policy trains; ``turns``: servers and trainer take turns (staleness 0), which
+samples from the same weights as ``colocated``. Words after ``--`` are overrides for all. The first
+``--warmup`` steps do not count in seconds.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ SOURCES = {
     "servers": ("source=servers", "rollout.tensor=1", "source.staleness=1"),
     "turns": ("source=servers", "rollout.tensor=1", "source.staleness=0"),
 }
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
 LIMIT_S = 1800
 
 
@@ -69,29 +71,44 @@ def run(source: str, words: Sequence[str], config_dir: Path | None, folder: Path
     folder.mkdir()
     environment = {**os.environ, **ENVIRONMENT}
     before, started = own_seconds(), time.monotonic()
-    servers = []
+    programs: list[subprocess.Popen] = []
+
+    def start(name: str, program: Sequence[str]) -> subprocess.Popen:
+        with (folder / f"{name}.log").open("w") as log:
+            programs.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", *program, *own], env=environment, stdout=log, stderr=log
+                )
+            )
+        return programs[-1]
+
     try:
         for number in range(NUM_SERVERS if source != "colocated" else 0):
-            command = [sys.executable, "-m", "megatron_rl.serve", *own]
-            with (folder / f"server{number}.log").open("w") as log:
-                server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-            servers.append(server)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node=2", "-m", "megatron_rl.train", *own]
-        log_file = folder / "trainer.log"
-        with log_file.open("w") as log:
-            done = subprocess.run(
-                command, env=environment, stdout=log, stderr=log, timeout=LIMIT_S, check=False
-            )
-        if done.returncode:
-            sys.exit(f"{' '.join(command)}\n{log_file.read_text()[-3000:]}")
+            start(f"server{number}", ["megatron_rl.serve"])
+        trainer = start("trainer", [*TORCHRUN, "-m", "megatron_rl.train"])
+        try:
+            failed = trainer.wait(LIMIT_S) != 0
+        except subprocess.TimeoutExpired:
+            failed = True
         wall = time.monotonic() - started
     finally:
-        for server in servers:
-            server.terminate()
-        for server in servers:
-            server.wait(60)
+        end(programs)
+    if failed:
+        tails = [f"{log}:\n{log.read_text()[-3000:]}" for log in sorted(folder.glob("*.log"))]
+        sys.exit("\n".join([f"{source}: failed, or no end within {LIMIT_S} s", *tails]))
     return read(folder, (own_seconds() - before) / wall)
+
+
+def end(programs: Sequence[subprocess.Popen]) -> None:
+    """Each ends its own children when it is told to end."""
+    for program in programs:
+        program.terminate()
+    for program in programs:
+        try:
+            program.wait(60)
+        except subprocess.TimeoutExpired:
+            program.kill()
+            program.wait()
 
 
 def read(folder: Path, cores: float) -> Run:
@@ -105,15 +122,17 @@ def read(folder: Path, cores: float) -> Run:
 def row_of(name: str, seed: int, run: Run, warmup: int) -> str:
     """Of one run: accuracies in %, the median step in seconds, and where they went."""
     kept = run.steps[warmup:]
-    seconds = spread([row["time/step_s"] for row in kept])
+    if not kept:
+        sys.exit(f"--warmup {warmup}: the run has {len(run.steps)} steps; give fewer")
+    seconds = spread(run.seconds[warmup:])
     waits, updates = (
         spread([row[f"time/{phase}_s"] for row in kept]).median for phase in ("rollout", "update")
     )
     longest = spread([row["rollout/response_tokens_max"] for row in kept]).median
     mean = spread([row["rollout/response_tokens_mean"] for row in kept]).median
-    accuracies = f"{run.held_out['eval/accuracy']:.1%}"
+    accuracy = f"{run.held_out['eval/accuracy']:.1%}"
     return (
-        f"| {name} | {seed} | {accuracies} | {seconds.median:.3f} |"
+        f"| {name} | {seed} | {accuracy} | {seconds.median:.3f} |"
         f" {seconds.low:.3f}-{seconds.high:.3f} | {waits:.3f} | {updates:.3f} |"
         f" {mean:.1f} / {longest:.0f} | {run.cores:.2f} |"
     )
@@ -150,6 +169,8 @@ def parsed() -> argparse.Namespace:
     options = parser.parse_args()
     if not (options.model / "config.json").is_file():
         parser.error(f"--model {options.model}: no config.json there; give a folder that has one")
+    if options.keep and options.keep.exists():
+        parser.error(f"--keep {options.keep}: exists; give a new folder")
     if not any(word.startswith("experiment=") for word in options.overrides):
         options.overrides.insert(0, "experiment=quickstart_cpu")
     return options
