@@ -43,7 +43,7 @@ MANY = 6  # cells; panels of more are larger
 _FACET_COLUMNS = 4
 _FACETS = ("eval/accuracy", "reward/mean")  # shown cell by cell where bands cannot be told apart
 _PNG_DPI = 110
-_MAX_TITLE = 54  # characters above one set of axes
+_MAX_TITLE = 44  # characters above one set of axes
 # A label may hold a dollar sign, which is no mathematics. Text is text in SVG, not shapes.
 _STYLE: dict[Any, Any] = {
     "text.parse_math": False,
@@ -160,15 +160,21 @@ def write_png(pictures: Sequence[Picture], cells: Sequence[Cell], path: Path) ->
             axes.set_visible(False)
         for axes, picture in zip(grid.flat, flat, strict=False):
             _draw(axes, picture)
-            axes.set_title(_cut(picture.title), loc="left", parse_math=False)
+            axes.set_title(_fitted(picture.title), loc="left", parse_math=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         # Without the version of matplotlib, so that the same runs give the same bytes.
         figure.savefig(path, format="png", metadata={"Software": None})
 
 
-def _cut(title: str) -> str:
-    """A title that does not reach into the next axes: a data source may have a long name."""
-    return title if len(title) <= _MAX_TITLE else f"{title[: _MAX_TITLE - 3]}..."
+def _fitted(title: str) -> str:
+    """A title that does not reach into the next axes: a data source, behind the colon, may have a
+    long name."""
+    lines = [title]
+    if len(title) > _MAX_TITLE:
+        metric, colon, source = title.partition(": ")
+        lines = [f"{metric}:", source] if colon else [title]
+    cut = [line if len(line) <= _MAX_TITLE else f"{line[: _MAX_TITLE - 3]}..." for line in lines]
+    return "\n".join(cut)
 
 
 def _drawn(cells: Sequence[Cell], band_of: Callable[[Cell], Band | None]) -> tuple[Drawn, ...]:
