@@ -2,10 +2,10 @@
 
     python -m megatron_rl.serve experiment=NAME run_dir=DIR key=value ...
 
-The same overrides as the trainer's, above all the same ``run_dir``, where the server registers. It
-gets its weights from the trainer, serves for as long as this command runs, and may come and go
-while the trainer works. Which GPUs it takes is said by CUDA_VISIBLE_DEVICES; it needs
-``rollout.tensor * rollout.pipeline`` of them.
+The same words as the trainer's, above all the same ``run_dir``, where the server registers. It gets
+its weights from the trainer, serves for as long as this command runs, and may come and go while the
+trainer works. Which GPUs it takes is said by CUDA_VISIBLE_DEVICES; it needs ``rollout.tensor *
+rollout.pipeline`` of them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from megatron_rl.config.command_line import add_root, root_of
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
+from megatron_rl.plugins import add_plugin_option, load_plugins
 
 if TYPE_CHECKING:
     from megatron_rl.engine.requests import Sight
@@ -41,8 +43,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--lease-s", type=float, default=30.0, help="silent for longer, the server counts as gone"
     )
-    parser.add_argument("--config-name", default="config", help=argparse.SUPPRESS)
-    parser.add_argument("--config-dir", help="a folder with groups of your own")
+    add_root(parser)
+    add_plugin_option(parser)
     return parser.parse_intermixed_args(argv)
 
 
@@ -53,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it asks the trainer to save; servers inherit it
     try:
-        values = compose(options.config_name, options.overrides, options.config_dir)
+        root = root_of(options)
+        load_plugins(options.plugin)
+        values = compose(root.config_name, options.overrides, root.config_dir)
         config = validate(Config, values, "the configuration")
         # Deferred until the configuration is valid: importing torch takes seconds.
         from megatron_rl.engine.server import Address, serve
