@@ -20,6 +20,9 @@ from megatron_rl.types import Completion, Image, Prompt, Sampling, VersionSpan
 
 GENERATE = "inference/v1/generate"
 _SHOWN = 500  # characters of a refusal
+# Idle connections are closed here before a server does it: vLLM's after 5 s. A request on one that
+# is closed from the other side at that moment would be lost.
+_KEPT_S = 2.0
 
 
 class ServerLostError(ConnectionError):
@@ -81,7 +84,7 @@ class ServerClient:
         # No limit of connections or of time: the server queues requests, and a long response may
         # take an hour; who waits for a server that is gone cancels. No proxy from the environment.
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_S),
             timeout=aiohttp.ClientTimeout(total=None),
             headers={"Authorization": f"Bearer {secret}"},
             trust_env=False,
@@ -142,9 +145,11 @@ class ServerClient:
     async def _post(self, path: str, body: Mapping[str, Any], schema: Any, what: str) -> Any:
         url = f"{self.url}/{path}"
         try:
-            async with self._session.post(url, json=body) as answer:
-                text = await answer.read()
-                status = answer.status
+            try:
+                status, text = await self._posted(url, body)
+            except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
+                # The server may have closed a kept connection when the request was on its way.
+                status, text = await self._posted(url, body)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise ServerLostError(f"{url}: no answer ({type(error).__name__}: {error})") from error
         if status in (400, 422):
@@ -157,6 +162,10 @@ class ServerClient:
             return decoded(text, schema, url)
         except MalformedMessageError as error:
             raise ServerLostError(str(error)) from error
+
+    async def _posted(self, url: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        async with self._session.post(url, json=body) as answer:
+            return answer.status, await answer.read()
 
 
 def _completion(url: str, choice: _Choice) -> Completion:

@@ -1,0 +1,71 @@
+"""A client asks again where a connection is gone, since servers close those that nobody uses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+
+from megatron_rl.engine.client import ServerClient, ServerLostError
+from megatron_rl.types import Completion, Prompt, Sampling
+
+ANSWER = {
+    "choices": [
+        {
+            "finish_reason": "stop",
+            "token_ids": [3],
+            "logprobs": {"content": [{"token_id": 3, "logprob": -0.5}]},
+            "weight_versions": [{"version": "4", "end": 1}],
+        }
+    ]
+}
+
+
+async def request(reader: asyncio.StreamReader) -> None:
+    head = await reader.readuntil(b"\r\n\r\n")
+    (length,) = [line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")]
+    await reader.readexactly(int(length.split(b":")[1]))
+
+
+def asked(num_answers: list[int], times: int) -> tuple[list[Completion], int]:
+    """Asks a server ``times``, whose n-th connection ends, without a word, instead of giving more
+    than ``num_answers[n]`` answers; returns the answers, and how many connections there were."""
+    left = list(num_answers)
+    text = json.dumps(ANSWER).encode()
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\n\r\n".encode()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):  # the client has closed it
+            for _ in range(left.pop(0)):
+                await request(reader)
+                writer.write(head + text)
+                await writer.drain()
+            await request(reader)
+        writer.close()
+
+    async def run() -> list[Completion]:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()
+        client = ServerClient(f"http://{host}:{port}", "secret", [1])
+        prompt = Prompt("a", (5, 6), answer="b", data_source="c")
+        sampling = Sampling(num_responses=1, max_response_tokens=8, seed=1)
+        try:
+            return [await client.generate(prompt, sampling, 0) for _ in range(times)]
+        finally:
+            await client.close()
+            server.close()
+
+    return asyncio.run(run()), len(num_answers) - len(left)
+
+
+def test_a_connection_that_the_server_has_closed_costs_no_request():
+    answers, connections = asked([1, 2], times=3)
+    assert [list(answer.token_ids) for answer in answers] == [[3]] * 3
+    assert connections == 2
+
+
+def test_a_server_that_drops_every_request_is_lost():
+    with pytest.raises(ServerLostError, match="no answer"):
+        asked([0, 0, 0, 0], times=1)
