@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_rl.config.command_line import add_root, root_of
 from megatron_rl.plugins import add_plugin_option, load_plugins
 from megatron_rl.runtime.failure import exit_process
 from megatron_rl.runtime.process import reported
@@ -45,6 +46,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="whose responses go to the disk together; default: what fills the engines 8 times",
     )
+    add_root(parser, "of a model alone: a RUN has its own settings")
     add_plugin_option(parser)
     return parser.parse_intermixed_args(argv)
 
@@ -76,7 +78,9 @@ def run(options: argparse.Namespace) -> None:
     from megatron_rl.policy.hardware import this_machine
     from megatron_rl.trainer.evaluation_source import find_evaluation
 
-    evaluation = world.from_main(lambda: find_evaluation(options.words, options.steps, options.out))
+    evaluation = world.from_main(
+        lambda: find_evaluation(options.words, options.steps, options.out, root_of(options))
+    )
     config = evaluation.config
     check_evaluation(config, world.size, this_machine(), FAMILIES)
     from megatron_rl.trainer.evaluation import evaluate

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_rl.checkpoints import directory, megatron_format
 from megatron_rl.checkpoints.hf import HfDirectory
 from megatron_rl.config.anneal import AnnealConfig
+from megatron_rl.config.command_line import Root
 from megatron_rl.config.load import change_value, compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.policy.families import read_architecture
@@ -24,6 +25,7 @@ from megatron_rl.trainer.saved_settings import engine_of_machine, is_run, values
 from megatron_rl.trainer.start import CHECKPOINTS, EXPORTS
 
 DEFAULT_OUT = Path("runs/evaluation")
+OWN_ROOT = Root()  # the package's own
 EVALUATION = "evaluation"  # below the folder of a run
 # Settings that leave the responses, and what is said of them, as they are: they may change between
 # two starts. Of the sections that are not named here everything may.
@@ -110,7 +112,9 @@ class Evaluation:
         return _valid(self.values)
 
 
-def find_evaluation(words: Sequence[str], steps: str | None, out: Path | None) -> Evaluation:
+def find_evaluation(
+    words: Sequence[str], steps: str | None, out: Path | None, root: Root = OWN_ROOT
+) -> Evaluation:
     """``evaluation_of_run``, or without a run ``evaluation_of_model``; raises what they do.
 
     Args:
@@ -121,13 +125,19 @@ def find_evaluation(words: Sequence[str], steps: str | None, out: Path | None) -
     if len(runs) > 1:
         raise ValueError(f"{' '.join(runs)}: one run at a time; settings are written key=value")
     if runs:
+        if root != OWN_ROOT:
+            raise ValueError(
+                f"{runs[0]}: has its own settings; leave --config-name and --config-dir out"
+            )
         return evaluation_of_run(Path(runs[0]), steps or "last", overrides, out)
     if steps is not None:
         raise ValueError(f"--steps {steps}: is for checkpoints of a run; give its run_dir")
-    return evaluation_of_model(overrides, out)
+    return evaluation_of_model(overrides, out, root)
 
 
-def evaluation_of_model(overrides: Sequence[str], out: Path | None) -> Evaluation:
+def evaluation_of_model(
+    overrides: Sequence[str], out: Path | None, root: Root = OWN_ROOT
+) -> Evaluation:
     """The model of ``model.path``, as step 0. ``overrides``: as of a training run; there need be no
     ``data.train``.
 
@@ -136,7 +146,7 @@ def evaluation_of_model(overrides: Sequence[str], out: Path | None) -> Evaluatio
     """
     keys = {text.partition("=")[0].lstrip("+") for text in overrides}
     chosen = [] if "rollout" in keys else [f"rollout={engine_of_machine()}"]
-    values = compose("config", [*chosen, *overrides])
+    values = compose(root.config_name, [*chosen, *overrides], root.config_dir)
     values["data"].setdefault("train", [])
     model = Path(_valid(values).model.path)
     return Evaluation(values, (Weights(0, model),), out or DEFAULT_OUT)

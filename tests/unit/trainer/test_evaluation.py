@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl import evaluate as program
+from megatron_rl.config.command_line import Root, root_of
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
@@ -40,6 +41,16 @@ def test_a_model_needs_no_training_data():
         ConfigError, match=r"(?s)2 problems.*model\.path: no value.*data\.eval: no v"
     ):
         find_evaluation([], None, None)
+
+
+def test_groups_of_a_folder_of_ones_own(tmp_path):
+    mine = tmp_path / "experiment" / "mine.yaml"
+    mine.parent.mkdir()
+    mine.write_text("# @package _global_\nseed: 7\n")
+    words = ["model.path=/m", "data.eval=e", "experiment=mine"]
+    options = program.arguments(["--config-dir", str(tmp_path), *words])
+    found = find_evaluation(options.words, None, None, root_of(options))
+    assert found.config.seed == 7
 
 
 def test_a_run_gives_checkpoints_and_exports_by_step(run):
@@ -79,6 +90,8 @@ def test_what_cannot_be_evaluated_says_what_to_do(run):
         find_evaluation([str(run), "other"], None, None)
     with pytest.raises(ValueError, match="--steps all: is for checkpoints of a run"):
         find_evaluation(["model.path=/m", "data.eval=e"], "all", None)
+    with pytest.raises(ValueError, match="has its own settings; leave --config-name and"):
+        find_evaluation([str(run)], None, None, Root(config_dir=run))
     with pytest.raises(ConfigError, match=r"rollout\.dtyp: unknown key"):
         find_evaluation([str(run), "rollout.dtyp=float32"], None, None)
 
