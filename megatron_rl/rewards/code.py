@@ -83,6 +83,9 @@ class Statement:
     literal: str | None = None
 
 
+_STARTED = Statement("pass", is_test=False)  # fails where the program itself does
+
+
 def program(answer: str) -> str:
     """The last closed fenced block of Python, or the whole answer. One pass over the lines."""
     last_block: str | None = None
@@ -183,6 +186,7 @@ class CodeVerifier(Verifier):
         done = 0
         while done < len(statements) and time.monotonic() < ends_at:
             setup = [statement for statement in statements[:done] if not statement.is_test]
+            setup.insert(0, _STARTED)
             done_before = done
             with self._sandbox(source, None, ends_at) as sandbox:
                 held = all(_holds(sandbox, statement) for statement in setup)
@@ -191,8 +195,9 @@ class CodeVerifier(Verifier):
                     if statements[done].is_test:
                         passed.append(held)
                     done += 1
-            # Where a set-up statement failed, a new start fails again: a new one, or one of those
-            # before, which may need what a test did that a new start leaves out.
+            # Where the program or a set-up statement failed, a new start fails again: a new
+            # statement, or one of those before, which may need what a test did that a new start
+            # leaves out.
             in_setup = done == done_before or not statements[done - 1].is_test
             if not held and (in_setup or not self.options.partial_credit):
                 break

@@ -58,8 +58,9 @@ def test_the_program_is_the_last_block_of_python(answer, source):
     assert program(answer) == source
 
 
-def test_a_set_up_that_fails_at_the_second_start_is_not_tried_until_time_is_up(monkeypatch):
-    """The set-up needs what a test did, and a new start leaves out the tests before."""
+@pytest.fixture
+def starts(monkeypatch):
+    """Grows by one with every start of a program."""
     starts = []
 
     class Counted(code.Sandbox):
@@ -68,6 +69,17 @@ def test_a_set_up_that_fails_at_the_second_start_is_not_tried_until_time_is_up(m
             return super().__enter__()
 
     monkeypatch.setattr(code, "Sandbox", Counted)
+    return starts
+
+
+def test_a_program_that_fails_by_itself_is_started_once(starts):
+    task = Task("a", "assert f() == 1\nassert f() == 2", "x")
+    assert accuracy("rlimits_only", "raise ValueError", task, partial=True) == 0
+    assert len(starts) == 1
+
+
+def test_a_set_up_that_fails_at_the_second_start_is_not_tried_until_time_is_up(starts):
+    """The set-up needs what a test did, and a new start leaves out the tests before."""
     tests = "x = []\nassert x.append(1) is None\ny = x[0]\nassert f() == 1\nassert f() == 2"
     task = Task("a", tests, "x")
     source = "def f(): return 2"
