@@ -118,12 +118,16 @@ class Registry:
     clock: Callable[[], float] = time.monotonic
     _seen: dict[str, _Seen] = field(default_factory=dict)
     _malformed: set[str] = field(default_factory=set)
+    _removed: set[str] = field(default_factory=set)
 
     def look(self) -> dict[str, Registration]:
         """The servers that have written within their lease, by name."""
         now = self.clock()
         present: dict[str, _Seen] = {}
         for path in sorted(self.folder.glob("*.json")):
+            if path.stem in self._removed:
+                path.unlink(missing_ok=True)  # its server was writing while it was removed
+                continue
             registration = self._read(path)
             if registration is None:
                 continue
@@ -141,7 +145,8 @@ class Registry:
         }
 
     def remove(self, name: str) -> None:
-        """The server is not to come back under this name."""
+        """The server is not to come back under this name, which no other start of one has."""
+        self._removed.add(name)
         (self.folder / f"{name}.json").unlink(missing_ok=True)
         self._seen.pop(name, None)
 

@@ -59,6 +59,9 @@ def test_a_removed_server_learns_it_and_does_not_come_back(tmp_path, clock):
     lease.renew()
     assert not lease.is_held and other.is_held
     assert list(registry.look()) == ["b"]
+    Lease(tmp_path, "a", "http://127.0.0.1:1", lease_s=10.0)  # as if it wrote at that moment
+    assert list(registry.look()) == ["b"]
+    assert not lease.is_held, "so it learns it at its next beat"
 
 
 def test_a_file_that_is_replaced_while_it_is_read_is_that_of_before(tmp_path, clock, monkeypatch):
