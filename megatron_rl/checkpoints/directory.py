@@ -77,14 +77,21 @@ def finish(path: Path, info: Mapping[str, Any], digests: Mapping[str, str] | Non
     )
     to_disk(manifest)
     to_disk(partial)  # the entries of the folder: forcing a file does not force its name
-    publish(path)
+    _give_name(path)
 
 
 def publish(path: Path) -> None:
-    """Gives what ``begin(path)`` made the name ``path``.
+    """Gives what ``begin(path)`` made, and this machine has written, its name, without a manifest.
 
     An older directory of that name is replaced.
     """
+    partial = path.with_name(path.name + PARTIAL)
+    for entry in (*partial.rglob("*"), partial):
+        to_disk(entry)
+    _give_name(path)
+
+
+def _give_name(path: Path) -> None:
     partial = path.with_name(path.name + PARTIAL)
     replaced = path.with_name(path.name + REPLACED)
     # A folder cannot be renamed onto one that has files. A writer that dies between the two renames

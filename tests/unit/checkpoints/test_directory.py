@@ -114,6 +114,10 @@ def test_entries_of_a_folder_are_on_the_disk_before_it_has_its_name(tmp_path, mo
     path = write(tmp_path, 3)
     partial = "step_000003.tmp-partial"
     assert forced[-3:] == [("manifest.json", True), (partial, True), (path.parent.name, True)]
+    (directory.begin(tmp_path / "export") / "weights").write_text("whole")
+    forced.clear()
+    directory.publish(tmp_path / "export")
+    assert forced == [("weights", True), ("export.tmp-partial", True), (tmp_path.name, True)]
 
 
 def test_a_manifest_of_sizes_alone_is_still_read(tmp_path):
