@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Six methods with five seeds each on the tasks of the quickstart, two runs at a time on a core each, and the report of all thirty. A run
+# Six methods and two baselines with five seeds each on the tasks of the quickstart, two runs at a time on a core each, and the report of all
+# forty: grpo_token_mean averages and weighs the KL as mapo and durian_reasoning, grpo_no_kl has none as a_grae and negative_dominant. A run
 # that is finished is not done again. Arguments are further overrides:
 #   bash examples/quickstart_cpu/ablation.sh trainer.num_steps=2
 set -euo pipefail
