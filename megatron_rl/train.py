@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.config.checks import check
-from megatron_rl.config.command_line import answer, arguments
+from megatron_rl.config.command_line import answer, arguments, words_of_sweep
+from megatron_rl.config.hydra_words import SWEEP
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.plugins import load_plugins
@@ -21,11 +23,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     with reported():
         rank, local_size = launched()
         options = arguments(argv, local_size)
+        if options.multirun:
+            sys.exit(run_sweep(options))
         answered = answer(options, rank)
         if answered is not None:
             sys.exit(answered)
         run(options)
     exit_process(0)
+
+
+def run_sweep(options: argparse.Namespace) -> int:
+    """Says which sweep is meant, so that it can be gone on with, and starts it."""
+    from megatron_rl import sweep
+
+    words = words_of_sweep(options)
+    print(f"{SWEEP} {shlex.join(words)}", flush=True)
+    return sweep.main(words)
 
 
 def run(options: argparse.Namespace) -> None:

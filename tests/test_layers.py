@@ -16,7 +16,8 @@ PACKAGE = REPO / "megatron_rl"
 # each other. Families and the parameter map stand in the policy's room because one looks for them
 # there; they know neither megatron nor the rest of it, so checkpoint formats may build on them.
 LAYERS = (
-    {"train", "sweep", "report", "sample", "evaluate", "serve", "vllm_plugin"},
+    {"train"},  # starts a sweep where --multirun says so
+    {"sweep", "report", "sample", "evaluate", "serve", "vllm_plugin"},
     {"sweeping"},
     {"trainer"},
     {"planning"},

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from megatron_rl.plugins import add_plugin_option, load_plugins
 DESCRIPTION = "Reinforcement learning with verifiable rewards: Megatron-Core policy, vLLM rollouts."
 GROUPS = "groups"  # the value of --info for all of them
 ROOT = "config"
+TRAIN = "python -m megatron_rl.train"
+MULTIRUNS = "runs/multirun"
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,9 @@ def arguments(argv: Sequence[str] | None, local_size: int | None = None) -> argp
         options.overrides.insert(0, options.info)
         options.info = GROUPS
     if options.multirun:
-        raise ValueError(_multirun_answer(options, local_size))
+        _check_multirun(options, local_size)
+    elif options.out or options.nproc:
+        raise ValueError("--out and --nproc belong to --multirun; a run has run_dir=DIR")
     if options.config_path is not None:
         raise ValueError(
             f"--config-path {options.config_path}: the package's own groups are always searched; "
@@ -121,7 +126,11 @@ def _parser() -> Parser:
     add_plugin_option(parser)
     shell = 'print a script that completes overrides: eval "$(... --completion bash)"'
     add("-sc", "--completion", "--shell-completion", metavar="bash", help=shell)
-    add("-m", "--multirun", action="store_true", help=f"says how to start {SWEEP}")
+    many = f"every combination of key=a,b as a run of --nproc processes: starts {SWEEP}"
+    add("-m", "--multirun", action="store_true", help=many)
+    add("--nproc", type=int, metavar="N", help="of --multirun: processes of one run")
+    folder = f"of --multirun: folder of the runs; default {MULTIRUNS}/DATE_TIME"
+    add("--out", type=Path, metavar="DIR", help=folder)
     add("-r", "--run", action="store_true", help=argparse.SUPPRESS)  # Hydra's word for one run
     add("-cp", "--config-path", help=argparse.SUPPRESS)
     return parser
@@ -136,15 +145,27 @@ def all_groups() -> dict[str, list[str]]:
     return groups
 
 
-def _multirun_answer(options: argparse.Namespace, local_size: int | None) -> str:
-    """A sweep is not started from here: every rank of a torchrun would start one."""
-    processes = "N" if local_size is None else str(local_size)
-    words = shlex.join([*handed_on(options.plugin, root_of(options)), *options.overrides])
-    return (
-        "--multirun: a run is started by torchrun, so its ranks cannot start others, and a sweep "
-        "has a program of its own, which starts one torchrun for each run; type "
-        f"{SWEEP} --out DIR --nproc {processes} {words}"
-    ).rstrip()
+def _check_multirun(options: argparse.Namespace, local_size: int | None) -> None:
+    """Raises ValueError where no sweep can be started: every rank of a torchrun would start one."""
+    words = shlex.join(["--multirun", *handed_on(options.plugin, root_of(options))])
+    if local_size is not None:
+        raise ValueError(
+            "--multirun: a sweep starts one torchrun for each run, so it is started without; type "
+            f"{TRAIN} --nproc {local_size} {words} {shlex.join(options.overrides)}"
+        )
+    if options.nproc is None:
+        raise ValueError(
+            f"--multirun: say by --nproc how many processes one run has; type {TRAIN} --nproc N "
+            f"{words} {shlex.join(options.overrides)}"
+        )
+
+
+def words_of_sweep(options: argparse.Namespace) -> list[str]:
+    """The command line of megatron_rl.sweep that is meant by --multirun."""
+    started = time.strftime("%Y-%m-%d_%H-%M-%S")
+    out = options.out or Path(MULTIRUNS, started)
+    own = ["--out", str(out), "--nproc", str(options.nproc)]
+    return [*own, *handed_on(options.plugin, root_of(options)), *options.overrides]
 
 
 def answer(options: argparse.Namespace, rank: int = 0) -> int | None:

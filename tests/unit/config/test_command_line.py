@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.command_line import answer, arguments
+from megatron_rl import train
+from megatron_rl.config.command_line import answer, arguments, words_of_sweep
 from megatron_rl.config.hydra_words import ANSWERS
 from megatron_rl.config.hydra_words import answer as way_of
 from megatron_rl.config.load import compose, known_keys
@@ -26,19 +29,29 @@ def test_nothing_is_answered_where_a_run_is_to_be_started():
 
 
 @pytest.mark.parametrize("flag", ["--multirun", "-m"])
-def test_multirun_names_the_command_of_the_sweep(flag):
-    words = [flag, "--plugin", "mine.py", "method=grpo,dapo", 'data.answer_after="####"']
-    with pytest.raises(ValueError, match="its ranks cannot start others") as caught:
-        arguments(words)
-    assert str(caught.value).endswith(
-        "type python -m megatron_rl.sweep --out DIR --nproc N --plugin mine.py method=grpo,dapo "
-        "'data.answer_after=\"####\"'"
-    )
+def test_multirun_starts_the_sweep(flag, capsys):
+    words = ["method=grpo,dapo", 'data.answer_after="####"', "run_dir=refused"]
+    with pytest.raises(SystemExit) as ended:
+        train.main([flag, "--nproc", "2", "--out", "runs/mine", *words])
+    said = capsys.readouterr()
+    command = f"python -m megatron_rl.sweep --out runs/mine --nproc 2 {shlex.join(words)}\n"
+    assert said.out == command, "which goes on with it"
+    assert said.err.startswith("error: run_dir: each run of a sweep has a folder of its own")
+    assert ended.value.code == 1, "the sweep's"
 
 
-def test_multirun_under_torchrun_names_its_number_of_processes(monkeypatch):
+def test_a_multirun_has_a_folder_of_its_own():
+    words = words_of_sweep(arguments(["-m", "--nproc", "1", "seed=1,2"]))
+    assert re.fullmatch(r"runs/multirun/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", words[1])
+
+
+def test_a_multirun_that_cannot_be_started_says_what_to_type(monkeypatch):
+    with pytest.raises(ValueError, match=r"type python .*train --nproc N --multirun seed=1,2$"):
+        arguments(["seed=1,2", "-m"])
+    with pytest.raises(ValueError, match="belong to --multirun"):
+        arguments(["seed=1", "--out", "here"])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    with pytest.raises(ValueError, match="--nproc 8 seed=1,2"):
+    with pytest.raises(ValueError, match=r"started without; .*--nproc 8 --multirun seed=1,2$"):
         arguments(["seed=1,2", "-m"], launched().local_size)
 
 
