@@ -26,7 +26,7 @@ from megatron_rl.config.layout_rules import (
 )
 from megatron_rl.config.method import reward_scheme_errors
 from megatron_rl.config.model_config import model_sizes
-from megatron_rl.config.schema import Config, Fp8Config
+from megatron_rl.config.schema import Config, Fp8Config, RolloutConfig
 from megatron_rl.config.source_rules import source_problems
 from megatron_rl.errors import ConfigError
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -225,6 +226,11 @@ def numbered(prompt: Prompt, count: int) -> Prompt:
     if count == 1:
         return prompt
     return replace(prompt, uid=f"{prompt.uid}#{count}")
+
+
+def first_uid(uid: str) -> str:
+    """The inverse of ``numbered``: ``a#2`` gives ``a``."""
+    return re.sub(r"#\d+$", "", uid)
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:

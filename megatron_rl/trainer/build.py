@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from megatron_rl.config.checks import num_optimizer_steps
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.data.reading import Data, training_stream

@@ -10,7 +10,8 @@ from torch import Tensor
 
 
 class Histories:
-    """Statistics of the rewards of every prompt visited so far, by uid.
+    """Statistics of the rewards of every prompt visited so far, by uid: a prompt that comes twice
+    in a step has another one for its second place there, and a second history (``data.loader``).
 
     Every rank has all of them and notes the same, for credit is computed alike everywhere: they
     depend on no layout. A checkpoint holds them exactly, and what was measured at the

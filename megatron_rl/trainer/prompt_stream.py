@@ -128,7 +128,7 @@ def restored_completion(state: Mapping[str, Any]) -> Completion:
 
 def saved_score(score: Score) -> dict[str, Any]:
     """For a checkpoint: plain values."""
-    return {"reward": score.reward, "correct": score.correct, "parts": dict(score.parts)}
+    return {**vars(score), "parts": dict(score.parts)}
 
 
 def restored_score(state: Mapping[str, Any]) -> Score:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from megatron_rl.checkpoints import directory, megatron_format
 from megatron_rl.config.keys import within
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import Config
+from megatron_rl.data.loader import first_uid
 from megatron_rl.data.reading import training_stream
 from megatron_rl.data.shared import shared_data
 from megatron_rl.data.tokenizer import load_tokenizer
@@ -212,7 +212,7 @@ class ReplayedRun:
 
     def _prompt(self, uid: str) -> Prompt:
         """One that comes again in a step has another uid there, see ``data.loader.numbered``."""
-        prompt = self._prompts.get(uid) or self._prompts.get(re.sub(r"#\d+$", "", uid))
+        prompt = self._prompts.get(uid) or self._prompts.get(first_uid(uid))
         if prompt is None:
             raise ValueError(f"data.train has no prompt {uid} any more; bring its files back")
         return replace(prompt, uid=uid)

@@ -3,13 +3,13 @@ what of them no public source pins."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from pydantic import Field
 
+from megatron_rl.data.loader import first_uid
 from megatron_rl.trainer.resampling import (
     Ask,
     Resample,
@@ -22,7 +22,6 @@ from megatron_rl.types import Prompt
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Temperature = Annotated[float, Field(ge=0.01)]
-_AGAIN = re.compile(r"#\d+$")  # of a prompt that comes again in a step, see data.loader
 
 
 def relative_variance(group: ScoredGroup) -> float:
@@ -93,11 +92,11 @@ class Vcrl:
         return {"bank": {uid: priority for uid, (priority, _) in self.bank.items()}}
 
     def restore(self, state: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
-        wanted = {_AGAIN.sub("", uid) for uid in state["bank"]} | state["bank"].keys()
+        wanted = {first_uid(uid) for uid in state["bank"]} | state["bank"].keys()
         known = {prompt.uid: prompt for prompt in prompts if prompt.uid in wanted}
         self.bank = {}
         for uid, priority in state["bank"].items():
-            prompt = known.get(uid) or known[_AGAIN.sub("", uid)]
+            prompt = known.get(uid) or known[first_uid(uid)]
             self.bank[uid] = (priority, replace(prompt, uid=uid))
 
 

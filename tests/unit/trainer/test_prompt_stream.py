@@ -44,7 +44,9 @@ def test_a_stream_that_gave_nothing_begins_at_the_beginning():
     assert other.of_step(0, 0) == stream.of_step(0, 0)
 
 
-@pytest.mark.parametrize("scores", [None, [Score(1.5, True, {"accuracy": 1.0}), Score(0.0, False)]])
+@pytest.mark.parametrize(
+    "scores", [None, [Score(1.5, True, {"accuracy": 1.0}, "7"), Score(0.0, False)]]
+)
 def test_a_group_comes_back_bit_for_bit(scores):
     spans = (VersionSpan(3, 1), VersionSpan(4, 2))
     completions = {
