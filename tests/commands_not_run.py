@@ -62,6 +62,9 @@ NOT_RUN = {
         f"{BENCH}/end_to_end.py --model UNTRAINED --max-response-tokens 64 --trl-python"
         " trl_env/bin/python --steps 15"
     ): (TRL),
+    f"{BENCH}/same_run.py --commits OLD HEAD --model TOY -- trainer.num_steps=25": (
+        "wants the repository's history; what it compares is tested by tests/unit/test_same_run.py"
+    ),
     (
         f"{BENCH}/served_runs.py --model LAB/model --sources colocated servers turns --config-dir"
         " examples/claims/lab/conf -- experiment=lab data.train=LAB/train.jsonl"
