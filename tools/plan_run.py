@@ -40,13 +40,12 @@ from megatron_rl.planning.rollout_time import (
     response_lengths,
     rollout_time,
 )
-from megatron_rl.planning.sync_time import Links, least_seconds, simulated_seconds
-from megatron_rl.planning.training_shards import TrainingLayout
+from megatron_rl.planning.sync_forecast import Ranks, SyncForecast, forecast
+from megatron_rl.planning.sync_time import Links
 from megatron_rl.policy.families import Architecture, read_architecture
 from megatron_rl.policy.work_model import WorkModel
-from megatron_rl.weight_sync.engine_tables import RolloutLayout
-from megatron_rl.weight_sync.plan import Machines, PlanSettings, make_plan
-from tools.plan_sync import PRESETS, positive, sides, whole
+from megatron_rl.weight_sync.engine_tables import NotDeclaredError
+from tools.plan_sync import PRESETS, positive, whole
 
 SHARE_THAT_LIMITS = 0.15  # of a step, or of the engines' time
 
@@ -72,15 +71,6 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Sync:
-    across_gb: float
-    node_ratio: float
-    peers: int
-    seconds: float
-    least: float
-
-
-@dataclass(frozen=True)
 class Page:
     """What is known of a run before it. Seconds of one step, of one sync, of one checkpoint."""
 
@@ -89,7 +79,7 @@ class Page:
     rollout: Rollout
     train_seconds: float
     train_idle: float
-    sync: Sync | None
+    sync: SyncForecast | str
     checkpoint_seconds: float
 
 
@@ -237,35 +227,13 @@ def train_seconds(
     return passes * forward / (cluster.size * cluster.tflops * 1e12)
 
 
-def sync_of(config: Config, arch: Architecture, cluster: Cluster) -> Sync | None:
-    """Of the planned sync; None where the engine's layout has no declared table."""
-    rollout = config.rollout
+def sync_of(config: Config, arch: Architecture, cluster: Cluster) -> SyncForecast | str:
+    """Of the run's weight sync; why there is none where nothing declares what its engines want."""
+    ranks = Ranks(cluster.size, cluster.gpus)
     try:
-        engines = RolloutLayout.of(rollout, cluster.size // rollout.ranks)
-    except ValueError:
-        return None
-    layout = TrainingLayout(
-        config.parallel,
-        cluster.size,
-        config.model.make_vocab_divisible_by,
-        config.precision.params,
-    )
-    sources, targets = sides(arch, layout, engines)
-    settings = PlanSettings(
-        bucket_bytes=config.weight_sync.bucket_mib << 20,
-        rounds_in_flight=config.weight_sync.rounds_in_flight,
-        machines=Machines(cluster.gpus),
-        replicas=engines.replicas,
-    )
-    result = make_plan(sources, targets, settings)
-    links = Links(cluster.nvlink_gb_s, cluster.network_gb_s)
-    return Sync(
-        result.bytes_by_link["across_nodes"] / 1e9,
-        result.node_ratio,
-        int(result.flows.num_peers().max(initial=0)),
-        simulated_seconds(result, links),
-        least_seconds(result, links),
-    )
+        return forecast(config, arch, ranks, Links(cluster.nvlink_gb_s, cluster.network_gb_s))
+    except NotDeclaredError as error:
+        return str(error)
 
 
 def checkpoint_seconds(config: Config, stages: Sequence[StageMemory], cluster: Cluster) -> float:
@@ -295,14 +263,7 @@ def lines(
         f" {lengths.max()}: {page.rollout.seconds:.1f} s, engines idle {page.rollout.idle:.0%}"
     )
     yield f"training  {page.train_seconds:.1f} s, ranks idle {page.train_idle:.0%}"
-    if page.sync is None:
-        yield "sync      not planned for engines of several stages"
-    else:
-        sync = page.sync
-        yield (
-            f"sync      {sync.across_gb:.1f} GB across nodes ({sync.node_ratio:.2f} of the least),"
-            f" {sync.peers} peers of a rank at most: {sync.seconds:.2f} s (least {sync.least:.2f})"
-        )
+    yield f"sync      {sync_words(page.sync)}"
     largest = max(stage.checkpoint_copy for stage in page.stages)
     every = config.checkpoint.every_steps
     yield (
@@ -310,6 +271,16 @@ def lines(
         f" {every} steps"
     )
     yield from limits(page, config)
+
+
+def sync_words(sync: SyncForecast | str) -> str:
+    if isinstance(sync, str):
+        return f"not planned and not counted below: {sync}"
+    return (
+        f"{sync.way}: {sync.across_gb:.1f} GB across nodes ({sync.node_ratio:.2f} of the least),"
+        f" {sync.peers} peers of a rank at most: {sync.seconds:.2f} s"
+        f" (least {sync.least_seconds:.2f})"
+    )
 
 
 def memory_lines(page: Page, config: Config, cluster: Cluster) -> Iterator[str]:
@@ -323,7 +294,7 @@ def memory_lines(page: Page, config: Config, cluster: Cluster) -> Iterator[str]:
 
 def limits(page: Page, config: Config) -> Iterator[str]:
     """What takes more than ``SHARE_THAT_LIMITS``, the largest first."""
-    sync = page.sync.seconds if page.sync is not None else 0.0
+    sync = 0.0 if isinstance(page.sync, str) else page.sync.seconds
     every = config.checkpoint.every_steps
     blocking = 0.0
     if every and not config.checkpoint.background:

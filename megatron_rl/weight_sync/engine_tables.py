@@ -27,6 +27,10 @@ EXPERT_NAMES = {
 EXPERT_BLOCK = {"qwen": "mlp", "mixtral": "block_sparse_moe"}
 
 
+class NotDeclaredError(ValueError):
+    """The tables do not describe this model."""
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of a decoder-only model.
@@ -54,10 +58,10 @@ class ModelShape:
 
     @staticmethod
     def of(arch: Architecture, dtype: str = "bfloat16") -> ModelShape:
-        """The sizes of an architecture. Raises ValueError for a family that the tables do not
-        describe."""
+        """The sizes of an architecture. Raises NotDeclaredError for a family that the tables do
+        not describe."""
         if arch.family not in FAMILIES:
-            raise ValueError(
+            raise NotDeclaredError(
                 f"the model family {arch.family!r} has no declared layout; known:"
                 f" {', '.join(FAMILIES)}"
             )
@@ -101,9 +105,9 @@ class RolloutLayout:
 
     @staticmethod
     def of(rollout: RolloutConfig, num_replicas: int) -> RolloutLayout:
-        """Raises ValueError where the engine has pipeline stages: they are in no table."""
+        """Raises NotDeclaredError where the engine has pipeline stages: they are in no table."""
         if rollout.pipeline > 1:
-            raise ValueError(f"rollout.pipeline = {rollout.pipeline} is in no declared table")
+            raise NotDeclaredError(f"rollout.pipeline = {rollout.pipeline} is in no declared table")
         ep = rollout.tensor if rollout.expert_parallel else 1
         return RolloutLayout(rollout.tensor, num_replicas, ep)
 

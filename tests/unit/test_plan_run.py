@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.unit.planning_of_7b import PARAMETERS, QWEN2_5_7B, config
+from tests.unit.qwen2_5_vl import write_config
 from tools import plan_run
 
 SEVEN = ["--model", "qwen2.5-7b", "experiment=qwen2_5_7b_8gpu"]
@@ -62,6 +63,46 @@ def test_an_update_that_sees_each_response_twice_takes_twice_as_long() -> None:
     assert seconds("method=papo") == pytest.approx(7 / 4 * grpo)
     old = seconds("method=papo", "method.perception.masked=old")
     assert old == pytest.approx(5 / 4 * grpo)
+
+
+ROOMY = ["--nodes", "1", "--gpu-gib", "640"]
+WEIGHTS_GB = 2 * PARAMETERS / 1e9  # in bfloat16
+
+
+def sync_seconds(line: str) -> float:
+    """The least ones."""
+    return float(line.rpartition("(least ")[2].rstrip(")\n"))
+
+
+@pytest.mark.parametrize(
+    ("words", "way", "gb_into_a_rank"),
+    [
+        # Rank 2 has the third quarter of each matrix, and its engine wants the first two.
+        (["precision=fp32", "rollout.dtype=float32"], "reshard", 2 * WEIGHTS_GB / 2),
+        (["precision=fp32", "weight_sync.method=reshard"], "reshard", WEIGHTS_GB / 2),
+        # A gather brings the three quarters that a rank has not, in the policy's own format.
+        (["precision=fp32"], "gather", 2 * WEIGHTS_GB * 3 / 4),
+        (["rollout=vllm_fp8", "rollout.tensor=2"], "gather", WEIGHTS_GB * 3 / 4),
+        (["weight_sync.method=gather"], "gather", WEIGHTS_GB * 3 / 4),
+    ],
+)
+def test_the_sync_is_the_one_that_the_run_takes(
+    capsys, monkeypatch, words, way, gb_into_a_rank
+) -> None:
+    """At 1 GB/s within the node, so that the least seconds are the GB into the busiest rank."""
+    status, found, error = page(capsys, monkeypatch, *ROOMY, "--nvlink-gb-s", "1", *SEVEN, *words)
+    assert status == 0, error
+    assert found["sync"].startswith(f"{way}: 0.0 GB across nodes")
+    assert sync_seconds(found["sync"]) == pytest.approx(gb_into_a_rank, rel=0.05)
+
+
+def test_a_family_without_a_table_is_said(capsys, monkeypatch, tmp_path) -> None:
+    model = write_config(tmp_path / "model", "7B")
+    words = ["--nodes", "1", "experiment=qwen2_5_vl_7b_8gpu", f"model.path={model}"]
+    _, found, error = page(capsys, monkeypatch, *words)
+    assert "family 'qwen2_5_vl' has no declared layout" in found["sync"], error
+    _, found, _ = page(capsys, monkeypatch, *words, "weight_sync.method=gather")
+    assert found["sync"].startswith("gather: 0.0 GB across nodes")
 
 
 @pytest.mark.parametrize(
