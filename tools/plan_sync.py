@@ -243,7 +243,7 @@ def options() -> argparse.ArgumentParser:
         required=True,
         help="tp=8,pp=4,dp=2[,cp=,ep=,etp=,vpp=,first_layers=,last_layers=,vocab_multiple=]",
     )
-    parser.add_argument("--rollout", required=True, help="tp=8,dp=8[,ep=,vocab_multiple=]")
+    parser.add_argument("--rollout", required=True, help="tp=8,dp=8[,pp=,ep=,vocab_multiple=]")
     parser.add_argument(
         "--disaggregated", action="store_true", help="rollout processes are not training processes"
     )
