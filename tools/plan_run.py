@@ -14,83 +14,49 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_rl.checkpoints.part_writer import HELD_SHARE
 from megatron_rl.config.cache import token_bytes
 from megatron_rl.config.checks import check
 from megatron_rl.config.layout_rules import replica_ranks
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.loss import Method
-from megatron_rl.planning.advice import problems
+from megatron_rl.planning.advice import no_cache, problems
 from megatron_rl.planning.at_start import plan
 from megatron_rl.planning.balance import idle_share
-from megatron_rl.planning.engine_memory import engine_weight_bytes, max_sequences
-from megatron_rl.planning.memory import StageMemory
-from megatron_rl.planning.phases import Room, demands
-from megatron_rl.planning.rollout_time import (
-    DecodeStep,
-    Rollout,
-    response_lengths,
-    rollout_time,
+from megatron_rl.planning.engine_memory import (
+    GIB,
+    EngineMemory,
+    engine_memory,
+    engine_weight_bytes,
+    max_sequences,
 )
-from megatron_rl.planning.sync_time import Links, least_seconds, simulated_seconds
-from megatron_rl.planning.training_shards import TrainingLayout
+from megatron_rl.planning.memory import StageMemory
+from megatron_rl.planning.phases import Room, overhead_gib
+from megatron_rl.planning.rollout_time import (
+    Engines,
+    least_decode_step,
+    one_step,
+    partial_step,
+    response_lengths,
+    step_beside_training,
+)
+from megatron_rl.planning.simulated_rollouts import Steady
+from megatron_rl.planning.sync_forecast import Ranks, SyncForecast, forecast
+from megatron_rl.planning.sync_time import Links
 from megatron_rl.policy.families import Architecture, read_architecture
 from megatron_rl.policy.work_model import WorkModel
-from megatron_rl.weight_sync.engine_tables import RolloutLayout
-from megatron_rl.weight_sync.plan import Machines, PlanSettings, make_plan
-from tools.plan_sync import PRESETS, positive, sides, whole
-
-SHARE_THAT_LIMITS = 0.15  # of a step, or of the engines' time
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """``nodes`` of ``gpus`` each; speeds in GB/s of one GPU, but ``storage_gb_s`` of all together;
-    ``tflops``: of one GPU."""
-
-    nodes: int
-    gpus: int
-    gpu_gib: float
-    host_gib: float | None
-    memory_gb_s: float
-    nvlink_gb_s: float
-    network_gb_s: float
-    storage_gb_s: float
-    tflops: float
-
-    @property
-    def size(self) -> int:
-        return self.nodes * self.gpus
-
-
-@dataclass(frozen=True)
-class Sync:
-    across_gb: float
-    node_ratio: float
-    peers: int
-    seconds: float
-    least: float
-
-
-@dataclass(frozen=True)
-class Page:
-    """What is known of a run before it. Seconds of one step, of one sync, of one checkpoint."""
-
-    stages: Sequence[StageMemory]
-    too_large: Sequence[str]
-    rollout: Rollout
-    train_seconds: float
-    train_idle: float
-    sync: Sync | None
-    checkpoint_seconds: float
+from megatron_rl.weight_sync.engine_tables import NotDeclaredError
+from tools.plan_sync import PRESETS, positive, whole
+from tools.run_page import Cluster, Page, is_beside_training, lines, update_parts
 
 
 def arguments() -> argparse.Namespace:
@@ -99,6 +65,7 @@ def arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--nodes", type=whole, required=True)
+    add("--server-nodes", type=whole, help="more nodes, for the servers of source=servers")
     add("--gpus-per-node", type=whole, default=8)
     add("--gpu-gib", type=positive, default=80.0, help="memory of a GPU (80)")
     add("--host-gib", type=positive, help="memory of a node; not checked without it")
@@ -115,7 +82,7 @@ def arguments() -> argparse.Namespace:
         "--storage-gb-s", type=positive, default=20.0, help="of the file system, all nodes together"
     )
     add("overrides", nargs="*", help="Hydra overrides of a run")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 def main() -> int:
@@ -131,10 +98,11 @@ def main() -> int:
         options.network_gb_s,
         options.storage_gb_s,
         options.tflops,
+        options.server_nodes or 0,
     )
     try:
         with tempfile.TemporaryDirectory() as folder:
-            config = configuration(options, Path(folder), cluster.size)
+            config = configuration(options, Path(folder), cluster)
             arch, _ = read_architecture(Path(config.model.path))
             lengths = expected_lengths(config, options.median, options.p99)
             page = planned(config, arch, cluster, lengths)
@@ -145,8 +113,9 @@ def main() -> int:
     return 1 if page.too_large else 0
 
 
-def configuration(options: argparse.Namespace, folder: Path, world_size: int) -> Config:
-    """Raises ConfigError for what a run would refuse."""
+def configuration(options: argparse.Namespace, folder: Path, cluster: Cluster) -> Config:
+    """Raises ConfigError for what a run would refuse, ValueError for servers without nodes, and for
+    nodes without servers."""
     overrides = list(options.overrides)
     if options.model is not None:
         if options.model not in PRESETS:
@@ -156,7 +125,19 @@ def configuration(options: argparse.Namespace, folder: Path, world_size: int) ->
     # Any set that exists: what is trained on does not change the page.
     data = ["data.train=reasoning_gym:any", "data.eval=reasoning_gym:any"]
     config = validate(Config, compose("config", [*overrides, *data]), "the configuration")
-    check(config, world_size)
+    check(config, cluster.size)
+    if config.source.is_servers and not cluster.server_nodes:
+        raise ValueError("source=servers: say on how many nodes with --server-nodes")
+    if cluster.server_nodes and not config.source.is_servers:
+        raise ValueError(
+            f"--server-nodes {cluster.server_nodes}: the engines are on the trainer's GPUs; leave"
+            " it out, or add source=servers"
+        )
+    if cluster.server_gpus % config.rollout.ranks:
+        raise ValueError(
+            f"--server-nodes {cluster.server_nodes}: {cluster.server_gpus} GPUs are no multiple of"
+            f" rollout.tensor x rollout.pipeline = {config.rollout.ranks}"
+        )
     return config
 
 
@@ -179,41 +160,65 @@ def planned(config: Config, arch: Architecture, cluster: Cluster, lengths: np.nd
     host = None if cluster.host_gib is None else cluster.host_gib / cluster.gpus
     room = Room("cuda", cluster.gpu_gib, host)
     stages = plan(config, cluster.size, room, fused=True)
-    train = train_seconds(config, arch, cluster, lengths)
+    too_large = problems(stages, config, room)
+    engine = engine_memory(arch, config.rollout, cluster.gpu_gib)
+    if config.source.is_servers and not engine.kv_cache:
+        too_large.append(no_cache(engine.weights, engine.sampler, config, room))
     data_ranks = cluster.size // replica_ranks(config.parallel)
     rows = config.batch.prompts_per_minibatch * config.batch.responses_per_prompt
-    return Page(
+    page = Page(
         stages=stages,
-        too_large=problems(stages, config, room),
-        rollout=rollout_of(config, arch, cluster, lengths, stages[0].kv_cache),
-        train_seconds=train,
+        server_gib=server_gib(engine) if config.source.is_servers else None,
+        too_large=too_large,
+        rollout=Steady(0.0, 0.0),
+        train_seconds=train_seconds(config, arch, cluster, lengths),
         train_idle=idle_share(rows, data_ranks) if data_ranks > 1 else 0.0,
         sync=sync_of(config, arch, cluster),
         checkpoint_seconds=checkpoint_seconds(config, stages, cluster),
+        checkpoint_waits=1 - HELD_SHARE if config.checkpoint.background else 1.0,
     )
+    engines = engines_of(config, arch, cluster, lengths, engine.kv_cache)
+    return replace(page, rollout=rollout_of(config, lengths, engines, page))
 
 
-def rollout_of(
+def server_gib(engine: EngineMemory) -> float:
+    """Of a GPU of a server: its engine and what comes beside it."""
+    held = engine.weights + engine.sampler + engine.kv_cache
+    return held / GIB + overhead_gib("generation", "cuda")
+
+
+def engines_of(
     config: Config, arch: Architecture, cluster: Cluster, lengths: np.ndarray, cache_bytes: int
-) -> Rollout:
+) -> Engines:
     """Ranks of a replica read their share of weights and cache at the same time, stages one after
     the other. As many sequences run as the cache holds of the mean length."""
     rollout = config.rollout
     of_token = token_bytes(rollout, arch)
-    step = DecodeStep(
+    step = least_decode_step(
         rollout.pipeline * engine_weight_bytes(arch, rollout),
         rollout.pipeline * of_token,
         cluster.memory_gb_s,
-    )
-    mean_tokens = rollout.max_prompt_tokens + float(lengths.mean())
-    fit = max(1, int(cache_bytes / (of_token * mean_tokens)))
-    return rollout_time(
-        lengths.tolist(),
-        cluster.size // rollout.ranks,
-        min(fit, max_sequences(rollout, cluster.gpu_gib)),
-        step,
         rollout.max_prompt_tokens,
     )
+    mean_tokens = rollout.max_prompt_tokens + float(lengths.mean())
+    slots = max(1, int(cache_bytes / (of_token * mean_tokens)))
+    slots = min(slots, max_sequences(rollout, cluster.gpu_gib))
+    gpus = cluster.size
+    if config.source.is_servers:
+        gpus = cluster.server_gpus
+        slots = min(slots, config.source.requests_per_server)
+    return Engines(gpus // rollout.ranks, slots, step)
+
+
+def rollout_of(config: Config, lengths: np.ndarray, engines: Engines, page: Page) -> Steady:
+    """By the schedule that the run takes."""
+    source = config.source
+    if is_beside_training(config):
+        update = sum(update_parts(page, config).values())
+        return step_beside_training(lengths, engines, source, update, page.sync_seconds)
+    if source.is_partial:
+        return partial_step(lengths, engines, source.partial)
+    return one_step(lengths, engines)
 
 
 def train_seconds(
@@ -237,35 +242,13 @@ def train_seconds(
     return passes * forward / (cluster.size * cluster.tflops * 1e12)
 
 
-def sync_of(config: Config, arch: Architecture, cluster: Cluster) -> Sync | None:
-    """Of the planned sync; None where the engine's layout has no declared table."""
-    rollout = config.rollout
+def sync_of(config: Config, arch: Architecture, cluster: Cluster) -> SyncForecast | str:
+    """Of the run's weight sync; why there is none where nothing declares what its engines want."""
+    ranks = Ranks(cluster.size, cluster.gpus, cluster.server_gpus)
     try:
-        engines = RolloutLayout.of(rollout, cluster.size // rollout.ranks)
-    except ValueError:
-        return None
-    layout = TrainingLayout(
-        config.parallel,
-        cluster.size,
-        config.model.make_vocab_divisible_by,
-        config.precision.params,
-    )
-    sources, targets = sides(arch, layout, engines)
-    settings = PlanSettings(
-        bucket_bytes=config.weight_sync.bucket_mib << 20,
-        rounds_in_flight=config.weight_sync.rounds_in_flight,
-        machines=Machines(cluster.gpus),
-        replicas=engines.replicas,
-    )
-    result = make_plan(sources, targets, settings)
-    links = Links(cluster.nvlink_gb_s, cluster.network_gb_s)
-    return Sync(
-        result.bytes_by_link["across_nodes"] / 1e9,
-        result.node_ratio,
-        int(result.flows.num_peers().max(initial=0)),
-        simulated_seconds(result, links),
-        least_seconds(result, links),
-    )
+        return forecast(config, arch, ranks, Links(cluster.nvlink_gb_s, cluster.network_gb_s))
+    except NotDeclaredError as error:
+        return str(error)
 
 
 def checkpoint_seconds(config: Config, stages: Sequence[StageMemory], cluster: Cluster) -> float:
@@ -273,75 +256,6 @@ def checkpoint_seconds(config: Config, stages: Sequence[StageMemory], cluster: C
     ranks = cluster.size // config.parallel.pipeline
     total = sum(stage.checkpoint_copy * ranks for stage in stages)
     return total / (cluster.storage_gb_s * 1e9)
-
-
-def lines(
-    page: Page, config: Config, arch: Architecture, cluster: Cluster, lengths: np.ndarray
-) -> Iterator[str]:
-    parallel, rollout = config.parallel, config.rollout
-    data_ranks = cluster.size // replica_ranks(parallel)
-    yield f"{cluster.size} GPUs: {cluster.nodes} x {cluster.gpus} of {cluster.gpu_gib:g} GiB"
-    yield (
-        f"policy    tensor {parallel.tensor} x context {parallel.context} x pipeline"
-        f" {parallel.pipeline} x data {data_ranks}, experts over {parallel.expert}"
-    )
-    yield (
-        f"engines   {cluster.size // rollout.ranks} of tensor {rollout.tensor} x pipeline"
-        f" {rollout.pipeline}"
-    )
-    yield from memory_lines(page, config, cluster)
-    yield (
-        f"rollout   {lengths.size} responses of {lengths.mean():.0f} tokens in the mean, longest"
-        f" {lengths.max()}: {page.rollout.seconds:.1f} s, engines idle {page.rollout.idle:.0%}"
-    )
-    yield f"training  {page.train_seconds:.1f} s, ranks idle {page.train_idle:.0%}"
-    if page.sync is None:
-        yield "sync      not planned for engines of several stages"
-    else:
-        sync = page.sync
-        yield (
-            f"sync      {sync.across_gb:.1f} GB across nodes ({sync.node_ratio:.2f} of the least),"
-            f" {sync.peers} peers of a rank at most: {sync.seconds:.2f} s (least {sync.least:.2f})"
-        )
-    largest = max(stage.checkpoint_copy for stage in page.stages)
-    every = config.checkpoint.every_steps
-    yield (
-        f"checkpoint {largest / 1e9:.2f} GB a rank, {page.checkpoint_seconds:.1f} s, every"
-        f" {every} steps"
-    )
-    yield from limits(page, config)
-
-
-def memory_lines(page: Page, config: Config, cluster: Cluster) -> Iterator[str]:
-    host = None if cluster.host_gib is None else cluster.host_gib / cluster.gpus
-    for demand in demands(page.stages, config, Room("cuda", cluster.gpu_gib, host)):
-        has = "not checked" if demand.has_gib is None else f"of {demand.has_gib:g}"
-        yield f"memory    {demand.phase}: {demand.need_gib:.1f} GiB {has}"
-    for message in page.too_large:
-        yield f"DOES NOT FIT: {message}"
-
-
-def limits(page: Page, config: Config) -> Iterator[str]:
-    """What takes more than ``SHARE_THAT_LIMITS``, the largest first."""
-    sync = page.sync.seconds if page.sync is not None else 0.0
-    every = config.checkpoint.every_steps
-    blocking = 0.0
-    if every and not config.checkpoint.background:
-        blocking = page.checkpoint_seconds / every
-    training = page.train_seconds / (1 - page.train_idle)
-    parts = {
-        "engines that wait for the longest response": page.rollout.seconds * page.rollout.idle,
-        "generation": page.rollout.seconds * (1 - page.rollout.idle),
-        "training": page.train_seconds,
-        "ranks that wait for the one with the most work": training - page.train_seconds,
-        "weight sync": sync,
-        "checkpoints that the run waits for": blocking,
-    }
-    total = sum(parts.values())
-    yield f"step      {total:.1f} s at the least; of it"
-    for name, seconds in sorted(parts.items(), key=lambda item: -item[1]):
-        mark = "  <- limits" if seconds >= SHARE_THAT_LIMITS * total else ""
-        yield f"  {seconds / total:5.1%}  {name}{mark}"
 
 
 if __name__ == "__main__":

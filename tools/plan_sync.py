@@ -20,7 +20,6 @@ import argparse
 import json
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,21 +27,11 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from megatron_rl.errors import concerning
+from megatron_rl.planning.sync_forecast import rollout_side, training_side, whole_tensors
 from megatron_rl.planning.sync_time import Links, least_seconds, simulated_seconds
-from megatron_rl.planning.training_shards import (
-    Place,
-    TrainingLayout,
-    parse_rollout,
-    parse_training,
-    place_of,
-    training_shards,
-)
+from megatron_rl.planning.training_shards import TrainingLayout, parse_rollout, parse_training
 from megatron_rl.policy.families import FAMILIES, Architecture, architecture_from
-from megatron_rl.types import Shard
-from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.plan import Machines, PlanSettings, make_plan
-from megatron_rl.weight_sync.roles import Side
-from megatron_rl.weight_sync.shards import ShardGroup
 
 # What is in the config.json of these models, as far as sizes go.
 PRESETS = {
@@ -149,38 +138,6 @@ def even_out(arch: Architecture, layout: TrainingLayout) -> TrainingLayout:
     return replace(layout, parallel=parallel.model_copy(update=changes))
 
 
-def whole_tensors(sources: Side) -> list[ShardGroup]:
-    """Every tensor, whole: what each process receives in a gather and broadcast."""
-    shard_of: dict[str, Shard] = {}
-    for groups in sources.values():
-        for group in groups:
-            for name in group.names:
-                shard_of.setdefault(name, group.shard)
-    names: dict[tuple[tuple[int, ...], str], list[str]] = defaultdict(list)
-    for name, shard in shard_of.items():
-        names[shard.full, shard.dtype].append(name)
-    return [
-        ShardGroup(tuple(same), (), Shard("", full, (0,) * len(full), full, 0, (), dtype=dtype))
-        for (full, dtype), same in names.items()
-    ]
-
-
-def sides(arch: Architecture, train: TrainingLayout, rollout: RolloutLayout) -> tuple[Side, Side]:
-    """What every rank has, and what it wants; ranks of one role share their shards."""
-    held: dict[Place, list[ShardGroup]] = {}
-    sources = {}
-    for rank in range(train.world_size):
-        place = place_of(train, rank)
-        if place not in held:
-            held[place] = training_shards(arch, train, rank)
-        sources[rank] = held[place]
-    shape = ModelShape.of(arch)
-    ranks = rollout.ranks
-    size = max(rollout.tp, rollout.ep)
-    wanted = [rollout_shards(shape, rollout, rank) for rank in ranks[:size]]
-    return sources, {rank: wanted[i % size] for i, rank in enumerate(ranks)}
-
-
 def report(arguments: argparse.Namespace) -> dict[str, float]:
     """All figures of one plan and of the gather and broadcast it replaces."""
     arch = architecture(arguments.model)
@@ -194,7 +151,8 @@ def report(arguments: argparse.Namespace) -> dict[str, float]:
             " equal or add --disaggregated"
         )
     began = time.perf_counter()
-    sources, targets = sides(arch, train, rollout)
+    sources = training_side(arch, train)
+    targets = rollout_side(arch, rollout, train.dtype)
     settings = PlanSettings(
         bucket_bytes=arguments.bucket_mib << 20,
         rounds_in_flight=arguments.rounds_in_flight,
@@ -285,7 +243,7 @@ def options() -> argparse.ArgumentParser:
         required=True,
         help="tp=8,pp=4,dp=2[,cp=,ep=,etp=,vpp=,first_layers=,last_layers=,vocab_multiple=]",
     )
-    parser.add_argument("--rollout", required=True, help="tp=8,dp=8[,ep=,vocab_multiple=]")
+    parser.add_argument("--rollout", required=True, help="tp=8,dp=8[,pp=,ep=,vocab_multiple=]")
     parser.add_argument(
         "--disaggregated", action="store_true", help="rollout processes are not training processes"
     )

@@ -27,6 +27,9 @@ from megatron_rl.checkpoints.receipt import Receipt, Stored, receipt_path, to_js
 
 # Large enough for a disk; a power of 2, in which torch takes page-locked memory.
 BLOCK_BYTES = 2**25
+# Of a save that is not waited for: this part of a rank's share at a time, the rest when some is
+# written.
+HELD_SHARE = 0.85
 NICENESS = 10  # of the threads; higher yields more, up to 19
 _ALIGNMENT = 16
 _BUFFER_BYTES = 1 << 20

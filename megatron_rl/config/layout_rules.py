@@ -6,7 +6,6 @@ and vLLM check most of this again, one rule at a time, after processes and group
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from megatron_rl.config.model_config import ModelSizes
@@ -70,9 +69,25 @@ def model_problems(sizes: ModelSizes, parallel: ParallelConfig) -> Iterator[str]
 
 
 def longest_engine_stage(num_layers: int, pipeline: int) -> int:
-    """Layers of it. vLLM gives what is left of an even share to some of the stages, one layer
-    each."""
-    return math.ceil(num_layers / pipeline)
+    """Layers of it."""
+    return max(map(len, engine_stages(num_layers, pipeline)))
+
+
+def engine_stages(num_layers: int, pipeline: int) -> list[range]:
+    """Numbers of the layers of each pipeline stage of an engine.
+
+    vLLM gives what is left of an even share to the stages before the last one, one layer each, from
+    behind (``get_pp_indices`` in vllm/distributed/utils.py). Example: 10 layers on 4 stages are 2,
+    3, 3 and 2.
+    """
+    each, more = divmod(num_layers, pipeline)
+    stages = []
+    first = 0
+    for stage in range(pipeline):
+        count = each + (pipeline - 1 - more <= stage < pipeline - 1)
+        stages.append(range(first, first + count))
+        first += count
+    return stages
 
 
 def rollout_problems(sizes: ModelSizes, rollout: RolloutConfig) -> Iterator[str]:

@@ -44,19 +44,21 @@ def problems(stages: Sequence[StageMemory], config: Config, room: Room) -> list[
     """One message for each phase that does not fit: how much, of what most, which key to change."""
     messages = []
     if stages[0].kv_cache == 0 and not config.source.is_servers:
-        messages.append(_no_cache(stages[0], config, room))
+        stage = stages[0]
+        messages.append(no_cache(stage.engine_weights, stage.engine_sampler, config, room))
     for demand in demands(stages, config, room):
         if demand.has_gib is not None and demand.need_gib > demand.has_gib:
             messages.append(_does_not_fit(demand, config))
     return messages
 
 
-def _no_cache(stage: StageMemory, config: Config, room: Room) -> str:
+def no_cache(weights: int, sampler: int, config: Config, room: Room) -> str:
+    """Of an engine whose bytes of weights and sampler leave no room for a cache."""
     rollout = config.rollout
     return (
         f"rollout.gpu_memory_utilization = {rollout.gpu_memory_utilization}: of"
         f" {room.device_gib:.1f} GiB it leaves nothing for keys and values beside"
-        f" {stage.engine_weights / GIB:.1f} GiB of weights and {stage.engine_sampler / GIB:.1f} GiB"
+        f" {weights / GIB:.1f} GiB of weights and {sampler / GIB:.1f} GiB"
         f" of the sampler; raise it, or rollout.tensor (now {rollout.tensor}), or"
         f" {_fewer_sequences(config)}"
     )

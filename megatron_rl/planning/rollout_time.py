@@ -1,41 +1,65 @@
-"""How long the engines of a step generate, and how long they wait for the longest answer."""
+"""How long engines generate and wait: the scheduler of a run at simulated engines."""
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_rl.config.schema import PartialConfig, SourceConfig
+from megatron_rl.planning.simulated_fleet import DecodeStep, Fleet
+from megatron_rl.planning.simulated_rollouts import (
+    Driver,
+    Mark,
+    PartialDriver,
+    Steady,
+    beside_training,
+)
+from megatron_rl.scheduling.batches import Rules
+from megatron_rl.scheduling.partial import PartialRules
+from megatron_rl.scheduling.scheduler import Scheduler
+from megatron_rl.scheduling.work import Request
+
 _P99 = 2.3263478740408408  # standard deviations above the median of a normal distribution
+_STEPS = 3  # of which the mean is taken where steps differ
 
 
 @dataclass(frozen=True)
-class DecodeStep:
-    """Least seconds of one decoding step of a rank, from the bytes that it reads.
+class Engines:
+    """``number`` of them, each runs at most ``slots`` sequences at once."""
 
-    ``weight_bytes`` once a step, ``token_bytes`` for every token that a running sequence has so
-    far; ``memory_gb_s``: of the device. Kernels reach less than this speed.
-    """
+    number: int
+    slots: int
+    step: DecodeStep
 
-    weight_bytes: float
-    token_bytes: float
-    memory_gb_s: float
-
-    def seconds(self, context_tokens: float) -> float:
-        """``context_tokens``: of all running sequences together."""
-        return (self.weight_bytes + self.token_bytes * context_tokens) / (self.memory_gb_s * 1e9)
+    @property
+    def fleet(self) -> Fleet:
+        return Fleet(self.number, self.step)
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """``seconds``: until the last response of the last engine. ``idle``: share of the engines'
-    time in which they have nothing left to do."""
+class Lengths:
+    """Implements ``simulated_rollouts.Content``: every step has the same ``[prompts, responses]``
+    tokens, and all of them are wanted."""
 
-    seconds: float
-    idle: float
+    tokens: np.ndarray
+
+    def length(self, request: Request) -> int:
+        return int(self.tokens[request.group % len(self.tokens), request.response])
+
+    def wants(self, group: int) -> bool:
+        return True
+
+
+def least_decode_step(
+    weight_bytes: float, token_bytes: float, memory_gb_s: float, prompt_tokens: int
+) -> DecodeStep:
+    """From the bytes that an engine reads: ``weight_bytes`` once a step, ``token_bytes`` for every
+    token that a running sequence has so far; ``memory_gb_s``: of the device. Kernels reach less
+    than this speed."""
+    rate = memory_gb_s * 1e9
+    return DecodeStep(weight_bytes / rate, 0.0, token_bytes / rate, prompt_tokens)
 
 
 def response_lengths(count: int, median: float, p99: float, limit: int) -> np.ndarray:
@@ -45,52 +69,35 @@ def response_lengths(count: int, median: float, p99: float, limit: int) -> np.nd
     return np.clip(np.ceil(draws), 1, limit).astype(np.int64)
 
 
-def rollout_time(
-    groups: Sequence[Sequence[int]], num_engines: int, slots: int, step: DecodeStep, prompt: int
-) -> Rollout:
-    """Prompts are dealt out in equal runs, as the trainer does; no engine helps another.
-
-    Args:
-        groups: lengths of the responses to each prompt.
-        slots: sequences that an engine runs at once.
-        prompt: tokens of a prompt.
-    """
-    shares = np.array_split(np.arange(len(groups)), num_engines)
-    busy = []
-    for share in shares:
-        lengths: list[int] = []
-        for group in share:
-            lengths += groups[group]
-        busy.append(engine_seconds(lengths, slots, step, prompt))
-    longest = max(busy)
-    if longest == 0:
-        return Rollout(longest, idle=0.0)
-    return Rollout(longest, idle=1 - sum(busy) / (num_engines * longest))
+def one_step(tokens: np.ndarray, engines: Engines) -> Steady:
+    """Of a step that begins with idle engines, until its last response: from one queue, response by
+    response."""
+    fleet = engines.fleet
+    begin = Mark.of(fleet)
+    scheduler = Scheduler(Rules(*tokens.shape))
+    Driver(fleet, scheduler, Lengths(tokens), engines.slots).take()
+    return begin.until_now(fleet, 1)
 
 
-def engine_seconds(lengths: Sequence[int], slots: int, step: DecodeStep, prompt: int) -> float:
-    """Of one engine that starts its sequences in order, a new one as soon as another ends.
+def partial_step(tokens: np.ndarray, engines: Engines, partial: PartialConfig) -> Steady:
+    """Of a step whose other responses go on in the next one."""
+    assert partial.groups_in_flight is not None
+    rules = PartialRules(*tokens.shape, partial.groups_in_flight, partial.max_age)
+    fleet = engines.fleet
+    driver = PartialDriver(fleet, rules, Lengths(tokens), engines.slots)
+    for _ in range(2 + partial.max_age):
+        driver.step()
+    begin = Mark.of(fleet)
+    for _ in range(_STEPS):
+        driver.step()
+    return begin.until_now(fleet, _STEPS)
 
-    Decoding steps are taken together from one end to the next: with ``n`` sequences of ``c`` tokens
-    in all, ``k`` steps read the weights ``k`` times and ``k c + n k (k - 1) / 2`` tokens.
-    """
-    waiting = list(reversed(lengths))  # the next one is the last, which ``pop`` takes
-    running: list[tuple[int, int]] = []  # the step at which a sequence ends, its length
-    now = 0
-    context = 0.0
-    seconds = 0.0
-    token_seconds = step.seconds(1.0) - step.seconds(0.0)
-    while waiting or running:
-        while waiting and len(running) < slots:
-            length = waiting.pop()
-            heapq.heappush(running, (now + length, length))
-            context += prompt
-        # Until the next one ends: ``n`` sequences run all the while.
-        steps = running[0][0] - now
-        tokens = steps * context + len(running) * steps * (steps - 1) / 2
-        seconds += steps * step.seconds(0.0) + tokens * token_seconds
-        context += len(running) * steps
-        now += steps
-        while running and running[0][0] == now:
-            context -= prompt + heapq.heappop(running)[1]
-    return seconds
+
+def step_beside_training(
+    tokens: np.ndarray, engines: Engines, source: SourceConfig, update_s: float, sync_s: float
+) -> Steady:
+    """Of a step of a run whose engines sample while it trains for ``update_s``, and get new weights
+    in ``sync_s``: ``seconds`` of all of it together."""
+    rules = Rules(*tokens.shape, staleness=source.staleness, lockstep=source.schedule == "lockstep")
+    driver = Driver(engines.fleet, Scheduler(rules), Lengths(tokens), engines.slots)
+    return beside_training(driver, update_s, sync_s, _STEPS, first_steps=2 + source.staleness)

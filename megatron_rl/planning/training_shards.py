@@ -36,7 +36,7 @@ SHORT_NAMES = {
     "last_layers": "last_stage_layers",
     "vocab_multiple": "vocab_multiple",
 }
-ROLLOUT_SIZES = ("tp", "dp", "ep", "vocab_multiple")
+ROLLOUT_SIZES = ("tp", "pp", "dp", "ep", "vocab_multiple")
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from torch import Tensor
 from megatron_rl.checkpoints import directory, facts, safe_load
 from megatron_rl.checkpoints.part_writer import (
     BLOCK_BYTES,
+    HELD_SHARE,
     Memory,
     PartWriter,
     Settings,
@@ -58,8 +59,6 @@ LAYOUT = ("tensor", "pipeline", "context", "data", "expert", "expert_tensor")
 WRITER_THREADS = {"cuda": 4, "cpu": 1}
 # Blocks of host memory of a save that is waited for: one is filled while others are written.
 WAITING_BLOCKS = 2
-# Of a save that is not: this part of a rank's share at a time, the rest when some is written.
-HELD_SHARE = 0.85
 _COMPARED = 2**20  # elements at a time: what a core's cache keeps
 
 

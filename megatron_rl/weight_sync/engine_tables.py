@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
 
+from megatron_rl.config.layout_rules import engine_stages
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.policy.families.base import Architecture
 from megatron_rl.types import Shard
@@ -25,6 +26,10 @@ EXPERT_NAMES = {
     "mixtral": ("w1", "w3", "w2"),
 }
 EXPERT_BLOCK = {"qwen": "mlp", "mixtral": "block_sparse_moe"}
+
+
+class NotDeclaredError(ValueError):
+    """The tables do not describe this model."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +59,10 @@ class ModelShape:
 
     @staticmethod
     def of(arch: Architecture, dtype: str = "bfloat16") -> ModelShape:
-        """The sizes of an architecture. Raises ValueError for a family that the tables do not
-        describe."""
+        """The sizes of an architecture. Raises NotDeclaredError for a family that the tables do
+        not describe."""
         if arch.family not in FAMILIES:
-            raise ValueError(
+            raise NotDeclaredError(
                 f"the model family {arch.family!r} has no declared layout; known:"
                 f" {', '.join(FAMILIES)}"
             )
@@ -86,9 +91,9 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class RolloutLayout:
-    """vLLM's parallel sizes: ``dp`` replicas of ``tp`` neighboring ranks. ``ep`` = 1 cuts every
-    expert over tp; else whole experts are dealt out over groups of ``ep`` neighboring ranks (a
-    multiple of tp).
+    """vLLM's parallel sizes: ``dp`` replicas of ``pp`` stages of ``tp`` neighboring ranks. ``ep`` =
+    1 cuts every expert over tp; else whole experts are dealt out over groups of ``ep`` neighboring
+    ranks (a multiple of tp; with stages tp itself).
 
     Example: ``RolloutLayout(tp=2, dp=4, first_rank=8)`` are the ranks 8-15 of a disaggregated run.
     """
@@ -96,25 +101,23 @@ class RolloutLayout:
     tp: int = 1
     dp: int = 1
     ep: int = 1
+    pp: int = 1
     first_rank: int = 0
     vocab_multiple: int = 64
 
     @staticmethod
     def of(rollout: RolloutConfig, num_replicas: int) -> RolloutLayout:
-        """Raises ValueError where the engine has pipeline stages: they are in no table."""
-        if rollout.pipeline > 1:
-            raise ValueError(f"rollout.pipeline = {rollout.pipeline} is in no declared table")
         ep = rollout.tensor if rollout.expert_parallel else 1
-        return RolloutLayout(rollout.tensor, num_replicas, ep)
+        return RolloutLayout(rollout.tensor, num_replicas, ep, rollout.pipeline)
 
     @property
     def ranks(self) -> range:
-        return range(self.first_rank, self.first_rank + self.tp * self.dp)
+        return range(self.first_rank, self.first_rank + self.tp * self.pp * self.dp)
 
     @property
     def replicas(self) -> list[range]:
         """The groups of ranks that hold one whole model between them."""
-        size = max(self.tp, self.ep)
+        size = max(self.tp * self.pp, self.ep)
         return [self.ranks[i : i + size] for i in range(0, len(self.ranks), size)]
 
 
@@ -194,18 +197,29 @@ def rollout_shards(model: ModelShape, layout: RolloutLayout, rank: int) -> list[
     part, hidden). Padding rows of the vocabulary receive nothing.
     Raises ValueError when a size does not divide.
     """
+    if layout.pp > 1 and layout.ep not in (1, layout.tp):
+        raise ValueError(
+            f"rollout layout: ep={layout.ep} must be 1 or tp={layout.tp} where there are"
+            f" pp={layout.pp} stages"
+        )
+    if layout.pp > model.layers:
+        raise ValueError(
+            f"rollout layout: pp={layout.pp} stages for {model.layers} layers; choose at most that"
+        )
     if layout.ep > 1 and (layout.ep % layout.tp or layout.tp * layout.dp % layout.ep):
         raise ValueError(
             f"rollout layout: ep={layout.ep} must be a multiple of tp={layout.tp} and divide"
             f" tp*dp={layout.tp * layout.dp}"
         )
     worker = _Worker(model, layout, rank - layout.first_rank)
-    worker.vocabulary("model.embed_tokens.weight")
-    if not model.tied:
-        worker.vocabulary("lm_head.weight")
-    worker.same_name("model.norm", (model.hidden,))
+    if worker.has_embedding:
+        worker.vocabulary("model.embed_tokens.weight")
+    if worker.has_head:
+        if not model.tied:
+            worker.vocabulary("lm_head.weight")
+        worker.same_name("model.norm", (model.hidden,))
     for sparse in (False, True):
-        worker.layers([layer for layer in range(model.layers) if model.sparse(layer) == sparse])
+        worker.layers([layer for layer in worker.stage if model.sparse(layer) == sparse])
         worker.attention()
         if sparse:
             worker.experts()
@@ -222,6 +236,12 @@ class _Worker:
         self.layout = layout
         self.local_rank = local_rank
         self.tp_rank = local_rank % layout.tp
+        number = local_rank // layout.tp % layout.pp
+        self.stage = engine_stages(model.layers, layout.pp)[number]
+        # In vLLM every stage of a model with experts has the embedding, the last norm and the head.
+        is_last = number == layout.pp - 1
+        self.has_head = is_last or model.experts > 0
+        self.has_embedding = number == 0 or model.experts > 0 or (is_last and model.tied)
         self.table = ShardTable(model.dtype)
 
     def layers(self, numbers: Sequence[int]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import numpy as np
 import pytest
 
 from tests.unit.planning_of_7b import PARAMETERS, QWEN2_5_7B, config
+from tests.unit.qwen2_5_vl import write_config
 from tools import plan_run
 
 SEVEN = ["--model", "qwen2.5-7b", "experiment=qwen2_5_7b_8gpu"]
@@ -64,9 +66,148 @@ def test_an_update_that_sees_each_response_twice_takes_twice_as_long() -> None:
     assert old == pytest.approx(5 / 4 * grpo)
 
 
+ROOMY = ["--nodes", "1", "--gpu-gib", "640"]
+WEIGHTS_GB = 2 * PARAMETERS / 1e9  # in bfloat16
+
+
+def sync_seconds(line: str) -> float:
+    """The least ones."""
+    return float(line.rpartition("(least ")[2].rstrip(")\n"))
+
+
+@pytest.mark.parametrize(
+    ("words", "way", "gb_into_a_rank"),
+    [
+        # Rank 2 has the third quarter of each matrix, and its engine wants the first two.
+        (["precision=fp32", "rollout.dtype=float32"], "reshard", 2 * WEIGHTS_GB / 2),
+        (["precision=fp32", "weight_sync.method=reshard"], "reshard", WEIGHTS_GB / 2),
+        # A gather brings the three quarters that a rank has not, in the policy's own format.
+        (["precision=fp32"], "gather", 2 * WEIGHTS_GB * 3 / 4),
+        (["rollout=vllm_fp8", "rollout.tensor=2"], "gather", WEIGHTS_GB * 3 / 4),
+        (["weight_sync.method=gather"], "gather", WEIGHTS_GB * 3 / 4),
+    ],
+)
+def test_the_sync_is_the_one_that_the_run_takes(
+    capsys, monkeypatch, words, way, gb_into_a_rank
+) -> None:
+    """At 1 GB/s within the node, so that the least seconds are the GB into the busiest rank."""
+    status, found, error = page(capsys, monkeypatch, *ROOMY, "--nvlink-gb-s", "1", *SEVEN, *words)
+    assert status == 0, error
+    assert found["sync"].startswith(f"{way}: 0.0 GB across nodes")
+    assert sync_seconds(found["sync"]) == pytest.approx(gb_into_a_rank, rel=0.05)
+
+
+def test_the_sync_of_engines_of_several_stages(capsys, monkeypatch) -> None:
+    """Half of the layers and one end of the model each."""
+    words = ("rollout.tensor=1", "rollout.pipeline=2", "weight_sync.logprob_check_every=0")
+    status, found, error = page(capsys, monkeypatch, *ROOMY, "--nvlink-gb-s", "1", *SEVEN, *words)
+    assert status == 0, error
+    assert found["engines"] == "4 of tensor 1 x pipeline 2\n"
+    # Of each of the 14 layers a rank has a quarter, and so of one end.
+    assert sync_seconds(found["sync"]) == pytest.approx(WEIGHTS_GB / 2 * 3 / 4, rel=0.05)
+
+
+def test_a_family_without_a_table_is_said(capsys, monkeypatch, tmp_path) -> None:
+    model = write_config(tmp_path / "model", "7B")
+    words = ["--nodes", "1", "experiment=qwen2_5_vl_7b_8gpu", f"model.path={model}"]
+    _, found, error = page(capsys, monkeypatch, *words)
+    assert "family 'qwen2_5_vl' has no declared layout" in found["sync"], error
+    _, found, _ = page(capsys, monkeypatch, *words, "weight_sync.method=gather")
+    assert found["sync"].startswith("gather: 0.0 GB across nodes")
+
+
+SERVERS = ["source=servers", "--server-nodes", "2"]
+OLD_TOKENS = ["method.mismatch.kind=tis", "method.mismatch.cap=2.0"]
+
+
+def parts(found: dict[str, str]) -> dict[str, float]:
+    """Shares of a step by name, and under "step" its seconds."""
+    shares = {"step": float(found["step"].split()[0])}
+    for line in found[""].splitlines():
+        share, _, name = line.partition("%")
+        shares[name.removesuffix("  <- limits").strip()] = float(share) / 100
+    return shares
+
+
+def test_servers_are_on_nodes_of_their_own(capsys, monkeypatch) -> None:
+    status, found, error = page(capsys, monkeypatch, "--nodes", "1", *SERVERS, *SEVEN)
+    assert status == 0, error
+    assert found["servers"] == "16 GPUs more: 2 x 8 of 80 GiB\n"
+    assert found["engines"] == "8 of tensor 2 x pipeline 1\n"
+    # Weights enter each of the two nodes once.
+    assert found["sync"].startswith(f"servers: {2 * WEIGHTS_GB:.1f} GB across nodes (1.00 of the l")
+    servers = found["memory"].splitlines()[-1]
+    # 60 % of the GPU is the engine's, and 5 GiB are counted beside it.
+    assert servers == "servers: 53.0 GiB of 80"
+
+
+def test_a_server_without_room_for_a_cache_does_not_fit(capsys, monkeypatch) -> None:
+    small = "rollout.gpu_memory_utilization=0.05"
+    status, found, _ = page(capsys, monkeypatch, "--nodes", "1", *SERVERS, *SEVEN, small)
+    assert status == 1 and "rollout.gpu_memory_utilization = 0.05" in found["DOES"]
+
+
+def test_servers_sample_while_the_policy_trains(capsys, monkeypatch) -> None:
+    def step(*words: str) -> tuple[dict[str, float], str]:
+        words = ("--nodes", "1", *SERVERS, *words, *SEVEN)
+        status, found, error = page(capsys, monkeypatch, *words)
+        assert status == 0, error
+        return parts(found), found["rollout"]
+
+    in_turns, _ = step()
+    assert "generation" in in_turns
+    behind, words = step("source.staleness=1", *OLD_TOKENS)
+    assert "while the policy trains, lockstep, staleness 1" in words
+    # Training takes longer than sampling here, so that only it and the sync are left of the step.
+    assert behind["a policy that waits for responses"] == 0
+    assert behind["step"] == pytest.approx(
+        in_turns["step"] * (in_turns["training"] + in_turns["weight sync"]), rel=0.02
+    )
+    # The policy keeps one older version: a second step behind does not help.
+    tail = ("--median", "300", "--p99", "3000", "--tflops", "5000", *OLD_TOKENS)
+    assert step("source.staleness=2", *tail)[0] == step("source.staleness=1", *tail)[0]
+
+
+def test_responses_that_go_on_in_the_next_step_leave_less_idle(capsys, monkeypatch) -> None:
+    def rollout(*words: str) -> str:
+        tail = ("--nodes", "1", "--median", "100", "--p99", "3000")
+        return page(capsys, monkeypatch, *tail, *words, *SEVEN)[1]["rollout"]
+
+    partial = rollout("source.partial.groups_in_flight=192", *OLD_TOKENS)
+    seconds = r"longest 3072: ([0-9.]+) s"
+    assert "others go on in the next step" in partial
+    found, plain = re.search(seconds, partial), re.search(seconds, rollout())
+    assert found and plain and float(found[1]) < 0.9 * float(plain[1])
+
+
+def test_engines_share_the_responses_of_a_prompt(capsys, monkeypatch) -> None:
+    """48 responses on four engines of four slots: three turns each. In fixed shares of the six
+    prompts two engines would have four turns and two have two."""
+    batch = ("batch.prompts_per_step=6", "batch.prompts_per_minibatch=6", "rollout.max_num_seqs=4")
+    equal = ("--median", "1000", "--p99", "1000")
+    _, found, _ = page(capsys, monkeypatch, "--nodes", "1", *equal, *SEVEN, *batch)
+    assert found["rollout"].endswith("engines idle 0%\n")
+
+
+@pytest.mark.parametrize(("background", "waits"), [("true", 0.15), ("false", 1.0)])
+def test_what_a_run_waits_for_of_a_checkpoint(capsys, monkeypatch, background, waits) -> None:
+    """A share of it is held in memory, and the run waits for the rest. Every 20 steps."""
+    slow = ("--storage-gb-s", "0.1", f"checkpoint.background={background}")
+    _, found, _ = page(capsys, monkeypatch, "--nodes", "1", *slow, *SEVEN)
+    shares = parts(found)
+    seconds = shares["checkpoints that the run waits for"] * shares["step"]
+    assert seconds == pytest.approx(waits * 14 * PARAMETERS / 1e8 / 20, rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (["source=servers", *SEVEN], "source=servers: say on how many nodes with --server-nodes"),
+        (["--server-nodes", "1", *SEVEN], "the engines are on the trainer's GPUs"),
+        (
+            [*SERVERS, *SEVEN, "rollout.pipeline=7", "weight_sync.logprob_check_every=0"],
+            "16 GPUs are no multiple of rollout.tensor x rollout.pipeline = 14",
+        ),
         (["--model", "9b", "experiment=qwen2_5_7b_8gpu"], "--model 9b: give one of 7b"),
         ([*SEVEN, "parallel.tensor=3"], "parallel.tensor = 3"),
         ([*SEVEN, "--median", "10", "--p99", "5"], "--median 10 --p99 5: give 0 < median <= p99"),

@@ -25,13 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from machine import Watch, description
 
+from megatron_rl.planning.sync_forecast import rollout_side, training_side
 from megatron_rl.planning.training_shards import parse_rollout, parse_training
 from megatron_rl.runtime.plain_data import decoded, encoded
 from megatron_rl.weight_sync.exchange import Described, Names
 from megatron_rl.weight_sync.plan import Machines, PlanSettings, make_plan
 from megatron_rl.weight_sync.program import Program, compile_program
 from megatron_rl.weight_sync.roles import Side
-from tools.plan_sync import architecture, even_out, sides
+from tools.plan_sync import architecture, even_out
 
 Value = TypeVar("Value")
 MIB = 2**20
@@ -56,7 +57,8 @@ def shards_of_all(arguments: argparse.Namespace) -> tuple[Side, Side, list[range
     rollout = parse_rollout("--rollout", arguments.rollout)
     if arguments.disaggregated:
         rollout = replace(rollout, first_rank=train.world_size)
-    return (*sides(arch, train, rollout), rollout.replicas)
+    sources = training_side(arch, train)
+    return sources, rollout_side(arch, rollout, train.dtype), rollout.replicas
 
 
 def told(sources: Side, targets: Side) -> dict[str, int]:

@@ -1,9 +1,7 @@
-"""Replicas of a rollout engine as a formula: for ``rollout_schedule.py``.
+"""Replicas of a rollout engine as a formula, for planners and benchmarks.
 
-A decode step of a replica takes ``STEP_S``, ``SEQUENCE_S`` for each sequence and ``CONTEXT_S`` for
-each token in the cache: about a 7B model in bfloat16 on one GPU of the H100 class. Prompts cost
-nothing; a response that goes on has its tokens computed again, ``RESUMED_S`` each. Between two
-events a replica's sequences stay the same, so n steps take the sum of an arithmetic series.
+Between two events a replica's sequences stay the same, so n decoding steps take the sum of an
+arithmetic series.
 """
 
 from __future__ import annotations
@@ -14,17 +12,29 @@ from dataclasses import dataclass, field
 
 from megatron_rl.scheduling.work import Request
 
-STEP_S = 7e-3
-SEQUENCE_S = 2e-5
-CONTEXT_S = 17e-9
-RESUMED_S = 1 / 20_000
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """Seconds of a decoding step of a replica: ``step_s``, ``sequence_s`` for each sequence and
+    ``token_s`` for each token in the cache. ``prompt_tokens``: of every sequence, there from its
+    start; ``resumed_s``: for each token that a response has when it goes on, computed again.
+
+    Example: ``DecodeStep(step_s=7e-3, sequence_s=2e-5, token_s=17e-9)``.
+    """
+
+    step_s: float
+    sequence_s: float = 0.0
+    token_s: float = 0.0
+    prompt_tokens: int = 0
+    resumed_s: float = 0.0
 
 
 @dataclass
 class Replica:
-    """``steps``: made so far; a request that was begun at step a with n tokens ends at step a +
-    n."""
+    """``steps``: made so far; a request that was begun at step a with n tokens to come ends at step
+    a + n."""
 
+    step: DecodeStep
     now_s: float = 0.0
     busy_s: float = 0.0  # with at least one sequence
     steps: float = 0.0
@@ -32,18 +42,21 @@ class Replica:
     context: float = 0.0  # tokens in the cache
     ends: dict[Request, float] = field(default_factory=dict)  # step at which a response ends
     begins: dict[Request, float] = field(default_factory=dict)
+    held: dict[Request, int] = field(default_factory=dict)  # tokens in the cache at that step
 
     def seconds(self, steps: float) -> float:
         """Of so many further steps."""
         num = len(self.ends)
-        of_steps = steps * (STEP_S + SEQUENCE_S * num)
-        return of_steps + CONTEXT_S * (steps * self.context + num * steps * steps / 2)
+        of_steps = steps * (self.step.step_s + self.step.sequence_s * num)
+        # The first step reads ``context`` tokens, each further one ``num`` more.
+        return of_steps + self.step.token_s * steps * (self.context + num * (steps - 1) / 2)
 
     def steps_in(self, seconds: float) -> float:
         """The inverse of ``seconds``."""
         num = len(self.ends)
-        linear = STEP_S + SEQUENCE_S * num + CONTEXT_S * self.context
-        square = CONTEXT_S * num / 2
+        linear = self.step.step_s + self.step.sequence_s * num
+        linear += self.step.token_s * (self.context - num / 2)
+        square = self.step.token_s * num / 2
         root = math.sqrt(linear * linear + 4 * square * seconds)
         return 2 * seconds / (linear + root)
 
@@ -61,16 +74,15 @@ class Replica:
         self.tokens += steps * len(self.ends)
         self.context += steps * len(self.ends)
 
-    def begin(self, request: Request, num_tokens: int) -> None:
+    def begin(self, request: Request, num_tokens: int, num_there: int = 0) -> None:
+        """``num_tokens``: to come; ``num_there``: sampled before, in an earlier step of the run."""
+        again_s = num_there * self.step.resumed_s
+        self.busy_s += again_s
+        self.now_s += again_s
+        self.held[request] = self.step.prompt_tokens + num_there
+        self.context += self.held[request]
         self.begins[request] = self.steps
         self.ends[request] = self.steps + num_tokens
-
-    def resume(self, request: Request, num_there: int, num_tokens: int) -> None:
-        """``num_there``: tokens that were sampled before."""
-        self.busy_s += num_there * RESUMED_S
-        self.now_s += num_there * RESUMED_S
-        self.context += num_there
-        self.begin(request, num_tokens)
 
     def limit(self, num_tokens: float) -> None:
         """Responses end after so many tokens, those that have more at once."""
@@ -81,7 +93,8 @@ class Replica:
         """Ends a response, now; returns the tokens that it has."""
         del self.ends[request]
         length = self.steps - self.begins.pop(request)
-        self.context = self.context - length if self.ends else 0.0
+        left = self.held.pop(request) + length
+        self.context = self.context - left if self.ends else 0.0  # without what rounding leaves
         return length
 
     def next_end(self) -> tuple[float, Request] | None:
@@ -95,8 +108,8 @@ class Replica:
 class Fleet:
     """Several replicas and their next events."""
 
-    def __init__(self, num_replicas: int) -> None:
-        self.replicas = [Replica() for _ in range(num_replicas)]
+    def __init__(self, num_replicas: int, step: DecodeStep) -> None:
+        self.replicas = [Replica(step) for _ in range(num_replicas)]
         self.now_s = 0.0
         self._due: list[tuple[float, int, int]] = []  # moment, replica, its change
         self._changes = [0] * num_replicas
@@ -119,7 +132,7 @@ class Fleet:
         """``work``: of each response the tokens that are there, and those that it still gets."""
         self.replicas[number].advance(self.now_s)
         for request, (num_there, num_tokens) in work.items():
-            self.replicas[number].resume(request, num_there, num_tokens)
+            self.replicas[number].begin(request, num_tokens, num_there)
         self._expect(number)
 
     def limit(self, num_tokens: float) -> None:
@@ -161,12 +174,23 @@ class Fleet:
         assert now_s <= self.next_moment() + 1e-9
         self.now_s = now_s
 
-    def idle_share(self) -> float:
-        """Of the time so far, that in which a replica had no sequence; mean of the replicas."""
+    def pause(self, seconds: float) -> None:
+        """Nobody decodes for so long; what runs goes on then."""
+        for number, replica in enumerate(self.replicas):
+            replica.advance(self.now_s)
+            replica.now_s += seconds
+            self._expect(number)
+        self.now_s += seconds
+
+    def busy_s(self) -> float:
+        """Seconds so far in which a replica had a sequence, of all replicas together."""
         for replica in self.replicas:
             replica.advance(self.now_s)
-        busy_s = sum(replica.busy_s for replica in self.replicas)
-        return 1 - busy_s / (len(self.replicas) * self.now_s)
+        return sum(replica.busy_s for replica in self.replicas)
+
+    def idle_share(self) -> float:
+        """Of the time so far, that in which a replica had no sequence; mean of the replicas."""
+        return 1 - self.busy_s() / (len(self.replicas) * self.now_s)
 
     def num_tokens(self) -> float:
         return sum(replica.tokens for replica in self.replicas)
