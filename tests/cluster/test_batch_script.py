@@ -205,6 +205,28 @@ def test_a_spare_node_takes_the_place_of_the_one_that_failed(failing):
     assert "--nodelist=node1,node3 " in second and "--rdzv-endpoint=addr-node1" in second
 
 
+def test_of_more_failed_nodes_than_are_spare_the_last_one_stays_out(failing):
+    """In the order in which they failed, not in that of the allocation."""
+    (failing / "run/failed_nodes").write_text("node3\nnode1\nnode3\nnode1\n")
+    start_of(failing, "--spare", "1")
+    start_of(failing, "--spare", "1")
+    first, second = (
+        line for line in (failing / "asked").read_text().splitlines() if line.startswith("srun")
+    )
+    assert "--nodelist=node2,node3 " in first
+    # node2 has failed now, after node1.
+    assert "--nodelist=node3,node1 " in second
+
+
+def test_a_new_checkpoint_forgets_the_nodes_that_failed_long_ago(failing):
+    """But for as many as are spare: those need not work."""
+    (failing / "run/failed_starts").write_text("1 step_000001\n")
+    (failing / "run/checkpoints/step_000002").mkdir(parents=True)
+    (failing / "run/failed_nodes").write_text("node1\nnode4\nnode3\n")
+    start_of(failing, "--spare", "1")
+    assert (failing / "run/failed_nodes").read_text() == "node3\nnode2\n"
+
+
 def test_a_job_that_succeeds_forgets_its_failures(failing):
     start_of(failing)
     (failing / "srun").write_text("#!/bin/sh\nexit 0\n")
