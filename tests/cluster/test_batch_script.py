@@ -213,6 +213,32 @@ def test_a_spare_node_takes_the_place_of_the_one_that_failed(failing):
     assert "--nodelist=node1,node3 " in second and "--rdzv-endpoint=addr-node1" in second
 
 
+@pytest.mark.parametrize(
+    ("host", "blamed"),
+    [
+        ("node3", "node3"),
+        ("node3.cluster.example", "node3"),
+        ("", None),  # a stall: no machine is known to be at fault
+        ("elsewhere", "node2"),  # no node by that name
+    ],
+)
+def test_the_node_that_the_ranks_name_is_to_blame(failing, host, blamed):
+    """Not the one that srun names first, node2: of a machine that fell silent others know first."""
+    srun = (failing / "srun").read_text()
+    says = f"echo '{host}' >{failing}/run/failed_host"
+    (failing / "srun").write_text(srun.replace("; exit 1", f"; {says}; exit 1"))
+    start_of(failing)
+    noted = failing / "run/failed_nodes"
+    assert (noted.read_text() if noted.exists() else None) == (f"{blamed}\n" if blamed else None)
+    assert not (failing / "run/failed_host").exists()
+
+
+def test_the_node_of_an_earlier_start_is_not_to_blame(failing):
+    (failing / "run/failed_host").write_text("node3\n")
+    start_of(failing)
+    assert (failing / "run/failed_nodes").read_text() == "node2\n"
+
+
 def test_of_more_failed_nodes_than_are_spare_the_last_one_stays_out(failing):
     """In the order in which they failed, not in that of the allocation."""
     (failing / "run/failed_nodes").write_text("node3\nnode1\nnode3\nnode1\n")
