@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_rl.checkpoints import directory, safe_load
 from megatron_rl.checkpoints.hf import HfDirectory
 from megatron_rl.policy import weights
 from megatron_rl.types import Shard
@@ -109,3 +110,33 @@ def test_a_damaged_model_is_an_error_of_all_ranks(models, tmp_path):
     dist.barrier()
     with pytest.raises(ValueError, match="damaged or cut off"):
         tiny_policy(broken, {})
+
+
+@contextmanager
+def calls(module: Any, name: str) -> Iterator[list[Path]]:
+    """What the function ``name`` is called with in this process meanwhile."""
+    seen: list[Path] = []
+    real = getattr(module, name)
+
+    def counting(path: Path) -> Any:
+        seen.append(path)
+        return real(path)
+
+    setattr(module, name, counting)
+    try:
+        yield seen
+    finally:
+        setattr(module, name, real)
+
+
+@on_ranks(2)
+def test_the_files_of_a_checkpoint_are_looked_at_by_one_rank_and_its_index_read_once(
+    models, tmp_path
+):
+    """On a shared disk every look at a file is a question to its server."""
+    policy = tiny_policy(models / "qwen2", {})
+    policy.save(tmp_path / "step_000001", {})
+    with calls(directory, "check") as checks, calls(safe_load, "read_index") as indexes:
+        policy.load(tmp_path / "step_000001")
+    assert of_all_ranks(len(checks)) == [1, 0]
+    assert of_all_ranks(len(indexes)) == [1, 1]
