@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -21,20 +21,21 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_rl.checkpoints.chunks import Chunk, Place
-from megatron_rl.checkpoints.safe_load import SafeReader, load_plain
+from megatron_rl.checkpoints.safe_load import load_plain
 
 
 class PartReader:
     """Collects what is wanted of the checkpoint ``path``, then reads it.
 
+    ``index``: of ``safe_load.read_index``.
     ``objects``: those that were wanted, by key, when they have been read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, index: Metadata) -> None:
         self.objects: dict[str, Any] = {}
         self._path = path
-        self._reader = SafeReader(path)
-        self._index = self._reader.read_metadata()
+        self._reader = FileSystemReader(path)
+        self._index = index
         self._reader.set_up_storage_reader(self._index, is_coordinator=False)
         self._wanted: dict[str, list[tuple[Chunk, Tensor, bool]]] = defaultdict(list)
         self._object_keys: list[str] = []

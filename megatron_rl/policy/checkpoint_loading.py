@@ -36,7 +36,7 @@ from megatron_rl.policy.stored_state import (
     stored_parameters,
 )
 from megatron_rl.runtime.device import platform
-from megatron_rl.runtime.launch import gather_objects
+from megatron_rl.runtime.launch import from_first_rank, gather_objects
 
 Name = tuple[int, str]  # number of the model chunk, name in it
 
@@ -48,15 +48,17 @@ def load(policy: TrainingState, path: Path) -> Mapping[str, Any]:
         ValueError: the checkpoint is damaged, could run a program, or was written for another
             model, number format or kind of optimizer.
     """
-    facts.refuse_other(path, directory.check(path), describe(policy))
-    safe_load.check_files(path)
+    # By one rank: it looks at every file, of which there are some for each rank.
+    info = from_first_rank(lambda: directory.check(path))
+    facts.refuse_other(path, info, describe(policy))
+    index = safe_load.read_index(path)
     extra: Mapping[str, Any] = safe_load.load_plain(path / EXTRA, str(path / EXTRA))
     common = safe_load.load_plain(path / safe_load.COMMON, str(path / safe_load.COMMON))
     with platform(), torch.no_grad():
         create_state(policy.optimizer)
         sharded = sharded_model(policy)
         _load_common(policy, sharded, common["optimizer"])
-        _load_tensors(policy, sharded, path)
+        _load_tensors(policy, sharded, PartReader(path, index))
     unshare_steps(policy.optimizer)
     policy.optimizer_steps = common["optimizer_steps"]
     return extra
@@ -114,9 +116,10 @@ def _without_tensors(state: Any) -> Any:
     return {key: _without_tensors(value) for key, value in state.items() if key != "param_state"}
 
 
-def _load_tensors(policy: TrainingState, sharded: Sequence[dict[str, Any]], path: Path) -> None:
+def _load_tensors(
+    policy: TrainingState, sharded: Sequence[dict[str, Any]], reader: PartReader
+) -> None:
     stored = stored_parameters(sharded, policy.optimizer)
-    reader = PartReader(path)
     shared = _Shared(reader)
     loaded: dict[Name, Tensor] = {}
     starting = policy.reference.tensors() if policy.reference is not None else {}

@@ -123,8 +123,9 @@ class MegatronPolicy:
             self.settings.max_sequence_tokens,
         )
         self.held = weights.held_parameters(self.modules, self.arch, self.ranks, self.vocab_rows)
-        require_finite = self.settings.require_finite
-        weights.load(self.held, self.arch, self.path, self.ranks, require_finite=require_finite)
+        if self.settings.read_weights:
+            finite = self.settings.require_finite
+            weights.load(self.held, self.arch, self.path, self.ranks, require_finite=finite)
         self.chunks = [
             DistributedDataParallel(
                 self.config,

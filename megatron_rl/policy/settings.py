@@ -26,6 +26,9 @@ class PolicySettings:
     top_k: int = 0  # a loss gets the logprobs of so many most likely tokens; 0: of none
     nucleus: float = 0.0  # a loss gets entropies of the nucleus of this probability; 0: of none
     require_finite: bool = True  # refuse weights of NaN or infinity
+    # Weights of the model directory; False: nothing is defined, the reference included, until
+    # ``load`` has read a checkpoint.
+    read_weights: bool = True
     image_processor: ImageProcessor | None = None  # of a model that sees, where prompts have images
 
     def problems(self, vocab_size: int) -> list[str]:

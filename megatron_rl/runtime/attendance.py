@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -24,6 +24,9 @@ class Attendance:
     The ranks call the same collectives in the same order, so its number identifies a collective. A
     rank that waits in one writes the number to the store of the launch; ranks that have not are
     missing. A collective that takes less than ``_PRESENT_S`` costs nothing.
+
+    The store serves all ranks: one of them looks for the others, rank 0 where it waits itself, and
+    else the first to claim it.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -33,6 +36,7 @@ class Attendance:
         self._number = 0
         self._announced = 0  # the last collective that this rank has said it waits in
         self._due_s = FIRST_S
+        self._looks = rank == 0
 
     @contextmanager
     def collective(self) -> Iterator[None]:
@@ -61,13 +65,19 @@ class Attendance:
             self._due_s = FIRST_S
         waited_s = time.monotonic() - since
         if waited_s >= self._due_s:
+            if self._rank > 0 and self._due_s == FIRST_S:
+                self._looks = store.add(f"megatron_rl/looks/{number}", 1) == 1
             self._due_s += _NEXT_S
-            self._report(_missing(store, self._size, number), waited_s)
+            if self._looks:
+                self._report(store, number, waited_s)
 
-    def _report(self, absent: list[int], waited_s: float) -> None:
-        """The first of the waiting ranks says it, for all of them."""
-        present = [rank for rank in range(self._size) if rank not in absent]
-        if absent and present[0] == self._rank:
+    def _report(self, store: dist.TCPStore, number: int, waited_s: float) -> None:
+        """Says who is missing, for all that wait. The console has the lines of rank 0 alone where
+        each rank has a file: it says so itself as soon as it waits."""
+        if self._rank > 0 and 0 not in _missing(store, [0], number):
+            return
+        absent = _missing(store, range(self._size), number)
+        if absent:
             # An error, because only errors are shown from ranks other than 0.
             logger.error(
                 "waiting for %s for %.0f s: busy, stopped or hung?", in_words(absent), waited_s
@@ -90,11 +100,13 @@ def _key(rank: int) -> str:
     return f"megatron_rl/waiting/{rank}"
 
 
-def _missing(store: dist.TCPStore, size: int, number: int) -> list[int]:
-    """Ranks that do not wait in this collective."""
-    waiting = [rank for rank in range(size) if store.check([_key(rank)])]
-    here = {rank for rank in waiting if int(store.get(_key(rank))) == number}
-    return [rank for rank in range(size) if rank not in here]
+def _missing(store: dist.TCPStore, ranks: Sequence[int], number: int) -> list[int]:
+    """Those of ``ranks`` that do not wait in this collective."""
+    # Not in one request: a read waits for keys that nobody has written.
+    waiting = [rank for rank in ranks if store.check([_key(rank)])]
+    numbers = store.multi_get([_key(rank) for rank in waiting]) if waiting else []
+    here = {rank for rank, other in zip(waiting, numbers, strict=True) if int(other) == number}
+    return [rank for rank in ranks if rank not in here]
 
 
 def in_words(numbers: list[int]) -> str:

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_rl.errors import first_line
+from megatron_rl.runtime import failed_host
 from megatron_rl.runtime.ballot import Ballot, alive
 from megatron_rl.runtime.error_chain import chain
 
@@ -82,6 +83,7 @@ class State:
         # where there are none), and that this rank ends as it should.
         self.announce: Callable[[str], None] | None = None
         self.goodbye: Callable[[], None] | None = None
+        self.failed_host: Path | None = None  # see ``runtime/failed_host.py``
 
 
 def _ballot_of_launch() -> Ballot:
@@ -166,11 +168,14 @@ def report(error: BaseException, rank: int | None = None) -> int:
         return 1
     gone: list[Peer] = []
     message = describe(error)
+    host: str | None = socket.gethostname()
     if is_consequence(error):
         gone = _wait_for_cause()
-        if gone:
+        if not gone:
+            host = None
+        else:
             message = Message(f"error: {without_word(gone)}{unsaved()}")
-    return say_or_follow(message, by_others=bool(gone))
+    return say_or_follow(message, by_others=bool(gone), host=host)
 
 
 def _hold_signals() -> None:
@@ -183,11 +188,12 @@ def _hold_signals() -> None:
     signal.signal(signal.SIGINT, note)
 
 
-def say_or_follow(message: Message, *, by_others: bool = False) -> int:
+def say_or_follow(message: Message, *, by_others: bool = False, host: str | None = None) -> int:
     """Prints ``message`` or follows the first rank; returns the exit code.
 
     Args:
         by_others: ranks of this machine have failed before this one.
+        host: the machine at fault; None where it is not known.
     """
     ballot = STATE.ballot
     while not ballot.win():
@@ -199,6 +205,8 @@ def say_or_follow(message: Message, *, by_others: bool = False) -> int:
             return _follow()
         if not heard:
             break  # the winner lives and stays silent: better two messages than none
+    if host is not None:
+        failed_host.write(STATE.failed_host, host)
     say(message)
     if by_others:
         return _follow()

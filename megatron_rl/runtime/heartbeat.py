@@ -30,7 +30,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_rl.errors import first_line
-from megatron_rl.runtime import failure, stacks
+from megatron_rl.runtime import failed_host, failure, stacks
 from megatron_rl.runtime.activity import ACTIVITY
 from megatron_rl.runtime.attendance import Attendance, connect
 from megatron_rl.runtime.ballot import bounded, state_of
@@ -120,6 +120,7 @@ class Heartbeat:
         while True:
             time.sleep(BEAT_S)
             if answered.seen(self._beats) >= self.silent_s:
+                failed_host.write(STATE.failed_host, self._peers[0].host)
                 self._end(self._store_gone(""))
 
     def _store_gone(self, why: str) -> str:
@@ -139,7 +140,7 @@ class Heartbeat:
         if self._next != self._here:
             silent_s = self._next_beats.seen(store.add(_beats_of(self._next), 0))
             if silent_s >= self.silent_s and not self._is_over(store):
-                self._raise(store, self._machine_lost(silent_s))
+                self._raise(store, self._machine_lost(silent_s), self._next)
         count = ACTIVITY.count
         done = store.add(_DONE, count - self._own_done)
         self._own_done = count  # the store has the sum over all ranks: each adds what is new
@@ -156,7 +157,8 @@ class Heartbeat:
         if lost:
             named = failure.named(lost)
             text = f"{named} {'are' if len(lost) > 1 else 'is'} stopped (SIGSTOP, state T)"
-            self._raise(store, f"{text} for {STOPPED_S:.0f} s: continue it sooner, or start again")
+            advice = "continue it sooner, or start again"
+            self._raise(store, f"{text} for {STOPPED_S:.0f} s: {advice}", self._here)
 
     def _machine_lost(self, silent_s: float) -> str:
         lost = [peer for peer in self._peers if peer.host == self._next]
@@ -175,7 +177,7 @@ class Heartbeat:
         elif not self._is_over(store) and store.add(_STALL, 1) == 1:  # the first to see it
             store.add(_ALARM, 1)
             self._dump()
-            self._raise(store, self._asked(store, idle_s))
+            self._raise(store, self._asked(store, idle_s), "")
 
     def _asked(self, store: dist.TCPStore, idle_s: float) -> str:
         """The message of a stall, after all ranks have said where they stand."""
@@ -219,11 +221,14 @@ class Heartbeat:
         """Whether a rank has finished: then the others are silent with good reason."""
         return store.add(_FINISHED, 0) > 0
 
-    def _raise(self, store: dist.TCPStore, cause: str) -> None:
-        """Ends all ranks, with the cause that was named first."""
-        cause = store.compare_set(_CAUSE, "", cause).decode()
+    def _raise(self, store: dist.TCPStore, cause: str, host: str) -> None:
+        """Ends all ranks, with the cause that was named first. ``host``: the machine at fault;
+        empty: none is known to be."""
+        first = store.compare_set(_CAUSE, "", cause).decode()
+        if first == cause:
+            failed_host.write(STATE.failed_host, host)
         store.add(_ALARM, 1)
-        self._end(cause)
+        self._end(first)
 
     def _end(self, cause: str) -> None:
         """Ends this process; returns where the main thread is ending it already."""

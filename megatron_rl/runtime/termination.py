@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from types import FrameType
 
@@ -46,9 +47,12 @@ def _answer(reading: int) -> None:
     STATE.terminated.set()
     gone = failure.gone_ranks()
     text = "ended by SIGTERM"
+    host = None
     if gone:
         text = f"error: {failure.without_word(gone)}"
-    code = failure.say_or_follow(Message(text + failure.unsaved()), by_others=bool(gone))
+        host = socket.gethostname()
+    message = Message(text + failure.unsaved())
+    code = failure.say_or_follow(message, by_others=bool(gone), host=host)
     if code != 0:  # 0: another rank of this machine has failed
         code = 128 + signal.SIGTERM  # as a shell says it
     exit_process(code)

@@ -105,7 +105,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
             data = with_visual_entropy(data, Path(config.model.path), vision, file, world)
         loader = training_stream(data, config)
     with display.phase("building the policy", name="policy"):
-        policy = build_policy(config, method, vision)
+        policy = build_policy(config, method, vision, read_weights=start.checkpoint is None)
     decode = text_of(tokenizer)
     parts = SourceParts(
         policy=policy,
@@ -258,9 +258,11 @@ def build_hooks(config: Config, world: World) -> RolloutHooks | None:
 
 
 def build_policy(
-    config: Config, method: Method, vision: VisionProcessor | None = None
+    config: Config, method: Method, vision: VisionProcessor | None = None, read_weights: bool = True
 ) -> MegatronPolicy:
-    """Collective. The policy with the weights of ``model.path``."""
+    """Collective. The policy, with the weights of ``model.path`` or those a checkpoint brings."""
+    if not read_weights:
+        logger.info("policy: the weights are those of the checkpoint, the model is not read")
     rollout = config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     longest += method.needs.end_token is not None
@@ -273,6 +275,7 @@ def build_policy(
         share_prompts=config.batch.share_prompts,
         **token_settings(method),
         image_processor=vision,
+        read_weights=read_weights,
     )
     return MegatronPolicy(config.model, config.parallel, config.precision, config.optim, settings)
 

@@ -13,6 +13,7 @@ from megatron_rl.policy.families import read_architecture
 from megatron_rl.policy.families.base import vision_problems
 from megatron_rl.reporting.row_file import check_rows
 from megatron_rl.runtime import disk, lock
+from megatron_rl.runtime.failed_host import FAILED_HOST
 from megatron_rl.trainer.start import CHECKPOINTS, EXPORTS, METRICS, SAMPLES, Start
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ def claim(config: Config, launch_id: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.hold(folder, launch_id)
+        (folder / FAILED_HOST).unlink(missing_ok=True)  # of an earlier start
     except OSError as error:
         raise ValueError(
             f"run_dir = {folder}: cannot be written ({error.strerror}: {error.filename}); {remedy}"

@@ -4,7 +4,8 @@
 ``checkpoints/step_NNNNNN``, ``export`` (HF), ``exports/step_NNNNNN``, ``best.json``,
 ``curves.png``, ``tensorboard/``; ``changes.jsonl`` where a start with other settings was allowed;
 ``*.from-step-N.K.jsonl``: rows of steps that a later start repeated; ``requeue`` while a preempted
-run waits to go on; ``.lock``, held by the live run.
+run waits to go on; ``failed_host``, the machine on which the last start failed, until the next;
+``.lock``, held by the live run.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from megatron_rl.reporting.sinks import (
 from megatron_rl.reporting.wandb_run import WandbMode, WandbRun, WandbSettings
 from megatron_rl.runtime import disk, failure, random_state
 from megatron_rl.runtime.display import Display
+from megatron_rl.runtime.failed_host import FAILED_HOST
 from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.best import Scores
 from megatron_rl.trainer.experience import Response
@@ -90,6 +92,7 @@ class RunFolder:
         config = self._config
         world = self._world
         world.from_main(lambda: claim(config, world.launch_id))
+        failure.STATE.failed_host = self.path / FAILED_HOST
         self._record = world.from_main(lambda: describe(config, world.size, data))
         self._start = find_start(config, world, self._record)
         return self._start

@@ -188,6 +188,14 @@ def test_a_new_checkpoint_gives_the_whole_budget_again(failing):
     assert (failing / "run/failed_starts").read_text() == "3 step_000006\n"
 
 
+def test_the_newest_checkpoint_is_found_by_number(failing):
+    """Names have six digits, and more from a million steps on."""
+    (failing / "run/failed_starts").write_text("2 step_999999\n")
+    for step in (999_999, 1_000_000):
+        (failing / f"run/checkpoints/step_{step:06}").mkdir(parents=True)
+    assert "start 2 of 3 from step_1000000" in start_of(failing).stdout
+
+
 def test_a_job_that_fails_before_it_has_a_folder_stays_down(failing):
     """A wrong key is wrong at the second start, too."""
     (failing / "run").rmdir()
@@ -203,6 +211,54 @@ def test_a_spare_node_takes_the_place_of_the_one_that_failed(failing):
     )
     assert "--nodes=2" in first and "--nodelist=node1,node2 " in first
     assert "--nodelist=node1,node3 " in second and "--rdzv-endpoint=addr-node1" in second
+
+
+@pytest.mark.parametrize(
+    ("host", "blamed"),
+    [
+        ("node3", "node3"),
+        ("node3.cluster.example", "node3"),
+        ("", None),  # a stall: no machine is known to be at fault
+        ("elsewhere", "node2"),  # no node by that name
+    ],
+)
+def test_the_node_that_the_ranks_name_is_to_blame(failing, host, blamed):
+    """Not the one that srun names first, node2: of a machine that fell silent others know first."""
+    srun = (failing / "srun").read_text()
+    says = f"echo '{host}' >{failing}/run/failed_host"
+    (failing / "srun").write_text(srun.replace("; exit 1", f"; {says}; exit 1"))
+    start_of(failing)
+    noted = failing / "run/failed_nodes"
+    assert (noted.read_text() if noted.exists() else None) == (f"{blamed}\n" if blamed else None)
+    assert not (failing / "run/failed_host").exists()
+
+
+def test_the_node_of_an_earlier_start_is_not_to_blame(failing):
+    (failing / "run/failed_host").write_text("node3\n")
+    start_of(failing)
+    assert (failing / "run/failed_nodes").read_text() == "node2\n"
+
+
+def test_of_more_failed_nodes_than_are_spare_the_last_one_stays_out(failing):
+    """In the order in which they failed, not in that of the allocation."""
+    (failing / "run/failed_nodes").write_text("node3\nnode1\nnode3\nnode1\n")
+    start_of(failing, "--spare", "1")
+    start_of(failing, "--spare", "1")
+    first, second = (
+        line for line in (failing / "asked").read_text().splitlines() if line.startswith("srun")
+    )
+    assert "--nodelist=node2,node3 " in first
+    # node2 has failed now, after node1.
+    assert "--nodelist=node3,node1 " in second
+
+
+def test_a_new_checkpoint_forgets_the_nodes_that_failed_long_ago(failing):
+    """But for as many as are spare: those need not work."""
+    (failing / "run/failed_starts").write_text("1 step_000001\n")
+    (failing / "run/checkpoints/step_000002").mkdir(parents=True)
+    (failing / "run/failed_nodes").write_text("node1\nnode4\nnode3\n")
+    start_of(failing, "--spare", "1")
+    assert (failing / "run/failed_nodes").read_text() == "node3\nnode2\n"
 
 
 def test_a_job_that_succeeds_forgets_its_failures(failing):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.runtime.failed_host import FAILED_HOST
 from tests import warm
 from tests.distributed.test_errors import running
 from tests.distributed.waiting_worker import STALL_S
@@ -102,6 +103,8 @@ def test_a_hanging_rank_is_named_and_all_stacks_are_written(tmp_path):
     lines = output[output.index(error) :].splitlines()[1:3]
     assert re.match(r"  rank 2: waiting_worker\.py:\d+ \(sleep\); last: ", lines[0])
     assert re.match(r"  ranks 0, 1: waits in launch\.py:\d+ \(.+\); last: ", lines[1])
+    # No machine is to blame for work that hangs.
+    assert (tmp_path / FAILED_HOST).read_text() == "\n"
     for rank, function in enumerate(["barrier", "barrier", "sleep"]):
         assert f"in {function}\n" in (tmp_path / f"stacks/rank_{rank}.txt").read_text()
 
@@ -139,6 +142,8 @@ def test_a_rank_that_is_lost_ends_the_other_machine_too(tmp_path, nproc, case, c
     assert re.search(f"error: .*{cause}", outputs[0]), outputs
     if nproc > 1:  # else no process of that machine is left to say it
         assert re.search(f"error: .*{cause}", outputs[1]), outputs
+    # Also where it is another machine that says so.
+    assert (tmp_path / FAILED_HOST).read_text() == "machine1\n"
 
 
 @pytest.mark.full

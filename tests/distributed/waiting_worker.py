@@ -14,7 +14,8 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from megatron_rl.runtime.failure import exit_process, saved
+from megatron_rl.runtime.failed_host import FAILED_HOST
+from megatron_rl.runtime.failure import STATE, exit_process, saved
 from megatron_rl.runtime.process import reported
 
 OLD_LIMIT_S = 1.0
@@ -62,6 +63,7 @@ def main(case: str, folder: str) -> None:
     world = start()
     stalls = case in ("hang", "hold", "late end")
     world.watch(STALL_S if stalls else 60.0, Path(folder) / "stacks")
+    STATE.failed_host = Path(folder) / FAILED_HOST
     world.begin_training()
     saved(3)
     os.write(1, f"pid {os.getpid()} rank {world.rank}\n".encode())  # the ranks share a file

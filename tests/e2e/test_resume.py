@@ -102,6 +102,7 @@ def test_two_steps_a_checkpoint_new_processes_and_two_steps_are_four_steps_bit_f
         240,
     )
     assert "resumed from" in done.stdout
+    assert "the weights are those of the checkpoint, the model is not read" in done.stdout
     assert [timeless(row) for row in rows(run_dir)] == [timeless(row) for row in rows(four_steps)]
     whole, resumed = (
         load_file(path / "export" / "model.safetensors") for path in (four_steps, run_dir)

@@ -17,7 +17,7 @@ from megatron_rl.checkpoints import directory, part_writer, sealing
 from megatron_rl.checkpoints.chunks import Box, Place
 from megatron_rl.checkpoints.part_reader import PartReader
 from megatron_rl.checkpoints.part_writer import Memory, PartWriter, Settings
-from megatron_rl.checkpoints.safe_load import SafeReader, UnsafeError
+from megatron_rl.checkpoints.safe_load import SafeReader, UnsafeError, read_index
 from megatron_rl.checkpoints.saving import Saving
 from megatron_rl.runtime.digest import file_digest
 from tests.ranks import on_ranks
@@ -106,7 +106,7 @@ def test_memory_is_bounded_and_used_again(tmp_path, monkeypatch):
 def test_any_range_is_read_into_memory_that_is_there(tmp_path):
     path = written(tmp_path / "step_000001")
     for start, end in [(0, 30), (3, 4), (7, 22), (13, 13)]:
-        reader = PartReader(path)
+        reader = PartReader(path, read_index(path))
         values = torch.full((30,), -1.0)
         reader.want(WHOLE, start, values[start:end])
         reader.want_object("object")
@@ -121,7 +121,7 @@ def test_a_padded_array_of_another_size_gives_zeros_where_it_ends(tmp_path):
     path = written(tmp_path / "step_000001")
     longer = Place("whole", (8, 5), torch.float32, (Box((0, 0), (8, 5)),), may_differ=True)
     values = torch.full((40,), -1.0)
-    reader = PartReader(path)
+    reader = PartReader(path, read_index(path))
     reader.want(longer, 0, values)
     reader.read()
     assert torch.equal(values.view(8, 5)[:6], ARRAY) and values[30:].count_nonzero() == 0
@@ -136,7 +136,7 @@ def test_what_is_not_there_is_named(tmp_path):
         ),
     }
     for said, place in cases.items():
-        reader = PartReader(path)
+        reader = PartReader(path, read_index(path))
         reader.want(place, 0, torch.empty(5))
         with pytest.raises(ValueError, match=said):
             reader.read()
@@ -157,7 +157,7 @@ def test_a_program_among_the_objects_is_refused_and_does_not_run(tmp_path):
     writer.add_object("object", part_writer.saved_bytes([Program(tmp_path / "ran")]))
     writer.close()
     assert handle.check(alone, wait=True)
-    reader = PartReader(tmp_path / "step_000001")
+    reader = PartReader(tmp_path / "step_000001", read_index(tmp_path / "step_000001"))
     reader.want_object("object")
     with pytest.raises(UnsafeError, match="object object of the checkpoint holds more than"):
         reader.read()

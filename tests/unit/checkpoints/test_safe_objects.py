@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from megatron_rl.checkpoints.chunks import Box, Place
 from megatron_rl.checkpoints.part_reader import PartReader
-from megatron_rl.checkpoints.safe_load import UnsafeError, load_plain
+from megatron_rl.checkpoints.safe_load import UnsafeError, load_plain, read_index
 from megatron_rl.runtime.device import platform
 from tools.bench.gathered_checkpoint import InProcess
 
@@ -54,7 +54,7 @@ def saved(folder: Path, content) -> Path:
 
 
 def read(path: Path) -> tuple[torch.Tensor, object]:
-    reader = PartReader(path)
+    reader = PartReader(path, read_index(path))
     weight = torch.zeros(6)
     reader.want(WEIGHT, 0, weight)
     reader.want_object("extra/shard_0_1")

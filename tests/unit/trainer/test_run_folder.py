@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl.runtime import failure
+from megatron_rl.runtime.failed_host import FAILED_HOST
 from megatron_rl.trainer import run_record
 from megatron_rl.trainer.start import finished_already
 from tests.unit.trainer.runs import WORLD
@@ -127,6 +129,15 @@ def test_other_prompts_are_refused_by_content_and_the_same_ones_may_move(build):
     unread = build("trainer.num_steps=2", "data.train=elsewhere")
     with pytest.raises(ValueError, match=r"data.train = t there, elsewhere here"):
         unread.run()
+
+
+def test_the_machine_of_an_earlier_failure_is_forgotten_and_this_run_names_its_own(build):
+    folder = build().folder
+    folder.path.mkdir()
+    (folder.path / FAILED_HOST).write_text("node3\n")
+    folder.prepare()
+    assert not (folder.path / FAILED_HOST).exists()
+    assert failure.STATE.failed_host == folder.path / FAILED_HOST
 
 
 def test_the_prompts_of_several_sources_have_one_fingerprint():

@@ -1,0 +1,39 @@
+"""Which machine a rank names when it is the first to fail."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from megatron_rl.runtime import failure
+from megatron_rl.runtime.ballot import Ballot
+from megatron_rl.runtime.failed_host import FAILED_HOST, write
+from megatron_rl.runtime.failure import Message
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """Where this process, a rank alone, names the machine."""
+    monkeypatch.setattr(failure.STATE, "failed_host", tmp_path / FAILED_HOST)
+    monkeypatch.setattr(failure.STATE, "ballot", Ballot(None))
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    return tmp_path / FAILED_HOST
+
+
+def test_the_machine_that_is_named_first_stays(file):
+    write(file, "")
+    write(file, "node1")
+    assert file.read_text() == "\n"
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_the_first_rank_to_fail_names_a_machine(file):
+    assert failure.say_or_follow(Message("error: x"), host=socket.gethostname()) == 1
+    assert file.read_text() == f"{socket.gethostname()}\n"
+
+
+def test_a_rank_that_knows_of_no_machine_names_none(file):
+    """srun may know one."""
+    failure.say_or_follow(Message("error: Connection closed by peer"))
+    assert not file.exists()
