@@ -31,7 +31,7 @@ class Meeting:
     own; a problem is a text, "" means none.
 
     Every text is signed with the secret of the run: who does not know it is not let in, and lets
-    nobody in.
+    nobody in. Signed is what is said, and not what is moved: see ``join_group``.
     """
 
     def __init__(self, store: dist.Store, secret: str = "") -> None:
@@ -121,8 +121,11 @@ def join_group(
     store: dist.Store, rank: int, size: int, timeout_s: float, secret: str = ""
 ) -> dist.ProcessGroup:
     """Collective over the ``size`` processes that share ``store`` and ``secret``: gloo for the
-    host's memory, NCCL for that of a GPU. Their addresses are in the store under names that only
-    who knows the secret can guess.
+    host's memory, NCCL for that of a GPU. Their addresses are in the store under names that follow
+    from the secret, so a process with another one does not get in by mistake.
+
+    This keeps no attacker out: the store asks nobody for a password, lists its keys, and lets
+    everybody who reaches its port read, set and delete them. In a closed network only.
 
     torch.distributed must be initialized, in each process with whatever world it has; its functions
     take the group like any other.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_rl.runtime.joint_group import JointGroupError, Meeting, host_store, together
 from megatron_rl.types import TransferOptions
-from megatron_rl.weight_sync.commands import InFlight, Server
+from megatron_rl.weight_sync.commands import InFlight, NotReachedError, Server
 
 
 class Host:
@@ -54,9 +54,12 @@ class Host:
         return address, self._store.port, size
 
     def pause(self, in_flight: InFlight) -> None:
-        """When the server does not pause in time, it is to serve on."""
+        """When the server does not pause in time, it is to serve on; one that is not reached has
+        not heard of it, and is not called a second time."""
         try:
             self._server.pause(in_flight)
+        except NotReachedError:
+            raise
         except ConnectionError as error:
             try:
                 self._server.resume()

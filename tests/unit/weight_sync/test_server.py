@@ -1,6 +1,8 @@
 """The trainer's end of a sync to a server: its commands in order, what it does when something
 fails, the messages of HTTP."""
 
+import contextlib
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,7 +17,9 @@ from megatron_rl.errors import WeightSyncError
 from megatron_rl.runtime.joint_group import Meeting, join_group, visit_store
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import Shard, TransferOptions
-from megatron_rl.weight_sync.commands import HttpServer
+from megatron_rl.weight_sync import commands
+from megatron_rl.weight_sync.commands import HttpServer, NotReachedError
+from megatron_rl.weight_sync.host import Host
 from megatron_rl.weight_sync.reshard import ReshardSync
 from megatron_rl.weight_sync.server import ServerSync
 
@@ -360,6 +364,34 @@ def test_a_command_that_is_not_carried_out_says_why(answering, status, body, wor
     handler.status, handler.body = status, body
     with pytest.raises(ConnectionError, match=words):
         server.pause("wait")
+
+
+@pytest.fixture
+def without_power():
+    """The address of a machine that answers nothing, not even that nobody listens there: its queue
+    of connections is full."""
+    with contextlib.ExitStack() as sockets:
+        listening = sockets.enter_context(socket.socket())
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        for _ in range(4):
+            waiting = sockets.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listening.getsockname())
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def test_a_machine_without_power_is_called_once_and_not_waited_for(without_power, monkeypatch):
+    """Its command could take a minute; the connection must be there long before."""
+    monkeypatch.setattr(commands, "CONNECT_S", 0.2)
+    server = HttpServer(without_power, timeout_s=60)
+    calls, call = [], server.call
+    server.call = lambda path, *args, **query: calls.append(path) or call(path, *args, **query)
+    with pytest.raises(ConnectionError, match=r"/pause\?mode=keep: .*no connection within 0.2 s"):
+        Host(server, OPTIONS, "").pause("keep")
+    with pytest.raises(NotReachedError, match="no server is reached"):
+        server.address()
+    assert calls == ["pause"], "what it has not heard of is not taken back"
 
 
 def test_another_server_and_a_proxy_are_no_vllm_server(answering, monkeypatch):
