@@ -1,5 +1,5 @@
 """One process group over processes that were not launched together: the ranks of a trainer and the
-workers of a server."""
+workers of its servers."""
 
 from __future__ import annotations
 
@@ -47,19 +47,20 @@ class Meeting:
         if verdict:
             raise JointGroupError(verdict)
 
-    def open(self, step: str, ranks: Sequence[int], alive: Callable[[], str]) -> None:
-        """The first: waits until all ``ranks`` arrived or ``alive()`` gives a reason why they will
-        not. Raises as ``arrive`` does."""
+    def open(
+        self, step: str, ranks: Sequence[int], absent: Callable[[], Mapping[int, str]]
+    ) -> dict[int, str]:
+        """The first: waits until all ``ranks`` arrived, or ``absent()`` says which of them will not
+        and why. Returns the problems by rank; where there are any, the step does not begin."""
         keys = [f"{step}/{rank}" for rank in ranks]
-        verdict = ""
-        # ``check`` does not wait, as ``get`` would: meanwhile the reason may come.
-        while not verdict and not self.store.check(keys):
-            verdict = alive()
+        problems: Mapping[int, str] = {}
+        # ``check`` does not wait, as ``get`` would: meanwhile somebody may turn out to be absent.
+        while not problems and not self.store.check(keys):
+            problems = absent()
             time.sleep(POLL_S)
-        verdict = verdict or together(self._texts(keys, ranks))
-        self._say(f"{step}/verdict", verdict)
-        if verdict:
-            raise JointGroupError(verdict)
+        problems = problems or self._texts(keys, ranks)
+        self._say(f"{step}/verdict", together(problems))
+        return {rank: problem for rank, problem in problems.items() if problem}
 
     def report(self, step: str, rank: int, problem: str) -> None:
         """All but the first: how the step ended."""
