@@ -139,7 +139,8 @@ class ShardTransferEngine(WeightTransferEngine):
         except Exception as error:  # noqa: BLE001 (the trainer raises it)
             logger.error("weight transfer: %s", error)
             problem = str(error)
-            if self.sink is None or self.sink.failure or isinstance(error, LostPeerError):
+            is_whole = self.sync is not None and self.sink is not None and not self.sink.failure
+            if not is_whole or isinstance(error, LostPeerError):
                 self._leave(error)  # so that no peer waits for this worker
         self.meeting.report(step, self.rank, problem)
 

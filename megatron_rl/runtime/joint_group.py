@@ -62,6 +62,10 @@ class Meeting:
         self._say(f"{step}/verdict", together(problems))
         return {rank: problem for rank, problem in problems.items() if problem}
 
+    def has_come(self, step: str, rank: int) -> bool:
+        """The first: whether a process waits for the step to begin."""
+        return self.store.check([f"{step}/{rank}"])
+
     def report(self, step: str, rank: int, problem: str) -> None:
         """All but the first: how the step ended."""
         self._say(f"{step}/end/{rank}", problem)
@@ -118,6 +122,12 @@ def visit_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
     return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
+def patience_s(timeout_s: float) -> float:
+    """How long a process waits for another inside of a command of ``timeout_s`` seconds: when one
+    is lost, the others must have the time left to say so."""
+    return timeout_s / 2
+
+
 def join_group(
     store: dist.Store, rank: int, size: int, timeout_s: float, secret: str = ""
 ) -> dist.ProcessGroup:
@@ -128,10 +138,12 @@ def join_group(
     This keeps no attacker out: the store asks nobody for a password, lists its keys, and lets
     everybody who reaches its port read, set and delete them. In a closed network only.
 
+    ``timeout_s``: of the commands that the group is used in; see ``patience_s``.
+
     torch.distributed must be initialized, in each process with whatever world it has; its functions
     take the group like any other.
     """
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=patience_s(timeout_s))
     store = dist.PrefixStore(signature(secret, "group"), store)
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType
@@ -152,7 +164,7 @@ def join_group(
     # have no world in common, so only this one's own entry means anything; the other entries must
     # merely be there, one for each, and clash with nothing.
     own = dist.get_rank()
-    global_to_group = {(own + i - rank) % size: i for i in range(size)}
+    global_to_group = {(own + i - rank) % max(size, own + 1): i for i in range(size)}
     distributed_c10d._world.pg_group_ranks[group] = global_to_group
     distributed_c10d._world.pg_map[group] = ("gloo", store)
     return group

@@ -150,7 +150,7 @@ class HttpServer:
         answer = self.call(
             "reset_prefix_cache", reset_running_requests="true", reset_external="true"
         )
-        if not answer["success"]:
+        if not isinstance(answer, dict) or not answer.get("success"):
             raise ConnectionError(f"{self.url}: the server did not drop its prefix cache")
         # Features of images that the old tower made; no running request holds any now.
         self.call("reset_encoder_cache")
@@ -161,7 +161,7 @@ class _QuickToConnect(HTTPConnection):
 
     def connect(self) -> None:
         limit_s = self.timeout
-        self.timeout = min(CONNECT_S, limit_s)
+        self.timeout = CONNECT_S if limit_s is None else min(CONNECT_S, limit_s)
         try:
             super().connect()
         except OSError as error:

@@ -112,7 +112,7 @@ class FleetSync:
         except (OSError, RuntimeError, ValueError) as error:
             # What those do not fit who fit alone is each other: the next time they are apart.
             lost = error.lost if isinstance(error, ServersError) else {}
-            again = _again(names, {}, lost, first_line(error), done)
+            again = _again(names, (), lost, first_line(error), done)
             for part in again[1:]:
                 self._apart |= dict.fromkeys(part, 1 + max(self._apart.values(), default=0))
             return again
@@ -120,7 +120,7 @@ class FleetSync:
             pushed = group.sync(version)
         except WeightSyncError as error:
             self._groups.pop(names).close(error)
-            return _again(names, {}, {}, first_line(error), done)
+            return _again(names, (), {}, first_line(error), done)
         if pushed.report is not None:
             done.reports.append(pushed.report)
         if not pushed.problem:
@@ -161,7 +161,7 @@ def _again(
 ) -> list[Names]:
     """After an attempt with ``names``: who is to be tried again, in which groups."""
     done.updated |= set(updated)
-    done.lost.update({name: why.splitlines()[0] for name, why in lost.items()})
+    done.lost.update({name: first_line(WeightSyncError(why)) for name, why in lost.items()})
     left = tuple(name for name in names if name not in done.updated and name not in lost)
     if len(left) < len(names):
         return [left] if left else []

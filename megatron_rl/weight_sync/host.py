@@ -4,15 +4,16 @@ at the same time, and meets their workers."""
 from __future__ import annotations
 
 import ipaddress
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from megatron_rl.runtime.joint_group import Meeting, host_store, together
+from megatron_rl.runtime.joint_group import Meeting, host_store, patience_s, together
 from megatron_rl.types import TransferOptions
 from megatron_rl.weight_sync.commands import InFlight, NotReachedError, Server
 
@@ -58,6 +59,7 @@ class Host:
         """``servers``: by name; their workers have their ranks in this order."""
         self._servers = dict(servers)
         self._options = options
+        self._patience_s = patience_s(options.timeout_s)
         self._secret = secret
         self._pool = ThreadPoolExecutor(len(servers))
         self._updates = 0
@@ -66,6 +68,8 @@ class Host:
         self._store: dist.TCPStore | None = None
         self._meeting: Meeting | None = None
         self._ranks: dict[str, range] = {}
+        self._late_at = 0.0
+        self._silent: set[str] = set()  # their commands may never be answered
 
     def invite(self, num_trainers: int, device_type: str) -> tuple[str, int, int]:
         """Tells the workers where to come and waits for them. Returns address and port of the store
@@ -110,13 +114,15 @@ class Host:
             ServersError: one of them does not.
         """
         self._updates += 1
-        info = {"step": f"sync{self._updates}", "version": version}
-        self._begin_step(info["step"], lambda name: self._servers[name].update(info))
+        step = f"sync{self._updates}"
+        info = {"step": step, "version": version}
+        self._begin_step(step, lambda name: self._servers[name].update(info))
 
     def _begin_step(self, step: str, command: Callable[[str], None]) -> None:
         """Gives the command and waits until every worker is about to begin the step."""
         assert self._meeting is not None, "workers are invited first"
         self._step = step
+        self._late_at = time.monotonic() + self._patience_s
         self._commands = {name: self._pool.submit(command, name) for name in self._servers}
         everybody = [rank for ranks in self._ranks.values() for rank in ranks]
         problems = self._meeting.open(step, everybody, self._absent)
@@ -126,14 +132,25 @@ class Host:
             raise ServersError(lost)
 
     def _absent(self) -> dict[int, str]:
-        """The workers that will not come, since their command is over, and why."""
+        """The workers that will not come, since their command is over or the others have waited
+        long enough, and why."""
+        is_late = time.monotonic() > self._late_at
         reasons: dict[int, str] = {}
         for name, command in self._commands.items():
+            why = ""
             if command.done():
                 error = command.exception()
                 why = "the server answered before its workers came" if error is None else str(error)
+            elif is_late and not self._has_come(name):
+                self._silent.add(name)
+                why = f"its workers did not come within {self._patience_s:g} s"
+            if why:
                 reasons |= dict.fromkeys(self._ranks[name], why)
         return reasons
+
+    def _has_come(self, name: str) -> bool:
+        assert self._meeting is not None, "workers are invited first"
+        return all(self._meeting.has_come(self._step, rank) for rank in self._ranks[name])
 
     def ends(self) -> Ends:
         """Waits until every server has ended its part of the step."""
@@ -213,7 +230,8 @@ class Host:
     def close(self) -> None:
         """The store goes with the last reference to it, and only now: workers report to it until
         the command is over."""
-        self._pool.shutdown()
+        wait([command for name, command in self._commands.items() if name not in self._silent])
+        self._pool.shutdown(wait=False)
         self._store = None
         self._meeting = None
 

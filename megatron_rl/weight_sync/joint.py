@@ -19,6 +19,7 @@ from megatron_rl.types import SyncReport, TransferOptions
 from megatron_rl.weight_sync.commands import InFlight, Server
 from megatron_rl.weight_sync.failure import Progress, Stage
 from megatron_rl.weight_sync.host import Ends, Host, ServersError, said
+from megatron_rl.weight_sync.plan import Plan
 from megatron_rl.weight_sync.reshard import Plans, ReshardSync, WeightSource
 
 
@@ -72,9 +73,7 @@ class JointSync:
         self._group: dist.ProcessGroup | None = None
         self._sync: ReshardSync | None = None
         try:
-            self._connect()
-            assert self._sync is not None
-            self.plan = self._sync.plan
+            self.plan: Plan = self._connect()
         except Exception as error:
             self.close(error)
             raise
@@ -83,7 +82,7 @@ class JointSync:
     def is_connected(self) -> bool:
         return self._sync is not None
 
-    def _connect(self) -> None:
+    def _connect(self) -> Plan:
         """Collective over the trainer's ranks: one group with the workers, and the plan."""
         place = self._world.from_main(
             lambda: self._host.invite(self._world.size, self._trainer.device.type)
@@ -104,6 +103,8 @@ class JointSync:
             raise WeightSyncError(next(filter(None, problems)))
         if ends.problems:
             raise ServersError(ends.problems)
+        assert self._sync is not None, "it has joined"
+        return self._sync.plan
 
     def _join(self, address: str, port: int, size: int) -> None:
         trainer = self._trainer
@@ -137,9 +138,10 @@ class JointSync:
         progress.stage = Stage.INVITED
         try:
             self._world.from_main(lambda: self._host.begin_update(version))
-        except ServersError as error:
+        except RuntimeError as error:  # of the servers, of the store
             self._leave(error)
-            return self._stopped(progress, error.lost)
+            lost = error.lost if isinstance(error, ServersError) else {}
+            return self._stopped(progress, lost, str(error))
         report, problem = self._carry_out(progress)
         ends = self._world.from_main(self._host.ends)
         if report is None:

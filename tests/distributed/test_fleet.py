@@ -174,23 +174,18 @@ def started(tp: int, nodes: str) -> Trainer | Worker:
     )
 
 
-def one_copy(trainer: Trainer) -> int:
-    """Bytes of the weights of one server, which a push to it alone takes."""
-    report, left = trainer.push("a")
-    assert report.updated == ("a",) and report.sync.bytes_total == left
-    return left
-
-
 def leave_the_trainer(tp: int, nodes: str, copies: int) -> None:
     part = started(tp, nodes)
     if isinstance(part, Worker):
         assert part.heard.count("finish") == (3 if dist.get_rank() < TRAINERS + tp else 2)
         return
-    size = one_copy(part)
+    alone, left_alone = part.push("a")
+    assert alone.updated == ("a",) and left_alone <= alone.sync.bytes_total
     for _ in range(2):
         report, left = part.push("abc")
         assert report.updated == ("a", "b", "c") and not report.lost
-        assert left == copies * size and report.sync.bytes_total == 3 * size
+        assert left == copies * left_alone
+        assert report.sync.bytes_total == 3 * alone.sync.bytes_total
     assert len(part.fleet.plans) == 2
     for name in "abc":
         part.tell(name, "end")
