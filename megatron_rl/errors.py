@@ -44,6 +44,10 @@ class WeightSyncError(RuntimeError):
     """An engine received other weights than were sent. The message names the tensors."""
 
 
+class LostPeerError(WeightSyncError):
+    """Another process of the sync is gone, or leaves it: what is wrong is wrong there."""
+
+
 @contextmanager
 def concerning(
     subject: str, remedy: str, kinds: tuple[type[Exception], ...] = (Exception,)

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -27,6 +26,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from megatron_rl.engine.recorder import UndiscoveredError
 from megatron_rl.engine.stream import expected_tensors
 from megatron_rl.engine.worker import ShardReceiver, Transfer
+from megatron_rl.errors import LostPeerError
 from megatron_rl.runtime.joint_group import Meeting, join_group, leave_group, visit_store
 from megatron_rl.types import Shard, SyncReport, TransferOptions
 
@@ -67,20 +67,13 @@ class Sync(Protocol):
 
 
 class WorkerSink:
-    """One worker's end of a planned sync. ``failure``: why its model must not run any more."""
+    """One worker's end of a planned sync. ``replica``: of all engines in the joint group; set anew
+    at each connection. ``failure``: why its model must not run until an update is complete."""
 
-    def __init__(
-        self,
-        receiver: ShardReceiver,
-        shards: list[Shard],
-        replica: int,
-        refuse: Callable[[str], None],
-    ) -> None:
-        """``refuse(failure)``: the worker executes no request from now on."""
+    def __init__(self, receiver: ShardReceiver, shards: list[Shard]) -> None:
         self.receiver = receiver
         self.shards = shards
-        self.replica = replica
-        self.refuse = refuse
+        self.replica = 0
         self.failure = ""
 
     def weight_boxes(self) -> list[Shard]:
@@ -88,7 +81,7 @@ class WorkerSink:
         return self.shards
 
     def update_weights(self, transfer: Transfer, version: int) -> None:
-        """Replaces all weights; any exception leaves the model unusable."""
+        """Replaces all weights; any exception leaves the model unusable until a later update."""
         try:
             self.receiver.receive(transfer)
         except BaseException as error:
@@ -96,8 +89,8 @@ class WorkerSink:
                 f"its weights are half replaced: the update to weight version {version} failed:"
                 f" {error}"
             )
-            self.refuse(self.failure)
             raise
+        self.failure = ""
 
 
 Connect = Callable[[WorkerSink, dist.ProcessGroup, TransferOptions], Sync]
@@ -146,7 +139,8 @@ class ShardTransferEngine(WeightTransferEngine):
         except Exception as error:  # noqa: BLE001 (the trainer raises it)
             logger.error("weight transfer: %s", error)
             problem = str(error)
-            if self.sink is None or self.sink.failure:
+            is_whole = self.sync is not None and self.sink is not None and not self.sink.failure
+            if not is_whole or isinstance(error, LostPeerError):
                 self._leave(error)  # so that no peer waits for this worker
         self.meeting.report(step, self.rank, problem)
 
@@ -169,13 +163,11 @@ class ShardTransferEngine(WeightTransferEngine):
                 shards = receiver.discover(expected_tensors(path))
             except (UndiscoveredError, ValueError) as error:
                 return str(error)
-            self.sink = WorkerSink(
-                receiver,
-                shards,
-                self.parallel_config.data_parallel_index,
-                partial(refuse_to_run, self),
-            )
-        return self.sink.failure
+            self.sink = WorkerSink(receiver, shards)
+            refuse_half_updated(self, self.sink)
+        # No two replicas of a group have one number: each has a worker of its own at least.
+        self.sink.replica = init_info.first_rank + self.parallel_config.data_parallel_index
+        return ""
 
     def start_weight_update(self) -> None:
         """Nothing: an update begins, and ends, in ``receive_weights``."""
@@ -188,12 +180,14 @@ class ShardTransferEngine(WeightTransferEngine):
                 " megatron_rl in the trainer"
             )
         with self._reported(update_info.step):
-            self.meeting.arrive(update_info.step, self.rank, self.sink.failure)
+            problem = ""
             if self.sync is None:
-                raise ValueError(
+                problem = self.sink.failure or (
                     "the trainer has left, or its connection was refused; construct a new"
                     " ServerSync of megatron_rl there"
                 )
+            self.meeting.arrive(update_info.step, self.rank, problem)
+            assert self.sync is not None, "a step with a problem does not begin"
             self.sync.sync(update_info.version)
 
     def finish_weight_update(self) -> None:
@@ -210,16 +204,17 @@ class ShardTransferEngine(WeightTransferEngine):
             self.group = None
 
 
-def refuse_to_run(engine: WeightTransferEngine, failure: str) -> None:
-    """Of the worker that owns ``engine``: whatever it is asked to execute raises. Not as a hook of
-    the model: a CUDA graph of the whole model is replayed without calling the model."""
+def refuse_half_updated(engine: WeightTransferEngine, sink: WorkerSink) -> None:
+    """Of the worker that owns ``engine``: while the sink has a failure, whatever it is asked to
+    execute raises. Not as a hook of the model: a CUDA graph of the whole model is replayed without
+    calling the model."""
     from vllm.v1.worker.gpu_worker import Worker
 
     execute = Worker.execute_model
 
     def execute_model(worker: Worker, *arguments: Any, **options: Any) -> Any:
-        if worker.weight_transfer_engine is engine:
-            raise RuntimeError(f"restart this engine: {failure}")
+        if sink.failure and worker.weight_transfer_engine is engine:
+            raise RuntimeError(f"restart this engine: {sink.failure}")
         return execute(worker, *arguments, **options)
 
     Worker.execute_model = execute_model

@@ -154,7 +154,8 @@ class WeightReceiver:
 def reloading(vllm_config: Any, model: nn.Module, *, complete: bool) -> Iterator[None]:
     """vLLM's reload, layer by layer: parameters have the shapes of loading, on the meta device,
     until their layer is processed. ``complete=False``: no layer is processed, whatever its loader
-    sees, and in the end all is as before.
+    sees, and in the end all is as before. After an exception the layers that were processed are
+    new, the others as before, and another reload may follow.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload.layerwise import (
@@ -177,12 +178,24 @@ def reloading(vllm_config: Any, model: nn.Module, *, complete: bool) -> Iterator
             yield
             finished = True
         finally:
-            if finished or not complete:
-                with no_warnings(RELOAD):
-                    finalize_layerwise_reload(model, vllm_config.model_config)
-            if not complete:
+            if complete and not finished:
+                _leave_unprocessed(model)
+            with no_warnings(RELOAD):
+                finalize_layerwise_reload(model, vllm_config.model_config)
+            if not (complete and finished):
                 for bias, before in widened:
                     bias.data = before
+
+
+def _leave_unprocessed(model: nn.Module) -> None:
+    """For a reload that broke off: each layer that was not processed gets its old tensors back when
+    the reload ends. The weights are then of two versions, and every layer can be loaded again."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.load_numel = float("-inf")
 
 
 def widened_biases(model: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Parameter, Tensor]]:

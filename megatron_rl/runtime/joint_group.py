@@ -1,5 +1,5 @@
 """One process group over processes that were not launched together: the ranks of a trainer and the
-workers of a server."""
+workers of its servers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Meeting:
     own; a problem is a text, "" means none.
 
     Every text is signed with the secret of the run: who does not know it is not let in, and lets
-    nobody in.
+    nobody in. Signed is what is said, and not what is moved: see ``join_group``.
     """
 
     def __init__(self, store: dist.Store, secret: str = "") -> None:
@@ -47,19 +47,24 @@ class Meeting:
         if verdict:
             raise JointGroupError(verdict)
 
-    def open(self, step: str, ranks: Sequence[int], alive: Callable[[], str]) -> None:
-        """The first: waits until all ``ranks`` arrived or ``alive()`` gives a reason why they will
-        not. Raises as ``arrive`` does."""
+    def open(
+        self, step: str, ranks: Sequence[int], absent: Callable[[], Mapping[int, str]]
+    ) -> dict[int, str]:
+        """The first: waits until all ``ranks`` arrived, or ``absent()`` says which of them will not
+        and why. Returns the problems by rank; where there are any, the step does not begin."""
         keys = [f"{step}/{rank}" for rank in ranks]
-        verdict = ""
-        # ``check`` does not wait, as ``get`` would: meanwhile the reason may come.
-        while not verdict and not self.store.check(keys):
-            verdict = alive()
+        problems: Mapping[int, str] = {}
+        # ``check`` does not wait, as ``get`` would: meanwhile somebody may turn out to be absent.
+        while not problems and not self.store.check(keys):
+            problems = absent()
             time.sleep(POLL_S)
-        verdict = verdict or together(self._texts(keys, ranks))
-        self._say(f"{step}/verdict", verdict)
-        if verdict:
-            raise JointGroupError(verdict)
+        problems = problems or self._texts(keys, ranks)
+        self._say(f"{step}/verdict", together(problems))
+        return {rank: problem for rank, problem in problems.items() if problem}
+
+    def has_come(self, step: str, rank: int) -> bool:
+        """The first: whether a process waits for the step to begin."""
+        return self.store.check([f"{step}/{rank}"])
 
     def report(self, step: str, rank: int, problem: str) -> None:
         """All but the first: how the step ended."""
@@ -117,17 +122,28 @@ def visit_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
     return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
+def patience_s(timeout_s: float) -> float:
+    """How long a process waits for another inside of a command of ``timeout_s`` seconds: when one
+    is lost, the others must have the time left to say so."""
+    return timeout_s / 2
+
+
 def join_group(
     store: dist.Store, rank: int, size: int, timeout_s: float, secret: str = ""
 ) -> dist.ProcessGroup:
     """Collective over the ``size`` processes that share ``store`` and ``secret``: gloo for the
-    host's memory, NCCL for that of a GPU. Their addresses are in the store under names that only
-    who knows the secret can guess.
+    host's memory, NCCL for that of a GPU. Their addresses are in the store under names that follow
+    from the secret, so a process with another one does not get in by mistake.
+
+    This keeps no attacker out: the store asks nobody for a password, lists its keys, and lets
+    everybody who reaches its port read, set and delete them. In a closed network only.
+
+    ``timeout_s``: of the commands that the group is used in; see ``patience_s``.
 
     torch.distributed must be initialized, in each process with whatever world it has; its functions
     take the group like any other.
     """
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=patience_s(timeout_s))
     store = dist.PrefixStore(signature(secret, "group"), store)
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType
@@ -148,7 +164,7 @@ def join_group(
     # have no world in common, so only this one's own entry means anything; the other entries must
     # merely be there, one for each, and clash with nothing.
     own = dist.get_rank()
-    global_to_group = {(own + i - rank) % size: i for i in range(size)}
+    global_to_group = {(own + i - rank) % max(size, own + 1): i for i in range(size)}
     distributed_c10d._world.pg_group_ranks[group] = global_to_group
     distributed_c10d._world.pg_map[group] = ("gloo", store)
     return group

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.errors import WeightSyncError
+from megatron_rl.errors import LostPeerError, WeightSyncError
 from megatron_rl.runtime.plain_data import Schema, decoded, encoded
 
 
@@ -74,7 +74,7 @@ def raise_everywhere(
 
     Raises:
         ValueError: there is no ``advice`` and the errors of all ranks that have one are such.
-        WeightSyncError: otherwise; also when a rank is gone. Ends with ``advice``.
+        WeightSyncError: otherwise; LostPeerError when a rank is gone. Ends with ``advice``.
     """
     if not dist.is_initialized():
         if error is not None:
@@ -93,7 +93,7 @@ def raise_everywhere(
         everyone = all_gather(own, tuple[str, bool] | None, group)
         errors = [entry for entry in everyone if entry is not None]
     except RuntimeError as gone:
-        raise WeightSyncError(
+        raise LostPeerError(
             f"rank {rank}: a peer is gone in the middle of the weight sync: {gone}. {advice}"
         ) from error or gone
     message = "; ".join(dict.fromkeys(text for text, _ in errors))

@@ -5,23 +5,30 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Mapping
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, Literal, Protocol
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode, urlsplit
-from urllib.request import ProxyHandler, Request, build_opener
+from urllib.request import HTTPHandler, HTTPSHandler, ProxyHandler, Request, build_opener
 
 InFlight = Literal["wait", "abort", "keep"]
 PORTS = {"http": 80, "https": 443}
+# A machine without power answers nothing at all, not even that nobody listens there. One that lives
+# takes a connection at once, however long its command then takes.
+CONNECT_S = 10.0
 REMEDIES = {
     401: "; it was started with another secret than that of this run",
     404: "; start the server with VLLM_SERVER_DEV_MODE=1 in its environment",
 }
 
 
+class NotReachedError(ConnectionError):
+    """There is no connection to the server, so it has heard nothing."""
+
+
 class Server(Protocol):
     """Commands to an engine outside of this launch. Each returns when it is carried out, and raises
-    ConnectionError when it is not."""
+    ConnectionError when it is not; NotReachedError when the engine did not hear of it."""
 
     def address(self) -> str:
         """Of this machine, as the engine sees it."""
@@ -56,14 +63,15 @@ class HttpServer:
 
     def __init__(self, url: str, timeout_s: float = 300.0, secret: str = "") -> None:
         """``url``: such as http://127.0.0.1:8000. ``timeout_s``: for one command, and for requests
-        under way to end. ``secret``: of the run, which the server was started with."""
+        under way to end; a connection must be there within CONNECT_S. ``secret``: of the run, which
+        the server was started with."""
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self.headers = {"Content-Type": "application/json"}
         if secret:
             self.headers["Authorization"] = f"Bearer {secret}"
         # Through no proxy: the weights go to this address directly, so the commands can.
-        self.opener = build_opener(ProxyHandler({}))
+        self.opener = build_opener(ProxyHandler({}), _Plain(), _Encrypted())
 
     def call(
         self, path: str, body: Mapping[str, Any] | None = None, method: str = "POST", **query: Any
@@ -85,7 +93,10 @@ class HttpServer:
                 f"{method} {url}: the server answers {error.code} {error.reason}: {text}{remedy}"
             ) from error
         except (OSError, ValueError, HTTPException) as error:
-            raise ConnectionError(
+            kind = ConnectionError
+            if isinstance(error, URLError) and isinstance(error.reason, NotReachedError):
+                kind = NotReachedError
+            raise kind(
                 f"{method} {url}: no answer from a vLLM server ({error}); is it up, and the address"
                 " right?"
             ) from error
@@ -94,14 +105,15 @@ class HttpServer:
         try:
             url = urlsplit(self.url)
             address = (url.hostname, url.port or PORTS[url.scheme])
-            with socket.create_connection(address, timeout=self.timeout_s) as connection:
+            limit_s = min(CONNECT_S, self.timeout_s)
+            with socket.create_connection(address, timeout=limit_s) as connection:
                 return connection.getsockname()[0]
         except KeyError as error:
             raise ConnectionError(
                 f"{self.url}: the address of a server begins with http:// or https://"
             ) from error
         except (OSError, ValueError) as error:
-            raise ConnectionError(
+            raise NotReachedError(
                 f"{self.url}: no server is reached ({error}); is it up, and the address right?"
             ) from error
 
@@ -138,7 +150,34 @@ class HttpServer:
         answer = self.call(
             "reset_prefix_cache", reset_running_requests="true", reset_external="true"
         )
-        if not answer["success"]:
+        if not isinstance(answer, dict) or not answer.get("success"):
             raise ConnectionError(f"{self.url}: the server did not drop its prefix cache")
         # Features of images that the old tower made; no running request holds any now.
         self.call("reset_encoder_cache")
+
+
+class _QuickToConnect(HTTPConnection):
+    """``timeout`` is for the answer; the connection is there sooner or not at all."""
+
+    def connect(self) -> None:
+        limit_s = self.timeout
+        self.timeout = CONNECT_S if limit_s is None else min(CONNECT_S, limit_s)
+        try:
+            super().connect()
+        except OSError as error:
+            raise NotReachedError(f"no connection within {self.timeout:g} s: {error}") from error
+        self.sock.settimeout(limit_s)
+
+
+class _QuickToConnectEncrypted(_QuickToConnect, HTTPSConnection):
+    """The same for https: its handshake is part of the connection."""
+
+
+class _Plain(HTTPHandler):
+    def http_open(self, req: Request) -> HTTPResponse:
+        return self.do_open(_QuickToConnect, req)
+
+
+class _Encrypted(HTTPSHandler):
+    def https_open(self, req: Request) -> HTTPResponse:
+        return self.do_open(_QuickToConnectEncrypted, req)

@@ -1,124 +1,266 @@
-"""What rank 0 of the trainer does alone in a sync to a server: it gives the commands, and meets the
-workers."""
+"""What rank 0 of the trainer does alone in a sync to servers: it gives the commands, to all of them
+at the same time, and meets their workers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+import ipaddress
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from megatron_rl.runtime.joint_group import JointGroupError, Meeting, host_store, together
+from megatron_rl.runtime.joint_group import Meeting, host_store, patience_s, together
 from megatron_rl.types import TransferOptions
-from megatron_rl.weight_sync.commands import InFlight, Server
+from megatron_rl.weight_sync.commands import InFlight, NotReachedError, Server
+
+Answer = TypeVar("Answer")
+Why = dict[str, str]  # name of a server -> what is wrong with it
+
+
+class ServersError(RuntimeError):
+    """A step that needs all servers did not begin. ``lost``: those that cannot take part, and
+    why."""
+
+    def __init__(self, lost: Mapping[str, str]) -> None:
+        super().__init__(dict(lost))  # pickle makes the error again from this
+        self.lost = dict(lost)
+
+    def __str__(self) -> str:
+        return said(self.lost)
+
+
+def said(problems: Mapping[str, str]) -> str:
+    """The problems of several servers as one text. A server that is alone needs no name."""
+    return "; ".join(f"{name}: {why}" if name else why for name, why in problems.items())
+
+
+class Ends(NamedTuple):
+    """How a step ended. ``lost``: servers whose command was not carried out; ``problems``: what the
+    workers of others say of it."""
+
+    lost: Why
+    problems: Why
 
 
 class Host:
-    """Gives a server its commands. One that begins a step of all (a connection, an update) ends
-    only with it, while rank 0 itself takes part: a thread waits for its answer.
+    """Gives servers their commands. One that begins a step of all (a connection, an update) ends
+    only with it, while rank 0 itself takes part: threads wait for the answers.
 
     Every step has a name of its own, under which rank 0 and the workers meet.
     """
 
-    def __init__(self, server: Server, options: TransferOptions, secret: str) -> None:
-        self._server = server
+    def __init__(
+        self, servers: Mapping[str, Server], options: TransferOptions, secret: str
+    ) -> None:
+        """``servers``: by name; their workers have their ranks in this order."""
+        self._servers = dict(servers)
         self._options = options
+        self._patience_s = patience_s(options.timeout_s)
         self._secret = secret
-        self._pool = ThreadPoolExecutor(1)
+        self._pool = ThreadPoolExecutor(len(servers))
         self._updates = 0
         self._step = ""
-        self._command: Future[None] | None = None
+        self._commands: dict[str, Future[None]] = {}
         self._store: dist.TCPStore | None = None
         self._meeting: Meeting | None = None
-        self._workers = range(0)
+        self._ranks: dict[str, range] = {}
+        self._late_at = 0.0
+        self._silent: set[str] = set()  # their commands may never be answered
 
     def invite(self, num_trainers: int, device_type: str) -> tuple[str, int, int]:
         """Tells the workers where to come and waits for them. Returns address and port of the store
-        and the group's size: the ranks of the trainer, then the workers."""
-        address = self._server.address()
-        size = num_trainers + self._server.num_workers()
+        and the group's size: the ranks of the trainer, then the workers.
+
+        Raises:
+            ServersError: a server is not reached, or one of its workers cannot take part.
+        """
+        addresses = self._all(lambda server: server.address())
+        size = num_trainers
+        for name, num_workers in self._all(lambda server: server.num_workers()).items():
+            self._ranks[name] = range(size, size + num_workers)
+            size += num_workers
+        own = _for_everybody(addresses.values())
         # No local name for it, which the traceback of an error would keep: see ``close``.
-        self._store = host_store(address, self._options.timeout_s)
+        self._store = host_store(own, self._options.timeout_s)
         self._meeting = Meeting(self._store, self._secret)
-        self._workers = range(num_trainers, size)
         info = {
-            "address": address,
             "port": self._store.port,
-            "first_rank": num_trainers,
             "size": size,
             "device": device_type,
             "options": asdict(self._options),
         }
-        self._begin_step("init", lambda: self._server.init_transfer(info))
-        return address, self._store.port, size
 
-    def pause(self, in_flight: InFlight) -> None:
-        """When the server does not pause in time, it is to serve on."""
-        try:
-            self._server.pause(in_flight)
-        except ConnectionError as error:
-            try:
-                self._server.resume()
-            except ConnectionError as also:
-                raise ConnectionError(f"{error}; the server may be paused: {also}") from error
-            raise
+        def init(name: str) -> None:
+            own_info = {"address": addresses[name], "first_rank": self._ranks[name].start}
+            self._servers[name].init_transfer({**info, **own_info})
+
+        self._begin_step("init", init)
+        return own, self._store.port, size
+
+    def pause(self, in_flight: InFlight) -> Why:
+        """Returns the servers that do not pause in time. They are to serve on; one that is not
+        reached has not heard of it, and is not called a second time."""
+        _, lost = self._each(partial(_pause, in_flight))
+        return lost
 
     def begin_update(self, version: int) -> None:
-        """Returns when every worker is about to begin it."""
+        """Returns when every worker is about to begin it.
+
+        Raises:
+            ServersError: one of them does not.
+        """
         self._updates += 1
         step = f"sync{self._updates}"
-        self._begin_step(step, lambda: self._server.update({"step": step, "version": version}))
+        info = {"step": step, "version": version}
+        self._begin_step(step, lambda name: self._servers[name].update(info))
 
-    def _begin_step(self, step: str, command: Callable[[], None]) -> None:
+    def _begin_step(self, step: str, command: Callable[[str], None]) -> None:
         """Gives the command and waits until every worker is about to begin the step."""
         assert self._meeting is not None, "workers are invited first"
         self._step = step
-        self._command = self._pool.submit(command)
-        self._meeting.open(step, self._workers, self._absent)
+        self._late_at = time.monotonic() + self._patience_s
+        self._commands = {name: self._pool.submit(command, name) for name in self._servers}
+        everybody = [rank for ranks in self._ranks.values() for rank in ranks]
+        problems = self._meeting.open(step, everybody, self._absent)
+        lost = {name: _of(ranks, problems) for name, ranks in self._ranks.items()}
+        lost = {name: why for name, why in lost.items() if why}
+        if lost:
+            raise ServersError(lost)
 
-    def _absent(self) -> str:
-        """Why the workers will not come: the command is over. Empty while it is not."""
-        assert self._command is not None
-        if not self._command.done():
-            return ""
-        error = self._command.exception()
-        if error is None:
-            return "the server answered before its workers came"
-        return str(error)
+    def _absent(self) -> dict[int, str]:
+        """The workers that will not come, since their command is over or the others have waited
+        long enough, and why."""
+        is_late = time.monotonic() > self._late_at
+        reasons: dict[int, str] = {}
+        for name, command in self._commands.items():
+            why = ""
+            if command.done():
+                error = command.exception()
+                why = "the server answered before its workers came" if error is None else str(error)
+            elif is_late and not self._has_come(name):
+                self._silent.add(name)
+                why = f"its workers did not come within {self._patience_s:g} s"
+            if why:
+                reasons |= dict.fromkeys(self._ranks[name], why)
+        return reasons
 
-    def check(self) -> None:
-        """Waits for the end of the step. Raises JointGroupError with what workers say of it."""
-        problem = together(self._problems())
-        if problem:
-            raise JointGroupError(problem)
+    def _has_come(self, name: str) -> bool:
+        assert self._meeting is not None, "workers are invited first"
+        return all(self._meeting.has_come(self._step, rank) for rank in self._ranks[name])
 
-    def _problems(self) -> dict[int, str]:
-        """What each worker says of the step, when it is over."""
-        assert self._command is not None and self._meeting is not None
-        self._command.result()
-        return self._meeting.reports(self._step, self._workers)
+    def ends(self) -> Ends:
+        """Waits until every server has ended its part of the step."""
+        assert self._meeting is not None, "workers are invited first"
+        ends = Ends({}, {})
+        for name, command in self._commands.items():
+            try:
+                command.result()
+                problem = together(self._meeting.reports(self._step, self._ranks[name]))
+            except (OSError, RuntimeError) as error:  # of the command, of the store
+                ends.lost[name] = str(error)
+                continue
+            if problem:
+                ends.problems[name] = problem
+        return ends
 
-    def end_update(self, version: int) -> None:
-        """All is in place: the server goes on with the new weights."""
-        self._server.finish(version)
-        self._server.resume()
+    def end_update(self, version: int, names: Collection[str]) -> Why:
+        """All is in place in these servers: they go on with the new weights. Returns those that do
+        not."""
 
-    def call_off(self) -> str:
-        """After an update that every rank refused: the server goes on with its old weights. Returns
-        why it cannot."""
-        try:
-            if not all(self._problems().values()):
-                return "; some of the workers did not refuse it"
-            self._server.cancel()
-            self._server.resume()
-        except (OSError, RuntimeError) as error:  # of a command, of the store
-            return f"; calling it off: {error}"
-        return ""
+        def end(server: Server) -> None:
+            server.finish(version)
+            server.resume()
+
+        _, lost = self._each(end, names)
+        return lost
+
+    def call_off(self) -> Why:
+        """After an update that every rank refused: the servers go on with their old weights.
+        Returns those that cannot."""
+        ends = self.ends()
+        willing = set(self._servers) - set(ends.lost) - set(ends.problems)
+        if willing:
+            return dict.fromkeys(willing, "some of the workers did not refuse it")
+
+        def resume(server: Server) -> None:
+            server.cancel()
+            server.resume()
+
+        _, lost = self._each(resume, ends.problems)
+        return {name: f"calling it off: {why}" for name, why in {**ends.lost, **lost}.items()}
+
+    def release(self, names: Collection[str]) -> Why:
+        """After an update that broke off: these servers, still paused, may begin another. Returns
+        those that may not."""
+        for name in names:
+            self._commands[name].exception()  # it is over
+        _, lost = self._each(lambda server: server.cancel(), names)
+        return lost
+
+    def _all(self, command: Callable[[Server], Answer]) -> dict[str, Answer]:
+        """The answers of all servers. Raises ServersError when there are not so many."""
+        answers, lost = self._each(command)
+        if lost:
+            raise ServersError(lost)
+        return answers
+
+    def _each(
+        self, command: Callable[[Server], Answer], names: Collection[str] | None = None
+    ) -> tuple[dict[str, Answer], Why]:
+        """Gives a command to the servers (None: all), to all at the same time. Returns the answers,
+        and why there is none."""
+        futures = {
+            name: self._pool.submit(command, server)
+            for name, server in self._servers.items()
+            if names is None or name in names
+        }
+        answers: dict[str, Answer] = {}
+        lost: Why = {}
+        for name, future in futures.items():
+            try:
+                answers[name] = future.result()
+            except ConnectionError as error:
+                lost[name] = str(error)
+        return answers, lost
 
     def close(self) -> None:
         """The store goes with the last reference to it, and only now: workers report to it until
         the command is over."""
-        self._pool.shutdown()
+        wait([command for name, command in self._commands.items() if name not in self._silent])
+        self._pool.shutdown(wait=False)
         self._store = None
         self._meeting = None
+
+
+def _pause(in_flight: InFlight, server: Server) -> None:
+    try:
+        server.pause(in_flight)
+    except NotReachedError:
+        raise
+    except ConnectionError as error:
+        try:
+            server.resume()
+        except ConnectionError as also:
+            raise ConnectionError(f"{error}; the server may be paused: {also}") from error
+        raise
+
+
+def _of(ranks: Iterable[int], problems: Mapping[int, str]) -> str:
+    """The problems of one server."""
+    return together({rank: problems.get(rank, "") for rank in ranks})
+
+
+def _for_everybody(addresses: Collection[str]) -> str:
+    """Of the addresses under which servers see this machine, one that others see too if there is
+    any: not that of a server on this machine."""
+    for address in addresses:
+        try:
+            if not ipaddress.ip_address(address).is_loopback:
+                return address
+        except ValueError:  # a name
+            return address
+    return next(iter(addresses))

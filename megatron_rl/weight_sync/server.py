@@ -1,4 +1,4 @@
-"""The planned sync into vLLM servers: the trainer's end of the backend ``megatron_rl``.
+"""The planned sync into one vLLM server: the trainer's end of the backend ``megatron_rl``.
 
 The ranks of the trainer and the workers of the server form one process group for the weights; HTTP
 carries only commands.
@@ -6,21 +6,16 @@ carries only commands.
 
 from __future__ import annotations
 
-import time
-from dataclasses import replace
-
 import torch
-import torch.distributed as dist
 
 from megatron_rl.errors import WeightSyncError
 from megatron_rl.runtime import device as this_device
-from megatron_rl.runtime.joint_group import join_group, leave_group, visit_store
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import SyncReport, TransferOptions
 from megatron_rl.weight_sync.commands import InFlight, Server
-from megatron_rl.weight_sync.failure import Progress, Stage
-from megatron_rl.weight_sync.host import Host
-from megatron_rl.weight_sync.reshard import Plans, ReshardSync, WeightSource
+from megatron_rl.weight_sync.failure import Stage
+from megatron_rl.weight_sync.joint import JointSync, Trainer
+from megatron_rl.weight_sync.reshard import Plans, WeightSource
 
 
 class ServerSync:
@@ -53,46 +48,21 @@ class ServerSync:
         Raises ValueError, on every rank: the server is not reached, lacks the backend, or holds
         another model; names tensors.
         """
-        self._source = source
-        self._world = world
-        self._options = options or TransferOptions()
-        self._in_flight_requests = in_flight_requests
-        self._device = this_device.device() if device is None else torch.device(device)
-        self._secret = secret
-        self._plans = plans
-        self._host = Host(server, self._options, secret)
+        trainer = Trainer(
+            source,
+            world,
+            options or TransferOptions(),
+            in_flight_requests,
+            this_device.device() if device is None else torch.device(device),
+            secret,
+            {} if plans is None else plans,
+        )
         self._failure: str | None = None
-        self._group: dist.ProcessGroup | None = None
-        self._sync: ReshardSync | None = None
         try:
-            self._sync = self._connect()
-        except Exception as error:
-            self.close(error)
-            # Of the connection, the store and the group; anything else passes as it is.
-            if not isinstance(error, OSError | RuntimeError):
-                raise
+            self._joint = JointSync(trainer, {"": server})
+        except (OSError, RuntimeError) as error:  # of the connection, the store, the group
             raise ValueError(f"weight sync to a server: {error}") from error
-        self.plan = self._sync.plan
-
-    def _connect(self) -> ReshardSync:
-        """Collective over the trainer's ranks: one group with the workers, and the plan."""
-        timeout_s = self._options.timeout_s
-        address, port, size = self._world.from_main(
-            lambda: self._host.invite(self._world.size, self._device.type)
-        )
-        store = visit_store(address, port, timeout_s)
-        self._group = join_group(store, self._world.rank, size, timeout_s, self._secret)
-        sync = ReshardSync(
-            self._source,
-            None,
-            self._options,
-            gpus_per_node=None,
-            device=self._device,
-            group=self._group,
-            plans=self._plans,
-        )
-        self._world.from_main(self._host.check)
-        return sync
+        self.plan = self._joint.plan
 
     def sync(self, version: int) -> SyncReport:
         """Collective over the trainer's ranks. ``bytes_sent``: what this rank sent;
@@ -107,52 +77,17 @@ class ServerSync:
         """
         if self._failure is not None:
             raise WeightSyncError(f"weight sync to a server: {self._failure}")
-        if self._sync is None:
+        if not self._joint.is_connected:
             raise ValueError("weight sync to a server: it is closed; construct a new one")
-        start = time.perf_counter()
-        progress = Progress(version)
-        try:
-            self._world.from_main(lambda: self._host.pause(self._in_flight_requests))
-        except ConnectionError as error:
-            raise WeightSyncError(f"weight sync to a server: {progress}: {error}") from error
-        progress.stage = Stage.INVITED
-        try:
-            report = self._push(self._sync, progress)
-        except BaseException as error:  # a Ctrl-C too leaves the server paused and peers waiting
-            problem = ""
-            # Every rank has raised, workers included, and nothing has moved.
-            if progress.stage is Stage.READYING and isinstance(error, Exception):
-                problem = self._world.from_main(self._host.call_off)
-                if not problem:
-                    raise
-            self._failure = f"{progress}: {error}{problem}. The server stays paused; restart it"
-            self._leave(error)  # so that no peer waits for this rank
-            raise WeightSyncError(f"weight sync to a server: {self._failure}") from error
-        return replace(
-            report,
-            num_tensors=sum(len(tensors.names) for tensors in self.plan.classes),
-            bytes_total=self.plan.bytes_sent,
-            seconds=time.perf_counter() - start,
-        )
-
-    def _push(self, sync: ReshardSync, progress: Progress) -> SyncReport:
-        """Collective, while the server is paused."""
-        self._world.from_main(lambda: self._host.begin_update(progress.version))
-        report = sync.carry_out(progress)
-        progress.stage = Stage.FINISHING  # of the workers: complete here, but not yet there
-        self._world.from_main(self._host.check)
-        progress.stage = Stage.COMPLETE
-        self._world.from_main(lambda: self._host.end_update(progress.version))
-        return report
+        pushed = self._joint.sync(version)
+        if pushed.report is not None and not pushed.problem:
+            return pushed.report
+        if pushed.stage is Stage.NOT_BEGUN:
+            raise WeightSyncError(f"weight sync to a server: {pushed.problem}")
+        self._failure = f"{pushed.problem}. The server stays paused; restart it"
+        raise WeightSyncError(f"weight sync to a server: {self._failure}")
 
     def close(self, error: BaseException | None = None) -> None:
         """Collective over the trainer's ranks: leaves the group. The server serves on. May be
         called again, and after a failure."""
-        self._leave(error)
-        self._host.close()
-
-    def _leave(self, error: BaseException | None = None) -> None:
-        self._sync = None
-        if self._group is not None:
-            leave_group(self._group, error)
-            self._group = None
+        self._joint.close(error)

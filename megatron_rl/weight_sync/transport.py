@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.errors import WeightSyncError
+from megatron_rl.errors import LostPeerError
 from megatron_rl.runtime.digest import Kind, kind_on
 from megatron_rl.weight_sync.buckets import Parameters, RunningChecksum, pack, strided, unpack
 from megatron_rl.weight_sync.checks import compare
@@ -352,11 +352,11 @@ class _Run:
             peer = dist.get_global_rank(self.group, peer)
         return dist.P2POp(call, buffer, peer, self.group)
 
-    def failure(self, step: Round, error: RuntimeError) -> WeightSyncError:
+    def failure(self, step: Round, error: RuntimeError) -> LostPeerError:
         messages = [f"to rank {message.peer}: {message.contents}" for message in step.sends]
         messages += [f"from rank {message.peer}: {message.contents}" for message in step.receives]
         shown = "; ".join(messages[:MAX_MESSAGES_SHOWN])
-        return WeightSyncError(
+        return LostPeerError(
             f"rank {self.program.rank}: round {step.number} of the weight sync failed ({shown}):"
             f" {error}. {HALF_UPDATED}"
         )

@@ -1,6 +1,9 @@
 """Several servers that come, fail and go: each has the version of the others, or is named as
 lost."""
 
+import threading
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +15,7 @@ from tests.unit.weight_sync.test_server import (
     WORLD,
     Policy,
     TwoWorkers,
+    Worker,
     failing,
     served,
 )
@@ -84,6 +88,76 @@ def test_a_server_that_is_not_there_or_holds_another_model_is_lost(fleet, server
     report = fleet.sync(1, named(servers, "abc"))
     assert report.updated == ("c",)
     assert "another model" in report.lost["a"] and "no server is reached" in report.lost["b"]
+
+
+def test_one_whose_fault_is_nobodys_knowledge_is_found(fleet, servers):
+    """It raises in the middle, and all others with it: the text alone says who."""
+    fleet.sync(1, named(servers, "abc"))
+
+    def fail(transfer, version):
+        transfer(servers["at b"].workers[0].values.__getitem__, lambda key: None)
+        raise RuntimeError("no memory is left")
+
+    servers["at b"].workers[0].update_weights = fail
+    fleet.source.values["b"] += 1
+    report = fleet.sync(2, named(servers, "abc"))
+    assert report.updated == ("a", "c") and "no memory is left" in report.lost["b"]
+    for name in "ac":
+        assert torch.equal(served(servers[f"at {name}"])["b"], fleet.source.values["b"])
+    assert servers["at a"].commands[4:-4] == ["pause keep", "update 2", "cancel"]
+    assert servers["at a"].commands[-4:] == ["pause keep", "update 2", "finish 2", "resume"]
+
+
+def test_one_that_does_not_go_on_costs_no_second_push(fleet, servers):
+    servers["at b"].resume = failing("resume: timed out")
+    report = fleet.sync(1, named(servers, "abc"))
+    assert report.updated == ("a", "c")
+    assert "is complete, but the server did not go on: resume: timed out" in report.lost["b"]
+    assert servers["at a"].commands == ["pause keep", "update 1", "finish 1", "resume"]
+    assert fleet.sync(2, named(servers, "ac")).updated == ("a", "c")
+
+
+def test_one_that_falls_silent_is_not_waited_for(world, servers):
+    options = replace(OPTIONS, timeout_s=4.0)
+    fleet = FleetSync(Policy(), world, "", options, "keep", "cpu", make_server=servers.get)
+    fleet.sync(1, named(servers, "ab"))
+    answer = threading.Event()
+    servers["at b"].update = lambda info: answer.wait(60)
+    try:
+        report = fleet.sync(2, named(servers, "ab"))
+        assert report.updated == ("a",)
+        assert "its workers did not come within 2 s" in report.lost["b"]
+    finally:
+        answer.set()
+
+
+class Halves(Worker):
+    """One that wants another type."""
+
+    def __init__(self, number):
+        super().__init__(number)
+        self.values = {name: value.bfloat16() for name, value in self.values.items()}
+
+    def weight_boxes(self):
+        return [replace(shard, dtype="bfloat16") for shard in super().weight_boxes()]
+
+
+def test_those_that_do_not_fit_each_other_are_kept_apart(world, servers):
+    options = replace(OPTIONS, cast=True)
+    fleet = FleetSync(Policy(), world, "", options, "keep", "cpu", make_server=servers.get)
+    servers["at b"].workers = [Halves(0), Halves(1)]
+    invited, init = [], TwoWorkers.init_transfer
+    for name, server in servers.items():
+        server.init_transfer = lambda info, server=server, name=name: (
+            invited.append(name),
+            init(server, info),
+        )
+    for version in (1, 2):
+        before = len(invited)
+        report = fleet.sync(version, named(servers, "ab"))
+        assert report.updated == ("a", "b") and not report.lost
+        assert torch.equal(served(servers["at b"])["a"], fleet.source.values["a"].bfloat16())
+    assert len(invited) == before == 4, "together, then each alone, and not again"
 
 
 def test_without_servers_nothing_moves(fleet):

@@ -1,10 +1,8 @@
 """The trainer's end of a sync to a server: its commands in order, what it does when something
-fails, the messages of HTTP."""
+fails."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import torch
@@ -115,6 +113,7 @@ class TwoWorkers:
     def join(self, number):
         store = visit_store("127.0.0.1", self.info["port"], 20)
         rank = self.info["first_rank"] + number
+        self.workers[number].replica = self.info["first_rank"]
         group = join_group(store, rank, self.info["size"], 20, self.secret)
         options = TransferOptions(**self.info["options"])
         self.syncs[number] = ReshardSync(
@@ -315,70 +314,3 @@ def test_a_refused_construction_leaves_nothing_behind(world):
     assert len(ours) == 2, "the two workers' alone"
     with pytest.raises(dist.DistError):
         visit_store("127.0.0.1", server.info["port"], 1)
-
-
-@pytest.fixture
-def answering():
-    """The address of a server that answers every request alike."""
-
-    class Handler(BaseHTTPRequestHandler):
-        status, body, paths_asked = 200, b"{}", []
-
-        def do_GET(self):
-            self.do_POST()
-
-        def do_POST(self):
-            Handler.paths_asked.append(self.path)
-            if self.status is None:
-                self.wfile.write(b"SSH-2.0\r\n")
-                return
-            self.send_response(self.status)
-            self.end_headers()
-            self.wfile.write(self.body)
-
-        def log_message(self, *_): ...
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
-    yield Handler, HttpServer(f"http://127.0.0.1:{server.server_port}", timeout_s=5)
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.mark.parametrize(
-    ("status", "body", "words"),
-    [
-        (404, b"", "pause.*404.*VLLM_SERVER_DEV_MODE=1"),
-        (500, b"the engine is dead", "pause.*500.*the engine is dead"),
-        (200, b"<html>", "no answer from a vLLM server"),
-        (None, b"", "no answer from a vLLM server"),
-    ],
-)
-def test_a_command_that_is_not_carried_out_says_why(answering, status, body, words):
-    handler, server = answering
-    server.pause("wait")
-    handler.status, handler.body = status, body
-    with pytest.raises(ConnectionError, match=words):
-        server.pause("wait")
-
-
-def test_another_server_and_a_proxy_are_no_vllm_server(answering, monkeypatch):
-    handler, server = answering
-    with pytest.raises(ConnectionError, match="get_world_size: no answer of a vLLM server"):
-        server.num_workers()
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    handler.body = b'{"world_size": 3}'
-    assert HttpServer(server.url, timeout_s=5).num_workers() == 3
-
-
-def test_old_caches_are_dropped_and_a_kept_one_is_an_error(answering):
-    handler, server = answering
-    handler.body = b'{"success": true}'
-    server.finish(1)
-    assert handler.paths_asked[1:] == [
-        "/reset_prefix_cache?reset_running_requests=true&reset_external=true",
-        "/reset_encoder_cache",
-    ]
-    handler.body = b'{"success": false}'
-    with pytest.raises(ConnectionError, match="prefix cache"):
-        server.finish(1)
