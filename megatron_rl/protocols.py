@@ -162,10 +162,6 @@ class Policy(Protocol):
         learning-rate schedule. ``with_scores``: return what ``score`` would have returned before
         the step."""
 
-    def check_weights(self, step: int) -> None:
-        """Collective: raises NonFiniteError on every rank when weights, as they are after ``step``,
-        hold NaN or infinity."""
-
     def save(
         self, path: Path, extra: Mapping[str, Any], about: Mapping[str, Any] | None = None
     ) -> None:
@@ -189,6 +185,14 @@ class Policy(Protocol):
 
     def export(self, path: Path) -> None:
         """Collective: a HF directory (config, safetensors, tokenizer files)."""
+
+
+class CheckedWeights(Protocol):
+    """What a source asks of the policy before it publishes its weights."""
+
+    def check_weights(self, step: int) -> None:
+        """Collective: raises NonFiniteError on every rank when weights, as they are after ``step``,
+        hold NaN or infinity."""
 
 
 class Offloadable(Protocol):
@@ -240,7 +244,7 @@ class WeightSource(Protocol):
         """The local parameter that the shards call ``key``, as it is now."""
 
 
-Parameters = Callable[[str], Tensor]
+Parameters = Callable[[str], Tensor]  # the local parameter of a key, at the moment of use
 Transfer = Callable[[Parameters, Callable[[str], None]], None]
 
 

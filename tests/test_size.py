@@ -19,6 +19,7 @@ MAX_FUNCTION_LINES = 60
 LONG_FILES = re.compile(r"(^tools/constraints_\w+\.txt|\.md|/expected_output\.\w+)$")
 MAX_STEP_LINES = 25
 MAX_ENTRY_LINES = 80
+MAX_POLICY_MEMBERS = 6
 
 # A setting comes from conf/ alone. What is read from the environment is what the launcher says
 # about this process.
@@ -202,6 +203,12 @@ def test_the_step_and_the_entry_can_be_read_at_one_go():
         len((REPO / "megatron_rl/train.py").read_text(encoding="utf-8").splitlines())
         <= MAX_ENTRY_LINES
     )
+
+
+def test_what_the_trainer_asks_of_a_policy_is_little():
+    protocols = (REPO / "megatron_rl/protocols.py").read_text(encoding="utf-8")
+    members = [name for name, _ in functions(protocols) if name.startswith("Policy.")]
+    assert 0 < len(members) <= MAX_POLICY_MEMBERS, members
 
 
 def test_names_say_a_role():

@@ -30,8 +30,7 @@ from megatron_rl.engine.side_effects import (
 )
 from megatron_rl.engine.stream import CheckedStream, expected_tensors
 from megatron_rl.engine.streams import EngineStream
-from megatron_rl.engine.worker import Transfer
-from megatron_rl.protocols import ENGINE_PARTS, NOTHING
+from megatron_rl.protocols import ENGINE_PARTS, NOTHING, Transfer
 from megatron_rl.runtime.activity import ACTIVITY
 from megatron_rl.runtime.launch import lift_time_limits
 from megatron_rl.runtime.random_state import preserved_random_state

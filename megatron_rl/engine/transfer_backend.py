@@ -25,8 +25,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megatron_rl.engine.recorder import UndiscoveredError
 from megatron_rl.engine.stream import expected_tensors
-from megatron_rl.engine.worker import ShardReceiver, Transfer
+from megatron_rl.engine.worker import ShardReceiver
 from megatron_rl.errors import LostPeerError
+from megatron_rl.protocols import Transfer
 from megatron_rl.runtime.joint_group import Meeting, join_group, leave_group, visit_store
 from megatron_rl.types import Shard, SyncReport, TransferOptions
 

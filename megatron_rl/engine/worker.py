@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from megatron_rl.engine.recorder import UndiscoveredError, partly_filled, record_shards
 from megatron_rl.engine.stream import shown
+from megatron_rl.protocols import Transfer
 from megatron_rl.types import Shard
 
 RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
-Transfer = Callable[[Callable[[str], Tensor], Callable[[str], None]], None]
 
 
 class ShardReceiver:

@@ -339,7 +339,7 @@ class MegatronPolicy:
                 finish_param_gather(self.chunks)
 
     def check_weights(self, step: int) -> None:
-        """See protocols.Policy."""
+        """See protocols.CheckedWeights."""
         self.wait_for_param_gather()
         done = self.optimizer_steps - 1
         rate = None

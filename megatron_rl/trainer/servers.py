@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from jaxtyping import Int
 
+from megatron_rl.protocols import CheckedWeights
 from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.exchange import token_rows, token_versions
 from megatron_rl.trainer.experience import Experience, Responses
@@ -37,13 +38,6 @@ from megatron_rl.weight_sync.held import HeldWeights
 
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
-
-
-class CheckedPolicy(Protocol):
-    """What a source asks of the policy beside its weights."""
-
-    def check_weights(self, step: int) -> None:
-        """See protocols.Policy."""
 
 
 class ScoreChecks(Protocol):
@@ -77,7 +71,7 @@ class ServerParts:
     ``record``: of what each step is trained on, None: none is kept."""
 
     world: World
-    policy: CheckedPolicy
+    policy: CheckedWeights
     fleet: FleetSync
     held: HeldWeights | None
     dispatcher: Callable[[Mapping[str, Any] | None], ServerDispatcher]

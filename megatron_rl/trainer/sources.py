@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
-from megatron_rl.protocols import Policy, RolloutEngine, WeightSync
+from megatron_rl.protocols import CheckedWeights, RolloutEngine, WeightSync
 from megatron_rl.trainer.colocation import Colocation
 from megatron_rl.trainer.experience import Experience
 from megatron_rl.trainer.metrics import Clock
@@ -36,7 +36,7 @@ class Colocated:
     def __init__(
         self,
         rollouts: Collects,
-        policy: Policy,
+        policy: CheckedWeights,
         engine: RolloutEngine,
         weight_sync: WeightSync,
         colocation: Colocation,

@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from megatron_rl.protocols import Parameters
 from megatron_rl.runtime.digest import Kind, checksum, kind_on, piece_bytes
 from megatron_rl.weight_sync.program import Message
 from megatron_rl.weight_sync.shards import View
-
-Parameters = Callable[[str], Tensor]  # the local parameter of a key, at the moment of use
 
 
 def strided(parameter: Tensor, view: View) -> Tensor:

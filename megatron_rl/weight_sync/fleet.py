@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_rl.errors import WeightSyncError, first_line
+from megatron_rl.protocols import WeightSource
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import SyncReport, TransferOptions
 from megatron_rl.weight_sync.commands import HttpServer, InFlight, Server
 from megatron_rl.weight_sync.host import ServersError
 from megatron_rl.weight_sync.joint import JointSync, Trainer
-from megatron_rl.weight_sync.reshard import Plans, WeightSource
+from megatron_rl.weight_sync.reshard import Plans
 
 Names = tuple[str, ...]
 # A plan for many servers is large, and each loss and each newcomer makes another.

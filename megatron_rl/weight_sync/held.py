@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_rl.protocols import WeightSource
 from megatron_rl.types import Shard
-from megatron_rl.weight_sync.reshard import WeightSource
 
 
 class HeldWeights:

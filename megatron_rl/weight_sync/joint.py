@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import LostPeerError, WeightSyncError
+from megatron_rl.protocols import WeightSource
 from megatron_rl.runtime.joint_group import join_group, leave_group, visit_store
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import SyncReport, TransferOptions
@@ -20,7 +21,7 @@ from megatron_rl.weight_sync.commands import InFlight, Server
 from megatron_rl.weight_sync.failure import Progress, Stage
 from megatron_rl.weight_sync.host import Ends, Host, ServersError, said
 from megatron_rl.weight_sync.plan import Plan
-from megatron_rl.weight_sync.reshard import Plans, ReshardSync, WeightSource
+from megatron_rl.weight_sync.reshard import Plans, ReshardSync
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,14 @@ from __future__ import annotations
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.types import Shard, SyncReport, TransferOptions
-from megatron_rl.weight_sync.buckets import Parameters
+from megatron_rl.protocols import Parameters, WeightSink, WeightSource
+from megatron_rl.types import SyncReport, TransferOptions
 from megatron_rl.weight_sync.collectives import all_gather
 from megatron_rl.weight_sync.exchange import Groups, digest, exchange
 from megatron_rl.weight_sync.failure import Progress, Stage
@@ -23,39 +22,7 @@ from megatron_rl.weight_sync.program import compile_program
 from megatron_rl.weight_sync.shards import collect
 from megatron_rl.weight_sync.transport import Transport, TransportReport
 
-Transfer = Callable[[Parameters, Callable[[str], None]], None]
 Plans = dict[str, Plan]  # by what they were made from, see ``_shape``
-
-
-class WeightSource(Protocol):
-    """The training side of one process."""
-
-    def weight_boxes(self) -> Sequence[Shard]:
-        """What this process holds."""
-
-    def wait_for_param_gather(self) -> None:
-        """Collective over the training side: finish what still changes the weights. Called once
-        before each sync."""
-
-    def weight(self, key: str) -> Tensor:
-        """The local parameter that the shards call ``key``, as it is now."""
-
-
-class WeightSink(Protocol):
-    """The rollout side of one process."""
-
-    replica: int
-
-    def weight_boxes(self) -> Sequence[Shard]:
-        """What this process wants; together the processes of one replica want every element of
-        every tensor."""
-
-    def update_weights(self, transfer: Transfer, version: int) -> None:
-        """Collective. Open the parameters for writing, call ``transfer(parameter, written)`` once,
-        finish the update, drop caches computed with the old weights and stamp ``version``.
-        ``parameter(key)`` gives the tensor that a shard is to be written to; ``written(key)`` tells
-        that the last shard of it is in place. Any exception out of ``transfer`` leaves the engine
-        unusable, and it says so."""
 
 
 class ReshardSync:

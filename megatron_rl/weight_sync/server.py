@@ -9,13 +9,14 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.errors import WeightSyncError
+from megatron_rl.protocols import WeightSource
 from megatron_rl.runtime import device as this_device
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import SyncReport, TransferOptions
 from megatron_rl.weight_sync.commands import InFlight, Server
 from megatron_rl.weight_sync.failure import Stage
 from megatron_rl.weight_sync.joint import JointSync, Trainer
-from megatron_rl.weight_sync.reshard import Plans, WeightSource
+from megatron_rl.weight_sync.reshard import Plans
 
 
 class ServerSync:

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.errors import LostPeerError
+from megatron_rl.protocols import Parameters
 from megatron_rl.runtime.digest import Kind, kind_on
-from megatron_rl.weight_sync.buckets import Parameters, RunningChecksum, pack, strided, unpack
+from megatron_rl.weight_sync.buckets import RunningChecksum, pack, strided, unpack
 from megatron_rl.weight_sync.checks import compare
 from megatron_rl.weight_sync.collectives import raise_everywhere
 from megatron_rl.weight_sync.failure import HALF_UPDATED

@@ -10,9 +10,10 @@ from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.policy.megatron_policy import MegatronPolicy
+from megatron_rl.protocols import WeightSource
 from megatron_rl.runtime import launch
 from megatron_rl.types import TransferOptions
-from megatron_rl.weight_sync.reshard import ReshardSync, WeightSource
+from megatron_rl.weight_sync.reshard import ReshardSync
 from tests.numerics import rollout_models as small
 from tests.zoo import policy_beside_engine
 
