@@ -178,6 +178,13 @@ class Scheduler:
                 return batch.version
         return self.rules.version_of(self._next_step)
 
+    @property
+    def wants_newest(self) -> bool:
+        """In lockstep, whether something waits for the weights that are published now or, under a
+        filter, a verdict may still ask for more of them: before newer ones take their place."""
+        may_want_more = self.rules.is_filtered and self.oldest_needed <= self.version
+        return self.rules.lockstep and (self.queue.num_waiting > 0 or may_want_more)
+
     def take(self) -> Batch:
         """The groups of the next step, which leave the scheduler."""
         assert self.is_ready, "the next step has not all of its groups"

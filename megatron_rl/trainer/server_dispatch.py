@@ -52,7 +52,8 @@ class ServerDispatcher:
         if saved is not None:
             self._scheduler = Scheduler.restored(rules, saved["scheduler"])
             for number, group in saved["groups"].items():
-                self._open[number] = OpenGroup.restored(self._prompt_of(number), group)
+                step = self._batch_with(number).step
+                self._open[number] = OpenGroup.restored(self._prompt_of(number), step, group)
         self._servers = servers
         self._clients: dict[str, Client] = {}
         self._urls: dict[str, str] = {}
@@ -212,11 +213,11 @@ class ServerDispatcher:
     def _drained_now(self, version: int) -> Mapping[str, str] | News | None:
         scheduler = self._scheduler
         is_newer = version > scheduler.version  # not where a run goes on from a checkpoint
-        wants_old = is_newer and scheduler.rules.lockstep and scheduler.queue.num_waiting > 0
-        if wants_old and not self._clients:
-            return self._arrivals()
-        if is_newer and not all(map(scheduler.may_switch, self._clients)):
+        if is_newer and self._clients and not all(map(scheduler.may_switch, self._clients)):
             return None
+        if is_newer and not self._clients and scheduler.wants_newest:
+            # The last verdicts of a filtered batch may ask for more, of weights that must be there.
+            return self._arrivals() if scheduler.queue.num_waiting > 0 else None
         return {**{name: self._urls[name] for name in self._clients}, **self._newcomers}
 
     async def _published(
@@ -280,7 +281,8 @@ class ServerDispatcher:
         worker, request = assignment
         client = self._clients[worker]
         prompt = self._prompt_of(request.group)
-        sampling = self._tasks.sampling(self._batch_with(request.group).step)
+        step = self._batch_with(request.group).step
+        sampling = self._tasks.sampling(step)
         try:
             with self._tasks.patience.waiting(worker, sampling.max_response_tokens) as answered:
                 completion = await client.generate(prompt, sampling, request.response)
@@ -293,7 +295,7 @@ class ServerDispatcher:
         if not self._scheduler.finished(worker, request):
             return
         self._check_versions(request, completion)
-        group = self._open.setdefault(request.group, OpenGroup(prompt))
+        group = self._open.setdefault(request.group, OpenGroup(prompt, step))
         group.completions[request.response] = completion
         if self._scheduler.is_whole(request.group):
             self._spawn(self._judge(request.version, request.group, group))
@@ -321,7 +323,7 @@ class ServerDispatcher:
     async def _judge(self, version: int, number: int, group: OpenGroup) -> None:
         scores = await self._scores(group.prompt, group.in_order())
         if self._open.get(number) is not group:
-            return  # it was dropped meanwhile
+            return  # it was dropped meanwhile, and perhaps admitted again
         group.scores = scores
         self._scheduler.judged(version, number, wanted=self._tasks.wants(scores))
         self._forget_closed()
@@ -341,8 +343,12 @@ class ServerDispatcher:
         return batch, groups
 
     def _forget_closed(self) -> None:
-        for number in [number for number in self._open if not self._scheduler.batch_with(number)]:
-            del self._open[number]
+        """Also the answers of a group that was dropped and, in the same moment, admitted to the
+        next step: seed and uid of its requests are others there."""
+        for number, group in list(self._open.items()):
+            batch = self._scheduler.batch_with(number)
+            if batch is None or batch.step != group.step:
+                del self._open[number]
 
     async def _state(self) -> dict[str, Any]:
         groups = {number: group.state() for number, group in self._open.items()}
