@@ -160,6 +160,11 @@ class Scheduler:
     # Steps
 
     @property
+    def num_answered(self) -> int:
+        """Responses that are there, of groups that no step has taken yet."""
+        return sum(map(len, self._answered.values()))
+
+    @property
     def start(self) -> int:
         """The first group that a step may still take."""
         return self._start

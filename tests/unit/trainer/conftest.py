@@ -20,11 +20,12 @@ from megatron_rl.trainer.patience import Patience
 from megatron_rl.trainer.prompt_stream import PromptStream
 from megatron_rl.trainer.server_dispatch import ServerDispatcher
 from megatron_rl.trainer.server_tasks import Tasks
+from megatron_rl.trainer.server_thread import LoopThread
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.types import Sampling
 from tests.unit.trainer.fakes import prompts
 from tests.unit.trainer.runs import build_bandit
-from tests.unit.trainer.server_fakes import RULES, Fleet, Gone, judge
+from tests.unit.trainer.server_fakes import RULES, Failed, Fleet, Gone, Unreachable, judge
 
 
 @pytest.fixture
@@ -73,10 +74,12 @@ def made_dispatchers() -> Iterator[list[ServerDispatcher]]:
 def bounded_waits(monkeypatch) -> None:
     """Nobody waits for a dispatcher without end."""
 
-    def answered(self: ServerDispatcher, work: Coroutine):
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=30.0)
+    call = LoopThread.call
 
-    monkeypatch.setattr(ServerDispatcher, "_call", answered)
+    def in_time(self: LoopThread, work: Coroutine, *rest):
+        return call(self, asyncio.wait_for(work, 30.0), *rest)
+
+    monkeypatch.setattr(LoopThread, "call", in_time)
 
 
 @pytest.fixture
@@ -92,6 +95,8 @@ def start(made_dispatchers, bounded_waits):
             wants=lambda scores: True,
             connect=fleet.connect,
             lost=Gone,
+            unreachable=Unreachable,
+            failed=Failed,
             capacity=4,
             patience=Patience(None),
         )

@@ -22,6 +22,14 @@ class Gone(ConnectionError):
     """What a client says of a server that is dead."""
 
 
+class Unreachable(Gone):
+    """It was dead before it was asked."""
+
+
+class Failed(Gone):
+    """It goes on, and cannot answer this."""
+
+
 @dataclass
 class Fleet:
     """Servers by name, in the roles of registry and clients. A server in ``silent`` takes requests
@@ -35,6 +43,10 @@ class Fleet:
     asked: list[tuple[str, int, str, int]] = field(default_factory=list)
     refuses: str = ""
     unreadable: str = ""  # why nobody can look
+    off: set[str] = field(default_factory=set)  # take no connections
+    ill: set[str] = field(default_factory=set)  # fail at every request
+    fails_once: str = ""  # a prompt at which a server fails, once
+    poison: str = ""  # a prompt that ends every server
 
     def look(self) -> Mapping[str, Registration]:
         if self.unreadable:
@@ -60,6 +72,13 @@ class Server:
         number = sum(name == self.name for name, *_ in fleet.asked)
         is_silent = number > fleet.answers.get(self.name, number)
         await asyncio.sleep(0.001)
+        if self.name in fleet.off:
+            raise Unreachable(f"{self.name} is off")
+        if prompt.uid == fleet.fails_once or self.name in fleet.ill:
+            fleet.fails_once = ""
+            raise Failed(f"{self.name} fails")
+        if prompt.uid == fleet.poison:
+            fleet.dead.add(self.name)
         if fleet.refuses:
             raise ValueError(fleet.refuses)
         while (is_silent or self.name in fleet.silent) and self.name not in fleet.dead:
@@ -77,7 +96,7 @@ class Server:
     async def close(self) -> None: ...
 
 
-def judge(prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+def judge(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
     return [Score(float(one.token_ids[0] % 2), one.token_ids[0] % 2 == 1) for one in completions]
 
 

@@ -11,6 +11,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_rl.data.loader import PromptLoader
+from megatron_rl.runtime.display import Progress
+from megatron_rl.trainer import server_thread
 from megatron_rl.trainer.patience import Patience
 from megatron_rl.trainer.prompt_stream import PromptStream
 from megatron_rl.trainer.server_dispatch import ServerDispatcher
@@ -108,6 +110,19 @@ def test_an_evaluation_is_answered_by_another_server_than_the_one_that_never_doe
     assert by_a and len(held_out(fleet)) == in_evaluation + len(by_a), "what is there stays"
 
 
+def test_an_evaluation_ends_when_nobody_watches_its_server_any_more(start):
+    """The folder of registrations cannot be read: that is told, and no silent server waited for."""
+    fleet = Fleet(registered={"a"}, silent={"a"})
+    dispatcher = start_published(start, fleet)
+    with ThreadPoolExecutor(1) as thread:
+        evaluated = thread.submit(dispatcher.generate, ASKED, HELD_OUT)
+        while len(held_out(fleet)) < len(ASKED) * HELD_OUT.num_responses:
+            dispatcher.counts()
+        fleet.unreadable = "Input/output error"
+        with pytest.raises(OSError, match="Input/output error"):
+            evaluated.result(timeout=30.0)
+
+
 ASKED = [replace(prompt, uid=f"held-out:{prompt.uid}") for prompt in prompts(5)]
 HELD_OUT = Sampling(3, 4, seed=9)
 
@@ -123,11 +138,7 @@ def start_published(start, fleet: Fleet, **changes) -> ServerDispatcher:
 
 
 def servers_awaited(patience: Patience) -> set[str]:
-    return {server for server, _ in waiting(patience)}
-
-
-def waiting(patience: Patience) -> list[tuple[str, float]]:
-    return list(patience._waiting.values())
+    return {waiting.server for waiting in list(patience._waiting.values())}
 
 
 def test_without_servers_it_says_so_once_and_goes_on_when_one_comes(start):
@@ -184,9 +195,9 @@ def test_a_run_that_goes_on_asks_for_nothing_twice(start):
 def test_a_group_that_was_whole_and_not_judged_is_judged_by_the_run_that_goes_on(start):
     gate = threading.Event()
 
-    def slow(prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+    def slow(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
         gate.wait(30.0)
-        return judge(prompt, completions)
+        return judge(prompts, completions)
 
     fleet = Fleet(registered={"a"})
     expected = run(start, Fleet(registered={"a"}), 1)
@@ -212,7 +223,7 @@ def complete(dispatcher: ServerDispatcher) -> list:
 def test_what_no_other_server_could_mend_ends_the_run(start, schedule):
     fleet = Fleet(registered={"a"})
 
-    def fails(prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+    def fails(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
         raise RuntimeError("the judge is out")
 
     changes = {}
@@ -249,3 +260,19 @@ def test_held_out_prompts_are_answered_beside_training(start):
     with pytest.raises(NoServerError):
         dispatcher.score([(1, 2, 3)])
     assert dispatcher.generate(asked, Sampling(3, 4, seed=9)) == ("starved", {})
+
+
+def test_who_waits_is_told_how_far_it_is(start, monkeypatch):
+    """Half of the answers for two steps come; then the server is silent until it has been told."""
+    monkeypatch.setattr(server_thread, "REPORT_EVERY_S", 0.001)
+    fleet = Fleet(registered={"a"}, answers={"a": 4})
+    dispatcher = start_published(start, fleet)
+    told = []
+
+    def report(progress: Progress) -> None:
+        told.append(progress)
+        if progress.num_done == 4:
+            fleet.registered.discard("a")
+
+    assert dispatcher.wait(report).kind == "starved"
+    assert told[-1] == Progress(4, IN_TWO_STEPS, 2 * 4, longest=0)

@@ -47,12 +47,15 @@ def test_all_die_before_a_verdict_asks_for_more_of_the_old_weights(start):
     gate = threading.Event()
     gate.set()
 
-    def strict(prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+    def strict(asked: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
         """Refuses nothing of step 1, so that no more than is missing is sampled for step 2."""
-        is_first = completions[0].token_ids[0] < 1000
-        assert is_first or gate.wait(30.0)
-        is_wanted = is_first or prompt.uid[:2] in ("p0", "p3", "p5")
-        return [Score(float(one.token_ids[0]), is_wanted) for one in completions]
+        scores = []
+        for prompt, completion in zip(asked, completions, strict=True):
+            is_first = completion.token_ids[0] < 1000
+            assert is_first or gate.wait(30.0)
+            is_wanted = is_first or prompt.uid[:2] in ("p0", "p3", "p5")
+            scores.append(Score(float(completion.token_ids[0]), is_wanted))
+        return scores
 
     alone = Fleet(registered={"a"})
     expected = contents(steps(start(alone, FILTERED, judge=strict, wants=is_correct), alone, 4))
@@ -88,19 +91,20 @@ class Settled:
         self.dispatcher = None
         self.seen: set[tuple[str, int]] = set()  # uid, and step by the seed
 
-    def __call__(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+    def __call__(self, asked: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
         num_quiet = 0
         ends_at = time.monotonic() + 0.1  # nothing ends any more when the dispatcher is closed
         while num_quiet < 5 and time.monotonic() < ends_at:
             time.sleep(0.001)
             num_quiet = 0 if is_sampling(self.dispatcher) else num_quiet + 1
-        self.seen.add((prompt.uid, completions[0].token_ids[0] // 1000))
-        return by_tokens(prompt, completions)
+        for prompt, completion in zip(asked, completions, strict=True):
+            self.seen.add((prompt.uid, completion.token_ids[0] // 1000))
+        return list(map(by_tokens, asked, completions))
 
 
-def by_tokens(prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
-    """Of which step a score is can be told."""
-    return [Score(float(sum(one.token_ids)), prompt.uid[1] < "5") for one in completions]
+def by_tokens(prompt: Prompt, completion: Completion) -> Score:
+    """Of which step it is can be told."""
+    return Score(float(sum(completion.token_ids)), prompt.uid[1] < "3")
 
 
 def test_a_group_that_was_dropped_is_sampled_anew_for_the_next_step(start):
@@ -119,7 +123,7 @@ def test_a_group_that_was_dropped_is_sampled_anew_for_the_next_step(start):
         expected = [stream.of_step(batch.start, group) for group in batch.groups]
         assert [group.prompt for group in groups] == expected
         for prompt, group in zip(expected, groups, strict=True):
-            assert group.scores == by_tokens(prompt, group.completions)
+            assert group.scores == [by_tokens(prompt, one) for one in group.completions]
             assert [one.token_ids[0] // 1000 for one in group.completions] == [number, number]
         end = batch.start + len(batch.groups) + batch.num_refused
         for group in range(batch.start, end):
