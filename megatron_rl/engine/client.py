@@ -29,6 +29,14 @@ class ServerLostError(ConnectionError):
     """A server did not answer a request; another one may."""
 
 
+class ServerUnreachableError(ServerLostError):
+    """Nobody took a request: the server is gone, whatever it was asked."""
+
+
+class RequestFailedError(ServerLostError):
+    """A server that goes on has failed at this request."""
+
+
 @dataclass(frozen=True)
 class _TokenLogprob:
     token_id: int
@@ -96,7 +104,9 @@ class ServerClient:
         matter here. Cancelled, the server drops the request too.
 
         Raises:
-            ServerLostError: no answer, or the server dropped the request.
+            ServerLostError: no answer, or none that can be read.
+            ServerUnreachableError: there is no connection.
+            RequestFailedError: an error of the server (5xx), or it dropped the request.
             ValueError: the server refuses it, as any other would.
             RuntimeError: it read other tokens for the images.
         """
@@ -112,7 +122,7 @@ class ServerClient:
             check_expansion(prompt.token_ids, answer.prompt_token_ids or (), what)
         (choice,) = answer.choices
         if choice.finish_reason not in ("stop", "length"):
-            raise ServerLostError(
+            raise RequestFailedError(
                 f"{self.url}: dropped a request to prompt {prompt.uid} ({choice.finish_reason})"
             )
         return _completion(self.url, choice)
@@ -150,6 +160,8 @@ class ServerClient:
             except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
                 # The server may have closed a kept connection when the request was on its way.
                 status, text = await self._posted(url, body)
+        except aiohttp.ClientConnectorError as error:
+            raise ServerUnreachableError(f"{url}: no connection ({error})") from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise ServerLostError(f"{url}: no answer ({type(error).__name__}: {error})") from error
         if status in (400, 422):
@@ -157,7 +169,8 @@ class ServerClient:
             raise ValueError(f"{what}: the server {self.url} refuses it: {shown}")
         if status != 200:
             shown = text.decode(errors="replace")[:_SHOWN]
-            raise ServerLostError(f"{url}: answers {status}: {shown}")
+            kind = RequestFailedError if status >= 500 else ServerLostError
+            raise kind(f"{url}: answers {status}: {shown}")
         try:
             return decoded(text, schema, url)
         except MalformedMessageError as error:

@@ -32,6 +32,7 @@ class Progress:
     num_wanted: int  # responses that are done or asked for so far
     num_tokens: int
     longest: int  # tokens of the longest response that is not done
+    age: int = 0  # updates since the oldest weights, or the oldest response, of what is under way
 
 
 class Display:
@@ -137,10 +138,13 @@ class Display:
 
 
 def in_words(progress: Progress, seconds: float) -> str:
-    """Example: ``12 of 64 responses, 950 tokens/s, longest 391``."""
+    """Example: ``12 of 64 responses, 950 tokens/s, longest 391, oldest 2 updates``."""
     speed = progress.num_tokens / seconds
     done = f"{progress.num_done} of {progress.num_wanted} responses, {speed:.0f} tokens/s"
-    return f"{done}, longest {progress.longest}" if progress.longest else done
+    longest = f", longest {progress.longest}" if progress.longest else ""
+    updates = "update" if progress.age == 1 else "updates"
+    oldest = f", oldest {progress.age} {updates}" if progress.age else ""
+    return f"{done}{longest}{oldest}"
 
 
 def duration(seconds: float) -> str:

@@ -91,6 +91,11 @@ class PartialScheduler:
         self._paused: set[Request] = set()
         self._begin()
 
+    @property
+    def age(self) -> int:
+        """Steps since the oldest open group was begun."""
+        return max((self.step - group.first_step for group in self._groups.values()), default=0)
+
     def assign(self) -> list[Assignment]:
         """What is to be submitted now: begun, or gone on with from the tokens that are there."""
         return self.queue.assign()

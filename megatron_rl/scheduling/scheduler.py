@@ -160,6 +160,11 @@ class Scheduler:
     # Steps
 
     @property
+    def num_answered(self) -> int:
+        """Responses that are there, of groups that no step has taken yet."""
+        return sum(map(len, self._answered.values()))
+
+    @property
     def start(self) -> int:
         """The first group that a step may still take."""
         return self._start
@@ -177,6 +182,13 @@ class Scheduler:
             if not batch.is_complete:
                 return batch.version
         return self.rules.version_of(self._next_step)
+
+    @property
+    def wants_newest(self) -> bool:
+        """In lockstep, whether something waits for the weights that are published now or, under a
+        filter, a verdict may still ask for more of them: before newer ones take their place."""
+        may_want_more = self.rules.is_filtered and self.oldest_needed <= self.version
+        return self.rules.lockstep and (self.queue.num_waiting > 0 or may_want_more)
 
     def take(self) -> Batch:
         """The groups of the next step, which leave the scheduler."""

@@ -124,7 +124,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     source: RolloutSource[Experience]
     sampler: AnswersPrompts
     if config.source.is_servers:
-        source = sampler = build_servers(config, world, parts)
+        source = sampler = build_servers(config, world, display, parts)
     else:
         source, sampler = build_colocated(config, world, display, parts)
     held_out = held_out_prompts(config, data, method)

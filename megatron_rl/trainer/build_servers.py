@@ -12,13 +12,19 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader, WeightedLoader
 from megatron_rl.data.reading import Data
 from megatron_rl.data.vision import VisionProcessor
-from megatron_rl.engine.client import ServerClient, ServerLostError
+from megatron_rl.engine.client import (
+    RequestFailedError,
+    ServerClient,
+    ServerLostError,
+    ServerUnreachableError,
+)
 from megatron_rl.engine.requests import sight_of
 from megatron_rl.engine.sampling import eos_token_ids
 from megatron_rl.loss import Method
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.protocols import Reward, WeightSource
 from megatron_rl.runtime.device import device
+from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.registry import FOLDER, Registry, run_secret
 from megatron_rl.scheduling.batches import Rules
@@ -57,16 +63,16 @@ class SourceParts:
     save: Callable[[int], None]
     encode: Callable[[str], Sequence[int]] | None = None
 
-    def judge(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
-        """The verdicts on the answers to a prompt."""
-        return verdicts(self.reward, self.decode, [prompt] * len(completions), completions)
+    def judge(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
+        """The verdicts on answers, each to the prompt at its place."""
+        return verdicts(self.reward, self.decode, prompts, completions)
 
     def wants(self, scores: Sequence[Score]) -> bool:
         """Whether the method learns from a group with these verdicts."""
         return self.method.wants_group([score.correct for score in scores])
 
 
-def build_servers(config: Config, world: World, parts: SourceParts) -> Servers:
+def build_servers(config: Config, world: World, display: Display, parts: SourceParts) -> Servers:
     """Collective. The servers need not be there yet."""
     folder = Path(config.run_dir) / FOLDER
     secret = world.from_main(lambda: run_secret(folder))
@@ -82,6 +88,8 @@ def build_servers(config: Config, world: World, parts: SourceParts) -> Servers:
             sight=sight_of([*parts.data.train_prompts, *parts.data.held_out_prompts], parts.vision),
         ),
         lost=ServerLostError,
+        unreachable=ServerUnreachableError,
+        failed=RequestFailedError,
         capacity=config.source.requests_per_server,
         patience=Patience(config.source.give_up_factor),
     )
@@ -105,6 +113,7 @@ def build_servers(config: Config, world: World, parts: SourceParts) -> Servers:
             end=parts.end,
             save=parts.save,
             staleness=config.source.staleness,
+            display=display,
             record=StepRecord(config, world.size) if is_recorded else None,
         )
     )

@@ -115,8 +115,10 @@ class Outcome:
 class Follower:
     """How far the work of a queue is. Rank 0 has it."""
 
-    def __init__(self, queue: WorkQueue) -> None:
+    def __init__(self, queue: WorkQueue, age: int = 0) -> None:
+        """``age``: of the oldest response that is gone on with, in updates."""
         self._queue = queue
+        self._age = age
         self._standing: dict[int, Standing] = {}
         self._num_done = 0
 
@@ -133,6 +135,7 @@ class Follower:
             num_wanted=self._num_done + queue.num_running + queue.num_waiting,
             num_tokens=sum(standing.num_tokens for standing in self._standing.values()),
             longest=max((standing.longest for standing in self._standing.values()), default=0),
+            age=self._age,
         )
 
 

@@ -52,7 +52,7 @@ class PartialDispatcher(Follower):
     def __init__(self, order: PartialOrder, num_replicas: int, capacity: int) -> None:
         self._groups = order.groups
         self._scheduler = order.groups.scheduler(order.step)
-        super().__init__(self._scheduler.queue)
+        super().__init__(self._scheduler.queue, self._scheduler.age)
         self._ended: dict[Request, Ended] = {}
         self._scores: dict[Request, Score] = {}
         self._replicas = range(num_replicas)

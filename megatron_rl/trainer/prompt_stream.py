@@ -71,9 +71,11 @@ class FinishedGroup:
 
 @dataclass
 class OpenGroup:
-    """What of a group is there: ``completions`` by number of the response."""
+    """What of a group is there, for the step it is admitted to: ``completions`` by number of the
+    response."""
 
     prompt: Prompt
+    step: int
     completions: dict[int, Completion] = field(default_factory=dict)
     scores: Sequence[Score] | None = None
 
@@ -93,15 +95,15 @@ class OpenGroup:
         return {"completions": completions, "scores": scores}
 
     @classmethod
-    def restored(cls, prompt: Prompt, state: Mapping[str, Any]) -> OpenGroup:
-        """The inverse of ``state``."""
+    def restored(cls, prompt: Prompt, step: int, state: Mapping[str, Any]) -> OpenGroup:
+        """The inverse of ``state``, which keeps neither prompt nor step."""
         completions = {
             number: restored_completion(one) for number, one in state["completions"].items()
         }
         scores = state["scores"]
-        return cls(
-            prompt, completions, None if scores is None else [restored_score(one) for one in scores]
-        )
+        if scores is not None:
+            scores = [restored_score(one) for one in scores]
+        return cls(prompt, step, completions, scores)
 
 
 def saved_completion(completion: Completion) -> dict[str, Any]:

@@ -8,32 +8,44 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from itertools import starmap, zip_longest
+from itertools import count, starmap, zip_longest
 
+from megatron_rl.trainer.server_failures import Failures
 from megatron_rl.trainer.server_tasks import Client, NoServerError, Tasks
 from megatron_rl.types import Completion, Image, Prompt, Sampling
 
+_SCORED = "of the logprob check"
 Place = tuple[int, int]  # of a prompt among those that are asked, number of the response
 
 
 class Questions:
     """``clients``: of the servers at work, by name, as the dispatcher has them at any time;
-    ``give_up``: tells it that one is lost, and why. It tells ``lost`` in turn."""
+    ``failures``: what servers fail at; ``note_failure``: tells the dispatcher that one has not
+    answered a request. It tells ``lost`` in turn."""
 
     def __init__(
-        self, tasks: Tasks, clients: Mapping[str, Client], give_up: Callable[[str, str], None]
+        self,
+        tasks: Tasks,
+        clients: Mapping[str, Client],
+        failures: Failures,
+        note_failure: Callable[[str, str, Exception], None],
     ) -> None:
         self._tasks = tasks
         self._clients = clients
-        self._give_up = give_up
-        self._asked: dict[asyncio.Task[Completion], tuple[str, Place]] = {}
+        self._failures = failures
+        self._note_failure = note_failure
+        self._asked: dict[asyncio.Task[Completion], tuple[str, Place, str]] = {}
         self._num_scored = 0
 
-    def lost(self, name: str) -> None:
-        """A server is given up: nobody waits for its answers any more."""
-        for task, (server, _) in self._asked.items():
-            if server == name:
+    def lost(self, name: str) -> list[str]:
+        """A server is given up: nobody waits for its answers any more. Returns the
+        uids of the prompts."""
+        given_up = []
+        for task, (server, _, uid) in self._asked.items():
+            if server == name and not task.done():
                 task.cancel()
+                given_up.append(uid)
+        return given_up
 
     async def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling
@@ -46,14 +58,22 @@ class Questions:
             for number in range(sampling.num_responses)
         ]
         answers: dict[Place, Completion] = {}
+        attempts = count()
         while len(answers) < len(places) and self._clients:
             names = sorted(self._clients)
+            attempt = next(attempts)
             for place, number in places:
                 if (place, number) not in answers:
-                    name = names[place % len(names)]
+                    name = names[(place + attempt) % len(names)]  # again: elsewhere
                     work = self._completion(name, prompts[place], sampling, number)
-                    self._asked[asyncio.create_task(work)] = name, (place, number)
-            await asyncio.wait(self._asked)
+                    uid = prompts[place].uid
+                    self._asked[asyncio.create_task(work)] = name, (place, number), uid
+            try:
+                await asyncio.wait(self._asked)
+            except asyncio.CancelledError:  # nobody wants the answers any more
+                for task in self._asked:
+                    task.cancel()
+                raise
             answers |= self._answers()
         return [answers[place] for place in places] if len(answers) == len(places) else None
 
@@ -72,16 +92,17 @@ class Questions:
         asked = self._asked
         self._asked = {}
         answers = {}
-        for task, (name, place) in asked.items():
+        for task, (name, place, uid) in asked.items():
             if task.cancelled():
                 continue
             error = task.exception()
             if error is None:
+                self._failures.answered(name, uid)
                 answers[place] = task.result()
-            elif not isinstance(error, self._tasks.lost):
+            elif isinstance(error, self._tasks.lost):
+                self._note_failure(name, uid, error)
+            else:
                 raise error
-            elif name in self._clients:
-                self._give_up(name, str(error))
         return answers
 
     async def score(
@@ -94,8 +115,10 @@ class Questions:
             name = names[self._num_scored % len(names)]
             try:
                 pairs = zip_longest(sequences, images, fillvalue=())
-                return await asyncio.gather(*starmap(self._clients[name].score, pairs))
+                scores = await asyncio.gather(*starmap(self._clients[name].score, pairs))
             except self._tasks.lost as error:
-                if name in self._clients:
-                    self._give_up(name, str(error))
+                self._note_failure(name, _SCORED, error)
+            else:
+                self._failures.answered(name, _SCORED)
+                return scores
         raise NoServerError("no server is left to score sequences")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from megatron_rl.runtime.registry import Registration
+from megatron_rl.scheduling.work import Request
 from megatron_rl.trainer.patience import Patience
 from megatron_rl.trainer.prompt_stream import PromptStream
 from megatron_rl.types import Completion, Image, Prompt, Sampling, Score
@@ -45,20 +46,35 @@ class WeightVersionError(ValueError):
     """A response was sampled with other weights than was said."""
 
 
+def check_versions(request: Request, completion: Completion, *, exact: bool) -> None:
+    """``exact``: in lockstep. Raises WeightVersionError."""
+    versions = [span.version for span in completion.spans]
+    wrong = versions != [request.version] if exact else min(versions) < request.version
+    if wrong:
+        raise WeightVersionError(
+            f"a response that was to be sampled with weights version {request.version}"
+            f"{'' if exact else ' or newer'} comes from {versions}; another program may have"
+            " sent weights to a server of this run"
+        )
+
+
 @dataclass(frozen=True)
 class Tasks:
     """What the dispatcher is given to do. ``prompts``: by group; ``sampling``: of a step, counted
-    from 0;
-    ``judge``: the verdicts on the answers to a prompt, in a thread of its own; ``wants``: whether
-    the method learns from a group; ``connect``: a client for a URL; ``lost``: which errors mean
-    that a server is gone; ``capacity``: requests that a server is sent at a time; ``patience``: how
-    long one of them may take."""
+    from 0; ``judge``: the verdicts on answers, each to the prompt at its place, in a thread of its
+    own; ``wants``: whether the method learns from a group; ``connect``: a client for a URL;
+    ``lost``: which errors mean that a server is gone; ``unreachable``: which of these, that it was
+    gone before it was asked; ``failed``: which of these, that it goes on, and failed at a request;
+    ``capacity``: requests that a server is sent at a time; ``patience``: how long one of them may
+    take."""
 
     prompts: PromptStream
     sampling: Callable[[int], Sampling]
-    judge: Callable[[Prompt, Sequence[Completion]], Sequence[Score]]
+    judge: Callable[[Sequence[Prompt], Sequence[Completion]], Sequence[Score]]
     wants: Callable[[Sequence[Score]], bool]
     connect: Callable[[str], Client]
     lost: type[Exception]
+    unreachable: type[Exception]
+    failed: type[Exception]
     capacity: int
     patience: Patience

@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Int
 
 from megatron_rl.protocols import CheckedWeights
+from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.exchange import token_rows, token_versions
 from megatron_rl.trainer.experience import Experience, Responses
@@ -68,7 +69,8 @@ class ServerParts:
     where servers may still want those of the version before; ``dispatcher``: makes that of rank 0,
     from a saved state; ``prompts``: the stream of this rank, on rank 0 the dispatcher's; ``end``:
     from responses to experience; ``save``: leaves a checkpoint of the step that is finished;
-    ``record``: of what each step is trained on, None: none is kept."""
+    ``display``: shows how far a step is; ``record``: of what each step is trained on, None: none is
+    kept."""
 
     world: World
     policy: CheckedWeights
@@ -79,6 +81,7 @@ class ServerParts:
     end: StepEnd
     save: Callable[[int], None]
     staleness: int
+    display: Display
     record: StepRecord | None = None
 
 
@@ -105,7 +108,7 @@ class Servers:
         """See protocols.RolloutSource."""
         clock = Clock()
         with clock("rollout"):
-            self._met(step - 1, lambda: self._main.wait())
+            self._wait(step)
             mine: list[FinishedGroup] = []
             told = self._world.from_main(lambda: self._take(step, mine))
             responses = _responses(self._prompts(told, mine), told, mine)
@@ -117,6 +120,12 @@ class Servers:
         if record is not None:
             self._world.from_main(lambda: record.write(step, experience, told.groups, told.start))
         return experience
+
+    def _wait(self, step: int) -> None:
+        """Collective: until the step has its groups; says how far it is."""
+        display = self._parts.display
+        with display.phase(f"step {step}: waiting for responses", announced=False):
+            self._met(step - 1, lambda: self._main.wait(display.generating(f"step {step}")))
 
     def _take(self, step: int, mine: list[FinishedGroup]) -> Told:
         """Rank 0: the groups of the step; they go into the list, and not to the others."""

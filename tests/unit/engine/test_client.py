@@ -5,10 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 
 import pytest
 
-from megatron_rl.engine.client import ServerClient, ServerLostError
+from megatron_rl.engine.client import (
+    RequestFailedError,
+    ServerClient,
+    ServerLostError,
+    ServerUnreachableError,
+)
 from megatron_rl.types import Completion, Prompt, Sampling
 
 ANSWER = {
@@ -29,12 +35,14 @@ async def request(reader: asyncio.StreamReader) -> None:
     await reader.readexactly(int(length.split(b":")[1]))
 
 
-def asked(num_answers: list[int], times: int) -> tuple[list[Completion], int]:
+def asked(
+    num_answers: list[int], times: int, status: str = "200 OK", answer: object = ANSWER
+) -> tuple[list[Completion], int]:
     """Asks a server ``times``, whose n-th connection ends, without a word, instead of giving more
     than ``num_answers[n]`` answers; returns the answers, and how many connections there were."""
     left = list(num_answers)
-    text = json.dumps(ANSWER).encode()
-    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\n\r\n".encode()
+    text = json.dumps(answer).encode()
+    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(text)}\r\n\r\n".encode()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError):  # the client has closed it
@@ -67,5 +75,29 @@ def test_a_connection_that_the_server_has_closed_costs_no_request():
 
 
 def test_a_server_that_drops_every_request_is_lost():
-    with pytest.raises(ServerLostError, match="no answer"):
+    with pytest.raises(ServerLostError, match="no answer") as caught:
         asked([0, 0, 0, 0], times=1)
+    assert caught.type is ServerLostError, "it was at work"
+
+
+def test_an_error_of_a_server_and_a_request_that_it_drops_may_be_the_requests() -> None:
+    with pytest.raises(RequestFailedError, match=r"answers 500.*out of memory"):
+        asked([1], times=1, status="500 Internal Server Error", answer="out of memory")
+    (choice,) = ANSWER["choices"]
+    dropped = {"choices": [{**choice, "finish_reason": "abort"}]}
+    with pytest.raises(RequestFailedError, match="dropped a request to prompt a"):
+        asked([1], times=1, answer=dropped)
+
+
+def test_where_nobody_listens_no_request_arrives() -> None:
+    async def run() -> None:
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            client = ServerClient(f"http://127.0.0.1:{unused.getsockname()[1]}", "secret", [1])
+            try:
+                await client.score([1, 2])
+            finally:
+                await client.close()
+
+    with pytest.raises(ServerUnreachableError, match="no connection"):
+        asyncio.run(run())

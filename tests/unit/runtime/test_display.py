@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from megatron_rl.reporting.sinks import ConsoleLine
-from megatron_rl.runtime.display import Display, Progress, duration
+from megatron_rl.runtime.display import Display, Progress, duration, in_words
 
 
 class Watch:
@@ -75,6 +75,14 @@ def test_a_long_generation_says_how_far_it_is_every_half_minute_in_a_log():
         "step 7: 30 of 100 responses, 50 tokens/s, longest 7, 30 s",
         "step 7: 60 of 100 responses, 50 tokens/s, longest 7, 1 min 00 s",
     ]
+
+
+def test_the_age_of_what_is_under_way_is_told():
+    assert in_words(Progress(4, 8, 100, 0, age=1), 2.0) == (
+        "4 of 8 responses, 50 tokens/s, oldest 1 update"
+    )
+    words = in_words(Progress(4, 8, 100, 30, age=2), 2.0)
+    assert words == "4 of 8 responses, 50 tokens/s, longest 30, oldest 2 updates"
 
 
 def test_other_ranks_show_nothing():

@@ -1,9 +1,11 @@
-"""The bandit's runs, and the folder of a run that has been, as fixtures."""
+"""The bandit's runs, the folder of a run that has been, and dispatchers of servers, as fixtures."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,9 +13,19 @@ import pytest
 from safetensors.torch import save_file
 
 from megatron_rl.config.load import compose
+from megatron_rl.data.loader import PromptLoader
 from megatron_rl.runtime import lock
+from megatron_rl.scheduling.batches import Rules
+from megatron_rl.trainer.patience import Patience
+from megatron_rl.trainer.prompt_stream import PromptStream
+from megatron_rl.trainer.server_dispatch import ServerDispatcher
+from megatron_rl.trainer.server_tasks import Tasks
+from megatron_rl.trainer.server_thread import LoopThread
 from megatron_rl.trainer.trainer import Trainer
+from megatron_rl.types import Sampling
+from tests.unit.trainer.fakes import prompts
 from tests.unit.trainer.runs import build_bandit
+from tests.unit.trainer.server_fakes import RULES, Failed, Fleet, Gone, Unreachable, judge
 
 
 @pytest.fixture
@@ -48,3 +60,47 @@ def run(tmp_path):
         json.dumps(values | {"versions": {}, "git_commit": None, "world_size": 8})
     )
     return folder
+
+
+@pytest.fixture
+def made_dispatchers() -> Iterator[list[ServerDispatcher]]:
+    dispatchers: list[ServerDispatcher] = []
+    yield dispatchers
+    for dispatcher in dispatchers:
+        dispatcher.close()
+
+
+@pytest.fixture
+def bounded_waits(monkeypatch) -> None:
+    """Nobody waits for a dispatcher without end."""
+
+    call = LoopThread.call
+
+    def in_time(self: LoopThread, work: Coroutine, *rest):
+        return call(self, asyncio.wait_for(work, 30.0), *rest)
+
+    monkeypatch.setattr(LoopThread, "call", in_time)
+
+
+@pytest.fixture
+def start(made_dispatchers, bounded_waits):
+    def start(fleet: Fleet, rules: Rules = RULES, saved=None, **changes) -> ServerDispatcher:
+        stream = PromptStream(PromptLoader(prompts(7), seed=1, shuffle=True))
+        if saved is not None:
+            stream.restore(saved["prompts"])
+        tasks = Tasks(
+            prompts=stream,
+            sampling=lambda step: Sampling(2, 4, seed=1000 * step),
+            judge=judge,
+            wants=lambda scores: True,
+            connect=fleet.connect,
+            lost=Gone,
+            unreachable=Unreachable,
+            failed=Failed,
+            capacity=4,
+            patience=Patience(None),
+        )
+        made_dispatchers.append(ServerDispatcher(rules, replace(tasks, **changes), fleet, saved))
+        return made_dispatchers[-1]
+
+    return start

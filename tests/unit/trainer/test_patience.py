@@ -14,8 +14,10 @@ class Time:
         return self.now_s
 
 
-def answer(patience: Patience, time: Time, seconds: float, num_tokens: int) -> None:
-    with patience.waiting("quick", 4000) as answered:
+def answer(
+    patience: Patience, time: Time, seconds: float, num_tokens: int, max_tokens: int = 4000
+) -> None:
+    with patience.waiting("quick", max_tokens) as answered:
         time.now_s += seconds
         answered(num_tokens)
 
@@ -23,15 +25,30 @@ def answer(patience: Patience, time: Time, seconds: float, num_tokens: int) -> N
 def test_the_limit_is_that_of_a_full_response_by_the_median() -> None:
     time = Time()
     patience = Patience(4.0, time)
-    assert patience.limit_s is None and patience.overdue() == {}
+    assert patience.limit_s(4000) is None and patience.overdue() == {}
     answer(patience, time, 5.0, 100)  # 200 s for 4,000 tokens
-    assert patience.limit_s == 800
+    assert patience.limit_s(4000) == 800
     answer(patience, time, 90.0, 1)  # it has waited for its turn
     answer(patience, time, 10.0, 400)
-    assert patience.limit_s == 800, "the median of 100, 200 and 360,000"
+    assert patience.limit_s(4000) == 800, "the median of 100, 200 and 360,000 s"
     for _ in range(4):
         answer(patience, time, 0.1, 4000)
-    assert patience.limit_s == 60, "never less than a minute"
+    assert patience.limit_s(4000) == 60, "never less than a minute"
+
+
+def test_each_request_has_the_limit_of_its_own_length() -> None:
+    """Stages of short responses, then an evaluation of long ones: 4,000 tokens take 40 s, 32,000 in
+    an evaluation 320 s, and more where requests stand in line."""
+    time = Time()
+    patience = Patience(4.0, time)
+    for _ in range(256):
+        answer(patience, time, 40.0, 4000)
+    assert (patience.limit_s(4000), patience.limit_s(32000)) == (160, 1280)
+    with patience.waiting("short", 4000), patience.waiting("long", 32000, in_line=True):
+        time.now_s += 161
+        assert list(patience.overdue()) == ["short"]
+        time.now_s += 1120
+        assert sorted(patience.overdue()) == ["long", "short"]
 
 
 def test_who_keeps_a_request_too_long_is_named_until_it_is_gone() -> None:
@@ -66,7 +83,7 @@ def test_an_error_ends_the_wait_and_tells_nothing_of_answers() -> None:
     patience = Patience(4.0, Time())
     with pytest.raises(ConnectionError), patience.waiting("dead", 4000):
         raise ConnectionError
-    assert patience.limit_s is None and patience.overdue() == {}
+    assert patience.limit_s(4000) is None and patience.overdue() == {}
 
 
 def test_without_a_factor_there_is_no_end() -> None:

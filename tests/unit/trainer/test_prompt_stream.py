@@ -53,6 +53,6 @@ def test_a_group_comes_back_bit_for_bit(scores):
         1: Completion((5, 6), (-0.1, -1e-30), True, 3, spans),
         0: Completion((), (), False, 4),
     }
-    group = OpenGroup(PROMPTS[0], completions, scores)
-    back = OpenGroup.restored(PROMPTS[0], group.state())
+    group = OpenGroup(PROMPTS[0], 6, completions, scores)
+    back = OpenGroup.restored(PROMPTS[0], 6, group.state())
     assert back == replace(group) and back.in_order() == [completions[0], completions[1]]

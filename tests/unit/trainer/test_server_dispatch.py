@@ -3,156 +3,32 @@ they answer follows from the request and the weights, so what is trained must to
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 
 from megatron_rl.data.loader import PromptLoader
-from megatron_rl.runtime.registry import Registration
-from megatron_rl.scheduling.batches import Rules
+from megatron_rl.runtime.display import Progress
+from megatron_rl.trainer import server_thread
 from megatron_rl.trainer.patience import Patience
-from megatron_rl.trainer.prompt_stream import FinishedGroup, PromptStream
+from megatron_rl.trainer.prompt_stream import PromptStream
 from megatron_rl.trainer.server_dispatch import ServerDispatcher
-from megatron_rl.trainer.server_tasks import News, NoServerError, Tasks, WeightVersionError
-from megatron_rl.types import Completion, Image, Prompt, Sampling, Score
+from megatron_rl.trainer.server_tasks import NoServerError, WeightVersionError
+from megatron_rl.types import Completion, Prompt, Sampling, Score
 from tests.unit.trainer.fakes import prompts
-
-RULES = Rules(groups_per_step=3, responses_per_group=2, staleness=1)
-IN_TWO_STEPS = 2 * RULES.groups_per_step * RULES.responses_per_group  # requests
-
-
-class Gone(ConnectionError):
-    """What a client says of a server that is dead."""
-
-
-@dataclass
-class Fleet:
-    """Servers by name, in the roles of registry and clients. A server in ``silent`` takes requests
-    and answers none, one in ``answers`` answers the first so many; one in ``dead`` refuses them."""
-
-    versions: dict[str, int] = field(default_factory=dict)
-    registered: set[str] = field(default_factory=set)
-    silent: set[str] = field(default_factory=set)
-    answers: dict[str, int] = field(default_factory=dict)
-    dead: set[str] = field(default_factory=set)
-    asked: list[tuple[str, int, str, int]] = field(default_factory=list)
-    refuses: str = ""
-
-    def look(self) -> Mapping[str, Registration]:
-        return {name: Registration(name, f"at {name}", 0, 9.0) for name in sorted(self.registered)}
-
-    def remove(self, name: str) -> None:
-        self.registered.discard(name)
-
-    def connect(self, url: str) -> Server:
-        return Server(self, url.removeprefix("at "))
-
-
-@dataclass
-class Server:
-    fleet: Fleet
-    name: str
-
-    async def generate(self, prompt: Prompt, sampling: Sampling, response: int) -> Completion:
-        fleet = self.fleet
-        version = fleet.versions[self.name]
-        fleet.asked.append((self.name, version, prompt.uid, response))
-        number = sum(name == self.name for name, *_ in fleet.asked)
-        is_silent = number > fleet.answers.get(self.name, number)
-        await asyncio.sleep(0.001)
-        if fleet.refuses:
-            raise ValueError(fleet.refuses)
-        while (is_silent or self.name in fleet.silent) and self.name not in fleet.dead:
-            await asyncio.sleep(0.001)
-        if self.name in fleet.dead:
-            raise Gone(f"{self.name} is dead")
-        token = sum(prompt.uid.encode()) + 7 * response + 31 * version + (sampling.seed or 0)
-        return Completion((token, version), (-0.5, -1.0), False, version)
-
-    async def score(self, token_ids: Sequence[int], images: Sequence[Image] = ()) -> list[float]:
-        if self.name in self.fleet.dead:
-            raise Gone(f"{self.name} is dead")
-        return [float(token) for token in token_ids[1:]]
-
-    async def close(self) -> None: ...
-
-
-def judge(prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
-    return [Score(float(one.token_ids[0] % 2), one.token_ids[0] % 2 == 1) for one in completions]
-
-
-@pytest.fixture
-def made() -> Iterator[list[ServerDispatcher]]:
-    dispatchers: list[ServerDispatcher] = []
-    yield dispatchers
-    for dispatcher in dispatchers:
-        dispatcher.close()
-
-
-@pytest.fixture
-def start(made):
-    def start(fleet: Fleet, rules: Rules = RULES, saved=None, **changes) -> ServerDispatcher:
-        stream = PromptStream(PromptLoader(prompts(7), seed=1, shuffle=True))
-        if saved is not None:
-            stream.restore(saved["prompts"])
-        tasks = Tasks(
-            prompts=stream,
-            sampling=lambda step: Sampling(2, 4, seed=1000 * step),
-            judge=judge,
-            wants=lambda scores: True,
-            connect=fleet.connect,
-            lost=Gone,
-            capacity=4,
-            patience=Patience(None),
-        )
-        made.append(ServerDispatcher(rules, replace(tasks, **changes), fleet, saved))
-        return made[-1]
-
-    return start
-
-
-def publish(dispatcher: ServerDispatcher, fleet: Fleet, version: int) -> None:
-    """What the source does: everybody who is there gets the weights."""
-    servers = dispatcher.drained(version)
-    while isinstance(servers, News):
-        assert servers.kind == "starved" or welcome(dispatcher, fleet, servers, version - 1)
-        servers = dispatcher.drained(version)
-    fleet.versions |= dict.fromkeys(servers, version)
-    dispatcher.published(version, servers, {})
-
-
-def welcome(dispatcher: ServerDispatcher, fleet: Fleet, news: News, version: int) -> bool:
-    assert news.kind == "join"
-    fleet.versions |= dict.fromkeys(news.servers, version)
-    dispatcher.published(version, news.servers, {})
-    return True
-
-
-def step(dispatcher: ServerDispatcher, fleet: Fleet, version: int) -> list[FinishedGroup]:
-    """One step of the trainer: the groups that it trains, and the publication that follows."""
-    while isinstance(news := dispatcher.wait(), News):
-        assert news.kind == "starved" or welcome(dispatcher, fleet, news, version - 1)
-    _, groups = dispatcher.take()
-    publish(dispatcher, fleet, version)
-    return groups
-
-
-def contents(steps: Sequence[Sequence[FinishedGroup]]) -> list:
-    return [
-        (group.prompt.uid, [one.token_ids.tolist() for one in group.completions], group.scores)
-        for groups in steps
-        for group in groups
-    ]
-
-
-def run(start, fleet: Fleet, num_steps: int, rules: Rules = RULES) -> list:
-    dispatcher = start(fleet, rules)
-    publish(dispatcher, fleet, 0)
-    return contents([step(dispatcher, fleet, version) for version in range(1, num_steps + 1)])
+from tests.unit.trainer.server_fakes import (
+    IN_TWO_STEPS,
+    Fleet,
+    contents,
+    judge,
+    publish,
+    run,
+    step,
+    welcome,
+)
 
 
 def test_a_step_gets_its_prompts_in_order_of_the_version_that_is_due(start):
@@ -234,6 +110,19 @@ def test_an_evaluation_is_answered_by_another_server_than_the_one_that_never_doe
     assert by_a and len(held_out(fleet)) == in_evaluation + len(by_a), "what is there stays"
 
 
+def test_an_evaluation_ends_when_nobody_watches_its_server_any_more(start):
+    """The folder of registrations cannot be read: that is told, and no silent server waited for."""
+    fleet = Fleet(registered={"a"}, silent={"a"})
+    dispatcher = start_published(start, fleet)
+    with ThreadPoolExecutor(1) as thread:
+        evaluated = thread.submit(dispatcher.generate, ASKED, HELD_OUT)
+        while len(held_out(fleet)) < len(ASKED) * HELD_OUT.num_responses:
+            dispatcher.counts()
+        fleet.unreadable = "Input/output error"
+        with pytest.raises(OSError, match="Input/output error"):
+            evaluated.result(timeout=30.0)
+
+
 ASKED = [replace(prompt, uid=f"held-out:{prompt.uid}") for prompt in prompts(5)]
 HELD_OUT = Sampling(3, 4, seed=9)
 
@@ -249,11 +138,7 @@ def start_published(start, fleet: Fleet, **changes) -> ServerDispatcher:
 
 
 def servers_awaited(patience: Patience) -> set[str]:
-    return {server for server, _ in waiting(patience)}
-
-
-def waiting(patience: Patience) -> list[tuple[str, float]]:
-    return list(patience._waiting.values())
+    return {waiting.server for waiting in list(patience._waiting.values())}
 
 
 def test_without_servers_it_says_so_once_and_goes_on_when_one_comes(start):
@@ -310,9 +195,9 @@ def test_a_run_that_goes_on_asks_for_nothing_twice(start):
 def test_a_group_that_was_whole_and_not_judged_is_judged_by_the_run_that_goes_on(start):
     gate = threading.Event()
 
-    def slow(prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+    def slow(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
         gate.wait(30.0)
-        return judge(prompt, completions)
+        return judge(prompts, completions)
 
     fleet = Fleet(registered={"a"})
     expected = run(start, Fleet(registered={"a"}), 1)
@@ -334,25 +219,11 @@ def complete(dispatcher: ServerDispatcher) -> list:
     return [group["completions"] for group in dispatcher.state()["groups"].values()]
 
 
-def test_groups_that_the_method_does_not_want_are_replaced_alike_by_any_servers(start):
-    rules = replace(RULES, max_groups=12)
-    seen = []
-    for names in ("a", "ab", "abc"):
-        fleet = Fleet(registered=set(names))
-        dispatcher = start(fleet, rules, wants=lambda scores: scores[0].correct)
-        publish(dispatcher, fleet, 0)
-        seen.append(contents([step(dispatcher, fleet, version) for version in range(1, 6)]))
-    assert seen[0] == seen[1] == seen[2]
-    uids = [uid for uid, _, _ in seen[0]]
-    assert all(scores[0].correct for _, _, scores in seen[0])
-    assert len(seen[0]) == 15 and uids != [uid for uid, _, _ in run(start, Fleet({}, {"a"}), 5)]
-
-
 @pytest.mark.parametrize("schedule", ["refused", "reward", "version"])
 def test_what_no_other_server_could_mend_ends_the_run(start, schedule):
     fleet = Fleet(registered={"a"})
 
-    def fails(prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+    def fails(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
         raise RuntimeError("the judge is out")
 
     changes = {}
@@ -389,3 +260,19 @@ def test_held_out_prompts_are_answered_beside_training(start):
     with pytest.raises(NoServerError):
         dispatcher.score([(1, 2, 3)])
     assert dispatcher.generate(asked, Sampling(3, 4, seed=9)) == ("starved", {})
+
+
+def test_who_waits_is_told_how_far_it_is(start, monkeypatch):
+    """Half of the answers for two steps come; then the server is silent until it has been told."""
+    monkeypatch.setattr(server_thread, "REPORT_EVERY_S", 0.001)
+    fleet = Fleet(registered={"a"}, answers={"a": 4})
+    dispatcher = start_published(start, fleet)
+    told = []
+
+    def report(progress: Progress) -> None:
+        told.append(progress)
+        if progress.num_done == 4:
+            fleet.registered.discard("a")
+
+    assert dispatcher.wait(report).kind == "starved"
+    assert told[-1] == Progress(4, IN_TWO_STEPS, 2 * 4, longest=0)

@@ -1,0 +1,140 @@
+"""Servers that answer, fall silent, die and come, and what the source does with their dispatcher:
+what they answer follows from the request and the weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron_rl.runtime.registry import Registration
+from megatron_rl.scheduling.batches import Rules
+from megatron_rl.trainer.prompt_stream import FinishedGroup
+from megatron_rl.trainer.server_dispatch import ServerDispatcher
+from megatron_rl.trainer.server_tasks import News
+from megatron_rl.types import Completion, Image, Prompt, Sampling, Score
+
+RULES = Rules(groups_per_step=3, responses_per_group=2, staleness=1)
+IN_TWO_STEPS = 2 * RULES.groups_per_step * RULES.responses_per_group  # requests
+
+
+class Gone(ConnectionError):
+    """What a client says of a server that is dead."""
+
+
+class Unreachable(Gone):
+    """It was dead before it was asked."""
+
+
+class Failed(Gone):
+    """It goes on, and cannot answer this."""
+
+
+@dataclass
+class Fleet:
+    """Servers by name, in the roles of registry and clients. A server in ``silent`` takes requests
+    and answers none, one in ``answers`` answers the first so many; one in ``dead`` refuses them."""
+
+    versions: dict[str, int] = field(default_factory=dict)
+    registered: set[str] = field(default_factory=set)
+    silent: set[str] = field(default_factory=set)
+    answers: dict[str, int] = field(default_factory=dict)
+    dead: set[str] = field(default_factory=set)
+    asked: list[tuple[str, int, str, int]] = field(default_factory=list)
+    refuses: str = ""
+    unreadable: str = ""  # why nobody can look
+    off: set[str] = field(default_factory=set)  # take no connections
+    ill: set[str] = field(default_factory=set)  # fail at every request
+    fails_once: str = ""  # a prompt at which a server fails, once
+    poison: str = ""  # a prompt that ends every server
+
+    def look(self) -> Mapping[str, Registration]:
+        if self.unreadable:
+            raise OSError(self.unreadable)
+        return {name: Registration(name, f"at {name}", 0, 9.0) for name in sorted(self.registered)}
+
+    def remove(self, name: str) -> None:
+        self.registered.discard(name)
+
+    def connect(self, url: str) -> Server:
+        return Server(self, url.removeprefix("at "))
+
+
+@dataclass
+class Server:
+    fleet: Fleet
+    name: str
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, response: int) -> Completion:
+        fleet = self.fleet
+        version = fleet.versions[self.name]
+        fleet.asked.append((self.name, version, prompt.uid, response))
+        number = sum(name == self.name for name, *_ in fleet.asked)
+        is_silent = number > fleet.answers.get(self.name, number)
+        await asyncio.sleep(0.001)
+        if self.name in fleet.off:
+            raise Unreachable(f"{self.name} is off")
+        if prompt.uid == fleet.fails_once or self.name in fleet.ill:
+            fleet.fails_once = ""
+            raise Failed(f"{self.name} fails")
+        if prompt.uid == fleet.poison:
+            fleet.dead.add(self.name)
+        if fleet.refuses:
+            raise ValueError(fleet.refuses)
+        while (is_silent or self.name in fleet.silent) and self.name not in fleet.dead:
+            await asyncio.sleep(0.001)
+        if self.name in fleet.dead:
+            raise Gone(f"{self.name} is dead")
+        token = sum(prompt.uid.encode()) + 7 * response + 31 * version + (sampling.seed or 0)
+        return Completion((token, version), (-0.5, -1.0), False, version)
+
+    async def score(self, token_ids: Sequence[int], images: Sequence[Image] = ()) -> list[float]:
+        if self.name in self.fleet.dead:
+            raise Gone(f"{self.name} is dead")
+        return [float(token) for token in token_ids[1:]]
+
+    async def close(self) -> None: ...
+
+
+def judge(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
+    return [Score(float(one.token_ids[0] % 2), one.token_ids[0] % 2 == 1) for one in completions]
+
+
+def publish(dispatcher: ServerDispatcher, fleet: Fleet, version: int) -> None:
+    """What the source does: everybody who is there gets the weights."""
+    servers = dispatcher.drained(version)
+    while isinstance(servers, News):
+        assert servers.kind == "starved" or welcome(dispatcher, fleet, servers, version - 1)
+        servers = dispatcher.drained(version)
+    fleet.versions |= dict.fromkeys(servers, version)
+    dispatcher.published(version, servers, {})
+
+
+def welcome(dispatcher: ServerDispatcher, fleet: Fleet, news: News, version: int) -> bool:
+    assert news.kind == "join"
+    fleet.versions |= dict.fromkeys(news.servers, version)
+    dispatcher.published(version, news.servers, {})
+    return True
+
+
+def step(dispatcher: ServerDispatcher, fleet: Fleet, version: int) -> list[FinishedGroup]:
+    """One step of the trainer: the groups that it trains, and the publication that follows."""
+    while isinstance(news := dispatcher.wait(), News):
+        assert news.kind == "starved" or welcome(dispatcher, fleet, news, version - 1)
+    _, groups = dispatcher.take()
+    publish(dispatcher, fleet, version)
+    return groups
+
+
+def contents(steps: Sequence[Sequence[FinishedGroup]]) -> list:
+    return [
+        (group.prompt.uid, [one.token_ids.tolist() for one in group.completions], group.scores)
+        for groups in steps
+        for group in groups
+    ]
+
+
+def run(start, fleet: Fleet, num_steps: int, rules: Rules = RULES) -> list:
+    dispatcher = start(fleet, rules)
+    publish(dispatcher, fleet, 0)
+    return contents([step(dispatcher, fleet, version) for version in range(1, num_steps + 1)])

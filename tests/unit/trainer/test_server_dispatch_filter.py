@@ -1,0 +1,149 @@
+"""Servers under a filter: verdicts ask for more groups, and drop what was sampled ahead."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from megatron_rl.data.loader import PromptLoader
+from megatron_rl.trainer.prompt_stream import PromptStream
+from megatron_rl.types import Completion, Prompt, Score
+from tests.unit.trainer.fakes import prompts
+from tests.unit.trainer.server_fakes import (
+    RULES,
+    Fleet,
+    contents,
+    publish,
+    run,
+    step,
+)
+
+FILTERED = replace(RULES, max_groups=12)
+
+
+def is_correct(scores: Sequence[Score]) -> bool:
+    return scores[0].correct
+
+
+def test_groups_that_the_method_does_not_want_are_replaced_alike_by_any_servers(start):
+    rules = replace(RULES, max_groups=12)
+    seen = []
+    for names in ("a", "ab", "abc"):
+        fleet = Fleet(registered=set(names))
+        dispatcher = start(fleet, rules, wants=lambda scores: scores[0].correct)
+        publish(dispatcher, fleet, 0)
+        seen.append(contents([step(dispatcher, fleet, version) for version in range(1, 6)]))
+    assert seen[0] == seen[1] == seen[2]
+    uids = [uid for uid, _, _ in seen[0]]
+    assert all(scores[0].correct for _, _, scores in seen[0])
+    assert len(seen[0]) == 15 and uids != [uid for uid, _, _ in run(start, Fleet({}, {"a"}), 5)]
+
+
+def test_all_die_before_a_verdict_asks_for_more_of_the_old_weights(start):
+    """The policy may not go on to version 1 while a verdict is out on what version 0 sampled."""
+    gate = threading.Event()
+    gate.set()
+
+    def strict(asked: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
+        """Refuses nothing of step 1, so that no more than is missing is sampled for step 2."""
+        scores = []
+        for prompt, completion in zip(asked, completions, strict=True):
+            is_first = completion.token_ids[0] < 1000
+            assert is_first or gate.wait(30.0)
+            is_wanted = is_first or prompt.uid[:2] in ("p0", "p3", "p5")
+            scores.append(Score(float(completion.token_ids[0]), is_wanted))
+        return scores
+
+    alone = Fleet(registered={"a"})
+    expected = contents(steps(start(alone, FILTERED, judge=strict, wants=is_correct), alone, 4))
+    gate.clear()
+    fleet = Fleet(registered={"a"})
+    dispatcher = start(fleet, FILTERED, judge=strict, wants=is_correct)
+    publish(dispatcher, fleet, 0)
+    assert dispatcher.wait() is True
+    _, first = dispatcher.take()
+    until(lambda: dispatcher._scheduler.to_judge() and not is_sampling(dispatcher))
+    num_asked = len(fleet.asked)
+    fleet.registered.clear()
+    until(lambda: dispatcher.counts()["source/servers"] == 0)
+    with ThreadPoolExecutor(1) as thread:
+        drained = thread.submit(dispatcher.drained, 1)
+        dispatcher.state()  # answered by the thread that is asked for the other, too
+        was_early = drained.done()
+        gate.set()
+        news = drained.result(timeout=30.0)
+    assert not was_early and news == ("starved", {})
+    fleet.registered.add("b")
+    publish(dispatcher, fleet, 1)
+    assert fleet.asked[num_asked][:2] == ("b", 0)
+    rest = [step(dispatcher, fleet, version) for version in (2, 3, 4)]
+    assert contents([first, *rest]) == expected
+
+
+class Settled:
+    """Judges when nothing is sampled any more, so that the groups sampled ahead are whole, and
+    those that are dropped and admitted again are whole again when the verdict on them comes."""
+
+    def __init__(self) -> None:
+        self.dispatcher = None
+        self.seen: set[tuple[str, int]] = set()  # uid, and step by the seed
+
+    def __call__(self, asked: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
+        num_quiet = 0
+        ends_at = time.monotonic() + 0.1  # nothing ends any more when the dispatcher is closed
+        while num_quiet < 5 and time.monotonic() < ends_at:
+            time.sleep(0.001)
+            num_quiet = 0 if is_sampling(self.dispatcher) else num_quiet + 1
+        for prompt, completion in zip(asked, completions, strict=True):
+            self.seen.add((prompt.uid, completion.token_ids[0] // 1000))
+        return list(map(by_tokens, asked, completions))
+
+
+def by_tokens(prompt: Prompt, completion: Completion) -> Score:
+    """Of which step it is can be told."""
+    return Score(float(sum(completion.token_ids)), prompt.uid[1] < "3")
+
+
+def test_a_group_that_was_dropped_is_sampled_anew_for_the_next_step(start):
+    """A prompt that comes again in a step has another uid there: which one follows from the step,
+    and so does the seed."""
+    rules = replace(FILTERED, staleness=2, lockstep=False)
+    fleet = Fleet(registered={"a"})
+    judge = Settled()
+    judge.dispatcher = dispatcher = start(fleet, rules, judge=judge, wants=is_correct)
+    publish(dispatcher, fleet, 0)
+    stream = PromptStream(PromptLoader(prompts(7), seed=1, shuffle=True))
+    looked_at = set()
+    for number in range(8):
+        assert dispatcher.wait() is True
+        batch, groups = dispatcher.take()
+        expected = [stream.of_step(batch.start, group) for group in batch.groups]
+        assert [group.prompt for group in groups] == expected
+        for prompt, group in zip(expected, groups, strict=True):
+            assert group.scores == [by_tokens(prompt, one) for one in group.completions]
+            assert [one.token_ids[0] // 1000 for one in group.completions] == [number, number]
+        end = batch.start + len(batch.groups) + batch.num_refused
+        for group in range(batch.start, end):
+            looked_at.add((stream.of_step(batch.start, group).uid, number))
+        publish(dispatcher, fleet, number + 1)
+    assert [pair for pair in judge.seen - looked_at if pair[1] < 8], "nothing was dropped"
+
+
+def steps(dispatcher, fleet: Fleet, count: int) -> list:
+    publish(dispatcher, fleet, 0)
+    return [step(dispatcher, fleet, version) for version in range(1, count + 1)]
+
+
+def is_sampling(dispatcher) -> bool:
+    queue = dispatcher._scheduler.queue
+    return queue.num_waiting + queue.num_running > 0
+
+
+def until(happens) -> None:
+    ends_at = time.monotonic() + 30.0
+    while not happens():
+        assert time.monotonic() < ends_at, "it did not happen"
+        time.sleep(0.001)

@@ -1,0 +1,275 @@
+"""Servers that die, fall silent, come and are slow at random, slow verdicts, evaluations, restarts:
+what is trained is what a plain loop over the prompts trains."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import pickle
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from megatron_rl.data.loader import PromptLoader
+from megatron_rl.runtime.registry import Registration
+from megatron_rl.scheduling.batches import Rules
+from megatron_rl.trainer import server_dispatch, server_failures
+from megatron_rl.trainer.patience import Patience
+from megatron_rl.trainer.prompt_stream import FinishedGroup, PromptStream
+from megatron_rl.trainer.server_dispatch import ServerDispatcher
+from megatron_rl.trainer.server_tasks import News, Tasks
+from megatron_rl.types import Completion, Image, Prompt, Sampling, Score, VersionSpan
+from tests.unit.trainer.fakes import prompts
+from tests.unit.trainer.server_fakes import Failed, Gone, Unreachable
+
+STEPS = 6
+SEEDS = 5
+PLAIN = Rules(groups_per_step=3, responses_per_group=2)
+FILTERED = replace(PLAIN, max_groups=11)
+SETTINGS = {
+    "synchronous, filtered": FILTERED,
+    "one step behind": replace(PLAIN, staleness=1),
+    "one step behind, filtered": replace(FILTERED, staleness=1),
+    "two steps behind, filtered": replace(FILTERED, staleness=2),
+    "free": replace(PLAIN, staleness=2, lockstep=False),
+    "free, filtered": replace(FILTERED, staleness=2, lockstep=False),
+}
+ASKED = [replace(prompt, uid=f"held-out:{prompt.uid}") for prompt in prompts(3)]
+HELD_OUT = Sampling(2, 4, seed=-1)
+
+
+def digest(*parts: object) -> int:
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:2], "big")
+
+
+def tokens(prompt: Prompt, step: int, response: int, version: int) -> tuple[int, ...]:
+    """Of a response: they say what it is the answer to."""
+    return digest(prompt.uid), step, response, version
+
+
+def verdict(prompt: Prompt, completion: Completion) -> Score:
+    """Follows from prompt and step; the reward from all tokens."""
+    step = completion.token_ids[1]
+    is_wanted = digest(prompt.uid, step) % 5 < 2
+    return Score(float(digest(prompt.uid, list(completion.token_ids))), is_wanted)
+
+
+def loader() -> PromptLoader:
+    """Few prompts: a step that looks at many has some of them again."""
+    return PromptLoader(prompts(5), seed=1, shuffle=True)
+
+
+def trained(rules: Rules) -> Iterator[list[Prompt]]:
+    """The definition, as a loop that looks at one prompt after the other."""
+    stream = PromptStream(loader())
+    limit = rules.max_groups or rules.groups_per_step
+    step = start = 0
+    while True:
+        groups: list[Prompt] = []
+        number = start
+        while len(groups) < rules.groups_per_step and number - start < limit:
+            prompt = stream.of_step(start, number)
+            number += 1
+            sample = Completion(tokens(prompt, step, 0, 0), [0.0] * 4, False, 0)
+            if not rules.is_filtered or verdict(prompt, sample).correct:
+                groups.append(prompt)
+        yield groups
+        start = number
+        step += 1
+
+
+@dataclass
+class World:
+    """Servers in the roles of registry and clients, and a judge, with one random source each: they
+    belong to different threads."""
+
+    rules: Rules
+    seed: int
+    versions: dict[str, int] = field(default_factory=dict)
+    registered: set[str] = field(default_factory=set)
+    dead: set[str] = field(default_factory=set)
+    losses: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    num_servers: int = 0
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(f"servers {self.seed}")
+        self.judge_rng = random.Random(f"judge {self.seed}")
+        self.trainer_rng = random.Random(f"trainer {self.seed}")
+        self.death_rate = self.trainer_rng.choice([0.0, 0.02, 0.1])
+        self.judge_s = self.trainer_rng.choice([0.0, 0.0, 0.002])
+
+    def look(self) -> Mapping[str, Registration]:
+        may_come = len(self.registered) < 4
+        if may_come and self.rng.random() < (0.1 if self.registered else 0.5):
+            self.num_servers += 1
+            self.registered.add(f"server {self.num_servers}")
+        return {name: Registration(name, name, 0, 9.0) for name in sorted(self.registered)}
+
+    def remove(self, name: str) -> None:
+        self.registered.discard(name)
+
+    def connect(self, url: str) -> Server:
+        return Server(self, url)
+
+    def judge(self, asked: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
+        time.sleep(self.judge_s * self.judge_rng.random())
+        return list(map(verdict, asked, completions))
+
+
+@dataclass
+class Server:
+    world: World
+    name: str
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, response: int) -> Completion:
+        world = self.world
+        assert sampling.seed is not None
+        begin = world.versions[self.name]
+        for _ in range(world.rng.randint(1, 6)):
+            self.look(prompt, sampling.seed, response)
+            await asyncio.sleep(0)
+        if self.name not in world.registered:
+            await asyncio.Event().wait()  # its lease has ended, and it says nothing
+        end = world.versions[self.name]
+        assert begin == end or not world.rules.lockstep, "weights changed under a request"
+        spans = (VersionSpan(begin, 1), VersionSpan(end, 4))
+        return Completion(
+            tokens(prompt, sampling.seed, response, begin),
+            [-0.5] * 4,
+            truncated=False,
+            weight_version=begin,
+            spans=spans[1:] if begin == end else spans,
+        )
+
+    def look(self, *request: Any) -> None:
+        world = self.world
+        prompt, *rest = request
+        request = (prompt.uid, *rest)
+        if world.rng.random() < world.death_rate and world.losses[request] == 0:
+            world.losses[request] += 1
+            kind = world.rng.choice(["fails", "dies", "dies", "falls silent", "falls silent"])
+            if kind == "fails":
+                raise Failed(f"{self.name} fails")
+            world.registered.discard(self.name)
+            if kind == "dies":
+                world.dead.add(self.name)
+        if self.name in world.dead:
+            raise world.rng.choice([Gone, Unreachable])(f"{self.name} is dead")
+
+    async def score(self, token_ids: Sequence[int], images: Sequence[Image] = ()) -> list[float]:
+        raise NotImplementedError
+
+    async def close(self) -> None: ...
+
+
+class Trainer:
+    """What the source does on rank 0, and restarts from checkpoints."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.steps: list[Sequence[FinishedGroup]] = []
+        self._rng = world.trainer_rng
+        self._saved: tuple[int, bytes] | None = None
+
+    def run(self) -> None:
+        self._start(None)
+        self._publish(0)
+        while len(self.steps) < STEPS:
+            while isinstance(news := self._dispatcher.wait(), News):
+                self._welcome(news, len(self.steps))
+            self.steps.append(self._dispatcher.take()[1])
+            if self._rng.random() < 0.2:
+                self._evaluate()
+            self._publish(len(self.steps))
+            if self._rng.random() < 0.4:
+                self._saved = len(self.steps), pickle.dumps(self._dispatcher.state())
+            if self._saved and self._rng.random() < 0.3:
+                self._restart(*self._saved)
+        self._dispatcher.close()
+
+    def _start(self, saved: Mapping[str, Any] | None) -> None:
+        world = self.world
+        stream = PromptStream(loader())
+        if saved is not None:
+            stream.restore(saved["prompts"])
+        tasks = Tasks(
+            prompts=stream,
+            sampling=lambda step: Sampling(world.rules.responses_per_group, 4, seed=step),
+            judge=world.judge,
+            wants=lambda scores: scores[0].correct or not world.rules.is_filtered,
+            connect=world.connect,
+            lost=Gone,
+            unreachable=Unreachable,
+            failed=Failed,
+            capacity=self._rng.randint(1, 5),
+            patience=Patience(None),
+        )
+        self._dispatcher = ServerDispatcher(world.rules, tasks, world, saved)
+
+    def _restart(self, step: int, state: bytes) -> None:
+        self._dispatcher.close()
+        del self.steps[step:]
+        self._start(pickle.loads(state))
+        self._publish(step)
+
+    def _publish(self, version: int) -> None:
+        while isinstance(servers := self._dispatcher.drained(version), News):
+            self._welcome(servers, version - 1)
+        lost = {name: "no room" for name in servers if self._rng.random() < 0.05}
+        updated = {name: url for name, url in servers.items() if name not in lost}
+        self._push(version, updated, lost)
+
+    def _push(
+        self, version: int, updated: Mapping[str, str], lost: Mapping[str, str] | None = None
+    ) -> None:
+        self.world.versions |= dict.fromkeys(updated, version)
+        self._dispatcher.published(version, updated, lost or {})
+
+    def _welcome(self, news: News, version: int) -> None:
+        if news.kind == "join":
+            self._push(version, news.servers)
+
+    def _evaluate(self) -> None:
+        version = len(self.steps) - 1
+        while isinstance(groups := self._dispatcher.generate(ASKED, HELD_OUT), News):
+            self._welcome(groups, version)
+        for prompt, group in zip(ASKED, groups, strict=True):
+            assert group.prompt == prompt
+            expected = [tokens(prompt, -1, number, version) for number in range(2)]
+            assert [tuple(one.token_ids) for one in group.completions] == expected
+            assert group.scores == [verdict(prompt, one) for one in group.completions]
+
+
+def check(rules: Rules, steps: Sequence[Sequence[FinishedGroup]]) -> None:
+    for step, (groups, expected) in enumerate(zip(steps, trained(rules), strict=False)):
+        assert [group.prompt for group in groups] == expected
+        for group in groups:
+            assert len(group.completions) == rules.responses_per_group
+            assert group.scores == [verdict(group.prompt, one) for one in group.completions]
+            for number, one in enumerate(group.completions):
+                version = one.weight_version
+                assert tuple(one.token_ids) == tokens(group.prompt, step, number, version)
+                newest = rules.version_of(step) if rules.lockstep else step
+                assert rules.version_of(step) <= version <= newest
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_random_servers_train_what_a_plain_loop_trains(name: str, monkeypatch, bounded_waits):
+    monkeypatch.setattr(server_dispatch, "LOOK_EVERY_S", 0.001)
+    # Servers are lost so often that prompts that end none of them are there three times.
+    monkeypatch.setattr(server_failures, "MOST_SERVERS", 1000)
+    rules = SETTINGS[name]
+    num_lost = 0
+    for seed in range(SEEDS):
+        world = World(rules, seed)
+        trainer = Trainer(world)
+        trainer.run()
+        check(rules, trainer.steps)
+        num_lost += sum(world.losses.values())
+    assert num_lost > 0 and threading.active_count() < 10

@@ -1,0 +1,79 @@
+"""Requests that servers fail at: asked again elsewhere, and the prompt named that ends them all."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.trainer.server_failures import Failures, PromptFailureError
+from megatron_rl.types import Sampling
+from tests.unit.trainer.fakes import prompts
+from tests.unit.trainer.server_fakes import Fleet, contents, publish, run, step
+
+NAMES = {"a", "b", "c", "d", "e"}
+
+
+def test_a_prompt_that_ends_every_server_ends_the_run_by_its_name(start) -> None:
+    """Its two responses may be on two servers at a time."""
+    fleet = Fleet(registered=set(NAMES), poison="p3")
+    dispatcher = start(fleet)
+    publish(dispatcher, fleet, 0)
+    with pytest.raises(PromptFailureError, match=r"p3.*3 servers have failed.*is dead.*resume"):
+        while True:
+            dispatcher.wait()
+            dispatcher.take()
+            publish(dispatcher, fleet, 1)
+    assert fleet.registered, "it ends before all are lost"
+
+
+def test_a_held_out_prompt_that_ends_every_server_is_named(start) -> None:
+    fleet = Fleet(registered=set(NAMES))
+    dispatcher = start(fleet)
+    publish(dispatcher, fleet, 0)
+    step(dispatcher, fleet, 1)
+    fleet.poison = "p4"
+    with pytest.raises(PromptFailureError, match=r"p4.*3 servers have failed"):
+        dispatcher.generate(prompts(5)[4:], Sampling(1, 4, seed=9))
+
+
+def test_servers_that_are_all_gone_are_waited_for(start) -> None:
+    """Nobody was at work where a request did not arrive."""
+    fleet = Fleet(registered=set(NAMES), off=set(NAMES))
+    dispatcher = start(fleet)
+    publish(dispatcher, fleet, 0)
+    assert dispatcher.wait().kind == "starved"
+
+
+def test_a_failure_costs_one_more_request_and_no_server(start) -> None:
+    expected = run(start, Fleet(registered={"a"}), 4)
+    fleet = Fleet(registered={"a", "b"}, fails_once="p2")
+    dispatcher = start(fleet)
+    publish(dispatcher, fleet, 0)
+    assert contents([step(dispatcher, fleet, version) for version in range(1, 5)]) == expected
+    counts = dispatcher.counts()
+    assert counts["source/lost_servers"] == 0 and counts["source/reissued_requests"] == 1
+    fleet.fails_once = "p1"
+    groups = dispatcher.generate(prompts(3), Sampling(2, 4, seed=9))
+    assert [len(group.completions) for group in groups] == [2, 2, 2]
+    assert dispatcher.counts()["source/lost_servers"] == 0
+
+
+def test_a_server_that_fails_at_all_it_is_asked_is_given_up(start) -> None:
+    expected = run(start, Fleet(registered={"a"}), 4)
+    fleet = Fleet(registered={"a", "b"}, ill={"a"})
+    dispatcher = start(fleet)
+    publish(dispatcher, fleet, 0)
+    assert contents([step(dispatcher, fleet, version) for version in range(1, 5)]) == expected
+    assert fleet.registered == {"b"}
+
+
+def test_answers_between_failures_clear_a_server_and_a_request() -> None:
+    failures = Failures()
+    assert not failures.failed("a", "p", "out of order")
+    failures.answered("a", "q")
+    assert not failures.failed("a", "p", "out of order")
+    failures.answered("b", "p")
+    assert failures.failed("a", "p", "out of order"), "twice without an answer between"
+    failures.broke_off("b", ["p", "p", "q"], "gone")
+    failures.broke_off("b", ["p", "q"], "gone")
+    with pytest.raises(PromptFailureError, match=r"^prompt p: 3 servers .* the last one: gone"):
+        failures.broke_off("c", ["p", "q"], "gone")
