@@ -17,9 +17,9 @@ from megatron_rl.runtime.activity import ACTIVITY
 from megatron_rl.runtime.display import Progress
 from megatron_rl.scheduling.batches import Batch, Rules
 from megatron_rl.scheduling.scheduler import Scheduler
-from megatron_rl.scheduling.work import Assignment
+from megatron_rl.scheduling.work import Assignment, Request
 from megatron_rl.trainer.prompt_stream import FinishedGroup, OpenGroup
-from megatron_rl.trainer.server_failures import Failures
+from megatron_rl.trainer.server_failures import Asked, Failures
 from megatron_rl.trainer.server_questions import Questions
 from megatron_rl.trainer.server_tasks import (
     Client,
@@ -228,18 +228,18 @@ class ServerDispatcher:
         self._is_told_of_starving = False
         logger.info("server %s takes part from weights version %d on", name, version)
 
-    def _note_failure(self, name: str, uid: str, error: Exception) -> None:
+    def _note_failure(self, name: str, asked: Asked, error: Exception) -> None:
         """A server has not answered a request: it is given up, unless this may be the request's."""
         tasks = self._tasks
         if isinstance(error, tasks.failed):
-            if self._failures.failed(name, uid, str(error)) and name in self._clients:
+            if self._failures.failed(name, asked, str(error)) and name in self._clients:
                 self._give_up(name, str(error))
             return
         is_at_work = not isinstance(error, tasks.unreachable)
         if name in self._clients:
             self._give_up(name, str(error), is_at_work=is_at_work)
         if is_at_work:
-            self._failures.broke_off(name, [uid], str(error))
+            self._failures.broke_off(name, [asked], str(error))
 
     def _give_up(self, name: str, why: str, *, is_at_work: bool = False) -> None:
         """Forgets a server; others do what it had to do. ``is_at_work``: perhaps this ended it."""
@@ -254,7 +254,7 @@ class ServerDispatcher:
         self._scheduler.leave(name)
         broken_off = self._questions.lost(name)
         for assignment in unanswered:
-            broken_off.append(self._prompt_of(assignment.request.group).uid)
+            broken_off.append(self._asked(assignment.request))
             self._running.pop(assignment).cancel()
         self._num_reissued += len(unanswered)
         self._thread.spawn(client.close())
@@ -269,6 +269,9 @@ class ServerDispatcher:
             self._failures.broke_off(name, broken_off, why)
         self._pump()
         self._thread.changed()
+
+    def _asked(self, request: Request) -> Asked:
+        return self._prompt_of(request.group).uid, request.response
 
     def _pump(self) -> None:
         """Does what the scheduler says."""
@@ -293,10 +296,10 @@ class ServerDispatcher:
             self._running.pop(assignment, None)
             self._num_reissued += 1
             self._scheduler.failed(worker, request)
-            self._note_failure(worker, prompt.uid, error)
+            self._note_failure(worker, self._asked(request), error)
             self._pump()
             return
-        self._failures.answered(worker, prompt.uid)
+        self._failures.answered(worker, self._asked(request))
         self._num_tokens += len(completion.token_ids)
         self._running.pop(assignment, None)
         if not self._scheduler.finished(worker, request):

@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count, starmap, zip_longest
 
-from megatron_rl.trainer.server_failures import Failures
+from megatron_rl.trainer.server_failures import Asked, Failures
 from megatron_rl.trainer.server_tasks import Client, NoServerError, Tasks
 from megatron_rl.types import Completion, Image, Prompt, Sampling
 
-_SCORED = "of the logprob check"
+_SCORED: Asked = ("of the logprob check", 0)
 Place = tuple[int, int]  # of a prompt among those that are asked, number of the response
 
 
@@ -28,7 +28,7 @@ class Questions:
         tasks: Tasks,
         clients: Mapping[str, Client],
         failures: Failures,
-        note_failure: Callable[[str, str, Exception], None],
+        note_failure: Callable[[str, Asked, Exception], None],
     ) -> None:
         self._tasks = tasks
         self._clients = clients
@@ -37,14 +37,14 @@ class Questions:
         self._asked: dict[asyncio.Task[Completion], tuple[str, Place, str]] = {}
         self._num_scored = 0
 
-    def lost(self, name: str) -> list[str]:
-        """A server is given up: nobody waits for its answers any more. Returns the
-        uids of the prompts."""
+    def lost(self, name: str) -> list[Asked]:
+        """A server is given up: nobody waits for its answers any more. Returns what it
+        was asked."""
         given_up = []
-        for task, (server, _, uid) in self._asked.items():
+        for task, (server, (_, number), uid) in self._asked.items():
             if server == name and not task.done():
                 task.cancel()
-                given_up.append(uid)
+                given_up.append((uid, number))
         return given_up
 
     async def generate(
@@ -97,10 +97,10 @@ class Questions:
                 continue
             error = task.exception()
             if error is None:
-                self._failures.answered(name, uid)
+                self._failures.answered(name, (uid, place[1]))
                 answers[place] = task.result()
             elif isinstance(error, self._tasks.lost):
-                self._note_failure(name, uid, error)
+                self._note_failure(name, (uid, place[1]), error)
             else:
                 raise error
         return answers

@@ -9,15 +9,17 @@ from megatron_rl.types import Sampling
 from tests.unit.trainer.fakes import prompts
 from tests.unit.trainer.server_fakes import Fleet, contents, publish, run, step
 
-NAMES = {"a", "b", "c", "d", "e"}
+NAMES = {"a", "b", "c", "d", "e", "f", "g"}
+P = ("p", 0)
+Q = ("q", 1)
 
 
 def test_a_prompt_that_ends_every_server_ends_the_run_by_its_name(start) -> None:
-    """Its two responses may be on two servers at a time."""
+    """Its two responses may be on two servers at a time: five at most are lost."""
     fleet = Fleet(registered=set(NAMES), poison="p3")
     dispatcher = start(fleet)
     publish(dispatcher, fleet, 0)
-    with pytest.raises(PromptFailureError, match=r"p3.*3 servers have failed.*is dead.*resume"):
+    with pytest.raises(PromptFailureError, match=r"p3.*3 servers, one after .*is dead.*resume"):
         while True:
             dispatcher.wait()
             dispatcher.take()
@@ -31,7 +33,7 @@ def test_a_held_out_prompt_that_ends_every_server_is_named(start) -> None:
     publish(dispatcher, fleet, 0)
     step(dispatcher, fleet, 1)
     fleet.poison = "p4"
-    with pytest.raises(PromptFailureError, match=r"p4.*3 servers have failed"):
+    with pytest.raises(PromptFailureError, match=r"p4.*3 servers, one after"):
         dispatcher.generate(prompts(5)[4:], Sampling(1, 4, seed=9))
 
 
@@ -68,12 +70,19 @@ def test_a_server_that_fails_at_all_it_is_asked_is_given_up(start) -> None:
 
 def test_answers_between_failures_clear_a_server_and_a_request() -> None:
     failures = Failures()
-    assert not failures.failed("a", "p", "out of order")
-    failures.answered("a", "q")
-    assert not failures.failed("a", "p", "out of order")
-    failures.answered("b", "p")
-    assert failures.failed("a", "p", "out of order"), "twice without an answer between"
-    failures.broke_off("b", ["p", "p", "q"], "gone")
-    failures.broke_off("b", ["p", "q"], "gone")
-    with pytest.raises(PromptFailureError, match=r"^prompt p: 3 servers .* the last one: gone"):
-        failures.broke_off("c", ["p", "q"], "gone")
+    assert not failures.failed("a", P, "out of order")
+    failures.answered("a", Q)
+    assert not failures.failed("a", P, "out of order")
+    failures.answered("b", P)
+    assert failures.failed("a", P, "out of order"), "twice without an answer between"
+    failures.broke_off("b", [P, P, Q], "gone")
+    failures.broke_off("b", [P, Q], "gone")
+    with pytest.raises(PromptFailureError, match=r"^prompt p: 3 servers.* the last one: gone"):
+        failures.broke_off("c", [P, Q], "gone")
+
+
+def test_a_machine_that_fails_with_its_servers_is_no_prompts_fault() -> None:
+    """Eight responses to one prompt were on eight servers of one machine."""
+    failures = Failures()
+    for number in range(8):
+        failures.broke_off(f"server{number}", [("p", number)], "gone")
