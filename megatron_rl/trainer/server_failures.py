@@ -51,6 +51,7 @@ class Failures:
         more = f" and {len(worst) - _SHOWN} more" if len(worst) > _SHOWN else ""
         raise PromptFailureError(
             f"prompt {shown}{more}: {MOST_SERVERS} servers, one after the other, have failed while"
-            f" they had the same request to it; the last one: {why}. Look into the servers' logs; take a prompt that ends them"
-            " out of the data, or start servers that can answer it, and resume"
+            f" they had the same request to it; the last one: {why}. Look"
+            " into the servers' logs; take a prompt that ends them out of the data, or start"
+            " servers that can answer it, and resume"
         )
