@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from examples.claims.lab import tasks
 from megatron_rl.config.command_line import Root
+from megatron_rl.config.schema import Config
 from megatron_rl.plugins import load_plugins
 from megatron_rl.sweeping.cells import check as check_configs
 from tools.claim_checks import Check, Claim, outcome, overall, read_claim
@@ -93,6 +94,39 @@ def test_steps_without_a_value_are_named() -> None:
         outcome(check, runs([1.0, 1.1], [0.0, 0.1]))
 
 
+def from_start(steps: dict[str, dict[int, float]]):
+    """One seed a value: 0.1 and 0.3 above where it began, whatever another cell does."""
+    of_a = [{"m": {0: 0.2, 10: 0.9, 20: 0.3}}, {"m": {0: 0.5, 10: 0.9, 20: 0.8}}]
+    return {"a": dict(enumerate(of_a)), "b": {0: steps}}
+
+
+def test_a_cell_is_compared_with_its_own_start() -> None:
+    """Differences 0.1 and 0.3: their mean 0.2, t(0.975, 1) = 12.7062 times 0.1 around it."""
+    of_cells = from_start({"m": {0: 7.0, 20: 7.0}})
+    risen = outcome(Check(metric="m", more="a", less="start"), of_cells)
+    assert risen.seeds == (0, 1)
+    assert risen.student.mean == pytest.approx(0.2)
+    assert risen.student.high == pytest.approx(0.2 + 1.27062, abs=1e-5)
+    fallen = outcome(Check(metric="m", more="start", less="a"), of_cells)
+    assert fallen.student.mean == pytest.approx(-0.2)
+    of_steps = outcome(Check(metric="m", more="a", less="start", steps=(10, 20)), of_cells)
+    assert of_steps.student.mean == pytest.approx((0.4 + 0.35) / 2)
+    assert risen.check.text == "m: a above the start of a"
+
+
+def test_a_fall_below_the_start_can_be_what_the_paper_says() -> None:
+    values = [{"m": {0: 0.9, 20: 0.8 + seed / 1000}} for seed in range(3)]
+    of_cells = {"a": dict(enumerate(values))}
+    assert outcome(Check(metric="m", more="start", less="a"), of_cells).verdict == "reproduced"
+    assert outcome(Check(metric="m", more="a", less="start"), of_cells).verdict == "not reproduced"
+
+
+def test_a_metric_without_a_start_is_named() -> None:
+    check = Check(metric="m", more="a", less="start")
+    with pytest.raises(ValueError, match="m: no value at step 0"):
+        outcome(check, runs([1.0, 1.1], [0.0, 0.1]))
+
+
 def test_the_whole_verdict_counts_where_checks_differ() -> None:
     check = Check(metric="m", more="a", less="b")
     good = outcome(check, runs([1.0, 1.1], [0.0, 0.1]))
@@ -108,6 +142,7 @@ def test_the_whole_verdict_counts_where_checks_differ() -> None:
         {"metric": "m", "same": ["a", "b"]},
         {"metric": "m", "more": "a", "less": "b", "same": ["a", "b"], "within": 0.1},
         {"metric": "m", "more": "a", "less": "b", "margin": 0.1},
+        {"metric": "m", "more": "start", "less": "start"},
     ],
 )
 def test_a_check_that_says_nothing_is_refused(values) -> None:
@@ -122,10 +157,14 @@ def test_a_check_of_a_cell_that_is_not_there_is_refused() -> None:
         Claim.model_validate(claim)
 
 
-@pytest.mark.usefixtures("fresh_registries")
-@pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
-def test_every_cell_is_a_valid_run(folder: Path) -> None:
-    claim = read_claim(folder)
+def test_no_cell_has_the_name_of_the_start() -> None:
+    claim = read_claim(FOLDERS[0]).model_dump()
+    claim["cells"] |= {"start": ["method=grpo"]}
+    with pytest.raises(ValidationError, match="start stands for the state before training"):
+        Claim.model_validate(claim)
+
+
+def configs_of(claim: Claim) -> dict[str, Config]:
     load_plugins([str(claim.plugin)] if claim.plugin else [])
     data = ["model.path=M", "data.train=t.jsonl", "data.eval=e.jsonl"]
     cells = [
@@ -134,6 +173,14 @@ def test_every_cell_is_a_valid_run(folder: Path) -> None:
     ]
     root = Root(config_dir=CLAIMS / "lab" / "conf")
     configs = check_configs(cells, [Path(name) for name in claim.cells], root)
+    return dict(zip(claim.cells, configs, strict=True))
+
+
+@pytest.mark.usefixtures("fresh_registries")
+@pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
+def test_every_cell_is_a_valid_run(folder: Path) -> None:
+    claim = read_claim(folder)
+    configs = configs_of(claim).values()
     settings = {config.model_copy(update={"run_dir": None}).model_dump_json() for config in configs}
     assert len(settings) == len(configs)
     longest = min(config.trainer.num_steps for config in configs)
