@@ -81,6 +81,7 @@ class Claim(Strict):
     plugin: Path | None = None  # what the runs load; a file of the claim's folder
     overrides: tuple[str, ...] = ()  # of every cell
     cells: dict[str, tuple[str, ...]]  # label -> overrides
+    differ: tuple[str, ...]  # keys in which cells of a check differ, each with all below it
     num_seeds: Annotated[int, Field(ge=2)] = 5
     checks: tuple[Check, ...]
     curves: tuple[str, ...]

@@ -3,10 +3,12 @@ data say."""
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import shutil
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,9 +17,11 @@ from pydantic import ValidationError
 
 from examples.claims.lab import tasks
 from megatron_rl.config.command_line import Root
+from megatron_rl.config.keys import within
 from megatron_rl.config.schema import Config
 from megatron_rl.plugins import load_plugins
 from megatron_rl.sweeping.cells import check as check_configs
+from megatron_rl.trainer.run_record import flat
 from tools.claim_checks import Check, Claim, outcome, overall, read_claim
 from tools.claim_page import page
 from tools.claims import (
@@ -164,6 +168,11 @@ def test_no_cell_has_the_name_of_the_start() -> None:
         Claim.model_validate(claim)
 
 
+@functools.cache  # composed once for all tests
+def configs_in(folder: Path) -> dict[str, Config]:
+    return configs_of(read_claim(folder))
+
+
 def configs_of(claim: Claim) -> dict[str, Config]:
     load_plugins([str(claim.plugin)] if claim.plugin else [])
     data = ["model.path=M", "data.train=t.jsonl", "data.eval=e.jsonl"]
@@ -180,11 +189,39 @@ def configs_of(claim: Claim) -> dict[str, Config]:
 @pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
 def test_every_cell_is_a_valid_run(folder: Path) -> None:
     claim = read_claim(folder)
-    configs = configs_of(claim).values()
+    configs = configs_in(folder).values()
     settings = {config.model_copy(update={"run_dir": None}).model_dump_json() for config in configs}
     assert len(settings) == len(configs)
     longest = min(config.trainer.num_steps for config in configs)
     assert all(check.steps is None or check.steps[1] <= longest for check in claim.checks)
+
+
+def unmatched(claim: Claim, configs: Mapping[str, Config]) -> set[str]:
+    """Keys in which the cells of a check differ, and which the claim does not name."""
+    leaves = {cell: dict(flat(config.model_dump())) for cell, config in configs.items()}
+    found = set()
+    for check in claim.checks:
+        for key in set().union(*(leaves[cell] for cell in check.cells)):
+            values = [leaves[cell].get(key) for cell in check.cells]
+            named = within(key, (*claim.differ, "method.name", "run_dir"))
+            if values[0] != values[-1] and not named:
+                found.add(key)
+    return found
+
+
+@pytest.mark.usefixtures("fresh_registries")
+@pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
+def test_cells_of_a_check_differ_in_what_the_claim_names_alone(folder: Path) -> None:
+    claim = read_claim(folder)
+    assert unmatched(claim, configs_in(folder)) == set()
+
+
+def test_a_baseline_that_is_not_matched_is_seen() -> None:
+    """grpo as it is given has a KL, nsr none, and their means over tokens differ."""
+    claim = read_claim(CLAIMS / "nsr_keeps_coverage")
+    cells = {**claim.cells, "grpo": ("method=grpo",)}
+    claim = claim.model_copy(update={"cells": cells})
+    assert unmatched(claim, configs_of(claim)) == {"method.kl.coef", "method.aggregate.name"}
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
