@@ -174,8 +174,16 @@ def verdict(check: Check, interval: Interval) -> Verdict:
 
 def overall(outcomes: Sequence[Outcome]) -> str:
     """One word, or how many of the checks had which outcome."""
+    verdicts = {one.verdict for one in outcomes}
+    return verdicts.pop() if len(verdicts) == 1 else _counts(outcomes)
+
+
+def tally(outcomes: Sequence[Outcome]) -> str:
+    """How many checks there are, and how many of them had which outcome."""
+    return f"{len(outcomes)} checks: {_counts(outcomes)}"
+
+
+def _counts(outcomes: Sequence[Outcome]) -> str:
     verdicts = [one.verdict for one in outcomes]
     kinds: tuple[Verdict, ...] = ("reproduced", "not reproduced", "inconclusive")
-    if len(set(verdicts)) == 1:
-        return verdicts[0]
     return ", ".join(f"{verdicts.count(kind)} {kind}" for kind in kinds if kind in verdicts)

@@ -1,12 +1,10 @@
-"""Claims of papers: verdicts by hand, the tasks they are tried on, and pages that say what their
-data say."""
+"""Claims of papers: verdicts by hand, cells that are matched, and the tasks they are tried on."""
 
 from __future__ import annotations
 
 import functools
 import json
 import random
-import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,18 +20,9 @@ from megatron_rl.config.schema import Config
 from megatron_rl.plugins import load_plugins
 from megatron_rl.sweeping.cells import check as check_configs
 from megatron_rl.trainer.run_record import flat
-from tools.claim_checks import Check, Claim, outcome, overall, read_claim
-from tools.claim_page import page
-from tools.claims import (
-    CLAIMS,
-    REPO,
-    block_means,
-    by_cell,
-    read_data,
-    table,
-    train_file,
-    write_page,
-)
+from tools.claim_checks import Check, Claim, Outcome, outcome, overall, read_claim, tally
+from tools.claim_page import told
+from tools.claims import CLAIMS, block_means, train_file
 
 FOLDERS = sorted(file.parent for file in CLAIMS.glob("*/claim.yaml"))
 NAMES = [folder.name for folder in FOLDERS]
@@ -131,12 +120,30 @@ def test_a_metric_without_a_start_is_named() -> None:
         outcome(check, runs([1.0, 1.1], [0.0, 0.1]))
 
 
-def test_the_whole_verdict_counts_where_checks_differ() -> None:
+def three_outcomes() -> tuple[Outcome, Outcome, Outcome]:
+    """Reproduced, not reproduced and inconclusive, by differences of 1, -1 and around 0."""
     check = Check(metric="m", more="a", less="b")
-    good = outcome(check, runs([1.0, 1.1], [0.0, 0.1]))
-    bad = outcome(check, runs([0.0, 0.1], [1.0, 1.1]))
+    good = outcome(check, runs([1.0, 1.1, 1.2], [0.0, 0.1, 0.2]))
+    bad = outcome(check, runs([0.0, 0.1, 0.2], [1.0, 1.1, 1.2]))
+    return good, bad, outcome(check, runs([1.0, 0.0, 0.5], [0.5, 0.5, 0.5]))
+
+
+def test_the_whole_verdict_counts_where_checks_differ() -> None:
+    good, bad, _ = three_outcomes()
     assert overall([good, good]) == "reproduced"
     assert overall([good, bad, good]) == "2 reproduced, 1 not reproduced"
+    assert tally([good, good]) == "2 checks: 2 reproduced"
+
+
+def test_a_table_tells_what_was_decided() -> None:
+    """Not the first check, which is open; where all are open, the first."""
+    good, bad, open_one = three_outcomes()
+    shown = told([open_one, good, bad])
+    assert shown == (
+        "m: a above b: +1.0000 (+1.0000 to +1.0000), reproduced; "
+        "m: a above b: -1.0000 (-1.0000 to -1.0000), not reproduced"
+    )
+    assert told([open_one, open_one]).startswith("m: a above b: +0.0000 (-1.2421 to +1.2421), inc")
 
 
 @pytest.mark.parametrize(
@@ -222,52 +229,6 @@ def test_a_baseline_that_is_not_matched_is_seen() -> None:
     cells = {**claim.cells, "grpo": ("method=grpo",)}
     claim = claim.model_copy(update={"cells": cells})
     assert unmatched(claim, configs_of(claim)) == {"method.kl.coef", "method.aggregate.name"}
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
-def test_the_page_says_what_the_data_say(folder: Path) -> None:
-    claim = read_claim(folder)
-    rows = read_data(folder)
-    of_cells = by_cell(rows)
-    assert {cell: len(seeds) for cell, seeds in of_cells.items()} == dict.fromkeys(
-        claim.cells, claim.num_seeds
-    )
-    outcomes = [outcome(check, of_cells) for check in claim.checks]
-    written = (folder / "README.md").read_text("utf-8")
-    assert written == page(claim, folder.name, rows, of_cells, outcomes)
-
-
-def test_the_tables_of_claims_are_up_to_date() -> None:
-    rows = table("").splitlines()[2:]
-    assert len(rows) == len(FOLDERS)
-    assert table("") in (CLAIMS / "README.md").read_text("utf-8")
-    assert table("examples/claims/") in (REPO / "README.md").read_text("utf-8")
-
-
-def test_a_page_is_made_of_its_folder_alone(tmp_path: Path) -> None:
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    shutil.copy(FOLDERS[0] / "claim.yaml", folder)
-    claim = read_claim(folder)
-    rows = [
-        {
-            "cell": cell,
-            "seed": seed,
-            "seconds": 60,
-            "commit": "abcdef0123",
-            "metrics": {
-                metric: {"0": 0.1, "20": 0.2, "110": 0.2 + seed / 10} for metric in claim.metrics
-            },
-        }
-        for cell in claim.cells
-        for seed in (1, 2)
-    ]
-    lines = [json.dumps(row) for row in rows]
-    (folder / "data.jsonl").write_text("\n".join(lines), encoding="ascii")
-    assert "inconclusive" in write_page(folder)
-    text = (folder / "README.md").read_text("utf-8")
-    assert f"{len(rows)} runs, {len(rows)} minutes of training in all, at commit abcdef01" in text
-    assert (folder / "curves.png").stat().st_size > 10_000
 
 
 def test_right_answers_by_hand() -> None:
