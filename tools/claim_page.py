@@ -30,7 +30,9 @@ from tools.claim_checks import Claim, Outcome, Runs, Steps, overall
 # Of metrics that the pages of reports do not show.
 UNITS = {
     "credit/advantage_positive_sum": "advantage, sum of a step",
+    "credit/extreme_advantage_abs_mean": "advantage",
     "credit/extreme_group_share": "share of groups",
+    "credit/extreme_zscore_abs_mean": "advantage",
     "credit/length_gap_tokens": "tokens",
 }
 
