@@ -11,12 +11,13 @@ import pytest
 from matplotlib.figure import Figure
 
 from megatron_rl.reporting.comparison.drawing import Drawn, draw_cells, style_of
-from tools.claim_checks import outcome, read_claim
+from tools.claim_checks import Claim, outcome, read_claim
 from tools.claim_page import band_of_seeds, page, spread, unit
 from tools.claims import (
     CLAIMS,
     REPO,
     by_cell,
+    collect,
     read_data,
     table,
     wall_seconds,
@@ -47,6 +48,43 @@ def test_the_tables_of_claims_are_up_to_date() -> None:
     assert rows[-1].startswith(f"| all of them | {num_checks} checks: ")
     assert table("") in (CLAIMS / "README.md").read_text("utf-8")
     assert table("examples/claims/") in (REPO / "README.md").read_text("utf-8")
+
+
+def write_run(folder: Path, values: dict[str, float]) -> None:
+    folder.mkdir(parents=True)
+    rows = [{"step": 0}, {"step": 1, "time/step_s": 1.6, **values}]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="ascii")
+    (folder / "config.json").write_text('{"git_commit": "abc"}', encoding="ascii")
+
+
+def test_data_have_what_is_compared_and_pass_at_k_with_room_above(tmp_path: Path) -> None:
+    checks = [{"metric": "eval/pass_at_1", "more": "b", "less": "a"}]
+    claim = Claim.model_validate(
+        {
+            **dict.fromkeys(("title", "source", "says", "expected"), "nothing"),
+            "cells": {"a": ["x=1"], "b": ["x=2"]},
+            "differ": ["x"],
+            "num_seeds": 2,
+            "checks": checks,
+            "curves": ["rollout/entropy"],
+        }
+    )
+    values = {"eval/pass_at_1": 0.25, "eval/pass_at_2": 0.5, "rollout/entropy": 1.0}
+    for cell in ("x_1", "x_2"):
+        write_run(tmp_path / cell / "seed-1", values)
+        write_run(tmp_path / cell / "seed-2", {**values, "eval/pass_at_8": 0.75})
+    first, second, *_ = collect(claim, tmp_path)
+    assert first == {
+        "cell": "a",
+        "seed": 1,
+        "seconds": 2,
+        "commit": "abc",
+        "metrics": {"eval/pass_at_1": {1: 0.25}, "rollout/entropy": {5: 1.0}},
+    }
+    assert second["metrics"]["eval/pass_at_8"] == {1: 0.75}
+    write_run(tmp_path / "x_1" / "seed-3", {"eval/pass_at_1": 0.25})
+    with pytest.raises(ValueError, match="has no rollout/entropy"):
+        collect(claim.model_copy(update={"num_seeds": 3}), tmp_path)
 
 
 def test_a_page_is_made_of_its_folder_alone(tmp_path: Path) -> None:
