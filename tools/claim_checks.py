@@ -16,6 +16,7 @@ from megatron_rl.reporting.intervals import Interval, bootstrap, student
 Verdict = Literal["reproduced", "not reproduced", "inconclusive"]
 Steps = Mapping[int, float]  # of one metric of a run
 Runs = Mapping[str, Mapping[int, Mapping[str, Steps]]]  # cell, seed, metric
+START = "start"  # stands for a cell: the other one's run before its first step
 
 
 class Strict(BaseModel):
@@ -25,7 +26,8 @@ class Strict(BaseModel):
 class Check(Strict):
     """``more`` has a larger value of ``metric`` than ``less``; or ``same`` differ by less than
     ``within``. ``steps``: the mean over the values in this range, first and last included; without
-    it, the last value. A training metric has one value for every five steps, their mean."""
+    it, the last value. A training metric has one value for every five steps, their mean. In place
+    of a cell, ``start`` is the other one's value at step 0, which held-out metrics have."""
 
     metric: str
     more: str | None = None
@@ -40,6 +42,8 @@ class Check(Strict):
         close = self.same is not None and self.within is not None
         if ordered == close:  # both, or neither
             raise ValueError("a check has `more` and `less`, or `same` and `within`")
+        if self.pair == (START, START):
+            raise ValueError(f"{self.metric}: a check has a cell beside `{START}`")
         return self
 
     @property
@@ -49,11 +53,19 @@ class Check(Strict):
 
     @property
     def text(self) -> str:
-        first, second = self.pair
+        first, second = [self._shown(cell) for cell in self.pair]
         when = f", steps {self.steps[0]} to {self.steps[1]}" if self.steps else ""
         if self.same:
             return f"{self.metric}{when}: {first} within {self.within:g} of {second}"
         return f"{self.metric}{when}: {first} above {second}"
+
+    @property
+    def cells(self) -> list[str]:
+        """Those of the pair that are cells: one of them, where the other is the start."""
+        return [cell for cell in self.pair if cell != START]
+
+    def _shown(self, cell: str) -> str:
+        return f"the start of {self.cells[0]}" if cell == START else cell
 
 
 class Claim(Strict):
@@ -69,6 +81,7 @@ class Claim(Strict):
     plugin: Path | None = None  # what the runs load; a file of the claim's folder
     overrides: tuple[str, ...] = ()  # of every cell
     cells: dict[str, tuple[str, ...]]  # label -> overrides
+    differ: tuple[str, ...]  # keys in which cells of a check differ, each with all below it
     num_seeds: Annotated[int, Field(ge=2)] = 5
     checks: tuple[Check, ...]
     curves: tuple[str, ...]
@@ -76,8 +89,10 @@ class Claim(Strict):
 
     @model_validator(mode="after")
     def _known_cells(self) -> Claim:
+        if START in self.cells:
+            raise ValueError(f"cells: {START} stands for the state before training; rename it")
         for check in self.checks:
-            for cell in check.pair:
+            for cell in check.cells:
                 if cell not in self.cells:
                     raise ValueError(f"{check.metric}: no cell {cell}; there are {[*self.cells]}")
         return self
@@ -114,15 +129,22 @@ def outcome(check: Check, runs: Runs) -> Outcome:
     An ordered check is reproduced where the interval lies above 0, not reproduced where it lies
     below. ``same`` is reproduced where it lies within the margin, not where it lies outside.
     """
-    first, second = check.pair
-    seeds = tuple(sorted(set(runs[first]) & set(runs[second])))
+    seeds = tuple(sorted(set.intersection(*(set(runs[cell]) for cell in check.cells))))
     differences = []
     for seed in seeds:
-        of_first = value(runs[first][seed][check.metric], check)
-        of_second = value(runs[second][seed][check.metric], check)
+        of_first, of_second = [_of_seed(cell, seed, check, runs) for cell in check.pair]
         differences.append(of_first - of_second)
     interval = student(differences)
     return Outcome(check, seeds, interval, bootstrap(differences), verdict(check, interval))
+
+
+def _of_seed(cell: str, seed: int, check: Check, runs: Runs) -> float:
+    if cell != START:
+        return value(runs[cell][seed][check.metric], check)
+    steps = runs[check.cells[0]][seed][check.metric]
+    if 0 not in steps:
+        raise ValueError(f"{check.metric}: no value at step 0, from which `{START}` is taken")
+    return steps[0]
 
 
 def value(steps: Steps, check: Check) -> float:
@@ -152,8 +174,16 @@ def verdict(check: Check, interval: Interval) -> Verdict:
 
 def overall(outcomes: Sequence[Outcome]) -> str:
     """One word, or how many of the checks had which outcome."""
+    verdicts = {one.verdict for one in outcomes}
+    return verdicts.pop() if len(verdicts) == 1 else _counts(outcomes)
+
+
+def tally(outcomes: Sequence[Outcome]) -> str:
+    """How many checks there are, and how many of them had which outcome."""
+    return f"{len(outcomes)} checks: {_counts(outcomes)}"
+
+
+def _counts(outcomes: Sequence[Outcome]) -> str:
     verdicts = [one.verdict for one in outcomes]
     kinds: tuple[Verdict, ...] = ("reproduced", "not reproduced", "inconclusive")
-    if len(set(verdicts)) == 1:
-        return verdicts[0]
     return ", ".join(f"{verdicts.count(kind)} {kind}" for kind in kinds if kind in verdicts)

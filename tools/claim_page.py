@@ -14,19 +14,31 @@ from matplotlib.figure import Figure
 
 from megatron_rl.reporting.comparison.curves import Band, Curve, band_of
 from megatron_rl.reporting.comparison.drawing import (
+    MAX_BANDS,
+    MAX_SINGLES,
     Drawn,
     draw_cells,
     finish,
     legend_line,
     style_of,
 )
+from megatron_rl.reporting.comparison.panels import unit_of
 from megatron_rl.reporting.intervals import Interval, student
 from megatron_rl.reporting.metrics_file import is_held_out
 from tools.claim_checks import Claim, Outcome, Runs, Steps, overall
 
+# Of metrics that the pages of reports do not show.
+UNITS = {
+    "credit/advantage_positive_sum": "advantage, sum of a step",
+    "credit/extreme_advantage_abs_mean": "advantage",
+    "credit/extreme_group_share": "share of groups",
+    "credit/extreme_zscore_abs_mean": "advantage",
+    "credit/length_gap_tokens": "tokens",
+}
+
 
 def draw(claim: Claim, runs: Runs, file: Path) -> None:
-    """A panel a metric: the median over the seeds, and all of them as a band."""
+    """A panel a metric: the median over the seeds, and what ``spread`` says."""
     num_columns = min(3, len(claim.curves))
     num_rows = ceil(len(claim.curves) / num_columns)
     size = (4.2 * num_columns, 3.0 * num_rows + 0.5)
@@ -38,9 +50,10 @@ def draw(claim: Claim, runs: Runs, file: Path) -> None:
     for axes, metric in zip(grid.flat, claim.curves, strict=False):  # the last row may be short
         cells = []
         for order, (cell, of_seeds) in enumerate(runs.items()):
-            cells.append(Drawn(cell, style_of(order), _band(of_seeds, metric), order))
+            cells.append(Drawn(cell, style_of(order), band_of_seeds(of_seeds, metric), order))
         draw_cells(axes, cells, held_out=is_held_out(metric))
-        finish(axes, "step", metric)
+        finish(axes, "step", unit(metric))
+        axes.set_title(metric, loc="left", fontsize=10, parse_math=False)
     handles = [legend_line(style_of(order)) for order in range(len(runs))]
     figure.legend(
         handles, [*runs], loc="outside upper center", ncols=min(6, len(runs)), frameon=False
@@ -49,7 +62,14 @@ def draw(claim: Claim, runs: Runs, file: Path) -> None:
     figure.savefig(file, metadata={"Software": None})
 
 
-def _band(of_seeds: Mapping[int, Mapping[str, Steps]], metric: str) -> Band:
+def unit(metric: str) -> str:
+    found = UNITS.get(metric) or unit_of(metric)
+    if found is None:
+        raise ValueError(f"{metric}: has no unit; add it to UNITS of tools/claim_page.py")
+    return found
+
+
+def band_of_seeds(of_seeds: Mapping[int, Mapping[str, Steps]], metric: str) -> Band:
     curves = []
     for metrics in of_seeds.values():
         steps, values = np.array(sorted(metrics[metric].items()), dtype=float).T
@@ -91,13 +111,34 @@ def page(
             "",
             *_cells(claim, runs),
             "",
-            "Curves: median and range over the seeds. Cells: mean and half of Student's 95 %"
-            f" interval of the last value. {len(rows)} runs, {minutes:.0f} minutes of training in"
-            f" all, at commit {commits}; the numbers are in [data.jsonl](data.jsonl), the settings"
-            " in [claim.yaml](claim.yaml).",
+            f"Curves: {spread(runs)}. Cells: mean and half of Student's 95 % interval of the last"
+            f" value. Cells that are compared differ in {_keys(claim.differ)} alone. {len(rows)}"
+            f" runs, {minutes:.0f} minutes of training in all{_wall(rows)}, at commit {commits};"
+            " the numbers are in [data.jsonl](data.jsonl), the settings in"
+            " [claim.yaml](claim.yaml).",
             "",
         ]
     )
+
+
+def spread(runs: Runs) -> str:
+    """What ``draw_cells`` draws of the seeds."""
+    words = "median over the seeds"
+    words += " and their range as a band" if len(runs) <= MAX_BANDS else ""
+    single = sum(len(of_seeds) for of_seeds in runs.values()) <= MAX_SINGLES
+    return words + (", each run as a thin line" if single else "")
+
+
+def _keys(keys: Sequence[str]) -> str:
+    return " and ".join(f"`{key}`" for key in keys)
+
+
+def _wall(rows: Sequence[dict[str, Any]]) -> str:
+    """Minutes that the runs took from start to end, where all of them have it."""
+    if not all("wall_seconds" in row for row in rows):
+        return ""
+    minutes = sum(row["wall_seconds"] for row in rows) / 60
+    return f" ({minutes:.0f} from start to end of each run, evaluations among it)"
 
 
 def _checks(outcomes: Sequence[Outcome]) -> list[str]:
@@ -112,8 +153,19 @@ def _checks(outcomes: Sequence[Outcome]) -> list[str]:
     return lines
 
 
-def bounds(interval: Interval, digits: int = 4) -> str:
-    return f"{interval.low:+.{digits}f} to {interval.high:+.{digits}f}"
+def told(outcomes: Sequence[Outcome]) -> str:
+    """The checks that are decided, each with its verdict; where there are none, the first."""
+    decided = [one for one in outcomes if one.verdict != "inconclusive"]
+    return "; ".join(_told(one) for one in decided or outcomes[:1])
+
+
+def _told(one: Outcome) -> str:
+    shown = f"{one.student.mean:+.4f} ({bounds(one.student)})"
+    return f"{one.check.text}: {shown}, {one.verdict}"
+
+
+def bounds(interval: Interval) -> str:
+    return f"{interval.low:+.4f} to {interval.high:+.4f}"
 
 
 def _cells(claim: Claim, runs: Runs) -> list[str]:

@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,8 +27,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_rl.reporting.metrics_file import is_held_out, read_metrics, series
-from tools.claim_checks import Claim, Outcome, Runs, outcome, overall, read_claim
-from tools.claim_page import bounds, draw, page
+from megatron_rl.sweeping.running import CONSOLE
+from tools.claim_checks import Claim, Outcome, Runs, outcome, overall, read_claim, tally
+from tools.claim_page import draw, page, told
 
 REPO = Path(__file__).resolve().parents[1]
 CLAIMS = REPO / "examples" / "claims"
@@ -35,7 +37,9 @@ LAB = CLAIMS / "lab"
 # Steps whose mean is one value of a training metric in data.jsonl; evaluations are kept whole.
 BLOCK = 5
 DIGITS = 6
-HEAD = "| claim | comparisons | the first of them, with its interval |"
+# Kept of every run that has them: pass@64 of 64 responses begins near 1, these have room above.
+ALWAYS = ("eval/pass_at_8", "eval/pass_at_16")
+HEAD = "| claim | comparisons | those that are decided, with their intervals; else the first |"
 PAGES = (CLAIMS / "README.md", REPO / "README.md")  # with the table of claims
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -115,17 +119,36 @@ def _of_run(run: Path, metrics: Sequence[str]) -> dict[str, Any]:
     rows = read_metrics(run / "metrics.jsonl")
     saved = json.loads((run / "config.json").read_text("utf-8"))
     kept = {}
-    for metric in metrics:
+    for metric in dict.fromkeys([*metrics, *ALWAYS]):
         steps, values = series(rows, metric)
-        if not steps:
+        if not steps and metric in metrics:
             raise ValueError(f"{run}: has no {metric}; correct `checks` and `curves`")
+        if not steps:
+            continue
         if not is_held_out(metric):
             steps, values = block_means(steps, values)
         kept[metric] = {
             step: round(value, DIGITS) for step, value in zip(steps, values, strict=True)
         }
     _, seconds = series(rows, "time/step_s")
-    return {"seconds": round(sum(seconds)), "commit": saved["git_commit"], "metrics": kept}
+    about = {"seconds": round(sum(seconds)), "commit": saved["git_commit"]}
+    wall = wall_seconds(run / CONSOLE)
+    return {**about, **({} if wall is None else {"wall_seconds": wall}), "metrics": kept}
+
+
+def wall_seconds(console: Path) -> int | None:
+    """From the start of a run, which the sweep notes in its output, to the last of its output.
+
+    None where the sweep wrote no file (one run at a time), or where the run was started more than
+    once: how long it stood still is not known.
+    """
+    if not console.is_file():
+        return None
+    starts = re.findall(r"^--- (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) UTC$", console.read_text(), re.M)
+    if len(starts) != 1:
+        return None
+    started = datetime.fromisoformat(f"{starts[0]}+00:00").timestamp()
+    return round(console.stat().st_mtime - started)
 
 
 def block_means(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
@@ -179,11 +202,12 @@ def tried() -> dict[str, tuple[Claim, list[Outcome]]]:
 def table(folder: str) -> str:
     """The claims with their verdicts, in Markdown; ``folder``: of the claims, from the page."""
     rows = []
+    every_outcome: list[Outcome] = []
     for name, (claim, outcomes) in tried().items():
-        first = outcomes[0]
         link = f"[{claim.title}]({folder}{name}/README.md)"
-        shown = f"{first.check.text}: {first.student.mean:+.3f} ({bounds(first.student, 3)})"
-        rows.append(f"| {link} | {overall(outcomes)} | {shown} |")
+        rows.append(f"| {link} | {overall(outcomes)} | {told(outcomes)} |")
+        every_outcome += outcomes
+    rows.append(f"| all of them | {tally(every_outcome)} | |")
     return "\n".join([HEAD, "|---|---|---|", *rows])
 
 
@@ -203,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("what", choices=("run", "page"))
     parser.add_argument("claim", type=Path, help="its folder, or the folder's name")
     parser.add_argument("--out", type=Path, default=REPO / "runs" / "claims", help="of the runs")
-    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time")
+    parser.add_argument("--parallel", type=int, default=2, metavar="N", help="runs at a time")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for a short trial")
     options = parser.parse_intermixed_args(argv)
     folder = options.claim if options.claim.is_dir() else CLAIMS / options.claim
@@ -221,6 +245,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{folder.name}: {write_page(folder)}")
     for file in PAGES:
         write_table(file)
+    every_outcome = [one for _, outcomes in tried().values() for one in outcomes]
+    print(f"all claims: {tally(every_outcome)}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.loss import filters, histories, tails
-from megatron_rl.loss.advantages import ONE
+from megatron_rl.loss.advantages import ONE, zscore
 from megatron_rl.loss.batch import Credit, ResponseBatch
 from megatron_rl.loss.choices import ESTIMATORS, KL_WEIGHTS, SHAPERS, Knobs
 from megatron_rl.loss.evidence import Evidence
@@ -131,25 +131,31 @@ def metrics(
     """What the papers plot, over the whole batch.
 
     ``length_gap_tokens`` is mean length of incorrect minus mean length of correct responses (0
-    when either is missing); an extreme group has one correct or one incorrect response.
+    when either is missing); an extreme group has one correct or one incorrect response. Of the
+    responses of such groups |A| is averaged as it is used, and as the z-score alone would have it
+    (0 when there are none).
     """
     groups = evidence.groups
     correct = evidence.correct
     num_correct = groups.sum(correct)
     lengths = evidence.lengths.to(advantages.dtype)
+    by_zscore = zscore(evidence.rewards, groups, eps=evidence.eps, ddof=evidence.ddof)
 
     def share(flags: Tensor) -> Tensor:
         return flags.to(advantages.dtype).mean()
 
-    def mean_length(rows: Tensor) -> Tensor:
-        return (lengths * rows).sum() / rows.sum().clamp(min=1)
+    def mean_of(values: Tensor, rows: Tensor) -> Tensor:
+        return (values * rows).sum() / rows.sum().clamp(min=1)
 
     both = correct.any() & ~correct.all()
-    gap = mean_length(~correct) - mean_length(correct)
+    gap = mean_of(lengths, ~correct) - mean_of(lengths, correct)
     extreme = (groups.count > 1) & ((num_correct == 1) | (num_correct == groups.count - 1))
+    of_extreme = groups.broadcast(extreme)
     return {
         "credit/zero_spread_group_share": share(groups.spread(evidence.rewards) == 0),
         "credit/extreme_group_share": share(extreme),
+        "credit/extreme_advantage_abs_mean": mean_of(advantages.abs(), of_extreme),
+        "credit/extreme_zscore_abs_mean": mean_of(by_zscore.abs(), of_extreme),
         "credit/all_correct_group_share": share(num_correct == groups.count),
         "credit/none_correct_group_share": share(num_correct == 0),
         "credit/advantage_positive_sum": advantages.clamp(min=0).sum(),

@@ -19,6 +19,7 @@ CLAIM = {
     "says": "nothing",
     "expected": "nothing",
     "cells": {"grpo": ["method=grpo"], "psr": ["method=psr"]},
+    "differ": ["method"],
     "num_seeds": 2,
     "checks": [{"metric": "eval/pass_at_2", "more": "psr", "less": "grpo"}],
     "curves": ["eval/pass_at_1", "eval/pass_at_2", "rollout/entropy"],

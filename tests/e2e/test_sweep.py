@@ -1,6 +1,7 @@
 """Sweeps through the command line, with real runs side by side: a run that fails, a sweep that is
-killed and started again, equal runs, pairs."""
+killed and started again, equal runs, pairs, and the report of them in a browser."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -12,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_rl import report
+from tests.e2e.test_report_page import CHROMIUM, seen
 from tests.e2e.toy import overrides, write_data, write_model
 from tests.launch import REPO, end, run
 
@@ -56,7 +59,7 @@ def test_a_failed_run_is_named_the_others_are_done_and_are_not_done_again(tmp_pa
 
 def test_a_killed_sweep_goes_on_and_its_runs_are_pairs(tmp_path):
     """Two methods, two seeds, and a number in two spellings: four runs. The first start is killed
-    when a run has a checkpoint."""
+    when a run has a checkpoint; the second goes on, and a report shows what came of it."""
     out = tmp_path / "runs"
     words = small(
         tmp_path,
@@ -92,6 +95,23 @@ def test_a_killed_sweep_goes_on_and_its_runs_are_pairs(tmp_path):
     content = json.loads((out / "sweep.json").read_text())
     assert [cell["same_as"] for cell in content["cells"]].count(None) == 4
     check_pairs(out)
+    check_report(out, tmp_path)
+
+
+def check_report(out: Path, scratch: Path) -> None:
+    """Of a sweep that was killed and went on: both methods with both seeds, figures that a browser
+    draws, and nothing that it complains of."""
+    folder = scratch / "report"
+    assert report.main([str(out), "--out", str(folder)]) == 0
+    text = (folder / "report.md").read_text("utf-8")
+    assert "grpo" in text and "a_grae" in text
+    if CHROMIUM is None:
+        pytest.skip("the report was written; no chromium to open it: apt-get install chromium")
+    complaints, look = asyncio.run(seen(folder / "index.html", scratch, "light", 1400))
+    assert complaints == []
+    assert len(look["legend"]) == 2
+    assert len(look["figures"]) > 10
+    assert all(across > 300 and down > 150 for across, down, _ in look["figures"])
 
 
 def check_pairs(out: Path) -> None:

@@ -40,6 +40,7 @@ _ACCURACY = "share of responses"
 _TOKENS = "tokens"
 _NATS = "nats"
 _CLIPPED = "share of tokens"
+_PROMPTS = "share of prompts"
 _FIXED = (
     Panel("eval/accuracy", "Held-out accuracy", _ACCURACY, HELD_OUT),
     Panel("reward/mean", "Reward, mean of the step", "reward", REWARD),
@@ -96,12 +97,22 @@ def panels_of(cells: Sequence[Cell]) -> list[Panel]:
         for key in sources
     ]
     passes = [
-        Panel(f"{PASS_AT}{k}", f"Held-out pass@{k}", "share of prompts", PASS)
+        Panel(f"{PASS_AT}{k}", f"Held-out pass@{k}", _PROMPTS, PASS)
         for k in some(pass_at_ks(every_row))
     ]
     panels = [panel for panel in (*_FIXED, *by_source, *passes) if panel.key in present]
     panels = [panel for panel in panels if not _says_nothing(panel, every_row)]
     return sorted(panels, key=lambda panel: HEADINGS.index(panel.heading))
+
+
+def unit_of(key: str) -> str | None:
+    """The label that the panel of a metric has on its y axis; None: no panel shows this one."""
+    if key.startswith(SOURCES):
+        return _ACCURACY
+    if key.startswith(PASS_AT):
+        return _PROMPTS
+    labels = {panel.key: panel.label for panel in _FIXED}
+    return labels.get(key)
 
 
 def some(ks: Sequence[int]) -> list[int]:

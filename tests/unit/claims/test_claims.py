@@ -1,12 +1,12 @@
-"""Claims of papers: verdicts by hand, the tasks they are tried on, and pages that say what their
-data say."""
+"""Claims of papers: verdicts by hand, cells that are matched, and the tasks they are tried on."""
 
 from __future__ import annotations
 
+import functools
 import json
 import random
-import shutil
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,20 +15,14 @@ from pydantic import ValidationError
 
 from examples.claims.lab import tasks
 from megatron_rl.config.command_line import Root
+from megatron_rl.config.keys import within
+from megatron_rl.config.schema import Config
 from megatron_rl.plugins import load_plugins
 from megatron_rl.sweeping.cells import check as check_configs
-from tools.claim_checks import Check, Claim, outcome, overall, read_claim
-from tools.claim_page import page
-from tools.claims import (
-    CLAIMS,
-    REPO,
-    block_means,
-    by_cell,
-    read_data,
-    table,
-    train_file,
-    write_page,
-)
+from megatron_rl.trainer.run_record import flat
+from tools.claim_checks import Check, Claim, Outcome, outcome, overall, read_claim, tally
+from tools.claim_page import told
+from tools.claims import CLAIMS, block_means, train_file
 
 FOLDERS = sorted(file.parent for file in CLAIMS.glob("*/claim.yaml"))
 NAMES = [folder.name for folder in FOLDERS]
@@ -93,12 +87,63 @@ def test_steps_without_a_value_are_named() -> None:
         outcome(check, runs([1.0, 1.1], [0.0, 0.1]))
 
 
-def test_the_whole_verdict_counts_where_checks_differ() -> None:
+def from_start(steps: dict[str, dict[int, float]]):
+    """One seed a value: 0.1 and 0.3 above where it began, whatever another cell does."""
+    of_a = [{"m": {0: 0.2, 10: 0.9, 20: 0.3}}, {"m": {0: 0.5, 10: 0.9, 20: 0.8}}]
+    return {"a": dict(enumerate(of_a)), "b": {0: steps}}
+
+
+def test_a_cell_is_compared_with_its_own_start() -> None:
+    """Differences 0.1 and 0.3: their mean 0.2, t(0.975, 1) = 12.7062 times 0.1 around it."""
+    of_cells = from_start({"m": {0: 7.0, 20: 7.0}})
+    risen = outcome(Check(metric="m", more="a", less="start"), of_cells)
+    assert risen.seeds == (0, 1)
+    assert risen.student.mean == pytest.approx(0.2)
+    assert risen.student.high == pytest.approx(0.2 + 1.27062, abs=1e-5)
+    fallen = outcome(Check(metric="m", more="start", less="a"), of_cells)
+    assert fallen.student.mean == pytest.approx(-0.2)
+    of_steps = outcome(Check(metric="m", more="a", less="start", steps=(10, 20)), of_cells)
+    assert of_steps.student.mean == pytest.approx((0.4 + 0.35) / 2)
+    assert risen.check.text == "m: a above the start of a"
+
+
+def test_a_fall_below_the_start_can_be_what_the_paper_says() -> None:
+    values = [{"m": {0: 0.9, 20: 0.8 + seed / 1000}} for seed in range(3)]
+    of_cells = {"a": dict(enumerate(values))}
+    assert outcome(Check(metric="m", more="start", less="a"), of_cells).verdict == "reproduced"
+    assert outcome(Check(metric="m", more="a", less="start"), of_cells).verdict == "not reproduced"
+
+
+def test_a_metric_without_a_start_is_named() -> None:
+    check = Check(metric="m", more="a", less="start")
+    with pytest.raises(ValueError, match="m: no value at step 0"):
+        outcome(check, runs([1.0, 1.1], [0.0, 0.1]))
+
+
+def three_outcomes() -> tuple[Outcome, Outcome, Outcome]:
+    """Reproduced, not reproduced and inconclusive, by differences of 1, -1 and around 0."""
     check = Check(metric="m", more="a", less="b")
-    good = outcome(check, runs([1.0, 1.1], [0.0, 0.1]))
-    bad = outcome(check, runs([0.0, 0.1], [1.0, 1.1]))
+    good = outcome(check, runs([1.0, 1.1, 1.2], [0.0, 0.1, 0.2]))
+    bad = outcome(check, runs([0.0, 0.1, 0.2], [1.0, 1.1, 1.2]))
+    return good, bad, outcome(check, runs([1.0, 0.0, 0.5], [0.5, 0.5, 0.5]))
+
+
+def test_the_whole_verdict_counts_where_checks_differ() -> None:
+    good, bad, _ = three_outcomes()
     assert overall([good, good]) == "reproduced"
     assert overall([good, bad, good]) == "2 reproduced, 1 not reproduced"
+    assert tally([good, good]) == "2 checks: 2 reproduced"
+
+
+def test_a_table_tells_what_was_decided() -> None:
+    """Not the first check, which is open; where all are open, the first."""
+    good, bad, open_one = three_outcomes()
+    shown = told([open_one, good, bad])
+    assert shown == (
+        "m: a above b: +1.0000 (+1.0000 to +1.0000), reproduced; "
+        "m: a above b: -1.0000 (-1.0000 to -1.0000), not reproduced"
+    )
+    assert told([open_one, open_one]).startswith("m: a above b: +0.0000 (-1.2421 to +1.2421), inc")
 
 
 @pytest.mark.parametrize(
@@ -108,6 +153,7 @@ def test_the_whole_verdict_counts_where_checks_differ() -> None:
         {"metric": "m", "same": ["a", "b"]},
         {"metric": "m", "more": "a", "less": "b", "same": ["a", "b"], "within": 0.1},
         {"metric": "m", "more": "a", "less": "b", "margin": 0.1},
+        {"metric": "m", "more": "start", "less": "start"},
     ],
 )
 def test_a_check_that_says_nothing_is_refused(values) -> None:
@@ -122,10 +168,19 @@ def test_a_check_of_a_cell_that_is_not_there_is_refused() -> None:
         Claim.model_validate(claim)
 
 
-@pytest.mark.usefixtures("fresh_registries")
-@pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
-def test_every_cell_is_a_valid_run(folder: Path) -> None:
-    claim = read_claim(folder)
+def test_no_cell_has_the_name_of_the_start() -> None:
+    claim = read_claim(FOLDERS[0]).model_dump()
+    claim["cells"] |= {"start": ["method=grpo"]}
+    with pytest.raises(ValidationError, match="start stands for the state before training"):
+        Claim.model_validate(claim)
+
+
+@functools.cache  # composed once for all tests
+def configs_in(folder: Path) -> dict[str, Config]:
+    return configs_of(read_claim(folder))
+
+
+def configs_of(claim: Claim) -> dict[str, Config]:
     load_plugins([str(claim.plugin)] if claim.plugin else [])
     data = ["model.path=M", "data.train=t.jsonl", "data.eval=e.jsonl"]
     cells = [
@@ -134,56 +189,46 @@ def test_every_cell_is_a_valid_run(folder: Path) -> None:
     ]
     root = Root(config_dir=CLAIMS / "lab" / "conf")
     configs = check_configs(cells, [Path(name) for name in claim.cells], root)
+    return dict(zip(claim.cells, configs, strict=True))
+
+
+@pytest.mark.usefixtures("fresh_registries")
+@pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
+def test_every_cell_is_a_valid_run(folder: Path) -> None:
+    claim = read_claim(folder)
+    configs = configs_in(folder).values()
     settings = {config.model_copy(update={"run_dir": None}).model_dump_json() for config in configs}
     assert len(settings) == len(configs)
     longest = min(config.trainer.num_steps for config in configs)
     assert all(check.steps is None or check.steps[1] <= longest for check in claim.checks)
 
 
+def unmatched(claim: Claim, configs: Mapping[str, Config]) -> set[str]:
+    """Keys in which the cells of a check differ, and which the claim does not name."""
+    leaves = {cell: dict(flat(config.model_dump())) for cell, config in configs.items()}
+    found = set()
+    for check in claim.checks:
+        for key in set().union(*(leaves[cell] for cell in check.cells)):
+            values = [leaves[cell].get(key) for cell in check.cells]
+            named = within(key, (*claim.differ, "method.name", "run_dir"))
+            if values[0] != values[-1] and not named:
+                found.add(key)
+    return found
+
+
+@pytest.mark.usefixtures("fresh_registries")
 @pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
-def test_the_page_says_what_the_data_say(folder: Path) -> None:
+def test_cells_of_a_check_differ_in_what_the_claim_names_alone(folder: Path) -> None:
     claim = read_claim(folder)
-    rows = read_data(folder)
-    of_cells = by_cell(rows)
-    assert {cell: len(seeds) for cell, seeds in of_cells.items()} == dict.fromkeys(
-        claim.cells, claim.num_seeds
-    )
-    outcomes = [outcome(check, of_cells) for check in claim.checks]
-    written = (folder / "README.md").read_text("utf-8")
-    assert written == page(claim, folder.name, rows, of_cells, outcomes)
+    assert unmatched(claim, configs_in(folder)) == set()
 
 
-def test_the_tables_of_claims_are_up_to_date() -> None:
-    rows = table("").splitlines()[2:]
-    assert len(rows) == len(FOLDERS)
-    assert table("") in (CLAIMS / "README.md").read_text("utf-8")
-    assert table("examples/claims/") in (REPO / "README.md").read_text("utf-8")
-
-
-def test_a_page_is_made_of_its_folder_alone(tmp_path: Path) -> None:
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    shutil.copy(FOLDERS[0] / "claim.yaml", folder)
-    claim = read_claim(folder)
-    rows = [
-        {
-            "cell": cell,
-            "seed": seed,
-            "seconds": 60,
-            "commit": "abcdef0123",
-            "metrics": {
-                metric: {"0": 0.1, "20": 0.2, "110": 0.2 + seed / 10} for metric in claim.metrics
-            },
-        }
-        for cell in claim.cells
-        for seed in (1, 2)
-    ]
-    lines = [json.dumps(row) for row in rows]
-    (folder / "data.jsonl").write_text("\n".join(lines), encoding="ascii")
-    assert "inconclusive" in write_page(folder)
-    text = (folder / "README.md").read_text("utf-8")
-    assert f"{len(rows)} runs, {len(rows)} minutes of training in all, at commit abcdef01" in text
-    assert (folder / "curves.png").stat().st_size > 10_000
+def test_a_baseline_that_is_not_matched_is_seen() -> None:
+    """grpo as it is given has a KL, nsr none, and their means over tokens differ."""
+    claim = read_claim(CLAIMS / "nsr_keeps_coverage")
+    cells = {**claim.cells, "grpo": ("method=grpo",)}
+    claim = claim.model_copy(update={"cells": cells})
+    assert unmatched(claim, configs_of(claim)) == {"method.kl.coef", "method.aggregate.name"}
 
 
 def test_right_answers_by_hand() -> None:

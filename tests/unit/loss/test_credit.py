@@ -185,6 +185,8 @@ def test_metrics_by_hand() -> None:
         {
             "credit/zero_spread_group_share": 0.5,
             "credit/extreme_group_share": 0.5,  # the first group: one of two
+            "credit/extreme_advantage_abs_mean": 0.5,
+            "credit/extreme_zscore_abs_mean": 1.0,
             "credit/all_correct_group_share": 0.5,
             "credit/none_correct_group_share": 0.0,
             "credit/advantage_positive_sum": 0.5,
@@ -207,9 +209,26 @@ def test_metrics_by_hand() -> None:
     ).metrics
     assert found["credit/zero_spread_group_share"].item() == pytest.approx(1 / 3)
     assert found["credit/none_correct_group_share"].item() == pytest.approx(1 / 3)
-    assert credit(thirds, PLAN).metrics["credit/extreme_group_share"].item() == 0
+    no_extreme = credit(thirds, PLAN).metrics
+    assert no_extreme["credit/extreme_group_share"].item() == 0
+    assert no_extreme["credit/extreme_advantage_abs_mean"].item() == 0
     everything_right = credit(batch(correct=flags(1, 1, 1, 1)), PLAN).metrics
     assert everything_right["credit/length_gap_tokens"].item() == 0
+
+
+def test_extreme_groups_by_hand() -> None:
+    """One right of four: z = sqrt(3) once and -1/sqrt(3) three times, r - mean 3/4 and -1/4. The
+    group of two right ones of four is left out."""
+    data = batch(
+        rewards=vector(1, 0, 0, 0, 1, 1, 0, 0),
+        correct=flags(1, 0, 0, 0, 1, 1, 0, 0),
+        group_ids=torch.tensor([0] * 4 + [1] * 4),
+        response_tokens=torch.ones(8, dtype=torch.int64),
+        kl=None,
+    )
+    found = credit(data, plan(estimator="centered")).metrics
+    assert found["credit/extreme_advantage_abs_mean"].item() == pytest.approx(3 / 8)
+    assert found["credit/extreme_zscore_abs_mean"].item() == pytest.approx(3**0.5 / 2)
 
 
 def test_groups_of_one_are_refused_by_group_relative_methods() -> None:
