@@ -16,6 +16,7 @@ README = REPO / "README.md"
 # Pages whose every number links to the record or the test that shows it.
 EVIDENT = (README, REPO / "tools/bench/LOG.md", REPO / ".github/CONTRIBUTING.md")
 COMMANDS_WITHIN_LINES = 30
+MAX_PAGE_LINES = 80
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # A measured quantity: a number with a unit of time, rate, share or gain.
 UNITS = r"%|s|ms|min|minutes?|seconds?|hours?|(?:tok|tokens|updates|steps)/s|points|GiB|times|x"
@@ -119,6 +120,13 @@ def test_the_log_is_newest_first():
     dates = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert dates == sorted(set(dates), reverse=True)
     assert all(re.fullmatch(r"20\d\d-\d\d-\d\d", date) for date in dates)
+
+
+def test_pages_of_rooms_can_be_read_at_one_go():
+    pages = [*(REPO / "megatron_rl").rglob("README.md"), REPO / ".github/CONTRIBUTING.md"]
+    lengths = {str(page.relative_to(REPO)): len(page.read_text().splitlines()) for page in pages}
+    assert len(lengths) >= 7
+    assert not {name: lines for name, lines in lengths.items() if lines > MAX_PAGE_LINES}
 
 
 def test_readme_begins_with_the_two_commands():
