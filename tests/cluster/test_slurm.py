@@ -63,7 +63,9 @@ def submit(env: dict[str, str], folder: Path, overrides: Sequence[str]) -> str:
     text = (REPO / "examples/slurm/train.sbatch").read_text()
     script = folder / "train.sbatch"
     script.write_text(re.sub(r"^#SBATCH --gpus-per-node.*\n", "", text, flags=re.MULTILINE))
-    command = ["sbatch", "--parsable", "--time=10", "--output", str(folder / "job.out")]
+    command = ["sbatch", "--parsable", "--output", str(folder / "job.out")]
+    # Else Slurm itself sends USR1 within a minute: 900 s before the limit.
+    command += ["--time=10", "--signal=B:USR1@30"]
     command += [str(script), "--python", sys.executable, "--nproc", "1", *overrides]
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
