@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from megatron_rl.config.layout_rules import stage_layers
+from megatron_rl.config.layout_rules import layout_problems, stage_layers
 from megatron_rl.config.load import compose
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.policy.families.base import Architecture
@@ -20,7 +20,7 @@ from megatron_rl.policy.parameter_map import (
     shards,
     vision_parameters,
 )
-from megatron_rl.weight_sync.engine_tables import RolloutLayout, divide, full_names
+from megatron_rl.weight_sync.engine_tables import RolloutLayout, full_names
 from megatron_rl.weight_sync.shards import ShardGroup
 
 # Short names, as planners write layouts -> keys of the configuration.
@@ -77,6 +77,7 @@ def parse_training(flag: str, text: str) -> TrainingLayout:
     data_parallel = sizes.pop("dp", 1)
     vocab_multiple = sizes.pop("vocab_multiple", 128)
     changes = {SHORT_NAMES[name]: size for name, size in sizes.items()}
+    changes["sequence"] = sizes.get("tp", 1) > 1  # as models with experts need it; moves no weight
     parallel = ParallelConfig.model_validate(compose("parallel/single") | changes)
     ranks = parallel.tensor * parallel.context * parallel.pipeline * data_parallel
     return TrainingLayout(parallel, ranks, vocab_multiple)
@@ -116,34 +117,10 @@ def place_of(layout: TrainingLayout, rank: int) -> Place:
 
 
 def check_layout(arch: Architecture, layout: TrainingLayout) -> None:
-    """Raises ValueError, naming both sizes, where one does not divide."""
-    parallel = layout.parallel
-    tensor = parallel.tensor
-    experts = parallel.expert_tensor * parallel.expert
-    divide("ranks of a pipeline stage", layout.stage_ranks, "etp*ep", experts)
-    divide("heads", arch.num_heads, "train tp", tensor)
-    rows = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
-    divide("rows of the fused query-key-value matrix", rows, "train tp", tensor)
-    if arch.num_experts == 0:
-        divide("feed-forward width", arch.ffn_hidden_size, "train tp", tensor)
-    else:
-        divide("experts", arch.num_experts, "train ep", parallel.expert)
-        width = arch.expert_ffn_hidden_size
-        divide("expert feed-forward width", width, "train etp", parallel.expert_tensor)
-    sizes = stage_layers(arch, parallel)
-    if sum(sizes) != arch.num_layers or min(sizes) < 1:
-        raise ValueError(
-            f"train layout: {arch.num_layers} layers do not divide over pp={parallel.pipeline} with"
-            f" first_layers={parallel.first_stage_layers},"
-            f" last_layers={parallel.last_stage_layers}; set the two so that the stages between"
-            " them are equal"
-        )
-    chunks = parallel.virtual_pipeline or 1
-    if any(size % chunks for size in sizes):
-        raise ValueError(
-            f"train layout: stages of {sizes} layers do not divide into vpp={chunks} chunks; choose"
-            " another vpp"
-        )
+    """Raises ValueError where a run would refuse the layout, with the same words."""
+    problems = layout_problems(arch, layout.parallel, layout.world_size)
+    if problems:
+        raise ValueError("train layout: " + "; ".join(problems))
 
 
 def stage_chunks(arch: Architecture, parallel: ParallelConfig, stage: int) -> list[range]:

@@ -384,11 +384,12 @@ def test_a_family_without_a_table_is_named() -> None:
 @pytest.mark.parametrize(
     ("arch", "layout", "message"),
     [
-        (DENSE_ARCH, "tp=3", "heads=8 does not divide by train tp=3"),
-        (DENSE_ARCH, "pp=3", "8 layers do not divide over pp=3"),
-        (DENSE_ARCH, "pp=4,vpp=4", "do not divide into vpp=4 chunks"),
-        (SPARSE_ARCH, "ep=3,dp=3", "experts=8 does not divide by train ep=3"),
-        (SPARSE_ARCH, "tp=2,ep=4", r"ranks of a pipeline stage=2 does not divide by etp\*ep=4"),
+        (DENSE_ARCH, "tp=3", "parallel.tensor = 3: does not divide the model's 8 attention heads"),
+        (DENSE_ARCH, "pp=3", "parallel.pipeline = 3: 8 of 8 layers do not divide into 3 stages"),
+        (DENSE_ARCH, "dp=2,ep=2", "parallel.expert = 2: the model has no experts"),
+        (DENSE_ARCH, "pp=4,vpp=4", "parallel.virtual_pipeline = 4: "),
+        (SPARSE_ARCH, "ep=3,dp=3", "parallel.expert = 3: does not divide the model's 8 experts"),
+        (SPARSE_ARCH, "tp=2,ep=4", "expert_tensor 1 x expert 4 x pipeline 1 = 4 does not divide"),
     ],
 )
 def test_a_training_layout_that_does_not_fit_is_named(

@@ -101,7 +101,7 @@ def test_large_models_are_planned_at_the_lower_bound(
     [
         (
             ("--model", "qwen2.5-7b", "--train", "tp=8", "--rollout", "tp=8"),
-            "heads=28 does not divide by train tp=8",
+            "parallel.tensor = 8: does not divide the model's 28 attention heads",
         ),
         (
             ("--model", "7b", "--train", "tp=8", "--rollout", "tp=4"),
