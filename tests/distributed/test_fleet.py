@@ -203,7 +203,9 @@ def test_each_byte_leaves_the_trainer_once_for_a_chain_of_nodes() -> None:
     leave_the_trainer(2, "xyz", 1)
 
 
-@pytest.mark.parametrize("dies", ["a", "b", "c"])
+@pytest.mark.parametrize(
+    "dies", ["b", *(pytest.param(name, marks=pytest.mark.full) for name in "ac")]
+)
 @on_ranks(TRAINERS + 3)
 def test_a_server_that_dies_in_the_middle_costs_itself_alone(dies: str) -> None:
     """The others pass on its bytes, or wait for them."""

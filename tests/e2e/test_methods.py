@@ -66,6 +66,7 @@ def check(rows: list[dict], names: list[str]) -> None:
         assert row["moved"], f"{row['method']} left the weights alone"
 
 
+@pytest.mark.full
 @pytest.mark.timeout(650)
 def test_five_methods_take_two_steps(tmp_path):
     check(run(tmp_path, CORE), CORE)

@@ -111,6 +111,7 @@ def test_two_steps_a_checkpoint_new_processes_and_two_steps_are_four_steps_bit_f
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+@pytest.mark.full
 def test_a_sample_of_a_run_answers_as_its_last_evaluation_did(folder, four_steps):
     """The newest checkpoint is converted, and one engine over both processes answers greedily."""
     done = launch("megatron_rl.sample", 2, [four_steps, "--num-prompts", "8"], 200)
