@@ -26,7 +26,7 @@ NOT_RUN = {
         "a run on two servers before it: tests/e2e/test_servers.py"
     ),
     **{f"python tools/claims.py run {folder.parent.name}": CLAIM for folder in CLAIMS},
-    "bash tools/setup_cpu.sh test && .venv/bin/pytest -n 3": "all tests, from nothing: .ci/run",
+    "bash tools/setup_cpu.sh test && .venv/bin/pytest -n 2": "all tests, from nothing: .ci/run",
     "bash tools/setup_cpu.sh test": "the network, minutes: .ci/run",
     ".venv/bin/pytest": "all tests: .ci/run",
     ".venv/bin/ruff format . && .venv/bin/ruff check .": (

@@ -137,7 +137,7 @@ def test_readme_begins_with_the_two_commands():
     quickstart = REPO / "examples/quickstart_cpu"
     assert '/toy.sh"' in (quickstart / "run.sh").read_text(encoding="utf-8")
     assert "tools/setup_cpu.sh" in (quickstart / "toy.sh").read_text(encoding="utf-8")
-    assert re.fullmatch(r"bash tools/setup_cpu\.sh test && \.venv/bin/pytest -n 3", commands[1])
+    assert re.fullmatch(r"bash tools/setup_cpu\.sh test && \.venv/bin/pytest -n 2", commands[1])
     assert len(commands) == 2
 
 
