@@ -51,7 +51,8 @@ def head(name: str) -> dict[str, str]:
         for line in (conf_dir() / "method" / f"{name}.yaml").read_text().splitlines()
         if line.startswith("#")
     ]
-    fields = {"title": lines[0].strip()}
+    key = "title"
+    fields = {key: lines[0].strip()}
     for line in lines[1:]:
         if line.startswith("   "):
             fields[key] += " " + line.strip()

@@ -109,7 +109,7 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print("\n".join(lines(page, config, arch, cluster, lengths)))
+    print("\n".join(lines(page, config, cluster, lengths)))
     return 1 if page.too_large else 0
 
 

@@ -72,9 +72,7 @@ def is_beside_training(config: Config) -> bool:
     return config.source.is_servers and config.source.staleness > 0
 
 
-def lines(
-    page: Page, config: Config, arch: Architecture, cluster: Cluster, lengths: np.ndarray
-) -> Iterator[str]:
+def lines(page: Page, config: Config, cluster: Cluster, lengths: np.ndarray) -> Iterator[str]:
     parallel, rollout = config.parallel, config.rollout
     data_ranks = cluster.size // replica_ranks(parallel)
     gpus = f"{cluster.gpus} of {cluster.gpu_gib:g} GiB"

@@ -149,4 +149,4 @@ def test_papo_with_masks_of_the_old_policy_goes_on_bit_for_bit(folder):
     whole = papo(folder, "papo_old", 2, *old)
     papo(folder, "papo_parts", 1, *old)
     parts = papo(folder, "papo_parts", 2, *old)
-    assert list(map(timeless, whole)) == list(map(timeless, parts))
+    assert list(map(toy.timeless, whole)) == list(map(toy.timeless, parts))
