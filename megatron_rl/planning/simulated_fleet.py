@@ -123,10 +123,7 @@ class Fleet:
 
     def begin(self, number: int, work: dict[Request, int]) -> None:
         """``work``: tokens of each response that is begun now."""
-        self.replicas[number].advance(self.now_s)
-        for request, num_tokens in work.items():
-            self.replicas[number].begin(request, num_tokens)
-        self._expect(number)
+        self.resume(number, {request: (0, num_tokens) for request, num_tokens in work.items()})
 
     def resume(self, number: int, work: dict[Request, tuple[int, int]]) -> None:
         """``work``: of each response the tokens that are there, and those that it still gets."""
