@@ -14,8 +14,6 @@ seconds.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -23,17 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from machine import Watch, description, spread
+from whole_runs import ENVIRONMENT, LIMIT_S, Rows, add_run_options, metrics, parsed, torchrun
 
 REPO = Path(__file__).resolve().parent.parent.parent
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-}
 MEASURED = ("time/", "throughput/", "memory/")
-LIMIT_S = 1800
-Rows = list[dict[str, float]]
 
 
 def check_out(commit: str, folder: Path) -> None:
@@ -47,16 +38,14 @@ def check_out(commit: str, folder: Path) -> None:
 
 def run(tree: Path, run_dir: Path, nproc: int, words: Sequence[str]) -> Rows:
     """The metrics of one run, a row a step."""
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-    program = [sys.executable, *launch, "-m", "megatron_rl.train", *words, f"run_dir={run_dir}"]
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(tree)}
+    program = [sys.executable, "-m", *torchrun(nproc), *words, f"run_dir={run_dir}"]
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(tree)}
     done = subprocess.run(
         program, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S
     )
     if done.returncode:
         sys.exit(f"{tree}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr}")
-    lines = (run_dir / "metrics.jsonl").read_text("utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    return metrics(run_dir)
 
 
 def difference(first: Rows, other: Rows) -> str:
@@ -95,26 +84,19 @@ def _change(old: float | None, new: float | None) -> float:
     return abs(old - new) / max(abs(old), abs(new))
 
 
-def parsed() -> argparse.Namespace:
+def parsed_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_run_options(parser)
     parser.add_argument("--commits", nargs="+", required=True, metavar="COMMIT")
-    parser.add_argument("--model", type=Path, required=True, help="folder of the model")
     parser.add_argument("--nproc", type=int, default=2, help="processes of a run")
     parser.add_argument("--turns", type=int, default=2, help="runs of each commit")
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    options = parser.parse_args()
-    if not (options.model / "config.json").is_file():
-        parser.error(f"--model {options.model}: no config.json there; give a folder that has one")
-    if not any(word.startswith("experiment=") for word in options.overrides):
-        options.overrides.insert(0, "experiment=quickstart_cpu")
-    return options
+    return parsed(parser)
 
 
 def main() -> None:
-    options = parsed()
+    options = parsed_options()
     watch = Watch()
     words = [*options.overrides, f"model.path={options.model.resolve()}"]
     runs: list[list[Rows]] = [[] for _ in options.commits]

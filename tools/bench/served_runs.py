@@ -16,8 +16,6 @@ samples from the same weights as ``colocated``. Words after ``--`` are overrides
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -27,14 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from machine import Watch, description, own_seconds, spread
+from whole_runs import ENVIRONMENT, LIMIT_S, add_run_options, metrics, parsed, torchrun
 
 NUM_SERVERS = 2
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-}
 # What staleness needs; the same correction in all, so that nothing else differs.
 CORRECTED = (
     "method.mismatch.kind=tis",
@@ -46,8 +39,6 @@ SOURCES = {
     "servers": ("source=servers", "rollout.tensor=1", "source.staleness=1"),
     "turns": ("source=servers", "rollout.tensor=1", "source.staleness=0"),
 }
-TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
-LIMIT_S = 1800
 
 
 @dataclass(frozen=True)
@@ -69,7 +60,6 @@ def run(source: str, words: Sequence[str], config_dir: Path | None, folder: Path
     own = [f"--config-dir={config_dir}"] if config_dir else []
     own += [*words, *CORRECTED, *SOURCES[source], f"run_dir={folder}"]
     folder.mkdir()
-    environment = {**os.environ, **ENVIRONMENT}
     before, started = own_seconds(), time.monotonic()
     wall = 0.0
     programs: list[subprocess.Popen] = []
@@ -78,7 +68,7 @@ def run(source: str, words: Sequence[str], config_dir: Path | None, folder: Path
         with (folder / f"{name}.log").open("w") as log:
             programs.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", *program, *own], env=environment, stdout=log, stderr=log
+                    [sys.executable, "-m", *program, *own], env=ENVIRONMENT, stdout=log, stderr=log
                 )
             )
         return programs[-1]
@@ -86,7 +76,7 @@ def run(source: str, words: Sequence[str], config_dir: Path | None, folder: Path
     try:
         for number in range(NUM_SERVERS if source != "colocated" else 0):
             start(f"server{number}", ["megatron_rl.serve"])
-        trainer = start("trainer", [*TORCHRUN, "-m", "megatron_rl.train"])
+        trainer = start("trainer", torchrun(2))
         # A server ends when it is told to: one that has ended alone has failed.
         while all(program.poll() is None for program in programs) and wall < LIMIT_S:
             time.sleep(0.1)
@@ -113,8 +103,7 @@ def end(programs: Sequence[subprocess.Popen]) -> None:
 
 
 def read(folder: Path, cores: float) -> Run:
-    lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = metrics(folder)
     evaluated = [row for row in rows if "eval/accuracy" in row]
     held_out = {key: value for key, value in evaluated[-1].items() if key.startswith("eval/")}
     return Run([row for row in rows if row["step"]], held_out, cores)
@@ -156,29 +145,23 @@ def summary(runs: dict[str, list[Run]], warmup: int) -> list[str]:
     return lines
 
 
-def parsed() -> argparse.Namespace:
+def parsed_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, required=True, help="folder of the model")
+    add_run_options(parser)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--sources", nargs="+", choices=SOURCES, default=["colocated", "servers"])
-    parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--config-dir", type=Path, help="as of the trainer")
     parser.add_argument("--keep", type=Path, help="new folder for the runs; else they are deleted")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    options = parser.parse_args()
-    if not (options.model / "config.json").is_file():
-        parser.error(f"--model {options.model}: no config.json there; give a folder that has one")
+    options = parsed(parser)
     if options.keep and options.keep.exists():
         parser.error(f"--keep {options.keep}: exists; give a new folder")
-    if not any(word.startswith("experiment=") for word in options.overrides):
-        options.overrides.insert(0, "experiment=quickstart_cpu")
     return options
 
 
 def main() -> None:
-    options = parsed()
+    options = parsed_options()
     watch = Watch()
     runs: dict[str, list[Run]] = {name: [] for name in options.sources}
     rows = []
