@@ -4,9 +4,10 @@ and as a run does.
     python tools/bench/many_ranks.py --ranks 600 --files 1024
 
 The ranks are forked from one process that has imported what they need; a torchrun would import it
-once for each. Every rank joins the launch, makes two gloo groups of all ranks (those of
-Megatron-Core and of vLLM), and passes a barrier in each. One that fails ends all; the exit code is
-1 when the last way that was tried has failed.
+once for each. Every ``--ranks-per-host`` of them take themselves for a machine of its own, as the
+heartbeat of a run asks the kernel for each other rank of its machine. Every rank joins the launch,
+makes two gloo groups of all ranks (those of Megatron-Core and of vLLM), and passes a barrier in
+each. One that fails ends all; the exit code is 1 when the last way that was tried has failed.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ def fork_rank(rank: int, join: Callable[[], object], files: int) -> int:
     child = os.fork()
     if child:
         return child
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    host = rank // local_size
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % local_size), GROUP_RANK=str(host))
+    socket.gethostname = lambda: f"host{host}"
     code = 1
     try:
         rank_main(join, files)
@@ -74,14 +78,13 @@ def fork_rank(rank: int, join: Callable[[], object], files: int) -> int:
         os._exit(code)
 
 
-def run(how: str, ranks: int, files: int) -> tuple[bool, float]:
+def run(how: str, ranks: int, ranks_per_host: int, files: int) -> tuple[bool, float]:
     """Whether all ranks ended well, and seconds."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    size = str(ranks)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GROUP_RANK="0")
-    os.environ.update(WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks_per_host))
     # As under a torchrun: the store is served by the parent of the ranks.
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", OMP_NUM_THREADS="1")
     began = time.perf_counter()
@@ -114,6 +117,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=600)
+    parser.add_argument("--ranks-per-host", type=int, default=8)
     parser.add_argument("--files", type=int, default=1024, help="soft limit of every rank")
     parser.add_argument("--how", choices=JOIN, nargs="+", default=list(JOIN))
     options = parser.parse_args()
@@ -125,7 +129,7 @@ def main() -> None:
     lines = []
     works = True
     for how in options.how:
-        works, seconds = run(how, options.ranks, options.files)
+        works, seconds = run(how, options.ranks, options.ranks_per_host, options.files)
         lines.append(
             f"joined as {how}: {'works' if works else 'fails'} with {options.ranks} ranks and"
             f" {options.files:,} files, {seconds:.1f} s"
