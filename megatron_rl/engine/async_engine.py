@@ -70,6 +70,19 @@ class AsyncEngine:
         self._wait(self.engine.start_weight_update())
         self._wait(self.engine.update_weights(WeightTransferUpdateRequest(dict(info))))
 
+    def stage(self, info: Mapping[str, Any]) -> None:
+        """Every worker begins to take part in an update beside its work."""
+        self.update({**info, "kind": "stage"})
+        self._wait(self.engine.finish_weight_update())
+
+    def switch(self, version: int) -> None:
+        """Staged weights take the place of the old ones."""
+        self.update({"step": "", "version": version, "kind": "switch"})
+
+    def alive(self) -> None:
+        """The engine works."""
+        self._wait(self.engine.check_health())
+
     def cancel(self) -> None:
         """Ends an update that a worker refused."""
         self._wait(self.engine.finish_weight_update())

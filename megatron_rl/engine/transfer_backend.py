@@ -2,18 +2,21 @@
 each worker just the slices it keeps.
 
 vLLM calls ``init_transfer_engine`` once for a trainer and ``update_weights`` for each update, on
-every worker.
+every worker. An update replaces the weights while the engine is paused; or it stages them beside
+those, in a thread, while the engine samples, and another one puts them in place.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
+import torch
 import torch.distributed as dist
 from vllm import envs
 from vllm.distributed.weight_transfer.base import (
@@ -24,6 +27,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megatron_rl.engine.recorder import UndiscoveredError
+from megatron_rl.engine.staging import StagedWeights
 from megatron_rl.engine.stream import expected_tensors
 from megatron_rl.engine.worker import ShardReceiver
 from megatron_rl.errors import LostPeerError
@@ -54,10 +58,13 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """What the trainer sends for each update."""
+    """What the trainer sends for each update. ``kind``: "replace": weights come and take the place
+    of the old ones; "stage": they come; "switch": those that were staged take their place.
+    ``step``: under which the workers meet the trainer; they do not for a switch."""
 
     step: str
     version: int
+    kind: Literal["replace", "stage", "switch"] = "replace"
 
 
 class Sync(Protocol):
@@ -69,11 +76,14 @@ class Sync(Protocol):
 
 class WorkerSink:
     """One worker's end of a planned sync. ``replica``: of all engines in the joint group; set anew
-    at each connection. ``failure``: why its model must not run until an update is complete."""
+    at each connection. ``staged``: weights beside those in use; ``is_staging``: what comes goes
+    there. ``failure``: why its model must not run until an update is complete."""
 
     def __init__(self, receiver: ShardReceiver, shards: list[Shard]) -> None:
         self.receiver = receiver
         self.shards = shards
+        self.staged = StagedWeights(receiver)
+        self.is_staging = False
         self.replica = 0
         self.failure = ""
 
@@ -82,9 +92,23 @@ class WorkerSink:
         return self.shards
 
     def update_weights(self, transfer: Transfer, version: int) -> None:
-        """Replaces all weights; any exception leaves the model unusable until a later update."""
-        try:
+        """Replaces all weights; any exception leaves the model unusable until a later update.
+        Staging leaves it as it is."""
+        if self.is_staging:
+            self.staged.take(transfer, version)
+            return
+        with self._replacing(version):
             self.receiver.receive(transfer)
+
+    def switch(self, version: int) -> None:
+        """The staged weights take their place. Raises as ``update_weights`` does."""
+        with self._replacing(version):
+            self.staged.put_in_place(version)
+
+    @contextmanager
+    def _replacing(self, version: int) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
             self.failure = (
                 f"its weights are half replaced: the update to weight version {version} failed:"
@@ -110,6 +134,7 @@ class ShardTransferEngine(WeightTransferEngine):
         self.group: dist.ProcessGroup | None = None
         self.sync: Sync | None = None
         self.sink: WorkerSink | None = None
+        self.staging: threading.Thread | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Joins the trainer's group and makes the plan with it. Disconnects a previous trainer."""
@@ -141,7 +166,8 @@ class ShardTransferEngine(WeightTransferEngine):
             logger.error("weight transfer: %s", error)
             problem = str(error)
             is_whole = self.sync is not None and self.sink is not None and not self.sink.failure
-            if not is_whole or isinstance(error, LostPeerError):
+            is_staging = self.sink is not None and self.sink.is_staging
+            if not is_whole or is_staging or isinstance(error, LostPeerError):
                 self._leave(error)  # so that no peer waits for this worker
         self.meeting.report(step, self.rank, problem)
 
@@ -174,12 +200,25 @@ class ShardTransferEngine(WeightTransferEngine):
         """Nothing: an update begins, and ends, in ``receive_weights``."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Takes part in one sync."""
+        """Takes part in one sync, or puts in place what came with an earlier one."""
         if self.sink is None:
             raise ValueError(
                 "weight update: no trainer has connected to this engine; construct ServerSync of"
                 " megatron_rl in the trainer"
             )
+        self._end_staging()
+        if update_info.kind == "switch":
+            self._switch(update_info.version)
+        elif update_info.kind == "stage":
+            self.staging = threading.Thread(
+                target=self._stage, args=(update_info,), name="staging of weights", daemon=True
+            )
+            self.staging.start()
+        else:
+            self._take_part(update_info)
+
+    def _take_part(self, update_info: UpdateInfo) -> None:
+        assert self.sink is not None, "a trainer has connected"
         with self._reported(update_info.step):
             problem = ""
             if self.sync is None:
@@ -191,18 +230,56 @@ class ShardTransferEngine(WeightTransferEngine):
             assert self.sync is not None, "a step with a problem does not begin"
             self.sync.sync(update_info.version)
 
+    def _stage(self, update_info: UpdateInfo) -> None:
+        """In a thread of its own: the engine samples meanwhile."""
+        assert self.sink is not None, "a trainer has connected"
+        self.sink.is_staging = True
+        try:
+            with on_side_stream(self.device):
+                self._take_part(update_info)
+        finally:
+            self.sink.is_staging = False
+
+    def _end_staging(self) -> None:
+        """What is staged is there, or has failed. A trainer begins nothing before; a new one may,
+        after the old one was lost."""
+        if self.staging is not None:
+            self.staging.join()
+            self.staging = None
+
+    def _switch(self, version: int) -> None:
+        """Nothing is raised, see ``_reported``: who fails does not run, and says why."""
+        assert self.sink is not None, "a trainer has connected"
+        try:
+            self.sink.switch(version)
+        except Exception as error:  # noqa: BLE001 (said whenever the model is to run)
+            logger.error("weight transfer: %s", error)
+
     def finish_weight_update(self) -> None:
         """Nothing, see ``start_weight_update``."""
 
     def shutdown(self) -> None:
         """Leaves the trainer's group."""
         self._leave()
+        self._end_staging()
 
     def _leave(self, error: BaseException | None = None) -> None:
         self.sync = None
         if self.group is not None:
             leave_group(self.group, error)
             self.group = None
+
+
+@contextmanager
+def on_side_stream(device: torch.device) -> Iterator[None]:
+    """Work of this thread on the device waits for none of the engine's, and holds up none."""
+    if device.type == "cpu":
+        yield
+        return
+    torch.cuda.set_device(device)  # of this thread
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
+        torch.cuda.current_stream(device).synchronize()
 
 
 def refuse_half_updated(engine: WeightTransferEngine, sink: WorkerSink) -> None:

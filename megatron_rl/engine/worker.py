@@ -27,6 +27,7 @@ class ShardReceiver:
         self.vllm_config = vllm_config
         self.keys: set[str] = set()
         self.padded: set[str] = set()
+        self.forms: dict[str, Tensor] = {}  # of each key, while it is loaded; without memory
 
     def discover(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Shard]:
         """The parts of the HF tensors ``shapes`` that this worker's loader takes, and where it puts
@@ -72,8 +73,11 @@ class ShardReceiver:
             self._keep(shards)
 
     def _keep(self, shards: Sequence[Shard]) -> None:
+        """Inside of a reload."""
+        tensors = dict(loadable(self.model))
         self.keys = {shard.key for shard in shards}
-        self.padded = partly_filled(shards, dict(loadable(self.model)))
+        self.padded = partly_filled(shards, tensors)
+        self.forms = {key: torch.empty_like(tensors[key].data, device="meta") for key in self.keys}
 
     @torch.no_grad()
     def receive(self, transfer: Transfer) -> None:

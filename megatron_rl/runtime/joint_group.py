@@ -70,6 +70,10 @@ class Meeting:
         """All but the first: how the step ended."""
         self._say(f"{step}/end/{rank}", problem)
 
+    def has_reported(self, step: str, ranks: Sequence[int]) -> bool:
+        """Whether ``reports`` need not wait."""
+        return self.store.check([f"{step}/end/{rank}" for rank in ranks])
+
     def reports(self, step: str, ranks: Sequence[int]) -> dict[int, str]:
         """The first: waits for the reports of all ``ranks``."""
         return self._texts([f"{step}/end/{rank}" for rank in ranks], ranks)

@@ -89,8 +89,25 @@ class Scheduler:
         may_want_more = self.rules.is_filtered and self.oldest_needed <= version
         return self.queue.is_drained(worker) and not may_want_more
 
+    def is_past(self, version: int) -> bool:
+        """In lockstep: whether nothing is, or will be, sampled with weights older than
+        ``version``."""
+        may_want_more = self.rules.is_filtered and self.oldest_needed < version
+        return not self.queue.has_older(version) and not may_want_more
+
+    def hold(self, worker: str) -> None:
+        """A worker is about to get other weights: it is given nothing until ``switch``."""
+        self.queue.hold(worker)
+
+    def recall(self, worker: str) -> list[Assignment]:
+        """``hold``, where it has work that others can do or it will do again: that waits, and is to
+        be aborted."""
+        self.queue.hold(worker)
+        return self.queue.recall(worker)
+
     def switch(self, worker: str, version: int) -> None:
-        """A worker has got newer weights."""
+        """A worker has got other weights: newer ones, or in lockstep older ones, because those that
+        had them are gone."""
         assert version <= self.version, f"version {version} is not published"
         self.queue.switch(worker, version)
 

@@ -44,15 +44,17 @@ class Assignment(NamedTuple):
 
 @dataclass
 class Worker:
-    """``capacity``: requests that it takes at a time; ``version``: of the weights that it has."""
+    """``capacity``: requests that it takes at a time; ``version``: of the weights that it has;
+    ``is_held``: it is about to get others, and takes no requests until then."""
 
     capacity: int
     version: int
     running: set[Request] = field(default_factory=set)
+    is_held: bool = False
 
     @property
     def has_room(self) -> bool:
-        return len(self.running) < self.capacity
+        return len(self.running) < self.capacity and not self.is_held
 
 
 class WorkQueue:
@@ -88,12 +90,43 @@ class WorkQueue:
         self.add(lost)
         return lost
 
+    def hold(self, name: str) -> None:
+        """A worker takes no requests until it has other weights, see ``switch``."""
+        self.workers[name].is_held = True
+
     def switch(self, name: str, version: int) -> None:
-        """A worker has other weights now. In an exact queue it must be idle."""
+        """A worker has other weights now. In an exact queue it must be idle, and may have gone back
+        to older ones."""
         worker = self.workers[name]
-        assert version >= worker.version, f"worker {name} went back to version {version}"
+        assert self._exact or version >= worker.version, f"worker {name} went back to {version}"
         assert not (self._exact and worker.running), f"worker {name} switched with work in it"
         worker.version = version
+        worker.is_held = False
+
+    def recall(self, name: str) -> list[Assignment]:
+        """What a worker runs waits again; the caller is to abort it there."""
+        running = sorted(self.workers[name].running)  # a set has no order
+        for request in running:
+            self.fail(name, request)
+        return [Assignment(name, request) for request in running]
+
+    def has_older(self, version: int) -> bool:
+        """In an exact queue: whether a request of an older version waits or runs."""
+        if any(heap and older < version for older, heap in self._waiting.items()):
+            return True
+        return any(one.running and one.version < version for one in self.workers.values())
+
+    @property
+    def stranded(self) -> int | None:
+        """In an exact queue: the version of the oldest requests that wait, where no worker has it
+        and none is busy with an older one, after which it would get newer weights."""
+        oldest = min((version for version, heap in self._waiting.items() if heap), default=None)
+        if oldest is None:
+            return None
+        for worker in self.workers.values():
+            if worker.version == oldest or (worker.running and worker.version < oldest):
+                return None
+        return oldest
 
     def is_drained(self, name: str) -> bool:
         """Whether a worker has nothing left to do with its weights: nothing runs there, and nothing

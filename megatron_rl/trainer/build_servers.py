@@ -39,6 +39,7 @@ from megatron_rl.trainer.servers import ServerParts, Servers
 from megatron_rl.trainer.step_end import StepEnd
 from megatron_rl.trainer.step_record import StepRecord
 from megatron_rl.types import Completion, Prompt, Sampling, Score, TransferOptions
+from megatron_rl.weight_sync.commands import HttpServer, InFlight, switch_weights
 from megatron_rl.weight_sync.fleet import FleetSync
 from megatron_rl.weight_sync.held import HeldWeights
 
@@ -90,11 +91,12 @@ def build_servers(config: Config, world: World, display: Display, parts: SourceP
         lost=ServerLostError,
         unreachable=ServerUnreachableError,
         failed=RequestFailedError,
+        switch=partial(_switch, secret, _in_flight(config)),
         capacity=config.source.requests_per_server,
         patience=Patience(config.source.give_up_factor),
     )
     rules = source_rules(config, parts.method)
-    # What waits for servers when the policy has changed is of the weights before.
+    # What waits for servers when the policy has changed is of the versions before.
     held = HeldWeights(parts.weights) if rules.lockstep and rules.staleness else None
     # In lockstep the steps of a run follow from its settings.
     is_recorded = not rules.lockstep and config.source.record_gib > 0
@@ -128,10 +130,19 @@ def _fleet(config: Config, world: World, weights: WeightSource, secret: str) -> 
         world,
         secret,
         TransferOptions(settings.bucket_mib, settings.rounds_in_flight, settings.verify, cast=True),
-        # In lockstep nothing runs when the weights change.
-        in_flight_requests="wait" if config.source.schedule == "lockstep" else "keep",
+        in_flight_requests=_in_flight(config),
         device=device(),
     )
+
+
+def _in_flight(config: Config) -> InFlight:
+    """What becomes of requests when the weights change. In lockstep none is under way then."""
+    return "wait" if config.source.schedule == "lockstep" else "keep"
+
+
+def _switch(secret: str, in_flight: InFlight, url: str, version: int) -> None:
+    """The server goes over to staged weights."""
+    switch_weights(HttpServer(url, TransferOptions().timeout_s, secret), version, in_flight)
 
 
 def build_logprob_check(

@@ -19,8 +19,10 @@ from megatron_rl.scheduling.batches import Batch, Rules
 from megatron_rl.scheduling.scheduler import Scheduler
 from megatron_rl.scheduling.work import Assignment, Request
 from megatron_rl.trainer.prompt_stream import FinishedGroup, OpenGroup
+from megatron_rl.trainer.server_conditions import Conditions
 from megatron_rl.trainer.server_failures import Asked, Failures
 from megatron_rl.trainer.server_questions import Questions
+from megatron_rl.trainer.server_switches import Switches
 from megatron_rl.trainer.server_tasks import (
     Client,
     News,
@@ -59,12 +61,14 @@ class ServerDispatcher:
         self._clients: dict[str, Client] = {}
         self._urls: dict[str, str] = {}
         self._failures = Failures()
-        self._questions = Questions(tasks, self._clients, self._failures, self._note_failure)
+        self._switches = Switches(tasks.switch, self._scheduler)
+        self._conditions = Conditions(self._scheduler, self._switches, self._urls, self._recall)
+        self._questions = Questions(
+            tasks, self._clients, self._able, self._failures, self._note_failure
+        )
         self._running: dict[Assignment, asyncio.Task] = {}
-        self._newcomers: dict[str, str] = {}
         in_step = rules.groups_per_step * rules.responses_per_group
         self._verdicts = Verdicts(tasks.judge, at_most=in_step)
-        self._is_told_of_starving = False
         self._num_reissued = 0
         self._num_lost = 0
         self._num_tokens = 0  # of all answers
@@ -94,13 +98,26 @@ class ServerDispatcher:
     def drained(self, version: int) -> Mapping[str, str] | News:
         """Waits until every server may get weights of ``version``; returns all that are to get
         them, also those that have come since. News where nobody is left who could sample what is
-        still wanted of the old weights."""
-        return self._thread.call(self._drained(version))
+        still wanted of the old weights. Where weights are staged, so that a server may still be
+        busy with the last ones but one, it waits until none needs any that are older."""
+        return self._thread.call(self._thread.until(partial(self._conditions.drained, version)))
 
-    def published(self, version: int, updated: Mapping[str, str], lost: Mapping[str, str]) -> None:
+    def settled(self) -> Literal[True] | News:
+        """Waits until, in lockstep, the newest weights are all that is wanted: a run that goes on
+        from a checkpoint has no others."""
+        return self._thread.call(self._thread.until(self._conditions.settled))
+
+    def published(
+        self,
+        version: int,
+        updated: Mapping[str, str],
+        lost: Mapping[str, str],
+        *,
+        staged: bool = False,
+    ) -> None:
         """The weights of ``version`` exist, ``updated`` have them (name -> URL), and ``lost`` could
-        not take them (name -> why)."""
-        self._thread.call(self._published(version, updated, lost))
+        not take them (name -> why). ``staged``: they have them beside those in use."""
+        self._thread.call(self._published(version, updated, lost, staged))
 
     def take(self) -> tuple[Batch, list[FinishedGroup]]:
         """The groups of the next step, in prompt order."""
@@ -133,6 +150,7 @@ class ServerDispatcher:
         self._thread.call(self._end())
         self._thread.stop()
         self._verdicts.close()
+        self._switches.close()
 
     # In its own thread
 
@@ -153,28 +171,20 @@ class ServerDispatcher:
         present = self._servers.look()
         for name in [name for name in self._clients if name not in present]:
             self._give_up(name, "it has left, or gave no sign of life for its lease")
-        self._newcomers = {
-            name: server.url for name, server in present.items() if name not in self._clients
-        }
+        self._conditions.note_present({name: one.url for name, one in present.items()})
         if self._running or not self._clients:  # it waits for others, who are alive, or may come
             ACTIVITY.note("waiting for servers")
         self._thread.changed()
 
     async def _news(self) -> Literal[True] | News:
-        return await self._thread.until(self._news_now)
-
-    def _news_now(self) -> Literal[True] | News | None:
-        has_work = self._scheduler.queue.num_waiting > 0
-        if self._scheduler.is_ready and (self._clients or not has_work):
-            return True
-        return self._arrivals()
+        return await self._thread.until(self._conditions.next_step)
 
     async def _generate(
         self, prompts: Sequence[Prompt], sampling: Sampling
     ) -> list[FinishedGroup] | News:
         answers = await self._thread.unless_failed(self._questions.generate(prompts, sampling))
         if answers is None:
-            return await self._thread.until(self._arrivals)
+            return await self._thread.until(self._conditions.for_newest)
         return await self._judged(prompts, answers)
 
     async def _judged(
@@ -185,36 +195,18 @@ class ServerDispatcher:
         scores = await asyncio.gather(*map(self._verdicts.on, prompts, by_prompt))
         return list(map(FinishedGroup, prompts, by_prompt, scores))
 
-    def _arrivals(self) -> News | None:
-        if self._newcomers:
-            return News("join", dict(self._newcomers))
-        if not self._clients and not self._is_told_of_starving:
-            self._is_told_of_starving = True
-            return News("starved")
-        return None
-
-    async def _drained(self, version: int) -> Mapping[str, str] | News:
-        return await self._thread.until(partial(self._drained_now, version))
-
-    def _drained_now(self, version: int) -> Mapping[str, str] | News | None:
-        scheduler = self._scheduler
-        is_newer = version > scheduler.version  # not where a run goes on from a checkpoint
-        if is_newer and self._clients and not all(map(scheduler.may_switch, self._clients)):
-            return None
-        if is_newer and not self._clients and scheduler.wants_newest:
-            # The last verdicts of a filtered batch may ask for more, of weights that must be there.
-            return self._arrivals() if scheduler.queue.num_waiting > 0 else None
-        return {**{name: self._urls[name] for name in self._clients}, **self._newcomers}
-
     async def _published(
-        self, version: int, updated: Mapping[str, str], lost: Mapping[str, str]
+        self, version: int, updated: Mapping[str, str], lost: Mapping[str, str], staged: bool
     ) -> None:
         for name, why in lost.items():
             self._give_up(name, why)
         if version > self._scheduler.version:
             self._scheduler.published(version)
         for name, url in updated.items():
-            if name in self._clients:
+            if staged:
+                self._switches.staged(name, url, version)
+                self._conditions.note_arrival(name)
+            elif name in self._clients:
                 self._scheduler.switch(name, version)
             else:
                 self._welcome(name, url, version)
@@ -223,10 +215,34 @@ class ServerDispatcher:
     def _welcome(self, name: str, url: str, version: int) -> None:
         self._clients[name] = self._tasks.connect(url)
         self._urls[name] = url
-        self._newcomers.pop(name, None)
         self._scheduler.join(name, self._tasks.capacity, version)
-        self._is_told_of_starving = False
+        self._conditions.note_arrival(name)
         logger.info("server %s takes part from weights version %d on", name, version)
+
+    async def _switch(self, name: str) -> None:
+        """A server goes over to the weights that it has staged."""
+        try:
+            now = await self._switches.carry_out(name)
+        except ConnectionError as error:
+            self._give_up(name, f"it does not go over to newer weights: {error}")
+            return
+        if now is None:
+            return
+        if name in self._clients:
+            self._scheduler.switch(name, now.version)
+        else:
+            self._welcome(name, now.url, now.version)
+        self._pump()
+        self._thread.changed()
+
+    async def _able(self) -> list[str]:
+        """The servers with the newest weights, as soon as there is one; none where none is left."""
+        return await self._thread.until(self._conditions.newest)
+
+    def _recall(self, name: str) -> None:
+        """A server is to get other weights: what it was asked waits again."""
+        for assignment in self._scheduler.recall(name):
+            self._running.pop(assignment).cancel()
 
     def _note_failure(self, name: str, asked: Asked, error: Exception) -> None:
         """A server has not answered a request: it is given up, unless this may be the request's."""
@@ -244,9 +260,11 @@ class ServerDispatcher:
     def _give_up(self, name: str, why: str, *, is_at_work: bool = False) -> None:
         """Forgets a server; others do what it had to do. ``is_at_work``: perhaps this ended it."""
         self._servers.remove(name)
-        self._newcomers.pop(name, None)
+        self._conditions.newcomers.pop(name, None)
+        self._switches.forget(name)
         self._num_lost += 1
         client = self._clients.pop(name, None)
+        self._urls.pop(name, None)
         if client is None:
             logger.warning("server %s cannot take part: %s", name, why)
             return
@@ -281,6 +299,8 @@ class ServerDispatcher:
                 task.cancel()
         for assignment in self._scheduler.assign():
             self._running[assignment] = self._thread.spawn(self._request(assignment))
+        for name in self._switches.begin():
+            self._thread.spawn(self._switch(name))
 
     async def _request(self, assignment: Assignment) -> None:
         worker, request = assignment

@@ -7,7 +7,7 @@ again; the answers are the same.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import count, starmap, zip_longest
 
 from megatron_rl.trainer.server_failures import Asked, Failures
@@ -20,18 +20,21 @@ Place = tuple[int, int]  # of a prompt among those that are asked, number of the
 
 class Questions:
     """``clients``: of the servers at work, by name, as the dispatcher has them at any time;
-    ``failures``: what servers fail at; ``note_failure``: tells the dispatcher that one has not
-    answered a request. It tells ``lost`` in turn."""
+    ``able``: waits for those of them that have the newest weights; ``failures``: what servers fail
+    at; ``note_failure``: tells the dispatcher that one has not answered a request. It tells
+    ``lost`` in turn."""
 
     def __init__(
         self,
         tasks: Tasks,
         clients: Mapping[str, Client],
+        able: Callable[[], Awaitable[list[str]]],
         failures: Failures,
         note_failure: Callable[[str, Asked, Exception], None],
     ) -> None:
         self._tasks = tasks
         self._clients = clients
+        self._able = able
         self._failures = failures
         self._note_failure = note_failure
         self._asked: dict[asyncio.Task[Completion], tuple[str, Place, str]] = {}
@@ -59,8 +62,7 @@ class Questions:
         ]
         answers: dict[Place, Completion] = {}
         attempts = count()
-        while len(answers) < len(places) and self._clients:
-            names = sorted(self._clients)
+        while len(answers) < len(places) and (names := await self._able()):
             attempt = next(attempts)
             for place, number in places:
                 if (place, number) not in answers:
@@ -109,8 +111,7 @@ class Questions:
         self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[Image]]
     ) -> list[list[float]]:
         """See ``ServerDispatcher.score``."""
-        while self._clients:
-            names = sorted(self._clients)
+        while names := await self._able():
             self._num_scored += 1
             name = names[self._num_scored % len(names)]
             try:

@@ -32,10 +32,12 @@ class Servers(Protocol):
 
 
 class News(NamedTuple):
-    """Why ``wait`` returns. ``servers``: URLs of those that are to join, by name."""
+    """Why ``wait`` returns. ``servers``: URLs of those that are to get weights, by name;
+    ``version``: which weights; None: those that are published."""
 
     kind: Literal["join", "starved"]
     servers: Mapping[str, str] = {}
+    version: int | None = None
 
 
 class NoServerError(ConnectionError):
@@ -65,8 +67,9 @@ class Tasks:
     own; ``wants``: whether the method learns from a group; ``connect``: a client for a URL;
     ``lost``: which errors mean that a server is gone; ``unreachable``: which of these, that it was
     gone before it was asked; ``failed``: which of these, that it goes on, and failed at a request;
-    ``capacity``: requests that a server is sent at a time; ``patience``: how long one of them may
-    take."""
+    ``switch``: makes the server at a URL go over to a version that it has staged, and raises
+    ConnectionError where it does not; ``capacity``: requests that a server is sent at a time;
+    ``patience``: how long one of them may take."""
 
     prompts: PromptStream
     sampling: Callable[[int], Sampling]
@@ -76,5 +79,6 @@ class Tasks:
     lost: type[Exception]
     unreachable: type[Exception]
     failed: type[Exception]
+    switch: Callable[[str, int], None]
     capacity: int
     patience: Patience

@@ -2,7 +2,8 @@
 
 Rank 0 asks the servers (``server_dispatch.py``), all ranks push weights (``weight_sync/fleet.py``).
 While the policy trains on the groups of a step, servers sample those of later ones with weights
-that are at most ``source.staleness`` updates old.
+that are at most ``source.staleness`` updates old. Where that is above 0 new weights are staged
+beside those in use, while the servers sample, and each goes over to them by itself.
 
 Servers come and go. One that is lost is given up, and others answer what it was asked. One that
 comes gets the weights at the next publication, or at once where the trainer waits for it. Where
@@ -176,7 +177,8 @@ class Servers:
 
     def publish(self, version: int) -> SyncReport:
         """See protocols.RolloutSource. In lockstep it waits until what is wanted of the old weights
-        is sampled. A server that does not take the weights is given up."""
+        is sampled; of those before them, where weights are staged. A server that does not take the
+        weights is given up."""
         self._parts.policy.check_weights(version)
         if self._published < 0 < version and self._saved is None:
             raise ValueError(
@@ -187,10 +189,10 @@ class Servers:
         expected = None if checks is None else checks.expected(version)
         servers = self._met(0, lambda: self._main.drained(version))
         if self._parts.held is not None:
-            self._parts.held.hold()
+            self._parts.held.hold(version)
         self._parts.fleet.keep(servers)
         self._published = version
-        report = self._push(servers)
+        report = self._push(servers, version, staged=self._parts.staleness > 0)
         if checks is None or expected is None:
             return report
         try:
@@ -199,11 +201,17 @@ class Servers:
             return report
         return replace(report, logprob_check_diff=mean, logprob_check_diff_max=largest)
 
-    def _push(self, servers: Mapping[str, str]) -> SyncReport:
-        """Collective: the policy's weights, of the published version, into these servers."""
-        report = self._parts.fleet.sync(self._published, servers)
+    def _push(
+        self, servers: Mapping[str, str], version: int, *, staged: bool = False
+    ) -> SyncReport:
+        """Collective: weights of a published version into these servers."""
+        if self._parts.held is not None:
+            self._parts.held.use(version)
+        report = self._parts.fleet.sync(version, servers, staged=staged)
         updated = {name: servers[name] for name in report.updated}
-        self._world.from_main(lambda: self._main.published(self._published, updated, report.lost))
+        self._world.from_main(
+            lambda: self._main.published(version, updated, report.lost, staged=staged)
+        )
         return report.sync
 
     def _met(self, finished: int, work: Callable[[], Result | News]) -> Result:
@@ -215,7 +223,8 @@ class Servers:
             if not isinstance(outcome, News):
                 return outcome
             if outcome.kind == "join":
-                self._push(outcome.servers)
+                is_newest = outcome.version is None
+                self._push(outcome.servers, self._published if is_newest else outcome.version)
             else:
                 self._starve(finished)
 
@@ -254,7 +263,9 @@ class Servers:
         return self._world.from_main(lambda: self._main.score(sequences, images))
 
     def state(self) -> dict[str, Any]:
-        """See protocols.RolloutSource. Collective."""
+        """See protocols.RolloutSource. Collective. In lockstep it waits until nothing is wanted of
+        older weights than the policy's: those are in no checkpoint."""
+        self._met(0, lambda: self._main.settled())
         return self._world.from_main(lambda: self._main.state())
 
     def restore(self, state: dict[str, Any]) -> None:

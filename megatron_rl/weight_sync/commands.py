@@ -49,12 +49,32 @@ class Server(Protocol):
     def update(self, info: Mapping[str, Any]) -> None:
         """Every worker takes part in one update."""
 
+    def stage(self, info: Mapping[str, Any]) -> None:
+        """Every worker begins to take part in an update that touches no weights in use, while
+        requests are answered; it may not be over when this returns."""
+
+    def switch(self, version: int) -> None:
+        """Every worker puts staged weights in the place of the old ones, while the engine is
+        paused; ``finish`` is to follow."""
+
+    def alive(self) -> None:
+        """The engine works."""
+
     def cancel(self) -> None:
         """Ends an update that was refused."""
 
     def finish(self, version: int) -> None:
         """Drops all keys and values computed with the old weights, those of a KV connector too, and
         stamps the version on what follows."""
+
+
+def switch_weights(server: Server, version: int, in_flight: InFlight) -> None:
+    """A server whose workers have all of ``version`` staged goes on with it. Raises ConnectionError
+    where it does not."""
+    server.pause(in_flight)
+    server.switch(version)
+    server.finish(version)
+    server.resume()
 
 
 class HttpServer:
@@ -138,6 +158,17 @@ class HttpServer:
     def update(self, info: Mapping[str, Any]) -> None:
         self.call("start_weight_update")
         self.call("update_weights", {"update_info": info})
+
+    def stage(self, info: Mapping[str, Any]) -> None:
+        self.update({**info, "kind": "stage"})
+        # vLLM's part is over; the update goes on in threads of the workers.
+        self.call("finish_weight_update")
+
+    def switch(self, version: int) -> None:
+        self.update({"step": "", "version": version, "kind": "switch"})
+
+    def alive(self) -> None:
+        self.call("health", method="GET")
 
     def cancel(self) -> None:
         # vLLM has no command that cancels. An update that is finished without a version keeps the

@@ -42,6 +42,7 @@ class _Round:
     """What a round has brought so far."""
 
     servers: Mapping[str, str]
+    staged: bool
     updated: set[str] = field(default_factory=set)
     lost: dict[str, str] = field(default_factory=dict)
     reports: list[SyncReport] = field(default_factory=list)
@@ -75,15 +76,18 @@ class FleetSync:
     # Servers that could not be in one group with those of another number.
     _apart: dict[str, int] = field(default_factory=dict)
 
-    def sync(self, version: int, servers: Mapping[str, str]) -> FleetReport:
-        """Collective over the trainer's ranks: these servers have the policy's weights when it
-        returns, or are in ``lost``. ``servers``: URLs by name, equal on every rank; one that is
-        named for the first time is connected.
+    def sync(
+        self, version: int, servers: Mapping[str, str], *, staged: bool = False
+    ) -> FleetReport:
+        """Collective over the trainer's ranks: these servers have the weights of the source when it
+        returns, or are in ``lost``. ``staged``: beside those they sample with, which takes no time
+        of theirs. ``servers``: URLs by name, equal on every rank; one that is named for the first
+        time is connected.
 
         Raises:
             ValueError: a training parameter changed its dtype or shape.
         """
-        done = _Round(servers)
+        done = _Round(servers, staged)
         waiting = self._teams(servers)
         while waiting:
             waiting = [*self._push(version, waiting[0], done), *waiting[1:]]
@@ -118,7 +122,7 @@ class FleetSync:
                 self._apart |= dict.fromkeys(part, 1 + max(self._apart.values(), default=0))
             return again
         try:
-            pushed = group.sync(version)
+            pushed = group.sync(version, staged=done.staged)
         except WeightSyncError as error:
             self._groups.pop(names).close(error)
             return _again(names, (), {}, first_line(error), done)

@@ -1,4 +1,4 @@
-"""The weights of one version, kept while the policy goes on to the next."""
+"""The weights of the last versions, kept while the policy goes on to the next."""
 
 from __future__ import annotations
 
@@ -10,26 +10,39 @@ from torch import Tensor
 from megatron_rl.protocols import WeightSource
 from megatron_rl.types import Shard
 
+NUM_HELD = 2
+
 
 class HeldWeights:
-    """Implements ``protocols.WeightSource``: what the policy had at the last ``hold``, so that a
-    server that comes late can still be given it. Takes as much of the device as the weights of this
-    process do."""
+    """Implements ``protocols.WeightSource``: what the policy had at the last ``hold``, or at the
+    one before, so that a server that comes late, or one that has gone on already, can still be
+    given it. Takes twice as much of the device as the weights of this process do."""
 
     def __init__(self, policy: WeightSource) -> None:
         self._policy = policy
-        self._held: dict[str, Tensor] = {}
+        self._held: dict[int, dict[str, Tensor]] = {}
+        self._version = -1  # in use
 
-    def hold(self) -> None:
+    def hold(self, version: int) -> None:
         """Collective over the training side: from now on these are the policy's present weights."""
         self._policy.wait_for_param_gather()
+        # The memory of the oldest: no third copy, not even for a moment.
+        is_full = len(self._held) == NUM_HELD
+        tensors = self._held.pop(min(self._held)) if is_full else {}
         with torch.no_grad():
             for key in {shard.key for shard in self._policy.weight_boxes()}:
                 weight = self._policy.weight(key).detach()
-                if key in self._held:  # into the memory it has: no third copy for a moment
-                    self._held[key].copy_(weight)
+                if key in tensors:
+                    tensors[key].copy_(weight)
                 else:
-                    self._held[key] = weight.clone(memory_format=torch.preserve_format)
+                    tensors[key] = weight.clone(memory_format=torch.preserve_format)
+        self._held[version] = tensors
+        self._version = version
+
+    def use(self, version: int) -> None:
+        """From now on these are the weights of ``version``, one of the two that were held last."""
+        assert version in self._held, f"version {version} is not held, but {sorted(self._held)}"
+        self._version = version
 
     def weight_boxes(self) -> Sequence[Shard]:
         """See ``WeightSource``."""
@@ -40,4 +53,4 @@ class HeldWeights:
 
     def weight(self, key: str) -> Tensor:
         """See ``WeightSource``."""
-        return self._held[key]
+        return self._held[self._version][key]

@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from megatron_rl.runtime.joint_group import Meeting, host_store, patience_s, together
 from megatron_rl.types import TransferOptions
-from megatron_rl.weight_sync.commands import InFlight, NotReachedError, Server
+from megatron_rl.weight_sync.commands import Server
+from megatron_rl.weight_sync.update_kinds import UpdateKind
 
 Answer = TypeVar("Answer")
 Why = dict[str, str]  # name of a server -> what is wrong with it
@@ -101,13 +101,14 @@ class Host:
         self._begin_step("init", init)
         return own, self._store.port, size
 
-    def pause(self, in_flight: InFlight) -> Why:
-        """Returns the servers that do not pause in time. They are to serve on; one that is not
-        reached has not heard of it, and is not called a second time."""
-        _, lost = self._each(partial(_pause, in_flight))
+    def begin(self, kind: UpdateKind) -> Why:
+        """Returns the servers that an update cannot begin with, for instance since they do not
+        pause in time. They are to serve on; one that is not reached has not heard of it, and is not
+        called a second time."""
+        _, lost = self._each(kind.begin)
         return lost
 
-    def begin_update(self, version: int) -> None:
+    def begin_update(self, version: int, kind: UpdateKind) -> None:
         """Returns when every worker is about to begin it.
 
         Raises:
@@ -116,7 +117,15 @@ class Host:
         self._updates += 1
         step = f"sync{self._updates}"
         info = {"step": step, "version": version}
-        self._begin_step(step, lambda name: self._servers[name].update(info))
+
+        def carry_out(name: str) -> None:
+            kind.carry_out(self._servers[name], info, lambda: self._has_ended(step, name))
+
+        self._begin_step(step, carry_out)
+
+    def _has_ended(self, step: str, name: str) -> bool:
+        assert self._meeting is not None, "workers are invited first"
+        return self._meeting.has_reported(step, self._ranks[name])
 
     def _begin_step(self, step: str, command: Callable[[str], None]) -> None:
         """Gives the command and waits until every worker is about to begin the step."""
@@ -167,38 +176,27 @@ class Host:
                 ends.problems[name] = problem
         return ends
 
-    def end_update(self, version: int, names: Collection[str]) -> Why:
-        """All is in place in these servers: they go on with the new weights. Returns those that do
-        not."""
-
-        def end(server: Server) -> None:
-            server.finish(version)
-            server.resume()
-
-        _, lost = self._each(end, names)
+    def end_update(self, version: int, kind: UpdateKind, names: Collection[str]) -> Why:
+        """All weights have arrived in these servers. Returns those that do not go on."""
+        _, lost = self._each(lambda server: kind.end(server, version), names)
         return lost
 
-    def call_off(self) -> Why:
+    def call_off(self, kind: UpdateKind) -> Why:
         """After an update that every rank refused: the servers go on with their old weights.
         Returns those that cannot."""
         ends = self.ends()
         willing = set(self._servers) - set(ends.lost) - set(ends.problems)
         if willing:
             return dict.fromkeys(willing, "some of the workers did not refuse it")
-
-        def resume(server: Server) -> None:
-            server.cancel()
-            server.resume()
-
-        _, lost = self._each(resume, ends.problems)
+        _, lost = self._each(kind.call_off, ends.problems)
         return {name: f"calling it off: {why}" for name, why in {**ends.lost, **lost}.items()}
 
-    def release(self, names: Collection[str]) -> Why:
-        """After an update that broke off: these servers, still paused, may begin another. Returns
-        those that may not."""
+    def release(self, kind: UpdateKind, names: Collection[str]) -> Why:
+        """After an update that broke off: these servers may begin another. Returns those that may
+        not."""
         for name in names:
             self._commands[name].exception()  # it is over
-        _, lost = self._each(lambda server: server.cancel(), names)
+        _, lost = self._each(kind.release, names)
         return lost
 
     def _all(self, command: Callable[[Server], Answer]) -> dict[str, Answer]:
@@ -234,19 +232,6 @@ class Host:
         self._pool.shutdown(wait=False)
         self._store = None
         self._meeting = None
-
-
-def _pause(in_flight: InFlight, server: Server) -> None:
-    try:
-        server.pause(in_flight)
-    except NotReachedError:
-        raise
-    except ConnectionError as error:
-        try:
-            server.resume()
-        except ConnectionError as also:
-            raise ConnectionError(f"{error}; the server may be paused: {also}") from error
-        raise
 
 
 def _of(ranks: Iterable[int], problems: Mapping[int, str]) -> str:

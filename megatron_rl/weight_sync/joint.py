@@ -22,6 +22,7 @@ from megatron_rl.weight_sync.failure import Progress, Stage
 from megatron_rl.weight_sync.host import Ends, Host, ServersError, said
 from megatron_rl.weight_sync.plan import Plan
 from megatron_rl.weight_sync.reshard import Plans, ReshardSync
+from megatron_rl.weight_sync.update_kinds import Beside, InPlace, UpdateKind
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ class Trainer:
 @dataclass(frozen=True)
 class Pushed:
     """How an update ended. ``updated``: the servers that serve the new weights; ``lost``: those
-    that are at fault, and why; ``undone``: the others, paused, whose weights are old, new or both;
-    ``problem``: what stopped it; ``stage``: how far it got; ``report``: where all weights
-    arrived."""
+    that are at fault, and why; ``undone``: the others, paused, whose weights are old, new or both
+    (where new ones were staged they go on with the old ones); ``problem``: what stopped it;
+    ``stage``: how far it got; ``report``: where all weights arrived."""
 
     stage: Stage
     updated: tuple[str, ...] = ()
@@ -57,7 +58,8 @@ class Pushed:
 class JointSync:
     """Plans once, at construction, and carries the plan out at every sync.
 
-    The servers serve their old weights before a sync, nothing during it, and the new ones after it.
+    The servers serve their old weights before a sync, nothing during it, and the new ones after it;
+    or, where new weights are staged, their old ones throughout.
     """
 
     def __init__(self, trainer: Trainer, servers: Mapping[str, Server]) -> None:
@@ -71,6 +73,7 @@ class JointSync:
         self._trainer = trainer
         self._world = trainer.world
         self._host = Host(servers, trainer.options, trainer.secret)
+        self._kind: UpdateKind = InPlace(trainer.in_flight_requests)  # of the last update
         self._group: dist.ProcessGroup | None = None
         self._sync: ReshardSync | None = None
         try:
@@ -122,9 +125,10 @@ class JointSync:
             plans=trainer.plans,
         )
 
-    def sync(self, version: int) -> Pushed:
-        """Collective over the trainer's ranks. In the report ``bytes_sent``: what this rank sent;
-        ``bytes_total``: what the workers were sent, by whomever.
+    def sync(self, version: int, *, staged: bool = False) -> Pushed:
+        """Collective over the trainer's ranks. ``staged``: the new weights wait beside the old ones
+        for a command (``commands.switch_weights``). In the report ``bytes_sent``: what this rank
+        sent; ``bytes_total``: what the workers were sent, by whomever.
 
         Raises, on every rank, when nothing has moved and all servers go on with their old weights:
             ValueError: a training parameter changed its dtype or shape.
@@ -133,12 +137,14 @@ class JointSync:
         assert self._sync is not None, "it is connected"
         start = time.perf_counter()
         progress = Progress(version)
-        lost = self._world.from_main(lambda: self._host.pause(self._trainer.in_flight_requests))
+        kind = Beside() if staged else InPlace(self._trainer.in_flight_requests)
+        self._kind = kind
+        lost = self._world.from_main(lambda: self._host.begin(kind))
         if lost:
             return self._stopped(progress, lost)
         progress.stage = Stage.INVITED
         try:
-            self._world.from_main(lambda: self._host.begin_update(version))
+            self._world.from_main(lambda: self._host.begin_update(version, kind))
         except RuntimeError as error:  # of the servers, of the store
             self._leave(error)
             lost = error.lost if isinstance(error, ServersError) else {}
@@ -172,7 +178,7 @@ class JointSync:
             return report, ""
         if all(refused for refused, _ in everyone):
             # Workers too have raised, and nothing has moved.
-            lost = self._world.from_main(self._host.call_off)
+            lost = self._world.from_main(lambda: self._host.call_off(self._kind))
             if not lost and failed is not None:
                 raise failed
             problems.append(said(lost))
@@ -187,7 +193,9 @@ class JointSync:
         done = [name for name in self.names if name not in failed]
         if done:
             progress.stage = Stage.COMPLETE
-            stuck = self._world.from_main(lambda: self._host.end_update(progress.version, done))
+            stuck = self._world.from_main(
+                lambda: self._host.end_update(progress.version, self._kind, done)
+            )
             lost |= {name: f"{progress}: {why}" for name, why in stuck.items()}
         if lost or undone:
             self._leave()
@@ -219,7 +227,7 @@ class JointSync:
         that are undone may be pushed to by another. Where one may not, it says so then."""
         self._leave()
         if pushed.stage is not Stage.NOT_BEGUN and pushed.undone:
-            self._world.from_main(lambda: self._host.release(pushed.undone))
+            self._world.from_main(lambda: self._host.release(self._kind, pushed.undone))
         self.close()
 
     def close(self, error: BaseException | None = None) -> None:

@@ -162,7 +162,10 @@ class Transport:
                 f" {elements} elements, the plan needs {planned.elements}; make a new plan"
             )
         dtype = str(parameter.dtype).removeprefix("torch.")
-        form = _Form(dtype, shape, parameter.stride(), parameter.device.type)
+        place = parameter.device.type
+        if side == "rollout" and place == "cpu":
+            place = self.device.type  # staged weights lie in the memory of the host
+        form = _Form(dtype, shape, parameter.stride(), place)
         # The plan knows dtype and device; shape and strides are those of the first run.
         first_form = form._replace(dtype=planned.dtype, device=self.device.type)
         expected = self.forms.setdefault((side, key), first_form)

@@ -20,7 +20,8 @@ from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.runtime import launch
 from megatron_rl.types import Prompt, Shard, TransferOptions
 from megatron_rl.weight_sync import transport
-from megatron_rl.weight_sync.commands import HttpServer
+from megatron_rl.weight_sync.commands import HttpServer, switch_weights
+from megatron_rl.weight_sync.fleet import FleetSync
 from megatron_rl.weight_sync.server import ServerSync
 from tests.numerics import rollout_models as small
 from tests.numerics.server import ask
@@ -33,6 +34,7 @@ PROMPTS = [
     *small.make_prompts(2, length=260),
 ]  # the long ones fill blocks of the prefix cache
 MAX_GAP = 1e-4
+OPTIONS = TransferOptions(bucket_mib=1, timeout_s=60.0)
 
 
 @cache
@@ -114,8 +116,7 @@ def refused(call: Callable[[], object], kind: type[Exception], *words: str) -> s
 
 
 def connect(policy: object) -> ServerSync:
-    options = TransferOptions(bucket_mib=1, timeout_s=60.0)
-    return ServerSync(policy, HttpServer(URL), WORLD, options, in_flight_requests="keep")
+    return ServerSync(policy, HttpServer(URL), WORLD, OPTIONS, in_flight_requests="keep")
 
 
 def misfits_are_refused_and_the_server_serves_on() -> None:
@@ -181,6 +182,48 @@ def request_under_way_goes_on_with_new_weights() -> None:
             )
             assert small.logprob_gap(model, [prompt], [[rest]], lambda logits: logits) <= MAX_GAP
     sync.close()
+
+
+def staged_weights_wait_while_the_server_answers() -> None:
+    """They are in use when it is told so, as if they had been pushed then; and it can come back to
+    them."""
+    policy, keys = the_policy(), {shard.key for shard in the_policy().weight_boxes()}
+    before = answers(6)
+    fleet = FleetSync(policy, WORLD, "", OPTIONS, "keep", "cpu")
+
+    def push(version: int, *, staged: bool = False) -> None:
+        report = fleet.sync(version, {"the server": URL}, staged=staged)
+        assert report.updated == ("the server",), report.lost
+
+    def scale() -> None:
+        with torch.no_grad():
+            for key in keys:
+                policy.weight(key).mul_(1.1)
+
+    def switch(version: int) -> None:
+        WORLD.from_main(lambda: switch_weights(HttpServer(URL), version, "keep"))
+
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(ask, URL, PROMPTS[:1], 400) if WORLD.rank == 0 else None
+        time.sleep(0.3)
+        scale()
+        push(60, staged=True)
+        assert answers(6)[1:] == before[1:]
+        if long is not None:
+            _, (spans,) = long.result()
+            assert spans == [{"version": "6", "start": 0, "end": 400}], spans
+    switch(60)
+    after = answers(60)
+    assert gap(policy, after[0]) <= MAX_GAP < gap(policy, before[0])
+    push(61)
+    assert answers(61)[1:] == after[1:], "the same weights, the same bits"
+    scale()
+    push(62)
+    assert answers(62)[1:] != after[1:]
+    switch(60)
+    assert answers(60)[1:] == after[1:]
+    push(6)
+    fleet.keep({})
 
 
 class Tampered:

@@ -19,6 +19,7 @@ CASES = (
     "pushed_equals_transformers",
     "misfits_are_refused_and_the_server_serves_on",
     "request_under_way_goes_on_with_new_weights",
+    "staged_weights_wait_while_the_server_answers",
 )
 
 
@@ -29,7 +30,7 @@ CASES = (
 def test_pushed_weights_are_served(tmp_path, arch, tensor, fault):
     small.write(arch, 1, tmp_path)
     with serving(tmp_path / f"{arch}_1", tensor, tmp_path) as url:
-        output = launch(WORKER, 2, [url, arch, tmp_path, *CASES, fault], timeout=200).stdout
+        output = launch(WORKER, 2, [url, arch, tmp_path, *CASES, fault], timeout=250).stdout
     failed = [small.verdict(output, name, 2) for name in (*CASES, fault)]
     assert not any(failed), "\n".join(failed)
 

@@ -81,6 +81,9 @@ def test_commands_are_those_of_the_engine():
         engine.init_transfer({"address": "a"})
         engine.update({"step": "1", "version": 3})
         engine.cancel()
+        engine.stage({"step": "2", "version": 3})
+        engine.alive()
+        engine.switch(3)
         engine.finish(3)
         engine.resume()
     finally:
@@ -92,6 +95,9 @@ def test_commands_are_those_of_the_engine():
         reset_running_requests=True, reset_connector=True
     )
     llm.reset_encoder_cache.assert_awaited_once_with()
+    updates = [call.args[0].update_info for call in llm.update_weights.await_args_list]
+    assert [update.get("kind") for update in updates] == [None, "stage", "switch"]
+    llm.check_health.assert_awaited_once_with()
 
 
 def test_weights_are_received_under_the_settings_of_the_engine():

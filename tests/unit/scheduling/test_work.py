@@ -99,6 +99,38 @@ def test_a_worker_keeps_its_weights_while_something_wants_them() -> None:
     assert queue.is_drained("w0")
 
 
+def test_a_worker_that_is_held_takes_nothing_until_it_has_other_weights() -> None:
+    queue = queue_of(num_workers=2, capacity=4)
+    queue.add([Request(0, 0, 0), Request(0, 1, 0)])
+    queue.hold("w0")
+    assert {name for name, _ in queue.assign()} == {"w1"}
+    assert queue.recall("w1") == [("w1", Request(0, 0, 0)), ("w1", Request(0, 1, 0))]
+    queue.hold("w1")
+    assert (queue.num_waiting, queue.num_running, queue.assign()) == (2, 0, [])
+    queue.switch("w1", 1)
+    assert queue.assign() == []
+    queue.switch("w0", 0)
+    assert {name for name, _ in queue.assign()} == {"w0"}
+
+
+def test_what_no_worker_has_the_weights_for_is_stranded() -> None:
+    queue = queue_of(num_workers=2, capacity=1)
+    assert queue.stranded is None and not queue.has_older(1)
+    queue.add([Request(0, 0, 0), Request(1, 1, 0)])
+    assert queue.stranded is None and queue.has_older(1) and not queue.has_older(0)
+    queue.assign()
+    assert queue.stranded is None and queue.has_older(1), "a worker is busy with version 0"
+    queue.finish("w0", Request(0, 0, 0))
+    assert queue.stranded == 1 and not queue.has_older(1)
+    queue.switch("w0", 1)
+    assert queue.stranded is None
+    queue.add([Request(0, 2, 0)])
+    queue.switch("w1", 1)
+    assert queue.stranded == 0, "the oldest"
+    queue.switch("w1", 0)
+    assert queue.stranded is None
+
+
 def test_cancelled_requests_are_gone_and_those_that_run_are_named() -> None:
     queue = queue_of(num_workers=1, capacity=3)
     queue.add(requests(num_groups=2, num_responses=2))

@@ -97,6 +97,7 @@ def start(made_dispatchers, bounded_waits):
             lost=Gone,
             unreachable=Unreachable,
             failed=Failed,
+            switch=fleet.switch,
             capacity=4,
             patience=Patience(None),
         )

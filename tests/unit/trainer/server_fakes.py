@@ -33,7 +33,8 @@ class Failed(Gone):
 @dataclass
 class Fleet:
     """Servers by name, in the roles of registry and clients. A server in ``silent`` takes requests
-    and answers none, one in ``answers`` answers the first so many; one in ``dead`` refuses them."""
+    and answers none, one in ``answers`` answers the first so many; one in ``dead`` refuses them.
+    One in ``stuck`` does not go over to what it has in ``staged``."""
 
     versions: dict[str, int] = field(default_factory=dict)
     registered: set[str] = field(default_factory=set)
@@ -47,6 +48,8 @@ class Fleet:
     ill: set[str] = field(default_factory=set)  # fail at every request
     fails_once: str = ""  # a prompt at which a server fails, once
     poison: str = ""  # a prompt that ends every server
+    staged: dict[str, int] = field(default_factory=dict)
+    stuck: set[str] = field(default_factory=set)
 
     def look(self) -> Mapping[str, Registration]:
         if self.unreadable:
@@ -58,6 +61,13 @@ class Fleet:
 
     def connect(self, url: str) -> Server:
         return Server(self, url.removeprefix("at "))
+
+    def switch(self, url: str, version: int) -> None:
+        name = url.removeprefix("at ")
+        if name in self.dead | self.stuck:
+            raise Gone(f"{name} does not answer")
+        assert self.staged[name] == version
+        self.versions[name] = version
 
 
 @dataclass
@@ -101,17 +111,22 @@ def judge(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[
 
 
 def publish(dispatcher: ServerDispatcher, fleet: Fleet, version: int) -> None:
-    """What the source does: everybody who is there gets the weights."""
+    """What the source does: everybody who is there gets the weights; where k > 0, beside the old
+    ones."""
     servers = dispatcher.drained(version)
     while isinstance(servers, News):
         assert servers.kind == "starved" or welcome(dispatcher, fleet, servers, version - 1)
         servers = dispatcher.drained(version)
-    fleet.versions |= dict.fromkeys(servers, version)
-    dispatcher.published(version, servers, {})
+    staged = dispatcher._scheduler.rules.staleness > 0
+    where = fleet.staged if staged else fleet.versions
+    where |= dict.fromkeys(servers, version)
+    dispatcher.published(version, servers, {}, staged=staged)
 
 
 def welcome(dispatcher: ServerDispatcher, fleet: Fleet, news: News, version: int) -> bool:
     assert news.kind == "join"
+    assert news.version in (None, version, version - 1), "the trainer holds two versions"
+    version = version if news.version is None else news.version
     fleet.versions |= dict.fromkeys(news.servers, version)
     dispatcher.published(version, news.servers, {})
     return True

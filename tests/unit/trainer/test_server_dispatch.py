@@ -149,14 +149,14 @@ def test_without_servers_it_says_so_once_and_goes_on_when_one_comes(start):
     assert dispatcher.wait().kind == "starved"
     fleet.registered.add("b")
     news = dispatcher.wait()
-    assert news == ("join", {"b": "at b"})
+    assert news == ("join", {"b": "at b"}, 0)
     welcome(dispatcher, fleet, news, 0)
     assert contents([step(dispatcher, fleet, version) for version in range(1, 4)]) == expected
 
 
 def test_all_die_while_the_policy_trains_and_one_comes_for_the_old_weights(start):
-    """In lockstep what is wanted of version 0 is sampled with version 0, also when the policy is at
-    1 already."""
+    """In lockstep what is wanted of version 0 is sampled with version 0, also when version 1 is
+    published."""
     expected = run(start, Fleet(registered={"a"}), 3)
     fleet = Fleet(registered={"a"}, answers={"a": IN_TWO_STEPS // 2})
     dispatcher = start(fleet)
@@ -164,12 +164,52 @@ def test_all_die_while_the_policy_trains_and_one_comes_for_the_old_weights(start
     assert dispatcher.wait() is True
     _, first = dispatcher.take()
     fleet.dead.add("a")
-    assert dispatcher.drained(1).kind == "starved"
-    fleet.registered.add("b")
     publish(dispatcher, fleet, 1)
-    assert fleet.asked[-1][:2] == ("b", 0) or ("b", 0) in {entry[:2] for entry in fleet.asked}
+    assert dispatcher.wait().kind == "starved"
+    fleet.registered.add("b")
+    news = dispatcher.wait()
+    assert news == ("join", {"b": "at b"}, 0)
+    welcome(dispatcher, fleet, news, 1)
     rest = [step(dispatcher, fleet, version) for version in (2, 3)]
+    assert {0, 1} <= {version for name, version, *_ in fleet.asked if name == "b"}
     assert contents([first, *rest]) == expected
+
+
+def test_a_server_goes_over_to_new_weights_while_another_needs_the_old_ones(start):
+    """And goes back to them when that one dies."""
+    expected = run(start, Fleet(registered={"a"}), 4)
+    fleet = Fleet(registered={"a", "b"}, answers={"b": 2})
+    dispatcher = start(fleet)
+    publish(dispatcher, fleet, 0)
+    assert dispatcher.wait() is True
+    _, first = dispatcher.take()
+    publish(dispatcher, fleet, 1)
+    while ("a", 1) not in {asked[:2] for asked in fleet.asked}:
+        assert fleet.versions["b"] == 0
+        dispatcher.counts()
+    with ThreadPoolExecutor(1) as thread:
+        waits = thread.submit(dispatcher.wait)
+        fleet.dead.add("b")
+        news = waits.result(timeout=30.0)
+    assert news == ("join", {"a": "at a"}, 0)
+    num_asked = len(fleet.asked)
+    welcome(dispatcher, fleet, news, 1)
+    rest = [step(dispatcher, fleet, version) for version in (2, 3, 4)]
+    assert contents([first, *rest]) == expected
+    versions = [version for _, version, *_ in fleet.asked[num_asked:]]
+    assert versions == sorted(versions) and versions[0] == 0 and 2 in versions
+
+
+def test_a_server_that_does_not_go_over_is_given_up(start):
+    expected = run(start, Fleet(registered={"a"}), 4)
+    fleet = Fleet(registered={"a", "b"})
+    dispatcher = start(fleet)
+    publish(dispatcher, fleet, 0)
+    steps = [step(dispatcher, fleet, 1)]
+    fleet.stuck.add("b")
+    steps += [step(dispatcher, fleet, version) for version in (2, 3, 4)]
+    assert contents(steps) == expected and fleet.registered == {"a"}
+    assert fleet.versions["b"] < 2
 
 
 def test_a_run_that_goes_on_asks_for_nothing_twice(start):
@@ -259,7 +299,7 @@ def test_held_out_prompts_are_answered_beside_training(start):
     fleet.dead.add("b")
     with pytest.raises(NoServerError):
         dispatcher.score([(1, 2, 3)])
-    assert dispatcher.generate(asked, Sampling(3, 4, seed=9)) == ("starved", {})
+    assert dispatcher.generate(asked, Sampling(3, 4, seed=9)) == ("starved", {}, None)
 
 
 def test_who_waits_is_told_how_far_it_is(start, monkeypatch):

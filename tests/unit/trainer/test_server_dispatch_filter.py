@@ -19,6 +19,7 @@ from tests.unit.trainer.server_fakes import (
     publish,
     run,
     step,
+    welcome,
 )
 
 FILTERED = replace(RULES, max_groups=12)
@@ -43,7 +44,7 @@ def test_groups_that_the_method_does_not_want_are_replaced_alike_by_any_servers(
 
 
 def test_all_die_before_a_verdict_asks_for_more_of_the_old_weights(start):
-    """The policy may not go on to version 1 while a verdict is out on what version 0 sampled."""
+    """Version 0 is not past while a verdict is out on what it sampled."""
     gate = threading.Event()
     gate.set()
 
@@ -69,15 +70,19 @@ def test_all_die_before_a_verdict_asks_for_more_of_the_old_weights(start):
     num_asked = len(fleet.asked)
     fleet.registered.clear()
     until(lambda: dispatcher.counts()["source/servers"] == 0)
-    with ThreadPoolExecutor(1) as thread:
-        drained = thread.submit(dispatcher.drained, 1)
-        dispatcher.state()  # answered by the thread that is asked for the other, too
-        was_early = drained.done()
-        gate.set()
-        news = drained.result(timeout=30.0)
-    assert not was_early and news == ("starved", {})
-    fleet.registered.add("b")
     publish(dispatcher, fleet, 1)
+    with ThreadPoolExecutor(1) as thread:
+        settled = thread.submit(dispatcher.settled)
+        dispatcher.state()  # answered by the thread that is asked for the other, too
+        was_early = settled.done()
+        gate.set()
+        news = settled.result(timeout=30.0)
+    assert not was_early and news == ("starved", {}, None)
+    fleet.registered.add("b")
+    news = dispatcher.settled()
+    assert news.version == 0
+    welcome(dispatcher, fleet, news, 1)
+    assert dispatcher.settled() is True
     assert fleet.asked[num_asked][:2] == ("b", 0)
     rest = [step(dispatcher, fleet, version) for version in (2, 3, 4)]
     assert contents([first, *rest]) == expected

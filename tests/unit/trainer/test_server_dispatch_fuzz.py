@@ -92,6 +92,7 @@ class World:
     rules: Rules
     seed: int
     versions: dict[str, int] = field(default_factory=dict)
+    staged: dict[str, int] = field(default_factory=dict)
     registered: set[str] = field(default_factory=set)
     dead: set[str] = field(default_factory=set)
     losses: Counter[tuple[str, int, int]] = field(default_factory=Counter)
@@ -116,6 +117,14 @@ class World:
 
     def connect(self, url: str) -> Server:
         return Server(self, url)
+
+    def switch(self, name: str, version: int) -> None:
+        """In a thread: follows from the number of the server and the version."""
+        if name in self.dead or digest(self.seed, name, version) % 20 == 0:
+            raise Gone(f"{name} does not go over")
+        assert self.staged[name] == version
+        time.sleep(digest(version, name) % 4 / 1000)
+        self.versions[name] = version
 
     def judge(self, asked: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
         time.sleep(self.judge_s * self.judge_rng.random())
@@ -188,6 +197,8 @@ class Trainer:
                 self._evaluate()
             self._publish(len(self.steps))
             if self._rng.random() < 0.4:
+                while isinstance(news := self._dispatcher.settled(), News):
+                    self._welcome(news, len(self.steps))
                 self._saved = len(self.steps), pickle.dumps(self._dispatcher.state())
             if self._saved and self._rng.random() < 0.3:
                 self._restart(*self._saved)
@@ -207,6 +218,7 @@ class Trainer:
             lost=Gone,
             unreachable=Unreachable,
             failed=Failed,
+            switch=world.switch,
             capacity=self._rng.randint(1, 5),
             patience=Patience(None),
         )
@@ -223,17 +235,19 @@ class Trainer:
             self._welcome(servers, version - 1)
         lost = {name: "no room" for name in servers if self._rng.random() < 0.05}
         updated = {name: url for name, url in servers.items() if name not in lost}
-        self._push(version, updated, lost)
-
-    def _push(
-        self, version: int, updated: Mapping[str, str], lost: Mapping[str, str] | None = None
-    ) -> None:
-        self.world.versions |= dict.fromkeys(updated, version)
-        self._dispatcher.published(version, updated, lost or {})
+        staged = self.world.rules.staleness > 0
+        where = self.world.staged if staged else self.world.versions
+        where |= dict.fromkeys(updated, version)
+        self._dispatcher.published(version, updated, lost, staged=staged)
 
     def _welcome(self, news: News, version: int) -> None:
+        """``version``: the newest."""
         if news.kind == "join":
-            self._push(version, news.servers)
+            if news.version is not None:
+                assert version - 1 <= news.version <= version, "the trainer holds two"
+                version = news.version
+            self.world.versions |= dict.fromkeys(news.servers, version)
+            self._dispatcher.published(version, news.servers, {})
 
     def _evaluate(self) -> None:
         version = len(self.steps) - 1

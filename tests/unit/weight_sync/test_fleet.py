@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_rl.weight_sync import update_kinds
+from megatron_rl.weight_sync.commands import switch_weights
 from megatron_rl.weight_sync.fleet import FleetSync
 from megatron_rl.weight_sync.held import HeldWeights
 from tests.unit.weight_sync.test_server import (
@@ -165,15 +167,75 @@ def test_without_servers_nothing_moves(fleet):
     assert report.updated == () and report.sync.bytes_total == 0 and report.sync.version == 3
 
 
-def test_held_weights_are_those_of_the_last_hold(world, servers):
+def test_staged_weights_wait_beside_the_old_ones(fleet, servers):
+    """A server hears of nothing that would stop it, until it is told to go over."""
+    report = fleet.sync(1, named(servers, "ab"), staged=True)
+    assert report.updated == ("a", "b") and not report.lost
+    for name in "ab":
+        server = servers[f"at {name}"]
+        assert server.commands == ["stage 1"]
+        assert not served(server)["a"].any()
+        switch_weights(server, 1, "keep")
+        assert server.commands[1:] == ["pause keep", "switch 1", "finish 1", "resume"]
+        assert torch.equal(served(server)["a"], fleet.source.values["a"])
+
+
+def test_one_that_ends_while_it_stages_costs_itself_alone(fleet, servers, monkeypatch):
+    monkeypatch.setattr(update_kinds, "_LOOK_EVERY_S", 0.0)
+    fleet.sync(1, named(servers, "abc"), staged=True)
+    servers["at b"].stage = lambda info: None  # nobody comes of it
+    servers["at b"].alive = once_then_gone()
+    report = fleet.sync(2, named(servers, "abc"), staged=True)
+    assert report.updated == ("a", "c") and "gone" in report.lost["b"]
+    for name in "ac":
+        assert servers[f"at {name}"].commands[-1] == "stage 2"
+
+
+def once_then_gone():
+    answers = iter([None])
+
+    def alive():
+        if next(answers, "gone") == "gone":
+            raise ConnectionError("it is gone")
+
+    return alive
+
+
+def test_weights_that_cannot_be_staged_leave_the_old_ones_in_use(fleet, servers):
+    fleet.sync(1, named(servers, "ab"))
+    before = served(servers["at a"])["b"].clone()
+
+    def fail(transfer, version):
+        raise RuntimeError("no memory is left")
+
+    servers["at b"].workers[0].update_weights = fail
+    fleet.source.values["b"] += 1
+    report = fleet.sync(2, named(servers, "ab"), staged=True)
+    assert report.updated == ("a",) and "no memory is left" in report.lost["b"]
+    assert torch.equal(served(servers["at a"])["b"], before)
+    assert servers["at a"].commands[4:] == ["stage 2", "stage 2"], "never paused"
+    switch_weights(servers["at a"], 2, "keep")
+    assert torch.equal(served(servers["at a"])["b"], before + 1)
+
+
+def test_held_weights_are_those_of_the_last_two_holds(world, servers):
     policy = Policy()
     held = HeldWeights(policy)
     fleet = FleetSync(held, world, "", OPTIONS, "wait", "cpu", make_server=servers.get)
-    held.hold()
+    held.hold(1)
     before = policy.values["a"].clone()
     policy.values["a"] += 1
     fleet.sync(1, named(servers, "a"))
     assert torch.equal(served(servers["at a"])["a"], before)
-    held.hold()
+    held.hold(2)
     fleet.sync(2, named(servers, "a"))
     assert torch.equal(served(servers["at a"])["a"], before + 1)
+    held.use(1)
+    fleet.sync(1, named(servers, "a"))
+    assert torch.equal(served(servers["at a"])["a"], before)
+    policy.values["a"] += 1
+    held.hold(3)
+    fleet.sync(3, named(servers, "a"))
+    assert torch.equal(served(servers["at a"])["a"], before + 2)
+    with pytest.raises(AssertionError, match=r"version 1 is not held, but \[2, 3\]"):
+        held.use(1)

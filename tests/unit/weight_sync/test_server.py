@@ -1,6 +1,7 @@
 """The trainer's end of a sync to a server: its commands in order, what it does when something
 fails."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -51,12 +52,15 @@ class Worker:
     def __init__(self, number):
         self.replica, self.number = 0, number
         self.values = {name: torch.zeros(2, 2) for name in ("a", "b")}
+        self.staged = {name: torch.zeros(2, 2) for name in ("a", "b")}
+        self.is_staging = False
 
     def weight_boxes(self):
         return [shard(name, 2, start=2 * self.number) for name in self.values]
 
     def update_weights(self, transfer, version):
-        transfer(self.values.__getitem__, lambda key: None)
+        values = self.staged if self.is_staging else self.values
+        transfer(values.__getitem__, lambda key: None)
 
 
 class TwoWorkers:
@@ -94,6 +98,20 @@ class TwoWorkers:
     def update(self, info):
         self.commands.append(f"update {info['version']}")
         self.each(info["step"], lambda number: self.syncs[number].sync(info["version"]))
+
+    def stage(self, info):
+        self.commands.append(f"stage {info['version']}")
+        for worker in self.workers:
+            worker.is_staging = True
+        action = (info["step"], lambda number: self.syncs[number].sync(info["version"]))
+        threading.Thread(target=self.each, args=action).start()
+
+    def switch(self, version):
+        self.commands.append(f"switch {version}")
+        for worker in self.workers:
+            worker.values = dict(worker.staged)
+
+    def alive(self): ...
 
     def each(self, step, action):
         self.syncs = self.syncs if step != "init" else {}

@@ -11,8 +11,9 @@ import pytest
 
 from megatron_rl.types import TransferOptions
 from megatron_rl.weight_sync import commands
-from megatron_rl.weight_sync.commands import HttpServer, NotReachedError
+from megatron_rl.weight_sync.commands import HttpServer, NotReachedError, switch_weights
 from megatron_rl.weight_sync.host import Host
+from megatron_rl.weight_sync.update_kinds import InPlace
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_a_machine_without_power_is_called_once_and_not_waited_for(without_power
     server = HttpServer(without_power, timeout_s=60)
     calls, call = [], server.call
     server.call = lambda path, *args, **query: calls.append(path) or call(path, *args, **query)
-    lost = Host({"a": server}, TransferOptions(), "").pause("keep")
+    lost = Host({"a": server}, TransferOptions(), "").begin(InPlace("keep"))
     assert re.search(r"/pause\?mode=keep: .*no connection within 0.2 s", lost["a"])
     with pytest.raises(NotReachedError, match="no server is reached"):
         server.address()
@@ -108,3 +109,20 @@ def test_old_caches_are_dropped_and_a_kept_one_is_an_error(answering):
     handler.body = b'{"success": false}'
     with pytest.raises(ConnectionError, match="prefix cache"):
         server.finish(1)
+
+
+def test_weights_are_staged_without_a_pause_and_the_switch_is_paused(answering):
+    handler, server = answering
+    handler.body = b'{"success": true}'
+    handler.paths_asked.clear()
+    server.stage({"step": "sync1", "version": 1})
+    update = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+    assert handler.paths_asked == update
+    handler.paths_asked.clear()
+    switch_weights(server, 1, "keep")
+    resets = handler.paths_asked[4:-1]
+    assert handler.paths_asked == ["/pause?mode=keep", *update, *resets, "/resume"]
+    assert [path.split("?")[0] for path in resets] == [
+        "/reset_prefix_cache",
+        "/reset_encoder_cache",
+    ]
