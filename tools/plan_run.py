@@ -49,7 +49,7 @@ from megatron_rl.planning.rollout_time import (
     response_lengths,
     step_beside_training,
 )
-from megatron_rl.planning.simulated_rollouts import Steady
+from megatron_rl.planning.simulated_rollouts import Push, Steady
 from megatron_rl.planning.sync_forecast import Ranks, SyncForecast, forecast
 from megatron_rl.planning.sync_time import Links
 from megatron_rl.policy.families import Architecture, read_architecture
@@ -169,6 +169,7 @@ def planned(config: Config, arch: Architecture, cluster: Cluster, lengths: np.nd
     page = Page(
         stages=stages,
         server_gib=server_gib(engine) if config.source.is_servers else None,
+        staged_bytes=engine.unquantized if is_beside_training(config) else 0,
         too_large=too_large,
         rollout=Steady(0.0, 0.0),
         train_seconds=train_seconds(config, arch, cluster, lengths),
@@ -215,7 +216,8 @@ def rollout_of(config: Config, lengths: np.ndarray, engines: Engines, page: Page
     source = config.source
     if is_beside_training(config):
         update = sum(update_parts(page, config).values())
-        return step_beside_training(lengths, engines, source, update, page.sync_seconds)
+        push = Push(page.sync_seconds, page.switch_seconds)
+        return step_beside_training(lengths, engines, source, update, push)
     if source.is_partial:
         return partial_step(lengths, engines, source.partial)
     return one_step(lengths, engines)

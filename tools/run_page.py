@@ -9,12 +9,14 @@ import numpy as np
 
 from megatron_rl.config.layout_rules import replica_ranks
 from megatron_rl.config.schema import Config
+from megatron_rl.planning.engine_memory import GIB
 from megatron_rl.planning.memory import StageMemory
 from megatron_rl.planning.phases import Room, demands
 from megatron_rl.planning.simulated_rollouts import Steady
 from megatron_rl.planning.sync_forecast import SyncForecast
 
 SHARE_THAT_LIMITS = 0.15  # of a step, or of the engines' time
+HOST_LINK_GB_S = 25.0  # of a GPU to the memory of its host: assumed, PCIe 4.0 with 16 lanes
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,16 @@ class Cluster:
 class Page:
     """What is known of a run before it.
 
-    ``server_gib``: of a GPU of a server, None without servers; ``rollout``: of a step of rollouts,
-    or of a whole step where engines sample while the policy trains; ``checkpoint_seconds``: until
-    one is written; ``checkpoint_waits``: share of them that the run waits for.
+    ``server_gib``: of a GPU of a server, None without servers; ``staged_bytes``: of the host of a
+    server, for each GPU, where new weights wait beside those in use; ``rollout``: of a step of
+    rollouts, or of a whole step where engines sample while the policy trains;
+    ``checkpoint_seconds``: until one is written; ``checkpoint_waits``: share of them that the run
+    waits for.
     """
 
     stages: Sequence[StageMemory]
     server_gib: float | None
+    staged_bytes: int
     too_large: Sequence[str]
     rollout: Steady
     train_seconds: float
@@ -65,6 +70,11 @@ class Page:
     @property
     def sync_seconds(self) -> float:
         return 0.0 if isinstance(self.sync, str) else self.sync.seconds
+
+    @property
+    def switch_seconds(self) -> float:
+        """Of a server that goes over to staged weights, by the rate of its memory alone."""
+        return self.staged_bytes / (HOST_LINK_GB_S * 1e9)
 
 
 def is_beside_training(config: Config) -> bool:
@@ -133,6 +143,9 @@ def memory_lines(page: Page, config: Config, cluster: Cluster) -> Iterator[str]:
         yield f"memory    {demand.phase}: {demand.need_gib:.1f} GiB {has}"
     if page.server_gib is not None:
         yield f"memory    servers: {page.server_gib:.1f} GiB of {cluster.gpu_gib:g}"
+    if page.staged_bytes:
+        staged = page.staged_bytes / GIB
+        yield f"memory    servers, staged weights: {staged:.1f} GiB of the host for each GPU"
     for message in page.too_large:
         yield f"DOES NOT FIT: {message}"
 

@@ -22,6 +22,7 @@ from megatron_rl.policy.hardware import this_machine
 from megatron_rl.policy.work_model import WorkModel
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import available_gib
+from megatron_rl.weight_sync.held import NUM_HELD
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +72,11 @@ def plan(config: Config, world_size: int, room: Room, *, fused: bool) -> list[me
 
 
 def _beside_servers(stage: memory.StageMemory, config: Config) -> memory.StageMemory:
-    """No engine; in its place, in lockstep behind the policy, the weights of the version before."""
+    """No engine; in its place, in lockstep behind the policy, what ``HeldWeights`` holds."""
     held = config.source.staleness > 0 and config.source.schedule == "lockstep"
     return replace(
         stage,
-        engine_weights=stage.weights if held else 0,
+        engine_weights=NUM_HELD * stage.weights if held else 0,
         engine_sampler=0,
         engine_unquantized=0,
         kv_cache=0,

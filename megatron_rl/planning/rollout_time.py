@@ -13,6 +13,7 @@ from megatron_rl.planning.simulated_rollouts import (
     Driver,
     Mark,
     PartialDriver,
+    Push,
     Steady,
     beside_training,
 )
@@ -94,10 +95,10 @@ def partial_step(tokens: np.ndarray, engines: Engines, partial: PartialConfig) -
 
 
 def step_beside_training(
-    tokens: np.ndarray, engines: Engines, source: SourceConfig, update_s: float, sync_s: float
+    tokens: np.ndarray, engines: Engines, source: SourceConfig, update_s: float, push: Push
 ) -> Steady:
-    """Of a step of a run whose engines sample while it trains for ``update_s``, and get new weights
-    in ``sync_s``: ``seconds`` of all of it together."""
+    """Of a step of a run whose engines sample while it trains for ``update_s`` and while they get
+    new weights: ``seconds`` of all of it together."""
     rules = Rules(*tokens.shape, staleness=source.staleness, lockstep=source.schedule == "lockstep")
     driver = Driver(engines.fleet, Scheduler(rules), Lengths(tokens), engines.slots)
-    return beside_training(driver, update_s, sync_s, _STEPS, first_steps=2 + source.staleness)
+    return beside_training(driver, update_s, push, _STEPS, first_steps=2 + source.staleness)

@@ -171,13 +171,12 @@ class Fleet:
         assert now_s <= self.next_moment() + 1e-9
         self.now_s = now_s
 
-    def pause(self, seconds: float) -> None:
-        """Nobody decodes for so long; what runs goes on then."""
-        for number, replica in enumerate(self.replicas):
-            replica.advance(self.now_s)
-            replica.now_s += seconds
-            self._expect(number)
-        self.now_s += seconds
+    def pause(self, number: int, seconds: float) -> None:
+        """A replica does not decode for so long; what it runs, or gets meanwhile, goes on then."""
+        replica = self.replicas[number]
+        replica.advance(self.now_s)
+        replica.now_s += seconds
+        self._expect(number)
 
     def busy_s(self) -> float:
         """Seconds so far in which a replica had a sequence, of all replicas together."""

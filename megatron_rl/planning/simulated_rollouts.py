@@ -31,8 +31,17 @@ class Steady:
     idle: float
 
 
+@dataclass(frozen=True)
+class Push:
+    """Seconds of a publication: ``sync_s`` until all replicas have the new weights; ``switch_s``
+    until one of them uses what it has staged."""
+
+    sync_s: float
+    switch_s: float = 0.0
+
+
 class Driver:
-    """A scheduler whose replicas all have the weights of one version."""
+    """A scheduler and its replicas."""
 
     def __init__(self, fleet: Fleet, scheduler: Scheduler, content: Content, capacity: int) -> None:
         """``capacity``: sequences that a replica takes at a time."""
@@ -40,10 +49,21 @@ class Driver:
         self.scheduler = scheduler
         self.content = content
         self.names = [_name(number) for number in range(len(fleet.replicas))]
+        self.switch_s = 0.0
         for name in self.names:
             scheduler.join(name, capacity, scheduler.version)
 
+    def switch(self) -> None:
+        """Replicas that need their old weights no more go over to the newest."""
+        newest = self.scheduler.version
+        for number, name in enumerate(self.names):
+            is_older = self.scheduler.queue.workers[name].version < newest
+            if is_older and self.scheduler.may_switch(name):
+                self.scheduler.switch(name, newest)
+                self.fleet.pause(number, self.switch_s)
+
     def hand_out(self) -> None:
+        self.switch()
         aborts: dict[int, list[Request]] = {}
         for worker, request in self.scheduler.to_abort():
             aborts.setdefault(int(worker), []).append(request)
@@ -79,32 +99,29 @@ class Driver:
             self.next_end()
         self.fleet.wait_until(until_s)
 
-    def publish(self, version: int, seconds: float) -> None:
-        """All replicas get new weights, which takes ``seconds``. In lockstep that waits until all
-        of them have done what is wanted of the old ones, since the policy keeps one older version
-        (``ServerDispatcher.drained``); else what runs pauses for the transfer."""
-        if self.scheduler.rules.lockstep:
-            while not all(map(self.scheduler.may_switch, self.names)):
+    def publish(self, version: int, push: Push) -> None:
+        """All replicas get new weights: in the place of the old ones where no step is behind, and
+        all is done then; else beside them, while they sample. In lockstep that waits until nothing
+        is wanted of weights that are older than those of now (``Conditions.drained``)."""
+        if self.scheduler.rules.staleness:
+            while self.scheduler.rules.lockstep and not self.scheduler.is_past(version - 1):
                 self.next_end()
-            self.fleet.wait_until(self.fleet.now_s + seconds)
-        else:
-            self.fleet.pause(seconds)
+            self.switch_s = push.switch_s
+        self.go_on(push.sync_s)
         self.scheduler.published(version)
-        for name in self.names:
-            self.scheduler.switch(name, version)
         self.hand_out()
 
 
 def beside_training(
-    driver: Driver, update_s: float, sync_s: float, num_steps: int, first_steps: int
+    driver: Driver, update_s: float, push: Push, num_steps: int, first_steps: int
 ) -> Steady:
-    """Of a run whose replicas sample while it trains, and take ``sync_s`` to get new weights; of
-    ``num_steps`` behind the ``first_steps``."""
+    """Of a run whose replicas sample while it trains; of ``num_steps`` behind the
+    ``first_steps``."""
     begin = Mark.of(driver.fleet)
     for step in range(first_steps + num_steps):
         driver.take()
         driver.go_on(update_s)
-        driver.publish(step + 1, sync_s)
+        driver.publish(step + 1, push)
         if step + 1 == first_steps:
             begin = Mark.of(driver.fleet)
     return begin.until_now(driver.fleet, num_steps)

@@ -163,9 +163,10 @@ def test_servers_sample_while_the_policy_trains(capsys, monkeypatch) -> None:
     assert behind["step"] == pytest.approx(
         in_turns["step"] * (in_turns["training"] + in_turns["weight sync"]), rel=0.02
     )
-    # The policy keeps one older version: a second step behind does not help.
+    # Where sampling takes longer, a second step behind gives servers more to do.
     tail = ("--median", "300", "--p99", "3000", "--tflops", "5000", *OLD_TOKENS)
-    assert step("source.staleness=2", *tail)[0] == step("source.staleness=1", *tail)[0]
+    one_behind, _ = step("source.staleness=1", *tail)
+    assert step("source.staleness=2", *tail)[0]["step"] < one_behind["step"]
 
 
 def test_responses_that_go_on_in_the_next_step_leave_less_idle(capsys, monkeypatch) -> None:

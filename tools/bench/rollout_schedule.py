@@ -17,8 +17,9 @@ Dynamic sampling: 128 wanted groups of 8. "Rounds" is what this project had befo
 is sampled anew when all of a round is there.
 
 Steps behind: 64 x 8 on 16 or 64 servers of one replica each, an update of 60 s beside them; step s
-is of version max(0, s - k). As in a run, a publication waits until all servers have done what is
-wanted of the old weights, and then reaches all of them in 3 s, or each in 3 s, one after the other.
+is of version max(0, s - k). As in a run, new weights reach the hosts of all servers in 3 s, while
+they sample; each server goes over to them, in 1 s, when it has done what is wanted of the old ones;
+and no more than two versions are in use. "Free": at once, and what runs goes on.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from megatron_rl.planning.simulated_rollouts import (
     Driver,
     Mark,
     PartialDriver,
+    Push,
     Steady,
     beside_training,
 )
@@ -55,7 +57,7 @@ LIMIT = 32768
 CAPACITY = 256
 Row = dict[str, object]
 UPDATE_S = 60.0
-SYNC_S = 3.0
+PUSH = Push(sync_s=3.0, switch_s=1.0)
 
 
 @dataclass(frozen=True)
@@ -112,13 +114,18 @@ def one_step(fleet: Fleet, content: Content, rules: Rules, kept_share: KeptShare
     return 1 - used / fleet.num_tokens()
 
 
-def steps_behind(staleness: int, num_steps: int, num_replicas: int, sync_s: float) -> Steady:
+def steps_behind(staleness: int, num_steps: int, num_replicas: int, *, lockstep: bool) -> Steady:
     """Of ``num_steps``, behind those in which the run gets into its stride."""
     first_steps = 3
-    rules = Rules(groups_per_step=64, responses_per_group=RESPONSES, staleness=staleness)
+    rules = Rules(
+        groups_per_step=64,
+        responses_per_group=RESPONSES,
+        staleness=staleness,
+        lockstep=lockstep,
+    )
     content = Content.drawn(1, 64 * (first_steps + num_steps + staleness + 1))
     driver = Driver(Fleet(num_replicas, DECODE), Scheduler(rules), content, CAPACITY)
-    return beside_training(driver, UPDATE_S, sync_s, num_steps, first_steps)
+    return beside_training(driver, UPDATE_S, PUSH, num_steps, first_steps)
 
 
 def partial_step(num_replicas: int, in_flight: int, num_steps: int) -> tuple[float, ...]:
@@ -212,17 +219,14 @@ def filtered_rows(runs: int) -> list[Row]:
 def behind_rows(num_steps: int) -> list[Row]:
     rows = []
     for num_replicas in (16, 64):
-        for push, sync_s in (
-            ("all at once", SYNC_S),
-            ("one after the other", num_replicas * SYNC_S),
-        ):
-            cells: Row = {"replicas": num_replicas, "weights": f"{push}, {sync_s:.0f} s"}
-            first_s = 0.0
+        in_turns_s = steps_behind(0, num_steps, num_replicas, lockstep=True).seconds
+        for schedule in ("lockstep", "free"):
+            cells: Row = {"replicas": num_replicas, "schedule": schedule}
             for staleness in (0, 1, 2):
-                step = steps_behind(staleness, num_steps, num_replicas, sync_s)
-                first_s = first_s or step.seconds
+                is_lockstep = schedule == "lockstep"
+                step = steps_behind(staleness, num_steps, num_replicas, lockstep=is_lockstep)
                 cells[f"k = {staleness}"] = (
-                    f"{step.seconds:.0f} s, {step.idle:.0%}, {first_s / step.seconds:.2f}x"
+                    f"{step.seconds:.0f} s, {step.idle:.0%}, {in_turns_s / step.seconds:.2f}x"
                 )
             rows.append(cells)
     return rows
@@ -236,7 +240,7 @@ def main() -> None:
     print(table(plain_rows(runs)), flush=True)
     print("\nDynamic sampling: the same; shares of refused groups and of tokens not trained\n")
     print(table(filtered_rows(runs)), flush=True)
-    print("\nSteps behind (k), in lockstep: seconds of a step, share without a sequence, speed\n")
+    print("\nSteps behind (k): seconds of a step, share without a sequence, speed\n")
     print(table(behind_rows(2 * runs)))
 
 

@@ -12,49 +12,51 @@ from megatron_rl.planning.rollout_time import (
     step_beside_training,
 )
 from megatron_rl.planning.simulated_fleet import DecodeStep, Fleet
-from megatron_rl.planning.simulated_rollouts import Steady
+from megatron_rl.planning.simulated_rollouts import Push, Steady
 from megatron_rl.scheduling.work import Request
 from tests.unit.planning_of_7b import config
 
 SECOND = DecodeStep(1.0)
 
 
-def beside(staleness: int, schedule: str, update_s: float, sync_s: float) -> Steady:
-    """A step is a group of two responses, 4 and 10 tokens, on two servers of one slot."""
+def beside(
+    staleness: int, schedule: str, update_s: float, push: Push, tokens: tuple[int, int] = (4, 10)
+) -> Steady:
+    """A step is a group of two responses on two servers of one slot."""
     settings = config(
         "source=servers", f"source.staleness={staleness}", f"source.schedule={schedule}"
     )
     engines = Engines(2, 1, SECOND)
-    return step_beside_training(np.array([[4, 10]]), engines, settings.source, update_s, sync_s)
+    return step_beside_training(np.array([tokens]), engines, settings.source, update_s, push)
 
 
 def test_in_turns_nothing_is_done_at_the_same_time() -> None:
-    assert beside(0, "lockstep", update_s=3, sync_s=2).seconds == pytest.approx(10 + 3 + 2)
+    assert beside(0, "lockstep", update_s=3, push=Push(2)).seconds == pytest.approx(10 + 3 + 2)
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 3])
-def test_in_lockstep_a_publication_waits_for_all_servers(staleness: int) -> None:
-    """Also with more steps behind: the policy keeps one older version."""
-    found = beside(staleness, "lockstep", update_s=3, sync_s=2)
-    assert found.seconds == pytest.approx(10 + 2)
-    assert found.idle == pytest.approx(1 - 14 / 24)
-    found = beside(staleness, "lockstep", update_s=30, sync_s=2)
+def test_in_lockstep_servers_sample_while_weights_come(staleness: int) -> None:
+    """And stop only to go over to them."""
+    found = beside(staleness, "lockstep", 3, Push(2, switch_s=1), tokens=(10, 10))
+    assert found.seconds == pytest.approx(10 + 1)
+    assert found.idle == pytest.approx(1 / 11)
+    found = beside(staleness, "lockstep", 30, Push(2))
     assert found.seconds == pytest.approx(30 + 2)
 
 
-def test_a_free_run_does_not_wait_for_the_longest_response() -> None:
-    """With three steps open the servers have 14 tokens a step to share, 7 s, beside the transfer,
-    for which they pause."""
-    found = beside(3, "free", update_s=1, sync_s=2)
-    assert 7 + 2 <= found.seconds < 10 + 2
+@pytest.mark.parametrize("schedule", ["lockstep", "free"])
+def test_a_server_does_not_wait_for_the_longest_response_of_another(schedule: str) -> None:
+    """With several steps open the servers have 14 tokens a step to share, 7 s."""
+    found = beside(3, schedule, update_s=1, push=Push(2))
+    assert 7 <= found.seconds < 10
 
 
 def test_what_runs_pauses() -> None:
     fleet = Fleet(1, SECOND)
     fleet.begin(0, {Request(0, 0, 0): 10})
     fleet.wait_until(3)
-    fleet.pause(4)
-    assert fleet.now_s == 7 and fleet.next_moment() == pytest.approx(14)
+    fleet.pause(0, 4)
+    assert fleet.now_s == 3 and fleet.next_moment() == pytest.approx(14)
     fleet.next_end()
     assert fleet.idle_share() == pytest.approx(4 / 14)
 
