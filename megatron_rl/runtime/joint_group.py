@@ -177,7 +177,8 @@ def join_group(
 def leave_group(group: dist.ProcessGroup, error: BaseException | None = None) -> None:
     """Forgets the group, also the references that the frames of ``error`` hold. With the last
     reference gloo closes its connections, and only then do peers that wait for this process learn
-    that it will not come; so the caller drops its own as well.
+    that it will not come; so the caller drops its own as well. A frame without its locals still has
+    its function: no function that ``error`` went through may close over the group.
     """
     distributed_c10d._world.pg_group_ranks.pop(group, None)
     distributed_c10d._world.pg_map.pop(group, None)

@@ -7,6 +7,7 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -92,16 +93,8 @@ class ReshardSync:
         self._ready()
         progress.stage = Stage.OPENING
         reports: list[TransportReport] = []
-
-        def transfer(parameter: Parameters, written: Callable[[str], None]) -> None:
-            progress.stage = Stage.MOVING
-            report = self._transport.run(self._weight, parameter, written, checked=self._verify)
-            if self._verify:
-                progress.stage = Stage.COMPARING
-                self._transport.compare(report)
-            progress.stage = Stage.FINISHING
-            reports.append(report)
-
+        # No closure: see ``leave_group``.
+        transfer = partial(self._transfer, progress, reports)
         try:
             if self._sink is None:
                 transfer(_no_target, lambda key: None)
@@ -116,6 +109,21 @@ class ReshardSync:
         total = report.bytes_received + report.bytes_copied
         seconds = time.perf_counter() - start
         return SyncReport(progress.version, self.num_tensors, report.bytes_sent, total, seconds)
+
+    def _transfer(
+        self,
+        progress: Progress,
+        reports: list[TransportReport],
+        parameter: Parameters,
+        written: Callable[[str], None],
+    ) -> None:
+        progress.stage = Stage.MOVING
+        report = self._transport.run(self._weight, parameter, written, checked=self._verify)
+        if self._verify:
+            progress.stage = Stage.COMPARING
+            self._transport.compare(report)
+        progress.stage = Stage.FINISHING
+        reports.append(report)
 
     def _ready(self) -> None:
         """Collective: the training side has what the plan wants of it. Raises on every rank, before

@@ -28,7 +28,8 @@ from tests.unit.weight_sync.training_tables import train_shards
 TRAINERS = 2
 TRAIN = T(tp=TRAINERS)
 SECRET = "of the run"
-OPTIONS = TransferOptions(bucket_mib=1, timeout_s=60.0)
+# Longer than a test may take: nobody is to be noticed missing by the limit alone.
+OPTIONS = TransferOptions(bucket_mib=1, timeout_s=3600.0)
 
 
 class Connected:
@@ -89,11 +90,11 @@ class Worker:
         first = info["first_rank"]
         self.rank = first + (dist.get_rank() - self.layout.first_rank) % self.layout.tp
         self.sink.replica = first
-        store = visit_store(info["address"], info["port"], 60)
+        store = visit_store(info["address"], info["port"], OPTIONS.timeout_s)
         self.meeting = Meeting(store, SECRET)
         self.meeting.arrive("init", self.rank)
-        self.group = join_group(store, self.rank, info["size"], 60, SECRET)
         options = TransferOptions(**info["options"])
+        self.group = join_group(store, self.rank, info["size"], options.timeout_s, SECRET)
         self.sync = ReshardSync(None, self.sink, options, gpus_per_node=None, group=self.group)
         self.meeting.report("init", self.rank, "")
 
