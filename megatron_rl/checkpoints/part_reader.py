@@ -59,6 +59,11 @@ class PartReader:
             ValueError: the checkpoint lacks something, or has it in another shape, or reading it
                 could run a program.
         """
+        plan = LoadPlan(self.items())
+        self._reader.read_data(plan, _Targets(self._wanted, self.objects)).wait()
+
+    def items(self) -> list[ReadItem]:
+        """Which stored chunks are read, and where each goes. Raises ValueError as ``read``."""
         items: list[ReadItem] = []
         for key, wanted in self._wanted.items():
             items += self._array_items(key, wanted)
@@ -67,7 +72,7 @@ class PartReader:
             at = MetadataIndex(key)
             nothing = torch.Size((0,))
             items.append(ReadItem(LoadItemType.BYTE_IO, at, nothing, at, nothing, nothing))
-        self._reader.read_data(LoadPlan(items), _Targets(self._wanted, self.objects)).wait()
+        return items
 
     def _array_items(self, key: str, wanted: list[tuple[Chunk, Tensor, bool]]) -> list[ReadItem]:
         array = self._stored(key, TensorStorageMetadata)

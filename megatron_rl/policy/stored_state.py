@@ -95,7 +95,7 @@ def stored_parameters(chunks: Sequence[Mapping[str, Any]], optimizer: Any) -> li
         for name, shard in shards.items()
         if isinstance(shard, Shard)
     ]
-    cut = _Cut([(shard.data, states.get(shard.data)) for _, _, shard in items])
+    cut = Cut([(shard.data, states.get(shard.data)) for _, _, shard in items])
     found = []
     for number, (chunk, name, shard) in enumerate(items):
         pieces = _pieces(shard)
@@ -123,7 +123,7 @@ def stored_parameters(chunks: Sequence[Mapping[str, Any]], optimizer: Any) -> li
     return found
 
 
-class _Cut:
+class Cut:
     """Which rank writes and reads which elements of (parameter, its states) number i.
 
     What a distributed optimizer cuts is written as it cuts it: then a weight and its float32 master
@@ -152,7 +152,12 @@ class _Cut:
         return not getattr(self._held[number][0], "allreduce", True)
 
     def rank(self, number: int) -> int:
+        """Among the ranks that hold the same."""
         return dist.get_rank(self._group(number))
+
+    def size(self, number: int) -> int:
+        """How many ranks hold the same."""
+        return dist.get_world_size(self._group(number))
 
     def _group(self, number: int) -> Any:
         host = torch.device("cpu")  # either group has the same ranks
@@ -162,8 +167,8 @@ class _Cut:
         """Numbers of one group, each with its range on every rank."""
         if not numbers:
             return
-        size = dist.get_world_size(self._group(numbers[0]))
-        shares = even_ranges([self._held[number][0].numel() for number in numbers], size)
+        lengths = [self._held[number][0].numel() for number in numbers]
+        shares = even_ranges(lengths, self.size(numbers[0]))
         for place, number in enumerate(numbers):
             yield number, tuple(share[place] for share in shares)
 
