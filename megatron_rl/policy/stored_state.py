@@ -47,7 +47,8 @@ class StoredParameter:
         is_main: among tensor and pipeline ranks that have the same elements, this one writes them.
         states: None: it is not trained.
         writes: which elements this rank writes, of the weight and of all that belongs to it.
-        reads: which elements of what all data-parallel ranks hold each of them reads, by rank.
+        reads: which elements of what all data-parallel ranks hold each of them reads, by rank;
+            those that read nothing are left out.
         is_expert: whether its data-parallel ranks are those of the experts.
     """
 
@@ -61,7 +62,7 @@ class StoredParameter:
     is_main: bool
     states: States | None
     writes: Range
-    reads: tuple[Range, ...]
+    reads: Mapping[int, Range]
     is_expert: bool
 
     def place(self, dtype: torch.dtype, prefix: str = "") -> Place:
@@ -132,7 +133,7 @@ class Cut:
 
     def __init__(self, held: Sequence[tuple[Tensor, States | None]]) -> None:
         self._held = held
-        self.reads: list[tuple[Range, ...]] = [() for _ in held]
+        self.reads: list[Mapping[int, Range]] = [{} for _ in held]
         self.writes: list[Range] = [(0, 0) for _ in held]
         for is_expert in (False, True):
             mine = [number for number in range(len(held)) if self.is_expert(number) == is_expert]
@@ -142,7 +143,7 @@ class Cut:
             for trained in (False, True):
                 alike = [number for number in mine if (held[number][1] is not None) == trained]
                 for number, ranges in self._even(alike):
-                    self.writes[number] = ranges[self.rank(number)]
+                    self.writes[number] = ranges.get(self.rank(number), (0, 0))
         for number, (_, states) in enumerate(held):
             if states is not None and states.is_distributed:
                 self.writes[number] = states.span
@@ -163,14 +164,13 @@ class Cut:
         host = torch.device("cpu")  # either group has the same ranks
         return data_parallel_group(is_expert=self.is_expert(number), device=host)
 
-    def _even(self, numbers: Sequence[int]) -> Iterator[tuple[int, tuple[Range, ...]]]:
-        """Numbers of one group, each with its range on every rank."""
+    def _even(self, numbers: Sequence[int]) -> Iterator[tuple[int, Mapping[int, Range]]]:
+        """Numbers of one group, each with its range on every rank that has one."""
         if not numbers:
             return
         lengths = [self._held[number][0].numel() for number in numbers]
         shares = even_ranges(lengths, self.size(numbers[0]))
-        for place, number in enumerate(numbers):
-            yield number, tuple(share[place] for share in shares)
+        yield from zip(numbers, shares, strict=True)
 
 
 def _pieces(shard: Shard) -> list[ShardedTensor]:

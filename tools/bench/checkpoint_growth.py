@@ -6,8 +6,9 @@ One process does for every rank of a layout what that rank does beside moving by
 of a run: it cuts its tensors, copies them (tensors without memory) into blocks, and leaves a
 receipt. Then the parts are sealed, files of the right length and no content among them, and some
 ranks plan what they read. Weights in bfloat16, masters and moments in float32, distributed
-optimizer without overlap, writers as beside a GPU. Seconds are CPU seconds; those of a rank are the
-most of any rank that was looked at; memory is resident, above what the process had before.
+optimizer without overlap, writers as beside a GPU. Seconds are CPU seconds: of cutting and copying
+the median of all ranks, of planning to read the most of three; memory is resident, above what the
+process had before.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import argparse
 import gc
 import math
 import multiprocessing
+import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +109,7 @@ def pieces_read(path: Path, index: Metadata, layout: Layout, rank: int) -> int:
     reader = PartReader(path, index)
     for item in stored_by(layout, rank):
         place, _ = layout.data_parallel(rank, is_expert=item.is_expert)
-        first, end = item.reads[place]
+        first, end = item.reads.get(place, (0, 0))
         reader.want(item.place(torch.bfloat16), first, item.values[first:end])
         assert item.states is not None
         for name, values in item.states.get().items():
@@ -130,54 +132,65 @@ class Measured:
         self.mib = (resident_bytes("VmHWM") - self._memory) / MIB
 
 
-def row(model: str, layout_text: str) -> dict[str, Any]:
-    """All figures of one layout."""
-    arch = architecture(model)
-    layout = Layout(arch, even_out(arch, parse_training("--train", layout_text)))
+Row = dict[str, Any]
+
+
+def written(layout: Layout, path: Path) -> Row:
+    """Writes a checkpoint of all ranks; what that cost."""
     ranks = layout.layout.world_size
     cut_s: list[float] = []
     write_s: list[float] = []
     chunks: list[int] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "step_000001"
-        partial = directory.begin(path)
-        for rank in range(ranks):
-            with Measured() as cut:
-                stored = stored_by(layout, rank)
-            with Measured() as write:
-                chunks.append(write_part(partial, rank, stored))
-            cut_s.append(cut.seconds)
-            write_s.append(write.seconds)
-        receipts = [receipt_path(partial, rank).stat().st_size for rank in range(ranks)]
-        del stored
-        with Measured() as seal:
-            sealing.seal(path, ranks, {}, threading.Event())
-        sizes = {name: (path / name).stat().st_size for name in (INDEX, directory.MANIFEST)}
-        with Measured() as read:
-            index = read_index(path)
-        read_s: list[float] = []
-        pieces: list[int] = []
-        for rank in sorted({0, ranks // 2 + 1, ranks - 1}):
-            with Measured() as plan:
-                pieces.append(pieces_read(path, index, layout, rank))
-            read_s.append(plan.seconds)
+    partial = directory.begin(path)
+    for rank in range(ranks):
+        start = time.process_time()
+        stored = stored_by(layout, rank)
+        cut = time.process_time()
+        chunks.append(write_part(partial, rank, stored))
+        cut_s.append(cut - start)
+        write_s.append(time.process_time() - cut)
+    receipts = [receipt_path(partial, rank).stat().st_size for rank in range(ranks)]
+    del stored
+    with Measured() as seal:
+        sealing.seal(path, ranks, {}, threading.Event())
+    sizes = {name: (path / name).stat().st_size for name in (INDEX, directory.MANIFEST)}
     return {
-        "layout": f"{model} {layout_text.replace(',', ' ').replace('=', '')}",
         "ranks": ranks,
-        "cut s": f"{max(cut_s):.2f}",
+        "cut s": f"{statistics.median(cut_s):.3f}",
         "chunks of a rank": max(chunks),
-        "copy and receipt s": f"{max(write_s):.2f}",
+        "copy, receipt s": f"{statistics.median(write_s):.3f}",
         "chunks": f"{sum(chunks):,}",
         "receipts MB": f"{sum(receipts) / 1e6:.1f}",
         "seal s": f"{seal.seconds:.1f}",
         "seal MiB": f"{seal.mib:.0f}",
         "index MB": f"{sizes[INDEX] / 1e6:.1f}",
         "manifest MB": f"{sizes[directory.MANIFEST] / 1e6:.2f}",
-        "read index s": f"{read.seconds:.1f}",
-        "index MiB": f"{read.mib:.0f}",
-        "pieces read": max(pieces),
-        "plan reading s": f"{max(read_s):.2f}",
     }
+
+
+def read(layout: Layout, path: Path) -> Row:
+    """What reading it costs a rank, beside reading the tensors."""
+    ranks = layout.layout.world_size
+    with Measured() as reading:
+        index = read_index(path)
+    plan_s: list[float] = []
+    pieces: list[int] = []
+    for rank in sorted({0, ranks // 2 + 1, ranks - 1}):
+        start = time.process_time()
+        pieces.append(pieces_read(path, index, layout, rank))
+        plan_s.append(time.process_time() - start)
+    return {
+        "read index s": f"{reading.seconds:.1f}",
+        "read index MiB": f"{reading.mib:.0f}",
+        "pieces read": max(pieces),
+        "plan reading s": f"{max(plan_s):.2f}",
+    }
+
+
+def alone(action: Callable[[Layout, Path], Row], layout: Layout, path: Path) -> Row:
+    """In a process of its own, which finds no memory that another one has used before."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(action, (layout, path))
 
 
 def main() -> None:
@@ -191,12 +204,15 @@ def main() -> None:
     checkpoint.same_bits = lambda masters, weights: True
     torch.set_num_threads(1)
     watch = Watch()
+    arch = architecture(options.model)
     rows = []
-    # A process each, so that none finds the memory of another one.
-    context = multiprocessing.get_context("fork")
-    for layout in options.train:
-        with context.Pool(1) as pool:
-            rows.append(pool.apply(row, (options.model, layout)))
+    for text in options.train:
+        layout = Layout(arch, even_out(arch, parse_training("--train", text)))
+        name = f"{options.model} {text.replace(',', ' ').replace('=', '')}"
+        with tempfile.TemporaryDirectory() as scratch:
+            path = Path(scratch) / "step_000001"
+            made = alone(written, layout, path)
+            rows.append({"layout": name} | made | alone(read, layout, path))
     print(f"{description()}; torch {torch.__version__}; {watch.load()}.\n\n{table(rows)}")
 
 

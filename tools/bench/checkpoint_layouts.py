@@ -20,6 +20,7 @@ from megatron_rl.planning.training_shards import (
 )
 from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.parameter_map import (
+    FUSED_NORMS,
     Parameter,
     axis_sizes,
     expert_parameters,
@@ -35,6 +36,8 @@ STATES = ("param", "exp_avg", "exp_avg_sq")
 # Of megatron's buffers, in elements: where a parameter begins, and where the last one ends.
 PARAMETER_ALIGNMENT = 64
 END_ALIGNMENT = 128
+# megatron stores a norm under the name that it has where it is fused.
+STORED_NAMES = {own: fused for fused, own in FUSED_NORMS.items()}
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class Layout:
         outer: list[tuple[int, int]] = []  # (number, of how many) in front of the parameter's axes
         if parameter.layer is not None:
             outer.append((parameter.layer, self.arch.num_layers))
-            name = f"decoder.layers.{name}"
+            name = f"decoder.layers.{STORED_NAMES.get(name, name)}"
         if parameter.expert is not None:
             at, size = place.expert_tensor, self.layout.parallel.expert_tensor
             outer.append((parameter.expert, self.arch.num_experts))
