@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import PIL.Image
+import pyarrow
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -36,11 +37,11 @@ class Image:
     digest: str
     width: int
     height: int
-    source: Path | bytes = field(repr=False, compare=False)  # the file, or what is in it
+    source: Path | bytes | pyarrow.Buffer = field(repr=False, compare=False)  # file or content
 
     def read(self) -> bytes:
         """The file. Raises OSError when it is gone."""
-        return self.source.read_bytes() if isinstance(self.source, Path) else self.source
+        return self.source.read_bytes() if isinstance(self.source, Path) else bytes(self.source)
 
     def rgb(self) -> PIL.Image.Image:
         """The pixels, decoded now.

@@ -354,6 +354,9 @@ LONG = {
         {"--trl-python trl_env/bin/python": ""},
         shows="load average",
     ),
+    f"{BENCH}/checkpoint_growth.py --model qwen2.5-7b --train tp=4,dp=2 tp=4,dp=256": Run(
+        instead={"dp=256": "dp=4"}, shows=r"load average .*\n\n(.*\n)*\| qwen2.5-7b tp4 dp4 \| 16"
+    ),
     f"{BENCH}/many_ranks.py --ranks 600 --files 1024": Run(
         "--ranks 8 --files 64", shows="joined as a run: works with 8 ranks"
     ),

@@ -62,6 +62,10 @@ NOT_RUN = {
         f"{BENCH}/end_to_end.py --model UNTRAINED --max-response-tokens 64 --trl-python"
         " trl_env/bin/python --steps 15"
     ): (TRL),
+    f"{BENCH}/start_reading.py --model TOY --nproc 4 -- parallel=single rollout.tensor=1": (
+        "root, as it mounts a model for each rank, and minutes; what it counts is asserted by"
+        " tests/unit/policy/test_reading_once.py"
+    ),
     f"{BENCH}/same_run.py --commits OLD HEAD --model TOY -- trainer.num_steps=25": (
         "wants the repository's history; what it compares is tested by tests/unit/test_same_run.py"
     ),

@@ -69,6 +69,16 @@ class Place:
                 chunk = Chunk(self.key, self.array_shape, self.dtype, at, sizes)
                 yield chunk, (first, first + math.prod(sizes))
 
+    def whole_rows(self, start: int, count: int) -> int:
+        """How many elements from ``start`` on, at most ``count``, end where a row of the last axis
+        ends; ``count`` where none does. A range that ends there is fewer rectangles."""
+        for box in self.boxes:
+            if box.first < start + count <= box.first + math.prod(box.sizes):
+                row = box.sizes[-1] if box.sizes else 1
+                behind = (start + count - box.first) % row
+                return count - behind if behind < count else count
+        return count
+
 
 def rectangles(sizes: Sequence[int], start: int, end: int) -> list[Rectangle]:
     """The elements ``[start, end)`` of a flattened array as rectangles, in order: at most two a
@@ -106,23 +116,32 @@ def _in_row(sizes: Sequence[int], index: int, start: int, end: int) -> list[Rect
     return [((index, *offsets), (1, *shape), begin + first) for offsets, shape, first in inner]
 
 
-def even_ranges(lengths: Sequence[int], count: int) -> list[list[Range]]:
-    """For each of ``count`` ranks, which range of every tensor it takes; lengths in elements.
+def even_ranges(lengths: Sequence[int], count: int) -> list[dict[int, Range]]:
+    """For each tensor, which range of it each of ``count`` ranks takes, by rank in order; ranks
+    that take nothing of it are left out. Lengths in elements.
 
     The tensors are thought of as one long row, cut into equal parts: most tensors go to one rank
     whole, and parts differ by one element at most.
 
-    Example: tensors of 3 and 5 elements between two ranks, four elements each, are ``[(0, 3), (0,
-    1)]`` and ``[(3, 3), (1, 5)]``.
+    Example: tensors of 3 and 5 elements between two ranks, four elements each, are ``[{0: (0, 3)},
+    {0: (0, 1), 1: (1, 5)}]``.
     """
     total = sum(lengths)
-    cuts = [rank * total // count for rank in range(count + 1)]
-    shares: list[list[Range]] = [[] for _ in range(count)]
+    found: list[dict[int, Range]] = []
+    rank = 0
     begin = 0
     for length in lengths:
-        for rank, share in enumerate(shares):
-            low = min(max(cuts[rank] - begin, 0), length)
-            high = min(max(cuts[rank + 1] - begin, 0), length)
-            share.append((low, high))
-        begin += length
-    return shares
+        end = begin + length
+        ranges: dict[int, Range] = {}
+        while rank < count:
+            low = max(rank * total // count, begin)
+            cut = (rank + 1) * total // count
+            high = min(cut, end)
+            if low < high:
+                ranges[rank] = (low - begin, high - begin)
+            if cut > end:
+                break  # the rank goes on with the next tensor
+            rank += 1
+        found.append(ranges)
+        begin = end
+    return found

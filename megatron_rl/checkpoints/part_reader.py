@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,13 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_rl.checkpoints.chunks import Chunk, Place
+from megatron_rl.checkpoints.overlaps import Overlap, StoredRectangles
 from megatron_rl.checkpoints.safe_load import load_plain
 
 
@@ -59,6 +59,11 @@ class PartReader:
             ValueError: the checkpoint lacks something, or has it in another shape, or reading it
                 could run a program.
         """
+        plan = LoadPlan(self.items())
+        self._reader.read_data(plan, _Targets(self._wanted, self.objects)).wait()
+
+    def items(self) -> list[ReadItem]:
+        """Which stored chunks are read, and where each goes. Raises ValueError as ``read``."""
         items: list[ReadItem] = []
         for key, wanted in self._wanted.items():
             items += self._array_items(key, wanted)
@@ -67,7 +72,7 @@ class PartReader:
             at = MetadataIndex(key)
             nothing = torch.Size((0,))
             items.append(ReadItem(LoadItemType.BYTE_IO, at, nothing, at, nothing, nothing))
-        self._reader.read_data(LoadPlan(items), _Targets(self._wanted, self.objects)).wait()
+        return items
 
     def _array_items(self, key: str, wanted: list[tuple[Chunk, Tensor, bool]]) -> list[ReadItem]:
         array = self._stored(key, TensorStorageMetadata)
@@ -78,11 +83,7 @@ class PartReader:
                 f"checkpoint {self._path}: {key} is {tuple(array.size)} there and {tuple(shape)}"
                 " here; take a checkpoint of this model"
             )
-        chunks = [
-            ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-            for chunk, _, _ in wanted
-        ]
-        items: list[ReadItem] = create_read_items_for_chunk_list(key, array, chunks)
+        items = list(read_items(key, array, [chunk for chunk, _, _ in wanted]))
         if may_differ:  # what the stored array lacks is not read, and stays zero
             for _, target, _ in wanted:
                 target.zero_()
@@ -105,6 +106,33 @@ class PartReader:
         return stored
 
 
+def read_items(
+    key: str, array: TensorStorageMetadata, wanted: Sequence[Chunk]
+) -> Iterator[ReadItem]:
+    """Of each wanted chunk, in order, what every stored one has of it."""
+    stored = array.chunks
+    rectangles = StoredRectangles(
+        array.size, [chunk.offsets for chunk in stored], [chunk.sizes for chunk in stored]
+    )
+    for number, chunk in enumerate(wanted):
+        for overlap in rectangles.overlapping(chunk.offsets, chunk.sizes):
+            source = stored[overlap.number]
+            yield ReadItem(
+                LoadItemType.TENSOR,
+                dest_index=MetadataIndex(key, torch.Size(chunk.offsets), number),
+                dest_offsets=_from(chunk.offsets, overlap),
+                storage_index=MetadataIndex(key, source.offsets, overlap.number),
+                storage_offsets=_from(source.offsets, overlap),
+                lengths=torch.Size(overlap.sizes),
+            )
+
+
+def _from(corner: Sequence[int], overlap: Overlap) -> torch.Size:
+    """Where the overlap begins, counted from ``corner``."""
+    pairs = zip(overlap.offsets, corner, strict=True)
+    return torch.Size([offset - first for offset, first in pairs])
+
+
 class _Targets(DefaultLoadPlanner):
     """Tells torch's reader where everything goes."""
 
@@ -116,7 +144,7 @@ class _Targets(DefaultLoadPlanner):
         self._objects = objects
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        # torch numbers the chunks of a key in the order in which ``_array_items`` named them.
+        # ``read_items`` numbers the chunks of a key in the order in which they were wanted.
         assert index.index is not None
         return self._wanted[index.fqn][index.index][1]
 

@@ -133,6 +133,8 @@ class PartWriter:
             block = self._current()
             # Whole elements that fit: at least one, for full blocks are handed over below.
             count = (block.memory.numel() - block.used) // values.element_size()
+            if count < values.numel() - position:
+                count = places[0].whole_rows(start + position, count)
             piece = values[position : position + count]
             end = block.used + piece.nbytes
             target = block.memory[block.used : end].view(values.dtype)
@@ -146,7 +148,7 @@ class PartWriter:
             # The next tensor may have larger elements, and a view of them needs an aligned begin.
             block.used = -(-end // _ALIGNMENT) * _ALIGNMENT
             position += piece.numel()
-            if block.used + _ALIGNMENT > block.memory.numel():
+            if position < values.numel() or block.used + _ALIGNMENT > block.memory.numel():
                 self._hand_over()
 
     def add_object(self, key: str, data: bytes) -> None:

@@ -18,10 +18,19 @@ from typing import Any, overload
 import pyarrow
 import xxhash
 
-from megatron_rl.types import Prompt
+from megatron_rl.types import Image, Prompt
 
 _HEADER_BYTES = 64  # Arrow aligns its buffers to that
 _ABOUT = b"megatron_rl"
+_IMAGE = pyarrow.struct(
+    [
+        ("digest", pyarrow.large_string()),
+        ("width", pyarrow.int64()),
+        ("height", pyarrow.int64()),
+        ("path", pyarrow.large_string()),  # null where there is a content
+        ("content", pyarrow.large_binary()),
+    ]
+)
 _SCHEMA = pyarrow.schema(
     [
         ("uid", pyarrow.large_string()),
@@ -30,6 +39,7 @@ _SCHEMA = pyarrow.schema(
         ("data_source", pyarrow.large_string()),
         ("extra", pyarrow.large_string()),  # JSON
         ("text", pyarrow.large_string()),
+        ("images", pyarrow.large_list(_IMAGE)),
     ]
 )
 
@@ -69,7 +79,7 @@ class StoredPrompts(Sequence[Prompt]):
         return self._prompt(rows)
 
     def _prompt(self, row: int) -> Prompt:
-        uid, token_ids, answer, data_source, extra, text = (
+        uid, token_ids, answer, data_source, extra, text, images = (
             column[row] for column in self._batch.columns
         )
         return Prompt(
@@ -79,6 +89,7 @@ class StoredPrompts(Sequence[Prompt]):
             data_source=data_source.as_py(),
             extra=json.loads(extra.as_py()),
             text=text.as_py(),
+            images=tuple(map(_image, images)),
         )
 
     def joined(self, other: StoredPrompts) -> StoredPrompts | None:
@@ -105,7 +116,7 @@ def write(path: Path, prompts: Sequence[Prompt], about: Mapping[str, Any]) -> No
     """Makes the file, whole or not at all; of several writers the last one stays.
 
     Raises:
-        ValueError: a prompt has images, or columns beside it that JSON does not give back.
+        ValueError: a prompt has columns beside it that JSON does not give back.
         OSError: the file cannot be written.
     """
     batch = _batch(prompts)
@@ -131,8 +142,8 @@ def _batch(prompts: Sequence[Prompt]) -> pyarrow.RecordBatch:
         # What comes out of the file must be what went in: JSON makes lists of tuples, and texts of
         # keys that are numbers.
         extra = json.dumps(prompt.extra) if isinstance(prompt.extra, dict) else ""
-        if prompt.images or not extra or json.loads(extra) != prompt.extra:
-            raise ValueError(f"prompt {prompt.uid} has images, or an extra that is not JSON")
+        if not extra or json.loads(extra) != prompt.extra:
+            raise ValueError(f"prompt {prompt.uid} has an extra that is not JSON")
         extras.append(extra)
     columns = [
         [prompt.uid for prompt in prompts],
@@ -141,11 +152,32 @@ def _batch(prompts: Sequence[Prompt]) -> pyarrow.RecordBatch:
         [prompt.data_source for prompt in prompts],
         extras,
         [prompt.text for prompt in prompts],
+        [[_row(image) for image in prompt.images] for prompt in prompts],
     ]
     arrays = []
     for values, field in zip(columns, _SCHEMA, strict=True):
         arrays.append(pyarrow.array(values, field.type))
     return pyarrow.record_batch(arrays, schema=_SCHEMA)
+
+
+def _row(image: Image) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "digest": image.digest,
+        "width": image.width,
+        "height": image.height,
+    }
+    if isinstance(image.source, Path):
+        return {**row, "path": str(image.source)}
+    return {**row, "content": image.source}
+
+
+def _image(stored: pyarrow.StructScalar) -> Image:
+    """The inverse of ``_row``. A content is not copied: it stays in the mapped file, and goes to
+    other processes as bytes."""
+    path = stored["path"].as_py()
+    source = stored["content"].as_buffer() if path is None else Path(path)
+    width, height = (stored[name].as_py() for name in ("width", "height"))
+    return Image(stored["digest"].as_py(), width, height, source)
 
 
 def _digest(path: Path) -> bytes:

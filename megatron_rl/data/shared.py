@@ -46,22 +46,30 @@ def shared_data(
     tokenizer: PreTrainedTokenizerBase,
     vision: VisionProcessor | None = None,
 ) -> Data:
-    """Collective: what ``read_data`` gives, and logs. Prompts with images are read by every rank.
+    """Collective: what ``read_data`` gives, and logs.
 
     Raises:
         ValueError: as ``read_data``, on every rank.
     """
 
     def read() -> tuple[Data, list[Doubt]]:
-        data = read_sources(config, tokenizer)
+        data = read_sources(config, tokenizer, vision)
         return data, examined(data, config)
 
-    if vision is not None or world.size == 1:
+    if world.size == 1:
         return read_data(config, tokenizer, vision)
-    path = _made_by_first(world, lambda: _file(config, world.launch_id, read))
-    if path is None:
-        return read_data(config, tokenizer)
-    data, doubts = load(path)
+    has_images = vision is not None
+    path = _made_by_first(
+        world, lambda: _file(config, world.launch_id, read, has_images=has_images)
+    )
+    stored = None if path is None else load(path)
+    if has_images:
+        world.barrier()  # now all ranks have mapped it, and nobody else ever will
+        if path is not None and world.local_rank == 0:
+            path.unlink(missing_ok=True)
+    if stored is None:
+        return read_data(config, tokenizer, vision)
+    data, doubts = stored
     log(data, doubts, config)
     return data
 
@@ -86,12 +94,16 @@ def _made_by_first(world: World, make: Callable[[], Path | None]) -> Path | None
 
 
 def _file(
-    config: Config, launch_id: str, read: Callable[[], tuple[Data, list[Doubt]]]
+    config: Config,
+    launch_id: str,
+    read: Callable[[], tuple[Data, list[Doubt]]],
+    *,
+    has_images: bool = False,
 ) -> Path | None:
     """The file of these data, written where there is none that is whole; None where none can be."""
     try:
         folder = private_folder()
-        path = folder / f"{data_key(config, launch_id)}.arrow"
+        path = folder / f"{data_key(config, launch_id, has_images=has_images)}.arrow"
         if prompt_file.is_whole(path):
             path.touch()  # the ones used last are kept
             return path
@@ -122,17 +134,18 @@ def private_folder() -> Path:
     return folder
 
 
-def data_key(config: Config, launch_id: str) -> str:
+def data_key(config: Config, launch_id: str, *, has_images: bool = False) -> str:
     """A fingerprint of all that the prompts depend on: settings, files, tokenizer, libraries, code.
 
-    A data set of a hub is known by name only, so its key is that of this launch.
+    A data set of a hub is known by name only, and rows name images by their paths, so the key of
+    either is that of this launch.
     """
     parts: list[Any] = [config.data.model_dump(mode="json"), config.rollout.max_prompt_tokens]
     parts.append(config.reward.verifier)  # doubts about answers depend on it
     names = [*entries(config.data.train), *entries(config.data.eval)]
     for name in names:
         parts += [[file, _content(file)] for file in files_of(name)]
-    if any(name.startswith(HF) for name in names):
+    if has_images or any(name.startswith(HF) for name in names):
         parts.append(launch_id)
     tokenizer = Path(config.model.path)
     companions: set[Path] = set()

@@ -182,7 +182,7 @@ class _Shared:
     def want(self, item: StoredParameter, flat: Tensor, prefix: str) -> None:
         """``flat``: what belongs to the parameter under ``prefix``, all of its elements."""
         rank = dist.get_rank(self._group(item, flat))
-        first, end = item.reads[rank]
+        first, end = item.reads.get(rank, (0, 0))
         self._reader.want(item.place(flat.dtype, prefix), first, flat[first:end])
         self._tensors.append((item, flat))
 
@@ -192,10 +192,9 @@ class _Shared:
             group = self._group(item, flat)
             if dist.get_world_size(group) == 1:
                 continue
-            for rank, (first, end) in enumerate(item.reads):
-                if first < end:
-                    source = dist.get_global_rank(group, rank)
-                    dist.broadcast(flat[first:end], source, group=group)
+            for rank, (first, end) in item.reads.items():
+                source = dist.get_global_rank(group, rank)
+                dist.broadcast(flat[first:end], source, group=group)
 
     def _group(self, item: StoredParameter, flat: Tensor) -> Any:
         return data_parallel_group(is_expert=item.is_expert, device=flat.device)

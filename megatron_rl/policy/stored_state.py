@@ -47,7 +47,8 @@ class StoredParameter:
         is_main: among tensor and pipeline ranks that have the same elements, this one writes them.
         states: None: it is not trained.
         writes: which elements this rank writes, of the weight and of all that belongs to it.
-        reads: which elements of what all data-parallel ranks hold each of them reads, by rank.
+        reads: which elements of what all data-parallel ranks hold each of them reads, by rank;
+            those that read nothing are left out.
         is_expert: whether its data-parallel ranks are those of the experts.
     """
 
@@ -61,7 +62,7 @@ class StoredParameter:
     is_main: bool
     states: States | None
     writes: Range
-    reads: tuple[Range, ...]
+    reads: Mapping[int, Range]
     is_expert: bool
 
     def place(self, dtype: torch.dtype, prefix: str = "") -> Place:
@@ -95,7 +96,7 @@ def stored_parameters(chunks: Sequence[Mapping[str, Any]], optimizer: Any) -> li
         for name, shard in shards.items()
         if isinstance(shard, Shard)
     ]
-    cut = _Cut([(shard.data, states.get(shard.data)) for _, _, shard in items])
+    cut = Cut([(shard.data, states.get(shard.data)) for _, _, shard in items])
     found = []
     for number, (chunk, name, shard) in enumerate(items):
         pieces = _pieces(shard)
@@ -123,7 +124,7 @@ def stored_parameters(chunks: Sequence[Mapping[str, Any]], optimizer: Any) -> li
     return found
 
 
-class _Cut:
+class Cut:
     """Which rank writes and reads which elements of (parameter, its states) number i.
 
     What a distributed optimizer cuts is written as it cuts it: then a weight and its float32 master
@@ -132,7 +133,7 @@ class _Cut:
 
     def __init__(self, held: Sequence[tuple[Tensor, States | None]]) -> None:
         self._held = held
-        self.reads: list[tuple[Range, ...]] = [() for _ in held]
+        self.reads: list[Mapping[int, Range]] = [{} for _ in held]
         self.writes: list[Range] = [(0, 0) for _ in held]
         for is_expert in (False, True):
             mine = [number for number in range(len(held)) if self.is_expert(number) == is_expert]
@@ -142,7 +143,7 @@ class _Cut:
             for trained in (False, True):
                 alike = [number for number in mine if (held[number][1] is not None) == trained]
                 for number, ranges in self._even(alike):
-                    self.writes[number] = ranges[self.rank(number)]
+                    self.writes[number] = ranges.get(self.rank(number), (0, 0))
         for number, (_, states) in enumerate(held):
             if states is not None and states.is_distributed:
                 self.writes[number] = states.span
@@ -152,20 +153,24 @@ class _Cut:
         return not getattr(self._held[number][0], "allreduce", True)
 
     def rank(self, number: int) -> int:
+        """Among the ranks that hold the same."""
         return dist.get_rank(self._group(number))
+
+    def size(self, number: int) -> int:
+        """How many ranks hold the same."""
+        return dist.get_world_size(self._group(number))
 
     def _group(self, number: int) -> Any:
         host = torch.device("cpu")  # either group has the same ranks
         return data_parallel_group(is_expert=self.is_expert(number), device=host)
 
-    def _even(self, numbers: Sequence[int]) -> Iterator[tuple[int, tuple[Range, ...]]]:
-        """Numbers of one group, each with its range on every rank."""
+    def _even(self, numbers: Sequence[int]) -> Iterator[tuple[int, Mapping[int, Range]]]:
+        """Numbers of one group, each with its range on every rank that has one."""
         if not numbers:
             return
-        size = dist.get_world_size(self._group(numbers[0]))
-        shares = even_ranges([self._held[number][0].numel() for number in numbers], size)
-        for place, number in enumerate(numbers):
-            yield number, tuple(share[place] for share in shares)
+        lengths = [self._held[number][0].numel() for number in numbers]
+        shares = even_ranges(lengths, self.size(numbers[0]))
+        yield from zip(numbers, shares, strict=True)
 
 
 def _pieces(shard: Shard) -> list[ShardedTensor]:

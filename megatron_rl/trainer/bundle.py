@@ -214,8 +214,7 @@ def _write_images(folder: Path, rows: Sequence[tuple[Image, ...]]) -> None:
             file = folder / image.digest
             if not file.exists():
                 folder.mkdir(exist_ok=True)
-                is_path = isinstance(image.source, Path)
-                file.write_bytes(image.source.read_bytes() if is_path else image.source)
+                file.write_bytes(image.read())
 
 
 def _read_images(path: Path, facts: dict[str, Any]) -> tuple[tuple[Image, ...], ...] | None:

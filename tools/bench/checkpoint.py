@@ -43,7 +43,7 @@ from gpu_model import (
     table,
     write_model,
 )
-from machine import Watch, description, in_turns, spread
+from machine import Watch, description, in_turns, resident_bytes, restart_peak, spread
 
 from megatron_rl.checkpoints.part_writer import Memory
 from megatron_rl.policy.megatron_policy import MegatronPolicy
@@ -66,14 +66,6 @@ class Cost:
     file_bytes: list[int] = field(default_factory=list)
 
 
-def resident_bytes(name: str) -> int:
-    """``VmRSS`` or ``VmHWM`` of this process."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"the system does not tell {name}")
-
-
 def read_bytes() -> int:
     """What this process has asked the system to read, from the disk or its cache."""
     text = Path("/proc/self/io").read_text(encoding="ascii")
@@ -84,7 +76,7 @@ def measured(world: World, begin: Callable[[], Callable[[], object]]) -> Cost:
     """``begin`` returns when the caller may go on, and what it returns when all is done."""
     gc.collect()
     world.barrier()
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts anew
+    restart_peak()
     before = resident_bytes("VmRSS")
     cpu = time.process_time()
     caller = time.thread_time()

@@ -125,6 +125,19 @@ def _others(
     return max(0.0, end[1] - start[1] - own) / wall if wall > 0 else 0.0
 
 
+def resident_bytes(name: str) -> int:
+    """``VmRSS`` (now) or ``VmHWM`` (at the most) of this process."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"the system does not tell {name}")
+
+
+def restart_peak() -> None:
+    """``VmHWM`` starts anew."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
 def description() -> str:
     """Processor, cores, Python: the machine in one line."""
     info = Path("/proc/cpuinfo")

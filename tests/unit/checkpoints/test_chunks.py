@@ -61,16 +61,33 @@ def test_a_tensor_of_two_boxes_is_cut_where_they_meet():
         assert found == local[start:end].tolist()
 
 
+def test_a_range_is_cut_where_a_row_ends():
+    boxes = (Box((0, 2, 0), (1, 2, 3), first=0), Box((0, 6, 0), (1, 2, 3), first=6))
+    place = Place("gated", (2, 8, 3), torch.float32, boxes)
+    assert [place.whole_rows(4, count) for count in range(1, 9)] == [1, 2, 2, 2, 5, 5, 5, 8]
+    assert place.whole_rows(3, 2) == 2, "less than a row fits"
+    assert Place("number", (), torch.float32, (Box((), ()),)).whole_rows(0, 1) == 1
+
+
 def test_shares_are_even_and_cover_every_element_once():
     draw = random.Random(0)
     for _ in range(200):
         lengths = [draw.choice([0, 1, 3, 50]) for _ in range(draw.randrange(1, 6))]
         count = draw.randrange(1, 8)
         shares = even_ranges(lengths, count)
-        for number, length in enumerate(lengths):
-            taken = [element for share in shares for element in range(*share[number])]
+        sizes = [0] * count
+        for length, ranges in zip(lengths, shares, strict=True):
+            assert list(ranges) == sorted(ranges) and all(a < b for a, b in ranges.values())
+            taken = [element for part in ranges.values() for element in range(*part)]
             assert taken == list(range(length)), (lengths, count)
-        sizes = [sum(end - start for start, end in share) for share in shares]
+            for rank, (start, end) in ranges.items():
+                sizes[rank] += end - start
         assert max(sizes) - min(sizes) <= 1, (lengths, count)
-        cut = sum(start < end for share in shares for start, end in share)
+        cut = sum(map(len, shares))
         assert cut <= len(lengths) + count - 1, "most tensors are in one piece"
+
+
+def test_ranges_of_many_tensors_for_many_ranks_are_as_many_as_both():
+    """Not their product, which every rank of a large launch would have in memory."""
+    shares = even_ranges([4096] * 5000, 1024)
+    assert sum(map(len, shares)) <= 5000 + 1024

@@ -1,0 +1,117 @@
+"""Prompts with images: one rank of a machine reads them, and the others have the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import tempfile
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch.distributed as dist
+
+from megatron_rl.data import images, prompt_file, reading
+from megatron_rl.data.loader import fingerprint
+from megatron_rl.data.shared import private_folder, shared_data
+from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.data.vision import vision_of
+from megatron_rl.runtime.launch import World
+from tests.ranks import on_ranks
+from tests.unit.data.pictures import QUESTION, png
+from tests.unit.data.test_reading import config
+
+
+@pytest.fixture(scope="module")
+def data_folder(tmp_path_factory, seeing_folder) -> Path:
+    """Rows that name files, rows that hold contents, and rows without images."""
+    folder = tmp_path_factory.mktemp("data")
+    paths = []
+    for seed in range(3):
+        (folder / f"{seed}.png").write_bytes(png(84, 56, seed))
+        row = {"prompt": "<image>" + QUESTION, "answer": "1", "images": [f"{seed}.png"]}
+        paths.append(row)
+    paths.append({"prompt": QUESTION, "answer": "2", "images": []})
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in paths))
+    contents = [{"bytes": png(56, 84, 7), "path": None}, {"bytes": png(28, 28, 8), "path": None}]
+    row = {"prompt": "<image><image>" + QUESTION, "answer": "3", "images": contents}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), folder / "eval.parquet")
+    (folder / "m").symlink_to(seeing_folder)
+    return folder
+
+
+def settings(folder: Path):
+    return config(
+        f"model.path={folder / 'm'}",
+        f"data.train={folder / 'a.jsonl'}",
+        f"data.eval={folder / 'eval.parquet'}",
+    )
+
+
+def contents(data: reading.Data) -> list[tuple[bytes, ...]]:
+    prompts = [*data.train_prompts, *data.held_out_prompts]
+    return [tuple(image.read() for image in prompt.images) for prompt in prompts]
+
+
+@on_ranks(2)
+def test_images_are_read_by_one_rank_of_a_machine(data_folder, tmp_path):
+    tempfile.tempdir = str(tmp_path)
+    rank = dist.get_rank()
+    world = World(rank=rank, size=2, local_rank=rank, launch_id="test")
+    run = settings(data_folder)
+    tokenizer, vision = load_tokenizer(run.model.path), vision_of(run.model.path, run.data)
+    opened = []
+    with_header = images._with_header
+
+    def noted(source, content):
+        opened.append(source)
+        return with_header(source, content)
+
+    images._with_header = noted
+    shared = shared_data(run, world, tokenizer, vision)
+    assert len(opened) == (5, 0)[rank]
+    images._with_header = with_header
+    own = reading.read_sources(run, tokenizer, vision)
+    assert [*shared.train_prompts] == [*own.train_prompts]
+    assert shared.held_out_prompts == own.held_out_prompts
+    assert contents(shared) == contents(own)
+    assert fingerprint(shared.train_prompts) == fingerprint(own.train_prompts)
+    first, *_ = shared.train_prompts
+    assert first.images[0].source == data_folder / "0.png"
+    held = shared.held_out_prompts[0]
+    assert held.images[0].rgb().size == (56, 84)
+    again = pickle.loads(pickle.dumps(held))
+    assert again == held and again.images[0].read() == held.images[0].read()
+    # Another launch may find other images under these names: it must not find this file.
+    dist.barrier()
+    assert os.listdir(private_folder()) == []
+
+
+@on_ranks(2)
+def test_a_bad_image_is_an_error_of_all_ranks(data_folder, tmp_path):
+    tempfile.tempdir = str(tmp_path)
+    rank = dist.get_rank()
+    world = World(rank=rank, size=2, local_rank=rank, launch_id="test")
+    run = settings(data_folder)
+    bad = tmp_path / "bad.jsonl"
+    if rank == 0:
+        row = {"prompt": "<image>" + QUESTION, "answer": "1", "images": ["none.png"]}
+        bad.write_text(json.dumps(row) + "\n")
+    dist.barrier()
+    run = run.model_copy(update={"data": run.data.model_copy(update={"train": str(bad)})})
+    with pytest.raises(ValueError, match="the file cannot be read"):
+        shared_data(run, world, load_tokenizer(run.model.path), vision_of(run.model.path, run.data))
+
+
+@on_ranks(2)
+def test_where_no_file_can_be_written_every_rank_reads(data_folder, tmp_path):
+    tempfile.tempdir = str(tmp_path / "nowhere")
+    rank = dist.get_rank()
+    world = World(rank=rank, size=2, local_rank=rank, launch_id="test")
+    run = settings(data_folder)
+    tokenizer, vision = load_tokenizer(run.model.path), vision_of(run.model.path, run.data)
+    data = shared_data(run, world, tokenizer, vision)
+    assert not isinstance(data.train_prompts, prompt_file.StoredPrompts)
+    assert contents(data) == contents(reading.read_sources(run, tokenizer, vision))
