@@ -1,8 +1,11 @@
 """Session set-up: thread and compiler settings before torch is imported, and run-time checks of
 annotated signatures."""
 
+import gc
 import os
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from jaxtyping import install_import_hook
@@ -12,6 +15,10 @@ from jaxtyping import install_import_hook
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+# Bytecode is kept, whatever the environment says: some hundred processes import the package, and to
+# compile it costs each more than a second.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Modules whose annotations (shape, dtype, type) are executed at every call and every dataclass
 # construction.
@@ -26,6 +33,32 @@ assert not [name for name in sys.modules if name.startswith(TYPED_MODULES)], (
     "imported before their annotations could be checked"
 )
 install_import_hook(TYPED_MODULES, "beartype.beartype")
+
+
+# Millions of objects that live as long as the session, of the libraries and of the tests: no
+# collection looks at them, not while they are made and not later. A look takes a second.
+gc.disable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Of pytest-xdist, in the process that hands the tests out to nodes."""
+    from tests import warm
+
+    node.workerinput["warm"] = (str(warm.folder()), os.getpid())
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        from tests import warm
+
+        place, owner = config.workerinput["warm"]
+        warm.share(Path(place), owner)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

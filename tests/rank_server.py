@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -30,6 +31,7 @@ PR_SET_PDEATHSIG = 1
 def serve(client: Connection) -> None:
     """Answers one call after another until the client goes away."""
     _die_with_parent()
+    gc.disable()
     _import_once()
     client.send("ready")
     while True:
@@ -40,6 +42,7 @@ def serve(client: Connection) -> None:
         try:
             # Here and not on the ranks: what the module imports is then there for later calls.
             importlib.import_module(start.module)
+            gc.freeze()  # a collection on a rank would touch, and so copy, the pages of all of them
         except Exception as error:  # noqa: BLE001 (raised again by the client)
             client.send(Failure(error, traceback.format_exc(), time.time()))
             continue
@@ -48,6 +51,15 @@ def serve(client: Connection) -> None:
         for _ in pids:
             pid, status = os.wait()
             client.send((pids.index(pid), os.waitstatus_to_exitcode(status)))
+
+
+def _client() -> Connection:
+    """Standard input; who reads there from now on finds nothing."""
+    client = Connection(os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return client
 
 
 def _import_once() -> None:
@@ -101,6 +113,7 @@ def _run(start: Start, rank: int) -> int:
     """Runs the function of the call in a new process group and writes down what came of it."""
     import torch.distributed as dist
 
+    gc.enable()
     try:
         _join(start, rank)
         result = _call(pickle.loads(start.request))
@@ -166,4 +179,4 @@ def _survives(error: Exception) -> bool:
 
 
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))
+    serve(_client())

@@ -33,6 +33,7 @@ from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from tests import warm
 from tests.launch import REPO, TAIL_LINES
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -140,14 +141,15 @@ class RankServer:
         self._log = Path(name)
         self._answers, theirs = Pipe()
         path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
+        # A server of several processes is needed anyway; alone, vllm would be imported for nothing.
+        python = warm.python() if warm.is_shared() else sys.executable
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.rank_server", str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
+            [str(python), "-m", "tests.rank_server"],
+            stdin=theirs.fileno(),
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
             cwd=REPO,
-            pass_fds=(theirs.fileno(),),
             start_new_session=True,
         )
         theirs.close()

@@ -4,8 +4,9 @@ silent error handling."""
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ VAGUE_FILE = re.compile(r"^(utils?|helpers?|misc|common)\.py$|manager|helper", r
 CONTEXT_MANAGER = re.compile(r"context_?manager", re.IGNORECASE)
 
 
+@functools.cache
 def text_files() -> list[Path]:
     """Every text file of the project: the trees above and the files at the top."""
     found = [
@@ -61,12 +63,18 @@ def text_files() -> list[Path]:
     return sorted(path for path in found if path.is_file() and path.suffix in TEXT)
 
 
-def python_files(*trees: str) -> list[Path]:
+def python_files() -> list[Path]:
     return [
         path
         for path in text_files()
-        if path.suffix == ".py" and path.relative_to(REPO).parts[0] in (trees or TREES)
+        if path.suffix == ".py" and path.relative_to(REPO).parts[0] in TREES
     ]
+
+
+@functools.lru_cache(maxsize=1)
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """All of a file: the rules look at one file after the other."""
+    return tuple(ast.walk(ast.parse(source)))
 
 
 def functions(source: str) -> Iterator[tuple[str, int]]:
@@ -82,7 +90,7 @@ def functions(source: str) -> Iterator[tuple[str, int]]:
                     yield inner[:-1], child.end_lineno - child.lineno + 1
             yield from visit(child, inner)
 
-    yield from visit(ast.parse(source), "")
+    yield from visit(nodes(source)[0], "")
 
 
 def long_functions(source: str) -> list[str]:
@@ -94,23 +102,22 @@ def long_functions(source: str) -> list[str]:
 def bad_names(source: str) -> list[str]:
     """Classes and functions called after nothing in particular."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    names = [node.name for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    names = [node.name for node in nodes(source) if isinstance(node, kinds)]
     return [name for name in names if VAGUE_NAME.search(CONTEXT_MANAGER.sub("", name))]
 
 
 def environment_reads(source: str) -> list[int]:
     """Lines that read the process environment. Setting a variable for a library or a child is no
     read."""
-    tree = ast.parse(source)
     writes: set[int] = set()
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
             writes.add(id(node.value))
         called = getattr(node, "func", None)
         if isinstance(called, ast.Attribute) and called.attr in ("update", "setdefault"):
             writes.add(id(called.value))
     lines = []
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if (
             isinstance(node, ast.ImportFrom)
             and node.module == "os"
@@ -119,8 +126,8 @@ def environment_reads(source: str) -> list[int]:
             lines.append(node.lineno)
         if (
             isinstance(node, ast.Attribute)
-            and ast.unparse(node) in ("os.environ", "os.getenv", "os.environb")
             and id(node) not in writes
+            and ast.unparse(node) in ("os.environ", "os.getenv", "os.environb")
         ):
             lines.append(node.lineno)
     return lines
@@ -130,7 +137,7 @@ def swallowed_exceptions(source: str) -> list[int]:
     """Lines of ``except:``, and of ``except Exception`` (or BaseException) that neither raises
     again nor looks at the exception."""
     lines = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if not isinstance(node, ast.ExceptHandler):
             continue
         broad = node.type is not None and re.search(r"\b(Base)?Exception\b", ast.unparse(node.type))
@@ -150,7 +157,7 @@ def config_defaults(source: str) -> list[int]:
     section has, and invents no value.
     """
     lines = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if not isinstance(node, ast.Call):
             continue
         called = ast.unparse(node.func)
@@ -169,12 +176,31 @@ def config_defaults(source: str) -> list[int]:
     return lines
 
 
-def by_file(check, paths: list[Path]) -> list[str]:
-    return [
-        f"{path.relative_to(REPO)}: {found}"
-        for path in paths
-        for found in check(path.read_text(encoding="utf-8"))
-    ]
+# The rules that read the tree of a file, and where they hold.
+RULES = {
+    long_functions: TREES,
+    bad_names: ("megatron_rl", "tools", "examples"),
+    environment_reads: ("megatron_rl",),
+    swallowed_exceptions: TREES,
+    config_defaults: ("megatron_rl",),
+}
+
+
+@functools.cache
+def findings() -> dict[Callable[[str], list], list[tuple[str, object]]]:
+    """(file, what is wrong there) by rule; each file is parsed once."""
+    found: dict = {check: [] for check in RULES}
+    for path in python_files():
+        name = str(path.relative_to(REPO))
+        source = path.read_text(encoding="utf-8")
+        for check, trees in RULES.items():
+            if path.relative_to(REPO).parts[0] in trees:
+                found[check] += [(name, wrong) for wrong in check(source)]
+    return found
+
+
+def listed(check: Callable[[str], list]) -> str:
+    return "\n".join(f"{name}: {wrong}" for name, wrong in findings()[check])
 
 
 def test_files_are_short():
@@ -191,8 +217,7 @@ def test_files_are_short():
 
 
 def test_functions_are_short():
-    found = by_file(long_functions, python_files())
-    assert not found, "\n".join(found)
+    assert not listed(long_functions), listed(long_functions)
 
 
 def test_the_step_and_the_entry_can_be_read_at_one_go():
@@ -212,11 +237,9 @@ def test_what_the_trainer_asks_of_a_policy_is_little():
 
 
 def test_names_say_a_role():
-    found = by_file(bad_names, python_files("megatron_rl", "tools", "examples"))
-    found += [
-        str(path.relative_to(REPO)) for path in python_files() if VAGUE_FILE.search(path.name)
-    ]
-    assert not found, "\n".join(found)
+    assert not listed(bad_names), listed(bad_names)
+    files = [str(path.relative_to(REPO)) for path in python_files() if VAGUE_FILE.search(path.name)]
+    assert not files, files
 
 
 def test_text_is_ascii():
@@ -230,33 +253,27 @@ def test_text_is_ascii():
 
 
 def test_no_setting_comes_from_the_environment():
-    paths = [
-        path
-        for path in python_files("megatron_rl")
-        if str(path.relative_to(REPO)) not in ENVIRONMENT_READERS
-    ]
-    found = by_file(environment_reads, paths)
-    assert not found, "\n".join(found)
-    stale = [
-        name
-        for name in ENVIRONMENT_READERS
-        if not environment_reads((REPO / name).read_text(encoding="utf-8"))
-    ]
+    reading = {name for name, _ in findings()[environment_reads]}
+    new = sorted(reading - ENVIRONMENT_READERS.keys())
+    assert not new, listed(environment_reads)
+    stale = sorted(ENVIRONMENT_READERS.keys() - reading)
     assert not stale, f"listed and not reading: {stale}"
 
 
 def test_no_exception_is_swallowed():
-    found = by_file(swallowed_exceptions, python_files())
-    assert not found, "\n".join(found)
+    assert not listed(swallowed_exceptions), listed(swallowed_exceptions)
 
 
 def test_every_setting_has_one_home():
-    found = by_file(config_defaults, python_files("megatron_rl"))
-    assert not found, "\n".join(found)
+    assert not listed(config_defaults), listed(config_defaults)
 
 
 def test_nothing_is_left_for_later():
-    found = by_file(FORBIDDEN_MARK.findall, text_files())
+    found = [
+        f"{path.relative_to(REPO)}: {mark}"
+        for path in text_files()
+        for mark in FORBIDDEN_MARK.findall(path.read_text(encoding="utf-8"))
+    ]
     assert not found, "\n".join(found)
 
 

@@ -68,40 +68,45 @@ def ranks(agent: subprocess.Popen) -> list[psutil.Process]:
 
 
 @pytest.fixture(scope="module")
-def two_steps(folder) -> Path:
-    """With a checkpoint each; to be read only."""
-    launch(
-        "megatron_rl.train",
-        2,
-        overrides(folder, folder / "two", "trainer.num_steps=2", "checkpoint.every_steps=1"),
-        240,
-    )
-    return folder / "two"
-
-
-@pytest.fixture(scope="module")
 def four_steps(folder) -> Path:
+    """With a checkpoint at steps 2 and 4; to be read only."""
     launch(
         "megatron_rl.train",
         2,
-        overrides(folder, folder / "four", "trainer.num_steps=4", "checkpoint.every_steps=4"),
+        overrides(folder, folder / "four", "trainer.num_steps=4", "checkpoint.every_steps=2"),
         240,
     )
     return folder / "four"
 
 
 def test_two_steps_a_checkpoint_new_processes_and_two_steps_are_four_steps_bit_for_bit(
-    folder, two_steps, four_steps
+    folder, four_steps
 ):
+    """As after a kill in the fourth step."""
     run_dir = folder / "twice"
-    shutil.copytree(two_steps, run_dir)
+    shutil.copytree(four_steps, run_dir)
+    for what in ("checkpoints/step_000004", "export"):
+        shutil.rmtree(run_dir / what)
+    (run_dir / "curves.png").unlink()
+    goes_on_to_four_steps(folder, run_dir, four_steps)
+
+
+@pytest.mark.full
+def test_a_finished_run_of_two_steps_is_made_longer_bit_for_bit(folder, four_steps):
+    run_dir = folder / "longer"
+    settings = ["trainer.num_steps=2", "checkpoint.every_steps=1"]
+    launch("megatron_rl.train", 2, overrides(folder, run_dir, *settings), 240)
+    goes_on_to_four_steps(folder, run_dir, four_steps)
+
+
+def goes_on_to_four_steps(folder: Path, run_dir: Path, four_steps: Path) -> None:
     done = launch(
         "megatron_rl.train",
         2,
         overrides(folder, run_dir, "trainer.num_steps=4", "checkpoint.every_steps=4"),
         240,
     )
-    assert "resumed from" in done.stdout
+    assert f"resumed from {run_dir}/checkpoints/step_000002" in done.stdout
     assert "the weights are those of the checkpoint, the model is not read" in done.stdout
     assert [timeless(row) for row in rows(run_dir)] == [timeless(row) for row in rows(four_steps)]
     whole, resumed = (
@@ -121,17 +126,17 @@ def test_a_sample_of_a_run_answers_as_its_last_evaluation_did(folder, four_steps
     assert asked == [f"prompt:    {letter}?" for letter in "abcdefgh"]
 
 
-def test_what_cannot_go_on_is_refused_before_the_engines_are_built(folder, two_steps):
-    _check_the_size_that_is_asked_for(folder, two_steps)
-    more = "trainer.num_steps=3"
+def test_what_cannot_go_on_is_refused_before_the_engines_are_built(folder, four_steps):
+    _check_the_size_that_is_asked_for(folder, four_steps)
+    more = "trainer.num_steps=5"
     assert "method.name = grpo there, dapo here" in refused(
-        alone(folder, two_steps, more, "method=dapo")
+        alone(folder, four_steps, more, "method=dapo")
     )
     assert "method.name = grpo there, dapo here" in refused(
-        alone(folder, two_steps, "trainer.num_steps=2", "method=dapo")
+        alone(folder, four_steps, "trainer.num_steps=4", "method=dapo")
     )
-    assert "trainer.num_steps = 1: " in refused(alone(folder, two_steps, "trainer.num_steps=1"))
-    assert "no such folder" in refused(alone(folder, two_steps, more, "resume=/nowhere"))
+    assert "trainer.num_steps = 1: " in refused(alone(folder, four_steps, "trainer.num_steps=1"))
+    assert "no such folder" in refused(alone(folder, four_steps, more, "resume=/nowhere"))
     assert "no manifest.json" in refused(
         alone(folder, folder / "new", more, f"resume={folder / 'model'}")
     )
@@ -141,10 +146,10 @@ def test_what_cannot_go_on_is_refused_before_the_engines_are_built(folder, two_s
     assert "metrics.jsonl: line 1 is damaged" in refused(alone(folder, folder / "again"))
 
 
-def _check_the_size_that_is_asked_for(folder: Path, two_steps: Path) -> None:
+def _check_the_size_that_is_asked_for(folder: Path, four_steps: Path) -> None:
     """The tensors of a real checkpoint take what was planned for them."""
     written = (
-        FileSystemReader(two_steps / "checkpoints" / "step_000002")
+        FileSystemReader(four_steps / "checkpoints" / "step_000004")
         .read_metadata()
         .state_dict_metadata.values()
     )
@@ -157,18 +162,18 @@ def _check_the_size_that_is_asked_for(folder: Path, two_steps: Path) -> None:
     assert size == pytest.approx(expected, rel=0.01)
 
 
-def test_a_finished_run_started_again_ends_at_once(folder, two_steps):
-    before = {path: path.stat().st_mtime_ns for path in two_steps.rglob("*") if path.is_file()}
+def test_a_finished_run_started_again_ends_at_once(folder, four_steps):
+    before = {path: path.stat().st_mtime_ns for path in four_steps.rglob("*") if path.is_file()}
     done = launch(
         "megatron_rl.train",
         2,
-        overrides(folder, two_steps, "trainer.num_steps=2", "checkpoint.every_steps=1"),
+        overrides(folder, four_steps, "trainer.num_steps=4", "checkpoint.every_steps=2"),
         120,
     )
-    assert "already finished at step 2" in done.stdout and "held-out accuracy" in done.stdout
+    assert "already finished at step 4" in done.stdout and "held-out accuracy" in done.stdout
     assert "policy: layers of" not in done.stdout
     assert {
-        path: path.stat().st_mtime_ns for path in two_steps.rglob("*") if path.is_file()
+        path: path.stat().st_mtime_ns for path in four_steps.rglob("*") if path.is_file()
     } == before
 
 

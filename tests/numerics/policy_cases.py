@@ -69,6 +69,9 @@ def _case(
     return Case(f"{model}-{processes}-{marks}", model, processes, layout, full, layers)
 
 
+# The core tier has every family and every value of each field; a layout that is part of a larger
+# one of the core tier (tensor ranks alone, beside tensor ranks with recomputation) is in the full
+# one.
 CASES = [
     _case("qwen2", 1),
     _case("qwen3", 1),
@@ -76,18 +79,18 @@ CASES = [
     _case("mistral", 1),
     _case("qwen3_moe", 1),
     _case("mixtral", 1),
-    _case("qwen2", 1, recompute="full"),
+    _case("qwen2", 1, recompute="full", full=True),
     _case("qwen2", 1, recompute="selective", full=True),
     _case("qwen2", 2, tensor=2, full=True),
-    _case("qwen3", 2, tensor=2),
+    _case("qwen3", 2, tensor=2, full=True),
     _case("llama", 2, tensor=2, full=True),
     _case("qwen2", 2, pipeline=2, full=True),
-    _case("qwen3", 2, pipeline=2),
+    _case("qwen3", 2, pipeline=2, full=True),
     _case("llama", 2, pipeline=2, full=True),
     _case("qwen2", 2, full=True),
     _case("qwen3", 2),
     _case("llama", 2, full=True),
-    _case("qwen3", 2, tensor=2, sequence=True),
+    _case("qwen3", 2, tensor=2, sequence=True, full=True),
     _case("qwen3", 2, pipeline=2, virtual_pipeline=2),
     _case("llama", 2, context=2),
     _case("qwen3_moe", 2, expert=2),

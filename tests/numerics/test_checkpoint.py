@@ -115,14 +115,15 @@ def written(hf_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 
 def each(cases: Any, *, full: bool = False) -> list[Any]:
-    """(ranks, case), or (ranks, source, case), as parameters with names; those of four ranks, bf16
-    with tensor parallelism and, with ``full``, all of them belong to the full tier."""
+    """(ranks, case), or (ranks, source, case), as parameters with names; those of four ranks, those
+    whose number format and layout others have too, each beside something else, and, with ``full``,
+    all of them belong to the full tier."""
     params = []
     for ranks, some in cases.items():
         for one in some:
             values = one if isinstance(one, tuple) else (one,)
             name = "_to_".join(getattr(value, "name", value) for value in values)
-            is_full = full or ranks == 4 or name == "tp2_bf16"
+            is_full = full or ranks == 4 or name in ("tp2_bf16", "dp2")
             marks = pytest.mark.full if is_full else ()
             params.append(pytest.param(ranks, *values, id=f"{ranks}_{name}", marks=marks))
     return params

@@ -22,7 +22,7 @@ VL = "qwen2_5_vl"
 TIED = "qwen2_5_vl_tied"
 CASES = [
     _case(VL, 1),
-    _case(VL, 2, tensor=2),
+    _case(VL, 2, tensor=2, full=True),  # a part of the next
     _case(VL, 2, **SEQUENCE, recompute="full"),
     _case(VL, 2, pipeline=2),
     _case(VL, 2, context=2),

@@ -1,14 +1,14 @@
 """Imports the libraries once, then forks for every command line (the client: client.py).
 
-    python -m tests.warm.server SOCKET DESCRIPTOR
+    python -m tests.warm.server SOCKET DESCRIPTOR OWNER
 
-Writes a byte to DESCRIPTOR when it listens on SOCKET.
+Writes a byte to DESCRIPTOR when it listens on SOCKET. Ends, with all that runs on it, when the
+process OWNER does.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import gc
 import importlib
 import json
@@ -24,7 +24,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
-PR_SET_PDEATHSIG = 1
 # What a rank of a training imports; of this project nothing, so that each child imports its own.
 LIBRARIES = (
     "torch",
@@ -69,8 +68,9 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
 
 
-def serve(path: str, ready: int) -> Request:
+def serve(path: str, ready: int, owner: int) -> Request:
     """Answers clients until the process is ended. Returns in a child only: what it is to run."""
+    end = os.pidfd_open(owner)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(path)
     listener.listen()
@@ -78,9 +78,12 @@ def serve(path: str, ready: int) -> Request:
     os.close(ready)
     events = selectors.DefaultSelector()
     events.register(listener, selectors.EVENT_READ)
+    events.register(end, selectors.EVENT_READ)
     while True:
         for key, _ in events.select():
-            if key.fileobj is listener:
+            if key.fileobj == end:
+                _kill_all(events)
+            elif key.fileobj is listener:
                 client, _ = listener.accept()
                 request = _received(client)
                 pid = os.fork()
@@ -94,13 +97,21 @@ def serve(path: str, ready: int) -> Request:
                 child = Child(pid, client)
                 events.register(os.pidfd_open(pid), selectors.EVENT_READ, child)
                 events.register(client, selectors.EVENT_READ, child)
-            elif isinstance(key.fileobj, socket.socket):  # the client was killed
-                events.unregister(key.fileobj)
-                key.data.kill()
+            elif isinstance(key.fileobj, socket.socket):
+                if key.fileobj.fileno() >= 0:  # else the child has ended in the same moment
+                    events.unregister(key.fileobj)  # the client was killed
+                    key.data.kill()
             else:
                 events.unregister(key.fileobj)
                 os.close(key.fd)
                 _report(key.data, events)
+
+
+def _kill_all(events: selectors.BaseSelector) -> NoReturn:
+    for key in events.get_map().values():
+        if isinstance(key.data, Child):
+            key.data.kill()
+    os._exit(0)
 
 
 def _received(client: socket.socket) -> Request:
@@ -174,17 +185,18 @@ def _exit_code(leaving: SystemExit) -> int:
     return 1
 
 
-def main(path: str, ready: int) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # not beyond a killed test session
+def main(path: str, ready: int, owner: int) -> None:
     own = [os.getcwd(), *os.environ["PYTHONPATH"].split(os.pathsep)]
     paths = [entry for entry in sys.path if entry not in own]
+    gc.disable()
     for name in LIBRARIES:
         importlib.import_module(name)
     gc.freeze()  # a collection in a child would touch the pages of all of them
-    request = serve(path, ready)
+    request = serve(path, ready, owner)
+    gc.enable()
     become(request, paths)
     run(request.argv)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -16,6 +16,7 @@ from megatron_rl.config.load import compose
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.runtime import lock
 from megatron_rl.scheduling.batches import Rules
+from megatron_rl.trainer import run_folder
 from megatron_rl.trainer.patience import Patience
 from megatron_rl.trainer.prompt_stream import PromptStream
 from megatron_rl.trainer.server_dispatch import ServerDispatcher
@@ -34,6 +35,19 @@ def build(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
     yield partial(build_bandit, tmp_path)
     for folder in tmp_path.iterdir():
         lock.release(folder)
+
+
+@pytest.fixture
+def figure() -> None:
+    """For a test that wants the real figure at the end of its run."""
+
+
+@pytest.fixture(autouse=True)
+def plain_figure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes half a second, half of a run. That it is done, ``figure`` shows, and what is
+    drawn, the tests of reporting do."""
+    if "figure" not in request.fixturenames:
+        monkeypatch.setattr(run_folder, "draw_curves", lambda metrics, out: out.touch())
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def test_every_metric_is_in_the_table(build):
     assert [key for row in rows(trainer) for key in row if not defined(key)] == []
 
 
-def test_evaluation_and_checkpoints_come_on_schedule(build):
+def test_evaluation_and_checkpoints_come_on_schedule(build, figure):
     trainer = build(
         "trainer.num_steps=5",
         "evaluation.every_steps=2",
