@@ -64,12 +64,15 @@ class Conditions:
             return True
         return self._lacking() or self.arrivals()
 
-    def settled(self) -> Literal[True] | News | None:
-        """In lockstep: the newest weights are all that is wanted."""
+    @property
+    def is_settled(self) -> bool:
+        """Whether the newest weights are all that is wanted; not in lockstep it does not matter."""
         scheduler = self._scheduler
-        if not scheduler.rules.lockstep or scheduler.is_past(scheduler.version):
-            return True
-        return self._lacking()
+        return not scheduler.rules.lockstep or scheduler.is_past(scheduler.version)
+
+    def settled(self) -> Literal[True] | News | None:
+        """``is_settled``."""
+        return True if self.is_settled else self._lacking()
 
     def drained(self, version: int) -> Mapping[str, str] | News | None:
         """All servers may get weights of ``version``: these."""

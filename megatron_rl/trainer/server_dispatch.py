@@ -107,6 +107,10 @@ class ServerDispatcher:
         from a checkpoint has no others."""
         return self._thread.call(self._thread.until(self._conditions.settled))
 
+    def is_settled(self) -> bool:
+        """Whether ``settled`` need not wait."""
+        return self._thread.call(self._is_settled())
+
     def published(
         self,
         version: int,
@@ -194,6 +198,9 @@ class ServerDispatcher:
         by_prompt = [answers[begin : begin + size] for begin in range(0, len(answers), size)]
         scores = await asyncio.gather(*map(self._verdicts.on, prompts, by_prompt))
         return list(map(FinishedGroup, prompts, by_prompt, scores))
+
+    async def _is_settled(self) -> bool:
+        return self._conditions.is_settled
 
     async def _published(
         self, version: int, updated: Mapping[str, str], lost: Mapping[str, str], staged: bool

@@ -7,7 +7,7 @@ beside those in use, while the servers sample, and each goes over to them by its
 
 Servers come and go. One that is lost is given up, and others answer what it was asked. One that
 comes gets the weights at the next publication, or at once where the trainer waits for it. Where
-none is left the trainer says so, leaves a checkpoint, and waits.
+none is left the trainer says so, leaves a checkpoint where it can, and waits.
 """
 
 from __future__ import annotations
@@ -229,12 +229,19 @@ class Servers:
                 self._starve(finished)
 
     def _starve(self, finished: int) -> None:
+        """Nobody is left to ask. What is open in lockstep may want the weights of the version
+        before, which no checkpoint has; then the last one stands."""
+        may_save = self._world.from_main(lambda: self._main.is_settled())
         if self._world.is_main:
             logger.warning(
                 "no server is left: the run waits for one to register in run_dir/servers"
-                " (python -m megatron_rl.serve)"
+                " (python -m megatron_rl.serve)%s",
+                ""
+                if may_save
+                else "; without a checkpoint, since responses are open that want"
+                " older weights than the policy's",
             )
-        if finished > 0:
+        if finished > 0 and may_save:
             self._parts.save(finished)
 
     def run(self, prompts: Sequence[Prompt], sampling: Sampling, what: str) -> Responses:

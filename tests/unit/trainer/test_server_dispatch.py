@@ -147,6 +147,7 @@ def test_without_servers_it_says_so_once_and_goes_on_when_one_comes(start):
     dispatcher = start(fleet)
     publish(dispatcher, fleet, 0)
     assert dispatcher.wait().kind == "starved"
+    assert dispatcher.is_settled()
     fleet.registered.add("b")
     news = dispatcher.wait()
     assert news == ("join", {"b": "at b"}, 0)
@@ -166,6 +167,7 @@ def test_all_die_while_the_policy_trains_and_one_comes_for_the_old_weights(start
     fleet.dead.add("a")
     publish(dispatcher, fleet, 1)
     assert dispatcher.wait().kind == "starved"
+    assert not dispatcher.is_settled(), "a checkpoint would lack the weights of version 0"
     fleet.registered.add("b")
     news = dispatcher.wait()
     assert news == ("join", {"b": "at b"}, 0)
