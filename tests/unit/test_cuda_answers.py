@@ -343,6 +343,22 @@ def the_engine_can_sleep(patch: Patch, folder: Any) -> None:
     assert built._llm.slept == [2] and built.weight_version == -1
 
 
+@asked_at("engine.staging:StagedWeights._parameter")
+def staged_weights_are_in_pinned_memory(patch: Patch, _: Any) -> None:
+    from megatron_rl.engine.staging import StagedWeights
+
+    make, asked = torch.zeros_like, []
+
+    def zeros_like(form: torch.Tensor, *, device: str, pin_memory: bool) -> torch.Tensor:
+        asked.append((device, pin_memory))
+        return make(form, device=device)
+
+    patch.setattr(torch, "zeros_like", zeros_like)
+    staged = StagedWeights(SimpleNamespace(forms={"a": torch.empty(2, device="meta")}))
+    staged.take(lambda parameter, written: parameter("a").fill_(3.0), 1)
+    assert asked == [("cpu", True)] and staged.version == 1
+
+
 @asked_at("engine.server:start_server")
 def a_server_is_not_told_about_cpus(patch: Patch, _: Any) -> None:
     from megatron_rl.engine import server

@@ -39,7 +39,10 @@ LIBRARIES = (
     "megatron.core.dist_checkpointing.strategies.torch",
     "vllm",
     "vllm.entrypoints.llm",
-    "vllm.v1.worker.cpu_worker",
+    # Not its worker for a CPU, which puts functions of its own into torch.cuda: a rank may be asked
+    # what it needs without them.
+    "vllm.v1.worker.gpu_worker",
+    "vllm.v1.worker.gpu_model_runner",
     "hydra",
     "jaxtyping",
     "matplotlib.pyplot",
