@@ -16,7 +16,7 @@ from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.shared import shared_data
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.engine.client import ServerClient, ServerLostError
+from megatron_rl.engine.client import ServerClient, ServerLostError, ServerUnreachableError
 from megatron_rl.engine.sampling import eos_token_ids
 from megatron_rl.runtime import launch
 from megatron_rl.trainer.build import build_engine, build_method, build_policy
@@ -98,7 +98,8 @@ async def wrong_requests(client: ServerClient, prompt: Prompt) -> None:
     long = replace(prompt, token_ids=prompt.token_ids * 100)
     await refused(client.generate(long, Sampling(1, 2, seed=1), 0), ValueError, prompt.uid)
     gone = ServerClient("http://127.0.0.1:1", SECRET, (1,))
-    await refused(gone.generate(prompt, Sampling(1, 2, seed=1), 0), ServerLostError, "no answer")
+    asked = gone.generate(prompt, Sampling(1, 2, seed=1), 0)
+    await refused(asked, ServerUnreachableError, "no connection")
     await gone.close()
 
 
