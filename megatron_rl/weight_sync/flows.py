@@ -80,9 +80,10 @@ class Flows:
     def direct(streams: Mapping[Stream, int]) -> Flows:
         """Streams that nobody passes on, between ranks that are all on one node."""
         dtypes = tuple(sorted({stream.dtype for stream in streams}))
-        ranks = {rank for stream in streams for rank in stream[:2]}
+        ranks: set[int] = set()
         rows = []
         for (source, target, dtype), size in streams.items():
+            ranks |= {source, target}
             rows.append((source, target, dtypes.index(dtype), size))
         rows.sort()
         columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 
@@ -204,7 +205,7 @@ class _Planner:
             self.replicas.setdefault(roles, sorted(replica))
         # Source role + 1 -> how many ranks of it are in replicas; at 0 those without source role.
         # What each of them has itself need not be gathered, see ``solve``.
-        in_replicas = [rank for replica in replicas for rank in replica]
+        in_replicas = list(chain.from_iterable(replicas))
         num_roles = len(sides[0].ranks)
         self.gathering = np.bincount(self.source_role[in_replicas] + 1, minlength=num_roles + 1)
         # Each kind of node, once: the source roles at its places, then the target roles. A place
