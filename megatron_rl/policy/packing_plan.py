@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -275,7 +276,7 @@ def _leveled(plan: Plan, costs: Integers, tokens: Integers, budget: int) -> Plan
     micro-batch. It ends where the slowest rank is close to the mean, or nothing helps it.
     """
     plan = [[list(rows) for rows in rank] for rank in plan]
-    loads = np.array([sum(int(costs[rows].sum()) for rows in rank if rows) for rank in plan])
+    loads = np.array([_load(rank, costs) for rank in plan])
     enough = LEVEL_ENOUGH * loads.mean()
     while loads.max() > enough:
         slowest = int(loads.argmax())
@@ -346,7 +347,12 @@ def _exchange(
     return int(moved[row, other])
 
 
+def _load(microbatches: list[list[int]], costs: Integers) -> int:
+    """Cost of all rows of a rank."""
+    return sum(int(costs[rows].sum()) for rows in microbatches if rows)
+
+
 def _placed(microbatches: list[list[int]]) -> tuple[Integers, Integers]:
     """All rows, and the micro-batch of each."""
-    rows = np.array([row for rows in microbatches for row in rows], dtype=np.int64)
+    rows = np.array(list(chain.from_iterable(microbatches)), dtype=np.int64)
     return rows, np.repeat(np.arange(len(microbatches)), [len(rows) for rows in microbatches])

@@ -90,12 +90,11 @@ def stored_parameters(chunks: Sequence[Mapping[str, Any]], optimizer: Any) -> li
         chunks: what ``sharded_state_dict`` of each model chunk returns.
     """
     states = optimizer_states(optimizer)
-    items = [
-        (chunk, name, shard)
-        for chunk, shards in enumerate(chunks)
-        for name, shard in shards.items()
-        if isinstance(shard, Shard)
-    ]
+    items = []
+    for chunk, shards in enumerate(chunks):
+        for name, shard in shards.items():
+            if isinstance(shard, Shard):
+                items.append((chunk, name, shard))
     cut = Cut([(shard.data, states.get(shard.data)) for _, _, shard in items])
     found = []
     for number, (chunk, name, shard) in enumerate(items):
@@ -245,14 +244,15 @@ def _distributed_states(part: Any) -> dict[Tensor, States]:
 
 def _whole_states(part: Any) -> Iterator[tuple[Tensor, States]]:
     """Of an optimizer that every data-parallel rank has whole."""
-    pairs = [(parameter, parameter) for group in part.param_groups for parameter in group["params"]]
+    pairs: list[tuple[Tensor, Tensor]] = []  # a parameter, and what the optimizer steps for it
     if hasattr(part, "float16_groups"):
-        pairs = [
-            pair
-            for groups in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True)
-            for pair in zip(*groups, strict=True)
-        ]
-        pairs += [(one, one) for group in part.fp32_from_fp32_groups for one in group]
+        for group, copies in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            pairs += zip(group, copies, strict=True)
+        for group in part.fp32_from_fp32_groups:
+            pairs += [(parameter, parameter) for parameter in group]
+    else:
+        for group in part.param_groups:
+            pairs += [(parameter, parameter) for parameter in group["params"]]
     for parameter, main in pairs:
         state = part.optimizer.state[main]
         tensors = _without_step(state if main is parameter else {"fp32_param": main, **state})
