@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -109,7 +110,7 @@ class Placement:
         """``held``: the rows of the plan on their owners, or (``given``) on all that work on
         them."""
         microbatches = plan[self.placing.data_rank]
-        own = np.array(sorted(row for rows in microbatches for row in rows), dtype=np.int64)
+        own = np.array(sorted(chain.from_iterable(microbatches)), dtype=np.int64)
         lengths = experience.responses.lengths[own]
         if given or self._owns:
             tokens = held.take(own)
