@@ -314,8 +314,10 @@ class OpenLayers:
 
     def close(self) -> None:
         """Every parameter was written to the end; with ``at_end`` the layers are processed now."""
-        left = sorted(f"{path}.{name}" for path, names in self.left.items() for name in names)
-        assert not left, f"never completed: {left[:5]}"
+        left = []
+        for path, names in self.left.items():
+            left += [f"{path}.{name}" for name in names]
+        assert not left, f"never completed: {sorted(left)[:5]}"
         if self.at_end:
             for path, _ in list(self.model.named_modules()):
                 if path in self.left:
