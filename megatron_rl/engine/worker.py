@@ -49,6 +49,7 @@ class ShardReceiver:
         Raises:
             UndiscoveredError: the loader computes with the tensors, so nobody knows.
         """
+        # A tied weight has several names and is loaded under any of them: each name -> the first.
         names = {id(tensor): name for name, tensor in self.model.named_parameters()}
         same = {
             name: names[id(tensor)]
@@ -104,6 +105,7 @@ class WeightReceiver:
 
     def shard_receiver(self) -> ShardReceiver:
         """The one of this worker."""
+        # Made here, since vLLM's worker calls no constructor of a class that is mixed into it.
         if not hasattr(self, "_shard_receiver"):
             self._shard_receiver = ShardReceiver(self.model_runner.model, self.vllm_config)
         return self._shard_receiver
