@@ -113,6 +113,7 @@ def stored_parameters(chunks: Sequence[Mapping[str, Any]], optimizer: Any) -> li
                 array_shape=tuple(pieces[0].global_shape),
                 boxes=_boxes(name, pieces, shard.data.numel()),
                 may_differ=any(piece.allow_shape_mismatch for piece in pieces),
+                # The last number is the data-parallel rank, whose share is cut separately.
                 is_main=not any(replica[:-1]),
                 states=states.get(shard.data),
                 writes=cut.writes[number],
@@ -186,6 +187,7 @@ def _pieces(shard: Shard) -> list[ShardedTensor]:
 def _boxes(name: str, pieces: Sequence[ShardedTensor], num_elements: int) -> tuple[Box, ...]:
     boxes = []
     for piece in sorted(pieces, key=lambda piece: _first(piece, len(pieces))):
+        # megatron leaves the axes in front (layers, experts) out of the local shape.
         ones = (1,) * piece.prepend_axis_num
         first = _first(piece, len(pieces))
         boxes.append(Box(tuple(piece.global_offset), (*ones, *piece.local_shape), first))
@@ -233,6 +235,7 @@ def _distributed_states(part: Any) -> dict[Tensor, States]:
 
     for buffer, by_dtype in zip(part.buffers, part.gbuf_ranges, strict=True):
         for parameter in buffer.param_index_map:
+            # This rank steps nothing of it; replaced below where it does.
             found[parameter] = States((0, 0), dict, is_distributed=True)
         for buckets in by_dtype.values():
             for bucket in buckets:
