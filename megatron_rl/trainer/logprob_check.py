@@ -145,6 +145,7 @@ class LogprobCheck:
             expected[place].item(),
         )
         of_all = self._world.all_gather(of_replica)
+        # Tuples are compared by their first value, the mean: the replica where it is worst.
         mean, replica, largest, engine_says, policy_says = max(of_all)
         if self._tolerance is not None and mean > self._tolerance:
             raise WeightSyncError(

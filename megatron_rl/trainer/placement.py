@@ -115,6 +115,7 @@ class Placement:
         if given or self._owns:
             tokens = held.take(own)
         else:
+            # Not the owner: room for what it gives below.
             num_tokens = int(lengths.sum())
             columns = {
                 name: np.empty(num_tokens, values.dtype) for name, values in held.columns.items()
@@ -132,6 +133,7 @@ class Placement:
         )
         temperatures = policy_temperatures(experience.annealing, lengths)
         batch = replace(batch, temperatures=temperatures)
+        # By their places in the share, whose rows are in increasing order.
         places = [np.searchsorted(own, rows).tolist() for rows in microbatches]
         return Placed(tokens, Share(batch, places))
 
