@@ -299,7 +299,7 @@ def quarters(entropy: Float[Tensor, " groups"]) -> Int[Tensor, " groups"]:
 def quantile_bins(values: Float[Tensor, " groups"], bins: int) -> Int[Tensor, " groups"]:
     """Index of [q_j, q_{j+1}) holding the value, q the j / bins quantiles; the last is closed."""
     inner = torch.linspace(0, 1, bins + 1, dtype=values.dtype, device=values.device)[1:-1]
-    # right=True: a value on an edge is in the bin above it.
+    # A value on an edge is in the bin above it.
     return torch.bucketize(values, values.quantile(inner), right=True)
 
 
