@@ -82,8 +82,11 @@ def run(options: argparse.Namespace) -> str:
     )
     baseline = choose_baseline(cells, options.baseline)
     cells = [baseline, *(cell for cell in cells if cell is not baseline)]
-    rows = [row for run in found.runs for row in (*run.rows, *run.evaluation)]
-    metrics = _metrics(options.metric, {key for row in rows for key in row})
+    keys: set[str] = set()
+    for run in found.runs:
+        for row in (*run.rows, *run.evaluation):
+            keys.update(row)
+    metrics = _metrics(options.metric, keys)
     title = options.title or " + ".join(folder.resolve().name for folder in options.folders)
     report = report_of(cells, metrics, title, found.problems, with_links=not options.no_links)
     try:

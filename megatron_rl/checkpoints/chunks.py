@@ -59,6 +59,7 @@ class Place:
         """The elements ``[start, end)`` of the flattened tensor as chunks, each with its range."""
         for box in self.boxes:
             size = math.prod(box.sizes)
+            # The part of the range in this box, from its first element on; none where low >= high.
             low = max(start - box.first, 0)
             high = min(end - box.first, size)
             for offsets, sizes, begin in rectangles(box.sizes, low, high):
@@ -75,6 +76,7 @@ class Place:
         for box in self.boxes:
             if box.first < start + count <= box.first + math.prod(box.sizes):
                 row = box.sizes[-1] if box.sizes else 1
+                # Elements behind the last end of a row: they are left for the next range.
                 behind = (start + count - box.first) % row
                 return count - behind if behind < count else count
         return count
@@ -134,6 +136,7 @@ def even_ranges(lengths: Sequence[int], count: int) -> list[dict[int, Range]]:
         end = begin + length
         ranges: dict[int, Range] = {}
         while rank < count:
+            # A rank has [rank, rank + 1) * total // count of the long row.
             low = max(rank * total // count, begin)
             cut = (rank + 1) * total // count
             high = min(cut, end)

@@ -148,6 +148,7 @@ def slabs(arch: Architecture, vocab_rows: int) -> Iterator[Slab]:
 def to_megatron(slab: Slab, arch: Architecture, tensors: dict[str, Tensor]) -> Tensor:
     """The Megatron parameter made of its whole HF tensors."""
     whole = torch.empty(slab.shape, dtype=next(iter(tensors.values())).dtype)
+    # Tensor rank 0 of 1 has all of it.
     for shard in shards(slab.parameter, arch, arch.vocab_size, 0, 1):
         whole[parameter_slices(shard)] = tensors[shard.name][tensor_slices(shard)]
     return whole
@@ -224,6 +225,7 @@ class _Writer(SavePlanner):
             return stored
         assert write_item.tensor_data is not None and write_item.index.offset is not None
         slab = self.slabs[write_item.index.fqn, write_item.index.offset]
+        # With an axis of 1 in front for the layer, and one for the expert, where there are any.
         return self.produce(slab).view(write_item.tensor_data.chunk.sizes)
 
 
@@ -375,6 +377,7 @@ def read_hf(
     stored = list(slabs(arch, reader.vocab_rows(arch)))
     for slab in stored:
         reader.array(slab)  # all are there and fit, before the first is read
+    # The order of the model begins with it.
     embedding = stored[0]
     check_tied_head(reader, arch, embedding)
     for slab in stored:

@@ -41,6 +41,7 @@ class StoredRectangles:
         self._begin = np.array(offsets, dtype=np.int64).reshape(table)
         self._end = self._begin + np.array(sizes, dtype=np.int64).reshape(table)
         lengths = np.array(shape, dtype=np.int64)
+        # Of each axis the product of the lengths behind it; the cut is for a scalar, without axes.
         self._strides = np.cumprod(np.append(lengths[1:], 1)[::-1])[::-1][: len(shape)]
         first = self._begin @ self._strides
         last = (self._end - 1) @ self._strides
@@ -55,6 +56,8 @@ class StoredRectangles:
         corner = np.array(offsets, dtype=np.int64)
         first = corner @ self._strides
         last = (corner + np.array(sizes, dtype=np.int64) - 1) @ self._strides
+        # Neither row ever falls: all before ``low`` end before the wanted one begins, and all from
+        # ``high`` on begin behind its last element.
         low = np.searchsorted(self._furthest, first, side="left")
         high = np.searchsorted(self._first, last, side="right")
         return self._order[low:high]

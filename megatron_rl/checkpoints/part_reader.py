@@ -44,6 +44,7 @@ class PartReader:
         """``values``, flat and contiguous, are the elements from ``start`` on of a rank's tensor
         that belongs to ``place``."""
         for chunk, (low, high) in place.chunks(start, start + values.numel()):
+            # A view: what is read goes into the tensor itself.
             target = values[low - start : high - start].view(chunk.sizes)
             self._wanted[place.key].append((chunk, target, place.may_differ))
 
@@ -70,6 +71,7 @@ class PartReader:
         for key in self._object_keys:
             self._stored(key, BytesStorageMetadata)
             at = MetadataIndex(key)
+            # An object is read whole, so its offsets and lengths say nothing.
             nothing = torch.Size((0,))
             items.append(ReadItem(LoadItemType.BYTE_IO, at, nothing, at, nothing, nothing))
         return items
@@ -88,6 +90,7 @@ class PartReader:
             for _, target, _ in wanted:
                 target.zero_()
             return items
+        # Stored rectangles are disjoint: as many elements are all of them.
         there = sum(math.prod(item.lengths) for item in items)
         here = sum(target.numel() for _, target, _ in wanted)
         if there != here:

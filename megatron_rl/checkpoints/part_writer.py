@@ -186,6 +186,7 @@ class PartWriter:
         if self._settings.pinned:
             block.copied = torch.cuda.Event()
             block.copied.record()
+        # Threads take turns, so that their files grow alike.
         self._queues[self._blocks % len(self._queues)].put(block)
         self._blocks += 1
         self._block = None
@@ -207,6 +208,8 @@ class PartWriter:
         stored: list[Stored] = []
         while (block := blocks.get()) is not None:
             if block.copied is not None:
+                # Copies into page-locked memory are only queued; the event is behind those of this
+                # block.
                 block.copied.synchronize()
             for key, data in block.objects:
                 stored.append(Stored(key, None, name, file.position, len(data)))

@@ -52,6 +52,7 @@ def seal(path: Path, num_ranks: int, info: Mapping[str, Any], cancelled: threadi
                 return False
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
         whole.add(from_json(receipt.read_bytes()))
+    # Without a digest in any receipt: ``finish`` takes it, and forces the file to the disk.
     (partial / INDEX).write_bytes(pickle.dumps(index(whole.stored)))
     for rank in range(num_ranks):
         receipt_path(partial, rank).unlink()  # the manifest names every file that is left

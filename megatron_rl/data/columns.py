@@ -46,7 +46,10 @@ def column_roles(rows: Rows, columns: DataColumns, problems: Problems) -> DataCo
 
 def _hint(role: str, column: str, rows: Rows) -> str:
     """What the user may have meant, and which columns there are."""
-    present = sorted({name for _, row in rows for name in row})
+    names: set[str] = set()
+    for _, row in rows:
+        names.update(row)
+    present = sorted(names)
     # The first rows are enough: this only helps with a message.
     others = [name for name in _OTHER_NAMES.get(role, ()) if _has_column(rows[:100], name)]
     likely = [*close_names(column, present), *others][:1]

@@ -77,6 +77,7 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         key, parameter = self.parameters[_storage(target)]
         aten = torch.ops.aten
+        # From here on nothing is called: there are no data, and the parameters stay as they are.
         if func is aten.copy_.default:
             if target.numel():  # a shard of the vocabulary may be padding throughout
                 self.shards.append(self._shard(key, parameter, target, args[1]))
@@ -103,6 +104,8 @@ class _Recorder(TorchDispatchMode):
             first, rest = divmod(rest, max(int(step), 1))
             start.append(first)
         axes = _sliced_axes(source, whole)
+        # A loader may add or drop axes of one element, so both sides are compared without them;
+        # along such an axis any step will do.
         steps = [step for size, step in zip(target.shape, target.stride()) if size > 1]
         shape = [1] * whole.dim()
         stride = [1] * whole.dim()
@@ -136,6 +139,7 @@ def _sliced_axes(source: Tensor, whole: Tensor) -> dict[int, int] | None:
     axis_of: dict[int, int] = {}
     for axis, (size, step) in enumerate(zip(whole.shape, whole.stride(), strict=True)):
         if size > 1:
+            # The whole tensor is contiguous: two axes longer than 1 have different steps.
             axis_of[step] = axis
     axes = {}
     for size, step in zip(source.shape, source.stride(), strict=True):
@@ -147,6 +151,7 @@ def _sliced_axes(source: Tensor, whole: Tensor) -> dict[int, int] | None:
 
 
 def _storage(tensor: Tensor) -> int:
+    # Tensors without data all have the address 0; the storage object itself tells them apart.
     return tensor.untyped_storage()._cdata
 
 

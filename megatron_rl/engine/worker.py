@@ -49,6 +49,7 @@ class ShardReceiver:
         Raises:
             UndiscoveredError: the loader computes with the tensors, so nobody knows.
         """
+        # A tied weight has several names and is loaded under any of them: each name -> the first.
         names = {id(tensor): name for name, tensor in self.model.named_parameters()}
         same = {
             name: names[id(tensor)]
@@ -104,6 +105,7 @@ class WeightReceiver:
 
     def shard_receiver(self) -> ShardReceiver:
         """The one of this worker."""
+        # Made here, since vLLM's worker calls no constructor of a class that is mixed into it.
         if not hasattr(self, "_shard_receiver"):
             self._shard_receiver = ShardReceiver(self.model_runner.model, self.vllm_config)
         return self._shard_receiver
@@ -314,8 +316,10 @@ class OpenLayers:
 
     def close(self) -> None:
         """Every parameter was written to the end; with ``at_end`` the layers are processed now."""
-        left = sorted(f"{path}.{name}" for path, names in self.left.items() for name in names)
-        assert not left, f"never completed: {left[:5]}"
+        left = []
+        for path, names in self.left.items():
+            left += [f"{path}.{name}" for name in names]
+        assert not left, f"never completed: {sorted(left)[:5]}"
         if self.at_end:
             for path, _ in list(self.model.named_modules()):
                 if path in self.left:

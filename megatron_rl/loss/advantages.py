@@ -187,6 +187,7 @@ def lead(
     advantages = zscore(shaped, groups, eps, ddof)
     share = groups.broadcast(accuracy)
     argument = torch.where(advantages > 0, share, 1 - share)
+    # 1 / (1 + exp(x)) is the sigmoid of -x.
     sigmoid = torch.sigmoid(-weight_slope * (argument - weight_midpoint))
     return advantages * (weight_floor + weight_range * sigmoid)
 
@@ -298,6 +299,7 @@ def quarters(entropy: Float[Tensor, " groups"]) -> Int[Tensor, " groups"]:
 def quantile_bins(values: Float[Tensor, " groups"], bins: int) -> Int[Tensor, " groups"]:
     """Index of [q_j, q_{j+1}) holding the value, q the j / bins quantiles; the last is closed."""
     inner = torch.linspace(0, 1, bins + 1, dtype=values.dtype, device=values.device)[1:-1]
+    # A value on an edge is in the bin above it.
     return torch.bucketize(values, values.quantile(inner), right=True)
 
 
@@ -323,6 +325,7 @@ def pass_at_k(
     """
     size = groups.count.to(dtype)
     wrong = size - groups.sum(correct).to(dtype)
+    # 1 - R: the chance that all of k are wrong.
     none_right = _choose_ratio(wrong, size, k)
     spread = ((1 - none_right) * none_right).sqrt()
     positive = none_right

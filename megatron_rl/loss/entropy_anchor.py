@@ -33,6 +33,7 @@ def find_peaks(entropies: Float[Tensor, " tokens"], quantile: float) -> Peaks:
     bound = ordered[below] + (place - below) * (ordered[above] - ordered[below])
     first = int((ordered < bound).sum())
     lowest = ordered[first].item()
+    # Where none is below, anything under the lowest will do.
     threshold = lowest - 1
     if first > 0:
         threshold = (lowest + ordered[first - 1].item()) / 2

@@ -167,12 +167,14 @@ class Method:
 
         def total(values: Tensor) -> Tensor:
             kept = torch.where(loss_mask, values, torch.zeros_like(values))
+            # [responses], from [tokens].
             sums = torch.zeros(num_responses, dtype=values.dtype, device=values.device)
             return sums.index_add(0, response_index, kept)
 
         statistics: dict[str, Tensor] = {}
         if {"mean_logprobs", "sum_logprobs"} & reads.keys():
             sums = total(old)
+            # Of a response without kept tokens the mean is 0 / 1.
             num_tokens = total(torch.ones_like(old)).clamp(min=1)
             statistics = {"sum_logprobs": sums, "mean_logprobs": sums / num_tokens}
         if "response_confidence" in reads:
@@ -249,6 +251,7 @@ def _loss_plan(config: MethodConfig, response_limit: int | None) -> LossPlan:
     of_self = config.self_reward
     perception = None
     if config.perception is not None:
+        # These two say how images are masked and which policy sees them: not of the loss.
         perception = config.perception.model_dump(exclude={"mask_ratio", "masked"})
     return LossPlan(
         policy_loss=config.policy_loss.name,
@@ -256,6 +259,7 @@ def _loss_plan(config: MethodConfig, response_limit: int | None) -> LossPlan:
         aggregate=(config.aggregate.name, config.aggregate.knobs),
         kl_aggregate=(kl_aggregate.name, kl_aggregate.knobs),
         kl_estimator=config.kl.estimator,
+        # A KL in the reward is in the credit, see ``_credit_plan``, and not here once more.
         kl_coef=_kl_coef(config) if config.kl.placement == "loss" else (0.0, 0.0),
         entropy_coef=config.entropy.coef,
         mismatch=config.mismatch.kind,
@@ -273,6 +277,7 @@ def _needs(config: MethodConfig, plan: CreditPlan, loss_plan: LossPlan) -> Needs
     reads = reads_of(plan).keys()
     dynamic = config.filters.dynamic_sampling
     entropy: Literal["none", "metric", "value", "grad"] = "none"
+    # The most that anything asks for: a gradient, a value, or only a figure.
     if config.entropy.coef:
         entropy = "grad"
     elif "entropy" in token_reads_of(loss_plan):
@@ -280,10 +285,12 @@ def _needs(config: MethodConfig, plan: CreditPlan, loss_plan: LossPlan) -> Needs
     elif config.entropy.metric:
         entropy = "metric"
     min_group = ESTIMATORS[plan.estimator].needs.min_group
+    # The name of the knob that has the number.
     if isinstance(min_group, str):
         min_group = plan.estimator_knobs[min_group]
     token_reads = token_reads_of(loss_plan)
     perception = config.perception
+    # The policy tells ``is_argmax`` only with the most likely tokens: one is enough.
     top_k = int("is_argmax" in token_reads)
     if "topk_logprobs" in token_reads:
         top_k = loss_plan.policy_knobs["top_k"]

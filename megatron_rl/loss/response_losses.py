@@ -140,6 +140,7 @@ def pacs(
     read.
     Source: PACS (arXiv 2509.02522), its released code.
     """
+    # Responses of other minibatches have no loss tokens here.
     present = response_loss_tokens > 0
     groups = segments_of(group_ids)
     size = groups.broadcast(groups.sum(present))

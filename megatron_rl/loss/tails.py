@@ -28,6 +28,7 @@ def tail_confidence(
     row = index[order]
     length = torch.zeros(num_rows, dtype=torch.int64, device=index.device)
     length = length.index_add(0, index, torch.ones_like(index))
+    # 0, 1, 2, ... within each row: the place less that of the row's first token.
     rank = torch.arange(len(order), device=index.device) - (length.cumsum(0) - length)[row]
     wanted = (tail * length.double() - ROUNDING).ceil().long().clamp(min=1)
     kept = logprobs[order].masked_fill(rank >= wanted[row], 0)

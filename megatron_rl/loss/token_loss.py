@@ -160,6 +160,7 @@ def policy_term(
     if chosen.clips:
         bounds = (1 - plan.policy_knobs["low"], 1 + plan.policy_knobs["high"])
     if isinstance(per_token, Clipped):
+        # Some losses compute bounds of their own, and give them beside the values.
         per_token, lower, upper = per_token
         bounds = (lower, upper)
     _check_per_token(f"policy loss {plan.policy_loss}", per_token, terms)
@@ -190,9 +191,11 @@ def kl_term(
                 " set kl.coef=0"
             )
         return zero, None
+    # Filled, not multiplied: outside of the mask may be NaN, which times 0 stays NaN.
     ref_logprobs = lifted(batch.ref_logprobs).to(terms.dtype).masked_fill(~terms.loss_mask, 0)
     divergence = kl.ESTIMATORS[plan.kl_estimator](terms.logprobs, ref_logprobs)
     if not any(plan.kl_coef):
+        # No KL in the loss: a metric alone.
         return zero, divergence
     weights = policy_weights
     if plan.kl_aggregate != plan.aggregate:
@@ -277,6 +280,7 @@ def _kl_coefficients(terms: Terms, plan: LossPlan) -> Float[Tensor, " tokens"]:
         )
     else:
         per_response = where_correct(correct, *plan.kl_coef, per_response.dtype) * per_response
+    # From [responses] to [tokens].
     return per_response[terms.response_index]
 
 
@@ -305,6 +309,7 @@ def ratio_metrics(terms: Terms, log_ratio: Tensor, bounds: Bounds | None) -> dic
     old_divergence = kl.k3(terms.log_ratio.detach(), torch.zeros_like(ratio))
     metrics = {
         "policy/ratio_mean": terms.mean(ratio),
+        # No tokens have no maximum, and a micro-batch may have none.
         "policy/ratio_max": masked.max() if masked.numel() else masked.new_zeros(()),
         "policy/kl_old_mean": terms.mean(old_divergence),
     }

@@ -36,12 +36,15 @@ class WholeResponses:
         by_value = values.argsort(stable=True)
         order = by_value[index[by_value].argsort(stable=True)]  # by response, then by value
         ranked = values[order]
+        # One more than there are responses: for what takes no part, see ``_everywhere``.
         count = torch.zeros(self.num_responses + 1, dtype=torch.int64, device=index.device)
         count = count.index_add(0, index, torch.ones_like(index))
         start = count.cumsum(0) - count
         place = quantile_place(count, share)
         below = place.floor().long()
         above = torch.minimum(below + 1, (count - 1).clamp(min=0))
+        # A response without loss tokens has no value of its own: it must not read behind the last
+        # one.
         last = max(ranked.numel() - 1, 0)
         low, high = (ranked[(start + rank).clamp(max=last)[self.index]] for rank in (below, above))
         return low + (place - below).to(low.dtype)[self.index] * (high - low)

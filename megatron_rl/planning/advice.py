@@ -43,6 +43,7 @@ def _in_all(demand: Demand) -> str:
 def problems(stages: Sequence[StageMemory], config: Config, room: Room) -> list[str]:
     """One message for each phase that does not fit: how much, of what most, which key to change."""
     messages = []
+    # Servers have their memory elsewhere.
     if stages[0].kv_cache == 0 and not config.source.is_servers:
         stage = stages[0]
         messages.append(no_cache(stage.engine_weights, stage.engine_sampler, config, room))

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -139,7 +140,7 @@ def _begin(
     memory = policy.checkpoint_memory
     writer = PartWriter(partial, dist.get_rank(), num_bytes, settings, memory)
     _copy(writer, stored, policy.reference)
-    for shard in (shard for shards in sharded for shard in shards.values()):
+    for shard in chain.from_iterable(shards.values() for shards in sharded):
         if isinstance(shard, ShardedObject) and is_main_replica(shard.replica_id):
             writer.add_object(shard.unique_key, saved_bytes([shard.data]))
     if dist.get_rank() == 0:

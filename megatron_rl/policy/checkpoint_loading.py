@@ -132,12 +132,7 @@ def _load_tensors(
         finish += _want_states(item, reader, shared)
         if name in starting:
             shared.want(item, starting[name].view(-1), REFERENCE)
-    objects = {
-        (chunk, name): shard.unique_key
-        for chunk, shards in enumerate(sharded)
-        for name, shard in shards.items()
-        if isinstance(shard, ShardedObject)
-    }
+    objects = _keys_of_objects(sharded)
     for key in objects.values():
         reader.want_object(key)
     _on_all_ranks(reader.read)
@@ -149,6 +144,16 @@ def _load_tensors(
         module.load_state_dict({name: value for (at, name), value in values.items() if at == chunk})
     if policy.reference is not None:
         policy.reference.assign(starting)
+
+
+def _keys_of_objects(sharded: Sequence[Mapping[str, Any]]) -> dict[Name, str]:
+    """Chunk and name of all that is no tensor -> its key in the checkpoint."""
+    keys: dict[Name, str] = {}
+    for chunk, shards in enumerate(sharded):
+        for name, shard in shards.items():
+            if isinstance(shard, ShardedObject):
+                keys[chunk, name] = shard.unique_key
+    return keys
 
 
 def _want_states(

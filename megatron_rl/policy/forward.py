@@ -333,7 +333,11 @@ def _numbers(
     device = tensors[0].device
     scalars = [tensor.to(device, torch.float64).reshape(()) for tensor in tensors]
     values = iter(torch.stack(scalars).tolist())
-    return [(next(values), {key: next(values) for key in metrics}) for _, metrics in contributions]
+    numbers = []
+    for _, metrics in contributions:  # taken out in the order in which they went in above
+        loss_value = next(values)
+        numbers.append((loss_value, {key: next(values) for key in metrics}))
+    return numbers
 
 
 def reduce_totals(collected: Sequence[Any], ranks: Ranks) -> Totals:

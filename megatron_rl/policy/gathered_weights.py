@@ -99,7 +99,9 @@ class Gather:
         """Collective over pipeline stages."""
         own = {item.parameter.layer for item in held if item.parameter.layer is not None}
         by_stage = gather_objects(sorted(own), self.ranks.pipeline_group)
-        stage_of = {layer: stage for stage, layers in enumerate(by_stage) for layer in layers}
+        stage_of: dict[int, int] = {}
+        for stage, layers in enumerate(by_stage):
+            stage_of.update(dict.fromkeys(layers, stage))
         assert sorted(stage_of) == list(range(self._arch.num_layers)), (
             f"layers on pipeline stages: {by_stage}"
         )

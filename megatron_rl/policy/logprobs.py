@@ -129,9 +129,11 @@ class _Logprobs(torch.autograd.Function):
         with_entropy = head.entropy != "none"
         chunks = Chunks(hidden, weight, targets, head)
         everyone = _gather(_local_stats(chunks, with_entropy), head.group)
+        # [ranks, 3 or 4 sums and 2 top_k, t]: see ``_local_stats``.
         num_sums = 4 if with_entropy else 3
         logprobs, logsumexp, entropies = _combine(everyone[:, :num_sums], with_entropy)
         topk, tokens = _largest(everyone[:, num_sums:], head.top_k)
+        # The target's logit, which one rank has and the others give as -inf, against the largest.
         is_argmax = everyone[:, 2].amax(0) == everyone[:, 0].amax(0)
         topk = topk - logsumexp[:, None]
         ctx.save_for_backward(hidden, weight, targets, logsumexp, entropies, tokens)
@@ -157,6 +159,7 @@ class _Logprobs(torch.autograd.Function):
             # gradient, then that gradient once more at the target.
             x.sub_(logsumexp[rows, None])
             divisor = head.divisor(rows)
+            # Logits were divided by it, and so are their gradients.
             outer = grad_logprobs[rows] / divisor
             every = outer  # of log p of all wanted tokens: d log p is -p, and 1 at the token
             if head.top_k:
@@ -169,6 +172,7 @@ class _Logprobs(torch.autograd.Function):
                 x.exp_().mul_(-every[:, None])
             is_own, column = chunks.own(targets[rows])
             if chunks.width:
+                # A target of another rank adds 0 to column 0.
                 x.scatter_add_(1, column[:, None], (outer * is_own)[:, None])
             if chunks.width and head.top_k:
                 is_own, column = chunks.own(tokens[rows])
@@ -288,6 +292,7 @@ def _local_stats(chunks: Chunks, entropy: bool) -> Tensor:
         dtype=chunks.dtype,
         device=chunks.hidden.device,
     )
+    # Views into ``stats``, [top_k, t] each.
     largest, tokens = stats[num_sums:].chunk(2) if chunks.top_k else (None, None)
     if largest is not None:
         largest.fill_(-torch.inf)  # where this rank has fewer columns
@@ -332,9 +337,11 @@ def _combine(stats: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     They are equal on all ranks: each does the same sums in the same order.
     """
     maximum = stats[:, 0].amax(0)
+    # [ranks, t]: what moves a rank's sum of exp(x - m) from its own maximum to that of all.
     scale = (stats[:, 0] - maximum).exp()
     total = (stats[:, 1] * scale).sum(0)
     log_total = total.log()
+    # The rank that has the target knows its x; the others say -inf.
     logprobs = stats[:, 2].amax(0) - maximum - log_total
     if not entropy:
         return logprobs, maximum + log_total, stats.new_empty(0)
@@ -350,6 +357,7 @@ def _largest(stats: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     if not top_k:
         nothing = stats.new_empty((num_tokens, 0))
         return nothing, nothing.long()
+    # [2, ranks * top_k, t]: the candidates of all ranks side by side, values and tokens.
     values, tokens = stats.reshape(ranks, 2, top_k, num_tokens).transpose(0, 1).flatten(1, 2)
     found, place = values.t().topk(top_k, dim=1)
     return found, tokens.t().gather(1, place).long()

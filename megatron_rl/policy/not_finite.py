@@ -52,7 +52,9 @@ def check_weights(
     dist.all_reduce(total)
     if total.item() == 0:
         return
-    own_names = [name for place in bad for name in named[place][0]]
+    own_names: list[str] = []
+    for place in bad:
+        own_names += named[place][0]
     names = sorted(set().union(*gather_objects(own_names)))
     shown = ", ".join(names[:SHOWN])
     if len(names) > SHOWN:

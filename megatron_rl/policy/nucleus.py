@@ -84,7 +84,9 @@ def _threshold(weights: Tensor, head: Head) -> Tensor:
     the highest first."""
     bits = _BITS[weights.dtype]
     found = torch.zeros(weights.shape[0], dtype=bits, device=weights.device)
+    # A threshold of 0 takes all.
     wanted = head.nucleus * _sum_from(weights, found.view(weights.dtype), head.group)
+    # No weight is above 1, so no bit above those of 1 is needed.
     highest = int(torch.ones((), dtype=weights.dtype).view(bits)).bit_length()
     for bit in reversed(range(highest)):
         tried = found | (1 << bit)

@@ -137,7 +137,9 @@ def training_tensors(
     """What a policy has on the device, by part. What is not trained has weights only."""
 
     def weights() -> Iterable[Tensor]:
-        return (parameter.data for module in modules for parameter in module.parameters())
+        for module in modules:
+            for parameter in module.parameters():
+                yield parameter.data
 
     def gradients() -> Iterable[Tensor]:
         for module in modules:

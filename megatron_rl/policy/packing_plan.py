@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -123,6 +124,7 @@ def _fitting_bins(items: list[Item], budgeted: list[Item], step: int, budget: in
     tokens_of = {row: tokens for tokens, row in budgeted}
     # Two rows of more than half the budget never share a bin.
     large = sum(2 * tokens > budget for tokens, _ in budgeted)
+    # -(-a // b) is a / b rounded up.
     lower = max(-(-sum(tokens_of.values()) // budget), large)
     num_bins = max(step, -(-lower // step) * step)
     tight: list[Bin] | None = None
@@ -162,6 +164,8 @@ def largest_differencing(items: Sequence[Item], num_bins: int) -> list[Bin]:
             merged = _extended(first, second)
         else:
             merged = _merged(first, second, num_bins)
+            # Costs are negative here: this is minus (fullest less emptiest), so the heap pops the
+            # largest difference first.
             key = merged[0][0] - merged[-1][0]
         heapq.heappush(heap, (key, age, merged))
         age += 1
@@ -182,6 +186,7 @@ def _merged(first: list, second: list, num_bins: int) -> list:
     for bins in (first, second):
         if len(bins) < num_bins:  # full ones are sorted
             bins.sort()
+    # So many bins of one have to share with one of the other.
     overlap = len(first) + len(second) - num_bins
     cut_first = len(first) - overlap
     cut_second = len(second) - overlap
@@ -213,6 +218,8 @@ def _best_fit_decreasing(items: list[Item], budget: int) -> list[Bin]:
     free: list[int] = []
     owners: list[int] = []
     for tokens, row in items:
+        # The least room that is enough; without any, a new bin, whose room is the most of all and
+        # so stands last.
         place = bisect_left(free, tokens)
         if place == len(free):
             bins.append((0, []))
@@ -264,6 +271,7 @@ def _to_ranks(bins: list[Bin], ranks: int) -> Plan:
         if count + 1 < per_rank:
             heapq.heapreplace(loads, (load + cost, count + 1, rank))
         else:
+            # The rank has all of its bins.
             heapq.heappop(loads)
     return plan
 
@@ -275,7 +283,7 @@ def _leveled(plan: Plan, costs: Integers, tokens: Integers, budget: int) -> Plan
     micro-batch. It ends where the slowest rank is close to the mean, or nothing helps it.
     """
     plan = [[list(rows) for rows in rank] for rank in plan]
-    loads = np.array([sum(int(costs[rows].sum()) for rows in rank if rows) for rank in plan])
+    loads = np.array([_load(rank, costs) for rank in plan])
     enough = LEVEL_ENOUGH * loads.mean()
     while loads.max() > enough:
         slowest = int(loads.argmax())
@@ -325,17 +333,22 @@ def _exchange(
     num_taken = len(taken)
     into = np.concatenate([taken_from, np.arange(len(fast))])
     nothing = np.zeros(len(fast), dtype=np.int64)
+    # [rows of slow, rows and micro-batches of fast]: the cost that leaves the slow rank, and the
+    # tokens that come to the fast one.
     moved = costs[given][:, None] - np.concatenate([costs[taken], nothing])
     growth = tokens_given[:, None] - np.concatenate([tokens_taken, nothing])
+    # Where ``moved`` is between 0 and the gap, the larger of the two costs falls.
     allowed = (
         (moved > 0)
         & (moved < gap)
         & (growth <= room_of_fast[into])
         & (-growth <= room_of_slow[given_from][:, None])
     )
+    # A row that is alone would leave an empty micro-batch if nothing came back.
     allowed[alone, num_taken:] = False
     if not allowed.any():
         return 0
+    # One rank loses ``moved``, the other gains it: the gap changes by twice as much.
     unevenness = np.where(allowed, np.abs(2 * moved - gap), np.iinfo(np.int64).max)
     row, other = divmod(int(unevenness.argmin()), len(into))
     slow[given_from[row]].remove(given[row])
@@ -346,7 +359,12 @@ def _exchange(
     return int(moved[row, other])
 
 
+def _load(microbatches: list[list[int]], costs: Integers) -> int:
+    """Cost of all rows of a rank."""
+    return sum(int(costs[rows].sum()) for rows in microbatches if rows)
+
+
 def _placed(microbatches: list[list[int]]) -> tuple[Integers, Integers]:
     """All rows, and the micro-batch of each."""
-    rows = np.array([row for rows in microbatches for row in rows], dtype=np.int64)
+    rows = np.array(list(chain.from_iterable(microbatches)), dtype=np.int64)
     return rows, np.repeat(np.arange(len(microbatches)), [len(rows) for rows in microbatches])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -45,9 +46,9 @@ def plan_shared_prompts(
     cuts: list[Part] = []
     for most in _halvings(max(map(len, groups), default=1)):
         previous = cuts
-        cuts = [
-            part for group in groups for part in _parts(group, lengths, most, tokens_per_microbatch)
-        ]
+        cuts = []
+        for group in groups:
+            cuts += _parts(group, lengths, most, tokens_per_microbatch)
         if cuts == previous:
             continue
         part_costs = costs.of_parts(cuts)
@@ -62,7 +63,7 @@ def plan_shared_prompts(
             budgeted=[sum(map(lengths.__getitem__, part)) for part in cuts],
             level=work is not None,
         )
-        slowest = max(sum(part_costs[part] for parts in rank for part in parts) for rank in plan)
+        slowest = max(_load(rank, part_costs) for rank in plan)
         if best_cost is None or slowest < best_cost:
             best_cost = slowest
             best_plan = [[_rows_of(parts, cuts) for parts in rank] for rank in plan]
@@ -90,7 +91,7 @@ class _PartCosts:
             return []
         sizes = np.array([len(part) for part in parts])
         starts = sizes.cumsum() - sizes
-        rows = np.array([row for part in parts for row in part])
+        rows = np.array(list(chain.from_iterable(parts)))
         prompts = self.of_prompt[rows[starts]]
         return (prompts + np.add.reduceat(self.of_response[rows], starts)).tolist()
 
@@ -102,6 +103,11 @@ def _by_prompt(batch: Sequences, rows: Sequence[int]) -> list[list[int]]:
     for row, prompt in zip(rows, batch.prompt_index[list(rows)].tolist(), strict=True):
         groups.setdefault(prompt, []).append(row)
     return list(groups.values())
+
+
+def _load(microbatches: Sequence[Sequence[int]], part_costs: Sequence[int]) -> int:
+    """Cost of all parts of a rank."""
+    return sum(part_costs[part] for part in chain.from_iterable(microbatches))
 
 
 def _rows_of(numbers: Sequence[int], parts: Sequence[Part]) -> list[int]:

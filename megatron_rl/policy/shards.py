@@ -22,8 +22,8 @@ def held_shards(held: Sequence[Held]) -> list[Shard]:
     ``linear_qkv`` are ``Shard("model.layers.0.self_attn.k_proj.weight", (4, 4), (2, 0), (2, 4), 8,
     (4, 1), "0:decoder.layers.0.self_attention.linear_qkv.weight", "float32")``.
     """
-    return [
-        replace(shard, key=key(item), dtype=str(item.tensor.dtype).removeprefix("torch."))
-        for item in held
-        for shard in item.shards
-    ]
+    shards = []
+    for item in held:
+        dtype = str(item.tensor.dtype).removeprefix("torch.")
+        shards += [replace(shard, key=key(item), dtype=dtype) for shard in item.shards]
+    return shards

@@ -90,12 +90,11 @@ def stored_parameters(chunks: Sequence[Mapping[str, Any]], optimizer: Any) -> li
         chunks: what ``sharded_state_dict`` of each model chunk returns.
     """
     states = optimizer_states(optimizer)
-    items = [
-        (chunk, name, shard)
-        for chunk, shards in enumerate(chunks)
-        for name, shard in shards.items()
-        if isinstance(shard, Shard)
-    ]
+    items = []
+    for chunk, shards in enumerate(chunks):
+        for name, shard in shards.items():
+            if isinstance(shard, Shard):
+                items.append((chunk, name, shard))
     cut = Cut([(shard.data, states.get(shard.data)) for _, _, shard in items])
     found = []
     for number, (chunk, name, shard) in enumerate(items):
@@ -114,6 +113,7 @@ def stored_parameters(chunks: Sequence[Mapping[str, Any]], optimizer: Any) -> li
                 array_shape=tuple(pieces[0].global_shape),
                 boxes=_boxes(name, pieces, shard.data.numel()),
                 may_differ=any(piece.allow_shape_mismatch for piece in pieces),
+                # The last number is the data-parallel rank, whose share is cut separately.
                 is_main=not any(replica[:-1]),
                 states=states.get(shard.data),
                 writes=cut.writes[number],
@@ -187,6 +187,7 @@ def _pieces(shard: Shard) -> list[ShardedTensor]:
 def _boxes(name: str, pieces: Sequence[ShardedTensor], num_elements: int) -> tuple[Box, ...]:
     boxes = []
     for piece in sorted(pieces, key=lambda piece: _first(piece, len(pieces))):
+        # megatron leaves the axes in front (layers, experts) out of the local shape.
         ones = (1,) * piece.prepend_axis_num
         first = _first(piece, len(pieces))
         boxes.append(Box(tuple(piece.global_offset), (*ones, *piece.local_shape), first))
@@ -234,6 +235,7 @@ def _distributed_states(part: Any) -> dict[Tensor, States]:
 
     for buffer, by_dtype in zip(part.buffers, part.gbuf_ranges, strict=True):
         for parameter in buffer.param_index_map:
+            # This rank steps nothing of it; replaced below where it does.
             found[parameter] = States((0, 0), dict, is_distributed=True)
         for buckets in by_dtype.values():
             for bucket in buckets:
@@ -245,14 +247,15 @@ def _distributed_states(part: Any) -> dict[Tensor, States]:
 
 def _whole_states(part: Any) -> Iterator[tuple[Tensor, States]]:
     """Of an optimizer that every data-parallel rank has whole."""
-    pairs = [(parameter, parameter) for group in part.param_groups for parameter in group["params"]]
+    pairs: list[tuple[Tensor, Tensor]] = []  # a parameter, and what the optimizer steps for it
     if hasattr(part, "float16_groups"):
-        pairs = [
-            pair
-            for groups in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True)
-            for pair in zip(*groups, strict=True)
-        ]
-        pairs += [(one, one) for group in part.fp32_from_fp32_groups for one in group]
+        for group, copies in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            pairs += zip(group, copies, strict=True)
+        for group in part.fp32_from_fp32_groups:
+            pairs += [(parameter, parameter) for parameter in group]
+    else:
+        for group in part.param_groups:
+            pairs += [(parameter, parameter) for parameter in group["params"]]
     for parameter, main in pairs:
         state = part.optimizer.state[main]
         tensors = _without_step(state if main is parameter else {"fp32_param": main, **state})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import isfinite
 from statistics import fmean
 
@@ -181,7 +182,7 @@ def evaluation_table(rows: Sequence[Values]) -> str:
 
 def _shared_keys(rows: Sequence[Values]) -> list[str]:
     """The columns: accuracy, pass@k, maj@n, tokens, truncated."""
-    every = dict.fromkeys(key for row in rows for key in row)
+    every = dict.fromkeys(chain.from_iterable(rows))  # in order of appearance, each once
     chosen = [key for key in every if key.startswith(("eval/pass_at_", "eval/maj_at_"))]
     overall = [key for key in chosen if key.count("/") == 1]  # a second "/": of one data source
     return ["eval/accuracy", *overall, _TOKENS, "eval/truncated_share"]

@@ -78,7 +78,10 @@ class Lane:
         *lines, self._unread = self._unread.split(b"\n")
         if gone and not lines:
             return None
-        return [reply for line in lines for reply in json.loads(line)]
+        replies: list[dict[str, Any]] = []
+        for line in lines:
+            replies += json.loads(line)
+        return replies
 
     def kill(self) -> None:
         """Ends the worker and all processes of its session."""

@@ -128,10 +128,7 @@ def _facts(
         "rows": list(minibatch.rows),
         "splits": splits,
         "uids": [prompt.uid for prompt in minibatch.experience.responses.prompts],
-        "images": [
-            [(image.digest, image.width, image.height) for image in prompt.images]
-            for prompt in minibatch.experience.responses.prompts
-        ],
+        "images": [_described(prompt.images) for prompt in minibatch.experience.responses.prompts],
         "loss": None if result is None else repr(result.loss),  # "nan" and "inf" are not JSON
         "grad_norm": None if result is None else repr(result.grad_norm),
     }
@@ -205,6 +202,11 @@ def read_bundle(path: Path) -> Bundle:
         loss=None if facts["loss"] is None else float(facts["loss"]),
         grad_norm=None if facts["grad_norm"] is None else float(facts["grad_norm"]),
     )
+
+
+def _described(images: Sequence[Image]) -> list[tuple[str, int, int]]:
+    """What ``_read_images`` needs beside the files."""
+    return [(image.digest, image.width, image.height) for image in images]
 
 
 def _write_images(folder: Path, rows: Sequence[tuple[Image, ...]]) -> None:

@@ -191,7 +191,9 @@ class Dispatcher(Follower):
         """When it is ready. ``sampled_tokens``: by all replicas, used or not."""
         batch = self._scheduler.take()
         groups = batch.groups or self._last_refused(batch)
-        requests = [request for group in groups for request in self._requests(0, group)]
+        requests: list[Request] = []
+        for group in groups:
+            requests += self._requests(0, group)
         ended = [self._ended[request] for request in requests]
         return Outcome(
             groups=groups,

@@ -35,6 +35,7 @@ class EndTokens:
         row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         is_end = torch.zeros(len(row), dtype=torch.bool)
         is_end[lengths.cumsum(0) - 1] = True
+        # In front of row i stand the end tokens of i rows.
         return cls(is_end, torch.arange(len(row)) - row, row)
 
     def without(self, scores: TokenScores) -> TokenScores:

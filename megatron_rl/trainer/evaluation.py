@@ -66,11 +66,11 @@ def evaluate(
         return folder.prepare(record, evaluation.weights, world.launch_id)
 
     answered = world.from_main(prepare)
-    left = [
-        (weights, [prompt for prompt in prompts if prompt.uid not in uids])
-        for weights, uids in zip(evaluation.weights, answered, strict=True)
-    ]
-    left = [(weights, unanswered) for weights, unanswered in left if unanswered]
+    left = []
+    for weights, uids in zip(evaluation.weights, answered, strict=True):
+        unanswered = [prompt for prompt in prompts if prompt.uid not in uids]
+        if unanswered:
+            left.append((weights, unanswered))
     if left:
         sight = sight_of(prompts, vision)
         engine = _engine(config, left[0][0], sight, world, display)

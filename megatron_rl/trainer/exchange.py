@@ -37,11 +37,15 @@ def token_rows(rows: RowNumbers, completions: Sequence[Completion]) -> TokenRows
 
 def token_versions(completions: Sequence[Completion]) -> Int[np.ndarray, " tokens"]:
     """The version of the weights that sampled each token, of one response after the other."""
-    versions = [span.version for one in completions for span in one.spans]
-    ends = [span.end for one in completions for span in one.spans]
-    starts = [start for one in completions for start in [0, *(span.end for span in one.spans[:-1])]]
-    lengths = np.array(ends, dtype=np.int64) - np.array(starts, dtype=np.int64)
-    return np.repeat(np.array(versions, dtype=np.int32), lengths)
+    versions = []
+    lengths = []
+    for one in completions:
+        begin = 0
+        for span in one.spans:
+            versions.append(span.version)
+            lengths.append(span.end - begin)
+            begin = span.end
+    return np.repeat(np.array(versions, dtype=np.int32), np.array(lengths, dtype=np.int64))
 
 
 def exchange_rows(held: TokenRows, route: Route, world: World) -> TokenRows:
@@ -61,6 +65,7 @@ def exchange_rows(held: TokenRows, route: Route, world: World) -> TokenRows:
     for name, values in outgoing.columns.items():
         buffer = torch.from_numpy(np.empty(sum(received), dtype=values.dtype))
         with world.attendance.collective() if world.attendance else nullcontext():
+            # What comes in is named before what goes out, tensors and sizes alike.
             dist.all_to_all_single(
                 buffer, torch.from_numpy(values), received, sent, group=world.control_group
             )

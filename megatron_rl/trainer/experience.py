@@ -71,8 +71,11 @@ class Responses:
         rows = np.asarray(rows, dtype=np.int64)
         number_of = np.full(len(self), -1)
         number_of[rows] = np.arange(len(rows))
+        # Of each row on this rank the new number; -1 where it is left out.
         here = number_of[self.tokens.rows]
         tokens = self.tokens.take(self.tokens.rows[here >= 0])
+        # The sum of the changes so far numbers the groups from 0: the first row is compared with
+        # itself.
         changes = np.diff(self.group_ids[rows], prepend=self.group_ids[rows[:1]]) != 0
         return Responses(
             prompts=[self.prompts[row] for row in rows],

@@ -44,6 +44,7 @@ class MinibatchPlan:
         order = torch.arange(experience.num_groups)
         for epoch in range(self.epochs_per_rollout):
             if epoch > 0:
+                # A hash of integers is the same in every process, unlike that of a text.
                 seed = hash((self.seed, step, epoch)) % 2**63
                 generator = torch.Generator().manual_seed(seed)
                 order = torch.randperm(experience.num_groups, generator=generator)
@@ -132,9 +133,11 @@ class Learner:
         num_empty = 0
         for number, rows in enumerate(self.plan.minibatches(step, experience), start=1):
             if not rows:
+                # Rows are equal on every rank, so all of them skip the collectives below.
                 num_empty += 1
                 continue
             placed = self.placement.lent(experience, rows)
+            # Each of these three may be a pass of the policy: every rank runs them in this order.
             sums = self._log_ratio_sums(experience, placed)
             looked_at = replace(
                 experience,
@@ -147,6 +150,7 @@ class Learner:
             loss = MinibatchLoss(self.method, minibatch.experience, rows, placed.tokens)
             share = loss.share(placed.share)
             result = self.policy.update(share, loss, with_scores=experience.on_policy)
+            # Without the scores of what ``loss.share`` has added.
             result = loss.of_responses(result)
             self.health.after(minibatch, result)
             updates.append(result)
@@ -168,9 +172,11 @@ class Learner:
             return None
         num_rows = len(experience.responses)
         if experience.on_policy:
+            # Before the only update of a step the policy is still the old one.
             return torch.zeros(num_rows, dtype=torch.float64)
         logprobs = on_cpu(self.policy.score(placed.share)).logprobs.numpy()
         moved = logprobs - placed.tokens.columns["old_logprobs"]
+        # [rows of the experience]; 0 of those that the minibatch has not.
         return self.placement.response_sums(placed, moved, num_rows)
 
     def _peaks(self, placed: Placed) -> Tensor | None:
@@ -182,6 +188,8 @@ class Learner:
         assert entropies is not None
         everything = self.placement.of_all_tokens(entropies)
         starts = self.histories.starts
+        # The first minibatch of a run has no start yet, and sets it: the anchor is the last of
+        # four.
         peaks = self.method.peaks(everything, starts.get("peak_entropy"))
         starts["peak_entropy"] = peaks[3].item()
         return peaks

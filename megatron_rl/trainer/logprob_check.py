@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -133,7 +134,7 @@ class LogprobCheck:
         wanted = [
             row[one.num_context - 1 :] for one, row in zip(self._sequences, rows, strict=True)
         ]
-        scored = torch.tensor([value for row in wanted for value in row])
+        scored = torch.tensor(list(chain.from_iterable(wanted)))
         difference = (scored - expected).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
         worst, place = difference.max(0)
         of_replica = (
@@ -144,6 +145,7 @@ class LogprobCheck:
             expected[place].item(),
         )
         of_all = self._world.all_gather(of_replica)
+        # Tuples are compared by their first value, the mean: the replica where it is worst.
         mean, replica, largest, engine_says, policy_says = max(of_all)
         if self._tolerance is not None and mean > self._tolerance:
             raise WeightSyncError(

@@ -63,7 +63,10 @@ def with_masked_copies(share: Share, ratio: float, seed: int) -> Share:
         images=images,
         temperatures=None if plain.temperatures is None else plain.temperatures.repeat(2),
     )
-    microbatches = [[*rows, *(row + num_rows for row in rows)] for rows in share.microbatches]
+    microbatches = []
+    for rows in share.microbatches:
+        copied = [row + num_rows for row in rows]
+        microbatches.append([*rows, *copied])
     return Share(both, microbatches)
 
 

@@ -115,6 +115,7 @@ def _statistics(experience: Experience, method: Method, world: World) -> dict[st
     old = experience.old.logprobs
     ref = None if experience.ref is None else experience.ref.logprobs
     batch = experience.share.batch
+    # The layout has response tokens alone: all of them count.
     mask = torch.ones_like(old, dtype=torch.bool)
     statistics = method.response_statistics(
         old, ref, batch.response_index, mask, batch.num_responses
@@ -122,6 +123,7 @@ def _statistics(experience: Experience, method: Method, world: World) -> dict[st
     if method.needs.prompt_logprobs:
         assert experience.old.prompt_logprobs is not None
         row = torch.repeat_interleave(torch.arange(batch.num_responses), batch.prompt_lengths)
+        # [prompt tokens]: all but the first of each row, which nothing predicts.
         predicted = torch.nn.functional.pad(row[1:] == row[:-1], (1, 0))
         logprobs = experience.old.prompt_logprobs[predicted]
         statistics |= method.prompt_statistics(logprobs, row[predicted], batch.num_responses)
@@ -133,6 +135,7 @@ def _of_all_rows(
 ) -> dict[str, Tensor]:
     """Collective: ``values``, one number for each row of this rank, for all rows, in their own
     format (float64 holds what every smaller format holds)."""
+    # [rows of this rank, values]; the table is [all rows, values].
     partials = torch.stack([each.double() for each in values.values()], 1).numpy()
     table = torch.from_numpy(of_all_rows(experience.responses, partials, world))
     columns = zip(values.items(), table.unbind(1), strict=True)
@@ -187,9 +190,11 @@ class MinibatchLoss:
         assert credit is not None, "a loss needs a scored experience"
         lengths = experience.sequences.response_lengths
         own = torch.tensor(list(rows), dtype=torch.int64)
+        # 1 for the rows of this minibatch: the denominators count no other tokens.
         here = torch.zeros_like(lengths).index_fill(0, own, 1)
         self._method = method
         self._columns = {name: torch.from_numpy(values) for name, values in tokens.columns.items()}
+        # [tokens on this rank]: the row of each, by its number among those of the experience.
         self._response_index = torch.from_numpy(np.repeat(tokens.rows, tokens.lengths))
         self._per_response = {
             "advantages": credit.advantages,
@@ -210,6 +215,7 @@ class MinibatchLoss:
         self._copies = None
         self._mask_seed = experience.mask_seed
         if method.needs.masked_in_update:
+            # The tokens of the plain half: with one more behind each response where end tokens are.
             more = len(tokens.lengths) if method.needs.end_token is not None else 0
             self._copies = MaskedCopies(int(tokens.lengths.sum()) + more)
         if experience.end_start is not None:
@@ -248,18 +254,22 @@ class MinibatchLoss:
         device = view.logprobs.device
         copies: TokenView | None = None
         if self._copies is not None:
+            # What ``share`` did is undone from its end: copies were made of what had end tokens.
             view, copies = self._copies.split(view)
         ends: dict[str, Tensor] = {}
         if self._ends is not None:
             view, logprobs, rows = self._ends.split(view)
             ends = {"end_logprobs": logprobs, "end_index": to_device(self._rows[rows], device)}
+            # The end tokens of copies are in no loss.
             copies = None if copies is None else self._ends.split(copies)[0]
         if not self._on_device:
+            # Put there by the first micro-batch, found there by the others of the minibatch.
             self._on_device = {
                 name: to_device(values, device) for name, values in self._per_response.items()
             }
 
         def tokens(values: Tensor) -> Tensor:
+            # Columns and index are on the host: choosing there waits for nothing.
             return to_device(values[view.index], device)
 
         columns = self._columns

@@ -102,8 +102,10 @@ class PartialGroups:
     @property
     def num_tokens(self) -> int:
         """Of all that is open."""
-        answers = (answer for group in self._open.values() for answer in group.answers.values())
-        return sum(len(answer.completion.token_ids) for answer in answers)
+        total = 0
+        for group in self._open.values():
+            total += sum(len(answer.completion.token_ids) for answer in group.answers.values())
+        return total
 
     def _drawn(self, number: int) -> Prompt:
         return self._stream.of_step(number, number)

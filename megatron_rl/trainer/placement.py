@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -109,11 +110,12 @@ class Placement:
         """``held``: the rows of the plan on their owners, or (``given``) on all that work on
         them."""
         microbatches = plan[self.placing.data_rank]
-        own = np.array(sorted(row for rows in microbatches for row in rows), dtype=np.int64)
+        own = np.array(sorted(chain.from_iterable(microbatches)), dtype=np.int64)
         lengths = experience.responses.lengths[own]
         if given or self._owns:
             tokens = held.take(own)
         else:
+            # Not the owner: room for what it gives below.
             num_tokens = int(lengths.sum())
             columns = {
                 name: np.empty(num_tokens, values.dtype) for name, values in held.columns.items()
@@ -131,6 +133,7 @@ class Placement:
         )
         temperatures = policy_temperatures(experience.annealing, lengths)
         batch = replace(batch, temperatures=temperatures)
+        # By their places in the share, whose rows are in increasing order.
         places = [np.searchsorted(own, rows).tolist() for rows in microbatches]
         return Placed(tokens, Share(batch, places))
 

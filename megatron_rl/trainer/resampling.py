@@ -168,6 +168,7 @@ class Resampling:
                     sampling = replace(plain, seed=(seed + num_asked) % 2**32)
                     responses = self._asked(wanted.asks, sampling, responses, clock)
                 keep = np.ones(responses.num_groups, dtype=bool)
+                # The hook has spoken of the groups that it saw; those that were asked for stay.
                 keep[:num_groups] = True if wanted.keep is None else wanted.keep
                 rows = keep[responses.group_ids]
                 dropped_tokens += int(responses.lengths[~rows].sum())

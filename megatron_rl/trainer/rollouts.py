@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -79,11 +80,7 @@ class Sampler:
         leaders = self.streaming.leaders
         holders = leaders[np.asarray(outcome.replicas, dtype=np.int64)]
         here = np.flatnonzero(holders == self.world.rank)
-        names = [
-            (group, response)
-            for group in outcome.groups
-            for response in range(order.rules.responses_per_group)
-        ]
+        names = list(product(outcome.groups, range(order.rules.responses_per_group)))
         completions = [replica.completions[Request(0, *names[row])] for row in here]
         responses = Responses(
             prompts=[order.prompts(group) for group, _ in names],

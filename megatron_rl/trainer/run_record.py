@@ -187,7 +187,9 @@ def _comparable(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Keys that both have, and those that one has as a value where the other has a section."""
     keys = before.keys() & now.keys()
     for leaves, other in ((before, now), (now, before)):
-        sections = {name for key in other for name in _sections(key)}
+        sections: set[str] = set()
+        for key in other:
+            sections.update(_sections(key))
         keys |= leaves.keys() & sections
     return sorted(keys)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from itertools import count, starmap, zip_longest
+from itertools import count, product, starmap, zip_longest
 
 from megatron_rl.trainer.server_failures import Asked, Failures
 from megatron_rl.trainer.server_tasks import Client, NoServerError, Tasks
@@ -55,11 +55,7 @@ class Questions:
     ) -> list[Completion] | None:
         """All responses to each prompt, one prompt after the other; None where no server is
         left."""
-        places = [
-            (place, number)
-            for place in range(len(prompts))
-            for number in range(sampling.num_responses)
-        ]
+        places = list(product(range(len(prompts)), range(sampling.num_responses)))
         answers: dict[Place, Completion] = {}
         attempts = count()
         while len(answers) < len(places) and (names := await self._able()):

@@ -34,7 +34,7 @@ from megatron_rl.trainer.server_dispatch import ServerDispatcher
 from megatron_rl.trainer.server_tasks import News, NoServerError
 from megatron_rl.trainer.step_end import StepEnd
 from megatron_rl.trainer.step_record import StepRecord
-from megatron_rl.types import Image, Prompt, Sampling, Score, SyncReport
+from megatron_rl.types import Completion, Image, Prompt, Sampling, Score, SyncReport
 from megatron_rl.weight_sync.fleet import FleetSync
 from megatron_rl.weight_sync.held import HeldWeights
 
@@ -135,7 +135,7 @@ class Servers:
         if not groups:
             raise ValueError(none_wanted(step, batch.num_refused))
         mine += groups
-        completions = [one for group in groups for one in group.completions]
+        completions = _completions(groups)
         ages = step - 1 - token_versions(completions)
         if ages.max() > self._parts.staleness:
             raise RuntimeError(
@@ -287,16 +287,22 @@ class Servers:
         self._saved = state
 
 
+def _completions(groups: Sequence[FinishedGroup]) -> list[Completion]:
+    """One group after the other."""
+    return [one for group in groups for one in group.completions]
+
+
 def _told(groups: Sequence[FinishedGroup]) -> Told:
-    completions = [one for group in groups for one in group.completions]
-    facts = [(len(one.token_ids), one.truncated, one.weight_version) for one in completions]
+    facts = []
+    for one in _completions(groups):
+        facts.append((len(one.token_ids), one.truncated, one.weight_version))
     scores = [score for group in groups for score in group.scores]
     return Told(np.array(facts, dtype=np.int64).reshape(-1, 3), scores)
 
 
 def _responses(prompts: Sequence[Prompt], told: Told, mine: Sequence[FinishedGroup]) -> Responses:
     """Equal on all ranks but for the tokens, which lie on rank 0. ``mine``: there alone."""
-    completions = [one for group in mine for one in group.completions]
+    completions = _completions(mine)
     size = len(told.scores) // len(prompts)
     tokens = token_rows(range(len(completions)), completions)
     columns = {**tokens.columns, "weight_versions": token_versions(completions)}

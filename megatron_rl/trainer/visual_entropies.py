@@ -78,7 +78,9 @@ def with_visual_entropy(
     missing = [image for digest, image in images.items() if digest not in known]
     share = missing[world.rank :: world.size]
     made = {image.digest: tower.entropy(image) for image in share}
-    new = {digest: value for part in world.all_gather(made) for digest, value in part.items()}
+    new: dict[str, float] = {}
+    for part in world.all_gather(made):
+        new.update(part)
     world.from_main(partial(_append, file, tower.fingerprint, new))
     if world.is_main:
         logger.info(
@@ -90,10 +92,10 @@ def with_visual_entropy(
             file,
         )
     values = {**known, **new}
-    train = [
-        replace(source, prompts=tuple(_with(prompt, values) for prompt in source.prompts))
-        for source in data.train
-    ]
+    train = []
+    for source in data.train:
+        prompts = tuple(_with(prompt, values) for prompt in source.prompts)
+        train.append(replace(source, prompts=prompts))
     return replace(data, train=tuple(train))
 
 

@@ -127,7 +127,7 @@ def verify_tensors(digests: Mapping[str, str]) -> None:
     if len(set(all_gather(combined_digest(digests), str))) == 1:
         return
     tables = all_gather(dict(digests), dict[str, str])
-    names = sorted({name for table in tables for name in table})
+    names = sorted(set().union(*tables))
     described = [_difference(name, tables) for name in names]
     differences = [text for text in described if text]
     raise WeightSyncError(

@@ -80,9 +80,10 @@ class Flows:
     def direct(streams: Mapping[Stream, int]) -> Flows:
         """Streams that nobody passes on, between ranks that are all on one node."""
         dtypes = tuple(sorted({stream.dtype for stream in streams}))
-        ranks = {rank for stream in streams for rank in stream[:2]}
+        ranks: set[int] = set()
         rows = []
         for (source, target, dtype), size in streams.items():
+            ranks |= {source, target}
             rows.append((source, target, dtypes.index(dtype), size))
         rows.sort()
         columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
@@ -140,11 +141,14 @@ class Flows:
         while len(flow):
             zeros = np.zeros(len(flow), dtype=np.int64)
             rows.append((flow, sender, receiver, zeros + delay, zeros))
+            # Mates get it one round of arrivals later: the turns behind a round pass on what the
+            # one before it brought, see ``Schedule``.
             rows += self._to_mates(flow, receiver, delay + 1)
             following = self.next_node[self.nodes.of_rank[receiver]]
             goes_on = following >= 0
             flow = flow[goes_on]
             sender = receiver[goes_on]
+            # The same place of the next node, so that the bytes stay on their rail.
             receiver = self.nodes.ranks[following[goes_on], self.nodes.position[sender]]
             delay += self.hop
         if not rows:
@@ -163,6 +167,7 @@ class Flows:
                 continue
             places = np.array(fan)
             sender = holder[chosen]
+            # The number of the sender's place in the fan, whose places are in increasing order.
             own = np.searchsorted(places, self.nodes.position[sender])
             # A turn is a rotation of the fan: whoever holds something passes it on to the place
             # ``step`` behind its own, so that nobody sends, or gets, two in one turn. Example: in
@@ -199,6 +204,7 @@ class Flows:
         """Rank -> with how many others it exchanges messages."""
         _, sender, receiver, _, _ = self.edges
         num_ranks = len(self.nodes.of_rank)
+        # (rank, peer) as one number, both ways around: a pair that talks both ways counts once.
         pairs = np.concatenate([sender * num_ranks + receiver, receiver * num_ranks + sender])
         return np.bincount(np.unique(pairs) // num_ranks, minlength=num_ranks)
 
@@ -232,6 +238,7 @@ def gathered(parts: Sequence[Part], num_ranks: int) -> tuple[list[np.ndarray], l
     flows, inverse = np.unique(np.concatenate(keys), return_inverse=True)
     size = np.zeros(len(flows), dtype=np.int64)
     np.add.at(size, inverse, sizes)
+    # The digits of each way, from the last one on.
     rest, fan = np.divmod(flows, fans)
     rest, dtype = np.divmod(rest, dtypes)
     source, target = np.divmod(rest, num_ranks)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -116,7 +117,7 @@ def needs(held: tuple[Rects, ...], wanted: tuple[Rects, ...], shards: Rects) -> 
     local = []
     from_mates = []
     left: list[list[Rect]] = []
-    mates = dict.fromkeys(rect for rects in held for rect in rects)
+    mates = dict.fromkeys(chain.from_iterable(held))  # what they hold, each once
     for place, wishes in enumerate(wanted):
         missing: list[Rect] = []
         for rect in wishes:
@@ -145,7 +146,7 @@ def needs(held: tuple[Rects, ...], wanted: tuple[Rects, ...], shards: Rects) -> 
     missing_elements = 0
     for own, wishes in zip(held, wanted, strict=True):
         missing_elements += covered(wishes) - covered(wishes, own)
-    on_node = [rect for rects in wanted for rect in rects]
+    on_node = list(chain.from_iterable(wanted))
     entering = covered(on_node) - covered(on_node, list(mates))
     return Needs(
         tuple(local), tuple(from_mates), tuple(from_afar), missing_elements, entering, lacking

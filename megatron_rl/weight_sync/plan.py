@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 
@@ -178,6 +179,7 @@ def make_plan(sources: Side, targets: Side, settings: PlanSettings) -> Plan:
     return plan
 
 
+# Many classes have the same few sets of rectangles.
 _covered = lru_cache(maxsize=65536)(covered)
 
 
@@ -204,7 +206,7 @@ class _Planner:
             self.replicas.setdefault(roles, sorted(replica))
         # Source role + 1 -> how many ranks of it are in replicas; at 0 those without source role.
         # What each of them has itself need not be gathered, see ``solve``.
-        in_replicas = [rank for replica in replicas for rank in replica]
+        in_replicas = list(chain.from_iterable(replicas))
         num_roles = len(sides[0].ranks)
         self.gathering = np.bincount(self.source_role[in_replicas] + 1, minlength=num_roles + 1)
         # Each kind of node, once: the source roles at its places, then the target roles. A place
@@ -228,8 +230,10 @@ class _Planner:
         self._check_wanted(tensors)
         if not tensors.targets:
             return
+        # Bytes of one element in all tensors of the class.
         size = tensors.itemsize * len(tensors.names)
         whole = math.prod(tensors.full)
+        # Whole tensors to every rank of a replica, less what such a rank has itself.
         self.gather_bytes += size * whole * int(self.gathering.sum())
         for role, rects in tensors.sources.items():
             self.gather_bytes -= size * _covered(rects) * int(self.gathering[role + 1])
@@ -245,6 +249,7 @@ class _Planner:
             need = needs(held, wanted, shards)
             if need.lacking is not None:
                 self._raise_lacking(tensors, need.lacking, nodes, holders)
+            # ``needs`` counts elements of one tensor, on one of these nodes.
             self.lower_bound += size * need.missing * len(nodes)
             self.node_bound += size * need.entering * len(nodes)
             self._deliver(want, tensors, need, nodes)
@@ -269,6 +274,7 @@ class _Planner:
         for place, rect, within in need.local:
             ranks = self.nodes.ranks[nodes, place]
             self.local_bytes += want.itemsize * elements(rect) * want.count * len(ranks)
+            # As a delivery whose only source, a column of one, is the target itself.
             copies = (want.class_index, rect, within, every_tensor, (), ranks, ranks[:, None])
             self.local.append(Delivery(*copies))
         deliveries = [self.senders.from_mates(want, mates, nodes) for mates in need.from_mates]
@@ -332,6 +338,7 @@ class _Planner:
             wanted: list[Rect] = []
             for role in roles:
                 wanted += tensors.targets.get(role, ())
+            # All rectangles lie inside of the shape, see above: as many elements are all of them.
             if _covered(tuple(wanted)) == math.prod(full):
                 continue
             lost = without(whole, wanted)

@@ -188,6 +188,7 @@ def _copies(plan: Plan, rank: int, places: _Places) -> Iterator[Copy]:
     for number, (delivery, flows) in enumerate(plan.deliveries):
         if flows is None and rank in delivery.targets:
             tensors = plan.classes[delivery.class_index]
+            # Sorted by the place of the tensor among all names, then by delivery.
             rows += [(tensors.order[i], number, tensors.names[i]) for i in delivery.turns]
     for _, number, tensor in sorted(rows):
         delivery, _ = plan.deliveries[number]
@@ -210,6 +211,7 @@ def _parcels(plan: Plan, chosen: np.ndarray) -> dict[int, _Parcels]:
     for number, (delivery, flows) in enumerate(plan.deliveries):
         if flows is None:
             continue
+        # ``flows`` is [targets, sources of each], as ``delivery.sources`` is.
         every_turn = np.array(delivery.turns)
         # Column n of ``flows`` is of the sources that send the n-th tensor, and each k-th after it.
         for i, n in zip(*np.nonzero(chosen[flows])):
@@ -230,6 +232,7 @@ def _rounds(plan: Plan, rank: int, places: _Places) -> Iterator[Round]:
     """The rank's part in every flow that it sends, receives or passes on."""
     own = plan.flows.edges.of_rank(rank)
     contents = _contents(plan, rank, own, places)
+    # Number of the round -> what is sent in it, and what is received.
     messages: dict[int, tuple[list[Message], list[Message]]] = defaultdict(lambda: ([], []))
     schedule = plan.schedule
     for edge, bucket, number in zip(*schedule.messages(own)):
@@ -256,6 +259,7 @@ def _rounds(plan: Plan, rank: int, places: _Places) -> Iterator[Round]:
         sends, receives = (sorted(each, key=lambda m: m.bucket) for each in messages[number])
         for message in receives:
             arrived[message.flow, message.begin] = index
+        # What is passed on has arrived in an earlier round of this rank.
         after = [arrived[message.flow, message.begin] for message in sends if message.passed_on]
         yield Round(number, tuple(sends), tuple(receives), max(after, default=-1))
 
@@ -310,6 +314,7 @@ def _fill(plan: Plan, flow: int, parcels: _Parcels) -> Iterator[tuple[int, list[
                 room = size // itemsize
                 used = 0
                 pieces = []
+            # Either may be several rectangles; together they keep the row-major order.
             head, tail = cut(left.popleft(), room - used)
             for rect in head:
                 pieces.append(_Piece(used, tensor, rect, delivery.within))
@@ -360,5 +365,6 @@ def _extents(groups: Sequence[ShardGroup]) -> dict[str, Extent]:
         elements = extent(group.shard)
         for key in group.keys:
             before = extents.get(key, nothing)
+            # Several shards may lie in one parameter: the one that reaches farthest counts.
             extents[key] = Extent(group.shard.dtype, max(elements, before.elements))
     return extents

@@ -53,7 +53,7 @@ class ReshardSync:
         self._verify = options.verify
         own_sources = [] if source is None else collect(source.weight_boxes())
         own_targets = [] if sink is None else collect(sink.weight_boxes())
-        self.num_tensors = len({name for shards in own_targets for name in shards.names})
+        self.num_tensors = len(set().union(*(shards.names for shards in own_targets)))
         sources, targets = exchange(own_sources, own_targets, group)
         settings = PlanSettings(
             bucket_bytes=options.bucket_mib << 20,

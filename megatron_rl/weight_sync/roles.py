@@ -112,7 +112,9 @@ def tensor_classes(sources: Roles, targets: Roles, cast: bool) -> list[TensorCla
     if not names:
         return []
     place = {name: i for i, name in enumerate(names)}
-    places = {column: np.array([place[name] for name in column]) for column in columns}
+    places = {}
+    for column in columns:
+        places[column] = np.array([place[name] for name in column])
     numbers: dict[Pattern, int] = {}  # in order of appearance: patterns of sources come first
     tensor_ids = []
     pattern_ids = []

@@ -72,6 +72,7 @@ class Schedule:
     @cached_property
     def first(self) -> np.ndarray:
         """The first bucket of each flow; one entry more than there are flows."""
+        # ``flow`` is sorted, see ``_Calendar.buckets``.
         return np.searchsorted(self.flow, np.arange(len(self.flows) + 1))
 
     def messages(self, edges: Edges) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -143,6 +144,7 @@ def schedule(
         )
     if not isinstance(flows, Flows):
         flows = Flows.direct(flows)
+    # Rounded down to the alignment: a bucket begins at a slot, so it begins at an element.
     slot = max(ALIGNMENT, bucket_bytes // SLOTS // ALIGNMENT * ALIGNMENT)
     calendar = _Calendar(len(flows.nodes.of_rank), slot, bucket_bytes // slot)
     for together in matchings(flows):
@@ -159,6 +161,7 @@ def _rounds_in_use(flows: Flows, flow: np.ndarray, arrival: np.ndarray) -> np.nd
     There are few pairs (delay, turn) and far more messages: the keys are made a pair at a time.
     """
     edges = flows.edges
+    # Without edges nothing is added, and an empty list cannot be concatenated.
     keys = [np.zeros(0, dtype=np.int64)]
     for delay, turn in np.unique(np.stack([edges.delay, edges.turn]), axis=1).T:
         travels = (edges.delay == delay) & (edges.turn == turn)
@@ -187,6 +190,7 @@ def matchings(flows: Flows) -> list[np.ndarray]:
         distance[chosen] = _distances(flows.source[chosen], flows.target[chosen])
     # Fans of different turns may share a target; those of one turn cannot.
     turns = [first if fan else 0 for first, fan in zip(flows.first_turns, flows.fans)]
+    # The most important key first. ``~crosses`` is 0 across nodes, so those flows come first.
     keys = np.stack([~flows.crosses, np.array(turns)[flows.fan], flows.dtype, distance])
     order = np.lexsort(keys[::-1])  # lexsort counts its last key first
     changes = np.any(np.diff(keys[:, order], axis=1) != 0, axis=0)
@@ -208,6 +212,8 @@ def _distances(source: np.ndarray, target: np.ndarray) -> np.ndarray:
         count = np.searchsorted(members[0], members[0], side="right") - first
         places.append((numbers - first)[inverse])
         sizes.append(count[inverse])
+    # Modulo the larger side a source and a distance give one target, and a target one source: flows
+    # of one distance share no rank.
     return (places[1] - places[0]) % np.maximum(*sizes)
 
 
@@ -266,6 +272,7 @@ class _Calendar:
         for (side, end), before in zip(both, window, strict=True):
             now = before | taken
             self.busy[side, end, low:high] = now
+            # argmin of a row is its first free slot, but 0 where there is none.
             full = now.all(axis=1)
             lowest = np.where(full, high, low + np.argmin(now, axis=1))
             # A rank whose first free slot lies before the window may still have it.

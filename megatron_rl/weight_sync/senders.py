@@ -89,6 +89,8 @@ class Senders:
         alike = target_role[hears] * (1 + kind.max(initial=0)) + kind_of
         for number in np.unique(alike):
             takers = hears[alike == number]
+            # In the order of their cells, then cut into as many runs as there are groups: a rank
+            # hears from cells near its own.
             takers = takers[np.argsort(self.cell[takers], kind="stable")]
             num_groups[takers] = min(self.num_cells, len(takers))
             group[takers] = np.arange(len(takers)) * num_groups[takers] // len(takers)
@@ -96,6 +98,7 @@ class Senders:
 
     def from_mates(self, want: Wanted, need: FromMates, nodes: np.ndarray) -> Delivery:
         """All holders of the node take turns, least loaded first."""
+        # Targets are [nodes], sources [nodes, holders]: every mate that has it.
         targets = self.nodes.ranks[nodes, need.place]
         sources = self.nodes.ranks[nodes][:, list(need.holders)]
         order = np.argsort(self.load[sources], axis=1, kind="stable")
@@ -129,6 +132,7 @@ class Senders:
         each = delivery.sources.shape[1]
         for n in range(each):
             num_tensors = len(delivery.turns[n::each])  # sources take turns, see Delivery
+            # A rank may be the source of several targets; ``+=`` would count it once.
             np.add.at(self.load, delivery.sources[:, n], size * num_tensors)
 
     def _choose(self, holders: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -144,7 +148,9 @@ class Senders:
         """
         num_groups = int(self.num_groups[targets[0]])
         group = self.group[targets]
+        # [ranks]: the group of neighboring cells that the cell of a holder is in.
         held_in = self.cell * num_groups // self.num_cells
+        # [groups]: how many targets hear from each, and how many holders it has.
         wanted = np.bincount(group, minlength=num_groups)
         held = np.bincount(held_in[holders], minlength=num_groups)
         if (held[wanted > 0] == 0).any():  # copies are not even: everybody hears from everybody
@@ -156,6 +162,8 @@ class Senders:
         # Holders for each target: one number for all groups, since it is a width of the answer.
         each = int((held[used] // wanted[used]).min())
         if each <= 1:
+            # Senders are scarce. Those on the rail will do where every group that is heard has one
+            # there.
             place = self.nodes.position[targets[0]]
             on_rail = holders[self.nodes.position[holders] == place]
             held_on_rail = np.bincount(held_in[on_rail], minlength=len(held))
@@ -172,6 +180,8 @@ class Senders:
         first_target = np.cumsum(wanted) - wanted
         turn = np.empty(len(targets), dtype=np.int64)
         turn[by_group] = np.arange(len(targets)) - np.repeat(first_target, wanted)
+        # [targets, each]: numbers among the holders of the group, which begin again where they run
+        # out.
         among = turn[:, None] * each + np.arange(each)
         return holders[first[group][:, None] + among % held[group][:, None]]
 
@@ -223,6 +233,7 @@ def _chains(nodes: Nodes, is_source: np.ndarray, target_role: np.ndarray) -> np.
     if not len(nodes.ranks):
         return next_node
     present = nodes.ranks >= 0
+    # A place without a rank is -1, which would index the last rank.
     held = is_source[nodes.ranks] & present
     roles = np.where(present, target_role[nodes.ranks], -1)
     pure = np.flatnonzero(~held.any(axis=1) & (roles >= 0).any(axis=1))
@@ -237,5 +248,6 @@ def _chains(nodes: Nodes, is_source: np.ndarray, target_role: np.ndarray) -> np.
         fed = num_sources * len(members) // max(1, num_ranks_pure)
         num_chains = min(max(1, fed), len(members))
         for chain in np.array_split(members, num_chains):
+            # Each node passes on to the one behind it; the last one keeps its -1.
             next_node[chain[:-1]] = chain[1:]
     return next_node

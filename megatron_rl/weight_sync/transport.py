@@ -71,11 +71,10 @@ class Transport:
         self.kind = kind or kind_on(device)
         self.staging: list[Tensor] = []
         self.forms: dict[tuple[str, str], _Form] = {}
-        self.messages = {
-            message.bucket: message
-            for step in program.rounds
-            for message in (*step.sends, *step.receives)
-        }
+        self.messages: dict[BucketId, Message] = {}
+        for step in program.rounds:
+            for message in (*step.sends, *step.receives):
+                self.messages[message.bucket] = message
         if dist.is_initialized():
             # NCCL wants all ranks in the first operation of a group on a device; a round may have
             # only two.
@@ -136,10 +135,10 @@ class Transport:
         """Memory for the rounds in flight: round n uses number n modulo their count, so each has
         the size of its largest round. It is free by then: a round begins only when no more than
         ``rounds_in_flight - 1`` are under way, and the oldest ends first."""
-        sizes = [
-            sum(_aligned(message.size) for message in (*step.sends, *step.receives))
-            for step in self.program.rounds
-        ]
+        sizes = []
+        for step in self.program.rounds:
+            messages = (*step.sends, *step.receives)
+            sizes.append(sum(_aligned(message.size) for message in messages))
         count = min(self.program.rounds_in_flight, len(sizes))
         return [
             torch.empty(max(sizes[slot::count]), dtype=torch.uint8, device=self.device)

@@ -131,8 +131,8 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("credit", "metrics"): [
         (
-            "gap = mean_length(~correct) - mean_length(correct)",
-            "gap = mean_length(correct) - mean_length(~correct)",
+            "gap = mean_of(lengths, ~correct) - mean_of(lengths, correct)",
+            "gap = mean_of(lengths, correct) - mean_of(lengths, ~correct)",
         ),
         (
             "share(groups.spread(evidence.rewards) == 0)",

@@ -8,6 +8,7 @@ import pytest
 
 from tests import warm
 from tools.loss_mutations import MUTATIONS
+from tools.mutate_loss import changed
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -33,6 +34,11 @@ def test_a_sample_of_planted_bugs_is_noticed() -> None:
 def test_every_planted_bug_is_noticed() -> None:
     result = run()
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_every_planted_bug_has_one_place_in_the_code() -> None:
+    for mutation in MUTATIONS:
+        changed(mutation)  # a ValueError where the text that it replaces is not there just once
 
 
 def test_every_formula_has_three_planted_bugs() -> None:
