@@ -191,9 +191,11 @@ def test_a_new_checkpoint_gives_the_whole_budget_again(failing):
 def test_the_newest_checkpoint_is_found_by_number(failing):
     """Names have six digits, and more from a million steps on."""
     (failing / "run/failed_starts").write_text("2 step_999999\n")
+    (failing / "run/failed_nodes").write_text("node2\nnode3\n")
     for step in (999_999, 1_000_000):
         (failing / f"run/checkpoints/step_{step:06}").mkdir(parents=True)
     assert "start 2 of 3 from step_1000000" in start_of(failing).stdout
+    assert (failing / "run/failed_nodes").read_text() == "node2\n"  # there is none to spare
 
 
 def test_a_job_that_fails_before_it_has_a_folder_stays_down(failing):
