@@ -71,11 +71,16 @@ def _with_old_tokens(config: Config, age: str, without: str) -> Iterator[str]:
 def _with_hooks(config: Config) -> Iterator[str]:
     for name, hook in config.rollout_hooks.items():
         key = f"rollout_hooks.{name}"
-        if hook.resamples and (config.source.is_servers or config.source.is_partial):
+        if hook.resamples and config.source.is_partial:
             yield (
-                f"{key}: asks the engine again in the middle of a step, which source=servers and"
-                " source.partial do not do; set source=colocated"
-                f" source.partial.groups_in_flight=null, or leave {name} out"
+                f"{key}: asks the engine again in the middle of a step, which source.partial does"
+                f" not do; set source.partial.groups_in_flight=null, or leave {name} out"
+            )
+        if hook.resamples and config.source.is_servers and config.source.schedule == "free":
+            yield (
+                f"{key}: decides by the verdicts of steps before, which must not depend on when"
+                " servers take new weights; set source.schedule=lockstep, or leave"
+                f" {name} out"
             )
         if hook.resamples and config.method.filters.dynamic_sampling is not None:
             yield (

@@ -35,10 +35,10 @@ from megatron_rl.scheduling.partial import PartialRules
 from megatron_rl.trainer.build_servers import SourceParts, build_logprob_check, build_servers
 from megatron_rl.trainer.bundle import write_bundle
 from megatron_rl.trainer.colocation import ColocatedSync, Colocation
-from megatron_rl.trainer.evaluator import AnswersPrompts, Evaluator
+from megatron_rl.trainer.evaluator import AnswersPrompts, build_evaluator
 from megatron_rl.trainer.exchange import on_main
 from megatron_rl.trainer.experience import Experience
-from megatron_rl.trainer.given import Encode, GivenFirst, check_given, encoder, without_given
+from megatron_rl.trainer.given import Encode, GivenFirst, check_given, encoder
 from megatron_rl.trainer.health import Health
 from megatron_rl.trainer.histories import Histories
 from megatron_rl.trainer.hooks import RolloutHooks
@@ -55,11 +55,10 @@ from megatron_rl.trainer.partial_groups import PartialGroups
 from megatron_rl.trainer.partial_rollouts import PartialRollouts
 from megatron_rl.trainer.placement import Placement
 from megatron_rl.trainer.preflight import check_before_build
-from megatron_rl.trainer.resampling import Resampling, sampling_hooks
+from megatron_rl.trainer.resampling import resampling_of
 from megatron_rl.trainer.rollouts import (
     Rollouts,
     Sampler,
-    evaluation_sampling,
     rollout_sampling,
     stop_token_ids,
 )
@@ -70,7 +69,7 @@ from megatron_rl.trainer.start import LOGS
 from megatron_rl.trainer.step_end import StepEnd
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.trainer.visual_entropies import FILE, with_visual_entropy
-from megatron_rl.types import Prompt, TransferOptions
+from megatron_rl.types import TransferOptions
 from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.gather import GatherSync
 from megatron_rl.weight_sync.reshard import ReshardSync
@@ -107,6 +106,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     with display.phase("building the policy", name="policy"):
         policy = build_policy(config, method, vision, read_weights=start.checkpoint is None)
     decode = text_of(tokenizer)
+    sampling = rollout_sampling(config, stop_ids)
     parts = SourceParts(
         policy=policy,
         weights=policy,
@@ -116,7 +116,8 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         loader=loader,
         reward=reward,
         decode=decode,
-        sampling=rollout_sampling(config, stop_ids),
+        sampling=sampling,
+        resampling=resampling_of(config.rollout_hooks, sampling, data.train_prompts),
         end=build_step_end(config, world, folder, decode),
         encode=encode,
         save=lambda step: folder.save_unless_there(step, policy, source),
@@ -127,13 +128,11 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         source = sampler = build_servers(config, world, display, parts)
     else:
         source, sampler = build_colocated(config, world, display, parts)
-    held_out = held_out_prompts(config, data, method)
-    sampling = evaluation_sampling(config, stop_ids)
     return Trainer(
         config=config.trainer,
         source=source,
         learner=build_learner(config, world, policy, method, folder.histories),
-        evaluator=Evaluator(config.evaluation, sampler, held_out, sampling),
+        evaluator=build_evaluator(config, sampler, data, method, stop_ids),
         folder=folder,
         world=world,
         display=display,
@@ -183,16 +182,8 @@ def build_rollouts(config: Config, parts: SourceParts, sampler: Sampler) -> Coll
         seed=config.seed,
         end=parts.end,
         response_limit=config.rollout.response_limit,
-        resampling=build_resampling(config, parts, sampler),
+        resampling=parts.resampling,
     )
-
-
-def build_resampling(config: Config, parts: SourceParts, sampler: Sampler) -> Resampling | None:
-    """None where no hook asks the engine."""
-    hooks = sampling_hooks(config.rollout_hooks)
-    if not hooks:
-        return None
-    return Resampling(hooks, sampler, parts.sampling, parts.data.train_prompts)
 
 
 def build_method(config: Config, data: Data) -> Method:
@@ -212,12 +203,6 @@ def build_method(config: Config, data: Data) -> Method:
     check_prompt_logprobs(data.train_prompts, method)
     check_images(data.train_prompts, method)
     return method
-
-
-def held_out_prompts(config: Config, data: Data, method: Method) -> Sequence[Prompt]:
-    """Those of an evaluation; the engine alone answers them."""
-    prompts = data.held_out_prompts[: config.evaluation.num_prompts]
-    return [without_given(prompt) for prompt in prompts] if method.needs.given else prompts
 
 
 def given_encoder(

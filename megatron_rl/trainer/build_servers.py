@@ -32,8 +32,10 @@ from megatron_rl.trainer.judge import verdicts
 from megatron_rl.trainer.logprob_check import LogprobCheck, Scoring, check_sequences
 from megatron_rl.trainer.patience import Patience
 from megatron_rl.trainer.prompt_stream import PromptStream
-from megatron_rl.trainer.rollouts import sampling_seed, step_rules
+from megatron_rl.trainer.resampling import Resampling
+from megatron_rl.trainer.rollouts import step_rules
 from megatron_rl.trainer.server_dispatch import ServerDispatcher
+from megatron_rl.trainer.server_sampling import ServerSampling
 from megatron_rl.trainer.server_tasks import Tasks
 from megatron_rl.trainer.servers import ServerParts, Servers
 from megatron_rl.trainer.step_end import StepEnd
@@ -49,7 +51,8 @@ class SourceParts:
     """What a source is made of, wherever its engines are. ``weights``: the policy's; ``decode``:
     tokens to text; ``sampling``: of a training step, without its seed; ``end``: what follows when a
     step has its responses; ``save``: leaves a checkpoint of a finished step, unless there is
-    one; ``encode``: text to tokens, where the method trains on responses that prompts carry."""
+    one; ``resampling``: the sampling hooks, None: there are none; ``encode``: text to tokens, where
+    the method trains on responses that prompts carry."""
 
     policy: MegatronPolicy
     weights: WeightSource
@@ -62,6 +65,7 @@ class SourceParts:
     sampling: Sampling
     end: StepEnd
     save: Callable[[int], None]
+    resampling: Resampling | None = None
     encode: Callable[[str], Sequence[int]] | None = None
 
     def judge(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
@@ -77,9 +81,10 @@ def build_servers(config: Config, world: World, display: Display, parts: SourceP
     """Collective. The servers need not be there yet."""
     folder = Path(config.run_dir) / FOLDER
     secret = world.from_main(lambda: run_secret(folder))
+    sampling = ServerSampling(config, parts.sampling, parts.resampling)
     tasks = Tasks(
         prompts=PromptStream(parts.loader),
-        sampling=partial(_sampling_of, config, parts.sampling),
+        sampling=sampling,
         judge=parts.judge,
         wants=parts.wants,
         connect=partial(
@@ -112,6 +117,7 @@ def build_servers(config: Config, world: World, display: Display, parts: SourceP
             held=held,
             dispatcher=dispatcher,
             prompts=tasks.prompts,
+            sampling=sampling,
             end=parts.end,
             save=parts.save,
             staleness=config.source.staleness,
@@ -171,12 +177,3 @@ def source_rules(config: Config, method: Method) -> Rules:
         staleness=config.source.staleness,
         lockstep=config.source.schedule == "lockstep",
     )
-
-
-def _sampling_of(config: Config, sampling: Sampling, step: int) -> Sampling:
-    """Of a step, counted from 0. Limit and seed are those of the step, as for every source: the
-    answer to a request follows from the run's seed, the step, the prompt's uid, the number of the
-    response and the weights."""
-    limit = config.rollout.response_limit(step + 1)
-    seed = sampling_seed(config.seed, step + 1)
-    return replace(sampling, seed=seed, max_response_tokens=limit)

@@ -7,9 +7,13 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_rl.config.schema import EvaluationConfig
+from megatron_rl.config.schema import Config, EvaluationConfig
+from megatron_rl.data.reading import Data
+from megatron_rl.loss import Method
 from megatron_rl.reporting.evaluation import Judged, evaluation_metrics
 from megatron_rl.trainer.experience import Responses
+from megatron_rl.trainer.given import without_given
+from megatron_rl.trainer.rollouts import evaluation_sampling
 from megatron_rl.types import Prompt, Sampling
 
 
@@ -48,6 +52,21 @@ class Evaluator:
         """Collective. What ``reporting.evaluation.evaluation_metrics`` says of the responses."""
         responses = self._sampler.run(self._prompts, self._sampling, "held-out evaluation")
         return evaluation_metrics(judged(responses), self.config.pass_at)
+
+
+def build_evaluator(
+    config: Config,
+    sampler: AnswersPrompts,
+    data: Data,
+    method: Method,
+    stop_ids: tuple[int, ...],
+) -> Evaluator:
+    """Held-out prompts are answered by the engine alone."""
+    prompts = data.held_out_prompts[: config.evaluation.num_prompts]
+    if method.needs.given:
+        prompts = [without_given(prompt) for prompt in prompts]
+    sampling = evaluation_sampling(config, stop_ids)
+    return Evaluator(config.evaluation, sampler, prompts, sampling)
 
 
 def judged(responses: Responses) -> Judged:

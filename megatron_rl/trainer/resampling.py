@@ -8,12 +8,15 @@ What holds whatever a hook does:
 - Its state belongs to the checkpoint.
 - Hooks run in the order of the configuration, each on what the one before left. One that asks is
   called again with the answers, until it asks no more.
-- What is asked is sampled by the weights of the step. Evaluation is not hooked.
+- What is asked is sampled by the newest weights. Evaluation is not hooked.
+- A prompt's temperature is that of the hooks when its weights were published: a server that is
+  ``source.staleness`` updates behind does not know of later steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -24,10 +27,8 @@ from megatron_rl.config.hooks import ROLLOUT_HOOKS
 from megatron_rl.config.pieces import Named
 from megatron_rl.config.registry import register_piece
 from megatron_rl.data.token_rows import TokenRows
-from megatron_rl.scheduling.batches import Rules
 from megatron_rl.trainer.annealed import sampling_of_step
-from megatron_rl.trainer.dispatch import Order
-from megatron_rl.trainer.experience import Responses
+from megatron_rl.trainer.experience import Experience, Responses
 from megatron_rl.trainer.metrics import Clock
 from megatron_rl.types import Prompt, Sampling, Score
 
@@ -111,15 +112,13 @@ def register_sampling_hook(
     return register
 
 
-def sampling_hooks(chosen: Mapping[str, Named]) -> dict[str, SamplingHook]:
-    """Those of the hooks of a run that ask the engine."""
-    return {name: _makers[name](**piece.knobs) for name, piece in chosen.items() if piece.resamples}
+class Asks(Protocol):
+    """What a step asks again."""
 
-
-class Samples(Protocol):
-    """See ``rollouts.Sampler``."""
-
-    def sample(self, order: Order) -> Any: ...
+    def ask(
+        self, prompts: Sequence[Prompt], sampling: Sampling, what: str, clock: Clock
+    ) -> Responses:
+        """Collective; see ``rollouts.Sampler``."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +129,14 @@ class Resampled:
     metrics: Mapping[str, float]
     dropped_tokens: int
 
+    def noted_in(self, experience: Experience) -> Experience:
+        """With what sampling hooks have dropped and said."""
+        return replace(
+            experience,
+            unused_tokens=experience.unused_tokens + self.dropped_tokens,
+            hook_metrics={**self.metrics, **experience.hook_metrics},
+        )
+
 
 @dataclass(frozen=True)
 class Resampling:
@@ -137,9 +144,12 @@ class Resampling:
     be asked again."""
 
     hooks: Mapping[str, SamplingHook]
-    sampler: Samples
     sampling: Sampling
     prompts: Sequence[Prompt]
+
+    def as_they_are(self) -> Resampling:
+        """With what the hooks remember now, whatever they learn later."""
+        return replace(self, hooks={name: deepcopy(hook) for name, hook in self.hooks.items()})
 
     def sampling_of(self, prompt: Prompt, plain: Sampling) -> Sampling:
         """How a prompt is sampled in the first place; ``plain``: without hooks."""
@@ -148,7 +158,9 @@ class Resampling:
             temperature = hook.temperature(prompt, temperature)
         return replace(plain, temperature=temperature)
 
-    def run(self, step: int, seed: int, responses: Responses, clock: Clock) -> Resampled:
+    def run(
+        self, sampler: Asks, step: int, seed: int, responses: Responses, clock: Clock
+    ) -> Resampled:
         """Collective. ``seed``: of the step; what is asked has the seeds behind it.
 
         Raises:
@@ -166,7 +178,10 @@ class Resampling:
                 if wanted.asks:
                     num_asked += 1
                     sampling = replace(plain, seed=(seed + num_asked) % 2**32)
-                    responses = self._asked(wanted.asks, sampling, responses, clock)
+                    singles, groups = _singles(wanted.asks, num_groups)
+                    more = sampler.ask(singles, sampling, "asking again", clock)
+                    prompts = [ask.prompt for ask in wanted.asks for _ in range(ask.num_responses)]
+                    responses = merged(responses, replace(more, prompts=prompts), groups)
                 keep = np.ones(responses.num_groups, dtype=bool)
                 # The hook has spoken of the groups that it saw; those that were asked for stay.
                 keep[:num_groups] = True if wanted.keep is None else wanted.keep
@@ -181,31 +196,6 @@ class Resampling:
                 raise ValueError(f"rollout hook {name}: asked {_MOST_ROUNDS} times in step {step}")
         return Resampled(responses, metrics, dropped_tokens)
 
-    def _asked(
-        self, asks: Sequence[Ask], sampling: Sampling, responses: Responses, clock: Clock
-    ) -> Responses:
-        """``responses`` with what was asked. Each response is sampled alone, under a uid of its
-        own, so that all of them are one generation."""
-        singles: list[Prompt] = []
-        groups: list[int] = []
-        next_group = responses.num_groups
-        for ask in asks:
-            group = next_group if ask.into is None else ask.into
-            next_group += ask.into is None
-            for _ in range(ask.num_responses):
-                singles.append(replace(ask.prompt, uid=f"{ask.prompt.uid}/{len(singles)}"))
-                groups.append(group)
-        order = Order(
-            rules=Rules(len(singles), 1),
-            prompts=singles.__getitem__,
-            sampling=sampling,
-            what="asking again",
-        )
-        sampled = self.sampler.sample(order)
-        clock.add(sampled.seconds)
-        prompts = [ask.prompt for ask in asks for _ in range(ask.num_responses)]
-        return merged(responses, replace(sampled.responses, prompts=prompts), np.array(groups))
-
     def state(self) -> dict[str, Any]:
         return {name: hook.state() for name, hook in self.hooks.items()}
 
@@ -214,6 +204,33 @@ class Resampling:
         for name, hook in self.hooks.items():
             if name in state:
                 hook.restore(state[name], self.prompts)
+
+
+def resampling_of(
+    chosen: Mapping[str, Named], sampling: Sampling, prompts: Sequence[Prompt]
+) -> Resampling | None:
+    """``chosen``: the hooks of a run; None where none of them asks the engine."""
+    hooks = {
+        name: _makers[name](**piece.knobs) for name, piece in chosen.items() if piece.resamples
+    }
+    return Resampling(hooks, sampling, prompts) if hooks else None
+
+
+def _singles(
+    asks: Sequence[Ask], num_groups: int
+) -> tuple[list[Prompt], Int[np.ndarray, " responses"]]:
+    """Each response is sampled alone, under a uid of its own, so that all of them are one
+    generation; with the group that it joins. ``num_groups``: that are there."""
+    singles: list[Prompt] = []
+    groups: list[int] = []
+    next_group = num_groups
+    for ask in asks:
+        group = next_group if ask.into is None else ask.into
+        next_group += ask.into is None
+        for _ in range(ask.num_responses):
+            singles.append(replace(ask.prompt, uid=f"{ask.prompt.uid}/{len(singles)}"))
+            groups.append(group)
+    return singles, np.array(groups)
 
 
 def scored_groups(responses: Responses) -> list[ScoredGroup]:

@@ -69,8 +69,16 @@ class Sampler:
     def run(self, prompts: Sequence[Prompt], sampling: Sampling, what: str) -> Responses:
         """Collective. ``sampling.num_responses`` scored responses for each prompt. ``what`` names
         this generation where its progress is shown."""
+        return self.ask(prompts, sampling, what, Clock())
+
+    def ask(
+        self, prompts: Sequence[Prompt], sampling: Sampling, what: str, clock: Clock
+    ) -> Responses:
+        """``run``, and adds the seconds that ``rollout`` and ``reward`` took."""
         rules = Rules(len(prompts), sampling.num_responses)
-        return self.sample(Order(rules, prompts.__getitem__, sampling, what)).responses
+        sampled = self.sample(Order(rules, prompts.__getitem__, sampling, what))
+        clock.add(sampled.seconds)
+        return sampled.responses
 
     def sample(self, order: Order) -> Sampled:
         """Collective. The scored responses of the groups that ``order`` wants; tokens stay on the
@@ -144,7 +152,7 @@ class Rollouts:
         again: Resampled | None = None
         if self.resampling is not None:
             seed = sampling_seed(self.seed, step)
-            again = self.resampling.run(step, seed, responses, clock)
+            again = self.resampling.run(self.sampler, step, seed, responses, clock)
             responses = again.responses
         experience = replace(
             self.end(step, responses, clock),
@@ -153,7 +161,7 @@ class Rollouts:
             unused_tokens=outcome.unused_tokens,
             annealing=order.sampling.annealing,
         )
-        return experience if again is None else _with(experience, again)
+        return experience if again is None else again.noted_in(experience)
 
     def _order(self, step: int, prompts: Ahead) -> Order:
         num_responses = self.sampling.num_responses
@@ -186,15 +194,6 @@ class Rollouts:
         self.loader.restore(state)
         if self.resampling is not None:
             self.resampling.restore(state.get("hooks", {}))
-
-
-def _with(experience: Experience, again: Resampled) -> Experience:
-    """With what sampling hooks have dropped and said."""
-    return replace(
-        experience,
-        unused_tokens=experience.unused_tokens + again.dropped_tokens,
-        hook_metrics={**again.metrics, **experience.hook_metrics},
-    )
 
 
 def step_rules(method: Method, prompts_per_step: int, responses_per_prompt: int) -> Rules:

@@ -314,7 +314,7 @@ class ServerDispatcher:
         client = self._clients[worker]
         prompt = self._prompt_of(request.group)
         step = self._batch_with(request.group).step
-        sampling = self._tasks.sampling(step)
+        sampling = self._tasks.sampling(step, prompt, request.version)
         try:
             with self._tasks.patience.waiting(worker, sampling.max_response_tokens) as answered:
                 completion = await client.generate(prompt, sampling, request.response)

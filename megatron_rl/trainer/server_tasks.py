@@ -63,16 +63,16 @@ def check_versions(request: Request, completion: Completion, *, exact: bool) -> 
 @dataclass(frozen=True)
 class Tasks:
     """What the dispatcher is given to do. ``prompts``: by group; ``sampling``: of a step, counted
-    from 0; ``judge``: the verdicts on answers, each to the prompt at its place, in a thread of its
-    own; ``wants``: whether the method learns from a group; ``connect``: a client for a URL;
-    ``lost``: which errors mean that a server is gone; ``unreachable``: which of these, that it was
-    gone before it was asked; ``failed``: which of these, that it goes on, and failed at a request;
-    ``switch``: makes the server at a URL go over to a version that it has staged, and raises
-    ConnectionError where it does not; ``capacity``: requests that a server is sent at a time;
-    ``patience``: how long one of them may take."""
+    from 0, a prompt, and a version of the weights; ``judge``: the verdicts on answers, each to the
+    prompt at its place, in a thread of its own; ``wants``: whether the method learns from a group;
+    ``connect``: a client for a URL; ``lost``: which errors mean that a server is gone;
+    ``unreachable``: which of these, that it was gone before it was asked; ``failed``: which of
+    these, that it goes on, and failed at a request; ``switch``: makes the server at a URL go over
+    to a version that it has staged, and raises ConnectionError where it does not; ``capacity``:
+    requests that a server is sent at a time; ``patience``: how long one of them may take."""
 
     prompts: PromptStream
-    sampling: Callable[[int], Sampling]
+    sampling: Callable[[int, Prompt, int], Sampling]
     judge: Callable[[Sequence[Prompt], Sequence[Completion]], Sequence[Score]]
     wants: Callable[[Sequence[Score]], bool]
     connect: Callable[[str], Client]

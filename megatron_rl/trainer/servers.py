@@ -31,6 +31,7 @@ from megatron_rl.trainer.metrics import Clock
 from megatron_rl.trainer.prompt_stream import FinishedGroup, PromptStream
 from megatron_rl.trainer.rollouts import none_wanted
 from megatron_rl.trainer.server_dispatch import ServerDispatcher
+from megatron_rl.trainer.server_sampling import ServerSampling
 from megatron_rl.trainer.server_tasks import News, NoServerError
 from megatron_rl.trainer.step_end import StepEnd
 from megatron_rl.trainer.step_record import StepRecord
@@ -68,10 +69,10 @@ class Told:
 class ServerParts:
     """What ``Servers`` is made of. ``held``: weights that the fleet takes in place of the policy's,
     where servers may still want those of the version before; ``dispatcher``: makes that of rank 0,
-    from a saved state; ``prompts``: the stream of this rank, on rank 0 the dispatcher's; ``end``:
-    from responses to experience; ``save``: leaves a checkpoint of the step that is finished;
-    ``display``: shows how far a step is; ``record``: of what each step is trained on, None: none is
-    kept."""
+    from a saved state; ``sampling``: of what servers are asked; ``prompts``: the
+    stream of this rank, on rank 0 the dispatcher's; ``end``: from responses to experience;
+    ``save``: leaves a checkpoint of the step that is finished; ``display``: shows how far a step
+    is; ``record``: of what each step is trained on, None: none is kept."""
 
     world: World
     policy: CheckedWeights
@@ -79,6 +80,7 @@ class ServerParts:
     held: HeldWeights | None
     dispatcher: Callable[[Mapping[str, Any] | None], ServerDispatcher]
     prompts: PromptStream
+    sampling: ServerSampling
     end: StepEnd
     save: Callable[[int], None]
     staleness: int
@@ -113,14 +115,22 @@ class Servers:
             mine: list[FinishedGroup] = []
             told = self._world.from_main(lambda: self._take(step, mine))
             responses = _responses(self._prompts(told, mine), told, mine)
-        experience = self._parts.end(step, responses, clock)
-        experience = replace(
-            experience, discarded_groups=told.num_refused, source_metrics=told.metrics
-        )
+        experience = self._hooked(step, told, responses, clock)
         record = self._parts.record
         if record is not None:
             self._world.from_main(lambda: record.write(step, experience, told.groups, told.start))
         return experience
+
+    def _hooked(self, step: int, told: Told, responses: Responses, clock: Clock) -> Experience:
+        """With what sampling hooks ask again, and what the end of the step makes of it."""
+        metrics = told.metrics
+        again = self._parts.sampling.ask_again(self, step, responses, clock)
+        if again is None:
+            experience = self._parts.end(step, responses, clock)
+        else:
+            experience = again.noted_in(self._parts.end(step, again.responses, clock))
+            metrics = {**metrics, **_ages(step, again.responses)}
+        return replace(experience, discarded_groups=told.num_refused, source_metrics=metrics)
 
     def _wait(self, step: int) -> None:
         """Collective: until the step has its groups; says how far it is."""
@@ -191,6 +201,7 @@ class Servers:
         if self._parts.held is not None:
             self._parts.held.hold(version)
         self._parts.fleet.keep(servers)
+        self._parts.sampling.published(version)
         self._published = version
         report = self._push(servers, version, staged=self._parts.staleness > 0)
         if checks is None or expected is None:
@@ -247,6 +258,16 @@ class Servers:
     def run(self, prompts: Sequence[Prompt], sampling: Sampling, what: str) -> Responses:
         """Collective, inside ``generation``: scored responses to prompts that are no part of
         training, beside what the servers do for it. Tokens lie on rank 0."""
+        return self.ask(prompts, sampling, what, Clock())
+
+    def ask(
+        self, prompts: Sequence[Prompt], sampling: Sampling, what: str, clock: Clock
+    ) -> Responses:
+        """``run``, and adds the seconds that it took."""
+        with clock("rollout"), self._parts.display.phase(what, announced=False):
+            return self._answered(prompts, sampling)
+
+    def _answered(self, prompts: Sequence[Prompt], sampling: Sampling) -> Responses:
         mine: list[FinishedGroup] = []
         told = self._met(0, lambda: self._answer(prompts, sampling, mine))
         return _responses(prompts, told, mine)
@@ -273,7 +294,8 @@ class Servers:
         """See protocols.RolloutSource. Collective. In lockstep it waits until nothing is wanted of
         older weights than the policy's: those are in no checkpoint."""
         self._met(0, lambda: self._main.settled())
-        return self._world.from_main(lambda: self._main.state())
+        state = self._world.from_main(lambda: self._main.state())
+        return state | self._parts.sampling.state()
 
     def restore(self, state: dict[str, Any]) -> None:
         """See protocols.RolloutSource."""
@@ -285,11 +307,21 @@ class Servers:
             )
         self._parts.prompts.restore(state["prompts"])
         self._saved = state
+        self._parts.sampling.restore(state)
 
 
 def _completions(groups: Sequence[FinishedGroup]) -> list[Completion]:
     """One group after the other."""
     return [one for group in groups for one in group.completions]
+
+
+def _ages(step: int, responses: Responses) -> dict[str, float]:
+    """Where each response is of one version, as in lockstep."""
+    ages = step - 1 - responses.weight_versions
+    return {
+        "source/staleness_mean": float(np.average(ages, weights=responses.lengths)),
+        "source/staleness_max": float(ages.max()),
+    }
 
 
 def _told(groups: Sequence[FinishedGroup]) -> Told:

@@ -48,6 +48,23 @@ ASYNCHRONOUS = (
     "evaluation.at_end=false",
     f"trainer.num_steps={STEPS}",
 )
+ASK_AGAIN = (
+    "batch.prompts_per_step=4",
+    "batch.prompts_per_minibatch=2",
+    "rollout_hooks.vcrl.kappa=0.2",
+    "rollout_hooks.dars.extra=2",
+    "rollout_hooks.dars.max_responses=8",
+)
+WARMER = (
+    "batch.responses_per_prompt=2",  # so that a group is entirely right now and then
+    "optim.learning_rate=1e-2",
+    "rollout_hooks.erpo.increase=0.2",
+)
+# Hooks of a run, and the metrics by which one sees that they have done something.
+HOOKS = [
+    pytest.param(ASK_AGAIN, ("vcrl/replayed_groups", "dars/hard_groups"), id="asked again"),
+    pytest.param(WARMER, ("erpo/hot_groups",), id="warmer"),
+]
 ON_SERVERS = (*ASYNCHRONOUS, "source=servers", "source.staleness=1")
 
 
@@ -219,21 +236,49 @@ def test_a_server_answers_its_run_as_the_engine_in_the_process_and_nobody_else(f
     assert "all cases hold" in output
 
 
+def steps_of(run_dir: Path, *more: str) -> list[dict]:
+    """Trains; what each step was, without what one source says of itself."""
+    words = overrides(run_dir.parent, run_dir, *ON_SERVERS, *more)
+    launch("megatron_rl.train", 2, words, timeout=LIMIT_S)
+    return [
+        {key: value for key, value in row.items() if not key.startswith(OF_THE_SOURCE)}
+        for row in rows(run_dir)
+    ]
+
+
 def test_a_server_that_takes_turns_with_the_trainer_is_the_colocated_engine(folder, register):
-    steps = []
-    for source in ("servers", "colocated"):
-        run_dir = folder / f"turns_{source}"
-        register(0, run_dir)
-        more = [f"source={source}", "source.staleness=0", "trainer.num_steps=3"]
-        words = overrides(folder, run_dir, *ON_SERVERS, *more)
-        launch("megatron_rl.train", 2, words, timeout=LIMIT_S)
-        steps.append(
-            [
-                {key: value for key, value in row.items() if not key.startswith(OF_THE_SOURCE)}
-                for row in rows(run_dir)
-            ]
-        )
-    assert steps[0] == steps[1] and len(steps[0]) == 3
+    register(0, folder / "turns_servers")
+    more = ["source.staleness=0", "trainer.num_steps=3"]
+    steps = steps_of(folder / "turns_servers", *more)
+    assert steps == steps_of(folder / "turns_colocated", "source=colocated", *more)
+    assert len(steps) == 3
+
+
+@pytest.mark.parametrize(("hooks", "done"), HOOKS)
+def test_sampling_hooks_are_those_of_the_colocated_engine(folder, register, hooks, done):
+    name = f"hooks_{len(hooks)}"
+    register(0, folder / f"{name}_servers")
+    more = [*hooks, "source.staleness=0", "trainer.num_steps=8"]
+    steps = steps_of(folder / f"{name}_servers", *more)
+    assert steps == steps_of(folder / f"{name}_colocated", "source=colocated", *more)
+    assert all(sum(row[f"hook/{key}"] for row in steps) > 0 for key in done)
+
+
+@pytest.mark.parametrize(("hooks", "done"), HOOKS)
+def test_sampling_hooks_one_step_behind_are_the_same_whoever_serves(folder, register, hooks, done):
+    """A prompt's temperature, and what is asked again, follow from verdicts of steps before."""
+    alone = folder / f"hooks_{len(hooks)}_alone"
+    register(0, alone)
+    steps = steps_of(alone, *hooks, "trainer.num_steps=8")
+    assert all(sum(row[f"hook/{key}"] for row in steps) > 0 for key in done)
+    of_some = [row["source/staleness_mean"] for row in rows(alone)]
+    if "rollout_hooks.dars.extra=2" in hooks:  # what is asked again is of the newest weights
+        assert of_some[0] == 0.0 and 0.0 < min(of_some[1:]) < 1.0
+    both = folder / f"hooks_{len(hooks)}_both"
+    register(0, both)
+    register(1, both)
+    steps_of(both, *hooks, "trainer.num_steps=5")  # and a restart in between
+    assert steps_of(both, *hooks, "trainer.num_steps=8") == steps
 
 
 @pytest.fixture(scope="module")

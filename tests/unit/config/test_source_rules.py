@@ -13,6 +13,7 @@ STAGES = [
     " {from_step: 5, max_response_tokens: 3072}]"
 ]
 ANNEALED = ["rollout.anneal.start=1.2"]
+FREE = ["source=servers", "source.staleness=2", "source.schedule=free"]
 PARTIAL = ["source.partial.groups_in_flight=160"]  # of 128 that a step takes
 
 
@@ -27,7 +28,8 @@ def problems(*overrides: str) -> list[str]:
         [],
         ["source=servers"],
         ["source=servers", "source.staleness=1", *CORRECTED],
-        ["source=servers", "source.staleness=2", "source.schedule=free", *CORRECTED],
+        [*FREE, *CORRECTED],
+        ["rollout_hooks.erpo={}", "source=servers", "source.staleness=1", *CORRECTED],
         [
             "source=servers",
             "source.staleness=1",
@@ -113,7 +115,10 @@ def test_what_goes_together(overrides):
         ([*PARTIAL, "source=servers"], "servers go on with responses under way"),
         ([*PARTIAL, *CORRECTED, "method=dapo"], "before anybody knows which groups"),
         ([*PARTIAL, *CORRECTED, "rollout.stop=[END]"], "would not be seen; set it to []"),
-        (["rollout_hooks.vcrl={}", "source=servers"], "asks the engine again in the middle"),
+        (
+            ["rollout_hooks.vcrl={}", *FREE, *CORRECTED],
+            "must not depend on when servers take new weights; set source.schedule=lockstep",
+        ),
         (["rollout_hooks.dars={}", *PARTIAL, *CORRECTED], "asks the engine again in the middle"),
         (["rollout_hooks.dars={}", "method=dapo"], "entirely right or wrong before dars sees"),
         (["rollout_hooks.erpo={}"], "method.mismatch.kind = none does not correct"),

@@ -104,7 +104,7 @@ def start(made_dispatchers, bounded_waits):
             stream.restore(saved["prompts"])
         tasks = Tasks(
             prompts=stream,
-            sampling=lambda step: Sampling(2, 4, seed=1000 * step),
+            sampling=lambda step, *_: Sampling(2, 4, seed=1000 * step),
             judge=judge,
             wants=lambda scores: True,
             connect=fleet.connect,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
-from megatron_rl.trainer.build_servers import _sampling_of
 from megatron_rl.trainer.rollouts import evaluation_sampling, rollout_sampling
+from megatron_rl.trainer.server_sampling import ServerSampling
+from megatron_rl.types import Prompt
 from tests.unit.trainer.runs import bandit_config, build_bandit
 
 STAGES = (
@@ -40,8 +41,9 @@ def test_a_step_samples_up_to_its_limit(tmp_path, monkeypatch) -> None:
 def test_servers_are_asked_for_the_same(tmp_path) -> None:
     """Their steps are counted from 0."""
     config = bandit_config(tmp_path, STAGES)
-    sampling = rollout_sampling(config, ())
-    limits = [_sampling_of(config, sampling, step).max_response_tokens for step in range(4)]
+    sampling = ServerSampling(config, rollout_sampling(config, ()), None)
+    prompt = Prompt("p", (1,), "a", "letters")
+    limits = [sampling(step, prompt, version=0).max_response_tokens for step in range(4)]
     assert limits == [4, 4, 8, 8]
     assert evaluation_sampling(config, ()).max_response_tokens == 8
 

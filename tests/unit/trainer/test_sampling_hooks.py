@@ -134,7 +134,7 @@ def rollouts(**hooks: SamplingHook) -> Rollouts:
         prompts_per_step=4,
         seed=1,
         end=StepEnd(sampler.shown),
-        resampling=Resampling(hooks, sampler, sampling, PROMPTS) if hooks else None,
+        resampling=Resampling(hooks, sampling, PROMPTS) if hooks else None,
     )
 
 

@@ -211,7 +211,7 @@ class Trainer:
             stream.restore(saved["prompts"])
         tasks = Tasks(
             prompts=stream,
-            sampling=lambda step: Sampling(world.rules.responses_per_group, 4, seed=step),
+            sampling=lambda step, *_: Sampling(world.rules.responses_per_group, 4, seed=step),
             judge=world.judge,
             wants=lambda scores: scores[0].correct or not world.rules.is_filtered,
             connect=world.connect,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 
 from megatron_rl.trainer.server_failures import Failures, PromptFailureError
@@ -20,10 +22,8 @@ def test_a_prompt_that_ends_every_server_ends_the_run_by_its_name(start) -> None
     dispatcher = start(fleet)
     publish(dispatcher, fleet, 0)
     with pytest.raises(PromptFailureError, match=r"p3.*3 servers, one after .*is dead.*resume"):
-        while True:
-            dispatcher.wait()
-            dispatcher.take()
-            publish(dispatcher, fleet, 1)
+        for number in count(1):
+            step(dispatcher, fleet, number)
     assert fleet.registered, "it ends before all are lost"
 
 
