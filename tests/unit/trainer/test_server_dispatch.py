@@ -21,6 +21,7 @@ from megatron_rl.types import Completion, Prompt, Sampling, Score
 from tests.unit.trainer.fakes import prompts
 from tests.unit.trainer.server_fakes import (
     IN_TWO_STEPS,
+    RULES,
     Fleet,
     contents,
     judge,
@@ -212,6 +213,42 @@ def test_a_server_that_does_not_go_over_is_given_up(start):
     steps += [step(dispatcher, fleet, version) for version in (2, 3, 4)]
     assert contents(steps) == expected and fleet.registered == {"a"}
     assert fleet.versions["b"] < 2
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_server_that_is_given_up_while_it_gets_weights_does_not_come_back(start, staleness):
+    fleet = Fleet(registered={"a", "b"})
+    dispatcher = start(fleet, replace(RULES, staleness=staleness))
+    publish(dispatcher, fleet, 0)
+    steps = [step(dispatcher, fleet, 1)]
+    assert dispatcher.wait() is True
+    steps.append(dispatcher.take()[1])
+    servers = dispatcher.drained(2)
+    assert set(servers) == {"a", "b"}
+    fleet.registered.remove("b")  # so the registry says, while the push is under way
+    while dispatcher.counts()["source/lost_servers"] < 1:
+        pass
+    fleet.staged |= dict.fromkeys(servers, 2)
+    fleet.versions |= dict.fromkeys(servers, 2 if staleness == 0 else 1)
+    num_asked = len(fleet.asked)
+    dispatcher.published(2, servers, {}, staged=staleness > 0)
+    steps += [step(dispatcher, fleet, version) for version in (3, 4)]
+    assert {name for name, *_ in fleet.asked[num_asked:]} == {"a"}
+    assert dispatcher.counts()["source/lost_servers"] == 1
+
+
+def test_a_server_that_is_lost_in_two_ways_is_one(start):
+    fleet = Fleet(registered={"a", "b"})
+    dispatcher = start_published(start, fleet)
+    step(dispatcher, fleet, 1)
+    servers = dict(dispatcher.drained(2))
+    fleet.registered.remove("b")
+    while dispatcher.counts()["source/lost_servers"] < 1:
+        pass
+    servers.pop("b")
+    fleet.staged |= dict.fromkeys(servers, 2)
+    dispatcher.published(2, servers, {"b": "it took no weights"}, staged=True)
+    assert dispatcher.counts()["source/lost_servers"] == 1
 
 
 def test_a_run_that_goes_on_asks_for_nothing_twice(start):
