@@ -355,3 +355,25 @@ def test_who_waits_is_told_how_far_it_is(start, monkeypatch):
 
     assert dispatcher.wait(report).kind == "starved"
     assert told[-1] == Progress(4, IN_TWO_STEPS, 2 * 4, longest=0)
+
+
+def test_a_server_that_scores_nothing_is_given_up_though_it_says_it_is_well(start):
+    fleet = Fleet(registered={"a", "b"})
+    now_s = [0.0]
+    patience = Patience(4.0, lambda: now_s[0])
+    dispatcher = start_published(start, fleet, patience=patience)
+    while len(fleet.asked) < IN_TWO_STEPS or servers_awaited(patience):
+        dispatcher.counts()  # until training waits for nobody
+    while fleet.scored[-1:] != ["b"]:  # next it is the turn of a
+        dispatcher.score([(1, 2, 3)])
+    fleet.silent.add("a")
+    with ThreadPoolExecutor(1) as thread:
+        scores = thread.submit(dispatcher.score, [(1, 2, 3)])
+        while fleet.scored[-1] != "a":
+            dispatcher.counts()
+        now_s[0] = 61.0
+        try:
+            assert scores.result(timeout=10.0) == [[2.0, 3.0]]
+        finally:
+            fleet.silent.discard("a")  # nobody waits for it where the test fails
+    assert fleet.registered == {"b"}
