@@ -131,6 +131,7 @@ class ShardTransferEngine(WeightTransferEngine):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        end_updates_of_lost_trainers(self)
         self.group: dist.ProcessGroup | None = None
         self.sync: Sync | None = None
         self.sink: WorkerSink | None = None
@@ -156,9 +157,9 @@ class ShardTransferEngine(WeightTransferEngine):
 
     @contextmanager
     def _reported(self, step: str) -> Iterator[None]:
-        """Tells the trainer how the step ended. Nothing is raised: an executor of vLLM with several
-        workers that meets an exception takes the answers still to come for those to its next
-        command."""
+        """Tells the trainer how the step ended, if it is still there. Nothing is raised: an
+        executor of vLLM with several workers that meets an exception takes the answers still to
+        come for those to its next command."""
         problem = ""
         try:
             yield
@@ -169,7 +170,10 @@ class ShardTransferEngine(WeightTransferEngine):
             is_staging = self.sink is not None and self.sink.is_staging
             if not is_whole or is_staging or isinstance(error, LostPeerError):
                 self._leave(error)  # so that no peer waits for this worker
-        self.meeting.report(step, self.rank, problem)
+        try:
+            self.meeting.report(step, self.rank, problem)
+        except RuntimeError as error:  # of the store
+            logger.error("weight transfer: the trainer is gone (%s)", error)
 
     def _discover(self, init_info: InitInfo) -> str:
         """Finds out once what this worker wants; returns why it cannot take it."""
@@ -280,6 +284,21 @@ def on_side_stream(device: torch.device) -> Iterator[None]:
     with torch.cuda.stream(torch.cuda.Stream(device)):
         yield
         torch.cuda.current_stream(device).synchronize()
+
+
+def end_updates_of_lost_trainers(engine: WeightTransferEngine) -> None:
+    """Of the worker that owns ``engine``: a trainer that connects may begin an update, though one
+    that was killed has not finished its own. vLLM would refuse it."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    connect = Worker.init_weight_transfer_engine
+
+    def init_weight_transfer_engine(worker: Worker, init_info: dict[str, Any]) -> None:
+        if worker.weight_transfer_engine is engine:
+            worker._weight_update_active = False
+        connect(worker, init_info)
+
+    Worker.init_weight_transfer_engine = init_weight_transfer_engine
 
 
 def refuse_half_updated(engine: WeightTransferEngine, sink: WorkerSink) -> None:
