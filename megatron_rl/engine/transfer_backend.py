@@ -136,6 +136,7 @@ class ShardTransferEngine(WeightTransferEngine):
         self.sync: Sync | None = None
         self.sink: WorkerSink | None = None
         self.staging: threading.Thread | None = None
+        self.side_stream = SideStream(self.device)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Joins the trainer's group and makes the plan with it. Disconnects a previous trainer."""
@@ -239,7 +240,7 @@ class ShardTransferEngine(WeightTransferEngine):
         assert self.sink is not None, "a trainer has connected"
         self.sink.is_staging = True
         try:
-            with on_side_stream(self.device):
+            with self.side_stream.entered():
                 self._take_part(update_info)
         finally:
             self.sink.is_staging = False
@@ -274,16 +275,26 @@ class ShardTransferEngine(WeightTransferEngine):
             self.group = None
 
 
-@contextmanager
-def on_side_stream(device: torch.device) -> Iterator[None]:
-    """Work of this thread on the device waits for none of the engine's, and holds up none."""
-    if device.type == "cpu":
-        yield
-        return
-    torch.cuda.set_device(device)  # of this thread
-    with torch.cuda.stream(torch.cuda.Stream(device)):
-        yield
-        torch.cuda.current_stream(device).synchronize()
+class SideStream:
+    """Where a thread works on the device and waits for none of the engine's work, and holds up
+    none. One for all versions: memory that was freed in another stream would not be used again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """When it is left, the work is done. Nothing happens on a CPU."""
+        if self._device.type == "cpu":
+            yield
+            return
+        torch.cuda.set_device(self._device)  # of this thread
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(self._stream):
+            yield
+            self._stream.synchronize()
 
 
 def end_updates_of_lost_trainers(engine: WeightTransferEngine) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from types import SimpleNamespace
-from unittest.mock import create_autospec
+from unittest.mock import Mock, create_autospec
 
 import pytest
 import torch
@@ -112,6 +114,26 @@ def test_a_worker_whose_trainer_is_gone_raises_nothing(worker, backend, caplog):
     del store  # the trainer was killed
     backend.receive_weights(transfer_backend.UpdateInfo("sync1", 1))
     assert "the trainer is gone" in caplog.text
+
+
+def test_all_versions_are_staged_in_one_stream(monkeypatch):
+    """The device's memory that one has used is of no use to another."""
+    used = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Mock())
+
+    @contextmanager
+    def entered(stream: Mock) -> Iterator[None]:
+        used.append(stream)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    side = transfer_backend.SideStream(torch.device("cuda", 0))
+    for _ in range(2):
+        with side.entered():
+            pass
+    first, second = used
+    assert first is second and first.synchronize.call_count == 2
 
 
 def test_commands_are_those_of_the_engine():
