@@ -158,6 +158,8 @@ class ServerClient:
             try:
                 status, text = await self._posted(url, body)
             except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
+                if self._session.closed:  # nobody wants the answer of this server any more
+                    raise
                 # The server may have closed a kept connection when the request was on its way.
                 status, text = await self._posted(url, body)
         except aiohttp.ClientConnectorError as error:

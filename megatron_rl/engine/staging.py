@@ -48,6 +48,12 @@ class StagedWeights:
         self._receiver.receive(self._copy)
 
     def _copy(self, parameter: Parameters, written: Callable[[str], None]) -> None:
-        for key, tensor in self._tensors.items():
-            parameter(key).copy_(tensor)
+        # Layer by layer: one that is open has memory of the device beside that of its old weights,
+        # and they may have come in another order (first parts of all experts, then second ones).
+        for key in sorted(self._tensors, key=_layer):
+            parameter(key).copy_(self._tensors[key])
             written(key)
+
+
+def _layer(key: str) -> str:
+    return key.rpartition(".")[0]

@@ -131,10 +131,12 @@ class ShardTransferEngine(WeightTransferEngine):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        end_updates_of_lost_trainers(self)
         self.group: dist.ProcessGroup | None = None
         self.sync: Sync | None = None
         self.sink: WorkerSink | None = None
         self.staging: threading.Thread | None = None
+        self.side_stream = SideStream(self.device)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Joins the trainer's group and makes the plan with it. Disconnects a previous trainer."""
@@ -156,9 +158,9 @@ class ShardTransferEngine(WeightTransferEngine):
 
     @contextmanager
     def _reported(self, step: str) -> Iterator[None]:
-        """Tells the trainer how the step ended. Nothing is raised: an executor of vLLM with several
-        workers that meets an exception takes the answers still to come for those to its next
-        command."""
+        """Tells the trainer how the step ended, if it is still there. Nothing is raised: an
+        executor of vLLM with several workers that meets an exception takes the answers still to
+        come for those to its next command."""
         problem = ""
         try:
             yield
@@ -169,7 +171,10 @@ class ShardTransferEngine(WeightTransferEngine):
             is_staging = self.sink is not None and self.sink.is_staging
             if not is_whole or is_staging or isinstance(error, LostPeerError):
                 self._leave(error)  # so that no peer waits for this worker
-        self.meeting.report(step, self.rank, problem)
+        try:
+            self.meeting.report(step, self.rank, problem)
+        except RuntimeError as error:  # of the store
+            logger.error("weight transfer: the trainer is gone (%s)", error)
 
     def _discover(self, init_info: InitInfo) -> str:
         """Finds out once what this worker wants; returns why it cannot take it."""
@@ -235,7 +240,7 @@ class ShardTransferEngine(WeightTransferEngine):
         assert self.sink is not None, "a trainer has connected"
         self.sink.is_staging = True
         try:
-            with on_side_stream(self.device):
+            with self.side_stream.entered():
                 self._take_part(update_info)
         finally:
             self.sink.is_staging = False
@@ -270,16 +275,41 @@ class ShardTransferEngine(WeightTransferEngine):
             self.group = None
 
 
-@contextmanager
-def on_side_stream(device: torch.device) -> Iterator[None]:
-    """Work of this thread on the device waits for none of the engine's, and holds up none."""
-    if device.type == "cpu":
-        yield
-        return
-    torch.cuda.set_device(device)  # of this thread
-    with torch.cuda.stream(torch.cuda.Stream(device)):
-        yield
-        torch.cuda.current_stream(device).synchronize()
+class SideStream:
+    """Where a thread works on the device and waits for none of the engine's work, and holds up
+    none. One for all versions: memory that was freed in another stream would not be used again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """When it is left, the work is done. Nothing happens on a CPU."""
+        if self._device.type == "cpu":
+            yield
+            return
+        torch.cuda.set_device(self._device)  # of this thread
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(self._stream):
+            yield
+            self._stream.synchronize()
+
+
+def end_updates_of_lost_trainers(engine: WeightTransferEngine) -> None:
+    """Of the worker that owns ``engine``: a trainer that connects may begin an update, though one
+    that was killed has not finished its own. vLLM would refuse it."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    connect = Worker.init_weight_transfer_engine
+
+    def init_weight_transfer_engine(worker: Worker, init_info: dict[str, Any]) -> None:
+        if worker.weight_transfer_engine is engine:
+            worker._weight_update_active = False
+        connect(worker, init_info)
+
+    Worker.init_weight_transfer_engine = init_weight_transfer_engine
 
 
 def refuse_half_updated(engine: WeightTransferEngine, sink: WorkerSink) -> None:

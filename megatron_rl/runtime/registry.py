@@ -75,12 +75,18 @@ def run_secret(folder: Path) -> str:
 
 
 class Lease:
-    """A server's own file. ``is_held`` turns false when somebody has removed it."""
+    """A server's own file. ``is_held`` turns false when somebody has removed it. Files of others
+    that name its address are of servers that were killed there, and removed."""
 
     def __init__(self, folder: Path, name: str, url: str, lease_s: float) -> None:
         self._path = folder / f"{name}.json"
         self._registration = Registration(name, url, 0, lease_s)
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        before = Registry(folder).look()
+        for other in before.values():
+            if other.url == url and other.name != name:
+                logger.warning("server %s was at %s before this one; removed", other.name, url)
+                (folder / f"{other.name}.json").unlink(missing_ok=True)
         self._write()
 
     @property

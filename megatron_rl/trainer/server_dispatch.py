@@ -23,13 +23,7 @@ from megatron_rl.trainer.server_conditions import Conditions
 from megatron_rl.trainer.server_failures import Asked, Failures
 from megatron_rl.trainer.server_questions import Questions
 from megatron_rl.trainer.server_switches import Switches
-from megatron_rl.trainer.server_tasks import (
-    Client,
-    News,
-    Servers,
-    Tasks,
-    check_versions,
-)
+from megatron_rl.trainer.server_tasks import Client, News, Servers, Tasks, check_versions
 from megatron_rl.trainer.server_thread import LoopThread
 from megatron_rl.trainer.server_verdicts import Verdicts
 from megatron_rl.types import Completion, Image, Prompt, Sampling
@@ -64,13 +58,13 @@ class ServerDispatcher:
         self._switches = Switches(tasks.switch, self._scheduler)
         self._conditions = Conditions(self._scheduler, self._switches, self._urls, self._recall)
         self._questions = Questions(
-            tasks, self._clients, self._able, self._failures, self._note_failure
+            tasks, self._scheduler, self._clients, self._able, self._failures, self._note_failure
         )
         self._running: dict[Assignment, asyncio.Task] = {}
         in_step = rules.groups_per_step * rules.responses_per_group
         self._verdicts = Verdicts(tasks.judge, at_most=in_step)
         self._num_reissued = 0
-        self._num_lost = 0
+        self._given_up: set[str] = set()  # no other start of a server has its name
         self._num_tokens = 0  # of all answers
         self._thread = LoopThread("dispatcher")
         self._thread.call(self._start())
@@ -138,7 +132,7 @@ class ServerDispatcher:
     def counts(self) -> dict[str, float]:
         """Servers at work, those lost so far, and requests that were sent again."""
         names = ("source/servers", "source/lost_servers", "source/reissued_requests")
-        return dict(zip(names, (len(self._clients), self._num_lost, self._num_reissued)))
+        return dict(zip(names, (len(self._clients), len(self._given_up), self._num_reissued)))
 
     def state(self) -> dict[str, Any]:
         """Plain values: the scheduler's, and the answers that are there."""
@@ -210,6 +204,8 @@ class ServerDispatcher:
         if version > self._scheduler.version:
             self._scheduler.published(version)
         for name, url in updated.items():
+            if name in self._given_up:
+                continue  # while the weights came
             if staged:
                 self._switches.staged(name, url, version)
                 self._conditions.note_arrival(name)
@@ -266,10 +262,12 @@ class ServerDispatcher:
 
     def _give_up(self, name: str, why: str, *, is_at_work: bool = False) -> None:
         """Forgets a server; others do what it had to do. ``is_at_work``: perhaps this ended it."""
+        if name in self._given_up:
+            return
+        self._given_up.add(name)
         self._servers.remove(name)
         self._conditions.newcomers.pop(name, None)
         self._switches.forget(name)
-        self._num_lost += 1
         client = self._clients.pop(name, None)
         self._urls.pop(name, None)
         if client is None:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Mapping
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import (
+    HTTPConnection,
+    HTTPException,
+    HTTPResponse,
+    HTTPSConnection,
+    IncompleteRead,
+)
 from typing import Any, Literal, Protocol
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode, urlsplit
@@ -16,6 +22,7 @@ PORTS = {"http": 80, "https": 443}
 # A machine without power answers nothing at all, not even that nobody listens there. One that lives
 # takes a connection at once, however long its command then takes.
 CONNECT_S = 10.0
+_SHOWN = 1000  # characters of an error
 REMEDIES = {
     401: "; it was started with another secret than that of this run",
     404: "; start the server with VLLM_SERVER_DEV_MODE=1 in its environment",
@@ -108,9 +115,9 @@ class HttpServer:
                 return json.loads(answer.read() or b"null")  # most commands answer with nothing
         except HTTPError as error:
             remedy = REMEDIES.get(error.code, "")
-            text = error.read().decode(errors="replace")[:1000]
             raise ConnectionError(
-                f"{method} {url}: the server answers {error.code} {error.reason}: {text}{remedy}"
+                f"{method} {url}: the server answers {error.code} {error.reason}:"
+                f" {_words(error)}{remedy}"
             ) from error
         except (OSError, ValueError, HTTPException) as error:
             kind = ConnectionError
@@ -185,6 +192,17 @@ class HttpServer:
             raise ConnectionError(f"{self.url}: the server did not drop its prefix cache")
         # Features of images that the old tower made; no running request holds any now.
         self.call("reset_encoder_cache")
+
+
+def _words(error: HTTPError) -> str:
+    """What the server says of it. One that ends at this moment says less, or nothing."""
+    try:
+        text = error.read()
+    except IncompleteRead as cut:
+        text = cut.partial
+    except (OSError, HTTPException) as cut:
+        text = f"({cut})".encode()
+    return text.decode(errors="replace")[:_SHOWN]
 
 
 class _QuickToConnect(HTTPConnection):

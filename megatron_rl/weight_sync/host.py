@@ -4,6 +4,7 @@ at the same time, and meets their workers."""
 from __future__ import annotations
 
 import ipaddress
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -69,6 +70,7 @@ class Host:
         self._meeting: Meeting | None = None
         self._ranks: dict[str, range] = {}
         self._late_at = 0.0
+        self._report_by = math.inf
         self._silent: set[str] = set()  # their commands may never be answered
 
     def invite(self, num_trainers: int, device_type: str) -> tuple[str, int, int]:
@@ -124,14 +126,26 @@ class Host:
         self._begin_step(step, carry_out)
 
     def _has_ended(self, step: str, name: str) -> bool:
+        """Raises ConnectionError where they should have said it long ago."""
         assert self._meeting is not None, "workers are invited first"
-        return self._meeting.has_reported(step, self._ranks[name])
+        if self._meeting.has_reported(step, self._ranks[name]):
+            return True
+        if time.monotonic() > self._report_by:
+            limit_s = self._options.timeout_s
+            raise ConnectionError(f"its workers have not said within {limit_s:g} s how it ended")
+        return False
+
+    def _expect_reports(self) -> None:
+        """This side has ended its part of the step."""
+        now_s = time.monotonic()
+        self._report_by = min(self._report_by, now_s + self._options.timeout_s)
 
     def _begin_step(self, step: str, command: Callable[[str], None]) -> None:
         """Gives the command and waits until every worker is about to begin the step."""
         assert self._meeting is not None, "workers are invited first"
         self._step = step
         self._late_at = time.monotonic() + self._patience_s
+        self._report_by = math.inf
         self._commands = {name: self._pool.submit(command, name) for name in self._servers}
         everybody = [rank for ranks in self._ranks.values() for rank in ranks]
         problems = self._meeting.open(step, everybody, self._absent)
@@ -164,6 +178,7 @@ class Host:
     def ends(self) -> Ends:
         """Waits until every server has ended its part of the step."""
         assert self._meeting is not None, "workers are invited first"
+        self._expect_reports()
         ends = Ends({}, {})
         for name, command in self._commands.items():
             try:
@@ -228,6 +243,7 @@ class Host:
     def close(self) -> None:
         """The store goes with the last reference to it, and only now: workers report to it until
         the command is over."""
+        self._expect_reports()
         wait([command for name, command in self._commands.items() if name not in self._silent])
         self._pool.shutdown(wait=False)
         self._store = None

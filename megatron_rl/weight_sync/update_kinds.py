@@ -23,7 +23,8 @@ class UpdateKind(Protocol):
     def carry_out(
         self, server: Server, info: Mapping[str, Any], has_ended: Callable[[], bool]
     ) -> None:
-        """Returns when its workers have ended their part; ``has_ended``: whether they say so."""
+        """Returns when its workers have ended their part; ``has_ended``: whether they say so,
+        raises ConnectionError where they do not in time."""
 
     def end(self, server: Server, version: int) -> None:
         """All weights have arrived."""

@@ -101,3 +101,30 @@ def test_where_nobody_listens_no_request_arrives() -> None:
 
     with pytest.raises(ServerUnreachableError, match="no connection"):
         asyncio.run(run())
+
+
+def test_who_waits_for_a_server_that_is_given_up_meanwhile_is_told_so() -> None:
+    """Its client is closed: nobody asks it a second time."""
+
+    async def run() -> None:
+        is_asked = asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await request(reader)
+            is_asked.set()
+            await reader.read()  # it never answers
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()
+        client = ServerClient(f"http://{host}:{port}", "secret", [1])
+        score = asyncio.create_task(client.score([1, 2]))
+        await is_asked.wait()
+        await client.close()
+        try:
+            await asyncio.wait_for(score, 30.0)
+        finally:
+            server.close()
+
+    with pytest.raises(ServerLostError):
+        asyncio.run(run())

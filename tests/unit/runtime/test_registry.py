@@ -54,7 +54,7 @@ def test_clocks_of_servers_do_not_matter(tmp_path, clock):
 def test_a_removed_server_learns_it_and_does_not_come_back(tmp_path, clock):
     registry = Registry(tmp_path, clock)
     lease = Lease(tmp_path, "a", "http://127.0.0.1:1", lease_s=10.0)
-    other = Lease(tmp_path, "b", "http://127.0.0.1:1", lease_s=10.0)
+    other = Lease(tmp_path, "b", "http://127.0.0.1:2", lease_s=10.0)
     registry.remove("a")
     lease.renew()
     assert not lease.is_held and other.is_held
@@ -62,6 +62,16 @@ def test_a_removed_server_learns_it_and_does_not_come_back(tmp_path, clock):
     Lease(tmp_path, "a", "http://127.0.0.1:1", lease_s=10.0)  # as if it wrote at that moment
     assert list(registry.look()) == ["b"]
     assert not lease.is_held, "so it learns it at its next beat"
+
+
+def test_a_server_takes_the_place_of_one_that_was_killed_at_its_address(tmp_path, clock):
+    """One server under two names would be sent weights, and asked, as if it were two."""
+    killed = Lease(tmp_path, "a", "http://127.0.0.1:1", lease_s=10.0)
+    Lease(tmp_path, "b", "http://127.0.0.1:2", lease_s=10.0)
+    (tmp_path / "half.json").write_text('{"name": "half"')
+    Lease(tmp_path, "c", "http://127.0.0.1:1", lease_s=10.0)
+    assert list(Registry(tmp_path, clock).look()) == ["b", "c"]
+    assert not killed.is_held and (tmp_path / "half.json").exists()
 
 
 def test_a_file_that_is_replaced_while_it_is_read_is_that_of_before(tmp_path, clock, monkeypatch):

@@ -42,6 +42,7 @@ class Fleet:
     answers: dict[str, int] = field(default_factory=dict)
     dead: set[str] = field(default_factory=set)
     asked: list[tuple[str, int, str, int]] = field(default_factory=list)
+    scored: list[str] = field(default_factory=list)
     refuses: str = ""
     unreadable: str = ""  # why nobody can look
     off: set[str] = field(default_factory=set)  # take no connections
@@ -74,6 +75,7 @@ class Fleet:
 class Server:
     fleet: Fleet
     name: str
+    is_closed: bool = False
 
     async def generate(self, prompt: Prompt, sampling: Sampling, response: int) -> Completion:
         fleet = self.fleet
@@ -99,11 +101,15 @@ class Server:
         return Completion((token, version), (-0.5, -1.0), False, version)
 
     async def score(self, token_ids: Sequence[int], images: Sequence[Image] = ()) -> list[float]:
-        if self.name in self.fleet.dead:
+        self.fleet.scored.append(self.name)
+        while self.name in self.fleet.silent and not self.is_closed:
+            await asyncio.sleep(0.001)
+        if self.name in self.fleet.dead or self.is_closed:
             raise Gone(f"{self.name} is dead")
         return [float(token) for token in token_ids[1:]]
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        self.is_closed = True
 
 
 def judge(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:

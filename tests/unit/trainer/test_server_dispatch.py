@@ -21,6 +21,7 @@ from megatron_rl.types import Completion, Prompt, Sampling, Score
 from tests.unit.trainer.fakes import prompts
 from tests.unit.trainer.server_fakes import (
     IN_TWO_STEPS,
+    RULES,
     Fleet,
     contents,
     judge,
@@ -214,6 +215,42 @@ def test_a_server_that_does_not_go_over_is_given_up(start):
     assert fleet.versions["b"] < 2
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_server_that_is_given_up_while_it_gets_weights_does_not_come_back(start, staleness):
+    fleet = Fleet(registered={"a", "b"})
+    dispatcher = start(fleet, replace(RULES, staleness=staleness))
+    publish(dispatcher, fleet, 0)
+    steps = [step(dispatcher, fleet, 1)]
+    assert dispatcher.wait() is True
+    steps.append(dispatcher.take()[1])
+    servers = dispatcher.drained(2)
+    assert set(servers) == {"a", "b"}
+    fleet.registered.remove("b")  # so the registry says, while the push is under way
+    while dispatcher.counts()["source/lost_servers"] < 1:
+        pass
+    fleet.staged |= dict.fromkeys(servers, 2)
+    fleet.versions |= dict.fromkeys(servers, 2 if staleness == 0 else 1)
+    num_asked = len(fleet.asked)
+    dispatcher.published(2, servers, {}, staged=staleness > 0)
+    steps += [step(dispatcher, fleet, version) for version in (3, 4)]
+    assert {name for name, *_ in fleet.asked[num_asked:]} == {"a"}
+    assert dispatcher.counts()["source/lost_servers"] == 1
+
+
+def test_a_server_that_is_lost_in_two_ways_is_one(start):
+    fleet = Fleet(registered={"a", "b"})
+    dispatcher = start_published(start, fleet)
+    step(dispatcher, fleet, 1)
+    servers = dict(dispatcher.drained(2))
+    fleet.registered.remove("b")
+    while dispatcher.counts()["source/lost_servers"] < 1:
+        pass
+    servers.pop("b")
+    fleet.staged |= dict.fromkeys(servers, 2)
+    dispatcher.published(2, servers, {"b": "it took no weights"}, staged=True)
+    assert dispatcher.counts()["source/lost_servers"] == 1
+
+
 def test_a_run_that_goes_on_asks_for_nothing_twice(start):
     fleet = Fleet(registered={"a"})
     expected = run(start, Fleet(registered={"a"}), 5)
@@ -318,3 +355,25 @@ def test_who_waits_is_told_how_far_it_is(start, monkeypatch):
 
     assert dispatcher.wait(report).kind == "starved"
     assert told[-1] == Progress(4, IN_TWO_STEPS, 2 * 4, longest=0)
+
+
+def test_a_server_that_scores_nothing_is_given_up_though_it_says_it_is_well(start):
+    fleet = Fleet(registered={"a", "b"})
+    now_s = [0.0]
+    patience = Patience(4.0, lambda: now_s[0])
+    dispatcher = start_published(start, fleet, patience=patience)
+    while len(fleet.asked) < IN_TWO_STEPS or servers_awaited(patience):
+        dispatcher.counts()  # until training waits for nobody
+    while fleet.scored[-1:] != ["b"]:  # next it is the turn of a
+        dispatcher.score([(1, 2, 3)])
+    fleet.silent.add("a")
+    with ThreadPoolExecutor(1) as thread:
+        scores = thread.submit(dispatcher.score, [(1, 2, 3)])
+        while fleet.scored[-1] != "a":
+            dispatcher.counts()
+        now_s[0] = 61.0
+        try:
+            assert scores.result(timeout=10.0) == [[2.0, 3.0]]
+        finally:
+            fleet.silent.discard("a")  # nobody waits for it where the test fails
+    assert fleet.registered == {"b"}

@@ -1,13 +1,16 @@
 """Several servers that come, fail and go: each has the version of the others, or is named as
 lost."""
 
+import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_rl.runtime.joint_group import Meeting, visit_store
 from megatron_rl.weight_sync import update_kinds
 from megatron_rl.weight_sync.commands import switch_weights
 from megatron_rl.weight_sync.fleet import FleetSync
@@ -189,6 +192,32 @@ def test_one_that_ends_while_it_stages_costs_itself_alone(fleet, servers, monkey
     assert report.updated == ("a", "c") and "gone" in report.lost["b"]
     for name in "ac":
         assert servers[f"at {name}"].commands[-1] == "stage 2"
+
+
+def test_one_that_never_says_how_it_ended_is_not_waited_for(world, servers):
+    """Its workers have their weights, and lose the connection to the trainer; it is well."""
+    options = replace(OPTIONS, timeout_s=4.0)
+    fleet = FleetSync(Policy(), world, "", options, "keep", "cpu", make_server=servers.get)
+    fleet.sync(1, named(servers, "ab"), staged=True)
+
+    def silent(step, number, action):
+        meeting = Meeting(visit_store("127.0.0.1", servers["at b"].info["port"], 20))
+        meeting.arrive(step, servers["at b"].info["first_rank"] + number)
+        action(number)
+
+    servers["at b"].one = silent
+    with ThreadPoolExecutor(1) as thread:
+        pushed = thread.submit(fleet.sync, 2, named(servers, "ab"), staged=True)
+        try:
+            report = pushed.result(timeout=20.0)
+        finally:
+            for number in (0, 1):  # nobody waits for it where the test fails
+                rank = servers["at b"].info["first_rank"] + number
+                with contextlib.suppress(RuntimeError):
+                    store = visit_store("127.0.0.1", servers["at b"].info["port"], 1)
+                    Meeting(store).report("sync2", rank, "")
+    assert report.updated == ("a",)
+    assert "its workers have not said within 4 s how it ended" in report.lost["b"]
 
 
 def once_then_gone():

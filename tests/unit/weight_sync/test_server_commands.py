@@ -22,6 +22,9 @@ def answering():
 
     class Handler(BaseHTTPRequestHandler):
         status, body, paths_asked = 200, b"{}", []
+        length = None  # of the body, as it says
+        hold = threading.Event()  # until then the connection stays open
+        hold.set()
 
         def do_GET(self):
             self.do_POST()
@@ -32,8 +35,12 @@ def answering():
                 self.wfile.write(b"SSH-2.0\r\n")
                 return
             self.send_response(self.status)
+            if self.length is not None:
+                self.send_header("Content-Length", str(self.length))
             self.end_headers()
             self.wfile.write(self.body)
+            self.wfile.flush()
+            self.hold.wait(30.0)
 
         def log_message(self, *_): ...
 
@@ -59,6 +66,22 @@ def test_a_command_that_is_not_carried_out_says_why(answering, status, body, wor
     handler.status, handler.body = status, body
     with pytest.raises(ConnectionError, match=words):
         server.pause("wait")
+
+
+def test_a_server_that_ends_within_the_words_of_its_error_is_lost_like_any_other(answering):
+    """What it says is cut off, or never comes."""
+    handler, server = answering
+    handler.status, handler.length = 500, 100
+    handler.body = b"the engine is"
+    with pytest.raises(ConnectionError, match=r"pause.*500.*the engine is"):
+        server.pause("wait")
+    handler.hold.clear()
+    server.timeout_s = 0.2
+    try:
+        with pytest.raises(ConnectionError, match=r"pause.*500"):
+            server.pause("wait")
+    finally:
+        handler.hold.set()
 
 
 @pytest.fixture
