@@ -99,6 +99,7 @@ def build_servers(config: Config, world: World, display: Display, parts: SourceP
         switch=partial(_switch, secret, _in_flight(config)),
         capacity=config.source.requests_per_server,
         patience=Patience(config.source.give_up_factor),
+        longest_response=config.rollout.max_response_tokens,
     )
     rules = source_rules(config, parts.method)
     # What waits for servers when the policy has changed is of the versions before.

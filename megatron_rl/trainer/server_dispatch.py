@@ -58,7 +58,7 @@ class ServerDispatcher:
         self._switches = Switches(tasks.switch, self._scheduler)
         self._conditions = Conditions(self._scheduler, self._switches, self._urls, self._recall)
         self._questions = Questions(
-            tasks, self._scheduler, self._clients, self._able, self._failures, self._note_failure
+            tasks, self._clients, self._able, self._failures, self._note_failure
         )
         self._running: dict[Assignment, asyncio.Task] = {}
         in_step = rules.groups_per_step * rules.responses_per_group

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import count, product, starmap, zip_longest
 
-from megatron_rl.scheduling.scheduler import Scheduler
 from megatron_rl.trainer.server_failures import Asked, Failures
 from megatron_rl.trainer.server_tasks import Client, NoServerError, Tasks
 from megatron_rl.types import Completion, Image, Prompt, Sampling
@@ -28,14 +27,12 @@ class Questions:
     def __init__(
         self,
         tasks: Tasks,
-        scheduler: Scheduler,
         clients: Mapping[str, Client],
         able: Callable[[], Awaitable[list[str]]],
         failures: Failures,
         note_failure: Callable[[str, Asked, Exception], None],
     ) -> None:
         self._tasks = tasks
-        self._scheduler = scheduler
         self._clients = clients
         self._able = able
         self._failures = failures
@@ -117,8 +114,8 @@ class Questions:
                 pairs = zip_longest(sequences, images, fillvalue=())
                 # It may wait behind a response of training, so it may take as long as one. Given
                 # up, a server has its client closed, which ends this.
-                longest = self._tasks.sampling(self._scheduler.version).max_response_tokens
-                with self._tasks.patience.waiting(name, longest):
+                patience = self._tasks.patience
+                with patience.waiting(name, self._tasks.longest_response):
                     scores = await asyncio.gather(*starmap(self._clients[name].score, pairs))
             except self._tasks.lost as error:
                 self._note_failure(name, _SCORED, error)

@@ -69,7 +69,8 @@ class Tasks:
     ``unreachable``: which of these, that it was gone before it was asked; ``failed``: which of
     these, that it goes on, and failed at a request; ``switch``: makes the server at a URL go over
     to a version that it has staged, and raises ConnectionError where it does not; ``capacity``:
-    requests that a server is sent at a time; ``patience``: how long one of them may take."""
+    requests that a server is sent at a time; ``patience``: how long one of them may take;
+    ``longest_response``: tokens."""
 
     prompts: PromptStream
     sampling: Callable[[int, Prompt, int], Sampling]
@@ -82,3 +83,4 @@ class Tasks:
     switch: Callable[[str, int], None]
     capacity: int
     patience: Patience
+    longest_response: int

@@ -114,6 +114,7 @@ def start(made_dispatchers, bounded_waits):
             switch=fleet.switch,
             capacity=4,
             patience=Patience(None),
+            longest_response=4,
         )
         made_dispatchers.append(ServerDispatcher(rules, replace(tasks, **changes), fleet, saved))
         return made_dispatchers[-1]

@@ -221,6 +221,7 @@ class Trainer:
             switch=world.switch,
             capacity=self._rng.randint(1, 5),
             patience=Patience(None),
+            longest_response=4,
         )
         self._dispatcher = ServerDispatcher(world.rules, tasks, world, saved)
 
