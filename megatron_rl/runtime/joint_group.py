@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
@@ -38,6 +39,7 @@ class Meeting:
         """``secret``: of the run; empty where the network is all that keeps others out."""
         self.store = store
         self.secret = secret
+        self._keys: deque[list[str]] = deque()  # of the steps that have begun, by the first
 
     def arrive(self, step: str, rank: int, problem: str = "") -> None:
         """All but the first: waits for the verdict of ``open``. Raises JointGroupError when any
@@ -60,7 +62,17 @@ class Meeting:
             time.sleep(POLL_S)
         problems = problems or self._texts(keys, ranks)
         self._say(f"{step}/verdict", together(problems))
+        ends = [f"{step}/end/{rank}" for rank in ranks]
+        self._keys.append([*keys, *ends, f"{step}/verdict"])
+        self._forget()
         return {rank: problem for rank, problem in problems.items() if problem}
+
+    def _forget(self) -> None:
+        """Of a run of many steps the store has what was said in the last two: somebody may still
+        be on the way out of the one before."""
+        while len(self._keys) > 2:
+            for key in self._keys.popleft():
+                self.store.delete_key(key)
 
     def has_come(self, step: str, rank: int) -> bool:
         """The first: whether a process waits for the step to begin."""

@@ -60,6 +60,15 @@ def test_all_get_the_weights_from_one_plan(fleet, servers):
     assert servers["at c"].commands == ["pause keep", "update 2", "finish 2", "resume"]
 
 
+def test_the_store_does_not_grow_with_the_run(fleet, servers):
+    sizes = []
+    for version in range(1, 7):
+        assert fleet.sync(version, named(servers, "ab")).updated == ("a", "b")
+        (group,) = fleet._groups.values()
+        sizes.append(group._host._store.num_keys())
+    assert sizes[2:] == sizes[2:3] * 4
+
+
 def test_one_that_fails_is_named_and_the_others_have_the_version(fleet, servers):
     fleet.sync(1, named(servers, "abc"))
     servers["at b"].pause = failing("the connection was reset")
