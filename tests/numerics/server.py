@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -127,6 +128,14 @@ def wait_for(process: subprocess.Popen, server: HttpServer, log: Path) -> None:
         time.sleep(1)
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
     raise AssertionError(f"the server does not answer (exit code {process.poll()}):\n{tail}")
+
+
+def tokens_sampled(url: str) -> float:
+    """By the server since it started, as its metrics count them."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    counts = [line for line in lines if line.startswith("vllm:generation_tokens_total")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in counts)
 
 
 def ask(

@@ -6,7 +6,7 @@ Usage: ``server_worker.py URL ARCH FOLDER CASE...``
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,7 @@ from megatron_rl.weight_sync.commands import HttpServer, switch_weights
 from megatron_rl.weight_sync.fleet import FleetSync
 from megatron_rl.weight_sync.server import ServerSync
 from tests.numerics import rollout_models as small
-from tests.numerics.server import ask
+from tests.numerics.server import ask, tokens_sampled
 from tests.zoo import policy_beside_engine
 
 URL, ARCH, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])
@@ -154,14 +154,28 @@ def misfits_are_refused_and_the_server_serves_on() -> None:
     sync.close()
 
 
+def long_request(pool: ThreadPoolExecutor) -> Future | None:
+    """Collective: its first tokens are there when every rank goes on. The answer is rank 0's."""
+
+    def send() -> Future:
+        before = tokens_sampled(URL)
+        answer = pool.submit(ask, URL, PROMPTS[:1], 400)
+        while tokens_sampled(URL) == before and not answer.done():
+            time.sleep(0.01)
+        return answer
+
+    future = send() if WORLD.rank == 0 else None
+    WORLD.barrier()
+    return future
+
+
 def request_under_way_goes_on_with_new_weights() -> None:
     """Its answer says which tokens came from which weights; the later ones are those of the new
     weights with a cache made anew."""
     policy = the_policy()
     sync, path = connect(policy), FOLDER / "under_way"
     with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(ask, URL, PROMPTS[:1], 400) if WORLD.rank == 0 else None
-        time.sleep(0.3)
+        long = long_request(pool)
         with torch.no_grad():
             for key in {shard.key for shard in policy.weight_boxes()}:
                 policy.weight(key).mul_(1.1)
@@ -204,8 +218,7 @@ def staged_weights_wait_while_the_server_answers() -> None:
         WORLD.from_main(lambda: switch_weights(HttpServer(URL), version, "keep"))
 
     with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(ask, URL, PROMPTS[:1], 400) if WORLD.rank == 0 else None
-        time.sleep(0.3)
+        long = long_request(pool)
         scale()
         push(60, staged=True)
         assert answers(6)[1:] == before[1:]
