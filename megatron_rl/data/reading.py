@@ -50,27 +50,37 @@ class Data:
 
 
 def read_data(
-    config: Config, tokenizer: PreTrainedTokenizerBase, vision: VisionProcessor | None = None
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    vision: VisionProcessor | None = None,
+    *,
+    trains: bool = True,
 ) -> Data:
     """``read_sources``; logs a summary of each source, and likely mistakes."""
-    data = read_sources(config, tokenizer, vision)
+    data = read_sources(config, tokenizer, vision, trains=trains)
     log(data, examined(data, config), config)
     return data
 
 
 def read_sources(
-    config: Config, tokenizer: PreTrainedTokenizerBase, vision: VisionProcessor | None = None
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    vision: VisionProcessor | None = None,
+    *,
+    trains: bool = True,
 ) -> Data:
-    """Reads ``data.train`` and ``data.eval``. ``vision``: of a model that sees images.
+    """Reads ``data.train`` and ``data.eval``. ``vision``: of a model that sees images; ``trains``:
+    False reads ``data.eval`` alone.
 
     Raises:
         ValueError: as ``load_sources``; no prompt is left without the held-out ones.
     """
     data = config.data
     max_tokens = config.rollout.max_prompt_tokens
-    train = tuple(load_sources(entries(data.train), data, tokenizer, max_tokens, vision))
+    wanted = entries(data.train) if trains else ()
+    train = tuple(load_sources(wanted, data, tokenizer, max_tokens, vision))
     held_out = tuple(load_sources(entries(data.eval), data, tokenizer, max_tokens, vision))
-    if data.drop_eval_overlap:
+    if trains and data.drop_eval_overlap:
         train = tuple(_without(source, _prompts(held_out)) for source in train)
         if not _prompts(train):
             read = sum(source.num_rows for source in train)
@@ -79,18 +89,6 @@ def read_sources(
                 "give other data, or data.drop_eval_overlap=false"
             )
     return Data(train, held_out)
-
-
-def read_held_out(
-    config: Config, tokenizer: PreTrainedTokenizerBase, vision: VisionProcessor | None = None
-) -> list[Prompt]:
-    """The prompts of ``data.eval`` that an evaluation asks; logs as ``read_data``. Training prompts
-    are not read. Raises ValueError as ``load_sources``."""
-    names = entries(config.data.eval)
-    limit = config.rollout.max_prompt_tokens
-    data = Data((), tuple(load_sources(names, config.data, tokenizer, limit, vision)))
-    log_sources(data, examined(data, config))
-    return data.held_out_prompts[: config.evaluation.num_prompts]
 
 
 def examined(data: Data, config: Config) -> list[Doubt]:
@@ -102,21 +100,16 @@ def examined(data: Data, config: Config) -> list[Doubt]:
     return doubts
 
 
-def log_sources(data: Data, doubts: Sequence[Doubt]) -> None:
-    """Logs a summary of each source, and the doubts."""
+def log(data: Data, doubts: Sequence[Doubt], config: Config) -> None:
+    """A summary of each source, and the doubts; warns where there are few training prompts."""
     for key, sources in (("data.train", data.train), ("data.eval", data.held_out)):
         for source in sources:
             logger.info("%s: %s", key, source.summary())
         for of, doubt in doubts:
             if of == key:
                 logger.warning("%s: %s", key, doubt)
-
-
-def log(data: Data, doubts: Sequence[Doubt], config: Config) -> None:
-    """``log_sources``; warns where there are few training prompts."""
-    log_sources(data, doubts)
     num_prompts = len(data.train_prompts)
-    if num_prompts < config.batch.prompts_per_step:
+    if data.train and num_prompts < config.batch.prompts_per_step:
         logger.warning(
             "data.train: its %d prompts are fewer than batch.prompts_per_step = %d: every step asks"
             " some of them more than once; give more data or lower batch.prompts_per_step",

@@ -1,4 +1,4 @@
-"""The data of a run, read and tokenized by one rank of each machine and shared by the others.
+"""The data of a launch, read and tokenized by one rank of each machine and shared by the others.
 
 The file lies in the machine's temporary folder under a fingerprint of all it depends on, so the
 next start on the machine finds it. One that is damaged is made anew, and several launches may do
@@ -45,6 +45,8 @@ def shared_data(
     world: World,
     tokenizer: PreTrainedTokenizerBase,
     vision: VisionProcessor | None = None,
+    *,
+    trains: bool = True,
 ) -> Data:
     """Collective: what ``read_data`` gives, and logs.
 
@@ -53,14 +55,14 @@ def shared_data(
     """
 
     def read() -> tuple[Data, list[Doubt]]:
-        data = read_sources(config, tokenizer, vision)
+        data = read_sources(config, tokenizer, vision, trains=trains)
         return data, examined(data, config)
 
     if world.size == 1:
-        return read_data(config, tokenizer, vision)
+        return read_data(config, tokenizer, vision, trains=trains)
     has_images = vision is not None
     path = _made_by_first(
-        world, lambda: _file(config, world.launch_id, read, has_images=has_images)
+        world, lambda: _file(config, world.launch_id, read, has_images=has_images, trains=trains)
     )
     stored = None if path is None else load(path)
     if has_images:
@@ -68,7 +70,7 @@ def shared_data(
         if path is not None and world.local_rank == 0:
             path.unlink(missing_ok=True)
     if stored is None:
-        return read_data(config, tokenizer, vision)
+        return read_data(config, tokenizer, vision, trains=trains)
     data, doubts = stored
     log(data, doubts, config)
     return data
@@ -99,11 +101,13 @@ def _file(
     read: Callable[[], tuple[Data, list[Doubt]]],
     *,
     has_images: bool = False,
+    trains: bool = True,
 ) -> Path | None:
     """The file of these data, written where there is none that is whole; None where none can be."""
     try:
         folder = private_folder()
-        path = folder / f"{data_key(config, launch_id, has_images=has_images)}.arrow"
+        key = data_key(config, launch_id, has_images=has_images, trains=trains)
+        path = folder / f"{key}.arrow"
         if prompt_file.is_whole(path):
             path.touch()  # the ones used last are kept
             return path
@@ -134,7 +138,9 @@ def private_folder() -> Path:
     return folder
 
 
-def data_key(config: Config, launch_id: str, *, has_images: bool = False) -> str:
+def data_key(
+    config: Config, launch_id: str, *, has_images: bool = False, trains: bool = True
+) -> str:
     """A fingerprint of all that the prompts depend on: settings, files, tokenizer, libraries, code.
 
     A data set of a hub is known by name only, and rows name images by their paths, so the key of
@@ -142,7 +148,9 @@ def data_key(config: Config, launch_id: str, *, has_images: bool = False) -> str
     """
     parts: list[Any] = [config.data.model_dump(mode="json"), config.rollout.max_prompt_tokens]
     parts.append(config.reward.verifier)  # doubts about answers depend on it
-    names = [*entries(config.data.train), *entries(config.data.eval)]
+    train = entries(config.data.train) if trains else ()
+    parts.append(len(train))
+    names = [*train, *entries(config.data.eval)]
     for name in names:
         parts += [[file, _content(file)] for file in files_of(name)]
     if has_images or any(name.startswith(HF) for name in names):

@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import fingerprint
-from megatron_rl.data.reading import read_held_out
+from megatron_rl.data.shared import shared_data
 from megatron_rl.data.tokenizer import load_tokenizer, text_of
 from megatron_rl.data.vision import vision_of
 from megatron_rl.engine.engine import VllmEngine
@@ -56,7 +56,8 @@ def evaluate(
     tokenizer = load_tokenizer(config.model.path)
     vision = vision_of(config.model.path, config.data)
     with display.phase("reading the prompts"):
-        prompts = read_held_out(config, tokenizer, vision)
+        data = shared_data(config, world, tokenizer, vision, trains=False)
+        prompts = data.held_out_prompts[: config.evaluation.num_prompts]
         reward = build_reward(config.reward, lambda prompt: prompt.text)
         reward.check(prompts)
     folder = EvaluationFolder(evaluation.out, config.evaluation.pass_at)

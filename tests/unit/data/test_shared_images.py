@@ -90,6 +90,32 @@ def test_images_are_read_by_one_rank_of_a_machine(data_folder, tmp_path):
 
 
 @on_ranks(2)
+def test_an_evaluation_reads_held_out_images_once_a_machine(data_folder, tmp_path):
+    tempfile.tempdir = str(tmp_path)
+    rank = dist.get_rank()
+    world = World(rank=rank, size=2, local_rank=rank, launch_id="test")
+    run = settings(data_folder)
+    tokenizer, vision = load_tokenizer(run.model.path), vision_of(run.model.path, run.data)
+    whole = shared_data(run, world, tokenizer, vision)
+    nowhere = run.data.model_copy(update={"train": str(data_folder / "none.jsonl")})
+    run = run.model_copy(update={"data": nowhere})
+    opened = []
+    with_header = images._with_header
+
+    def noted(source, content):
+        opened.append(source)
+        return with_header(source, content)
+
+    images._with_header = noted
+    data = shared_data(run, world, tokenizer, vision, trains=False)
+    assert len(opened) == (2, 0)[rank]
+    images._with_header = with_header
+    assert not data.train
+    assert data.held_out_prompts == whole.held_out_prompts
+    assert isinstance(data.held_out[0].prompts, prompt_file.StoredPrompts)
+
+
+@on_ranks(2)
 def test_a_bad_image_is_an_error_of_all_ranks(data_folder, tmp_path):
     tempfile.tempdir = str(tmp_path)
     rank = dist.get_rank()
