@@ -40,10 +40,12 @@ def used_bytes(folder: Path) -> int:
 def as_text(size: int) -> str:
     """Decimal units, as disks are sold.
 
-    Example: 1_230_000_000 is "1.23 GB", 5_000 is "0.005 MB".
+    Example: 1_230_000_000 is "1.23 GB", 5_000 is "0.005 MB", 820 is "820 bytes".
     """
     if size >= GB // 10:
         return f"{size / GB:.2f} GB"
+    if size < 10**3:
+        return f"{size} bytes"
     return f"{size / 10**6:.3f} MB"
 
 
