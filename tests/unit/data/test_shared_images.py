@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow
@@ -55,13 +57,9 @@ def contents(data: reading.Data) -> list[tuple[bytes, ...]]:
     return [tuple(image.read() for image in prompt.images) for prompt in prompts]
 
 
-@on_ranks(2)
-def test_images_are_read_by_one_rank_of_a_machine(data_folder, tmp_path):
-    tempfile.tempdir = str(tmp_path)
-    rank = dist.get_rank()
-    world = World(rank=rank, size=2, local_rank=rank, launch_id="test")
-    run = settings(data_folder)
-    tokenizer, vision = load_tokenizer(run.model.path), vision_of(run.model.path, run.data)
+@contextmanager
+def opened_images() -> Iterator[list]:
+    """What this rank looks into meanwhile."""
     opened = []
     with_header = images._with_header
 
@@ -70,9 +68,22 @@ def test_images_are_read_by_one_rank_of_a_machine(data_folder, tmp_path):
         return with_header(source, content)
 
     images._with_header = noted
-    shared = shared_data(run, world, tokenizer, vision)
+    try:
+        yield opened
+    finally:
+        images._with_header = with_header
+
+
+@on_ranks(2)
+def test_images_are_read_by_one_rank_of_a_machine(data_folder, tmp_path):
+    tempfile.tempdir = str(tmp_path)
+    rank = dist.get_rank()
+    world = World(rank=rank, size=2, local_rank=rank, launch_id="test")
+    run = settings(data_folder)
+    tokenizer, vision = load_tokenizer(run.model.path), vision_of(run.model.path, run.data)
+    with opened_images() as opened:
+        shared = shared_data(run, world, tokenizer, vision)
     assert len(opened) == (5, 0)[rank]
-    images._with_header = with_header
     own = reading.read_sources(run, tokenizer, vision)
     assert [*shared.train_prompts] == [*own.train_prompts]
     assert shared.held_out_prompts == own.held_out_prompts
@@ -99,17 +110,9 @@ def test_an_evaluation_reads_held_out_images_once_a_machine(data_folder, tmp_pat
     whole = shared_data(run, world, tokenizer, vision)
     nowhere = run.data.model_copy(update={"train": str(data_folder / "none.jsonl")})
     run = run.model_copy(update={"data": nowhere})
-    opened = []
-    with_header = images._with_header
-
-    def noted(source, content):
-        opened.append(source)
-        return with_header(source, content)
-
-    images._with_header = noted
-    data = shared_data(run, world, tokenizer, vision, trains=False)
+    with opened_images() as opened:
+        data = shared_data(run, world, tokenizer, vision, trains=False)
     assert len(opened) == (2, 0)[rank]
-    images._with_header = with_header
     assert not data.train
     assert data.held_out_prompts == whole.held_out_prompts
     assert isinstance(data.held_out[0].prompts, prompt_file.StoredPrompts)
