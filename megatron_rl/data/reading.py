@@ -50,37 +50,28 @@ class Data:
 
 
 def read_data(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    vision: VisionProcessor | None = None,
-    *,
-    trains: bool = True,
+    config: Config, tokenizer: PreTrainedTokenizerBase, vision: VisionProcessor | None = None
 ) -> Data:
     """``read_sources``; logs a summary of each source, and likely mistakes."""
-    data = read_sources(config, tokenizer, vision, trains=trains)
+    data = read_sources(config, tokenizer, vision)
     log(data, examined(data, config), config)
     return data
 
 
 def read_sources(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    vision: VisionProcessor | None = None,
-    *,
-    trains: bool = True,
+    config: Config, tokenizer: PreTrainedTokenizerBase, vision: VisionProcessor | None = None
 ) -> Data:
-    """Reads ``data.train`` and ``data.eval``. ``vision``: of a model that sees images; ``trains``:
-    False reads ``data.eval`` alone.
+    """Reads ``data.train``, which is empty for an evaluation, and ``data.eval``. ``vision``: of a
+    model that sees images.
 
     Raises:
         ValueError: as ``load_sources``; no prompt is left without the held-out ones.
     """
     data = config.data
     max_tokens = config.rollout.max_prompt_tokens
-    wanted = entries(data.train) if trains else ()
-    train = tuple(load_sources(wanted, data, tokenizer, max_tokens, vision))
+    train = tuple(load_sources(entries(data.train), data, tokenizer, max_tokens, vision))
     held_out = tuple(load_sources(entries(data.eval), data, tokenizer, max_tokens, vision))
-    if trains and data.drop_eval_overlap:
+    if train and data.drop_eval_overlap:
         train = tuple(_without(source, _prompts(held_out)) for source in train)
         if not _prompts(train):
             read = sum(source.num_rows for source in train)

@@ -45,8 +45,6 @@ def shared_data(
     world: World,
     tokenizer: PreTrainedTokenizerBase,
     vision: VisionProcessor | None = None,
-    *,
-    trains: bool = True,
 ) -> Data:
     """Collective: what ``read_data`` gives, and logs.
 
@@ -55,14 +53,14 @@ def shared_data(
     """
 
     def read() -> tuple[Data, list[Doubt]]:
-        data = read_sources(config, tokenizer, vision, trains=trains)
+        data = read_sources(config, tokenizer, vision)
         return data, examined(data, config)
 
     if world.size == 1:
-        return read_data(config, tokenizer, vision, trains=trains)
+        return read_data(config, tokenizer, vision)
     has_images = vision is not None
     path = _made_by_first(
-        world, lambda: _file(config, world.launch_id, read, has_images=has_images, trains=trains)
+        world, lambda: _file(config, world.launch_id, read, has_images=has_images)
     )
     stored = None if path is None else load(path)
     if has_images:
@@ -70,7 +68,7 @@ def shared_data(
         if path is not None and world.local_rank == 0:
             path.unlink(missing_ok=True)
     if stored is None:
-        return read_data(config, tokenizer, vision, trains=trains)
+        return read_data(config, tokenizer, vision)
     data, doubts = stored
     log(data, doubts, config)
     return data
@@ -101,13 +99,11 @@ def _file(
     read: Callable[[], tuple[Data, list[Doubt]]],
     *,
     has_images: bool = False,
-    trains: bool = True,
 ) -> Path | None:
     """The file of these data, written where there is none that is whole; None where none can be."""
     try:
         folder = private_folder()
-        key = data_key(config, launch_id, has_images=has_images, trains=trains)
-        path = folder / f"{key}.arrow"
+        path = folder / f"{data_key(config, launch_id, has_images=has_images)}.arrow"
         if prompt_file.is_whole(path):
             path.touch()  # the ones used last are kept
             return path
@@ -138,9 +134,7 @@ def private_folder() -> Path:
     return folder
 
 
-def data_key(
-    config: Config, launch_id: str, *, has_images: bool = False, trains: bool = True
-) -> str:
+def data_key(config: Config, launch_id: str, *, has_images: bool = False) -> str:
     """A fingerprint of all that the prompts depend on: settings, files, tokenizer, libraries, code.
 
     A data set of a hub is known by name only, and rows name images by their paths, so the key of
@@ -148,9 +142,7 @@ def data_key(
     """
     parts: list[Any] = [config.data.model_dump(mode="json"), config.rollout.max_prompt_tokens]
     parts.append(config.reward.verifier)  # doubts about answers depend on it
-    train = entries(config.data.train) if trains else ()
-    parts.append(len(train))
-    names = [*train, *entries(config.data.eval)]
+    names = [*entries(config.data.train), *entries(config.data.eval)]
     for name in names:
         parts += [[file, _content(file)] for file in files_of(name)]
     if has_images or any(name.startswith(HF) for name in names):

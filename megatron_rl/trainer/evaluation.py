@@ -56,7 +56,7 @@ def evaluate(
     tokenizer = load_tokenizer(config.model.path)
     vision = vision_of(config.model.path, config.data)
     with display.phase("reading the prompts"):
-        data = shared_data(config, world, tokenizer, vision, trains=False)
+        data = shared_data(without_training(config), world, tokenizer, vision)
         prompts = data.held_out_prompts[: config.evaluation.num_prompts]
         reward = build_reward(config.reward, lambda prompt: prompt.text)
         reward.check(prompts)
@@ -88,6 +88,11 @@ def evaluate(
         for weights, unanswered in left:
             asking.ask(weights, unanswered)
     return world.from_main(lambda: _finished(folder, evaluation.weights))
+
+
+def without_training(config: Config) -> Config:
+    """The same, but no training prompts are read; the files of a run may be gone."""
+    return config.model_copy(update={"data": config.data.model_copy(update={"train": ()})})
 
 
 def _engine(

@@ -156,17 +156,16 @@ def misfits_are_refused_and_the_server_serves_on() -> None:
 
 def long_request(pool: ThreadPoolExecutor) -> Future | None:
     """Collective: its first tokens are there when every rank goes on. The answer is rank 0's."""
+    sent: list[Future] = []
 
-    def send() -> Future:
+    def send() -> None:
         before = tokens_sampled(URL)
-        answer = pool.submit(ask, URL, PROMPTS[:1], 400)
-        while tokens_sampled(URL) == before and not answer.done():
+        sent.append(pool.submit(ask, URL, PROMPTS[:1], 400))
+        while tokens_sampled(URL) == before and not sent[0].done():
             time.sleep(0.01)
-        return answer
 
-    future = send() if WORLD.rank == 0 else None
-    WORLD.barrier()
-    return future
+    WORLD.from_main(send)
+    return sent[0] if sent else None
 
 
 def request_under_way_goes_on_with_new_weights() -> None:

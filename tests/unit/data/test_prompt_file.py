@@ -117,7 +117,7 @@ def test_everything_that_prompts_depend_on_changes_the_key(folder):
     keys.append(shared.data_key(settings("data.prompt_suffix=x"), "one"))
     keys.append(shared.data_key(settings("rollout.max_prompt_tokens=77"), "one"))
     keys.append(shared.data_key(settings("reward.verifier=exact"), "one"))
-    keys.append(shared.data_key(settings(), "one", trains=False))
+    keys.append(shared.data_key(settings("data.train=[]"), "one"))
     for name in ("a.jsonl", "eval.jsonl", "m/tokenizer.json"):
         about = (folder / name).stat()
         text = (folder / name).read_text()

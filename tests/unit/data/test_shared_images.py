@@ -21,6 +21,7 @@ from megatron_rl.data.shared import private_folder, shared_data
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.data.vision import vision_of
 from megatron_rl.runtime.launch import World
+from megatron_rl.trainer.evaluation import without_training
 from tests.ranks import on_ranks
 from tests.unit.data.pictures import QUESTION, png
 from tests.unit.data.test_reading import config
@@ -57,6 +58,12 @@ def contents(data: reading.Data) -> list[tuple[bytes, ...]]:
     return [tuple(image.read() for image in prompt.images) for prompt in prompts]
 
 
+def the_world() -> World:
+    """Two ranks of one machine."""
+    rank = dist.get_rank()
+    return World(rank=rank, size=2, local_rank=rank, launch_id="test")
+
+
 @contextmanager
 def opened_images() -> Iterator[list]:
     """What this rank looks into meanwhile."""
@@ -77,13 +84,12 @@ def opened_images() -> Iterator[list]:
 @on_ranks(2)
 def test_images_are_read_by_one_rank_of_a_machine(data_folder, tmp_path):
     tempfile.tempdir = str(tmp_path)
-    rank = dist.get_rank()
-    world = World(rank=rank, size=2, local_rank=rank, launch_id="test")
+    world = the_world()
     run = settings(data_folder)
     tokenizer, vision = load_tokenizer(run.model.path), vision_of(run.model.path, run.data)
     with opened_images() as opened:
         shared = shared_data(run, world, tokenizer, vision)
-    assert len(opened) == (5, 0)[rank]
+    assert len(opened) == (5, 0)[world.rank]
     own = reading.read_sources(run, tokenizer, vision)
     assert [*shared.train_prompts] == [*own.train_prompts]
     assert shared.held_out_prompts == own.held_out_prompts
@@ -103,16 +109,13 @@ def test_images_are_read_by_one_rank_of_a_machine(data_folder, tmp_path):
 @on_ranks(2)
 def test_an_evaluation_reads_held_out_images_once_a_machine(data_folder, tmp_path):
     tempfile.tempdir = str(tmp_path)
-    rank = dist.get_rank()
-    world = World(rank=rank, size=2, local_rank=rank, launch_id="test")
+    world = the_world()
     run = settings(data_folder)
     tokenizer, vision = load_tokenizer(run.model.path), vision_of(run.model.path, run.data)
     whole = shared_data(run, world, tokenizer, vision)
-    nowhere = run.data.model_copy(update={"train": str(data_folder / "none.jsonl")})
-    run = run.model_copy(update={"data": nowhere})
     with opened_images() as opened:
-        data = shared_data(run, world, tokenizer, vision, trains=False)
-    assert len(opened) == (2, 0)[rank]
+        data = shared_data(without_training(run), world, tokenizer, vision)
+    assert len(opened) == (2, 0)[world.rank]
     assert not data.train
     assert data.held_out_prompts == whole.held_out_prompts
     assert isinstance(data.held_out[0].prompts, prompt_file.StoredPrompts)
@@ -121,11 +124,10 @@ def test_an_evaluation_reads_held_out_images_once_a_machine(data_folder, tmp_pat
 @on_ranks(2)
 def test_a_bad_image_is_an_error_of_all_ranks(data_folder, tmp_path):
     tempfile.tempdir = str(tmp_path)
-    rank = dist.get_rank()
-    world = World(rank=rank, size=2, local_rank=rank, launch_id="test")
+    world = the_world()
     run = settings(data_folder)
     bad = tmp_path / "bad.jsonl"
-    if rank == 0:
+    if world.is_main:
         row = {"prompt": "<image>" + QUESTION, "answer": "1", "images": ["none.png"]}
         bad.write_text(json.dumps(row) + "\n")
     dist.barrier()
@@ -137,8 +139,7 @@ def test_a_bad_image_is_an_error_of_all_ranks(data_folder, tmp_path):
 @on_ranks(2)
 def test_where_no_file_can_be_written_every_rank_reads(data_folder, tmp_path):
     tempfile.tempdir = str(tmp_path / "nowhere")
-    rank = dist.get_rank()
-    world = World(rank=rank, size=2, local_rank=rank, launch_id="test")
+    world = the_world()
     run = settings(data_folder)
     tokenizer, vision = load_tokenizer(run.model.path), vision_of(run.model.path, run.data)
     data = shared_data(run, world, tokenizer, vision)

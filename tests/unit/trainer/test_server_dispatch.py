@@ -90,10 +90,7 @@ def test_an_evaluation_is_answered_by_another_server_than_the_one_that_never_doe
     expected = start_published(start, Fleet(registered={"b"})).generate(ASKED, HELD_OUT)
     fleet = Fleet(registered={"a", "b"})
     now_s = [0.0]
-    patience = Patience(4.0, lambda: now_s[0])
-    dispatcher = start_published(start, fleet, patience=patience)
-    while len(fleet.asked) < IN_TWO_STEPS or servers_awaited(patience):
-        dispatcher.counts()  # until training waits for nobody
+    dispatcher = start_idle(start, fleet, Patience(4.0, lambda: now_s[0]))
     fleet.silent.add("a")
     with ThreadPoolExecutor(1) as thread:
         evaluated = thread.submit(dispatcher.generate, ASKED, HELD_OUT)
@@ -140,6 +137,14 @@ def start_published(start, fleet: Fleet, **changes) -> ServerDispatcher:
 
 def servers_awaited(patience: Patience) -> set[str]:
     return {waiting.server for waiting in list(patience._waiting.values())}
+
+
+def start_idle(start, fleet: Fleet, patience: Patience) -> ServerDispatcher:
+    """All that training wants so far is answered."""
+    dispatcher = start_published(start, fleet, patience=patience)
+    while len(fleet.asked) < IN_TWO_STEPS or servers_awaited(patience):
+        dispatcher.counts()
+    return dispatcher
 
 
 def test_without_servers_it_says_so_once_and_goes_on_when_one_comes(start):
@@ -361,10 +366,7 @@ def test_who_waits_is_told_how_far_it_is(start, monkeypatch):
 def test_a_server_that_scores_nothing_is_given_up_though_it_says_it_is_well(start):
     fleet = Fleet(registered={"a", "b"})
     now_s = [0.0]
-    patience = Patience(4.0, lambda: now_s[0])
-    dispatcher = start_published(start, fleet, patience=patience)
-    while len(fleet.asked) < IN_TWO_STEPS or servers_awaited(patience):
-        dispatcher.counts()  # until training waits for nobody
+    dispatcher = start_idle(start, fleet, Patience(4.0, lambda: now_s[0]))
     while fleet.scored[-1:] != ["b"]:  # next it is the turn of a
         dispatcher.score([(1, 2, 3)])
     fleet.silent.add("a")
