@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_rl.runtime.error_chain import chain
+from megatron_rl.runtime.error_chain import linked
 
 POLL_S = 0.002
 
@@ -195,6 +195,6 @@ def leave_group(group: dist.ProcessGroup, error: BaseException | None = None) ->
     distributed_c10d._world.pg_group_ranks.pop(group, None)
     distributed_c10d._world.pg_map.pop(group, None)
     group.abort()
-    for link in chain(error):
+    for link in linked(error):
         traceback.clear_frames(link.__traceback__)
     gc.collect()
