@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.config.command_line import Root
+from megatron_rl.config.cli.command_line import Root
 from megatron_rl.sweep import main
 from megatron_rl.sweeping import commands
 from megatron_rl.sweeping.cells import Cell, make_cells
@@ -23,7 +23,7 @@ from tests.launch import REPO, end
 
 NEEDED = ["model.path=m", "data.train=t", "data.eval=e"]
 HOLD = (
-    "import sys, time; from pathlib import Path; from megatron_rl.runtime import lock;"
+    "import sys, time; from pathlib import Path; from megatron_rl.runtime.guard import lock;"
     " lock.hold(Path(sys.argv[1]), 'other'); print('held', flush=True); time.sleep(60)"
 )
 
