@@ -39,7 +39,7 @@ from megatron_rl.runtime.device import device
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.registry import FOLDER, Registry, run_secret
-from megatron_rl.scheduling.batches import Rules
+from megatron_rl.scheduling.whole_groups import Rules
 from megatron_rl.types import Completion, Prompt, Sampling, Score, TransferOptions
 from megatron_rl.weight_sync.fleet.commands import HttpServer, InFlight, switch_weights
 from megatron_rl.weight_sync.fleet.fleet import FleetSync

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_rl.runtime.display import Progress
-from megatron_rl.scheduling.batches import Batch, KeptShare, Rules
+from megatron_rl.scheduling.whole_groups import Batch, KeptShare, Rules
 from megatron_rl.scheduling.scheduler import Scheduler
 from megatron_rl.scheduling.work import Request, WorkQueue
 from megatron_rl.types import Completion, Prompt, Sampling, Score

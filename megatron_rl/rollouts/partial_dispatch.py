@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_rl.rollouts.dispatch import Ended, Event, Follower, Paused, Scored, Task, worker_name
 from megatron_rl.rollouts.partial_groups import PartialGroups
-from megatron_rl.scheduling.partial import PartialStep
+from megatron_rl.scheduling.token_level import PartialStep
 from megatron_rl.scheduling.work import Request
 from megatron_rl.types import Completion, Prompt, Sampling, Score
 

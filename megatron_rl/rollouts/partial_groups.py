@@ -20,7 +20,7 @@ from megatron_rl.rollouts.prompt_stream import (
     saved_completion,
     saved_score,
 )
-from megatron_rl.scheduling.partial import OpenGroup, PartialRules, PartialScheduler
+from megatron_rl.scheduling.token_level import OpenGroup, PartialRules, PartialScheduler
 from megatron_rl.scheduling.work import Request
 from megatron_rl.types import Completion, Prompt, Score, VersionSpan
 

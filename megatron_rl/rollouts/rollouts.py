@@ -30,7 +30,7 @@ from megatron_rl.rollouts.step_end import StepEnd
 from megatron_rl.rollouts.streaming import Streaming
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
-from megatron_rl.scheduling.batches import KeptShare, Rules
+from megatron_rl.scheduling.whole_groups import KeptShare, Rules
 from megatron_rl.scheduling.work import Request
 from megatron_rl.types import Prompt, Sampling
 

@@ -23,7 +23,7 @@ from megatron_rl.rollouts.server_thread import LoopThread
 from megatron_rl.rollouts.server_verdicts import Verdicts
 from megatron_rl.runtime.display import Progress
 from megatron_rl.runtime.guard.activity import ACTIVITY
-from megatron_rl.scheduling.batches import Batch, Rules
+from megatron_rl.scheduling.whole_groups import Batch, Rules
 from megatron_rl.scheduling.scheduler import Scheduler
 from megatron_rl.scheduling.work import Assignment, Request
 from megatron_rl.types import Completion, Image, Prompt, Sampling

@@ -54,7 +54,7 @@ from megatron_rl.runtime.guard import rank_log
 from megatron_rl.runtime.guard.signals import StopRequest
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import Ledger, memory_in_use
-from megatron_rl.scheduling.partial import PartialRules
+from megatron_rl.scheduling.token_level import PartialRules
 from megatron_rl.signals.histories import Histories
 from megatron_rl.signals.masked_images import check_images
 from megatron_rl.signals.visual_entropies import FILE, with_visual_entropy

@@ -22,7 +22,7 @@ from megatron_rl.rollouts.rollouts import Rollouts, Sampler, sampling_seed
 from megatron_rl.rollouts.step_end import StepEnd
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
-from megatron_rl.scheduling.partial import PartialRules
+from megatron_rl.scheduling.token_level import PartialRules
 from megatron_rl.types import Prompt, Sampling, Score
 from tests.engines import Growing, Stepwise
 from tests.ranks import call

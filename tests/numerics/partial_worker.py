@@ -23,7 +23,7 @@ from megatron_rl.rollouts.partial_groups import PartialGroups
 from megatron_rl.rollouts.partial_rollouts import PartialRollouts
 from megatron_rl.rollouts.step_end import StepEnd
 from megatron_rl.runtime import launch
-from megatron_rl.scheduling.partial import PartialRules
+from megatron_rl.scheduling.token_level import PartialRules
 from megatron_rl.types import Completion
 from tests.numerics import rollout_models as small
 from tests.numerics.held_up import sampler_of

@@ -11,7 +11,7 @@ its first column:
 
 One step: 128 prompts x 8, all wanted. "Shares of prompts" is the schedule that this project had
 before: a contiguous share of the prompts for each replica. "Partial": responses go on in the next
-step, see ``megatron_rl/scheduling/partial.py``; means of as many steps behind the first five.
+step, see ``megatron_rl.scheduling.token_level.py``; means of as many steps behind the first five.
 
 Dynamic sampling: 128 wanted groups of 8. "Rounds" is what this project had before: what is missing
 is sampled anew when all of a round is there.
@@ -37,8 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from gpu_model import table
 
-from megatron_rl.scheduling.batches import KeptShare, Rules
-from megatron_rl.scheduling.partial import PartialRules
+from megatron_rl.scheduling.whole_groups import KeptShare, Rules
+from megatron_rl.scheduling.token_level import PartialRules
 from megatron_rl.scheduling.scheduler import Scheduler
 from megatron_rl.scheduling.work import Request
 from tools.planning.simulated_fleet import DecodeStep, Fleet
@@ -108,7 +108,7 @@ def in_rounds(fleet: Fleet, content: Content, num_wanted: int) -> None:
 
 def one_step(fleet: Fleet, content: Content, rules: Rules, kept_share: KeptShare) -> float:
     """Drives the scheduler through one step; the share of sampled tokens that it does not train."""
-    groups = Driver(fleet, Scheduler(rules, kept_share=kept_share), content, CAPACITY).take()
+    groups = Driver(fleet, Scheduler(rules), content, CAPACITY).take()
     used = sum(int(content.lengths[group % len(content.lengths)].sum()) for group in groups)
     fleet.idle_share()
     return 1 - used / fleet.num_tokens()

@@ -21,7 +21,7 @@ from megatron_rl.rollouts.server_tasks import Tasks
 from megatron_rl.rollouts.server_thread import LoopThread
 from megatron_rl.run import run_folder
 from megatron_rl.runtime.guard import lock
-from megatron_rl.scheduling.batches import Rules
+from megatron_rl.scheduling.whole_groups import Rules
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.types import Sampling
 from tests.unit.trainer.fakes import prompts

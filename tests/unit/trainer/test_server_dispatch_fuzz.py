@@ -23,7 +23,7 @@ from megatron_rl.rollouts.prompt_stream import FinishedGroup, PromptStream
 from megatron_rl.rollouts.server_dispatch import ServerDispatcher
 from megatron_rl.rollouts.server_tasks import News, Tasks
 from megatron_rl.runtime.registry import Registration
-from megatron_rl.scheduling.batches import Rules
+from megatron_rl.scheduling.whole_groups import Rules
 from megatron_rl.types import Completion, Image, Prompt, Sampling, Score, VersionSpan
 from tests.unit.trainer.fakes import prompts
 from tests.unit.trainer.server_fakes import Failed, Gone, Unreachable

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_rl.scheduling.batches import Batch, KeptShare, Rules
+from megatron_rl.scheduling.whole_groups import Batch, KeptShare, Rules
 
 FILTERED = Rules(groups_per_step=2, responses_per_group=1, max_groups=6)
 
@@ -17,7 +17,7 @@ def test_the_first_wanted_groups_in_prompt_order_whatever_came_first() -> None:
         late.judge(group, wanted=wanted)
         assert not late.is_complete and late.end is None, "group 10 may be wanted"
     late.judge(10, wanted=True)
-    assert (late.groups, late.end, late.num_refused) == ([10, 12], 13, 1)
+    assert (late.groups, late.end, late.refused) == ([10, 12], 13, [11])
 
 
 def test_a_refused_group_that_all_waited_for_lets_the_others_in() -> None:
@@ -43,7 +43,7 @@ def test_at_its_limit_a_batch_has_what_it_found() -> None:
     poor = batch(admitted=6)
     for group in range(10, 16):
         poor.judge(group, wanted=group == 13)
-    assert (poor.groups, poor.end, poor.num_refused) == ([13], 16, 5)
+    assert (poor.groups, poor.end, len(poor.refused)) == ([13], 16, 5)
 
 
 def test_without_a_filter_the_end_is_known_from_the_start() -> None:
