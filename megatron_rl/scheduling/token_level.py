@@ -9,7 +9,8 @@ lengths alone::
     level of a group in a step: most tokens that one of its responses still takes to its end
     level of the step: the P-th smallest level of its groups, but at least that of every group
                        that is ``max_age`` steps old
-    the step trains the first P groups, in prompt order, whose level is not above it
+    the step trains the first P groups whose level is not above it, in the order in which they were
+    begun, those of one step in prompt order
 
 Under dynamic sampling only wanted groups count towards P. A group that is refused at level l is
 replaced in its slot: the new one begins at l, and l counts into its level. So the F slots are F
@@ -145,7 +146,7 @@ class TokenLevel:
         if level is None or self._open or not self._is_begun:
             return False
         return not self.rules.is_filtered or not any(
-            self._is_whole(group) and group.wanted is None and group.level <= level
+            self._has_passed(group, level) and group.wanted is None
             for group in self._groups.values()
         )
 
@@ -211,11 +212,8 @@ class TokenLevel:
         one that has ended beyond them."""
         level = self._level
         assert level is not None and self.is_ready, "the level of the step is not known"
-        passed = [
-            number
-            for number, group in sorted(self._groups.items())
-            if self._is_whole(group) and group.level <= level
-        ]
+        in_order = sorted(self._groups, key=lambda one: (self._groups[one].first_step, one))
+        passed = [one for one in in_order if self._has_passed(self._groups[one], level)]
         refused = [number for number in passed if self._groups[number].wanted is False]
         wanted = [number for number in passed if number not in set(refused)]
         groups = wanted[: self.rules.groups_per_step]
@@ -228,10 +226,8 @@ class TokenLevel:
         for number, group in self._groups.items():
             # A response that ended within the level has ended before the next step (0 tokens in
             # it); one that ended beyond is cut to the level, and continues.
-            was_passed = group.level <= level if self._is_whole(group) else False
-            limit = limits[number]
-            ends = {response: 0 for response, end in group.ends.items() if end <= limit}
-            wanted_already = group.wanted if was_passed else None
+            ends = {one: 0 for one, end in group.ends.items() if end <= limits[number]}
+            wanted_already = group.wanted if self._has_passed(group, level) else None
             self._groups[number] = OpenGroup(group.first_step, ends=ends, wanted=wanted_already)
         taken = StepGroups(
             step=self._step,
@@ -349,6 +345,9 @@ class TokenLevel:
 
     def _is_whole(self, group: OpenGroup) -> bool:
         return len(group.ends) == self.rules.responses_per_group
+
+    def _has_passed(self, group: OpenGroup, level: int) -> bool:
+        return self._is_whole(group) and group.level <= level
 
     def _is_oldest(self, group: OpenGroup) -> bool:
         return self._step - group.first_step == self.rules.max_age

@@ -69,7 +69,9 @@ class Plain:
         if len(wanted) >= self.rules.groups_per_step:
             level = max(wanted[self.rules.groups_per_step - 1], *oldest, 0)
         there = [group for slot in slots for group in slot if group in slot[:1] or group.begin < level]
-        passed = sorted(group.number for group in there if group.end <= level)
+        begun = sorted((self.first_step.get(group.number, step), group.number) for group in there)
+        ends = {group.number: group.end for group in there}
+        passed = [number for _, number in begun if ends[number] <= level]
         trained = [number for number in passed if self.wants(number)][: self.rules.groups_per_step]
         refused = [number for number in passed if not self.wants(number)]
         for group in there:
