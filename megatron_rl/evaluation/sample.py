@@ -20,13 +20,10 @@ from megatron_rl.data.tokenizer import load_tokenizer, text_of
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.engine.requests import sight_of
 from megatron_rl.rewards.build import build_reward
+from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.experience import Groups, Response
-from megatron_rl.rollouts.rollouts import (
-    Sampler,
-    evaluation_sampling,
-    stop_token_ids,
-)
-from megatron_rl.rollouts.step_end import grouped
+from megatron_rl.rollouts.post_rollout import grouped
+from megatron_rl.rollouts.sampling import evaluation_sampling, stop_token_ids
 from megatron_rl.run.saved_settings import (
     engine_of_machine,
     is_run,
@@ -164,7 +161,7 @@ def answers(source: Source, question: Question, world: World, scratch: Path) -> 
             sight=sight_of(prompts, vision),
         )
     scored = not question.texts
-    sampler = Sampler(
+    sampler = LaunchSampler(
         engine,
         build_reward(config.reward) if scored else NoReward(),
         text_of(tokenizer),

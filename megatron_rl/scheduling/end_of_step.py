@@ -22,7 +22,7 @@ class StepGroups:
         groups: Those that are trained, in prompt order.
         refused: Those that dynamic sampling refused in it, in prompt order.
         start: The first group that the step could take.
-        end: The first group behind those that were looked at.
+        end: The first group that a later step may take.
         limits: Tokens that a response of a group may keep of this step, by group; of a group that
             is not named here: all.
         level: The most of these; None: there are none.
@@ -43,6 +43,11 @@ class StepGroups:
     @property
     def num_refused(self) -> int:
         return len(self.refused)
+
+    @property
+    def age(self) -> int:
+        """Steps since the oldest group that is trained was begun."""
+        return max((self.step - first for first in self.first_steps), default=0)
 
 
 class Admission(NamedTuple):

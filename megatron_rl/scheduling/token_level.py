@@ -218,6 +218,7 @@ class TokenLevel:
         wanted = [number for number in passed if number not in set(refused)]
         groups = wanted[: self.rules.groups_per_step]
         limits = {number: level - group.begin for number, group in self._groups.items()}
+        start = self.start
         self._note_gaps()
         first_steps = [self._groups.pop(number).first_step for number in groups]
         assert all(self._step - first <= self.rules.max_age for first in first_steps)
@@ -233,8 +234,8 @@ class TokenLevel:
             step=self._step,
             groups=groups,
             refused=refused,
-            start=self.start,
-            end=self._next,
+            start=start,
+            end=self.start,
             limits=limits,
             level=level,
             first_steps=first_steps,

@@ -21,7 +21,7 @@ from megatron_rl.rollouts.exchange import gathered_on_main
 from megatron_rl.rollouts.experience import Experience
 from megatron_rl.rollouts.metrics import rollout_metrics
 from megatron_rl.rollouts.rollouts import Rollouts, Sampler
-from megatron_rl.rollouts.step_end import StepEnd
+from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.health import Health
@@ -97,7 +97,7 @@ def parts(
     sampler = Sampler(engine, LengthIsReward(), text_of, world, Display(shown=False))
     method = load_method("grpo", OVERRIDES)
     loader = PromptLoader(PROMPTS, seed=1, shuffle=False)
-    end = StepEnd(sampler.shown)
+    end = PostRollout(sampler.shown)
     rollouts = Rollouts(sampler, loader, method, SAMPLING, prompts_per_step=8, seed=1, end=end)
     health = Health(
         NonFiniteConfig(stop_after=1, bundle_step=None),

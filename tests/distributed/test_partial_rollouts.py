@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.loss import load_method
-from megatron_rl.rollouts.partial_groups import PartialGroups
+from megatron_rl.rollouts.store import PartialGroups
 from megatron_rl.rollouts.partial_rollouts import PartialRollouts
 from megatron_rl.rollouts.rollouts import Rollouts, Sampler, sampling_seed
-from megatron_rl.rollouts.step_end import StepEnd
+from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.scheduling.token_level import PartialRules
@@ -131,7 +131,7 @@ def parts(num_replicas: int, mood: int) -> tuple[Sampler, Stepwise, PromptLoader
 
 
 def source(sampler: Sampler, loader: PromptLoader, rules: PartialRules) -> PartialRollouts:
-    end = StepEnd(sampler.shown)
+    end = PostRollout(sampler.shown)
     return PartialRollouts(sampler, PartialGroups(loader, rules), SAMPLING, SEED, end)
 
 
@@ -218,7 +218,7 @@ def without_partial() -> list[Any]:
         sampling=SAMPLING,
         prompts_per_step=4,
         seed=SEED,
-        end=StepEnd(sampler.shown),
+        end=PostRollout(sampler.shown),
     )
     found = []
     for step in range(1, STEPS + 1):

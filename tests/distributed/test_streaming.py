@@ -17,7 +17,7 @@ from megatron_rl.data.loader import PromptLoader
 from megatron_rl.loss import load_method
 from megatron_rl.rollouts.experience import Experience
 from megatron_rl.rollouts.rollouts import Rollouts, Sampler
-from megatron_rl.rollouts.step_end import StepEnd
+from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.runtime import mail
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
@@ -89,7 +89,7 @@ def rollouts(num_replicas: int, mood: int, method: str) -> Rollouts:
         sampling=SAMPLING,
         prompts_per_step=6,
         seed=4,
-        end=StepEnd(sampler.shown),
+        end=PostRollout(sampler.shown),
     )
 
 

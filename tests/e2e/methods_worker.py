@@ -17,7 +17,7 @@ from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.loss import load_method
-from megatron_rl.rollouts.given import Encode, GivenFirst, encoder
+from megatron_rl.rollouts.demonstrations import Encode, GivenFirst, encoder
 from megatron_rl.rollouts.rollouts import stop_token_ids
 from megatron_rl.runtime.digest import combined_digest, tensor_digest
 from megatron_rl.runtime.display import Display

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.rollouts.exchange import gathered_on_main
-from megatron_rl.rollouts.partial_groups import PartialGroups
+from megatron_rl.rollouts.store import PartialGroups
 from megatron_rl.rollouts.partial_rollouts import PartialRollouts
-from megatron_rl.rollouts.step_end import StepEnd
+from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.runtime import launch
 from megatron_rl.scheduling.token_level import PartialRules
 from megatron_rl.types import Completion
@@ -75,7 +75,7 @@ def main() -> None:
         ),
         sampling=small.sampling(num_responses=2, max_response_tokens=64, stop_token_ids=(3, 4)),
         seed=5,
-        end=StepEnd(sampler.shown),
+        end=PostRollout(sampler.shown),
     )
     found = []
     for number in range(1, STEPS + 1):

@@ -18,7 +18,7 @@ from megatron_rl.data.loader import PromptLoader
 from megatron_rl.loss import load_method
 from megatron_rl.rollouts.exchange import gathered_on_main
 from megatron_rl.rollouts.rollouts import Rollouts
-from megatron_rl.rollouts.step_end import StepEnd
+from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.runtime import launch
 from tests.numerics import rollout_models as small
 from tests.numerics.held_up import sampler_of
@@ -58,7 +58,7 @@ def main() -> None:
             sampling=small.sampling(num_responses=2, stop_token_ids=tuple(range(3, 12))),
             prompts_per_step=8,
             seed=5,
-            end=StepEnd(sampler.shown),
+            end=PostRollout(sampler.shown),
         )
         found[method] = [step(rollouts, number) for number in range(1, 4)]
     if WORLD.is_main:

@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 
 from megatron_rl.config.load import compose
 from megatron_rl.data.loader import PromptLoader
-from megatron_rl.rollouts.patience import Patience
-from megatron_rl.rollouts.prompt_stream import PromptStream
-from megatron_rl.rollouts.server_dispatch import ServerDispatcher
-from megatron_rl.rollouts.server_tasks import Tasks
-from megatron_rl.rollouts.server_thread import LoopThread
+from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
+from megatron_rl.rollouts.prompts import PromptStream
+from megatron_rl.rollouts.backends.servers import ServerDispatcher
+from megatron_rl.rollouts.backends.server_parts import Tasks
+from megatron_rl.rollouts.backends.loop_thread import LoopThread
 from megatron_rl.run import run_folder
 from megatron_rl.runtime.guard import lock
 from megatron_rl.scheduling.whole_groups import Rules
@@ -113,7 +113,7 @@ def start(made_dispatchers, bounded_waits):
             failed=Failed,
             switch=fleet.switch,
             capacity=4,
-            patience=Patience(None),
+            patience=RequestTimeouts(None),
             longest_response=4,
         )
         made_dispatchers.append(ServerDispatcher(rules, replace(tasks, **changes), fleet, saved))

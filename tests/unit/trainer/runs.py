@@ -12,10 +12,10 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.evaluation.evaluator import Evaluator
 from megatron_rl.loss import load_method
-from megatron_rl.rollouts.colocation import ColocatedSync, Colocation
+from megatron_rl.rollouts.backends.colocation import ColocatedSync, Colocation
 from megatron_rl.rollouts.rollouts import Rollouts, Sampler, rollout_sampling
-from megatron_rl.rollouts.sources import Colocated
-from megatron_rl.rollouts.step_end import StepEnd
+from megatron_rl.rollouts.backends.colocated import Colocated
+from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.run.run_folder import RunFolder
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
@@ -87,7 +87,7 @@ def build_bandit(
         sampling=rollout_sampling(config, ()),
         prompts_per_step=4,
         seed=config.seed,
-        end=StepEnd(
+        end=PostRollout(
             sampler.shown,
             log_samples=run_folder.log_samples,
             num_samples=config.logging.log_samples,

@@ -7,9 +7,9 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_rl.rollouts.prompt_stream import FinishedGroup
-from megatron_rl.rollouts.server_dispatch import ServerDispatcher
-from megatron_rl.rollouts.server_tasks import News
+from megatron_rl.rollouts.prompts import FinishedGroup
+from megatron_rl.rollouts.backends.servers import ServerDispatcher
+from megatron_rl.rollouts.backends.server_parts import News
 from megatron_rl.runtime.registry import Registration
 from megatron_rl.scheduling.whole_groups import Rules
 from megatron_rl.types import Completion, Image, Prompt, Sampling, Score

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_rl.rollouts.given import VERSION, GivenFirst, check_given, encoder, without_given
+from megatron_rl.rollouts.demonstrations import VERSION, GivenFirst, check_given, encoder, without_given
 from megatron_rl.rollouts.metrics import rollout_metrics
 from megatron_rl.types import Completion, Prompt, Sampling
 from tests.engines import Answering, Stepwise

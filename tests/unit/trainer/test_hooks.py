@@ -12,10 +12,10 @@ from megatron_rl.data.loader import PromptLoader
 from megatron_rl.loss import load_method
 from megatron_rl.reporting.metrics import defined
 from megatron_rl.rollouts.experience import Responses
-from megatron_rl.rollouts.hooks import RolloutEdit, RolloutHooks, register_rollout_hook
+from megatron_rl.rollouts.hooks.rollout_hooks import RolloutEdit, RolloutHooks, register_rollout_hook
 from megatron_rl.rollouts.metrics import rollout_metrics
 from megatron_rl.rollouts.rollouts import Rollouts, Sampler
-from megatron_rl.rollouts.step_end import StepEnd
+from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.types import Sampling
 from tests.unit.trainer.fakes import BanditEngine, FirstTokenIsAnswer, prompts
 from tests.unit.trainer.runs import DISPLAY, WORLD, words
@@ -33,7 +33,7 @@ def plain_rollouts() -> Rollouts:
         sampling=Sampling(3, 3),
         prompts_per_step=4,
         seed=1,
-        end=StepEnd(sampler.shown),
+        end=PostRollout(sampler.shown),
     )
 
 

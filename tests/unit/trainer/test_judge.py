@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_rl.rollouts.judge import Judge, Judged
+from megatron_rl.rollouts.reward_thread import Judge, Judged
 from megatron_rl.scheduling.work import Request
 from megatron_rl.types import Completion, Prompt, Score
 

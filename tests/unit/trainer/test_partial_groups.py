@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.rollouts.exchange import token_versions
-from megatron_rl.rollouts.partial_groups import Answer, PartialGroups, cut, joined
+from megatron_rl.rollouts.store import Answer, PartialGroups, cut, joined
 from megatron_rl.scheduling.token_level import PartialRules
 from megatron_rl.scheduling.work import Request
 from megatron_rl.types import Completion, Score, VersionSpan

@@ -11,10 +11,10 @@ from megatron_rl.data.loader import PromptLoader
 from megatron_rl.loss import load_method
 from megatron_rl.reporting.metrics import defined
 from megatron_rl.rollouts.experience import Experience
-from megatron_rl.rollouts.resampling import Ask, Resample, Resampling, SamplingHook, ScoredGroup
+from megatron_rl.rollouts.hooks.resampling import Ask, Resample, Resampling, SamplingHook, ScoredGroup
 from megatron_rl.rollouts.rollouts import Rollouts, Sampler
-from megatron_rl.rollouts.sampling_hooks import dars, erpo, relative_variance, vcrl
-from megatron_rl.rollouts.step_end import StepEnd
+from megatron_rl.rollouts.hooks.sampling_hooks import dars, erpo, relative_variance, vcrl
+from megatron_rl.rollouts.post_rollout import PostRollout
 from megatron_rl.types import Completion, Prompt, Sampling, Score
 from tests.engines import Answering
 from tests.unit.trainer.fakes import prompts
@@ -133,7 +133,7 @@ def rollouts(**hooks: SamplingHook) -> Rollouts:
         sampling=sampling,
         prompts_per_step=4,
         seed=1,
-        end=StepEnd(sampler.shown),
+        end=PostRollout(sampler.shown),
         resampling=Resampling(hooks, sampling, PROMPTS) if hooks else None,
     )
 

@@ -12,10 +12,10 @@ import pytest
 
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.rollouts import server_thread
-from megatron_rl.rollouts.patience import Patience
-from megatron_rl.rollouts.prompt_stream import PromptStream
-from megatron_rl.rollouts.server_dispatch import ServerDispatcher
-from megatron_rl.rollouts.server_tasks import NoServerError, WeightVersionError
+from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
+from megatron_rl.rollouts.prompts import PromptStream
+from megatron_rl.rollouts.backends.servers import ServerDispatcher
+from megatron_rl.rollouts.backends.server_parts import NoServerError, WeightVersionError
 from megatron_rl.runtime.display import Progress
 from megatron_rl.types import Completion, Prompt, Sampling, Score
 from tests.unit.trainer.fakes import prompts
@@ -74,7 +74,7 @@ def test_a_server_that_never_answers_is_given_up_though_it_says_it_is_well(start
     expected = run(start, Fleet(registered={"b"}), 3)
     fleet = Fleet(registered={"a", "b"}, silent={"a"})
     now_s = [0.0]
-    patience = Patience(4.0, lambda: now_s[0])
+    patience = RequestTimeouts(4.0, lambda: now_s[0])
     dispatcher = start(fleet, patience=patience)
     publish(dispatcher, fleet, 0)
     while len(fleet.asked) < IN_TWO_STEPS or servers_awaited(patience) != {"a"}:
@@ -90,7 +90,7 @@ def test_an_evaluation_is_answered_by_another_server_than_the_one_that_never_doe
     expected = start_published(start, Fleet(registered={"b"})).generate(ASKED, HELD_OUT)
     fleet = Fleet(registered={"a", "b"})
     now_s = [0.0]
-    dispatcher = start_idle(start, fleet, Patience(4.0, lambda: now_s[0]))
+    dispatcher = start_idle(start, fleet, RequestTimeouts(4.0, lambda: now_s[0]))
     fleet.silent.add("a")
     with ThreadPoolExecutor(1) as thread:
         evaluated = thread.submit(dispatcher.generate, ASKED, HELD_OUT)
@@ -135,11 +135,11 @@ def start_published(start, fleet: Fleet, **changes) -> ServerDispatcher:
     return dispatcher
 
 
-def servers_awaited(patience: Patience) -> set[str]:
+def servers_awaited(patience: RequestTimeouts) -> set[str]:
     return {waiting.server for waiting in list(patience._waiting.values())}
 
 
-def start_idle(start, fleet: Fleet, patience: Patience) -> ServerDispatcher:
+def start_idle(start, fleet: Fleet, patience: RequestTimeouts) -> ServerDispatcher:
     """All that training wants so far is answered."""
     dispatcher = start_published(start, fleet, patience=patience)
     while len(fleet.asked) < IN_TWO_STEPS or servers_awaited(patience):
@@ -366,7 +366,7 @@ def test_who_waits_is_told_how_far_it_is(start, monkeypatch):
 def test_a_server_that_scores_nothing_is_given_up_though_it_says_it_is_well(start):
     fleet = Fleet(registered={"a", "b"})
     now_s = [0.0]
-    dispatcher = start_idle(start, fleet, Patience(4.0, lambda: now_s[0]))
+    dispatcher = start_idle(start, fleet, RequestTimeouts(4.0, lambda: now_s[0]))
     while fleet.scored[-1:] != ["b"]:  # next it is the turn of a
         dispatcher.score([(1, 2, 3)])
     fleet.silent.add("a")

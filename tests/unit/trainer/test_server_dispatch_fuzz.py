@@ -18,10 +18,10 @@ import pytest
 
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.rollouts import server_dispatch, server_failures
-from megatron_rl.rollouts.patience import Patience
-from megatron_rl.rollouts.prompt_stream import FinishedGroup, PromptStream
-from megatron_rl.rollouts.server_dispatch import ServerDispatcher
-from megatron_rl.rollouts.server_tasks import News, Tasks
+from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
+from megatron_rl.rollouts.prompts import FinishedGroup, PromptStream
+from megatron_rl.rollouts.backends.servers import ServerDispatcher
+from megatron_rl.rollouts.backends.server_parts import News, Tasks
 from megatron_rl.runtime.registry import Registration
 from megatron_rl.scheduling.whole_groups import Rules
 from megatron_rl.types import Completion, Image, Prompt, Sampling, Score, VersionSpan
@@ -220,7 +220,7 @@ class Trainer:
             failed=Failed,
             switch=world.switch,
             capacity=self._rng.randint(1, 5),
-            patience=Patience(None),
+            patience=RequestTimeouts(None),
             longest_response=4,
         )
         self._dispatcher = ServerDispatcher(world.rules, tasks, world, saved)

@@ -22,8 +22,8 @@ class Staged:
     version: int
 
 
-class Switches:
-    """By name of the server; one that takes no part yet is among them too: staged weights are the
+class StagedWeightSwitcher:
+    """By name of the server; one that has not joined yet is among them too: staged weights are the
     first that it gets. For the dispatcher's thread. ``command`` makes the server at a URL go over
     to a version, and raises ConnectionError where it does not."""
 
@@ -39,7 +39,7 @@ class Switches:
         self._staged[name] = Staged(url, version)
 
     def forget(self, name: str) -> None:
-        """A server is given up."""
+        """A server is marked dead."""
         self._staged.pop(name, None)
 
     def begin(self) -> list[str]:
@@ -59,7 +59,9 @@ class Switches:
         return names
 
     async def carry_out(self, name: str) -> Staged | None:
-        """What the server has now; None where it was given up meanwhile. Raises ConnectionError."""
+        """What the server has now; None where it was marked dead meanwhile.
+
+        Raises ConnectionError."""
         staged = self._staged.get(name)
         try:
             if staged is not None:
@@ -78,7 +80,7 @@ class Switches:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def newcomers(self) -> set[str]:
-        """Those that take no part yet."""
+        """Those that have not joined yet."""
         return set(self._staged) - set(self._scheduler.queue.workers)
 
     def bring(self, version: int) -> bool:

@@ -4,7 +4,8 @@ What holds whatever a hook does:
 
 - Every rank calls it with the same scored groups, in canonical order, behind dynamic sampling and
   before the rollout hooks that are functions. It decides from its arguments and its state alone, so
-  that no message is needed and ranks agree.
+  that no message is needed and ranks agree. Groups that dynamic sampling refused are no part of the
+  step: it is told their scores by ``observe``.
 - Its state belongs to the checkpoint.
 - Hooks run in the order of the configuration, each on what the one before left. One that asks is
   called again with the answers, until it asks no more.
@@ -27,7 +28,7 @@ from megatron_rl.config.hooks import ROLLOUT_HOOKS
 from megatron_rl.config.pieces import Named
 from megatron_rl.config.registry import register_piece
 from megatron_rl.data.token_rows import TokenRows
-from megatron_rl.rollouts.annealed import sampling_of_step
+from megatron_rl.rollouts import demonstrations
 from megatron_rl.rollouts.experience import Experience, Responses
 from megatron_rl.rollouts.metrics import Clock
 from megatron_rl.types import Prompt, Sampling, Score
@@ -76,6 +77,9 @@ class SamplingHook(Protocol):
     def temperature(self, prompt: Prompt, plain: float) -> float:
         """At which a prompt is sampled in the first place; ``plain``: without this hook."""
 
+    def observe(self, step: int, refused: Sequence[ScoredGroup]) -> None:
+        """Groups of the step that dynamic sampling refused, before ``resample``."""
+
     def resample(self, step: int, turn: int, groups: Sequence[ScoredGroup]) -> Resample:
         """``turn``: 0, then one more for each time that it has asked."""
 
@@ -112,13 +116,13 @@ def register_sampling_hook(
     return register
 
 
-class Asks(Protocol):
-    """What a step asks again."""
+class Sampler(Protocol):
+    """What answers prompts in the middle of a step."""
 
-    def ask(
+    def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, what: str, clock: Clock
     ) -> Responses:
-        """Collective; see ``rollouts.Sampler``."""
+        """Collective; see ``rollouts.Engines``."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +133,8 @@ class Resampled:
     metrics: Mapping[str, float]
     dropped_tokens: int
 
-    def noted_in(self, experience: Experience) -> Experience:
-        """With what sampling hooks have dropped and said."""
+    def apply_to(self, experience: Experience) -> Experience:
+        """With what sampling hooks have dropped, and their metrics."""
         return replace(
             experience,
             unused_tokens=experience.unused_tokens + self.dropped_tokens,
@@ -140,11 +144,9 @@ class Resampled:
 
 @dataclass(frozen=True)
 class Resampling:
-    """The sampling hooks of a run. ``sampling``: that of a training step; ``prompts``: all that may
-    be asked again."""
+    """The sampling hooks of a run. ``prompts``: all that may be asked again."""
 
     hooks: Mapping[str, SamplingHook]
-    sampling: Sampling
     prompts: Sequence[Prompt]
 
     def as_they_are(self) -> Resampling:
@@ -159,27 +161,36 @@ class Resampling:
         return replace(plain, temperature=temperature)
 
     def run(
-        self, sampler: Asks, step: int, seed: int, responses: Responses, clock: Clock
+        self,
+        sampler: Sampler,
+        step: int,
+        sampling: Sampling,
+        responses: Responses,
+        clock: Clock,
+        refused: Sequence[ScoredGroup] = (),
     ) -> Resampled:
-        """Collective. ``seed``: of the step; what is asked has the seeds behind it.
+        """Collective. ``sampling``: of the step, without what hooks change for single prompts; what
+        is asked has the seeds behind its own. ``refused``: by dynamic sampling.
 
         Raises:
             ValueError: a hook dropped every group, or asked without end.
         """
         metrics: dict[str, float] = {}
-        plain = replace(sampling_of_step(self.sampling, step), num_responses=1)
+        assert sampling.seed is not None
         dropped_tokens = 0
         num_asked = 0
         for name, hook in self.hooks.items():
+            hook.observe(step, refused)
             for turn in range(_MOST_ROUNDS):
                 wanted = hook.resample(step, turn, scored_groups(responses))
                 metrics |= {f"hook/{name}/{key}": value for key, value in wanted.metrics.items()}
                 num_groups = responses.num_groups
                 if wanted.asks:
                     num_asked += 1
-                    sampling = replace(plain, seed=(seed + num_asked) % 2**32)
+                    seed = (sampling.seed + num_asked) % 2**32
+                    single = replace(sampling, num_responses=1, seed=seed)
                     singles, groups = _singles(wanted.asks, num_groups)
-                    more = sampler.ask(singles, sampling, "asking again", clock)
+                    more = sampler.generate(singles, single, "asking again", clock)
                     prompts = [ask.prompt for ask in wanted.asks for _ in range(ask.num_responses)]
                     responses = merged(responses, replace(more, prompts=prompts), groups)
                 keep = np.ones(responses.num_groups, dtype=bool)
@@ -206,29 +217,30 @@ class Resampling:
                 hook.restore(state[name], self.prompts)
 
 
-def resampling_of(
-    chosen: Mapping[str, Named], sampling: Sampling, prompts: Sequence[Prompt]
-) -> Resampling | None:
+def resampling_of(chosen: Mapping[str, Named], prompts: Sequence[Prompt]) -> Resampling | None:
     """``chosen``: the hooks of a run; None where none of them asks the engine."""
     hooks = {
         name: _makers[name](**piece.knobs) for name, piece in chosen.items() if piece.resamples
     }
-    return Resampling(hooks, sampling, prompts) if hooks else None
+    return Resampling(hooks, prompts) if hooks else None
 
 
 def _singles(
     asks: Sequence[Ask], num_groups: int
 ) -> tuple[list[Prompt], Int[np.ndarray, " responses"]]:
     """Each response is sampled alone, under a uid of its own, so that all of them are one
-    generation; with the group that it joins. ``num_groups``: that are there."""
+    generation; with the group that it joins. ``num_groups``: that are there. A group of its own has
+    the demonstrations of its prompt; one that grows has them already."""
     singles: list[Prompt] = []
     groups: list[int] = []
     next_group = num_groups
     for ask in asks:
         group = next_group if ask.into is None else ask.into
         next_group += ask.into is None
-        for _ in range(ask.num_responses):
-            singles.append(replace(ask.prompt, uid=f"{ask.prompt.uid}/{len(singles)}"))
+        for number in range(ask.num_responses):
+            bare = demonstrations.without_demonstrations(ask.prompt)
+            prompt = demonstrations.only(ask.prompt, number) if ask.into is None else bare
+            singles.append(replace(prompt, uid=f"{prompt.uid}/{len(singles)}"))
             groups.append(group)
     return singles, np.array(groups)
 

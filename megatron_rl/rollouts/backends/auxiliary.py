@@ -1,7 +1,7 @@
-"""What servers are asked beside training: answers to held-out prompts, and logprobs of sequences.
+"""Requests to servers besides training: answers to held-out prompts, logprobs of sequences.
 
-Runs in the dispatcher's thread. Whatever a server was asked when it is lost, others are asked
-again; the answers are the same.
+Runs in the backend's thread. What a server had when it is lost is sent to others; the answers are
+the same.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import count, product, starmap, zip_longest
 
-from megatron_rl.rollouts.server_failures import Asked, Failures
-from megatron_rl.rollouts.server_tasks import Client, NoServerError, Tasks
+from megatron_rl.rollouts.backends.failures import Asked, RequestFailures
+from megatron_rl.rollouts.backends.server_parts import Client, NoServerError, ServerParts
 from megatron_rl.types import Completion, Image, Prompt, Sampling
 
 _SCORED: Asked = ("of the logprob check", 0)
 Place = tuple[int, int]  # of a prompt among those that are asked, number of the response
 
 
-class Questions:
+class AuxiliaryRequests:
     """``clients``: of the servers at work, by name, as the dispatcher has them at any time;
     ``able``: waits for those of them that have the newest weights; ``failures``: what servers fail
     at; ``note_failure``: tells the dispatcher that one has not answered a request. It tells
@@ -26,13 +26,13 @@ class Questions:
 
     def __init__(
         self,
-        tasks: Tasks,
+        parts: ServerParts,
         clients: Mapping[str, Client],
         able: Callable[[], Awaitable[list[str]]],
-        failures: Failures,
+        failures: RequestFailures,
         note_failure: Callable[[str, Asked, Exception], None],
     ) -> None:
-        self._tasks = tasks
+        self._parts = parts
         self._clients = clients
         self._able = able
         self._failures = failures
@@ -41,7 +41,7 @@ class Questions:
         self._num_scored = 0
 
     def lost(self, name: str) -> list[Asked]:
-        """A server is given up: nobody waits for its answers any more. Returns what it
+        """A server is marked dead: nobody waits for its answers any more. Returns what it
         was asked."""
         given_up = []
         for task, (server, (_, number), uid) in self._asked.items():
@@ -51,12 +51,12 @@ class Questions:
         return given_up
 
     async def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling
+        self, prompts: Sequence[Prompt], sampling: Sampling, there: Mapping[Place, Completion]
     ) -> list[Completion] | None:
         """All responses to each prompt, one prompt after the other; None where no server is
-        left."""
+        left. ``there``: those that are known without a server."""
         places = list(product(range(len(prompts)), range(sampling.num_responses)))
-        answers: dict[Place, Completion] = {}
+        answers = dict(there)
         attempts = count()
         while len(answers) < len(places) and (names := await self._able()):
             attempt = next(attempts)
@@ -78,9 +78,9 @@ class Questions:
     async def _completion(
         self, name: str, prompt: Prompt, sampling: Sampling, number: int
     ) -> Completion:
-        patience = self._tasks.patience
+        timeouts = self._parts.timeouts
         client = self._clients[name]
-        with patience.waiting(name, sampling.max_response_tokens, in_line=True) as answered:
+        with timeouts.waiting(name, sampling.max_response_tokens, in_line=True) as answered:
             completion = await client.generate(prompt, sampling, number)
             answered(len(completion.token_ids))
         return completion
@@ -97,7 +97,7 @@ class Questions:
             if error is None:
                 self._failures.answered(name, (uid, place[1]))
                 answers[place] = task.result()
-            elif isinstance(error, self._tasks.lost):
+            elif isinstance(error, self._parts.lost):
                 self._note_failure(name, (uid, place[1]), error)
             else:
                 raise error
@@ -106,7 +106,7 @@ class Questions:
     async def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[Image]]
     ) -> list[list[float]]:
-        """See ``ServerDispatcher.score``."""
+        """See ``ServerBackend.score``."""
         while names := await self._able():
             self._num_scored += 1
             name = names[self._num_scored % len(names)]
@@ -114,10 +114,10 @@ class Questions:
                 pairs = zip_longest(sequences, images, fillvalue=())
                 # It may wait behind a response of training, so it may take as long as one. Given
                 # up, a server has its client closed, which ends this.
-                patience = self._tasks.patience
-                with patience.waiting(name, self._tasks.longest_response):
+                timeouts = self._parts.timeouts
+                with timeouts.waiting(name, self._parts.longest_response):
                     scores = await asyncio.gather(*starmap(self._clients[name].score, pairs))
-            except self._tasks.lost as error:
+            except self._parts.lost as error:
                 self._note_failure(name, _SCORED, error)
             else:
                 self._failures.answered(name, _SCORED)

@@ -8,11 +8,11 @@ from itertools import zip_longest
 
 from megatron_rl.data.token_rows import RowNumbers
 from megatron_rl.rollouts.experience import Experience, Groups, Response, Responses, experience_of
-from megatron_rl.rollouts.hooks import RolloutEdit, edited_responses
+from megatron_rl.rollouts.hooks.rollout_hooks import RolloutEdit, edited_responses
 from megatron_rl.rollouts.metrics import Clock
 
-# Between scoring and credit: what of the groups of a step is changed (``rollouts/hooks.py``). They
-# are given on rank 0; the answer is equal on every rank.
+# Between scoring and credit: what of the groups of a step is changed, see
+# ``rollouts/hooks/rollout_hooks.py``. They are given on rank 0; the answer is equal on every rank.
 AfterScoring = Callable[[int, Groups | None], RolloutEdit]
 # Told some responses of a step, on rank 0.
 LogSamples = Callable[[int, Sequence[Response]], None]
@@ -25,7 +25,7 @@ def not_logged(step: int, responses: Sequence[Response]) -> None:
 
 
 @dataclass(frozen=True)
-class StepEnd:
+class PostRollout:
     """``shown``: some responses whole, on rank 0; ``num_samples``: to log of a step."""
 
     shown: ShowRows

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from megatron_rl.data.loader import first_uid
-from megatron_rl.rollouts.resampling import (
+from megatron_rl.rollouts.hooks.resampling import (
     Ask,
     Resample,
     SamplingHook,
@@ -49,6 +49,9 @@ class Vcrl:
 
     def temperature(self, prompt: Prompt, plain: float) -> float:
         return plain
+
+    def observe(self, step: int, refused: Sequence[ScoredGroup]) -> None:
+        """What is out of the step is not repeated."""
 
     def resample(self, step: int, turn: int, groups: Sequence[ScoredGroup]) -> Resample:
         if turn:
@@ -125,6 +128,9 @@ class Dars:
     def temperature(self, prompt: Prompt, plain: float) -> float:
         return plain
 
+    def observe(self, step: int, refused: Sequence[ScoredGroup]) -> None:
+        """What is out of the step is not repeated."""
+
     def resample(self, step: int, turn: int, groups: Sequence[ScoredGroup]) -> Resample:
         asks = []
         for number, group in enumerate(groups):
@@ -157,15 +163,20 @@ class Erpo:
     increase: float
     highest: float
     visits: dict[str, int] = field(default_factory=dict)  # in a row that were all right, by uid
+    _refused: Sequence[ScoredGroup] = ()
 
     def temperature(self, prompt: Prompt, plain: float) -> float:
         in_a_row = self.visits.get(prompt.uid, 0)
         return max(plain, min(self.highest, plain + in_a_row * self.increase))
 
+    def observe(self, step: int, refused: Sequence[ScoredGroup]) -> None:
+        """Under dynamic sampling these are the groups that were all right."""
+        self._refused = refused
+
     def resample(self, step: int, turn: int, groups: Sequence[ScoredGroup]) -> Resample:
         num_hot = sum(group.prompt.uid in self.visits for group in groups)
         num_residual = 0
-        for group in groups:
+        for group in (*groups, *self._refused):
             uid = group.prompt.uid
             if group.num_correct == len(group.scores):
                 self.visits[uid] = self.visits.get(uid, 0) + 1

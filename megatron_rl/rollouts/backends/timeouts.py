@@ -22,7 +22,7 @@ class _Waiting(NamedTuple):
 
 
 @dataclass
-class Patience:
+class RequestTimeouts:
     """A request is overdue after ``factor`` times as long as a response of its full length takes,
     and not before a minute: the median, over the last answers, of seconds a token, times the tokens
     that this request may have. While nothing is answered nothing is overdue. ``factor``: None for a

@@ -1,4 +1,4 @@
-"""What rank 0's dispatcher of servers is given, and what it answers."""
+"""What rank 0's backend of servers is made of, and what it says to the main thread."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from megatron_rl.rollouts.patience import Patience
-from megatron_rl.rollouts.prompt_stream import PromptStream
+from megatron_rl.rollouts.backends.timeouts import RequestTimeouts
+from megatron_rl.rollouts.reward_thread import RewardThread
 from megatron_rl.runtime.registry import Registration
 from megatron_rl.scheduling.work import Request
-from megatron_rl.types import Completion, Image, Prompt, Sampling, Score
+from megatron_rl.types import Completion, Image, Prompt, Sampling
 
 
 class Client(Protocol):
@@ -18,20 +18,29 @@ class Client(Protocol):
 
     async def generate(self, prompt: Prompt, sampling: Sampling, response: int) -> Completion: ...
 
+    async def generate_until(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        response: int,
+        so_far: Sequence[int],
+        is_enough: Callable[[int], bool],
+    ) -> tuple[Completion, bool]: ...
+
     async def score(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[float]: ...
 
     async def close(self) -> None: ...
 
 
-class Servers(Protocol):
-    """The servers that want to take part; see ``runtime.registry.Registry``."""
+class ServerRegistry(Protocol):
+    """The servers that want to join; see ``runtime.registry.Registry``."""
 
     def look(self) -> Mapping[str, Registration]: ...
 
     def remove(self, name: str) -> None: ...
 
 
-class News(NamedTuple):
+class FleetEvent(NamedTuple):
     """Why ``wait`` returns. ``servers``: URLs of those that are to get weights, by name;
     ``version``: which weights; None: those that are published."""
 
@@ -41,11 +50,11 @@ class News(NamedTuple):
 
 
 class NoServerError(ConnectionError):
-    """Nobody is left to ask."""
+    """No server is left."""
 
 
 class WeightVersionError(ValueError):
-    """A response was sampled with other weights than was said."""
+    """A response was sampled with other weights than it was asked of."""
 
 
 def check_versions(request: Request, completion: Completion, *, exact: bool) -> None:
@@ -61,26 +70,29 @@ def check_versions(request: Request, completion: Completion, *, exact: bool) -> 
 
 
 @dataclass(frozen=True)
-class Tasks:
-    """What the dispatcher is given to do. ``prompts``: by group; ``sampling``: of a step, counted
-    from 0, a prompt, and a version of the weights; ``judge``: the verdicts on answers, each to the
-    prompt at its place, in a thread of its own; ``wants``: whether the method learns from a group;
-    ``connect``: a client for a URL; ``lost``: which errors mean that a server is gone;
-    ``unreachable``: which of these, that it was gone before it was asked; ``failed``: which of
-    these, that it goes on, and failed at a request; ``switch``: makes the server at a URL go over
-    to a version that it has staged, and raises ConnectionError where it does not; ``capacity``:
-    requests that a server is sent at a time; ``patience``: how long one of them may take;
-    ``longest_response``: tokens."""
+class ServerParts:
+    """What the backend of servers is made of.
 
-    prompts: PromptStream
-    sampling: Callable[[int, Prompt, int], Sampling]
-    judge: Callable[[Sequence[Prompt], Sequence[Completion]], Sequence[Score]]
-    wants: Callable[[Sequence[Score]], bool]
+    Attributes:
+        connect: A client for a URL.
+        lost: Which errors mean that a server is gone.
+        unreachable: Which of these, that it was gone before it was asked.
+        failed: Which of these, that it runs on, and failed at a request.
+        switch: Makes the server at a URL use a version that it has staged; raises ConnectionError
+            where it does not.
+        rewards: Makes the thread that scores responses; it is given what to call, in that thread,
+            when some are scored.
+        capacity: Requests that a server is sent at a time.
+        timeouts: How long one of them may take.
+        longest_response: In tokens.
+    """
+
     connect: Callable[[str], Client]
     lost: type[Exception]
     unreachable: type[Exception]
     failed: type[Exception]
     switch: Callable[[str, int], None]
+    rewards: Callable[[Callable[[], None]], RewardThread]
     capacity: int
-    patience: Patience
+    timeouts: RequestTimeouts
     longest_response: int

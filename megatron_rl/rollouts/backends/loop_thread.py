@@ -13,7 +13,8 @@ REPORT_EVERY_S = 1.0
 
 
 class LoopThread:
-    """``call`` and ``stop`` are for the main thread, all else is for the thread itself.
+    """``call`` and ``stop`` are for the main thread, all else but ``spawn_from_outside`` is for the
+    thread itself.
 
     What a task of ``spawn`` raises is raised by whoever waits in ``until`` or ``unless_failed``.
     """
@@ -53,6 +54,10 @@ class LoopThread:
         """Ends the tasks of ``spawn``."""
         for task in list(self._alive):
             task.cancel()
+
+    def spawn_from_outside(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """``spawn``, for any thread."""
+        self._loop.call_soon_threadsafe(lambda: self.spawn(work()))
 
     def changed(self) -> None:
         """Whoever waits in ``until`` looks again."""

@@ -16,7 +16,7 @@ class PromptFailureError(RuntimeError):
 
 
 @dataclass
-class Failures:
+class RequestFailures:
     """A server that fails at one request may do others: the request goes to another one. A server
     that fails twice without an answer between is given up.
 
