@@ -17,8 +17,11 @@ from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.loss import load_method
-from megatron_rl.rollouts.demonstrations import Encode, GivenFirst, encoder
-from megatron_rl.rollouts.rollouts import stop_token_ids
+from megatron_rl.rollouts.backends.colocated import ColocatedEngines, LaunchEngines
+from megatron_rl.rollouts.demonstrations import Demonstrations, encoder
+from megatron_rl.rollouts.prompts import PromptStream
+from megatron_rl.rollouts.rollouts import Rollouts, step_rules
+from megatron_rl.rollouts.sampling import stop_token_ids
 from megatron_rl.runtime.digest import combined_digest, tensor_digest
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import exit_process, reported, start
@@ -38,17 +41,27 @@ def with_method(trainer: Trainer, config: Config, name: str) -> Trainer:
     policy = trainer.learner.policy
     policy.settings = replace(policy.settings, **token_settings(method))
     source = trainer.source
-    # As the trainer of a method that trains on responses which prompts carry is built.
-    answers = GivenFirst(source.engine, encode_of(config)) if method.needs.given else source.engine
-    source.rollouts.sampler.streaming._engine = answers
-    source.rollouts = replace(source.rollouts, method=method)
-    return replace(trainer, learner=replace(trainer.learner, method=method))
+    assert isinstance(source, Rollouts)
+    # As the trainer of a method that trains on demonstrations is built.
+    batch = config.batch
+    job = replace(
+        source.job,
+        rules=step_rules(method, batch.prompts_per_step, batch.responses_per_prompt),
+        wants_group=method.wants_group,
+        stream=PromptStream(source.job.stream._loader),
+        demonstrations=demonstrations_of(config) if method.needs.given else None,
+    )
+    engines = source.engines
+    assert isinstance(engines, ColocatedEngines)
+    engines.launch = LaunchEngines(engines.launch.backend, trainer.world, job)
+    source = replace(source, job=job)
+    return replace(trainer, source=source, learner=replace(trainer.learner, method=method))
 
 
-def encode_of(config: Config) -> Encode:
+def demonstrations_of(config: Config) -> Demonstrations:
     tokenizer = load_tokenizer(config.model.path)
     plain = partial(tokenizer.encode, add_special_tokens=False)
-    return encoder(plain, stop_token_ids(tokenizer.eos_token_id))
+    return Demonstrations(encoder(plain, stop_token_ids(tokenizer.eos_token_id)))
 
 
 def two_steps(trainer: Trainer, name: str, first_step: int) -> dict:

@@ -34,8 +34,8 @@ def fresh_registries() -> Iterator[None]:
     from megatron_rl import plugins
     from megatron_rl.config import hooks, load, method
     from megatron_rl.loss import choices
-    from megatron_rl.rollouts import hooks as trainer_hooks
-    from megatron_rl.rollouts import resampling
+    from megatron_rl.rollouts.hooks import resampling
+    from megatron_rl.rollouts.hooks import rollout_hooks as trainer_hooks
 
     method.ESTIMATORS.complete()  # or the package's own would be taken away with the plug-ins
     tables = [method.ESTIMATORS, method.SHAPERS, method.TOKEN_SHAPERS, method.POLICY_LOSSES]

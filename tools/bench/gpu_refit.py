@@ -31,7 +31,7 @@ from gpu_model import (
 )
 
 from megatron_rl.rollouts.backends.colocation import ColocatedSync, Colocation
-from megatron_rl.rollouts.backends.colocated import Colocated
+from megatron_rl.rollouts.backends.colocated import ColocatedEngines
 from megatron_rl.runtime import launch
 from megatron_rl.runtime.device import device
 from megatron_rl.runtime.memory import Ledger, memory_in_use
@@ -75,7 +75,9 @@ def main() -> None:
     ledger = Ledger(lambda: memory_in_use(engine.memory_bytes), None)
     memory = Colocation(policy, engine, config.memory.offload, ledger)
     no_rollouts = None  # the engine is asked directly
-    source = Colocated(no_rollouts, policy, engine, ColocatedSync(weight_sync, memory), memory)
+    source = ColocatedEngines(
+        no_rollouts, policy, engine, ColocatedSync(weight_sync, memory), memory
+    )
     prompts = [
         Prompt(f"p{i}", tuple(range(3, 19)), "", "random") for i in range(8 * engine.num_replicas)
     ]

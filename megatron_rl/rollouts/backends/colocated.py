@@ -31,7 +31,7 @@ class LaunchEngines:
 
     def __init__(self, backend: LaunchBackend, world: World, job: TrainingJob) -> None:
         self.has_versions = job.is_partial
-        self._backend = backend
+        self.backend = backend
         self._world = world
         self._job = job
         self._dispatcher: Dispatcher | None = None  # on rank 0, from the first step on
@@ -42,7 +42,7 @@ class LaunchEngines:
         job = self._job
         job.plan.published(step - 1)
         dispatcher = self._main(step - 1) if self._world.is_main else None
-        summary = self._backend.run(job, dispatcher, f"step {step}", clock)
+        summary = self.backend.run(job, dispatcher, f"step {step}", clock)
         with clock("rollout"):
             sampled = SampledStep.of(summary, job, self._world.rank)
             self._carry(summary)
@@ -63,14 +63,14 @@ class LaunchEngines:
                 scheduler = Scheduler(rules, step=version, version=version)
             else:
                 scheduler = Scheduler.restored(rules, self._saved["scheduler"])
-            self._dispatcher = self._backend.dispatcher(self._job, scheduler)
+            self._dispatcher = self.backend.dispatcher(self._job, scheduler)
             if self._saved is not None:
                 self._dispatcher.restore(self._saved)
                 self._saved = None
         scheduler = self._dispatcher.scheduler
         if scheduler.version < version:
             scheduler.published(version)
-            for replica in range(len(self._backend.leaders)):
+            for replica in range(len(self.backend.leaders)):
                 scheduler.switch(worker_name(replica), version)
         return self._dispatcher
 
@@ -82,7 +82,7 @@ class LaunchEngines:
         gone = {*groups.groups, *groups.refused}
         limits = {group: limit for group, limit in groups.limits.items() if group not in gone}
         if groups.level is not None:
-            is_leader = self._world.rank == self._backend.leader
+            is_leader = self._world.rank == self.backend.leader
             mine = store.unfinished(limits, summary.ended) if is_leader else []
             for of_rank in self._world.all_gather(mine):
                 store.begin_step(of_rank)
@@ -96,7 +96,7 @@ class LaunchEngines:
         """See rollouts.Engines."""
         job = PromptsJob(prompts, sampling, self._job.demonstrations)
         return generated(
-            job, self._backend, self._world, what, clock, with_versions=self.has_versions
+            job, self.backend, self._world, what, clock, with_versions=self.has_versions
         )
 
     def state(self) -> dict[str, Any]:
@@ -167,24 +167,38 @@ class ColocatedEngines:
 
     def __init__(
         self,
-        engines: LaunchEngines,
+        launch: LaunchEngines,
         policy: CheckedWeights,
         engine: RolloutEngine,
         weight_sync: WeightSync,
         colocation: Colocation,
     ) -> None:
-        self.has_versions = engines.has_versions
+        self.launch = launch
         self.engine = engine
         self.weight_sync = weight_sync
         self.colocation = colocation
-        self._engines = engines
         self._policy = policy
         self._clock = Clock()
         self._published: int | None = None  # None: the engine must generate nothing
-        self.step = engines.step
-        self.generate = engines.generate
-        self.state = engines.state
-        self.restore = engines.restore
+
+    @property
+    def has_versions(self) -> bool:
+        return self.launch.has_versions
+
+    def step(self, step: int, clock: Clock) -> SampledStep:
+        """See rollouts.Engines, as are the other methods."""
+        return self.launch.step(step, clock)
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, what: str, clock: Clock
+    ) -> Responses:
+        return self.launch.generate(prompts, sampling, what, clock)
+
+    def state(self) -> dict[str, Any]:
+        return self.launch.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.launch.restore(state)
 
     @contextmanager
     def training(self) -> Iterator[None]:

@@ -13,10 +13,10 @@ REPORT_EVERY_S = 1.0
 
 
 class LoopThread:
-    """``call`` and ``stop`` are for the main thread, all else but ``spawn_from_outside`` is for the
+    """``call`` and ``stop`` are for the main thread, all else but ``soon`` is for the
     thread itself.
 
-    What a task of ``spawn`` raises is raised by whoever waits in ``until`` or ``unless_failed``.
+    What a task of ``spawn`` or ``soon`` raises is raised by whoever waits in ``until`` or ``unless_failed``.
     """
 
     def __init__(self, name: str) -> None:
@@ -55,9 +55,16 @@ class LoopThread:
         for task in list(self._alive):
             task.cancel()
 
-    def spawn_from_outside(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """``spawn``, for any thread."""
-        self._loop.call_soon_threadsafe(lambda: self.spawn(work()))
+    def soon(self, work: Callable[[], None]) -> None:
+        """Has the thread call ``work``; for any thread."""
+        self._loop.call_soon_threadsafe(self._call, work)
+
+    def _call(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 (raised where the main thread waits)
+            self._failure = self._failure or error
+            self._changed.set()
 
     def changed(self) -> None:
         """Whoever waits in ``until`` looks again."""

@@ -64,7 +64,7 @@ class ServerBackend:
         self._parts = parts
         self._registry = registry
         self._thread = LoopThread("dispatcher")
-        self._rewards = parts.rewards(lambda: self._thread.spawn_from_outside(self._turned))
+        self._rewards = parts.rewards(lambda: self._thread.soon(self._turn))
         scheduler = Scheduler(job.rules, version=-1)
         if saved is not None:
             scheduler = Scheduler.restored(job.rules, saved["scheduler"])
@@ -237,9 +237,6 @@ class ServerBackend:
         for name in self._switches.begin():
             self._thread.spawn(self._switch(name))
         self._thread.changed()
-
-    async def _turned(self) -> None:
-        self._turn()
 
     async def _generate(
         self, prompts: Sequence[Prompt], sampling: Sampling

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch.distributed as dist
+from megatron_rl.runtime.mail import Mail
 
 from megatron_rl.runtime.launch import World
-from megatron_rl.runtime.mail import Mail
 from tests.ranks import on_ranks
 
 

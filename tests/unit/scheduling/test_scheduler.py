@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.scheduling.whole_groups import KeptShare, Rules
 from megatron_rl.scheduling.scheduler import Scheduler
+from megatron_rl.scheduling.whole_groups import KeptShare, Rules
 from megatron_rl.scheduling.work import Request
 
 PLAIN = Rules(groups_per_step=2, responses_per_group=2)

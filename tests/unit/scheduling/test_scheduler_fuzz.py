@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from megatron_rl.scheduling.whole_groups import Rules
 from megatron_rl.scheduling.scheduler import Scheduler
+from megatron_rl.scheduling.whole_groups import Rules
 from megatron_rl.scheduling.work import Request
 
 EVENTS = 100_000
@@ -148,7 +148,9 @@ class World:
     def answer(self) -> None:
         if self.running:
             worker, request = self.running.pop(self.rng.randrange(len(self.running)))
-            if self.scheduler.finished(worker, request) and self.scheduler.end.is_whole(request.group):
+            if self.scheduler.finished(worker, request) and self.scheduler.end.is_whole(
+                request.group
+            ):
                 self.to_judge.append((request.version, request.group))
 
     def fail(self) -> None:

@@ -68,7 +68,9 @@ class Plain:
         level = max(group.end for group in every)
         if len(wanted) >= self.rules.groups_per_step:
             level = max(wanted[self.rules.groups_per_step - 1], *oldest, 0)
-        there = [group for slot in slots for group in slot if group in slot[:1] or group.begin < level]
+        there = [
+            group for slot in slots for group in slot if group in slot[:1] or group.begin < level
+        ]
         begun = sorted((self.first_step.get(group.number, step), group.number) for group in there)
         ends = {group.number: group.end for group in there}
         passed = [number for _, number in begun if ends[number] <= level]

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_rl.rollouts.backends.colocated import Colocated
 from megatron_rl.rollouts.backends.colocation import ColocatedSync, Colocation
 from megatron_rl.rollouts.logprob_check import CheckedSync
-from megatron_rl.rollouts.backends.colocated import Colocated
 from megatron_rl.runtime.memory import Ledger
 from megatron_rl.types import SyncReport
 

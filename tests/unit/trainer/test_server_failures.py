@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from megatron_rl.rollouts.backends.failures import Failures, PromptFailureError
+from megatron_rl.rollouts.backends.failures import PromptFailureError
 from megatron_rl.types import Sampling
 from tests.unit.trainer.fakes import prompts
 from tests.unit.trainer.server_fakes import Fleet, contents, publish, run, step
@@ -55,7 +55,7 @@ def test_a_failure_costs_one_more_request_and_no_server(start) -> None:
     assert counts["source/lost_servers"] == 0 and counts["source/reissued_requests"] == 1
     fleet.fails_once = "p1"
     groups = dispatcher.generate(prompts(3), Sampling(2, 4, seed=9))
-    assert [len(group.completions) for group in groups] == [2, 2, 2]
+    assert len(groups) == 3 * 2
     assert dispatcher.counts()["source/lost_servers"] == 0
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.rollouts.hooks.resampling import Resampling, ScoredGroup
-from megatron_rl.rollouts.rollouts import sampling_seed
 from megatron_rl.rollouts.hooks.sampling_hooks import erpo
+from megatron_rl.rollouts.rollouts import sampling_seed
 from megatron_rl.rollouts.sampling import ServerSampling
 from megatron_rl.types import Prompt, Sampling, Score
 
