@@ -367,10 +367,12 @@ class Dispatcher:
 
     def _score_the_rest(self) -> None:
         """Responses that had ended, and whose reward no checkpoint has."""
-        version = self.scheduler.oldest_needed
+        scheduler = self.scheduler
         for (group, response), answer in self._answers.items():
             completion = self._job.store.get((group, response))
-            if answer.score is None and completion is not None:
+            step = scheduler.end.step_of(group)
+            if answer.score is None and completion is not None and step is not None:
+                version = scheduler.rules.version_of(step)
                 prompt = self._job.prompt(group, self._job.visit(group))
                 self._rewards.give(Request(version, group, response), prompt, completion)
         for judged_version, group in self.scheduler.end.to_judge():

@@ -1,4 +1,4 @@
-"""Verdicts in another thread: in order, all that has come in one call, errors where they are asked
+"""Rewards in another thread: in order, all that has come in one call, errors where they are asked
 for."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_rl.rollouts.reward_thread import Judge, Judged
+from megatron_rl.rollouts.reward_thread import RewardThread, Scores
 from megatron_rl.scheduling.work import Request
 from megatron_rl.types import Completion, Prompt, Score
 
@@ -33,16 +33,20 @@ class Held:
         return [Score(float(text), text == "7") for text in texts]
 
 
-def judge_of(reward: Held) -> Judge:
-    return Judge(reward, lambda ids: str(ids[0]))
+def judge_of(reward: Held) -> RewardThread:
+    return RewardThread(reward, lambda ids: str(ids[0]))
 
 
-def give(judge: Judge, *numbers: int) -> None:
+def give(judge: RewardThread, *numbers: int) -> None:
     for number in numbers:
         judge.give(Request(0, number, 0), PROMPT, Completion((number,), (-1.0,), False, 0))
 
 
-def until_told(judge: Judge) -> Judged:
+def numbered(scores: Scores) -> list[tuple[int, Score]]:
+    return [(one.request.group, score) for one, score in scores]
+
+
+def until_told(judge: RewardThread) -> Scores:
     ends_at = time.monotonic() + 30
     while time.monotonic() < ends_at:
         if told := judge.take():
@@ -60,7 +64,7 @@ def test_who_asks_does_not_wait_and_the_next_call_has_all_that_came_meanwhile() 
     assert judge.take() == []
     give(judge, 8)
     reward.go.set()
-    assert until_told(judge) == [(Request(0, 5, 0), Score(5.0, False))]
+    assert numbered(until_told(judge)) == [(5, Score(5.0, False))]
     assert [score.reward for _, score in until_told(judge)] == [7, 6, 8]
     assert reward.calls == [["5"], ["7", "6", "8"]]
 
@@ -83,5 +87,18 @@ def test_what_is_forgotten_gives_no_verdict_to_those_who_come_later() -> None:
     judge.forget()
     reward.go.set()
     give(judge, 7)
-    assert until_told(judge) == [(Request(0, 7, 0), Score(7.0, True))]
+    assert numbered(until_told(judge)) == [(7, Score(7.0, True))]
     assert reward.calls == [["5"], ["7"]]
+
+
+def test_a_call_has_at_most_so_many_responses_and_wakes_who_waits() -> None:
+    reward = Held()
+    woken = threading.Semaphore(0)
+    judge = RewardThread(reward, lambda ids: str(ids[0]), at_most=2, wake=woken.release)
+    reward.go.set()
+    give(judge, 5, 6, 7)
+    assert judge.take() == []
+    assert woken.acquire(timeout=30)
+    assert len(judge.take()) == 2 and woken.acquire(timeout=30)
+    assert numbered(judge.take()) == [(7, Score(7.0, True))]
+    judge.close()
