@@ -1,5 +1,5 @@
-"""The schema of rollout hooks: those of the package (``rollouts/hooks/sampling_hooks.py``), and what
-plug-ins register (``rollouts/hooks/rollout_hooks.py``, ``rollouts/hooks/resampling.py``)."""
+"""The schema of rollout hooks: those of the package and what plug-ins register, see
+``rollouts/hooks``."""
 
 from __future__ import annotations
 

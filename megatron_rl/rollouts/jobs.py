@@ -70,7 +70,8 @@ class TrainingJob:
         return self.plan(step, prompt, version)
 
     def demonstration(self, prompt: Prompt, response: int) -> Completion | None:
-        return self.demonstrations and self.demonstrations.get(prompt, response)
+        known = self.demonstrations
+        return None if known is None else known.get(prompt, response)
 
     def wants(self, scores: Sequence[Score]) -> bool:
         return self.wants_group([score.correct for score in scores])
@@ -103,7 +104,8 @@ class PromptsJob:
         return self.how
 
     def demonstration(self, prompt: Prompt, response: int) -> Completion | None:
-        return self.demonstrations and self.demonstrations.get(prompt, response)
+        known = self.demonstrations
+        return None if known is None else known.get(prompt, response)
 
     def wants(self, scores: Sequence[Score]) -> bool:
         return True

@@ -33,7 +33,8 @@ class Engines(Protocol):
     of older ones, so that each carries its own.
     """
 
-    has_versions: bool
+    @property
+    def has_versions(self) -> bool: ...
 
     def step(self, step: int, clock: Clock) -> SampledStep:
         """Until a step has its groups."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from megatron_rl.scheduling.end_of_step import StepGroups
 from megatron_rl.scheduling.work import Request
 from megatron_rl.types import Completion, Score, VersionSpan
 
@@ -54,9 +55,11 @@ class ResponseStore:
             for place in [place for place in of_time if place[0] in gone]:
                 del of_time[place]
 
-    def unfinished(self, limits: Mapping[int, int], ended: Mapping[Place, Any]) -> Carried:
-        """What the next step begins with of the open groups: their new tokens up to ``limits``, by
-        group; those that have ``ended`` within them are whole."""
+    def unfinished(self, groups: StepGroups, ended: Container[Place]) -> Carried:
+        """What the next step begins with of the groups that stay open: their new tokens up to the
+        ``limits`` of the step; those that have ``ended`` within them are whole."""
+        gone = {*groups.groups, *groups.refused}
+        limits = {group: limit for group, limit in groups.limits.items() if group not in gone}
         found = []
         for place, completion in self._new.items():
             if place[0] in limits:
@@ -74,14 +77,9 @@ class ResponseStore:
             self._held[place] = completion
             self._new.pop(place, None)
 
-    def clear_new(self, groups: Iterable[int] | None = None) -> None:
-        """Drops what this step has got and nobody needs; ``groups``: of these alone."""
-        chosen = None if groups is None else set(groups)
-        self._new = {
-            place: completion
-            for place, completion in self._new.items()
-            if chosen is not None and place[0] not in chosen
-        }
+    def clear_new(self) -> None:
+        """Drops what this step has got and no step needs."""
+        self._new = {}
 
     @property
     def num_tokens(self) -> int:

@@ -30,6 +30,7 @@ from megatron_rl.trainer.placement import Placement
 from megatron_rl.types import Completion, Prompt, Sampling, Score
 from tests.distributed.fake_world import Answers, Kind, Record
 from tests.engines import Answering
+from tests.rollout_sources import rollouts_of, training_job
 from tests.zoo import tiny_policy
 
 PROMPTS = [Prompt(f"p{n}", tuple(range(5, 8 + n)), str(n), "toy") for n in range(8)]

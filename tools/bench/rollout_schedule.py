@@ -37,9 +37,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from gpu_model import table
 
-from megatron_rl.scheduling.whole_groups import KeptShare, Rules
-from megatron_rl.scheduling.token_level import PartialRules
 from megatron_rl.scheduling.scheduler import Scheduler
+from megatron_rl.scheduling.token_level import PartialRules
+from megatron_rl.scheduling.whole_groups import KeptShare, Rules
 from megatron_rl.scheduling.work import Request
 from tools.planning.simulated_fleet import DecodeStep, Fleet
 from tools.planning.simulated_rollouts import (

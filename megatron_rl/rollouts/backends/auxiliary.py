@@ -7,37 +7,49 @@ the same.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from itertools import count, product, starmap, zip_longest
+from typing import Any
 
 from megatron_rl.rollouts.backends.failures import Asked, RequestFailures
 from megatron_rl.rollouts.backends.server_parts import Client, NoServerError, ServerParts
-from megatron_rl.types import Completion, Image, Prompt, Sampling
+from megatron_rl.rollouts.reward_thread import RewardThread
+from megatron_rl.scheduling.work import Request
+from megatron_rl.types import Completion, Image, Prompt, Sampling, Score
 
 _SCORED: Asked = ("of the logprob check", 0)
+AUXILIARY = -1  # in place of the version of a request
+Able = Callable[[], Awaitable[list[str]]]
+NoteFailure = Callable[[str, Asked, Exception], None]
 Place = tuple[int, int]  # of a prompt among those that are asked, number of the response
 
 
 class AuxiliaryRequests:
-    """``clients``: of the servers at work, by name, as the dispatcher has them at any time;
-    ``able``: waits for those of them that have the newest weights; ``failures``: what servers fail
-    at; ``note_failure``: tells the dispatcher that one has not answered a request. It tells
-    ``lost`` in turn."""
+    """Those under way, and the scores of their answers that are waited for."""
 
     def __init__(
         self,
         parts: ServerParts,
+        rewards: RewardThread,
         clients: Mapping[str, Client],
-        able: Callable[[], Awaitable[list[str]]],
         failures: RequestFailures,
-        note_failure: Callable[[str, Asked, Exception], None],
+        backend: tuple[Able, NoteFailure],
     ) -> None:
+        """
+        Args:
+            clients: of the servers at work, by name, as the backend has them at any time.
+            failures: what servers fail at.
+            backend: what waits for the servers with the newest weights, and what is told that one
+                has not answered a request; it calls ``lost`` in turn.
+        """
         self._parts = parts
+        self._rewards = rewards
         self._clients = clients
-        self._able = able
         self._failures = failures
-        self._note_failure = note_failure
+        self._able, self._note_failure = backend
         self._asked: dict[asyncio.Task[Completion], tuple[str, Place, str]] = {}
+        self._awaited: dict[int, asyncio.Future[Score]] = {}
+        self._num_awaited = 0
         self._num_scored = 0
 
     def lost(self, name: str) -> list[Asked]:
@@ -51,12 +63,20 @@ class AuxiliaryRequests:
         return given_up
 
     async def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, there: Mapping[Place, Completion]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        demonstration: Callable[[Prompt, int], Completion | None],
     ) -> list[Completion] | None:
         """All responses to each prompt, one prompt after the other; None where no server is
-        left. ``there``: those that are known without a server."""
+        left. ``demonstration``: a response that its prompt
+        brings along."""
         places = list(product(range(len(prompts)), range(sampling.num_responses)))
-        answers = dict(there)
+        answers: dict[Place, Completion] = {}
+        for place, number in places:
+            there = demonstration(prompts[place], number)
+            if there is not None:
+                answers[place, number] = there
         attempts = count()
         while len(answers) < len(places) and (names := await self._able()):
             attempt = next(attempts)
@@ -103,6 +123,26 @@ class AuxiliaryRequests:
                 raise error
         return answers
 
+    def scores(
+        self, prompts: Sequence[Prompt], answers: Sequence[Completion]
+    ) -> Coroutine[Any, Any, list[Score]]:
+        """Asks for those of all answers, equally many to each prompt; to be waited for."""
+        futures = []
+        for place, completion in enumerate(answers):
+            self._num_awaited += 1
+            number = self._num_awaited
+            self._awaited[number] = asyncio.get_running_loop().create_future()
+            futures.append(self._awaited[number])
+            prompt = prompts[place * len(prompts) // len(answers)]
+            self._rewards.give(Request(AUXILIARY, number, 0), prompt, completion)
+        return _all(futures)
+
+    def note_score(self, number: int, score: Score) -> None:
+        """One that ``scores`` waits for, by the number of its request's group."""
+        awaited = self._awaited.pop(number)
+        if not awaited.done():
+            awaited.set_result(score)
+
     async def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[Image]]
     ) -> list[list[float]]:
@@ -123,3 +163,7 @@ class AuxiliaryRequests:
                 self._failures.answered(name, _SCORED)
                 return scores
         raise NoServerError("no server is left to score sequences")
+
+
+async def _all(futures: Sequence[asyncio.Future[Score]]) -> list[Score]:
+    return list(await asyncio.gather(*futures))

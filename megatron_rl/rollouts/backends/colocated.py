@@ -79,14 +79,12 @@ class LaunchEngines:
         got of responses that continue."""
         groups = summary.groups
         store = self._job.store
-        gone = {*groups.groups, *groups.refused}
-        limits = {group: limit for group, limit in groups.limits.items() if group not in gone}
         if groups.level is not None:
             is_leader = self._world.rank == self.backend.leader
-            mine = store.unfinished(limits, summary.ended) if is_leader else []
+            mine = store.unfinished(groups, summary.ended) if is_leader else []
             for of_rank in self._world.all_gather(mine):
                 store.begin_step(of_rank)
-        store.forget(gone)
+        store.forget([*groups.groups, *groups.refused])
         store.clear_new()
         self._job.stream.forget(groups.step, groups.end)
 

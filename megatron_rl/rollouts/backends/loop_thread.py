@@ -13,10 +13,10 @@ REPORT_EVERY_S = 1.0
 
 
 class LoopThread:
-    """``call`` and ``stop`` are for the main thread, all else but ``soon`` is for the
-    thread itself.
+    """``call`` and ``stop`` are for the main thread, ``soon`` for any, all else for itself.
 
-    What a task of ``spawn`` or ``soon`` raises is raised by whoever waits in ``until`` or ``unless_failed``.
+    What a task of ``spawn`` or ``soon`` raises is raised by whoever waits in ``until`` or
+    ``unless_failed``.
     """
 
     def __init__(self, name: str) -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from megatron_rl.rollouts.backends.auxiliary import AuxiliaryRequests
+from megatron_rl.rollouts.backends.auxiliary import AUXILIARY, AuxiliaryRequests
 from megatron_rl.rollouts.backends.failures import Asked, RequestFailures
 from megatron_rl.rollouts.backends.loop_thread import LoopThread
 from megatron_rl.rollouts.backends.readiness import FleetReadiness
@@ -44,7 +44,6 @@ from megatron_rl.scheduling.work import Request
 from megatron_rl.types import Completion, Image, Prompt, Sampling, Score
 
 LOOK_EVERY_S = 0.5
-_AUXILIARY = -1  # in place of a version, of a response that is no part of training
 logger = logging.getLogger(__name__)
 
 
@@ -75,13 +74,13 @@ class ServerBackend:
         self._failures = RequestFailures()
         self._switches = StagedWeightSwitcher(parts.switch, scheduler)
         self._readiness = FleetReadiness(self._dispatcher, self._switches, self._urls, self._recall)
+        newest = partial(self._thread.until, self._readiness.newest)
         self._auxiliary = AuxiliaryRequests(
-            parts, self._clients, self._able, self._failures, self._note_failure
+            parts, self._rewards, self._clients, self._failures, (newest, self._note_failure)
         )
         self._running: dict[tuple[str, Request], asyncio.Task] = {}
         self._events: list[Event] = []
         self._level: int | None = None
-        self._awaited_scores: dict[int, asyncio.Future[Score]] = {}  # by id of a completion
         self._num_reissued = 0
         self._dead: set[str] = set()  # no other start of a server has its name
         self._num_tokens = 0  # of all answers
@@ -91,27 +90,20 @@ class ServerBackend:
 
     def wait(self, report: Callable[[Progress], None] | None = None) -> Literal[True] | FleetEvent:
         """Until the next step has its groups, a server wants to join, or none is left to work: the
-        last is reported once, until one has come. ``report`` is told how far it is, of all steps
-        that are begun, with the tokens of the responses that have come since it waits.
+        last is reported once. ``report`` is given the progress of all steps that are begun.
 
         Raises what the thread met: a request that every server would refuse, a reward that fails.
         """
-        news = self._thread.until(self._readiness.next_step)
+        event = self._thread.until(self._readiness.next_step)
         if report is None:
-            return self._thread.call(news)
-        told = report
+            return self._thread.call(event)
         begin = self._num_tokens
-
-        def tell() -> None:
-            told(self._thread.call(self._progress(begin)))
-
-        return self._thread.call(news, tell)
+        return self._thread.call(event, lambda: report(self._thread.call(self._progress(begin))))
 
     def drained(self, version: int) -> Mapping[str, str] | FleetEvent:
-        """Waits until every server may get weights of ``version``; returns all that are to get
-        them, also those that have come since. A ``FleetEvent`` where none is left that could sample
-        what is still wanted of the old weights. Where weights are staged, so that a server may
-        still be busy with the last ones but one, it waits until none needs any that are older."""
+        """Waits until every server may get weights of ``version``, or where they are staged, until
+        none needs any that are older than the last; returns all that are to get them. A
+        ``FleetEvent`` where none is left that could sample what is wanted of the old weights."""
         return self._thread.call(self._thread.until(partial(self._readiness.drained, version)))
 
     def settled(self) -> Literal[True] | FleetEvent:
@@ -121,7 +113,8 @@ class ServerBackend:
 
     def is_settled(self) -> bool:
         """Whether ``settled`` need not wait."""
-        return self._thread.call(self._is_settled())
+        (settled,) = self._thread.call(self._thread.until(lambda: (self._readiness.is_settled,)))
+        return settled
 
     def published(
         self,
@@ -142,13 +135,12 @@ class ServerBackend:
     def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[Image]] = ()
     ) -> list[list[float]]:
-        """What one server says of sequences, the next time the next one. Raises NoServerError where
-        none is left."""
+        """What the servers say of sequences, in turn. Raises NoServerError where none is left."""
         scores = self._auxiliary.score(sequences, images)
         return self._thread.call(self._thread.unless_failed(scores))
 
     def counts(self) -> dict[str, float]:
-        """Servers at work, those lost so far, and requests that were sent again."""
+        """Of servers and requests, as metrics."""
         names = ("source/servers", "source/lost_servers", "source/reissued_requests")
         return dict(zip(names, (len(self._clients), len(self._dead), self._num_reissued)))
 
@@ -159,9 +151,8 @@ class ServerBackend:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling
     ) -> list[tuple[Completion, Score]] | FleetEvent:
-        """All responses to some prompts that are not of the stream, as those of a held-out set, one
-        prompt after the other, besides what the servers do for training. A ``FleetEvent`` where no
-        server is left."""
+        """All responses to some prompts that are not of the stream, one prompt after the other. A
+        ``FleetEvent`` where no server is left."""
         return self._thread.call(self._generate(prompts, sampling))
 
     def close(self) -> None:
@@ -193,10 +184,8 @@ class ServerBackend:
         events = self._events
         self._events = []
         for one, score in self._rewards.take():
-            if one.request.version == _AUXILIARY:
-                awaited = self._awaited_scores.pop(id(one.completion), None)
-                if awaited is not None and not awaited.done():
-                    awaited.set_result(score)
+            if one.request.version == AUXILIARY:
+                self._auxiliary.note_score(one.request.group, score)
             # Its group may have been dropped meanwhile, and admitted again.
             elif self._job.store.get((one.request.group, one.request.response)) is one.completion:
                 events.append(Scored(one.request, score))
@@ -241,27 +230,13 @@ class ServerBackend:
     async def _generate(
         self, prompts: Sequence[Prompt], sampling: Sampling
     ) -> list[tuple[Completion, Score]] | FleetEvent:
-        there = {
-            (place, number): demonstration
-            for place, prompt in enumerate(prompts)
-            for number in range(sampling.num_responses)
-            if (demonstration := self._job.demonstration(prompt, number)) is not None
-        }
-        asked = self._auxiliary.generate(prompts, sampling, there)
+        asked = self._auxiliary.generate(prompts, sampling, self._job.demonstration)
         answers = await self._thread.unless_failed(asked)
         if answers is None:
             return await self._thread.until(self._readiness.for_newest)
-        size = sampling.num_responses
-        scores = []
-        for place, completion in enumerate(answers):
-            self._rewards.give(Request(_AUXILIARY, place, 0), prompts[place // size], completion)
-            self._awaited_scores[id(completion)] = asyncio.get_running_loop().create_future()
-            scores.append(self._awaited_scores[id(completion)])
+        scores = self._auxiliary.scores(prompts, answers)
         self._turn()
-        return list(zip(answers, await self._thread.unless_failed(_all(scores)), strict=True))
-
-    async def _is_settled(self) -> bool:
-        return self._readiness.is_settled
+        return list(zip(answers, await self._thread.unless_failed(scores), strict=True))
 
     async def _published(
         self, version: int, updated: Mapping[str, str], lost: Mapping[str, str], staged: bool
@@ -303,10 +278,6 @@ class ServerBackend:
         else:
             self._join(name, now.url, now.version)
         self._turn()
-
-    async def _able(self) -> list[str]:
-        """The servers with the newest weights, as soon as there is one; none where none is left."""
-        return await self._thread.until(self._readiness.newest)
 
     def _recall(self, name: str) -> None:
         """A server is to get other weights: what it was asked waits again."""
@@ -368,20 +339,15 @@ class ServerBackend:
         prompt = self._job.prompt(request.group, wanted.visit)
         asked = prompt.uid, request.response
         sampling = self._job.sampling(wanted.step, prompt, request.version)
-        is_paused = False
+        there = self._job.store.so_far(request)
+        asked_of = (prompt, sampling, request.response)
+        continuing = (() if there is None else there.token_ids, partial(self._is_enough, wanted))
         try:
             with self._parts.timeouts.waiting(worker, sampling.max_response_tokens) as answered:
                 if self._job.is_partial:
-                    there = self._job.store.so_far(request)
-                    new, is_paused = await client.generate_until(
-                        prompt,
-                        sampling,
-                        request.response,
-                        () if there is None else there.token_ids,
-                        partial(self._is_enough, wanted),
-                    )
+                    new, is_paused = await client.generate_until(*asked_of, *continuing)
                 else:
-                    new = await client.generate(prompt, sampling, request.response)
+                    new, is_paused = await client.generate(*asked_of), False
                 answered(len(new.token_ids))
         except self._parts.lost as error:
             self._running.pop((worker, request), None)
@@ -393,9 +359,6 @@ class ServerBackend:
         self._failures.answered(worker, asked)
         self._num_tokens += len(new.token_ids)
         self._running.pop((worker, request), None)
-        # A paused response has no final message, which alone names versions.
-        if is_paused:
-            new = Completion(new.token_ids, new.sampler_logprobs, False, request.version)
         check_versions(request, new, exact=self._scheduler.rules.lockstep)
         whole = self._job.store.add(request, new)
         if is_paused:
@@ -414,13 +377,10 @@ class ServerBackend:
         summary = self._dispatcher.take()
         sampled = SampledStep.of(summary, self._job, rank=0)
         groups = summary.groups
-        gone = {*groups.groups, *groups.refused}
-        limits = {group: limit for group, limit in groups.limits.items() if group not in gone}
-        if groups.level is not None:
-            store = self._job.store
-            store.begin_step(store.unfinished(limits, summary.ended))
-            self._level = None
-        self._job.store.forget(gone)
+        store = self._job.store
+        store.begin_step(store.unfinished(groups, summary.ended))
+        store.forget([*groups.groups, *groups.refused])
+        self._level = None
         self._job.stream.forget(groups.step, groups.end)
         self._turn()
         return sampled
@@ -442,7 +402,3 @@ class ServerBackend:
         self._rewards.forget()
         for client in self._clients.values():
             await client.close()
-
-
-async def _all(futures: Sequence[asyncio.Future[Score]]) -> list[Score]:
-    return list(await asyncio.gather(*futures))

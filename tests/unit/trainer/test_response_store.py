@@ -1,4 +1,4 @@
-"""Responses that continue in the next step: their tokens and versions by hand, carried and saved."""
+"""Responses that continue in the next step: tokens and versions by hand, carried and saved."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megatron_rl.rollouts.store import (
     restored_score,
     saved_score,
 )
+from megatron_rl.scheduling.end_of_step import StepGroups
 from megatron_rl.scheduling.work import Request
 from megatron_rl.types import Completion, Score, VersionSpan
 
@@ -54,7 +55,7 @@ def test_what_was_carried_is_what_the_next_step_continues() -> None:
     store.add(Request(4, 1, 1), Completion((8, 9), (-1.0, -2.0), False, 4))
     store.add(Request(4, 2, 0), MORE)
     # Response (1, 0) has ended within the level; (1, 1) has one token too many; group 2 is trained.
-    carried = store.unfinished({1: 1}, ended={(1, 0): None})
+    carried = store.unfinished(StepGroups(3, [2], limits={1: 1, 2: 1}), ended={(1, 0)})
     assert dict(carried) == {
         (1, 0): joined(FIRST, MORE),
         (1, 1): Completion((8,), (-1.0,), False, 4),
