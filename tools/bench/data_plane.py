@@ -196,9 +196,9 @@ class Building:
         case = self.case
         held = token_rows(range(len(self.sampled)), self.sampled)
         placement = Placement(OwnersPlan(case), World(0, 1, 0, "bench"))
-        experience = placement.at_home(experience_of(self.responses()))
-        assert experience.share is not None
-        index = experience.share.batch.response_index
+        experience = placement.to_owners(experience_of(self.responses()))
+        assert experience.local is not None
+        index = experience.local.batch.response_index
         tokens = experience.responses.tokens
         sampler = tokens.columns["sampler_logprobs"]
         partials = np.zeros((case.num_rows, 4))
@@ -226,7 +226,7 @@ class Building:
 
 @dataclass(frozen=True)
 class OwnersPlan:
-    """``protocols.Placing`` of the first of many owners, each a rank of its own."""
+    """``protocols.BatchSharding`` of the first of many owners, each a rank of its own."""
 
     case: Case
     data_rank: int = 0

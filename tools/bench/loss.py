@@ -27,7 +27,7 @@ from machine import Watch, description, in_turns, spread
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_rl.loss import Credit, Needs, ResponseBatch, TokenBatch, load_method
+from megatron_rl.loss import Credit, Method, ResponseBatch, TokenBatch, load_method
 from megatron_rl.loss.segments import group_accuracy
 
 GROUP = 8
@@ -52,24 +52,33 @@ def responses(num: int, mean_tokens: int) -> ResponseBatch:
         correct,
         ids,
         lengths,
-        mean_logprobs=logprobs,
-        visual_entropy=(ids % 97).float(),
-        progress=0.5,
-        prompt_confidence=logprobs.exp(),
-        response_confidence=logprobs.exp(),
-        visits=ids % 3,
-        history_mean=torch.full((num,), 0.4),
-        history_var=torch.full((num,), 0.2),
+        columns={
+            "mean_logprobs": logprobs,
+            "visual_entropy": (ids % 97).float(),
+            "progress": torch.tensor(0.5),
+            "prompt_confidence": logprobs.exp(),
+            "response_confidence": logprobs.exp(),
+            "visits": ids % 3,
+            "history_mean": torch.full((num,), 0.4),
+            "history_var": torch.full((num,), 0.2),
+        },
     )
 
 
-def tokens(batch: ResponseBatch, credit: Credit, needs: Needs) -> TokenBatch:
+def tokens(batch: ResponseBatch, credit: Credit, method: Method) -> TokenBatch:
     """With entropies where the loss reads them; without, every loss would log their mean."""
     ids = torch.repeat_interleave(torch.arange(batch.rewards.numel()), batch.response_tokens)
     source = torch.Generator().manual_seed(1)
     old = -torch.rand(ids.numel(), generator=source)
     others = torch.rand(ids.numel(), 4, generator=source)
     moved = torch.zeros(batch.rewards.numel()).index_add(0, ids, -0.02 * old)
+    of_tokens = {
+        "entropy": others[:, 0],
+        "topk_logprobs": -others[:, 1:],
+        "is_argmax": others[:, 0] < 0.5,
+        "nucleus_entropy": others[:, 0],
+        "masked_logprobs": 1.1 * old,
+    }
     return TokenBatch(
         logprobs=(0.98 * old).requires_grad_(),
         old_logprobs=old,
@@ -78,20 +87,18 @@ def tokens(batch: ResponseBatch, credit: Credit, needs: Needs) -> TokenBatch:
         advantages=credit.advantages,
         kl_weights=credit.kl_weights,
         ref_logprobs=1.02 * old,
-        entropy=others[:, 0] if needs.entropy in ("value", "grad") else None,
-        topk_logprobs=-others[:, 1:],
-        is_argmax=others[:, 0] < 0.5,
         correct=batch.correct,
         group_ids=batch.group_ids,
-        group_accuracy=group_accuracy(batch.correct, batch.group_ids),
-        log_ratio_sums=moved,
-        given=batch.correct,
-        nucleus_entropy=others[:, 0] if needs.nucleus else None,
-        end_logprobs=batch.rewards - 9,
-        end_index=torch.arange(batch.rewards.numel()),
-        end_start=torch.tensor(-9.0),
-        masked_logprobs=1.1 * old,
-        peaks=torch.tensor([0.8, 0.2 * ids.numel(), 0.9, 0.8]),
+        token_columns={name: of_tokens[name] for name in method.reads if name in of_tokens},
+        columns={
+            "group_accuracy": group_accuracy(batch.correct, batch.group_ids),
+            "log_ratio_sums": moved,
+            "is_demonstration": batch.correct,
+            "end_logprobs": batch.rewards - 9,
+            "end_index": torch.arange(batch.rewards.numel()),
+            "end_start": torch.tensor(-9.0),
+            "peaks": torch.tensor([0.8, 0.2 * ids.numel(), 0.9, 0.8]),
+        },
     )
 
 
@@ -167,7 +174,7 @@ def case(
             padded_credit(batch), method.credit(batch).advantages, rtol=1e-4, atol=2e-2
         )
         return timed(repeats, lambda: padded_credit(batch))
-    data = tokens(batch, method.credit(batch), method.needs)
+    data = tokens(batch, method.credit(batch), method)
     if name == "padded_loss":
         run = padded_loss(data, batch.response_tokens, 0.2, 1e-3)
         torch.testing.assert_close(run(), method.loss(data).loss.detach(), rtol=1e-3, atol=1e-5)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from functools import partial
 
 import logprob
@@ -48,12 +47,12 @@ def values(
     head = Head(1.0, weight.shape[0], chunk, None, entropy, count)
     found = token_values(hidden, weight, targets, head)
     result = found.logprobs
-    if found.entropy is not None:
-        result = result + found.entropy
-    if found.topk_logprobs is not None:
-        result = result + found.topk_logprobs.sum(1)
+    if "entropy" in found.columns:
+        result = result + found.columns["entropy"]
+    if count:
+        result = result + found.columns["topk_logprobs"].sum(1)
     if variant == "nucleus":
-        result = result + nucleus_entropy(hidden, weight, replace(head, nucleus=NUCLEUS))
+        result = result + nucleus_entropy(hidden, weight, head, NUCLEUS)
     return result
 
 
