@@ -55,7 +55,7 @@ class Stuck(Verifier):
 
     def verify(self, task, answer):
         if answer == "hang":
-            return Verdict(float((9**9**8) % 7 == 0))
+            return Verdict(float(sum(range(10**12)) == 0))
         return Verdict(float(answer == task.answer))
 '''
 PLUGIN = Path(tempfile.mkdtemp()) / "stuck.py"
