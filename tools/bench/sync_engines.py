@@ -8,14 +8,12 @@ Everything that a step of training waits for is timed: the movement, vLLM's own 
 that came, the digests. The ways take turns, in another order each time. The least they must agree
 on, the greedy answers of the engine, is compared. Memory: most of a process during a sync above
 what it held before, the process that needed most. Digests: share of the time spent in them and in
-comparing them, on rank 0. ``--mbridge`` adds mbridge's export, loaded as gather's weights are, and
-checks that it gives the same bits.
+comparing them, on rank 0.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +23,6 @@ from types import ModuleType
 import torch
 from gpu_model import EOS, add_options, build_policy, read_config, show, write_model
 from machine import Watch, description, spread
-from mbridge_export import MbridgeExport
 
 from megatron_rl.config.schema import Config
 from megatron_rl.engine.engine import VllmEngine
@@ -111,15 +108,7 @@ def arguments() -> argparse.Namespace:
         default=[],
         help="key=value of the configuration, may be given several times",
     )
-    parser.add_argument(
-        "--mbridge",
-        action="store_true",
-        help="also with the weights that mbridge exports (where it is installed)",
-    )
-    options = parser.parse_args()
-    if options.mbridge and importlib.util.find_spec("mbridge") is None:
-        parser.error("--mbridge: no such package here; pip install --no-deps mbridge==0.15.1")
-    return options
+    return parser.parse_args()
 
 
 def measure(ways: Sequence[Way], engine: VllmEngine, world: World, repetitions: int) -> None:
@@ -177,12 +166,7 @@ def main() -> None:
         Way(name, build_sync(with_way(config, *way), policy, engine, world))
         for name, way in WAYS.items()
     ]
-    export = MbridgeExport(model, policy) if options.mbridge else None
-    if export is not None:
-        ways.append(Way("mbridge", gather.GatherSync(export, engine, verify=False)))
     measure(ways, engine, world, options.repetitions)
-    if export is not None:
-        export.check()
     rows = [row(way, world) for way in ways]
     own = sum(world.all_gather(watch.own_since()))
     if world.is_main:
