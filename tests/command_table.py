@@ -71,7 +71,6 @@ PACK = (
 )
 JOIN = "(cd parts && sha256sum --check --quiet sums) && cat parts/wheels.* | tar -x"
 IN_PARTS = f"cd {{new}} && mkdir wheels && echo whole > wheels/a.whl && {PACK}"
-TINY_MODEL = "--layers 2 --hidden 128 --ffn 192 --heads 4 --kv-heads 2 --vocab 256"
 
 
 @dataclass(frozen=True)
@@ -321,10 +320,6 @@ LONG = {
         "python tools/visual_entropy.py ENCODER --cache scores.parquet --data train.jsonl"
         " --images-column images --out scored.jsonl"
     ): Run(shows="in the cache"),
-    (
-        "torchrun --standalone --nproc-per-node 2 tools/bench/sync_engines.py --folder DIR"
-        " --override parallel=tp2"
-    ): Run(f"{TINY_MODEL} --repetitions 2", shows=r"load average .*\n(.*\n)*.*reshard, digests"),
     f"{BENCH}/end_to_end.py --model TOY --trl-python trl_env/bin/python --steps 25": Run(
         "--steps 3 --warmup 1 --turns 1",
         {"--trl-python trl_env/bin/python": ""},
