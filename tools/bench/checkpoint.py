@@ -294,7 +294,7 @@ def main() -> None:
             writing_row(name, first[name][0], costs, parameters) for name, costs in written.items()
         ]
         reading = [reading_row(name, costs, parameters) for name, costs in read.items()]
-        print(description(), "; torch", torch.__version__, "; ", load, sep="")
+        print(description(), "; torch ", torch.__version__, "; ", load, sep="")
         print(f"{parameters / 1e6:.1f} million parameters in {options.params}, {world.size} ranks")
         print(f"\n{table(writing)}\n\n{table(reading)}", flush=True)
         if options.json is not None:
