@@ -21,12 +21,33 @@ from pathlib import Path
 
 import torch
 from gpu_model import SHAPE_8B, add_options, seconds, show
-from logprob import FUNCTIONS
+from torch import Tensor
 
+from megatron_rl.policy.passes.logprobs import response_logprobs
 from megatron_rl.runtime import launch
 from megatron_rl.runtime.device import device, platform
 
 ROW = "ROW "
+
+
+def full(hidden: Tensor, weight: Tensor, targets: Tensor, _: int) -> Tensor:
+    logits = (hidden @ weight.t()).float()
+    return torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
+
+
+def megatron(hidden: Tensor, weight: Tensor, targets: Tensor, _: int) -> Tensor:
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    logits = (hidden @ weight.t()).float()[:, None]
+    return -vocab_parallel_cross_entropy(logits, targets[:, None])[:, 0]
+
+
+def chunked(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    settings = dict(temperature=1.0, vocab_size=weight.shape[0], chunk_tokens=chunk, group=None)
+    return response_logprobs(hidden, weight, targets, **settings)[0]
+
+
+FUNCTIONS = {"full": full, "megatron": megatron, "chunked": chunked}
 
 
 def measure(variant: str, mode: str, options: argparse.Namespace) -> dict[str, object]:
