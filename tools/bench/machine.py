@@ -173,9 +173,7 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(median, low, high)
 
 
-def in_turns(
-    variants: Mapping[Key, Callable[[], Value]], rounds: int
-) -> dict[Key, list[Value]]:
+def in_turns(variants: Mapping[Key, Callable[[], Value]], rounds: int) -> dict[Key, list[Value]]:
     """What every variant returned, ``rounds`` times. They take turns, every second round backwards,
     so that a change of the machine meets all of them."""
     results: dict[Key, list[Value]] = {name: [] for name in variants}
