@@ -259,6 +259,7 @@ def main() -> None:
     model = world.from_main(lambda: write_model(options))
     overrides = ["parallel=single", "parallel.distributed_optimizer=true"]
     overrides += [f"precision={options.precision}", f"precision.params={options.params}"]
+    overrides += options.override
     policy = build_policy(read_config(model, *overrides), MAX_TOKENS)
     parameters = sum(item.numel() for module in policy.modules for item in module.parameters())
     rows = random_batch(2 * world.size, MAX_TOKENS // 2, options.vocab)
