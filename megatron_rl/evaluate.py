@@ -17,9 +17,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.config.command_line import add_root, root_of
+from megatron_rl.config.cli.command_line import add_root, root_of
 from megatron_rl.plugins import add_plugin_option, load_plugins
-from megatron_rl.runtime.failure import exit_process
+from megatron_rl.runtime.guard.failure import exit_process
 from megatron_rl.runtime.process import reported
 
 
@@ -73,17 +73,17 @@ def run(options: argparse.Namespace) -> None:
     world = start()
     configure_logging(world.rank)
     load_plugins(options.plugin)
-    from megatron_rl.config.engine_checks import check_evaluation
-    from megatron_rl.policy.families import FAMILIES
+    from megatron_rl.config.rules.engine_checks import check_evaluation
+    from megatron_rl.evaluation.evaluation_source import find_evaluation
+    from megatron_rl.models import FAMILIES
     from megatron_rl.policy.hardware import this_machine
-    from megatron_rl.trainer.evaluation_source import find_evaluation
 
     evaluation = world.from_main(
         lambda: find_evaluation(options.words, options.steps, options.out, root_of(options))
     )
     config = evaluation.config
     check_evaluation(config, world.size, this_machine(), FAMILIES)
-    from megatron_rl.trainer.evaluation import evaluate
+    from megatron_rl.evaluation.evaluation import evaluate
 
     text = evaluate(config, evaluation, options.prompts_at_a_time, world)
     if world.is_main:

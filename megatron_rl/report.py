@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> str:
     from megatron_rl.reporting.comparison.cells import cells_of, choose_baseline
     from megatron_rl.reporting.comparison.page import report_of, write_report
     from megatron_rl.reporting.comparison.runs import find_runs
-    from megatron_rl.trainer.run_record import differences, flat
+    from megatron_rl.run.run_record import differences, flat
 
     found = find_runs(options.folders, lambda record: dict(flat(record)))
     cells = cells_of(

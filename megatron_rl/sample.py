@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.plugins import add_plugin_option, load_plugins
-from megatron_rl.runtime.failure import exit_process
+from megatron_rl.runtime.guard.failure import exit_process
 from megatron_rl.runtime.process import reported
 
 
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
     world = start()
     configure_logging(world.rank)
     load_plugins(options.plugin)
-    from megatron_rl.trainer.sample import Question, answers, find_source
+    from megatron_rl.evaluation.sample import Question, answers, find_source
 
     source = find_source(options.source, options.overrides, world.size)
     question = Question(

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from megatron_rl.config.command_line import add_root, root_of
+from megatron_rl.config.cli.command_line import add_root, root_of
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.plugins import add_plugin_option, load_plugins
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         values = compose(root.config_name, options.overrides, root.config_dir)
         config = validate(Config, values, "the configuration")
         # Deferred until the configuration is valid: importing torch takes seconds.
-        from megatron_rl.engine.server import Address, serve
+        from megatron_rl.engine.serving.server import Address, serve
 
         address = Address(options.host, options.port, options.lease_s)
         serve(config, Path(config.run_dir), address, os.environ, sight(config))
@@ -71,9 +71,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def sight(config: Config) -> Sight | None:
     """What the server needs for the images of the prompts, which are read for it; None for a model
     of text."""
+    from megatron_rl.data.multimodal.vision import vision_of
     from megatron_rl.data.reading import read_data
     from megatron_rl.data.tokenizer import load_tokenizer
-    from megatron_rl.data.vision import vision_of
     from megatron_rl.engine.requests import sight_of
 
     vision = vision_of(config.model.path, config.data)

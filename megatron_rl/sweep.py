@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron_rl.config.command_line import Root, add_root, handed_on, root_of
+from megatron_rl.config.cli.command_line import Root, add_root, handed_on, root_of
 from megatron_rl.errors import close_names, did_you_mean
 from megatron_rl.plugins import add_plugin_option, load_plugins, loaded
 from megatron_rl.reporting.metrics import TABLE, defined
-from megatron_rl.runtime import lock
+from megatron_rl.runtime.guard import lock
 from megatron_rl.sweeping import commands, record
 from megatron_rl.sweeping.cells import Cell, is_finished, make_cells, with_wandb
 from megatron_rl.sweeping.machine import shares

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.config.checks import check
-from megatron_rl.config.command_line import answer, arguments, words_of_sweep
-from megatron_rl.config.hydra_words import SWEEP
+from megatron_rl.config.cli.command_line import answer, arguments, words_of_sweep
+from megatron_rl.config.cli.hydra_words import SWEEP
 from megatron_rl.config.load import compose, validate
+from megatron_rl.config.rules.checks import check
 from megatron_rl.config.schema import Config
 from megatron_rl.plugins import load_plugins
-from megatron_rl.runtime.failure import exit_process
+from megatron_rl.runtime.guard.failure import exit_process
 from megatron_rl.runtime.process import launched, reported
 
 
@@ -52,11 +52,11 @@ def run(options: argparse.Namespace) -> None:
     values = compose(options.config_name, options.overrides, options.config_dir)
     config = validate(Config, values, "the configuration")
     # Deferred until the configuration is valid: the policy's libraries take seconds more.
-    from megatron_rl.policy.families import FAMILIES
+    from megatron_rl.models import FAMILIES
     from megatron_rl.policy.hardware import this_machine
 
     check(config, world.size, this_machine(), FAMILIES)
-    from megatron_rl.trainer.start import STACKS, finished_already
+    from megatron_rl.run.start import STACKS, finished_already
 
     world.watch(config.trainer.stall_limit_s, Path(config.run_dir) / STACKS)
     if finished_already(config, world):

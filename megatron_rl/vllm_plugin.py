@@ -18,7 +18,7 @@ from megatron_rl.types import TransferOptions
 from megatron_rl.weight_sync.reshard import ReshardSync
 
 if TYPE_CHECKING:
-    from megatron_rl.engine import transfer_backend
+    from megatron_rl.engine.weights import transfer_backend
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def register() -> None:
         logger.error("the weight transfer backend megatron_rl cannot be used: %s", error)
         return
     # Imports vLLM's own package of backends, which other versions have not.
-    from megatron_rl.engine import transfer_backend
+    from megatron_rl.engine.weights import transfer_backend
 
     transfer_backend.register(receiving_end)
 

@@ -276,7 +276,7 @@ def server(place: Path, folder: Path) -> Iterator[str]:
         )
         mapped: set[Path] = set()
         try:
-            from megatron_rl.weight_sync.commands import HttpServer
+            from megatron_rl.weight_sync.fleet.commands import HttpServer
 
             wait_for(process, HttpServer(f"http://127.0.0.1:{port}"), log)
             mapped = shared_memory(process.pid)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.checks import check
 from megatron_rl.config.load import compose, conf_dir, validate
+from megatron_rl.config.rules.checks import check
 from megatron_rl.config.schema import Config
 
 QWEN2_5_7B = {

@@ -31,8 +31,8 @@ from megatron_rl.checkpoints import directory, megatron_format, nemo_format
 from megatron_rl.checkpoints.hf import HfDirectory, copy_companions, write_config
 from megatron_rl.checkpoints.to_hf import checkpoint_to_hf
 from megatron_rl.errors import concerning
-from megatron_rl.policy.families import Architecture, read_architecture
-from megatron_rl.policy.parameter_map import hf_names
+from megatron_rl.models import Architecture, read_architecture
+from megatron_rl.models.parameter_map import hf_names
 from megatron_rl.runtime.digest import combined_digest, tensor_digest
 
 CONFIG = "hf"

@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import Config
+from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.data.vision import VisionProcessor
 from megatron_rl.types import Prompt
 
 PROMPTS_PER_SOURCE = 3

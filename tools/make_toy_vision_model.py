@@ -31,10 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import DataConfig
+from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.rows import read_rows
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.data.vision import VisionProcessor
 from megatron_rl.runtime.launch import configure_logging, exit_process, reported, start
 from megatron_rl.types import Prompt
 from tools.make_toy_model import SPECIAL, build_policy, make_tokenizer, warm_up

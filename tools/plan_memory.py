@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
-from megatron_rl.config.checks import check
 from megatron_rl.config.load import compose, validate
+from megatron_rl.config.rules.checks import check
 from megatron_rl.config.schema import Config
 from megatron_rl.planning.advice import problems
 from megatron_rl.planning.at_start import plan

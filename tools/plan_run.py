@@ -23,12 +23,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_rl.checkpoints.part_writer import HELD_SHARE
-from megatron_rl.config.cache import token_bytes
-from megatron_rl.config.checks import check
-from megatron_rl.config.layout_rules import replica_ranks
 from megatron_rl.config.load import compose, validate
+from megatron_rl.config.rules.cache import token_bytes
+from megatron_rl.config.rules.checks import check
+from megatron_rl.config.rules.layout_rules import replica_ranks
 from megatron_rl.config.schema import Config
 from megatron_rl.loss import Method
+from megatron_rl.models import Architecture, read_architecture
 from megatron_rl.planning.advice import no_cache, problems
 from megatron_rl.planning.at_start import plan
 from megatron_rl.planning.balance import idle_share
@@ -52,9 +53,8 @@ from megatron_rl.planning.rollout_time import (
 from megatron_rl.planning.simulated_rollouts import Push, Steady
 from megatron_rl.planning.sync_forecast import Ranks, SyncForecast, forecast
 from megatron_rl.planning.sync_time import Links
-from megatron_rl.policy.families import Architecture, read_architecture
-from megatron_rl.policy.work_model import WorkModel
-from megatron_rl.weight_sync.engine_tables import NotDeclaredError
+from megatron_rl.policy.batches.work_model import WorkModel
+from megatron_rl.weight_sync.planner.engine_tables import NotDeclaredError
 from tools.plan_sync import PRESETS, positive, whole
 from tools.run_page import Cluster, Page, is_beside_training, lines, update_parts
 

@@ -27,11 +27,11 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from megatron_rl.errors import concerning
+from megatron_rl.models import FAMILIES, Architecture, architecture_from
 from megatron_rl.planning.sync_forecast import rollout_side, training_side, whole_tensors
 from megatron_rl.planning.sync_time import Links, least_seconds, simulated_seconds
 from megatron_rl.planning.training_shards import TrainingLayout, parse_rollout, parse_training
-from megatron_rl.policy.families import FAMILIES, Architecture, architecture_from
-from megatron_rl.weight_sync.plan import Machines, PlanSettings, make_plan
+from megatron_rl.weight_sync.planner.plan import Machines, PlanSettings, make_plan
 
 # What is in the config.json of these models, as far as sizes go.
 PRESETS = {

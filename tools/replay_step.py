@@ -29,15 +29,15 @@ import numpy as np
 from torch import Tensor
 
 from megatron_rl.config.schema import Config, ParallelConfig
-from megatron_rl.data.vision import vision_of
+from megatron_rl.data.multimodal.vision import vision_of
 from megatron_rl.loss import Method
 from megatron_rl.plugins import load_plugins
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.reporting.report import table
 from megatron_rl.runtime.launch import World, configure_logging, exit_process, report, start
+from megatron_rl.signals.masked_images import mask_seed
 from megatron_rl.trainer.bundle import Bundle, read_bundle
-from megatron_rl.trainer.masked_images import mask_seed
 from megatron_rl.trainer.objective import MinibatchLoss, token_settings, tokens_per_microbatch
 from megatron_rl.trainer.replay import Again, ReplayedRun, config_of, find_route
 from megatron_rl.types import Share

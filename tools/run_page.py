@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.config.layout_rules import replica_ranks
+from megatron_rl.config.rules.layout_rules import replica_ranks
 from megatron_rl.config.schema import Config
 from megatron_rl.planning.engine_memory import GIB
 from megatron_rl.planning.memory import StageMemory

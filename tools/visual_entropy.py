@@ -10,7 +10,7 @@ preprocessor_config.json), or of a whole model that sees, whose tower is then ta
 in the cache, one row for each pair of image bytes and encoder, so that a second run reads them.
 With --data every row gets extra.visual_entropy, in nats: the mean over its images, which are paths,
 relative to that file, or {bytes, path}. A run with images computes its own for rows that have none
-(megatron_rl/trainer/visual_entropies.py).
+(megatron_rl/signals/visual_entropies.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from transformers import AutoImageProcessor, AutoModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_rl.data.visual_entropy import visual_entropy
+from megatron_rl.data.multimodal.visual_entropy import visual_entropy
 from megatron_rl.errors import concerning
 
 SCHEMA = pa.schema(

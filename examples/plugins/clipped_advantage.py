@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron_rl.config.load import add_config_dir
 from megatron_rl.loss import EstimatorNeeds, Evidence, register_estimator
-from megatron_rl.loss.advantages import zscore
+from megatron_rl.loss.per_response.advantages import zscore
 
 add_config_dir(Path(__file__).parent / "conf")  # method=clipped_grpo
 

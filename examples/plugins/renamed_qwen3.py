@@ -2,8 +2,8 @@
 
 from vllm import ModelRegistry
 
-from megatron_rl.policy.families import Family, register_family
-from megatron_rl.policy.families.qwen3 import read
+from megatron_rl.models import Family, register_family
+from megatron_rl.models.qwen3 import read
 
 ARCHITECTURE = "RenamedQwen3ForCausalLM"
 ENGINE_CLASS = "vllm.model_executor.models.qwen3:Qwen3ForCausalLM"

@@ -14,8 +14,8 @@ from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, 
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.runtime import launch
-from megatron_rl.weight_sync.commands import HttpServer
-from megatron_rl.weight_sync.server import ServerSync
+from megatron_rl.weight_sync.fleet.commands import HttpServer
+from megatron_rl.weight_sync.fleet.server import ServerSync
 
 
 def main() -> None:

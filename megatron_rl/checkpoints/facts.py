@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.number_formats import ITEM_BYTES
-from megatron_rl.policy.families import Architecture
-from megatron_rl.policy.parameter_map import local_shape, model_parameters, padded_vocab
+from megatron_rl.models import Architecture
+from megatron_rl.models.parameter_map import local_shape, model_parameters, padded_vocab
 
 FORMAT = 1  # of the state as a whole; another number is not read, see ``refuse_other``
 SIZES = (

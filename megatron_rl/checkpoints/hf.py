@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatron_rl.config.model_config import read_json, refuse_pointer
 from megatron_rl.errors import concerning
-from megatron_rl.policy.families.base import Architecture
-from megatron_rl.policy.parameter_map import HEAD, hf_names, tensor_slices
+from megatron_rl.models.base import Architecture
+from megatron_rl.models.parameter_map import HEAD, hf_names, tensor_slices
 from megatron_rl.types import Shard
 
 MAX_FILE_BYTES = 5 * 10**9

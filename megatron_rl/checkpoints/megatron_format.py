@@ -40,8 +40,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron_rl.checkpoints import nemo_format
 from megatron_rl.checkpoints.safe_load import SafeReader
-from megatron_rl.policy.families import Architecture
-from megatron_rl.policy.parameter_map import (
+from megatron_rl.models import Architecture
+from megatron_rl.models.parameter_map import (
     EMBEDDING,
     FUSED_NORMS,
     HEAD,

@@ -19,7 +19,7 @@ import yaml
 from megatron_rl.checkpoints.hf import copy_companions
 from megatron_rl.config.number_formats import format_name
 from megatron_rl.errors import first_line
-from megatron_rl.policy.families import Architecture
+from megatron_rl.models import Architecture
 
 WEIGHTS = "weights"
 CONTEXT = "context"

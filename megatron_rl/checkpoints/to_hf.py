@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_rl.checkpoints import directory, megatron_format
 from megatron_rl.checkpoints.hf import MAX_FILE_BYTES, ShardWriter, copy_companions, write_config
 from megatron_rl.config.number_formats import format_name
-from megatron_rl.policy.families import read_architecture
+from megatron_rl.models import read_architecture
 from megatron_rl.runtime.digest import combined_digest, tensor_digest
 
 

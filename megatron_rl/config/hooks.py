@@ -1,5 +1,5 @@
-"""The schema of rollout hooks: those of the package (``trainer/sampling_hooks.py``), and what
-plug-ins register (``trainer/hooks.py``, ``trainer/resampling.py``)."""
+"""The schema of rollout hooks: those of the package (``rollouts/sampling_hooks.py``), and what
+plug-ins register (``rollouts/hooks.py``, ``rollouts/resampling.py``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import SerializeAsAny
 from megatron_rl.config.pieces import Choices, Named, by_key
 
 # The import of its home fills the table.
-ROLLOUT_HOOKS = Choices("rollout hook", home="megatron_rl.trainer.sampling_hooks")
+ROLLOUT_HOOKS = Choices("rollout hook", home="megatron_rl.rollouts.sampling_hooks")
 
 # In the order in which they are called, each with its knobs.
 RolloutHooks = Annotated[dict[str, SerializeAsAny[Named]], by_key(ROLLOUT_HOOKS)]

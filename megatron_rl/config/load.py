@@ -24,9 +24,9 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from megatron_rl.config.foreign_keys import RENAMED_OPTIONS, name_here, not_supported
-from megatron_rl.config.hydra_words import answer
-from megatron_rl.config.overrides import group_problem, is_group, options_of, parse
+from megatron_rl.config.cli.foreign_keys import RENAMED_OPTIONS, name_here, not_supported
+from megatron_rl.config.cli.hydra_words import answer
+from megatron_rl.config.cli.overrides import group_problem, is_group, options_of, parse
 from megatron_rl.errors import ConfigError, RegistrationError, close_names, did_you_mean
 
 Schema = TypeVar("Schema", bound=BaseModel)

@@ -1,7 +1,7 @@
 """A function becomes a choice of the configuration; its keyword-only arguments are the knobs.
 
 A name in a yaml is looked up in the tables of ``config/method.py`` and ``config/hooks.py``. The
-rooms that own the functions (``loss/register.py``, ``trainer/hooks.py``) describe them here, the
+rooms that own the functions (``loss/register.py``, ``rollouts/hooks.py``) describe them here, the
 package's own and those of plug-ins alike.
 """
 

@@ -8,9 +8,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.schema import DataConfig
-from megatron_rl.data.images import PLACE, num_places, parts_of
+from megatron_rl.data.multimodal.images import PLACE, num_places, parts_of
+from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.rows import Draft, Problems
-from megatron_rl.data.vision import VisionProcessor
 from megatron_rl.errors import first_line
 
 _ROLES = ("system", "user", "assistant", "tool")

@@ -18,10 +18,10 @@ from megatron_rl.config.schema import DataColumns, DataConfig
 from megatron_rl.data import hf_sets, reasoning_gym_tasks
 from megatron_rl.data.chat import is_unicode, refuse_constant_template, render
 from megatron_rl.data.columns import column_roles
-from megatron_rl.data.images import ImageColumn
 from megatron_rl.data.labels import files_of, labels
+from megatron_rl.data.multimodal.images import ImageColumn
+from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.rows import Draft, Problems, Rows, lookup, read_rows
-from megatron_rl.data.vision import VisionProcessor
 from megatron_rl.types import Prompt
 
 _LONG_REMEDY = "raise the limit, shorten the row, or set data.on_long_prompt=drop"

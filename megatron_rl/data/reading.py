@@ -10,14 +10,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from megatron_rl.config.cli.overrides import typed
 from megatron_rl.config.data_names import GENERATED, entries
-from megatron_rl.config.overrides import typed
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader, WeightedLoader
+from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.prompt_file import join
 from megatron_rl.data.prompts import Source, load_sources, without_overlap
 from megatron_rl.data.rows import interleaved
-from megatron_rl.data.vision import VisionProcessor
 from megatron_rl.errors import shortened
 from megatron_rl.types import Prompt
 

@@ -25,10 +25,10 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data import prompt_file
 from megatron_rl.data.labels import files_of
 from megatron_rl.data.loader import fingerprint
+from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.prompt_file import StoredPrompts
 from megatron_rl.data.prompts import Source
 from megatron_rl.data.reading import Data, Doubt, examined, log, read_data, read_sources
-from megatron_rl.data.vision import VisionProcessor
 from megatron_rl.errors import first_line
 from megatron_rl.runtime.digest import file_digest
 from megatron_rl.runtime.launch import World

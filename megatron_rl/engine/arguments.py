@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.engine.filling import WITHOUT_WEIGHTS
 from megatron_rl.engine.requests import Sight
+from megatron_rl.engine.weights.filling import WITHOUT_WEIGHTS
 from megatron_rl.runtime.launch import NO_LIMIT
 
 # rollout.quantization -> what vLLM calls it; its own "fp8" is an old name for the same.
@@ -43,7 +43,7 @@ def engine_arguments(
         "enable_expert_parallel": config.expert_parallel,
         # For one rank a replica too: this executor takes the device of LOCAL_RANK.
         "distributed_executor_backend": "external_launcher",
-        "worker_extension_cls": "megatron_rl.engine.worker.WeightReceiver",
+        "worker_extension_cls": "megatron_rl.engine.weights.worker.WeightReceiver",
         "dtype": config.dtype,
         "quantization": VLLM_QUANTIZATION[config.quantization] if config.quantization else None,
         "max_model_len": max_tokens,

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.engine import filling
 from megatron_rl.engine.arguments import engine_arguments
 from megatron_rl.engine.refusals import building
 from megatron_rl.engine.requests import Sight, check_request, request
@@ -28,10 +27,11 @@ from megatron_rl.engine.side_effects import (
     undisturbed_process,
     unlink_broadcast_buffer,
 )
-from megatron_rl.engine.stream import CheckedStream, expected_tensors
 from megatron_rl.engine.streams import EngineStream
+from megatron_rl.engine.weights import filling
+from megatron_rl.engine.weights.stream import CheckedStream, expected_tensors
 from megatron_rl.protocols import ENGINE_PARTS, NOTHING, Transfer
-from megatron_rl.runtime.activity import ACTIVITY
+from megatron_rl.runtime.guard.activity import ACTIVITY
 from megatron_rl.runtime.launch import lift_time_limits
 from megatron_rl.runtime.random_state import preserved_random_state
 from megatron_rl.types import Completion, Image, Prompt, Sampling, Shard

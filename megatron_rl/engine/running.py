@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_rl.engine.requests import Sight, behind, check_expansion, request
 from megatron_rl.engine.sampling import request_seed, vllm_sampling
-from megatron_rl.runtime.activity import ACTIVITY
+from megatron_rl.runtime.guard.activity import ACTIVITY
 from megatron_rl.types import Completion, Prompt, Sampling
 
 if TYPE_CHECKING:

@@ -11,15 +11,15 @@ from megatron_rl.loss.batch import (
     ResponseBatch,
     TokenBatch,
 )
-from megatron_rl.loss.evidence import Evidence
 from megatron_rl.loss.method import Method, load_method
+from megatron_rl.loss.per_response.evidence import Evidence
+from megatron_rl.loss.per_token.terms import Terms
 from megatron_rl.loss.register import (
     register_estimator,
     register_policy_loss,
     register_shaper,
     register_token_shaper,
 )
-from megatron_rl.loss.terms import Terms
 
 __all__ = [
     "Credit",

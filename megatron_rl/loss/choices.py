@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rl.loss import evidence
 from megatron_rl.loss.batch import EstimatorNeeds
-from megatron_rl.loss.evidence import Evidence
-from megatron_rl.loss.terms import OPTIONAL, Terms
+from megatron_rl.loss.per_response import evidence
+from megatron_rl.loss.per_response.evidence import Evidence
+from megatron_rl.loss.per_token.terms import OPTIONAL, Terms
 
 Function = Callable[..., Any]  # a tensor, or ``Clipped``
 Knobs = Mapping[str, Any]

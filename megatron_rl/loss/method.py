@@ -11,17 +11,18 @@ from torch import Tensor
 
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.method import MethodConfig
-from megatron_rl.loss import filters, kl
 from megatron_rl.loss.batch import Credit, LossResult, Needs, ResponseBatch, TokenBatch
 from megatron_rl.loss.choices import ESTIMATORS
-from megatron_rl.loss.credit import CreditPlan, credit, reads_of, tail_of
-from megatron_rl.loss.entropy_anchor import find_peaks
+from megatron_rl.loss.per_response import filters
+from megatron_rl.loss.per_response.credit import CreditPlan, credit, reads_of, tail_of
+from megatron_rl.loss.per_response.tails import FIELDS as CONFIDENCES
+from megatron_rl.loss.per_response.tails import tail_confidence
+from megatron_rl.loss.per_token import kl
+from megatron_rl.loss.per_token.entropy_anchor import find_peaks
+from megatron_rl.loss.per_token.terms import SequenceSum
+from megatron_rl.loss.per_token.token_loss import LossPlan, token_loss, token_reads_of
+from megatron_rl.loss.per_token.whole_responses import SequenceGather
 from megatron_rl.loss.segments import lifted, segments_of
-from megatron_rl.loss.tails import FIELDS as CONFIDENCES
-from megatron_rl.loss.tails import tail_confidence
-from megatron_rl.loss.terms import SequenceSum
-from megatron_rl.loss.token_loss import LossPlan, token_loss, token_reads_of
-from megatron_rl.loss.whole_responses import SequenceGather
 
 OF_OLD_LOGPROBS = {"mean_logprobs", "sum_logprobs", "kl", *CONFIDENCES}
 

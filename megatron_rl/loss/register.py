@@ -14,24 +14,20 @@ from typing import Any
 from megatron_rl.config import method, registry
 from megatron_rl.config.pieces import Choices, Named
 from megatron_rl.errors import RegistrationError
-from megatron_rl.loss import (
-    advantages,
+from megatron_rl.loss import choices
+from megatron_rl.loss.batch import EstimatorNeeds
+from megatron_rl.loss.choices import Function
+from megatron_rl.loss.per_response import advantages, evidence, histories, shaping, tails
+from megatron_rl.loss.per_token import (
     aggregate,
-    choices,
-    evidence,
     given_responses,
-    histories,
     kl,
     mismatch,
     policy_losses,
     response_losses,
-    shaping,
-    tails,
     token_advantages,
 )
-from megatron_rl.loss.batch import EstimatorNeeds
-from megatron_rl.loss.choices import Function
-from megatron_rl.loss.terms import OPTIONAL
+from megatron_rl.loss.per_token.terms import OPTIONAL
 
 PLAIN = EstimatorNeeds()
 READABLE = ("mean_logprobs", "sum_logprobs", "visual_entropy", "kl", *evidence.OPTIONAL)

@@ -8,21 +8,21 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.config.layout_rules import layout_problems
+from megatron_rl.config.rules.layout_rules import layout_problems
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss import Method
+from megatron_rl.models import read_architecture
 from megatron_rl.planning import memory
 from megatron_rl.planning.advice import describe, problems
 from megatron_rl.planning.engine_memory import GIB
 from megatron_rl.planning.phases import Room
 from megatron_rl.planning.workload import workload
-from megatron_rl.policy.families import read_architecture
+from megatron_rl.policy.batches.work_model import WorkModel
 from megatron_rl.policy.hardware import this_machine
-from megatron_rl.policy.work_model import WorkModel
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import available_gib
-from megatron_rl.weight_sync.held import NUM_HELD
+from megatron_rl.weight_sync.fleet.held import NUM_HELD
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import logging
 
 import numpy as np
 
-from megatron_rl.config.layout_rules import replica_ranks
+from megatron_rl.config.rules.layout_rules import replica_ranks
 from megatron_rl.config.schema import Config
 
 logger = logging.getLogger(__name__)

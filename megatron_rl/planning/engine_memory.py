@@ -11,18 +11,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_rl.config.layout_rules import longest_engine_stage
 from megatron_rl.config.number_formats import ITEM_BYTES
+from megatron_rl.config.rules.layout_rules import longest_engine_stage
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.planning.parameter_counts import (
-    engine_counts,
-    experts_of_rank,
-    is_cut_by_engine,
-    is_layer_matrix,
-)
-from megatron_rl.policy.families import Architecture
-from megatron_rl.policy.host_memory import rounded
-from megatron_rl.policy.parameter_map import (
+from megatron_rl.models import Architecture
+from megatron_rl.models.parameter_map import (
     VISION,
     Parameter,
     expert_parameters,
@@ -32,6 +25,13 @@ from megatron_rl.policy.parameter_map import (
     padded_vocab,
     vision_parameters,
 )
+from megatron_rl.planning.parameter_counts import (
+    engine_counts,
+    experts_of_rank,
+    is_cut_by_engine,
+    is_layer_matrix,
+)
+from megatron_rl.policy.state.host_memory import rounded
 
 GIB = 2**30
 QUANTIZED_BYTES = 1

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import ParallelConfig, PrecisionConfig, RolloutConfig
+from megatron_rl.models import Architecture
 from megatron_rl.planning.engine_memory import engine_memory
 from megatron_rl.planning.policy_memory import policy_memory
 from megatron_rl.planning.workload import Workload
-from megatron_rl.policy.families import Architecture
 
 
 @dataclass(frozen=True)

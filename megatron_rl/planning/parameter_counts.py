@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from megatron_rl.config.layout_rules import longest_engine_stage, stage_layers
+from megatron_rl.config.rules.layout_rules import longest_engine_stage, stage_layers
 from megatron_rl.config.schema import ParallelConfig, RolloutConfig
-from megatron_rl.policy.families import Architecture
-from megatron_rl.policy.parameter_map import (
+from megatron_rl.models import Architecture
+from megatron_rl.models.parameter_map import (
     VISION,
     Parameter,
     expert_parameters,

@@ -109,7 +109,7 @@ def _device_phases(config: Config) -> dict[str, tuple[str, ...]]:
 def quantized_at_end(config: Config) -> bool:
     """Whether a weight sync holds the engine's weights unquantized until its end, beside those that
     it replaces: the ranks of an engine agree on a scale, and shards of a plan arrive in another
-    order on each (engine/worker.py, ``processing_is_collective``)."""
+    order on each (engine/weights/worker.py, ``processing_is_collective``)."""
     rollout = config.rollout
     planned = config.sync_method == "reshard"
     return planned and rollout.quantization is not None and rollout.ranks > 1

@@ -11,9 +11,11 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_rl.config.layout_rules import stage_layers
 from megatron_rl.config.number_formats import ITEM_BYTES
+from megatron_rl.config.rules.layout_rules import stage_layers
 from megatron_rl.config.schema import ParallelConfig, PrecisionConfig
+from megatron_rl.models import Architecture
+from megatron_rl.models.parameter_map import padded_vocab
 from megatron_rl.planning.parameter_counts import (
     Counts,
     is_layer_matrix,
@@ -28,8 +30,6 @@ from megatron_rl.policy.activations import (
     tower_activations,
     tower_block,
 )
-from megatron_rl.policy.families import Architecture
-from megatron_rl.policy.parameter_map import padded_vocab
 
 FP8_COPIES = 2  # of one byte: by rows for the forward, by columns for the backward
 # Weight and both moments; a weight in another format is written from the float32 one.

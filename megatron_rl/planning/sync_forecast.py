@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.schema import Config
+from megatron_rl.models import Architecture
 from megatron_rl.planning.sync_time import Links, least_seconds, simulated_seconds
 from megatron_rl.planning.training_shards import (
     Place,
@@ -14,12 +15,11 @@ from megatron_rl.planning.training_shards import (
     place_of,
     training_shards,
 )
-from megatron_rl.policy.families import Architecture
 from megatron_rl.types import Shard
-from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rollout_shards
-from megatron_rl.weight_sync.plan import Machines, Plan, PlanSettings, make_plan
-from megatron_rl.weight_sync.roles import Side
-from megatron_rl.weight_sync.shards import ShardGroup
+from megatron_rl.weight_sync.planner.engine_tables import ModelShape, RolloutLayout, rollout_shards
+from megatron_rl.weight_sync.planner.plan import Machines, Plan, PlanSettings, make_plan
+from megatron_rl.weight_sync.planner.roles import Side
+from megatron_rl.weight_sync.planner.shards import ShardGroup
 
 
 @dataclass(frozen=True)

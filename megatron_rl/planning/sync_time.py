@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.weight_sync.flows import Edges
-from megatron_rl.weight_sync.plan import Plan
+from megatron_rl.weight_sync.planner.flows import Edges
+from megatron_rl.weight_sync.planner.plan import Plan
 
 
 @dataclass(frozen=True)

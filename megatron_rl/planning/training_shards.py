@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from megatron_rl.config.layout_rules import layout_problems, stage_layers
 from megatron_rl.config.load import compose
+from megatron_rl.config.rules.layout_rules import layout_problems, stage_layers
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.policy.families.base import Architecture
-from megatron_rl.policy.parameter_map import (
+from megatron_rl.models.base import Architecture
+from megatron_rl.models.parameter_map import (
     TIED_HEAD,
     Parameter,
     expert_parameters,
@@ -20,8 +20,8 @@ from megatron_rl.policy.parameter_map import (
     shards,
     vision_parameters,
 )
-from megatron_rl.weight_sync.engine_tables import RolloutLayout, full_names
-from megatron_rl.weight_sync.shards import ShardGroup
+from megatron_rl.weight_sync.planner.engine_tables import RolloutLayout, full_names
+from megatron_rl.weight_sync.planner.shards import ShardGroup
 
 # Short names, as planners write layouts -> keys of the configuration.
 SHORT_NAMES = {

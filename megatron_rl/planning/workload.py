@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.config.layout_rules import replica_ranks
+from megatron_rl.config.rules.layout_rules import replica_ranks
 from megatron_rl.config.schema import Config
-from megatron_rl.policy.logprobs import LOGPROB_CHUNK_TOKENS
-from megatron_rl.policy.work_model import WorkModel
+from megatron_rl.policy.batches.work_model import WorkModel
+from megatron_rl.policy.passes.logprobs import LOGPROB_CHUNK_TOKENS
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megatron_rl.config.number_formats import ITEM_BYTES
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.policy.families import Architecture
-from megatron_rl.policy.families.base import Vision
+from megatron_rl.models import Architecture
+from megatron_rl.models.base import Vision
 
 FLOAT32_BYTES = ITEM_BYTES["float32"]
 

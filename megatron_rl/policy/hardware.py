@@ -8,7 +8,7 @@ import logging
 
 import torch
 
-from megatron_rl.config.hardware import Machine
+from megatron_rl.config.rules.hardware import Machine
 
 logger = logging.getLogger(__name__)
 

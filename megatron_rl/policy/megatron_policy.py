@@ -14,15 +14,21 @@ from torch import Tensor
 
 from megatron_rl.checkpoints.part_writer import Memory
 from megatron_rl.checkpoints.saving import Saving
-from megatron_rl.config.layout_rules import layout_problems
+from megatron_rl.config.rules.layout_rules import layout_problems
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
-from megatron_rl.policy import checkpoint, checkpoint_loading, export, remedies, weights
+from megatron_rl.models import read_architecture
+from megatron_rl.models.base import vision_problems
+from megatron_rl.models.parameter_map import padded_vocab
 from megatron_rl.policy import optimizer as optim_room
 from megatron_rl.policy import parallel as groups
-from megatron_rl.policy.batching import Batching
-from megatron_rl.policy.families import read_architecture
-from megatron_rl.policy.families.base import vision_problems
-from megatron_rl.policy.forward import (
+from megatron_rl.policy import remedies
+from megatron_rl.policy.batches.batching import Batching
+from megatron_rl.policy.batches.microbatches import multiples, prompt_places
+from megatron_rl.policy.batches.work_model import WorkModel
+from megatron_rl.policy.hardware import this_machine
+from megatron_rl.policy.model import build_chunks, transformer_config
+from megatron_rl.policy.not_finite import check_weights
+from megatron_rl.policy.passes.forward import (
     Passes,
     ScoreBoard,
     Totals,
@@ -31,24 +37,19 @@ from megatron_rl.policy.forward import (
     reduce_totals,
     set_hooks,
 )
-from megatron_rl.policy.gathered_weights import Gather
-from megatron_rl.policy.hardware import this_machine
-from megatron_rl.policy.microbatches import multiples, prompt_places
-from megatron_rl.policy.model import build_chunks, transformer_config
-from megatron_rl.policy.not_finite import check_weights
-from megatron_rl.policy.offload import (
+from megatron_rl.policy.passes.vision import Eyes
+from megatron_rl.policy.precision import ddp_config, describe, logprob_format, plain, token_multiple
+from megatron_rl.policy.reference import Reference
+from megatron_rl.policy.settings import PolicySettings
+from megatron_rl.policy.state import checkpoint, checkpoint_loading, export, weights
+from megatron_rl.policy.state.gathered_weights import Gather
+from megatron_rl.policy.state.offload import (
     Offload,
     dispatcher_tensors,
     release_caches,
     training_tensors,
 )
-from megatron_rl.policy.parameter_map import padded_vocab
-from megatron_rl.policy.precision import ddp_config, describe, logprob_format, plain, token_multiple
-from megatron_rl.policy.reference import Reference
-from megatron_rl.policy.settings import PolicySettings
-from megatron_rl.policy.shards import held_shards, key
-from megatron_rl.policy.vision import Eyes
-from megatron_rl.policy.work_model import WorkModel
+from megatron_rl.policy.state.shards import held_shards, key
 from megatron_rl.protocols import Entropy
 from megatron_rl.runtime.device import device, platform
 from megatron_rl.types import SequenceBatch, Shard, Share, TokenLoss, TokenScores, UpdateResult

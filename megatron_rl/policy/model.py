@@ -23,13 +23,13 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
+from megatron_rl.models import Architecture
+from megatron_rl.models.parameter_map import padded_vocab
 from megatron_rl.policy.activations import selective_modules
-from megatron_rl.policy.attention import PackedAttention, Packing, RMSNorm
-from megatron_rl.policy.families import Architecture
 from megatron_rl.policy.hardware import this_machine
-from megatron_rl.policy.parameter_map import padded_vocab
+from megatron_rl.policy.passes.attention import PackedAttention, Packing, RMSNorm
+from megatron_rl.policy.passes.vision import add_tower, embed, set_tower_angles
 from megatron_rl.policy.precision import model_fields
-from megatron_rl.policy.vision import add_tower, embed, set_tower_angles
 
 
 class HiddenStates(GPTModel):

@@ -13,8 +13,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_rl.config.hardware import BLOCK, Machine
 from megatron_rl.config.number_formats import ITEM_BYTES
+from megatron_rl.config.rules.hardware import BLOCK, Machine
 from megatron_rl.config.schema import Fp8Config, OptimConfig, ParallelConfig, PrecisionConfig
 
 DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}

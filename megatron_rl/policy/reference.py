@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.policy.host_memory import HostBuffer
-from megatron_rl.policy.weights import Held
+from megatron_rl.policy.state.host_memory import HostBuffer
+from megatron_rl.policy.state.weights import Held
 
 Name = tuple[int, str]  # number of the chunk, name of the parameter in it
 

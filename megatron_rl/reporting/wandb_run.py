@@ -80,7 +80,7 @@ class WandbRun:
 
     def close(self, *, failed: bool = False) -> None:
         """Sends or writes what is left. Without it the last seconds before the end of the process
-        are lost: its end is no orderly one (``runtime/failure.py``)."""
+        are lost: its end is no orderly one (``runtime/guard/failure.py``)."""
         self._run.finish(exit_code=int(failed))
         if self._offline:
             # ``finish`` does not wait until an offline file is written, the end of wandb's own

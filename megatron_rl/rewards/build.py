@@ -16,9 +16,9 @@ from megatron_rl.config.schema import RewardConfig
 from megatron_rl.plugins import loaded
 from megatron_rl.rewards.base import Options, Task, Verifier
 from megatron_rl.rewards.function import FunctionCaller
-from megatron_rl.rewards.messages import Setup, reason
-from megatron_rl.rewards.pool import WorkerPool
 from megatron_rl.rewards.registry import verifier_class, verifier_of_source
+from megatron_rl.rewards.workers.messages import Setup, reason
+from megatron_rl.rewards.workers.pool import WorkerPool
 from megatron_rl.types import Prompt, Score
 
 logger = logging.getLogger(__name__)

@@ -39,8 +39,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_rl.rewards.base import Task
-from megatron_rl.rewards.messages import Setup
-from megatron_rl.rewards.server import Lane, Server
+from megatron_rl.rewards.workers.messages import Setup
+from megatron_rl.rewards.workers.server import Lane, Server
 
 _START_TIMEOUT_S = 600.0  # its import may load a model
 MAX_FAILED_CALLS = 3

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal
 
-from megatron_rl.config.overrides import typed
+from megatron_rl.config.cli.overrides import typed
 from megatron_rl.rewards.base import Task, Verdict, Verifier
 from megatron_rl.rewards.registry import register_verifier
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.status import Status
 
-from megatron_rl.runtime.activity import ACTIVITY
+from megatron_rl.runtime.guard.activity import ACTIVITY
 
 LOG_EVERY_S = 30.0
 _LONG_S = 10.0  # a phase that took longer gets a line with its duration

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_rl.runtime.error_chain import linked
+from megatron_rl.runtime.guard.error_chain import linked
 
 POLL_S = 0.002
 

@@ -23,13 +23,13 @@ from typing import Any, TextIO, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_rl.runtime import failure
-from megatron_rl.runtime.activity import ACTIVITY
-from megatron_rl.runtime.attendance import Attendance
-from megatron_rl.runtime.failure import Peer
-from megatron_rl.runtime.failure import exit_process as exit_process
-from megatron_rl.runtime.failure import report as report
-from megatron_rl.runtime.heartbeat import SILENT_S, Heartbeat
+from megatron_rl.runtime.guard import failure
+from megatron_rl.runtime.guard.activity import ACTIVITY
+from megatron_rl.runtime.guard.attendance import Attendance
+from megatron_rl.runtime.guard.failure import Peer
+from megatron_rl.runtime.guard.failure import exit_process as exit_process
+from megatron_rl.runtime.guard.failure import report as report
+from megatron_rl.runtime.guard.heartbeat import SILENT_S, Heartbeat
 from megatron_rl.runtime.process import prepare
 from megatron_rl.runtime.process import reported as reported
 

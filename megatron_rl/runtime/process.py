@@ -1,7 +1,7 @@
 """What every program of a launch sets up first.
 
 It may open as many files as the system lets it, it ends with its torchrun, it ends at once on
-SIGTERM, and its errors are reported once (``runtime/failure.py``).
+SIGTERM, and its errors are reported once (``runtime/guard/failure.py``).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from megatron_rl.runtime import parent
-from megatron_rl.runtime.failure import STATE, exit_process, report
+from megatron_rl.runtime.guard import parent
+from megatron_rl.runtime.guard.failure import STATE, exit_process, report
+from megatron_rl.runtime.guard.termination import answer_termination
 from megatron_rl.runtime.open_files import raise_limit, raise_limit_of_torchrun
-from megatron_rl.runtime.termination import answer_termination
 
 
 class Launched(NamedTuple):

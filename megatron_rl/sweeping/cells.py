@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_rl.config.command_line import Root
+from megatron_rl.config.cli.command_line import Root
+from megatron_rl.config.cli.quoting import override, quoted
 from megatron_rl.config.load import compose, validate
-from megatron_rl.config.quoting import override, quoted
 from megatron_rl.config.schema import MAX_TAG, Config
 from megatron_rl.errors import ConfigError
+from megatron_rl.run.start import finished_text
 from megatron_rl.sweeping.combinations import (
     combinations,
     is_seed,
@@ -20,7 +21,6 @@ from megatron_rl.sweeping.combinations import (
     shortened,
     varying,
 )
-from megatron_rl.trainer.start import finished_text
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from megatron_rl.runtime import lock
+from megatron_rl.run.start import REQUEUE
 from megatron_rl.runtime.display import duration
-from megatron_rl.runtime.parent import die_with_parent
+from megatron_rl.runtime.guard import lock
+from megatron_rl.runtime.guard.parent import die_with_parent
 from megatron_rl.sweeping.cells import Cell, is_finished
 from megatron_rl.sweeping.failures import Failure, failure_of
 from megatron_rl.sweeping.machine import Share, environment
-from megatron_rl.trainer.start import REQUEUE
 
 CONSOLE = "console.log"
 _POLL_S = 0.2

@@ -8,8 +8,8 @@ from statistics import fmean, pstdev
 from megatron_rl.reporting.intervals import Interval, bootstrap, student
 from megatron_rl.reporting.metrics_file import read_metrics, series
 from megatron_rl.reporting.report import table
+from megatron_rl.run.start import METRICS
 from megatron_rl.sweeping.cells import Cell
-from megatron_rl.trainer.start import METRICS
 
 Scores = Mapping[str, Mapping[int, float]]  # combination without its seed -> seed -> value
 

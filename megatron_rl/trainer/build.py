@@ -9,71 +9,71 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.config.checks import num_optimizer_steps
+from megatron_rl.config.rules.checks import num_optimizer_steps
 from megatron_rl.config.schema import Config, RolloutConfig
+from megatron_rl.data.multimodal.vision import VisionProcessor, vision_of
 from megatron_rl.data.reading import Data, training_stream
 from megatron_rl.data.shared import shared_data
 from megatron_rl.data.tokenizer import load_tokenizer, text_of
-from megatron_rl.data.vision import VisionProcessor, vision_of
 from megatron_rl.engine.engine import VllmEngine
-from megatron_rl.engine.recorder import UndiscoveredError
 from megatron_rl.engine.requests import Sight, sight_of
-from megatron_rl.engine.stream import expected_tensors
+from megatron_rl.engine.weights.recorder import UndiscoveredError
+from megatron_rl.engine.weights.stream import expected_tensors
+from megatron_rl.evaluation.evaluator import AnswersPrompts, build_evaluator
 from megatron_rl.loss import Method
-from megatron_rl.policy.families import Architecture
+from megatron_rl.models import Architecture
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.protocols import RolloutSource, WeightSync
 from megatron_rl.rewards.build import build_reward
-from megatron_rl.runtime import rank_log
+from megatron_rl.rollouts.build_servers import SourceParts, build_logprob_check, build_servers
+from megatron_rl.rollouts.colocation import ColocatedSync, Colocation
+from megatron_rl.rollouts.exchange import on_main
+from megatron_rl.rollouts.experience import Experience
+from megatron_rl.rollouts.given import Encode, GivenFirst, check_given, encoder
+from megatron_rl.rollouts.hooks import RolloutHooks
+from megatron_rl.rollouts.logprob_check import CheckedSync
+from megatron_rl.rollouts.partial_groups import PartialGroups
+from megatron_rl.rollouts.partial_rollouts import PartialRollouts
+from megatron_rl.rollouts.resampling import resampling_of
+from megatron_rl.rollouts.rollouts import (
+    Rollouts,
+    Sampler,
+    rollout_sampling,
+    stop_token_ids,
+)
+from megatron_rl.rollouts.sources import Collects, Colocated
+from megatron_rl.rollouts.step_end import StepEnd
+from megatron_rl.run.preflight import check_before_build
+from megatron_rl.run.run_folder import RunFolder
+from megatron_rl.run.run_record import data_fingerprint
+from megatron_rl.run.start import LOGS
 from megatron_rl.runtime.device import device
 from megatron_rl.runtime.display import Display
+from megatron_rl.runtime.guard import rank_log
+from megatron_rl.runtime.guard.signals import StopRequest
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import Ledger, memory_in_use
-from megatron_rl.runtime.signals import StopRequest
 from megatron_rl.scheduling.partial import PartialRules
-from megatron_rl.trainer.build_servers import SourceParts, build_logprob_check, build_servers
+from megatron_rl.signals.histories import Histories
+from megatron_rl.signals.masked_images import check_images
+from megatron_rl.signals.visual_entropies import FILE, with_visual_entropy
 from megatron_rl.trainer.bundle import write_bundle
-from megatron_rl.trainer.colocation import ColocatedSync, Colocation
-from megatron_rl.trainer.evaluator import AnswersPrompts, build_evaluator
-from megatron_rl.trainer.exchange import on_main
-from megatron_rl.trainer.experience import Experience
-from megatron_rl.trainer.given import Encode, GivenFirst, check_given, encoder
 from megatron_rl.trainer.health import Health
-from megatron_rl.trainer.histories import Histories
-from megatron_rl.trainer.hooks import RolloutHooks
 from megatron_rl.trainer.learner import Learner, MinibatchPlan
-from megatron_rl.trainer.logprob_check import CheckedSync
-from megatron_rl.trainer.masked_images import check_images
 from megatron_rl.trainer.objective import (
     check_prompt_logprobs,
     check_visual_entropy,
     token_settings,
     tokens_per_microbatch,
 )
-from megatron_rl.trainer.partial_groups import PartialGroups
-from megatron_rl.trainer.partial_rollouts import PartialRollouts
 from megatron_rl.trainer.placement import Placement
-from megatron_rl.trainer.preflight import check_before_build
-from megatron_rl.trainer.resampling import resampling_of
-from megatron_rl.trainer.rollouts import (
-    Rollouts,
-    Sampler,
-    rollout_sampling,
-    stop_token_ids,
-)
-from megatron_rl.trainer.run_folder import RunFolder
-from megatron_rl.trainer.run_record import data_fingerprint
-from megatron_rl.trainer.sources import Collects, Colocated
-from megatron_rl.trainer.start import LOGS
-from megatron_rl.trainer.step_end import StepEnd
 from megatron_rl.trainer.trainer import Trainer
-from megatron_rl.trainer.visual_entropies import FILE, with_visual_entropy
 from megatron_rl.types import TransferOptions
-from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.gather import GatherSync
+from megatron_rl.weight_sync.planner.engine_tables import ModelShape, RolloutLayout, rollout_shards
+from megatron_rl.weight_sync.planner.shards import expand
 from megatron_rl.weight_sync.reshard import ReshardSync
-from megatron_rl.weight_sync.shards import expand
 
 Decode = Callable[[Sequence[int]], str]
 logger = logging.getLogger(__name__)

@@ -27,11 +27,11 @@ from megatron_rl.data.sequences import response_tokens, sequence_batch
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.loss import Credit
 from megatron_rl.protocols import Placing
+from megatron_rl.rollouts.annealed import policy_temperatures
+from megatron_rl.rollouts.exchange import gathered_on_main
+from megatron_rl.rollouts.experience import Experience, Responses
 from megatron_rl.runtime import random_state
 from megatron_rl.runtime.launch import World
-from megatron_rl.trainer.annealed import policy_temperatures
-from megatron_rl.trainer.exchange import gathered_on_main
-from megatron_rl.trainer.experience import Experience, Responses
 from megatron_rl.trainer.health import Minibatch
 from megatron_rl.types import (
     Image,

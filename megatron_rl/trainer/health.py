@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_rl.config.schema import MismatchLimits, NonFiniteConfig
 from megatron_rl.errors import NonFiniteError, first_line
-from megatron_rl.trainer.experience import Experience
+from megatron_rl.rollouts.experience import Experience
 from megatron_rl.types import UpdateResult
 
 logger = logging.getLogger(__name__)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from megatron_rl.loss import Method
 from megatron_rl.protocols import Policy
+from megatron_rl.rollouts.experience import Experience
+from megatron_rl.rollouts.metrics import credit_metrics, token_metrics, update_metrics
 from megatron_rl.runtime.launch import World
-from megatron_rl.trainer.end_token import EndTokens, with_end_token
-from megatron_rl.trainer.experience import Experience
+from megatron_rl.signals.end_token import EndTokens, with_end_token
+from megatron_rl.signals.histories import Histories
+from megatron_rl.signals.masked_images import mask_seed, with_masked_images
 from megatron_rl.trainer.health import Health, Minibatch
-from megatron_rl.trainer.histories import Histories
-from megatron_rl.trainer.masked_images import mask_seed, with_masked_images
-from megatron_rl.trainer.metrics import credit_metrics, token_metrics, update_metrics
 from megatron_rl.trainer.objective import MinibatchLoss, credit_of, on_cpu
 from megatron_rl.trainer.placement import Placed, Placement
 from megatron_rl.types import TokenScores, UpdateResult

@@ -16,13 +16,13 @@ from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.loss import Credit, Method, ResponseBatch, TokenBatch
 from megatron_rl.loss.segments import group_accuracy
 from megatron_rl.protocols import Entropy
+from megatron_rl.rollouts.experience import Experience
+from megatron_rl.rollouts.partials import of_all_rows
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.transfer import to_device
-from megatron_rl.trainer.end_token import EndTokens, with_end_token
-from megatron_rl.trainer.experience import Experience
-from megatron_rl.trainer.histories import Histories
-from megatron_rl.trainer.masked_images import MaskedCopies, with_masked_copies
-from megatron_rl.trainer.partials import of_all_rows
+from megatron_rl.signals.end_token import EndTokens, with_end_token
+from megatron_rl.signals.histories import Histories
+from megatron_rl.signals.masked_images import MaskedCopies, with_masked_copies
 from megatron_rl.types import (
     LossOutput,
     Prompt,

@@ -24,12 +24,12 @@ from torch import Tensor
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.protocols import Placing
+from megatron_rl.rollouts.annealed import policy_temperatures
+from megatron_rl.rollouts.exchange import exchange_rows
+from megatron_rl.rollouts.experience import Experience
+from megatron_rl.rollouts.ownership import Route, owning_ranks
+from megatron_rl.rollouts.partials import response_sums
 from megatron_rl.runtime.launch import World
-from megatron_rl.trainer.annealed import policy_temperatures
-from megatron_rl.trainer.exchange import exchange_rows
-from megatron_rl.trainer.experience import Experience
-from megatron_rl.trainer.ownership import Route, owning_ranks
-from megatron_rl.trainer.partials import response_sums
 from megatron_rl.types import Share
 
 Plan = Sequence[Sequence[Sequence[int]]]

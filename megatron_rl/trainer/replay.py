@@ -23,17 +23,14 @@ from megatron_rl.config.keys import within
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import first_uid
+from megatron_rl.data.multimodal.vision import vision_of
 from megatron_rl.data.reading import training_stream
 from megatron_rl.data.shared import shared_data
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.data.vision import vision_of
 from megatron_rl.reporting.metrics_file import Row, read_metrics
-from megatron_rl.runtime import random_state
-from megatron_rl.runtime.launch import World
-from megatron_rl.trainer.build import build_learner, build_method, build_policy
-from megatron_rl.trainer.histories import Histories
-from megatron_rl.trainer.metrics import rollout_metrics
-from megatron_rl.trainer.run_record import (
+from megatron_rl.rollouts.metrics import rollout_metrics
+from megatron_rl.rollouts.step_record import FOLDER, Recorded, read_step, recorded_steps
+from megatron_rl.run.run_record import (
     ASIDE,
     DATA,
     MODEL,
@@ -41,10 +38,13 @@ from megatron_rl.trainer.run_record import (
     flat,
     model_fingerprint,
 )
-from megatron_rl.trainer.saved_settings import is_run, read_config
-from megatron_rl.trainer.start import CHECKPOINTS, METRICS
-from megatron_rl.trainer.step_record import FOLDER, Recorded, read_step, recorded_steps
-from megatron_rl.trainer.visual_entropies import FILE, with_visual_entropy
+from megatron_rl.run.saved_settings import is_run, read_config
+from megatron_rl.run.start import CHECKPOINTS, METRICS
+from megatron_rl.runtime import random_state
+from megatron_rl.runtime.launch import World
+from megatron_rl.signals.histories import Histories
+from megatron_rl.signals.visual_entropies import FILE, with_visual_entropy
+from megatron_rl.trainer.build import build_learner, build_method, build_policy
 from megatron_rl.types import Prompt
 
 # Settings that may differ between the steps of one replay: nothing of them is computed in it.

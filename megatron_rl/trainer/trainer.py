@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import TrainerConfig
+from megatron_rl.evaluation.evaluator import Evaluator
 from megatron_rl.protocols import RolloutSource
-from megatron_rl.runtime import failure
+from megatron_rl.rollouts.experience import Experience
+from megatron_rl.rollouts.metrics import Clock, rollout_metrics, sync_metrics
+from megatron_rl.run.run_folder import RunFolder
 from megatron_rl.runtime.display import Display
+from megatron_rl.runtime.guard import failure
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import resident_gib
-from megatron_rl.trainer.evaluator import Evaluator
-from megatron_rl.trainer.experience import Experience
 from megatron_rl.trainer.learner import Learner
-from megatron_rl.trainer.metrics import Clock, rollout_metrics, sync_metrics
-from megatron_rl.trainer.run_folder import RunFolder
 from megatron_rl.types import SyncReport
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_rl.protocols import Parameters
 from megatron_rl.runtime.digest import Kind, checksum, kind_on, piece_bytes
-from megatron_rl.weight_sync.program import Message
-from megatron_rl.weight_sync.shards import View
+from megatron_rl.weight_sync.planner.program import Message
+from megatron_rl.weight_sync.planner.shards import View
 
 
 def strided(parameter: Tensor, view: View) -> Tensor:

@@ -22,10 +22,10 @@ from megatron_rl.runtime.digest import (
 )
 from megatron_rl.weight_sync.collectives import all_gather
 from megatron_rl.weight_sync.failure import HALF_UPDATED
-from megatron_rl.weight_sync.program import Message
-from megatron_rl.weight_sync.rects import slices
-from megatron_rl.weight_sync.schedule import BucketId, Stream
-from megatron_rl.weight_sync.shards import ITEMSIZE
+from megatron_rl.weight_sync.planner.program import Message
+from megatron_rl.weight_sync.planner.rects import slices
+from megatron_rl.weight_sync.planner.schedule import BucketId, Stream
+from megatron_rl.weight_sync.planner.shards import ITEMSIZE
 
 MAX_NAMES_SHOWN = 8
 

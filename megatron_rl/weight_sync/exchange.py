@@ -11,7 +11,7 @@ import xxhash
 
 from megatron_rl.types import Shard
 from megatron_rl.weight_sync.collectives import all_gather, broadcast
-from megatron_rl.weight_sync.shards import ShardGroup
+from megatron_rl.weight_sync.planner.shards import ShardGroup
 
 Groups = Sequence[ShardGroup]
 # Sides, as indices.

@@ -18,9 +18,9 @@ from megatron_rl.types import SyncReport, TransferOptions
 from megatron_rl.weight_sync.collectives import all_gather
 from megatron_rl.weight_sync.exchange import Groups, digest, exchange
 from megatron_rl.weight_sync.failure import Progress, Stage
-from megatron_rl.weight_sync.plan import Machines, Plan, PlanSettings, make_plan
-from megatron_rl.weight_sync.program import compile_program
-from megatron_rl.weight_sync.shards import collect
+from megatron_rl.weight_sync.planner.plan import Machines, Plan, PlanSettings, make_plan
+from megatron_rl.weight_sync.planner.program import compile_program
+from megatron_rl.weight_sync.planner.shards import collect
 from megatron_rl.weight_sync.transport import Transport, TransportReport
 
 Plans = dict[str, Plan]  # by what they were made from, see ``_shape``

@@ -20,8 +20,8 @@ from megatron_rl.weight_sync.buckets import RunningChecksum, pack, strided, unpa
 from megatron_rl.weight_sync.checks import compare
 from megatron_rl.weight_sync.collectives import raise_everywhere
 from megatron_rl.weight_sync.failure import HALF_UPDATED
-from megatron_rl.weight_sync.program import Extent, Message, Program, Round
-from megatron_rl.weight_sync.schedule import ALIGNMENT, BucketId
+from megatron_rl.weight_sync.planner.program import Extent, Message, Program, Round
+from megatron_rl.weight_sync.planner.schedule import ALIGNMENT, BucketId
 
 MAX_MESSAGES_SHOWN = 8
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_rl.runtime.signals import StopRequest
+from megatron_rl.runtime.guard.signals import StopRequest
 
 NUM_STEPS = 40
 

@@ -90,7 +90,7 @@ def test_a_stopped_job_is_requeued_and_goes_on(slurm_env, tmp_path):
     for folder in (package, package / "runtime"):
         (folder / "__init__.py").touch()  # else one on PYTHONPATH that is a package would go first
     shutil.copy(REPO / "tests/cluster/stand_in_train.py", package / "train.py")
-    shutil.copy(REPO / "megatron_rl/runtime/signals.py", package / "runtime/signals.py")
+    shutil.copy(REPO / "megatron_rl/runtime/guard/signals.py", package / "runtime/guard/signals.py")
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "requeue").write_text("7\n")  # left by an earlier start

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.command_line import Root
+from megatron_rl.config.cli.command_line import Root
 from megatron_rl.sweeping.cells import make_cells
 from megatron_rl.sweeping.commands import Slurm, write_cells
 from tests.cluster.test_slurm import MISSING, slurm_env, wait_until
@@ -33,7 +33,7 @@ def test_each_task_runs_its_cell_and_is_requeued_alone(slurm_env, tmp_path):
     for folder in (package, package / "runtime"):
         (folder / "__init__.py").touch()
     shutil.copy(REPO / "tests/cluster/stand_in_train.py", package / "train.py")
-    shutil.copy(REPO / "megatron_rl/runtime/signals.py", package / "runtime/signals.py")
+    shutil.copy(REPO / "megatron_rl/runtime/guard/signals.py", package / "runtime/guard/signals.py")
     out = tmp_path / "runs"
     needed = ["model.path=m", "data.train=t", "data.eval=e", "resume=auto"]
     cells = make_cells([*needed, "seed=1,2"], out, Root())

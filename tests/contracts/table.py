@@ -70,7 +70,7 @@ VLLM = (
         "vllm.config.model.ModelConfig", "engine/engine.py", words=("vllm",)
     ),  # generation_config
     Contract(
-        "vllm.v1.engine.PauseMode", "weight_sync/commands.py", words=("abort", "wait", "keep")
+        "vllm.v1.engine.PauseMode", "weight_sync/fleet/commands.py", words=("abort", "wait", "keep")
     ),
     Contract(
         "vllm.envs",
@@ -100,60 +100,62 @@ VLLM = (
         "engine/side_effects.py",
     ),
     # The worker into which the receiver of weights is mixed.
-    Contract("vllm.config.vllm.VllmConfig.model_config", "engine/worker.py"),
-    Contract("vllm.config.vllm.VllmConfig.device_config", "engine/worker.py"),
-    Contract("vllm.config.model.ModelConfig.dtype", "engine/worker.py"),
+    Contract("vllm.config.vllm.VllmConfig.model_config", "engine/weights/worker.py"),
+    Contract("vllm.config.vllm.VllmConfig.device_config", "engine/weights/worker.py"),
+    Contract("vllm.config.model.ModelConfig.dtype", "engine/weights/worker.py"),
     Contract(
         "vllm.model_executor.model_loader.reload.types.LayerReloadingInfo.load_numel",
-        "engine/worker.py",
+        "engine/weights/worker.py",
     ),
-    Contract("vllm.model_executor.layers.linear.LinearBase.quant_method", "engine/worker.py"),
+    Contract(
+        "vllm.model_executor.layers.linear.LinearBase.quant_method", "engine/weights/worker.py"
+    ),
     Contract(
         "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",
-        "engine/worker.py",
+        "engine/weights/worker.py",
         words=(".cpu_linear",),
     ),
-    Contract("vllm.config.model.ModelConfig.model", "engine/transfer_backend.py"),
+    Contract("vllm.config.model.ModelConfig.model", "engine/weights/transfer_backend.py"),
 )
 
 MEGATRON = (
     # Its schedules and what they call.
     Contract(
         SCHEDULES + ".forward_backward_no_pipelining",
-        "policy/forward.py",
+        "policy/passes/forward.py",
         SCHEDULED,
     ),
     Contract(
         SCHEDULES + ".forward_backward_pipelining_without_interleaving",
-        "policy/forward.py",
+        "policy/passes/forward.py",
         SCHEDULED,
     ),
     Contract(
         SCHEDULES + ".forward_backward_pipelining_with_interleaving",
-        "policy/forward.py",
+        "policy/passes/forward.py",
         SCHEDULED,
     ),
     Contract(
         "megatron.core.models.gpt.GPTModel.forward",
-        "policy/forward.py",
+        "policy/passes/forward.py",
         ("input_ids", "position_ids", "packed_seq_params"),
     ),
     Contract(
         "megatron.core.transformer.module.Float16Module.forward",
-        "policy/forward.py",
+        "policy/passes/forward.py",
         ("fp32_output",),
     ),
     Contract(
         "megatron.core.model_parallel_config.ModelParallelConfig.finalize_model_grads_func",
-        "policy/forward.py",
+        "policy/passes/forward.py",
     ),
     Contract(
         "megatron.core.model_parallel_config.ModelParallelConfig.no_sync_func",
-        "policy/forward.py",
+        "policy/passes/forward.py",
     ),
     Contract(
         "megatron.core.model_parallel_config.ModelParallelConfig.grad_scale_func",
-        "policy/forward.py",
+        "policy/passes/forward.py",
     ),
     # Layer specifications, whose parts are replaced.
     Contract(LAYER + ".input_layernorm", "policy/model.py"),
@@ -178,11 +180,11 @@ MEGATRON = (
     Contract("megatron.core.distributed.DistributedDataParallel.ddp_config", "policy/optimizer.py"),
     Contract(
         "megatron.core.distributed.DistributedDataParallel.param_to_bucket_group",
-        "policy/forward.py",
+        "policy/passes/forward.py",
     ),
     Contract(
         BUFFERS + "._ParamAndGradBucketGroup.finish_param_sync",
-        "policy/forward.py",
+        "policy/passes/forward.py",
         ("skip_next_bucket_dispatch",),
     ),
     Contract(BUFFERS + "._ParamAndGradBuffer.data_parallel_group", "policy/optimizer.py"),
@@ -198,21 +200,21 @@ MEGATRON = (
     ),
     Contract(
         DISTRIBUTED + ".sharded_state_dict",
-        "policy/checkpoint.py",
+        "policy/state/checkpoint.py",
         ("is_loading", "metadata"),
         ("distrib_optim_sharding_type",),
     ),
-    Contract(DISTRIBUTED, "policy/checkpoint.py", words=("fully_reshardable",)),
-    Contract(DISTRIBUTED + ".sharded_param_state_fully_reshardable", "policy/checkpoint.py"),
-    Contract(DISTRIBUTED + "._get_main_param_and_optimizer_states", "policy/stored_state.py"),
-    Contract(DISTRIBUTED + "._set_main_param_and_optimizer_states", "policy/stored_state.py"),
-    Contract(DISTRIBUTED + ".gbuf_ranges", "policy/stored_state.py"),
-    Contract(FLOAT16 + ".float16_groups", "policy/stored_state.py"),
-    Contract(FLOAT16 + ".fp32_from_float16_groups", "policy/stored_state.py"),
-    Contract(FLOAT16 + ".fp32_from_fp32_groups", "policy/stored_state.py"),
+    Contract(DISTRIBUTED, "policy/state/checkpoint.py", words=("fully_reshardable",)),
+    Contract(DISTRIBUTED + ".sharded_param_state_fully_reshardable", "policy/state/checkpoint.py"),
+    Contract(DISTRIBUTED + "._get_main_param_and_optimizer_states", "policy/state/stored_state.py"),
+    Contract(DISTRIBUTED + "._set_main_param_and_optimizer_states", "policy/state/stored_state.py"),
+    Contract(DISTRIBUTED + ".gbuf_ranges", "policy/state/stored_state.py"),
+    Contract(FLOAT16 + ".float16_groups", "policy/state/stored_state.py"),
+    Contract(FLOAT16 + ".fp32_from_float16_groups", "policy/state/stored_state.py"),
+    Contract(FLOAT16 + ".fp32_from_fp32_groups", "policy/state/stored_state.py"),
     Contract(
         "megatron.core.optimizer.ChainedOptimizer",
-        "policy/checkpoint.py",
+        "policy/state/checkpoint.py",
         words=("chained_optim_avoid_prefix",),
     ),
 )
@@ -220,7 +222,7 @@ MEGATRON = (
 TRANSFORMER_ENGINE = (
     Contract(
         ENGINE + ".module.base.TransformerEngineBaseModule._fp8_workspaces",
-        "policy/offload.py",
+        "policy/state/offload.py",
     ),
     Contract(
         ENGINE + ".module.base",

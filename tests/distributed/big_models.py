@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from megatron_rl.config.load import compose
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.policy.families import Architecture, read_architecture
-from megatron_rl.policy.parameter_map import hf_shapes, model_parameters
+from megatron_rl.models import Architecture, read_architecture
+from megatron_rl.models.parameter_map import hf_shapes, model_parameters
 from tests.unit.weight_sync.training_tables import TrainLayout
 
 CONFIGS = {

@@ -13,18 +13,18 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_rl.data.token_rows import TokenRows
-from megatron_rl.policy.packing_plan import plan_microbatches
-from megatron_rl.policy.work_model import WorkModel
-from megatron_rl.runtime.launch import World
-from megatron_rl.trainer.exchange import exchange_rows, token_rows
-from megatron_rl.trainer.ownership import Route, owning_ranks
-from megatron_rl.trainer.partials import (
+from megatron_rl.policy.batches.packing_plan import plan_microbatches
+from megatron_rl.policy.batches.work_model import WorkModel
+from megatron_rl.rollouts.exchange import exchange_rows, token_rows
+from megatron_rl.rollouts.ownership import Route, owning_ranks
+from megatron_rl.rollouts.partials import (
     gathered,
     mismatch_of_partials,
     mismatch_partials,
     response_sums,
     token_mean,
 )
+from megatron_rl.runtime.launch import World
 from megatron_rl.types import Completion
 
 GROUP_SIZES = (4, 4, 3, 4, 1, 4, 4)

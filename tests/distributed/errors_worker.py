@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 
-from megatron_rl.runtime.failure import exit_process, saved
+from megatron_rl.runtime.guard.failure import exit_process, saved
 from megatron_rl.runtime.process import reported
 
 
@@ -39,7 +39,7 @@ def fail(case: str, rank: int, mine: int) -> None:
 
 def attend_late(world, rank: int) -> None:
     """Ranks are waited for, with the first line after 5 s instead of 30."""
-    from megatron_rl.runtime import attendance
+    from megatron_rl.runtime.guard import attendance
 
     attendance.FIRST_S = 5.0
     world.barrier()

@@ -17,16 +17,16 @@ from megatron_rl.config.schema import MismatchLimits, NonFiniteConfig
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.loss import load_method
 from megatron_rl.policy.megatron_policy import MegatronPolicy
+from megatron_rl.rollouts.exchange import gathered_on_main
+from megatron_rl.rollouts.experience import Experience
+from megatron_rl.rollouts.metrics import rollout_metrics
+from megatron_rl.rollouts.rollouts import Rollouts, Sampler
+from megatron_rl.rollouts.step_end import StepEnd
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
-from megatron_rl.trainer.exchange import gathered_on_main
-from megatron_rl.trainer.experience import Experience
 from megatron_rl.trainer.health import Health
 from megatron_rl.trainer.learner import Learner, MinibatchPlan
-from megatron_rl.trainer.metrics import rollout_metrics
 from megatron_rl.trainer.placement import Placement
-from megatron_rl.trainer.rollouts import Rollouts, Sampler
-from megatron_rl.trainer.step_end import StepEnd
 from megatron_rl.types import Completion, Prompt, Sampling, Score
 from tests.distributed.fake_world import Answers, Kind, Record
 from tests.engines import Answering

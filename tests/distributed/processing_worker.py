@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.model_executor.model_loader.reload import layerwise
 
-from megatron_rl.engine.worker import ShardReceiver
+from megatron_rl.engine.weights.worker import ShardReceiver
 
 LAYERS = ("one", "two", "three")
 SIZE = 4

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.policy.families import Architecture
+from megatron_rl.models import Architecture
 from tests.distributed.fake_world import Kind
 
 # Bytes of a number: weights and activations; gradients and what the loss needs; counts and shapes.

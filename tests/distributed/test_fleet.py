@@ -16,8 +16,8 @@ import torch.distributed as dist
 from megatron_rl.runtime.joint_group import Meeting, join_group, leave_group, visit_store
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import TransferOptions
-from megatron_rl.weight_sync.engine_tables import rollout_shards
-from megatron_rl.weight_sync.fleet import FleetReport, FleetSync
+from megatron_rl.weight_sync.fleet.fleet import FleetReport, FleetSync
+from megatron_rl.weight_sync.planner.engine_tables import rollout_shards
 from megatron_rl.weight_sync.reshard import ReshardSync
 from tests.distributed.test_nodes import MODEL, R, T
 from tests.distributed.transport_faults import Sink, Source

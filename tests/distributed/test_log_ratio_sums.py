@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_rl.loss import load_method
-from megatron_rl.trainer.partials import of_all_rows, response_sums
+from megatron_rl.rollouts.partials import of_all_rows, response_sums
 from megatron_rl.types import TokenScores
 from tests import zoo
 from tests.distributed.owned_rows_worker import ONE_ROW, num_lent, parts

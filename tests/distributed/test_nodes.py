@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_rl.types import TransferOptions
 from megatron_rl.weight_sync import transport as transport_module
-from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rollout_shards
+from megatron_rl.weight_sync.planner.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.reshard import ReshardSync
 from tests.distributed.transport_faults import Sink, Source
 from tests.ranks import on_ranks

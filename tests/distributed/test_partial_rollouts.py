@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.loss import load_method
+from megatron_rl.rollouts.partial_groups import PartialGroups
+from megatron_rl.rollouts.partial_rollouts import PartialRollouts
+from megatron_rl.rollouts.rollouts import Rollouts, Sampler, sampling_seed
+from megatron_rl.rollouts.step_end import StepEnd
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.scheduling.partial import PartialRules
-from megatron_rl.trainer.partial_groups import PartialGroups
-from megatron_rl.trainer.partial_rollouts import PartialRollouts
-from megatron_rl.trainer.rollouts import Rollouts, Sampler, sampling_seed
-from megatron_rl.trainer.step_end import StepEnd
 from megatron_rl.types import Prompt, Sampling, Score
 from tests.engines import Growing, Stepwise
 from tests.ranks import call

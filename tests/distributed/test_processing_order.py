@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.engine.worker import processing_is_collective
+from megatron_rl.engine.weights.worker import processing_is_collective
 from tests.launch import launch
 
 WORKER = Path(__file__).with_name("processing_worker.py")

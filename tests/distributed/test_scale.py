@@ -15,17 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.layout_rules import stage_layers
 from megatron_rl.config.load import compose, validate
+from megatron_rl.config.rules.layout_rules import stage_layers
 from megatron_rl.config.schema import Config
+from megatron_rl.models import architecture_from
 from megatron_rl.planning.advice import describe, problems
 from megatron_rl.planning.at_start import plan as memory_plan
 from megatron_rl.planning.parameter_counts import stage_counts
 from megatron_rl.planning.phases import Room
 from megatron_rl.planning.sync_time import Links, least_seconds, simulated_seconds
-from megatron_rl.policy.families import architecture_from
-from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rollout_shards
-from megatron_rl.weight_sync.plan import Machines, PlanSettings, make_plan
+from megatron_rl.weight_sync.planner.engine_tables import ModelShape, RolloutLayout, rollout_shards
+from megatron_rl.weight_sync.planner.plan import Machines, PlanSettings, make_plan
 from tests.distributed.big_models import CASES, CONFIGS, Case, train_layout, write_config
 from tests.distributed.fake_world import Kind
 from tests.distributed.step_formula import Messages, Place, Step, Work, differences

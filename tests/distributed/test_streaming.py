@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.loss import load_method
+from megatron_rl.rollouts.experience import Experience
+from megatron_rl.rollouts.rollouts import Rollouts, Sampler
+from megatron_rl.rollouts.step_end import StepEnd
 from megatron_rl.runtime import mail
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
-from megatron_rl.trainer.experience import Experience
-from megatron_rl.trainer.rollouts import Rollouts, Sampler
-from megatron_rl.trainer.step_end import StepEnd
 from megatron_rl.types import Completion, Prompt, Sampling, Score
 from tests.engines import Answering
 from tests.ranks import call

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.policy.logprobs import Head, response_logprobs, token_values
-from megatron_rl.policy.nucleus import nucleus_entropy
+from megatron_rl.policy.passes.logprobs import Head, response_logprobs, token_values
+from megatron_rl.policy.passes.nucleus import nucleus_entropy
 from tests.ranks import on_ranks
 
 NUM_TOKENS, HIDDEN, PADDED_VOCAB = 13, 8, 24

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from megatron_rl.errors import WeightSyncError
 from megatron_rl.runtime.digest import Kind
 from megatron_rl.types import TransferOptions
-from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.exchange import exchange
-from megatron_rl.weight_sync.plan import Machines, Plan, PlanSettings, make_plan
-from megatron_rl.weight_sync.program import compile_program
+from megatron_rl.weight_sync.planner.engine_tables import ModelShape, RolloutLayout, rollout_shards
+from megatron_rl.weight_sync.planner.plan import Machines, Plan, PlanSettings, make_plan
+from megatron_rl.weight_sync.planner.program import compile_program
+from megatron_rl.weight_sync.planner.shards import ShardGroup
 from megatron_rl.weight_sync.reshard import ReshardSync
-from megatron_rl.weight_sync.shards import ShardGroup
 from megatron_rl.weight_sync.transport import Transport, tensors
 from tests.distributed.transport_faults import (
     Sink,

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from megatron_rl.errors import WeightSyncError
 from megatron_rl.types import Shard
 from megatron_rl.weight_sync import transport as transport_module
-from megatron_rl.weight_sync.rects import slices
+from megatron_rl.weight_sync.planner.rects import slices
+from megatron_rl.weight_sync.planner.shards import ShardGroup, expand
 from megatron_rl.weight_sync.reshard import ReshardSync
-from megatron_rl.weight_sync.shards import ShardGroup, expand
 
 Tensors = dict[str, torch.Tensor]
 

@@ -14,8 +14,8 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from megatron_rl.runtime.failed_host import FAILED_HOST
-from megatron_rl.runtime.failure import STATE, exit_process, saved
+from megatron_rl.runtime.guard.failed_host import FAILED_HOST
+from megatron_rl.runtime.guard.failure import STATE, exit_process, saved
 from megatron_rl.runtime.process import reported
 
 OLD_LIMIT_S = 1.0
@@ -25,7 +25,7 @@ STALL_S = 4.0
 
 def sleep(seconds: float, works: bool) -> None:
     """As a rank that gets on with its work, or as one that hangs."""
-    from megatron_rl.runtime.activity import ACTIVITY
+    from megatron_rl.runtime.guard.activity import ACTIVITY
 
     end = time.monotonic() + seconds
     while time.monotonic() < end:

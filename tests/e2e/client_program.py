@@ -16,13 +16,13 @@ from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.shared import shared_data
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.engine.client import ServerClient, ServerLostError, ServerUnreachableError
 from megatron_rl.engine.sampling import eos_token_ids
+from megatron_rl.engine.serving.client import ServerClient, ServerLostError, ServerUnreachableError
 from megatron_rl.runtime import launch
 from megatron_rl.trainer.build import build_engine, build_method, build_policy
 from megatron_rl.types import Completion, Prompt, Sampling, TransferOptions
-from megatron_rl.weight_sync.commands import HttpServer
-from megatron_rl.weight_sync.server import ServerSync
+from megatron_rl.weight_sync.fleet.commands import HttpServer
+from megatron_rl.weight_sync.fleet.server import ServerSync
 
 URL, SECRET = sys.argv[1:3]
 VERSION = 4

@@ -17,13 +17,13 @@ from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.loss import load_method
+from megatron_rl.rollouts.given import Encode, GivenFirst, encoder
+from megatron_rl.rollouts.rollouts import stop_token_ids
 from megatron_rl.runtime.digest import combined_digest, tensor_digest
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import exit_process, reported, start
 from megatron_rl.trainer.build import build_trainer
-from megatron_rl.trainer.given import Encode, GivenFirst, encoder
 from megatron_rl.trainer.objective import token_settings
-from megatron_rl.trainer.rollouts import stop_token_ids
 from megatron_rl.trainer.trainer import Trainer
 
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_rl.checkpoints import facts
-from megatron_rl.policy.families import read_architecture
+from megatron_rl.models import read_architecture
 from tests import warm
 from tests.e2e.toy import alone, overrides, refused, rows, timeless
 from tests.launch import REPO, end, launch, torchrun

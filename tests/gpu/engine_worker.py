@@ -19,10 +19,10 @@ from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.policy.megatron_policy import MegatronPolicy
+from megatron_rl.rollouts.colocation import ColocatedSync, Colocation
+from megatron_rl.rollouts.sources import Colocated
 from megatron_rl.runtime import launch
 from megatron_rl.runtime.memory import Ledger, memory_in_use
-from megatron_rl.trainer.colocation import ColocatedSync, Colocation
-from megatron_rl.trainer.sources import Colocated
 from megatron_rl.types import Prompt, Sampling
 from megatron_rl.weight_sync.gather import GatherSync
 

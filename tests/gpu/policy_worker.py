@@ -15,8 +15,8 @@ import torch.distributed as dist
 import transformers
 from megatron.core.optimizer import Adam
 
-from megatron_rl.config.hardware import machine_problems
 from megatron_rl.config.load import compose, validate
+from megatron_rl.config.rules.hardware import machine_problems
 from megatron_rl.config.schema import Config
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.policy.hardware import this_machine

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from megatron_rl.engine.async_engine import AsyncEngine
 from megatron_rl.runtime import launch
 from megatron_rl.types import Completion, Prompt
-from megatron_rl.weight_sync.server import ServerSync
+from megatron_rl.weight_sync.fleet.server import ServerSync
 from tests.numerics import rollout_models as small
 from tests.zoo import policy_beside_engine
 

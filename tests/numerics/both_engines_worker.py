@@ -10,13 +10,13 @@ import torch
 
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.data.sequences import sequence_batch
-from megatron_rl.engine import worker
 from megatron_rl.engine.engine import VllmEngine
+from megatron_rl.engine.weights import worker
 from megatron_rl.errors import WeightSyncError
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
+from megatron_rl.rollouts.logprob_check import LogprobCheck, check_sequences
 from megatron_rl.runtime import launch
-from megatron_rl.trainer.logprob_check import LogprobCheck, check_sequences
 from megatron_rl.types import LossOutput, TokenView
 from megatron_rl.weight_sync.gather import GatherSync
 from tests import zoo

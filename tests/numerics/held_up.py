@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 
 from megatron_rl.engine.engine import VllmEngine
+from megatron_rl.rollouts.rollouts import Sampler
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
-from megatron_rl.trainer.rollouts import Sampler
 from megatron_rl.types import Completion, Prompt, Score
 from tests.numerics import rollout_models as small
 

@@ -17,7 +17,7 @@ from megatron_rl.data.sequences import response_tokens
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.loss import Credit, load_method
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.trainer.experience import Experience, Responses
+from megatron_rl.rollouts.experience import Experience, Responses
 from megatron_rl.trainer.objective import MinibatchLoss, on_cpu
 from megatron_rl.types import SequenceBatch, SequenceLengths, TokenScores
 from tests import zoo

@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.data.loader import PromptLoader
+from megatron_rl.rollouts.exchange import gathered_on_main
+from megatron_rl.rollouts.partial_groups import PartialGroups
+from megatron_rl.rollouts.partial_rollouts import PartialRollouts
+from megatron_rl.rollouts.step_end import StepEnd
 from megatron_rl.runtime import launch
 from megatron_rl.scheduling.partial import PartialRules
-from megatron_rl.trainer.exchange import gathered_on_main
-from megatron_rl.trainer.partial_groups import PartialGroups
-from megatron_rl.trainer.partial_rollouts import PartialRollouts
-from megatron_rl.trainer.step_end import StepEnd
 from megatron_rl.types import Completion
 from tests.numerics import rollout_models as small
 from tests.numerics.held_up import sampler_of

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from megatron_rl.config.layout_rules import layout_problems
 from megatron_rl.config.load import compose
 from megatron_rl.config.model_config import model_sizes
+from megatron_rl.config.rules.layout_rules import layout_problems
 from megatron_rl.config.schema import OptimConfig, ParallelConfig, PrecisionConfig
 from tests import zoo
 

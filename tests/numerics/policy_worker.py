@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megatron_rl.policy.forward import Passes, ScoreBoard
 from megatron_rl.policy.megatron_policy import MegatronPolicy
+from megatron_rl.policy.passes.forward import Passes, ScoreBoard
 from megatron_rl.runtime.device import platform
 from megatron_rl.types import TokenScores
 from tests import zoo

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_rl.engine import worker
 from megatron_rl.engine.engine import VllmEngine
-from megatron_rl.engine.recorder import record_shards
+from megatron_rl.engine.weights import worker
+from megatron_rl.engine.weights.recorder import record_shards
 from megatron_rl.errors import WeightSyncError
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.trainer.build import find_shards

@@ -20,9 +20,9 @@ from torch import Tensor
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.types import Shard
-from megatron_rl.weight_sync.engine_tables import RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.gather import GatherSync
-from megatron_rl.weight_sync.shards import expand
+from megatron_rl.weight_sync.planner.engine_tables import RolloutLayout, rollout_shards
+from megatron_rl.weight_sync.planner.shards import expand
 from tests.numerics import reshard_faults
 from tests.numerics import rollout_models as small
 from tests.numerics.reshard_parts import (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from megatron_rl.data.masks import MaskedImage
+from megatron_rl.data.multimodal.masks import MaskedImage
 from megatron_rl.types import Image, Prompt, SequenceBatch
 from tests import zoo
 from tests.numerics.policy_reference import TEMPERATURE, ClippedLoss, sequences

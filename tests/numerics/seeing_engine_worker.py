@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.data.vision import VisionProcessor
+from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.engine.requests import Sight
-from megatron_rl.engine.stream import expected_tensors
+from megatron_rl.engine.weights.stream import expected_tensors
 from megatron_rl.runtime import launch
 from megatron_rl.types import Completion, Image, Prompt
 from tests.numerics import rollout_models as small

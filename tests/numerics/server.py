@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from megatron_rl.types import Completion, Prompt
-from megatron_rl.weight_sync.commands import HttpServer
+from megatron_rl.weight_sync.fleet.commands import HttpServer
 from tests.launch import REPO, TAIL_LINES, end
 
 STARTS_WITHIN_S = 200

@@ -20,9 +20,9 @@ from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.runtime import launch
 from megatron_rl.types import Prompt, Shard, TransferOptions
 from megatron_rl.weight_sync import transport
-from megatron_rl.weight_sync.commands import HttpServer, switch_weights
-from megatron_rl.weight_sync.fleet import FleetSync
-from megatron_rl.weight_sync.server import ServerSync
+from megatron_rl.weight_sync.fleet.commands import HttpServer, switch_weights
+from megatron_rl.weight_sync.fleet.fleet import FleetSync
+from megatron_rl.weight_sync.fleet.server import ServerSync
 from tests.numerics import rollout_models as small
 from tests.numerics.server import ask, tokens_sampled
 from tests.zoo import policy_beside_engine

@@ -16,10 +16,10 @@ from typing import Any
 
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.loss import load_method
+from megatron_rl.rollouts.exchange import gathered_on_main
+from megatron_rl.rollouts.rollouts import Rollouts
+from megatron_rl.rollouts.step_end import StepEnd
 from megatron_rl.runtime import launch
-from megatron_rl.trainer.exchange import gathered_on_main
-from megatron_rl.trainer.rollouts import Rollouts
-from megatron_rl.trainer.step_end import StepEnd
 from tests.numerics import rollout_models as small
 from tests.numerics.held_up import sampler_of
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megatron_rl.checkpoints import directory
-from megatron_rl.policy import checkpoint
-from megatron_rl.policy.export import export_hf
 from megatron_rl.policy.megatron_policy import MegatronPolicy
+from megatron_rl.policy.state import checkpoint
+from megatron_rl.policy.state.export import export_hf
 from megatron_rl.runtime.launch import gather_objects
 from tests.numerics.checkpoint_arrays import same_arrays
 from tests.numerics.policy_state import record

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from megatron_rl.policy import model as model_room
 from megatron_rl.policy import remedies
-from megatron_rl.policy.attention import zigzag
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.policy.shards import held_shards
+from megatron_rl.policy.passes.attention import zigzag
+from megatron_rl.policy.state.shards import held_shards
 from megatron_rl.types import LossOutput, SequenceBatch, TokenView
 from tests.numerics.policy_reference import make_batch, relative_error
 from tests.ranks import on_ranks

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron_rl.loss import Credit, TokenBatch, load_method
 from megatron_rl.loss.segments import group_accuracy
-from megatron_rl.policy import forward
-from megatron_rl.trainer.experience import Experience
+from megatron_rl.policy.passes import forward
+from megatron_rl.rollouts.experience import Experience
 from megatron_rl.trainer.objective import MinibatchLoss, token_settings
 from megatron_rl.types import SequenceBatch, Share, TokenScores
 from tests import zoo

@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.checkpoints import nemo_format
-from megatron_rl.policy.families import read_architecture
+from megatron_rl.models import read_architecture
 from tests import zoo
 from tests.numerics.nemo_models import WRITTEN_BY_NEMO, read_fiddle, save_formula, save_tokenizer
 from tools.convert_checkpoint import to_hf, to_megatron, to_nemo

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file
 
 from megatron_rl.checkpoints import megatron_format
-from megatron_rl.policy.families import read_architecture
+from megatron_rl.models import read_architecture
 from tests import zoo
 from tests.launch import run
 from tests.numerics.nemo_models import save_formula, save_tokenizer

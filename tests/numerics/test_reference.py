@@ -12,9 +12,9 @@ import pytest
 import torch
 from megatron.core.distributed import param_and_grad_buffer
 
-from megatron_rl.policy import host_memory
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.reference import Reference
+from megatron_rl.policy.state import host_memory
 from tests import zoo
 from tests.numerics.policy_state import record
 from tests.numerics.small_policy import OVERLAPPED, SHARDED, Case, batch, build, shares, update

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.weight_sync.commands import HttpServer
+from megatron_rl.weight_sync.fleet.commands import HttpServer
 from tests.launch import REPO, launch
 from tests.numerics import rollout_models as small
 from tests.numerics.server import ask, serving, with_entry_point

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.data.masks import masked
+from megatron_rl.data.multimodal.masks import masked
 from megatron_rl.loss import Credit, Method, TokenBatch, load_method
+from megatron_rl.rollouts.experience import Experience
+from megatron_rl.signals.masked_images import with_masked_images
 from megatron_rl.trainer import objective
-from megatron_rl.trainer.experience import Experience
-from megatron_rl.trainer.masked_images import with_masked_images
 from megatron_rl.trainer.objective import MinibatchLoss, token_settings
 from megatron_rl.types import Image, SequenceBatch, Share, TokenScores
 from tests import zoo

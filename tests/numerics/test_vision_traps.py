@@ -15,8 +15,10 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from torch import Tensor
 
-from megatron_rl.policy import microbatches, model, optimizer, vision
+from megatron_rl.policy import model, optimizer
+from megatron_rl.policy.batches import microbatches
 from megatron_rl.policy.megatron_policy import MegatronPolicy
+from megatron_rl.policy.passes import vision
 from megatron_rl.types import Image
 from tests import zoo
 from tests.numerics.policy_reference import relative_error

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from megatron_rl.data.vision import VisionProcessor
+from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.runtime import launch
 from megatron_rl.types import Completion, Prompt, TransferOptions
-from megatron_rl.weight_sync.commands import HttpServer
-from megatron_rl.weight_sync.server import ServerSync
+from megatron_rl.weight_sync.fleet.commands import HttpServer
+from megatron_rl.weight_sync.fleet.server import ServerSync
 from tests import zoo
 from tests.numerics import rollout_models as small
 from tests.numerics.seeing import hf_logprobs

@@ -11,8 +11,8 @@ from pathlib import Path
 import PIL.Image
 import torch
 
+from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.sequences import sequence_batch
-from megatron_rl.data.vision import VisionProcessor
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.engine.requests import Sight
 from megatron_rl.policy.megatron_policy import MegatronPolicy

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
-from megatron_rl.engine import worker
 from megatron_rl.engine.engine import VllmEngine
-from megatron_rl.engine.stream import expected_tensors
+from megatron_rl.engine.weights import worker
+from megatron_rl.engine.weights.stream import expected_tensors
 from megatron_rl.errors import WeightSyncError
 from megatron_rl.protocols import RolloutEngine
 from megatron_rl.runtime import launch

@@ -30,15 +30,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.config.hardware import Machine
 from megatron_rl.config.load import compose, validate
+from megatron_rl.config.rules.hardware import Machine
 from megatron_rl.config.schema import Config
-from megatron_rl.policy import megatron_policy, weights
+from megatron_rl.policy import megatron_policy
 from megatron_rl.policy import model as model_room
-from megatron_rl.policy.logprobs import TokenValues
+from megatron_rl.policy.batches.microbatches import Microbatch, Packer
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.policy.microbatches import Microbatch, Packer
+from megatron_rl.policy.passes.logprobs import TokenValues
 from megatron_rl.policy.settings import PolicySettings
+from megatron_rl.policy.state import weights
 from megatron_rl.types import SequenceBatch
 
 LAYERS = 2

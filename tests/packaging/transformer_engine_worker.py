@@ -26,8 +26,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from safetensors.torch import load_file
 from transformer_engine.pytorch.optimizers import FusedAdam
 
-from megatron_rl.config.hardware import Machine
 from megatron_rl.config.load import compose, validate
+from megatron_rl.config.rules.hardware import Machine
 from megatron_rl.config.schema import Config
 from megatron_rl.policy import model as model_room
 from megatron_rl.policy.hardware import transformer_engine_version

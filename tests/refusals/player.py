@@ -21,10 +21,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_rl import train
-from megatron_rl.config.command_line import arguments
+from megatron_rl.config.cli.command_line import arguments
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.runtime import failure, launch
+from megatron_rl.runtime import launch
+from megatron_rl.runtime.guard import failure
 from tests.refusals.inputs import Row, words_of
 from tests.trials.material import Material
 

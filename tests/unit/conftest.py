@@ -21,7 +21,7 @@ def seeing_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def vision(seeing_folder: Path) -> Any:
     """The image processor of ``seeing_folder``."""
-    from megatron_rl.data.vision import VisionProcessor
+    from megatron_rl.data.multimodal.vision import VisionProcessor
 
     return VisionProcessor(seeing_folder)
 
@@ -30,12 +30,12 @@ def vision(seeing_folder: Path) -> Any:
 def fresh_registries() -> Iterator[None]:
     """Plug-ins change tables of the process: a test that loads some gives them back as they
     were."""
+    from megatron_rl import models as families
     from megatron_rl import plugins
     from megatron_rl.config import hooks, load, method
     from megatron_rl.loss import choices
-    from megatron_rl.policy import families
-    from megatron_rl.trainer import hooks as trainer_hooks
-    from megatron_rl.trainer import resampling
+    from megatron_rl.rollouts import hooks as trainer_hooks
+    from megatron_rl.rollouts import resampling
 
     method.ESTIMATORS.complete()  # or the package's own would be taken away with the plug-ins
     tables = [method.ESTIMATORS, method.SHAPERS, method.TOKEN_SHAPERS, method.POLICY_LOSSES]

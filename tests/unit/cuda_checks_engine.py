@@ -85,7 +85,7 @@ def the_engine_can_sleep(patch: Patch, folder: Any) -> None:
 
 @asked_at("engine.staging:StagedWeights._parameter")
 def staged_weights_are_in_pinned_memory(patch: Patch, _: Any) -> None:
-    from megatron_rl.engine.staging import StagedWeights
+    from megatron_rl.engine.weights.staging import StagedWeights
 
     make, asked = torch.zeros_like, []
 
@@ -101,7 +101,7 @@ def staged_weights_are_in_pinned_memory(patch: Patch, _: Any) -> None:
 
 @asked_at("engine.server:start_server")
 def a_server_is_not_told_about_cpus(patch: Patch, _: Any) -> None:
-    from megatron_rl.engine import server
+    from megatron_rl.engine.serving import server
 
     seen: dict[str, str] = {}
     patch.setattr(server.subprocess, "Popen", lambda *_, env, **__: seen.update(env))

@@ -8,11 +8,11 @@ from transformers import Qwen2Config
 
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config, ParallelConfig, PrecisionConfig, RolloutConfig
+from megatron_rl.models import Architecture, architecture_from
 from megatron_rl.planning import memory
 from megatron_rl.planning.memory import StageMemory
 from megatron_rl.planning.phases import Room
 from megatron_rl.planning.workload import Workload
-from megatron_rl.policy.families import Architecture, architecture_from
 
 QWEN2_5_7B = architecture_from(
     Qwen2Config(

@@ -8,7 +8,7 @@ from transformers import Qwen2Config, Qwen3MoeConfig
 
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config, PrecisionConfig
-from megatron_rl.policy.families import Architecture, architecture_from
+from megatron_rl.models import Architecture, architecture_from
 
 SMALL: dict[str, Any] = dict(
     hidden_size=64,

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config.hardware import Machine
 from megatron_rl.config.load import compose
+from megatron_rl.config.rules.hardware import Machine
 from tests.unit import cuda_checks_engine  # noqa: F401
 from tests.unit.cuda_checks import CHECKS, Patch, asked_at
 from tests.unit.cuda_sites import askers, sites
@@ -64,7 +64,8 @@ def the_device_is_this_rank_s(_: Patch, __: Any) -> None:
 
 @asked_at("runtime.launch:start")
 def nccl_beside_gloo(patch: Patch, _: Any) -> None:
-    from megatron_rl.runtime import failure, launch
+    from megatron_rl.runtime import launch
+    from megatron_rl.runtime.guard import failure
 
     seen: dict[str, Any] = {}
     control = object()
@@ -140,7 +141,7 @@ def the_device_s_memory_is_measured(patch: Patch, _: Any) -> None:
 
 @asked_at("trainer.saved_settings:engine_of_machine")
 def samples_come_from_the_engine_of_a_gpu(_: Patch, folder: Any) -> None:
-    from megatron_rl.trainer.sample import _values_of_model
+    from megatron_rl.evaluation.sample import _values_of_model
 
     assert _values_of_model(folder)["rollout"] == compose("rollout/vllm")
     assert compose("rollout/vllm") != compose("rollout/vllm_cpu")

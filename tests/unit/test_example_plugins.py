@@ -14,11 +14,11 @@ from transformers import Qwen3Config
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.loss import ResponseBatch, TokenBatch, load_method
+from megatron_rl.models import read_architecture
 from megatron_rl.plugins import load_plugins, loaded, sources
-from megatron_rl.policy.families import read_architecture
+from megatron_rl.rollouts.experience import Response
+from megatron_rl.rollouts.hooks import RolloutHooks, edited
 from megatron_rl.runtime.launch import World
-from megatron_rl.trainer.experience import Response
-from megatron_rl.trainer.hooks import RolloutHooks, edited
 from megatron_rl.types import Completion, Prompt, Score
 from tests.launch import REPO
 

@@ -12,14 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.checkpoints.chunks import Box, Range
-from megatron_rl.planning.training_shards import (
-    TrainingLayout,
-    check_layout,
-    place_of,
-    stage_chunks,
-)
-from megatron_rl.policy.families import Architecture
-from megatron_rl.policy.parameter_map import (
+from megatron_rl.models import Architecture
+from megatron_rl.models.parameter_map import (
     FUSED_NORMS,
     Parameter,
     axis_sizes,
@@ -29,7 +23,13 @@ from megatron_rl.policy.parameter_map import (
     outer_parameters,
     padded_vocab,
 )
-from megatron_rl.policy.stored_state import Cut, States, StoredParameter
+from megatron_rl.planning.training_shards import (
+    TrainingLayout,
+    check_layout,
+    place_of,
+    stage_chunks,
+)
+from megatron_rl.policy.state.stored_state import Cut, States, StoredParameter
 
 # Of a distributed optimizer: float32 weights and both moments.
 STATES = ("param", "exp_avg", "exp_avg_sq")

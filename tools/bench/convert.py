@@ -24,8 +24,8 @@ import torch
 from machine import Watch, description, in_turns, spread
 
 from megatron_rl.checkpoints.hf import ShardWriter
-from megatron_rl.policy.families import read_architecture
-from megatron_rl.policy.parameter_map import hf_shapes, model_parameters
+from megatron_rl.models import read_architecture
+from megatron_rl.models.parameter_map import hf_shapes, model_parameters
 
 TOOL = Path(__file__).resolve().parents[1] / "convert_checkpoint.py"
 CONFIG = {

@@ -44,13 +44,13 @@ from machine import Watch, description, in_turns, spread
 from whole_batch import FlatCompletions, mismatch, whole_batch
 
 from megatron_rl.data.token_rows import TokenRows
-from megatron_rl.policy.packing_plan import plan_microbatches
-from megatron_rl.policy.work_model import WorkModel
+from megatron_rl.policy.batches.packing_plan import plan_microbatches
+from megatron_rl.policy.batches.work_model import WorkModel
+from megatron_rl.rollouts.exchange import exchange_rows, token_rows
+from megatron_rl.rollouts.experience import Responses, experience_of
+from megatron_rl.rollouts.ownership import Route, owning_ranks
+from megatron_rl.rollouts.partials import mismatch_of_partials, mismatch_partials
 from megatron_rl.runtime.launch import World
-from megatron_rl.trainer.exchange import exchange_rows, token_rows
-from megatron_rl.trainer.experience import Responses, experience_of
-from megatron_rl.trainer.ownership import Route, owning_ranks
-from megatron_rl.trainer.partials import mismatch_of_partials, mismatch_partials
 from megatron_rl.trainer.placement import Placement
 from megatron_rl.types import Completion, Prompt, Score, Sequences
 

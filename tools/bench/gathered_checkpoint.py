@@ -28,8 +28,8 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import Tensor
 
 from megatron_rl.checkpoints import directory
-from megatron_rl.policy.checkpoint import EXTRA, add_zero_counts, describe
 from megatron_rl.policy.optimizer import create_state, parts, unshare_steps
+from megatron_rl.policy.state.checkpoint import EXTRA, add_zero_counts, describe
 from megatron_rl.runtime.device import platform
 from megatron_rl.runtime.digest import file_digest
 from megatron_rl.runtime.launch import from_first_rank, gather_objects

@@ -16,8 +16,8 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from megatron_rl.config.hardware import machine_problems
 from megatron_rl.config.load import compose, validate
+from megatron_rl.config.rules.hardware import machine_problems
 from megatron_rl.config.schema import Config
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.errors import ConfigError

@@ -29,9 +29,9 @@ from gpu_model import (
 from torch import Tensor
 
 from megatron_rl.policy.hardware import this_machine
-from megatron_rl.policy.logprobs import response_logprobs
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.policy.offload import Offload
+from megatron_rl.policy.passes.logprobs import response_logprobs
+from megatron_rl.policy.state.offload import Offload
 from megatron_rl.runtime import launch
 from megatron_rl.runtime.device import device, platform
 

@@ -30,12 +30,12 @@ from gpu_model import (
     write_model,
 )
 
+from megatron_rl.rollouts.colocation import ColocatedSync, Colocation
+from megatron_rl.rollouts.sources import Colocated
 from megatron_rl.runtime import launch
 from megatron_rl.runtime.device import device
 from megatron_rl.runtime.memory import Ledger, memory_in_use
 from megatron_rl.trainer.build import build_engine
-from megatron_rl.trainer.colocation import ColocatedSync, Colocation
-from megatron_rl.trainer.sources import Colocated
 from megatron_rl.types import Prompt, Sampling
 
 

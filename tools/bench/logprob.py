@@ -28,7 +28,7 @@ import torch.distributed as dist
 from machine import Watch, description, in_turns, spread
 from torch import Tensor
 
-from megatron_rl.policy.logprobs import response_logprobs
+from megatron_rl.policy.passes.logprobs import response_logprobs
 
 VARIANTS = ("full", "megatron", "chunked")
 # Factor over ``full`` that the chunked operation is to stay below.

@@ -32,11 +32,11 @@ import torch
 from gpu_model import table
 from machine import Watch, description, spread
 
-from megatron_rl.config.hardware import BLOCK
-from megatron_rl.policy.microbatches import multiples, padded_lengths
-from megatron_rl.policy.packing_plan import plan_microbatches
-from megatron_rl.policy.prefix_sharing import plan_shared_prompts
-from megatron_rl.policy.work_model import WorkModel
+from megatron_rl.config.rules.hardware import BLOCK
+from megatron_rl.policy.batches.microbatches import multiples, padded_lengths
+from megatron_rl.policy.batches.packing_plan import plan_microbatches
+from megatron_rl.policy.batches.work_model import WorkModel
+from megatron_rl.policy.passes.prefix_sharing import plan_shared_prompts
 from megatron_rl.types import SequenceBatch
 
 # rows, data-parallel size, multiple, budget, longest sequence

@@ -117,7 +117,7 @@ def mount_alone(copy: Path, name: Path) -> None:
 
 def each_for_itself() -> None:
     """As it was before the weights of the policy were sent to the other ranks."""
-    from megatron_rl.policy import weights
+    from megatron_rl.policy.state import weights
 
     weights._reads = lambda item, ranks: True
     weights._copy_to_others = lambda held, ranks: None

@@ -26,15 +26,15 @@ from machine import Watch, description, spread
 from torch import Tensor
 from transformers import AutoConfig
 
+from megatron_rl.models import Architecture, architecture_from
 from megatron_rl.planning.training_shards import parse_rollout, parse_training, training_shards
-from megatron_rl.policy.families import Architecture, architecture_from
 from megatron_rl.weight_sync.buckets import strided
-from megatron_rl.weight_sync.engine_tables import ModelShape, rollout_shards
 from megatron_rl.weight_sync.exchange import exchange
-from megatron_rl.weight_sync.plan import Machines, Plan, PlanSettings, Side, make_plan
-from megatron_rl.weight_sync.program import compile_program
-from megatron_rl.weight_sync.rects import Rect
-from megatron_rl.weight_sync.shards import ShardGroup, extent, subview
+from megatron_rl.weight_sync.planner.engine_tables import ModelShape, rollout_shards
+from megatron_rl.weight_sync.planner.plan import Machines, Plan, PlanSettings, Side, make_plan
+from megatron_rl.weight_sync.planner.program import compile_program
+from megatron_rl.weight_sync.planner.rects import Rect
+from megatron_rl.weight_sync.planner.shards import ShardGroup, extent, subview
 from megatron_rl.weight_sync.transport import Transport, TransportReport, tensors
 
 HEAD_DIM = 128

@@ -23,9 +23,9 @@ import torch
 from machine import Watch, description, spread
 from torch import Tensor
 
-from megatron_rl.policy.head import Head
-from megatron_rl.policy.logprobs import token_values
-from megatron_rl.policy.nucleus import nucleus_entropy
+from megatron_rl.policy.passes.head import Head
+from megatron_rl.policy.passes.logprobs import token_values
+from megatron_rl.policy.passes.nucleus import nucleus_entropy
 
 PLAIN = "logprobs"
 VARIANTS = {

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.loss import EstimatorNeeds, Evidence, register_estimator
-from megatron_rl.loss.advantages import apd, zscore
+from megatron_rl.loss.per_response.advantages import apd, zscore
 
 
 @register_estimator("mixed_at_random", needs=EstimatorNeeds(min_group=2, unit_rewards=True))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_rl.loss import EstimatorNeeds, Evidence, register_estimator
-from megatron_rl.loss.advantages import zscore
+from megatron_rl.loss.per_response.advantages import zscore
 
 
 @register_estimator("zscore_part_means", needs=EstimatorNeeds(min_group=2))

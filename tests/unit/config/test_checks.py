@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.checks import check
-from megatron_rl.config.hardware import Machine
 from megatron_rl.config.load import compose, validate
+from megatron_rl.config.rules.checks import check
+from megatron_rl.config.rules.hardware import Machine
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl import train
-from megatron_rl.config.command_line import answer, arguments, words_of_sweep
-from megatron_rl.config.hydra_words import ANSWERS
-from megatron_rl.config.hydra_words import answer as way_of
+from megatron_rl.config.cli.command_line import answer, arguments, words_of_sweep
+from megatron_rl.config.cli.hydra_words import ANSWERS
+from megatron_rl.config.cli.hydra_words import answer as way_of
 from megatron_rl.config.load import compose, known_keys
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from megatron_rl.config.engine_checks import check_evaluation
-from megatron_rl.config.hardware import Machine
 from megatron_rl.config.load import compose, validate
+from megatron_rl.config.rules.engine_checks import check_evaluation
+from megatron_rl.config.rules.hardware import Machine
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
 from tests.unit.config.test_checks import MODEL

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.config.hardware import Machine, linear_sizes, machine_problems
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.model_config import model_sizes
+from megatron_rl.config.rules.hardware import Machine, linear_sizes, machine_problems
 from megatron_rl.config.schema import Config
 
 QWEN2_5_7B = {

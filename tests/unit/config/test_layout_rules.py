@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.layout_rules import layout_problems, rollout_problems, stage_layers
 from megatron_rl.config.load import compose
 from megatron_rl.config.model_config import ModelSizes, model_sizes
+from megatron_rl.config.rules.layout_rules import layout_problems, rollout_problems, stage_layers
 from megatron_rl.config.schema import ParallelConfig, RolloutConfig
 
 DENSE = ModelSizes(

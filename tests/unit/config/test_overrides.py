@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.foreign_keys import NAMES_HERE, NOT_SUPPORTED, RENAMED, not_supported
+from megatron_rl.config.cli.foreign_keys import NAMES_HERE, NOT_SUPPORTED, RENAMED, not_supported
+from megatron_rl.config.cli.overrides import typed
 from megatron_rl.config.load import check_given, compose, known_keys, validate
-from megatron_rl.config.overrides import typed
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
 from megatron_rl.train import main

@@ -6,8 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from megatron_rl.config.cli.quoting import override
 from megatron_rl.config.load import compose
-from megatron_rl.config.quoting import override
 
 HOSTILE = [
     "runs/ablation/method=grpo,seed=1",

@@ -24,9 +24,9 @@ from megatron_rl.loss import (
     register_shaper,
     register_token_shaper,
 )
+from megatron_rl.models import Family, register_family
 from megatron_rl.plugins import load_plugins
-from megatron_rl.policy.families import Family, register_family
-from megatron_rl.trainer.hooks import register_rollout_hook
+from megatron_rl.rollouts.hooks import register_rollout_hook
 from tests.unit.loss.batches import response_batch, rollout, token_batch
 
 pytestmark = pytest.mark.usefixtures("fresh_registries")

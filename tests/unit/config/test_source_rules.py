@@ -3,8 +3,8 @@
 import pytest
 
 from megatron_rl.config.load import compose, validate
+from megatron_rl.config.rules.source_rules import source_problems
 from megatron_rl.config.schema import Config
-from megatron_rl.config.source_rules import source_problems
 
 PATHS = ["model.path=/m", "data.train=/a", "data.eval=/b", "precision=fp32", "rollout=vllm_cpu"]
 CORRECTED = ["method.mismatch.kind=tis", "method.mismatch.cap=2.0"]

@@ -17,11 +17,11 @@ import pytest
 
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import DataConfig
-from megatron_rl.data.images import parts_of
 from megatron_rl.data.loader import PromptLoader
+from megatron_rl.data.multimodal.images import parts_of
+from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.prompts import load_prompts, load_sources, without_overlap
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.data.vision import VisionProcessor
 from megatron_rl.types import Prompt
 from tests.unit.data.pictures import QUESTION, png
 from tests.unit.data.toy import character_tokenizer, data_config

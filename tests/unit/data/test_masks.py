@@ -7,8 +7,8 @@ from dataclasses import replace
 import PIL.Image
 import torch
 
-from megatron_rl.data.masks import masked
-from megatron_rl.data.vision import VisionProcessor
+from megatron_rl.data.multimodal.masks import masked
+from megatron_rl.data.multimodal.vision import VisionProcessor
 from tests.unit.data.pictures import image
 
 

@@ -15,13 +15,14 @@ import pyarrow.parquet
 import pytest
 import torch.distributed as dist
 
-from megatron_rl.data import images, prompt_file, reading
+from megatron_rl.data import prompt_file, reading
 from megatron_rl.data.loader import fingerprint
+from megatron_rl.data.multimodal import images
+from megatron_rl.data.multimodal.vision import vision_of
 from megatron_rl.data.shared import private_folder, shared_data
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.data.vision import vision_of
+from megatron_rl.evaluation.evaluation import without_training
 from megatron_rl.runtime.launch import World
-from megatron_rl.trainer.evaluation import without_training
 from tests.ranks import on_ranks
 from tests.unit.data.pictures import QUESTION, png
 from tests.unit.data.test_reading import config

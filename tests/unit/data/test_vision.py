@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoImageProcessor, AutoProcessor
 
-from megatron_rl.data import vision as vision_module
-from megatron_rl.data.vision import VisionProcessor, vision_of
+from megatron_rl.data.multimodal import vision as vision_module
+from megatron_rl.data.multimodal.vision import VisionProcessor, vision_of
 from tests.unit.data.pictures import image
 from tests.unit.data.toy import data_config
 

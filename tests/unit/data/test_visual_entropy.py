@@ -11,8 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from megatron_rl.data import visual_entropy
-from megatron_rl.data.visual_entropy import visual_entropy as entropy_of
+from megatron_rl.data.multimodal import visual_entropy
+from megatron_rl.data.multimodal.visual_entropy import visual_entropy as entropy_of
 from megatron_rl.loss import load_method
 from tools import visual_entropy as tool
 

@@ -9,7 +9,7 @@ import socket
 
 import pytest
 
-from megatron_rl.engine.client import (
+from megatron_rl.engine.serving.client import (
     RequestFailedError,
     ServerClient,
     ServerLostError,

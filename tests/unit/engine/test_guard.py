@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from megatron_rl.engine.guard import RequireSecret
+from megatron_rl.engine.serving.guard import RequireSecret
 
 SECRET = "known to this run"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.engine.recorder import UndiscoveredError, partly_filled, record_shards
+from megatron_rl.engine.weights.recorder import UndiscoveredError, partly_filled, record_shards
 from megatron_rl.types import Shard
 
 SHAPES = {"q": (6, 4), "down": (3, 8), "norm": (4,), "expert": (2, 6), "scale": ()}

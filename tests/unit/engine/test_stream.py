@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.engine.sampling import eos_token_ids
-from megatron_rl.engine.stream import CheckedStream, expected_tensors
+from megatron_rl.engine.weights.stream import CheckedStream, expected_tensors
 from megatron_rl.errors import WeightSyncError
 
 EXPECTED = {"a": (2, 3), "b": (4,)}

@@ -23,9 +23,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.worker.gpu_worker import Worker
 
 from megatron_rl import vllm_plugin
-from megatron_rl.engine import transfer_backend
 from megatron_rl.engine.async_engine import AsyncEngine
-from megatron_rl.engine.worker import WeightReceiver
+from megatron_rl.engine.weights import transfer_backend
+from megatron_rl.engine.weights.worker import WeightReceiver
 from megatron_rl.runtime.joint_group import Meeting, host_store
 from megatron_rl.types import TransferOptions
 

@@ -3,7 +3,7 @@ about eps."""
 
 import torch
 
-from megatron_rl.loss import advantages as adv
+from megatron_rl.loss.per_response import advantages as adv
 from megatron_rl.loss.segments import segments_of
 from tests.unit.loss.groups import evidence, flags, ragged, same, vector
 

@@ -15,13 +15,13 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.loss import (
     Evidence,
     Terms,
-    advantages,
     load_method,
     register,
     register_estimator,
     register_policy_loss,
     register_shaper,
 )
+from megatron_rl.loss.per_response import advantages
 from tests.unit.loss import test_advantages
 from tests.unit.loss.batches import response_batch, rollout, token_batch
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.loss import ResponseBatch
-from megatron_rl.loss.credit import CreditPlan, credit
+from megatron_rl.loss.per_response.credit import CreditPlan, credit
 from tests.unit.loss.groups import flags, same, vector
 
 PLAN = CreditPlan(

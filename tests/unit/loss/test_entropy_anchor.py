@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_rl.loss import entropy_anchor
+from megatron_rl.loss.per_token import entropy_anchor
 from tests.unit.loss.groups import flags, same, vector
 
 

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_rl.loss import given_responses as losses
-from megatron_rl.loss import policy_losses
+from megatron_rl.loss.per_token import given_responses as losses
+from megatron_rl.loss.per_token import policy_losses
 from tests.unit.loss.groups import flags, same, vector
 
 # f(2) and f(1/2): 2 - 1 - log 2, 1/2 - 1 + log 2; 2 log 2 - 3 log 1.5, -log 2 / 2 - 1.5 log 0.75;

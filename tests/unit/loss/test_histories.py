@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_rl.loss import histories
+from megatron_rl.loss.per_response import histories
 from megatron_rl.loss.segments import segments_of
 from tests.unit.loss.groups import ragged, same, vector
 

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_rl.loss import advantages as adv
-from megatron_rl.loss import aggregate, filters, kl, shaping
-from megatron_rl.loss import policy_losses as losses
+from megatron_rl.loss.per_response import advantages as adv
+from megatron_rl.loss.per_response import filters, shaping
+from megatron_rl.loss.per_token import aggregate, kl
+from megatron_rl.loss.per_token import policy_losses as losses
 from megatron_rl.loss.segments import Segments, segments_of
 from tests.unit.loss.groups import evidence
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from megatron_rl.loss import mismatch
+from megatron_rl.loss.per_token import mismatch
 from tests.unit.loss.groups import flags, same, vector
 
 GAP = vector(*[math.log(ratio) for ratio in (1, 4, 0.25, 1.9, 0.6)])

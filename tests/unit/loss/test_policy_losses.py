@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_rl.loss import policy_losses as losses
+from megatron_rl.loss.per_token import policy_losses as losses
 from tests.unit.loss.groups import flags, same, vector
 
 

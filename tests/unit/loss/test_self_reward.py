@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_rl.loss import self_reward
+from megatron_rl.loss.per_token import self_reward
 from tests.unit.loss.groups import flags, same, vector
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_rl.loss import shaping, tails
+from megatron_rl.loss.per_response import shaping, tails
 from megatron_rl.loss.segments import segments_of
 from tests.unit.loss.groups import flags, same, vector
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_rl.loss import TokenBatch, choices
-from megatron_rl.loss.token_loss import LossPlan, token_loss
+from megatron_rl.loss.per_token.token_loss import LossPlan, token_loss
 from tests.unit.loss.groups import flags, same, vector
 
 PLAN = LossPlan(

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 from transformers import Qwen3MoeConfig
 
-from megatron_rl.config.layout_rules import stage_layers
 from megatron_rl.config.load import compose
+from megatron_rl.config.rules.layout_rules import stage_layers
+from megatron_rl.models import architecture_from
 from megatron_rl.planning.policy_memory import live_layers
 from megatron_rl.planning.workload import workload
 from megatron_rl.policy.activations import layer_activations
-from megatron_rl.policy.families import architecture_from
-from megatron_rl.policy.packing_plan import plan_microbatches
-from megatron_rl.policy.work_model import WorkModel
+from megatron_rl.policy.batches.packing_plan import plan_microbatches
+from megatron_rl.policy.batches.work_model import WorkModel
 from tests.unit.planning_of_7b import (
     EMBEDDING,
     LAYER,

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from transformers import Qwen3MoeConfig
 
+from megatron_rl.models import architecture_from
 from megatron_rl.planning.engine_memory import GIB
-from megatron_rl.policy.families import architecture_from
 from tests.unit.planning_of_7b import EMBEDDING, LAYER, QWEN2_5_7B, plan
 
 FIVE_EXPERTS = architecture_from(

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_rl.models import FAMILIES, read_architecture
 from megatron_rl.planning.parameter_counts import engine_counts
 from megatron_rl.planning.policy_memory import live_first_chunks
 from megatron_rl.policy.activations import tower_activations, tower_block
-from megatron_rl.policy.families import FAMILIES, read_architecture
-from megatron_rl.policy.vision import set_tower_angles
+from megatron_rl.policy.passes.vision import set_tower_angles
 from tests.unit.planning_of_7b import LOAD, engine_settings, parallel, plan
 from tests.unit.qwen2_5_vl import write_config
 from tests.zoo import seeing_config

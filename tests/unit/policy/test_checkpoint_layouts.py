@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl.planning.training_shards import TrainingLayout
-from megatron_rl.policy.checkpoint import sharded_model
-from megatron_rl.policy.stored_state import StoredParameter, stored_parameters
+from megatron_rl.policy.state.checkpoint import sharded_model
+from megatron_rl.policy.state.stored_state import StoredParameter, stored_parameters
 from tests.launch import REPO
 from tests.ranks import on_ranks
 from tests.zoo import save_tiny_model, tiny_policy

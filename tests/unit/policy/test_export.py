@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError
 
 from megatron_rl.checkpoints.hf import ShardWriter
-from megatron_rl.policy.export import _write
+from megatron_rl.policy.state.export import _write
 from megatron_rl.runtime.disk import says_full
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import transformers
 
-from megatron_rl.policy import families
-from megatron_rl.policy.families import architecture_from, read_architecture
-from megatron_rl.policy.parameter_map import layer_parameters, shards
+from megatron_rl import models as families
+from megatron_rl.models import architecture_from, read_architecture
+from megatron_rl.models.parameter_map import layer_parameters, shards
 from tests.zoo import FAMILIES as TINY
 from tests.zoo import SMALL
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.policy import host_memory, offload
-from megatron_rl.policy.host_memory import HostBuffer, block_sizes, pinned_bytes, rounded
+from megatron_rl.policy.state import host_memory, offload
+from megatron_rl.policy.state.host_memory import HostBuffer, block_sizes, pinned_bytes, rounded
 
 MIB = 2**20
 

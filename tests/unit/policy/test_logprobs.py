@@ -7,10 +7,10 @@ import torch
 from jaxtyping import install_import_hook
 
 with install_import_hook(
-    "megatron_rl.policy.logprobs", "beartype.beartype"
+    "megatron_rl.policy.passes.logprobs", "beartype.beartype"
 ):  # annotations of shape and dtype are executed
-    from megatron_rl.policy.logprobs import Head, response_logprobs, token_values
-    from megatron_rl.policy.nucleus import nucleus_entropy
+    from megatron_rl.policy.passes.logprobs import Head, response_logprobs, token_values
+    from megatron_rl.policy.passes.nucleus import nucleus_entropy
 
 T = 11
 H = 6

@@ -8,9 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_rl.policy.attention import group, zigzag
-from megatron_rl.policy.microbatches import Microbatch, Multiples, Packer, multiples, padded_lengths
-from megatron_rl.policy.packing_plan import plan_microbatches
+from megatron_rl.policy.batches.microbatches import (
+    Microbatch,
+    Multiples,
+    Packer,
+    multiples,
+    padded_lengths,
+)
+from megatron_rl.policy.batches.packing_plan import plan_microbatches
+from megatron_rl.policy.passes.attention import group, zigzag
 from megatron_rl.types import SequenceBatch
 
 CPU = torch.device("cpu")

@@ -11,9 +11,10 @@ from megatron.core.extensions import transformer_engine as extension
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.moe import moe_utils
 
-from megatron_rl.config.hardware import Machine
-from megatron_rl.policy import model, weights
+from megatron_rl.config.rules.hardware import Machine
+from megatron_rl.policy import model
 from megatron_rl.policy.activations import selective_modules
+from megatron_rl.policy.state import weights
 from tests.numerics.policy_cases import parallel
 from tests.unit.small_models import DENSE, EXPERTS, experts, precision
 

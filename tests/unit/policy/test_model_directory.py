@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.checkpoints.hf import HfDirectory
 from megatron_rl.config.model_config import read_model_config
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.policy import weights
-from megatron_rl.policy.families import FAMILIES, read_architecture
-from megatron_rl.policy.parameter_map import local_shape, model_parameters, shards
+from megatron_rl.models import FAMILIES, read_architecture
+from megatron_rl.models.parameter_map import local_shape, model_parameters, shards
+from megatron_rl.policy.state import weights
 from tests.e2e.toy import write_model
 
 POINTER = "version 1\noid sha256:4665a5ea423c2713d436b5ee50593a9640e0018c1550b5a0002f74190d6caea8\n"

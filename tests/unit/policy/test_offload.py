@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.policy.offload import Offload, dispatcher_tensors, release_caches
+from megatron_rl.policy.state.offload import Offload, dispatcher_tensors, release_caches
 from megatron_rl.runtime.device import platform
 
 CPU = torch.device("cpu")

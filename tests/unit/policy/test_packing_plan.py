@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.policy.packing_plan import (
+from megatron_rl.policy.batches.packing_plan import (
     largest_differencing,
     plan_costs,
     plan_microbatches,
 )
-from megatron_rl.policy.work_model import WorkModel
+from megatron_rl.policy.batches.work_model import WorkModel
 from tests.unit.data import plain_packing
 
 BUDGET = 64

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.policy.families.base import ATTENTION, DENSE_MLP, QKV_BIAS, Architecture
-from megatron_rl.policy.families.mixtral import EXPERT, ROUTER
-from megatron_rl.policy.parameter_map import (
+from megatron_rl.models.base import ATTENTION, DENSE_MLP, QKV_BIAS, Architecture
+from megatron_rl.models.mixtral import EXPERT, ROUTER
+from megatron_rl.models.parameter_map import (
     hf_names,
     hf_shapes,
     layer_parameters,

@@ -10,11 +10,11 @@ from megatron.core.fp8_utils import get_fp8_align_size, is_first_last_bf16_layer
 from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.config.hardware import Machine
 from megatron_rl.config.load import compose, validate
+from megatron_rl.config.rules.hardware import Machine
 from megatron_rl.config.schema import Config
+from megatron_rl.policy.batches.microbatches import Multiples, multiples
 from megatron_rl.policy.hardware import this_machine, transformer_engine_version
-from megatron_rl.policy.microbatches import Multiples, multiples
 from megatron_rl.policy.precision import (
     assign,
     ddp_config,

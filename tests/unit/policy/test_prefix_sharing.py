@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.data.sequences import sequence_batch
-from megatron_rl.policy.packing_plan import plan_microbatches
-from megatron_rl.policy.prefix_sharing import plan_shared_prompts
-from megatron_rl.policy.work_model import WorkModel
+from megatron_rl.policy.batches.packing_plan import plan_microbatches
+from megatron_rl.policy.batches.work_model import WorkModel
+from megatron_rl.policy.passes.prefix_sharing import plan_shared_prompts
 from megatron_rl.types import SequenceBatch
 
 

@@ -15,12 +15,12 @@ from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.checkpoints.facts import num_parameters
 from megatron_rl.checkpoints.hf import HfDirectory
-from megatron_rl.config.layout_rules import model_problems
 from megatron_rl.config.load import compose
+from megatron_rl.config.rules.layout_rules import model_problems
 from megatron_rl.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
-from megatron_rl.policy.families import FAMILIES, read_architecture
-from megatron_rl.policy.families.base import vision_problems
-from megatron_rl.policy.parameter_map import hf_shapes, model_parameters, vision_parameters
+from megatron_rl.models import FAMILIES, read_architecture
+from megatron_rl.models.base import vision_problems
+from megatron_rl.models.parameter_map import hf_shapes, model_parameters, vision_parameters
 from megatron_rl.types import Shard
 from tests.numerics.seeing import published_name
 from tests.unit.qwen2_5_vl import CONFIGS, write_config

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoints import directory, safe_load
 from megatron_rl.checkpoints.hf import HfDirectory
-from megatron_rl.policy import weights
+from megatron_rl.policy.state import weights
 from megatron_rl.types import Shard
 from tests.ranks import on_ranks
 from tests.zoo import save_tiny_model, tiny_policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.policy.forward import _numbers
+from megatron_rl.policy.passes.forward import _numbers
 
 
 def test_the_numbers_are_those_read_one_by_one():

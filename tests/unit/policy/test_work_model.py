@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_rl.policy.work_model import WorkModel
+from megatron_rl.policy.batches.work_model import WorkModel
 from tests.unit.planning_of_7b import QWEN2_5_7B
 from tests.unit.small_models import EXPERTS
 

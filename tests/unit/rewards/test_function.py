@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from megatron_rl.rewards import function_worker
 from megatron_rl.rewards.build import build_reward
+from megatron_rl.rewards.workers import function_worker
 from megatron_rl.types import Prompt
 from tests.unit.rewards.cases import config, prompt
 

@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from megatron_rl import plugins
-from megatron_rl.rewards import registry, server
+from megatron_rl.rewards import registry
 from megatron_rl.rewards.build import build_reward
+from megatron_rl.rewards.workers import server
 from tests.launch import REPO
 from tests.unit.rewards.cases import accuracies, config, prompt
 

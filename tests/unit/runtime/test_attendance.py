@@ -8,8 +8,8 @@ from contextlib import ExitStack
 import pytest
 import torch.distributed as dist
 
-from megatron_rl.runtime import attendance
-from megatron_rl.runtime.attendance import FIRST_S, Attendance
+from megatron_rl.runtime.guard import attendance
+from megatron_rl.runtime.guard.attendance import FIRST_S, Attendance
 
 
 class CountedStore:

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from megatron_rl.runtime import ballot as ballot_file
-from megatron_rl.runtime.ballot import Ballot, alive, create
+from megatron_rl.runtime.guard import ballot as ballot_file
+from megatron_rl.runtime.guard.ballot import Ballot, alive, create
 
 
 def test_one_of_many_wins(tmp_path):

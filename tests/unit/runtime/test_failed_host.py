@@ -6,10 +6,10 @@ import socket
 
 import pytest
 
-from megatron_rl.runtime import failure
-from megatron_rl.runtime.ballot import Ballot
-from megatron_rl.runtime.failed_host import FAILED_HOST, write
-from megatron_rl.runtime.failure import Message
+from megatron_rl.runtime.guard import failure
+from megatron_rl.runtime.guard.ballot import Ballot
+from megatron_rl.runtime.guard.failed_host import FAILED_HOST, write
+from megatron_rl.runtime.guard.failure import Message
 
 
 @pytest.fixture

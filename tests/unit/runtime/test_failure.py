@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl.errors import concerning
-from megatron_rl.runtime import failure
-from megatron_rl.runtime.failure import Message, describe, is_consequence, write_error_file
+from megatron_rl.runtime.guard import failure
+from megatron_rl.runtime.guard.failure import Message, describe, is_consequence, write_error_file
 
 
 def raised(error: BaseException) -> BaseException:

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.runtime import stacks
-from megatron_rl.runtime.activity import Activity
-from megatron_rl.runtime.heartbeat import BEAT_S, Count
+from megatron_rl.runtime.guard import stacks
+from megatron_rl.runtime.guard.activity import Activity
+from megatron_rl.runtime.guard.heartbeat import BEAT_S, Count
 from megatron_rl.runtime.launch import NO_LIMIT, from_first_rank
 from tests.launch import REPO
 from tests.ranks import on_ranks
@@ -62,7 +62,7 @@ def test_a_process_that_has_ended_is_not_asked():
 
 PROGRAM = """
 import re
-from megatron_rl.runtime import stacks
+from megatron_rl.runtime.guard import stacks
 stacks.answer_signal()
 print("ready", flush=True)
 def never_ends():

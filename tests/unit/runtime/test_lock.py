@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.runtime import lock
+from megatron_rl.runtime.guard import lock
 from tests.launch import REPO, end
 
 HOLD = """
 import subprocess, sys, time
 from pathlib import Path
 sys.path.insert(0, {repo!r})
-from megatron_rl.runtime import lock
+from megatron_rl.runtime.guard import lock
 lock.hold(Path(sys.argv[1]), "first")
 lock.hold(Path(sys.argv[1]), "first")
 orphan = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.command_line import Root
+from megatron_rl.config.cli.command_line import Root
 from megatron_rl.config.load import compose
 from megatron_rl.sweep import main
 from megatron_rl.sweeping import record

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.config.command_line import Root
+from megatron_rl.config.cli.command_line import Root
 from megatron_rl.sweep import main
 from megatron_rl.sweeping import commands
 from megatron_rl.sweeping.cells import Cell, make_cells

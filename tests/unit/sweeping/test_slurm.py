@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.command_line import Root
+from megatron_rl.config.cli.command_line import Root
 from megatron_rl.sweep import main
 from megatron_rl.sweeping.cells import make_cells
 from megatron_rl.sweeping.commands import Slurm, local, write_cells

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.config.command_line import Root
+from megatron_rl.config.cli.command_line import Root
 from megatron_rl.sweeping.cells import Cell, make_cells
 from megatron_rl.sweeping.summary import summary
 

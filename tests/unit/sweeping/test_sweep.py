@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.command_line import Root
+from megatron_rl.config.cli.command_line import Root
 from megatron_rl.config.load import compose, conf_dir, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
+from megatron_rl.run.run_record import describe
 from megatron_rl.sweep import main
 from megatron_rl.sweeping import commands
 from megatron_rl.sweeping.cells import check, is_finished, make_cells
 from megatron_rl.sweeping.combinations import combinations, run_names
-from megatron_rl.trainer.run_record import describe
 
 NEEDED = ["model.path=m", "data.train=t", "data.eval=e"]
 

@@ -14,14 +14,14 @@ from safetensors.torch import save_file
 
 from megatron_rl.config.load import compose
 from megatron_rl.data.loader import PromptLoader
-from megatron_rl.runtime import lock
+from megatron_rl.rollouts.patience import Patience
+from megatron_rl.rollouts.prompt_stream import PromptStream
+from megatron_rl.rollouts.server_dispatch import ServerDispatcher
+from megatron_rl.rollouts.server_tasks import Tasks
+from megatron_rl.rollouts.server_thread import LoopThread
+from megatron_rl.run import run_folder
+from megatron_rl.runtime.guard import lock
 from megatron_rl.scheduling.batches import Rules
-from megatron_rl.trainer import run_folder
-from megatron_rl.trainer.patience import Patience
-from megatron_rl.trainer.prompt_stream import PromptStream
-from megatron_rl.trainer.server_dispatch import ServerDispatcher
-from megatron_rl.trainer.server_tasks import Tasks
-from megatron_rl.trainer.server_thread import LoopThread
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.types import Sampling
 from tests.unit.trainer.fakes import prompts

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import NonFiniteError
-from megatron_rl.policy.packing_plan import plan_microbatches
-from megatron_rl.policy.prefix_sharing import plan_shared_prompts
+from megatron_rl.policy.batches.packing_plan import plan_microbatches
+from megatron_rl.policy.passes.prefix_sharing import plan_shared_prompts
 from megatron_rl.protocols import ENGINE_PARTS
 from megatron_rl.types import (
     Completion,

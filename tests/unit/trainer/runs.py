@@ -10,20 +10,20 @@ from pathlib import Path
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader
+from megatron_rl.evaluation.evaluator import Evaluator
 from megatron_rl.loss import load_method
+from megatron_rl.rollouts.colocation import ColocatedSync, Colocation
+from megatron_rl.rollouts.rollouts import Rollouts, Sampler, rollout_sampling
+from megatron_rl.rollouts.sources import Colocated
+from megatron_rl.rollouts.step_end import StepEnd
+from megatron_rl.run.run_folder import RunFolder
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import Ledger, memory_in_use
 from megatron_rl.trainer.bundle import write_bundle
-from megatron_rl.trainer.colocation import ColocatedSync, Colocation
-from megatron_rl.trainer.evaluator import Evaluator
 from megatron_rl.trainer.health import Health
 from megatron_rl.trainer.learner import Learner, MinibatchPlan
 from megatron_rl.trainer.placement import Placement
-from megatron_rl.trainer.rollouts import Rollouts, Sampler, rollout_sampling
-from megatron_rl.trainer.run_folder import RunFolder
-from megatron_rl.trainer.sources import Colocated
-from megatron_rl.trainer.step_end import StepEnd
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.types import Sampling
 from tests.unit.trainer.fakes import (

@@ -7,11 +7,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatron_rl.rollouts.prompt_stream import FinishedGroup
+from megatron_rl.rollouts.server_dispatch import ServerDispatcher
+from megatron_rl.rollouts.server_tasks import News
 from megatron_rl.runtime.registry import Registration
 from megatron_rl.scheduling.batches import Rules
-from megatron_rl.trainer.prompt_stream import FinishedGroup
-from megatron_rl.trainer.server_dispatch import ServerDispatcher
-from megatron_rl.trainer.server_tasks import News
 from megatron_rl.types import Completion, Image, Prompt, Sampling, Score
 
 RULES = Rules(groups_per_step=3, responses_per_group=2, staleness=1)

@@ -11,8 +11,8 @@ import torch
 
 from megatron_rl.annealing import Annealing
 from megatron_rl.data.sequences import sequence_batch
-from megatron_rl.trainer.annealed import policy_temperatures, sampling_of_step, temperature_metrics
-from megatron_rl.trainer.end_token import with_end_token
+from megatron_rl.rollouts.annealed import policy_temperatures, sampling_of_step, temperature_metrics
+from megatron_rl.signals.end_token import with_end_token
 from megatron_rl.types import Sampling, Share
 
 ANNEALING = Annealing(1.2, 0.1, decay_tokens=2.0, plain_tokens=1, decay_growth=1.0)

@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from megatron_rl.trainer.best import Scores
-from megatron_rl.trainer.start import finished_already
+from megatron_rl.run.best import Scores
+from megatron_rl.run.start import finished_already
 from tests.unit.trainer.runs import WORLD
 from tests.unit.trainer.test_run_folder import config_of, steps
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_rl.rollouts.colocation import ColocatedSync, Colocation
+from megatron_rl.rollouts.logprob_check import CheckedSync
+from megatron_rl.rollouts.sources import Colocated
 from megatron_rl.runtime.memory import Ledger
-from megatron_rl.trainer.colocation import ColocatedSync, Colocation
-from megatron_rl.trainer.logprob_check import CheckedSync
-from megatron_rl.trainer.sources import Colocated
 from megatron_rl.types import SyncReport
 
 EVERYTHING = ("optimizer", "gradients", "weights")

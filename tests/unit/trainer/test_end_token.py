@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from megatron_rl.data.sequences import sequence_batch
-from megatron_rl.trainer.end_token import EndTokens, with_end_token
+from megatron_rl.signals.end_token import EndTokens, with_end_token
 from megatron_rl.types import Share, TokenScores, TokenView
 
 # Two responses, of one token and of three.

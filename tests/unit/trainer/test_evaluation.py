@@ -10,17 +10,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl import evaluate as program
-from megatron_rl.config.command_line import Root, root_of
+from megatron_rl.config.cli.command_line import Root, root_of
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
+from megatron_rl.evaluation.evaluation import Asking
+from megatron_rl.evaluation.evaluation_folder import EvaluationFolder
+from megatron_rl.evaluation.evaluation_source import Weights, differences, find_evaluation
+from megatron_rl.evaluation.evaluator import judged
 from megatron_rl.reporting.evaluation import detailed_metrics
-from megatron_rl.runtime import lock
-from megatron_rl.trainer.evaluation import Asking
-from megatron_rl.trainer.evaluation_folder import EvaluationFolder
-from megatron_rl.trainer.evaluation_source import Weights, differences, find_evaluation
-from megatron_rl.trainer.evaluator import judged
-from megatron_rl.trainer.rollouts import Sampler
+from megatron_rl.rollouts.rollouts import Sampler
+from megatron_rl.runtime.guard import lock
 from megatron_rl.types import Sampling
 from tests.unit.trainer.fakes import BanditEngine, FirstTokenIsAnswer, prompts
 from tests.unit.trainer.runs import DISPLAY, WORLD, words

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from megatron_rl.data.sequences import response_tokens, sequence_batch
+from megatron_rl.rollouts.exchange import exchange_rows, on_main, token_rows
+from megatron_rl.rollouts.ownership import Route
+from megatron_rl.rollouts.rollouts import Sampler
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
-from megatron_rl.trainer.exchange import exchange_rows, on_main, token_rows
-from megatron_rl.trainer.ownership import Route
-from megatron_rl.trainer.rollouts import Sampler
 from megatron_rl.types import Completion, Prompt, Sampling, Score
 from tests.engines import Answering
 from tests.unit.trainer.runs import WORLD, words

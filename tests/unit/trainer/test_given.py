@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_rl.trainer.given import VERSION, GivenFirst, check_given, encoder, without_given
-from megatron_rl.trainer.metrics import rollout_metrics
+from megatron_rl.rollouts.given import VERSION, GivenFirst, check_given, encoder, without_given
+from megatron_rl.rollouts.metrics import rollout_metrics
 from megatron_rl.types import Completion, Prompt, Sampling
 from tests.engines import Answering, Stepwise
 from tests.unit.trainer.runs import build_bandit, rows

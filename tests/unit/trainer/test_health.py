@@ -12,9 +12,9 @@ import torch
 
 from megatron_rl.config.schema import MismatchLimits, NonFiniteConfig
 from megatron_rl.errors import NonFiniteError
+from megatron_rl.rollouts.metrics import update_metrics
 from megatron_rl.trainer.bundle import read_bundle
 from megatron_rl.trainer.health import Health
-from megatron_rl.trainer.metrics import update_metrics
 from megatron_rl.types import UpdateResult
 from tests.unit.trainer.runs import rows
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.checkpoints.part_writer import saved_bytes
 from megatron_rl.checkpoints.safe_load import load_plain
-from megatron_rl.trainer.histories import Histories
+from megatron_rl.signals.histories import Histories
 from tests.unit.trainer.runs import rows, timeless
 
 DCPO = {"method": "dcpo", "method_overrides": ["std_ddof=0"]}

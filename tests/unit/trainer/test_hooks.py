@@ -11,11 +11,11 @@ from megatron_rl.config.hooks import ROLLOUT_HOOKS
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.loss import load_method
 from megatron_rl.reporting.metrics import defined
-from megatron_rl.trainer.experience import Responses
-from megatron_rl.trainer.hooks import RolloutEdit, RolloutHooks, register_rollout_hook
-from megatron_rl.trainer.metrics import rollout_metrics
-from megatron_rl.trainer.rollouts import Rollouts, Sampler
-from megatron_rl.trainer.step_end import StepEnd
+from megatron_rl.rollouts.experience import Responses
+from megatron_rl.rollouts.hooks import RolloutEdit, RolloutHooks, register_rollout_hook
+from megatron_rl.rollouts.metrics import rollout_metrics
+from megatron_rl.rollouts.rollouts import Rollouts, Sampler
+from megatron_rl.rollouts.step_end import StepEnd
 from megatron_rl.types import Sampling
 from tests.unit.trainer.fakes import BanditEngine, FirstTokenIsAnswer, prompts
 from tests.unit.trainer.runs import DISPLAY, WORLD, words

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from megatron_rl.rollouts.judge import Judge, Judged
 from megatron_rl.scheduling.work import Request
-from megatron_rl.trainer.judge import Judge, Judged
 from megatron_rl.types import Completion, Prompt, Score
 
 PROMPT = Prompt("p", (1,), "7", "toy")

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from megatron_rl.errors import WeightSyncError
-from megatron_rl.runtime.launch import World
-from megatron_rl.trainer.logprob_check import (
+from megatron_rl.rollouts.logprob_check import (
     MAX_TOKENS,
     NUM_SEQUENCES,
     CheckSequence,
     LogprobCheck,
     check_sequences,
 )
+from megatron_rl.runtime.launch import World
 from megatron_rl.types import Image, Prompt
 from tests.unit.trainer.fakes import BanditEngine, BanditPolicy
 

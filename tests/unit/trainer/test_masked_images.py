@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_rl.data.masks import MaskedImage, masked
+from megatron_rl.data.multimodal.masks import MaskedImage, masked
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.loss import load_method
-from megatron_rl.trainer.masked_images import (
+from megatron_rl.signals.masked_images import (
     MaskedCopies,
     check_images,
     mask_seed,

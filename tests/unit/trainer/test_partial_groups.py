@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from megatron_rl.data.loader import PromptLoader
+from megatron_rl.rollouts.exchange import token_versions
+from megatron_rl.rollouts.partial_groups import Answer, PartialGroups, cut, joined
 from megatron_rl.scheduling.partial import PartialRules
 from megatron_rl.scheduling.work import Request
-from megatron_rl.trainer.exchange import token_versions
-from megatron_rl.trainer.partial_groups import Answer, PartialGroups, cut, joined
 from megatron_rl.types import Completion, Score, VersionSpan
 from tests.unit.trainer.fakes import prompts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.trainer.patience import Patience
+from megatron_rl.rollouts.patience import Patience
 
 
 class Time:

@@ -11,10 +11,10 @@ from megatron_rl.checkpoints import directory, facts
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.engine import requirements
-from megatron_rl.policy.families import read_architecture
+from megatron_rl.models import read_architecture
+from megatron_rl.run import preflight
+from megatron_rl.run.start import Start
 from megatron_rl.runtime import disk
-from megatron_rl.trainer import preflight
-from megatron_rl.trainer.start import Start
 from tests.e2e.toy import write_large_config, write_model
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_rl.data.loader import PromptLoader
-from megatron_rl.trainer.prompt_stream import OpenGroup, PromptStream
+from megatron_rl.rollouts.prompt_stream import OpenGroup, PromptStream
 from megatron_rl.types import Completion, Score, VersionSpan
 from tests.unit.trainer.fakes import prompts
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
-from megatron_rl.trainer.rollouts import evaluation_sampling, rollout_sampling
-from megatron_rl.trainer.server_sampling import ServerSampling
+from megatron_rl.rollouts.rollouts import evaluation_sampling, rollout_sampling
+from megatron_rl.rollouts.server_sampling import ServerSampling
 from megatron_rl.types import Prompt
 from tests.unit.trainer.runs import bandit_config, build_bandit
 

@@ -8,9 +8,9 @@ import sys
 import numpy as np
 
 from megatron_rl.data.token_rows import TokenRows
-from megatron_rl.trainer.experience import Responses, experience_of
+from megatron_rl.rollouts.experience import Responses, experience_of
+from megatron_rl.rollouts.rollouts import Sampler
 from megatron_rl.trainer.placement import Placement
-from megatron_rl.trainer.rollouts import Sampler
 from megatron_rl.types import Completion, Prompt, Sampling, Score
 from tests.engines import Answering
 from tests.unit.trainer.fakes import BanditBatching

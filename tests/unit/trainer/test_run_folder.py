@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.runtime import failure
-from megatron_rl.runtime.failed_host import FAILED_HOST
-from megatron_rl.trainer import run_record
-from megatron_rl.trainer.start import finished_already
+from megatron_rl.run import run_record
+from megatron_rl.run.start import finished_already
+from megatron_rl.runtime.guard import failure
+from megatron_rl.runtime.guard.failed_host import FAILED_HOST
 from tests.unit.trainer.runs import WORLD
 
 

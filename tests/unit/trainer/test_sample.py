@@ -7,8 +7,8 @@ import json
 import pytest
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.trainer.experience import Response
-from megatron_rl.trainer.sample import find_source, shown
+from megatron_rl.evaluation.sample import find_source, shown
+from megatron_rl.rollouts.experience import Response
 from megatron_rl.types import Completion, Prompt, Score
 
 

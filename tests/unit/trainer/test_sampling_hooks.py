@@ -10,11 +10,11 @@ import pytest
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.loss import load_method
 from megatron_rl.reporting.metrics import defined
-from megatron_rl.trainer.experience import Experience
-from megatron_rl.trainer.resampling import Ask, Resample, Resampling, SamplingHook, ScoredGroup
-from megatron_rl.trainer.rollouts import Rollouts, Sampler
-from megatron_rl.trainer.sampling_hooks import dars, erpo, relative_variance, vcrl
-from megatron_rl.trainer.step_end import StepEnd
+from megatron_rl.rollouts.experience import Experience
+from megatron_rl.rollouts.resampling import Ask, Resample, Resampling, SamplingHook, ScoredGroup
+from megatron_rl.rollouts.rollouts import Rollouts, Sampler
+from megatron_rl.rollouts.sampling_hooks import dars, erpo, relative_variance, vcrl
+from megatron_rl.rollouts.step_end import StepEnd
 from megatron_rl.types import Completion, Prompt, Sampling, Score
 from tests.engines import Answering
 from tests.unit.trainer.fakes import prompts

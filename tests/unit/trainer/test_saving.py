@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from megatron_rl.runtime import failure
-from megatron_rl.trainer import run_folder
+from megatron_rl.run import run_folder
+from megatron_rl.runtime.guard import failure
 
 
 def names(trainer) -> list[str]:

@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 
 from megatron_rl.data.loader import PromptLoader
+from megatron_rl.rollouts import server_thread
+from megatron_rl.rollouts.patience import Patience
+from megatron_rl.rollouts.prompt_stream import PromptStream
+from megatron_rl.rollouts.server_dispatch import ServerDispatcher
+from megatron_rl.rollouts.server_tasks import NoServerError, WeightVersionError
 from megatron_rl.runtime.display import Progress
-from megatron_rl.trainer import server_thread
-from megatron_rl.trainer.patience import Patience
-from megatron_rl.trainer.prompt_stream import PromptStream
-from megatron_rl.trainer.server_dispatch import ServerDispatcher
-from megatron_rl.trainer.server_tasks import NoServerError, WeightVersionError
 from megatron_rl.types import Completion, Prompt, Sampling, Score
 from tests.unit.trainer.fakes import prompts
 from tests.unit.trainer.server_fakes import (

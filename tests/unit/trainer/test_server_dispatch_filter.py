@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from megatron_rl.data.loader import PromptLoader
-from megatron_rl.trainer.prompt_stream import PromptStream
+from megatron_rl.rollouts.prompt_stream import PromptStream
 from megatron_rl.types import Completion, Prompt, Score
 from tests.unit.trainer.fakes import prompts
 from tests.unit.trainer.server_fakes import (

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from megatron_rl.data.loader import PromptLoader
+from megatron_rl.rollouts import server_dispatch, server_failures
+from megatron_rl.rollouts.patience import Patience
+from megatron_rl.rollouts.prompt_stream import FinishedGroup, PromptStream
+from megatron_rl.rollouts.server_dispatch import ServerDispatcher
+from megatron_rl.rollouts.server_tasks import News, Tasks
 from megatron_rl.runtime.registry import Registration
 from megatron_rl.scheduling.batches import Rules
-from megatron_rl.trainer import server_dispatch, server_failures
-from megatron_rl.trainer.patience import Patience
-from megatron_rl.trainer.prompt_stream import FinishedGroup, PromptStream
-from megatron_rl.trainer.server_dispatch import ServerDispatcher
-from megatron_rl.trainer.server_tasks import News, Tasks
 from megatron_rl.types import Completion, Image, Prompt, Sampling, Score, VersionSpan
 from tests.unit.trainer.fakes import prompts
 from tests.unit.trainer.server_fakes import Failed, Gone, Unreachable

@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from megatron_rl.trainer.server_failures import Failures, PromptFailureError
+from megatron_rl.rollouts.server_failures import Failures, PromptFailureError
 from megatron_rl.types import Sampling
 from tests.unit.trainer.fakes import prompts
 from tests.unit.trainer.server_fakes import Fleet, contents, publish, run, step

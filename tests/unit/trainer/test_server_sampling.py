@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
-from megatron_rl.trainer.resampling import Resampling, ScoredGroup
-from megatron_rl.trainer.rollouts import sampling_seed
-from megatron_rl.trainer.sampling_hooks import erpo
-from megatron_rl.trainer.server_sampling import ServerSampling
+from megatron_rl.rollouts.resampling import Resampling, ScoredGroup
+from megatron_rl.rollouts.rollouts import sampling_seed
+from megatron_rl.rollouts.sampling_hooks import erpo
+from megatron_rl.rollouts.server_sampling import ServerSampling
 from megatron_rl.types import Prompt, Sampling, Score
 
 PLAIN = Sampling(4, 16, temperature=1.0)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.trainer.server_verdicts import Verdicts
+from megatron_rl.rollouts.server_verdicts import Verdicts
 from megatron_rl.types import Completion, Prompt, Sampling, Score
 from tests.unit.trainer.fakes import prompts
 from tests.unit.trainer.server_fakes import Fleet, publish, step

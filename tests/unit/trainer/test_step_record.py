@@ -16,10 +16,10 @@ import pytest
 from megatron_rl.checkpoints import directory
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import Config
-from megatron_rl.trainer.exchange import token_rows, token_versions
-from megatron_rl.trainer.experience import Experience, Responses, experience_of
+from megatron_rl.rollouts.exchange import token_rows, token_versions
+from megatron_rl.rollouts.experience import Experience, Responses, experience_of
+from megatron_rl.rollouts.step_record import FOLDER, StepRecord, read_step, record_path
 from megatron_rl.trainer.replay import ReplayedRun, find_route
-from megatron_rl.trainer.step_record import FOLDER, StepRecord, read_step, record_path
 from megatron_rl.types import Completion, Score, VersionSpan
 from tests.unit.trainer.fakes import prompts
 

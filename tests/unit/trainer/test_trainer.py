@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.reporting.metrics import defined
-from megatron_rl.trainer.step_end import of_different_prompts
+from megatron_rl.rollouts.step_end import of_different_prompts
 from megatron_rl.types import SyncReport
 from tests.unit.trainer.runs import rows, samples, timeless
 

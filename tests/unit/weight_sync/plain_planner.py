@@ -15,9 +15,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_rl.weight_sync.flows import Stream
-from megatron_rl.weight_sync.rects import Rect, covered, intersect, slices, subtract, without
-from megatron_rl.weight_sync.shards import ITEMSIZE, ShardGroup, check_written_once, natural
+from megatron_rl.weight_sync.planner.flows import Stream
+from megatron_rl.weight_sync.planner.rects import (
+    Rect,
+    covered,
+    intersect,
+    slices,
+    subtract,
+    without,
+)
+from megatron_rl.weight_sync.planner.shards import ITEMSIZE, ShardGroup, check_written_once, natural
 
 LINKS = ("same_process", "same_node", "across_nodes")  # nearest first
 SAME_PROCESS, SAME_NODE, ACROSS_NODES = LINKS

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rl.weight_sync.buckets import RunningChecksum, pack, strided, unpack
-from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout
-from megatron_rl.weight_sync.flows import Stream
-from megatron_rl.weight_sync.plan import Plan
-from megatron_rl.weight_sync.program import compile_program
-from megatron_rl.weight_sync.roles import Side
+from megatron_rl.weight_sync.planner.engine_tables import ModelShape, RolloutLayout
+from megatron_rl.weight_sync.planner.flows import Stream
+from megatron_rl.weight_sync.planner.plan import Plan
+from megatron_rl.weight_sync.planner.program import compile_program
+from megatron_rl.weight_sync.planner.roles import Side
 from megatron_rl.weight_sync.transport import tensors
 from tests.unit.weight_sync.training_tables import TrainLayout
 

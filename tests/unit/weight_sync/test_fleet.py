@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.runtime.joint_group import Meeting, visit_store
-from megatron_rl.weight_sync import host, update_kinds
-from megatron_rl.weight_sync.commands import switch_weights
-from megatron_rl.weight_sync.fleet import FleetSync
-from megatron_rl.weight_sync.held import HeldWeights
+from megatron_rl.weight_sync.fleet import host, update_kinds
+from megatron_rl.weight_sync.fleet.commands import switch_weights
+from megatron_rl.weight_sync.fleet.fleet import FleetSync
+from megatron_rl.weight_sync.fleet.held import HeldWeights
 from tests.unit.weight_sync.test_server import (
     OPTIONS,
     WORLD,

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.types import Shard
-from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rollout_shards
-from megatron_rl.weight_sync.plan import Machines, PlanSettings, make_plan
-from megatron_rl.weight_sync.shards import ShardGroup, check_written_once, collect, expand
+from megatron_rl.weight_sync.planner.engine_tables import ModelShape, RolloutLayout, rollout_shards
+from megatron_rl.weight_sync.planner.plan import Machines, PlanSettings, make_plan
+from megatron_rl.weight_sync.planner.shards import ShardGroup, check_written_once, collect, expand
 from tests.unit.weight_sync.slow_layouts import (
     UNWRITTEN,
     hf_tensors,

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.weight_sync.rects import Rect, covered, cut, subtract
+from megatron_rl.weight_sync.planner.rects import Rect, covered, cut, subtract
 
 
 @given(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.weight_sync.schedule import Stream, schedule
+from megatron_rl.weight_sync.planner.schedule import Stream, schedule
 
 
 def test_schedule_bounds_every_round_and_loses_no_byte() -> None:

@@ -14,9 +14,9 @@ from megatron_rl.errors import WeightSyncError
 from megatron_rl.runtime.joint_group import Meeting, join_group, visit_store
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import Shard, TransferOptions
-from megatron_rl.weight_sync.commands import HttpServer
+from megatron_rl.weight_sync.fleet.commands import HttpServer
+from megatron_rl.weight_sync.fleet.server import ServerSync
 from megatron_rl.weight_sync.reshard import ReshardSync
-from megatron_rl.weight_sync.server import ServerSync
 
 WORLD = World(0, 1, 0, "launch")
 OPTIONS = TransferOptions(timeout_s=20.0)

@@ -10,10 +10,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from megatron_rl.types import TransferOptions
-from megatron_rl.weight_sync import commands
-from megatron_rl.weight_sync.commands import HttpServer, NotReachedError, switch_weights
-from megatron_rl.weight_sync.host import Host
-from megatron_rl.weight_sync.update_kinds import InPlace
+from megatron_rl.weight_sync.fleet import commands
+from megatron_rl.weight_sync.fleet.commands import HttpServer, NotReachedError, switch_weights
+from megatron_rl.weight_sync.fleet.host import Host
+from megatron_rl.weight_sync.fleet.update_kinds import InPlace
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_rl.weight_sync.server import ServerSync
+from megatron_rl.weight_sync.fleet.server import ServerSync
 from tests.unit.weight_sync.test_server import OPTIONS, WORLD, Policy, TwoWorkers, served
 
 

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.weight_sync.engine_tables import ModelShape, RolloutLayout, rollout_shards
-from megatron_rl.weight_sync.plan import Machines, Plan, PlanSettings, make_plan
-from megatron_rl.weight_sync.program import compile_program
-from megatron_rl.weight_sync.rects import Rect, common_parts, covered, split
+from megatron_rl.weight_sync.planner.engine_tables import ModelShape, RolloutLayout, rollout_shards
+from megatron_rl.weight_sync.planner.plan import Machines, Plan, PlanSettings, make_plan
+from megatron_rl.weight_sync.planner.program import compile_program
+from megatron_rl.weight_sync.planner.rects import Rect, common_parts, covered, split
 from tests.unit.weight_sync.plain_planner import PlainPlan, plain_plan
 from tests.unit.weight_sync.slow_layouts import (
     UNWRITTEN,

@@ -15,7 +15,7 @@ from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.reporting.comparison.cells import Cell, cells_of
 from megatron_rl.reporting.comparison.runs import Found, find_runs
-from megatron_rl.trainer.run_record import differences, flat
+from megatron_rl.run.run_record import differences, flat
 
 EVERY = 5  # steps between evaluations
 SOURCES = ("sums", "words")

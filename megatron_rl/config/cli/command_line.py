@@ -1,0 +1,239 @@
+"""The command line of ``megatron_rl.train``: Hydra's overrides, and the options one expects of it.
+
+Composition is Hydra's, starting runs is not: see ``conf/README.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import yaml
+
+from megatron_rl.config.cli import completion
+from megatron_rl.config.cli.hydra_words import SWEEP
+from megatron_rl.config.load import check_given, compose, conf_dir
+from megatron_rl.config.schema import Config
+from megatron_rl.plugins import add_plugin_option, load_plugins
+
+DESCRIPTION = "Reinforcement learning with verifiable rewards: Megatron-Core policy, vLLM rollouts."
+GROUPS = "groups"  # the value of --info for all of them
+ROOT = "config"
+TRAIN = "python -m megatron_rl.train"
+MULTIRUNS = "runs/multirun"
+
+
+@dataclass(frozen=True)
+class Root:
+    """Where a configuration is composed from: a file beside config.yaml, and a second folder of
+    groups, searched after the package's own."""
+
+    config_name: str = ROOT
+    config_dir: Path | None = None
+
+
+def add_root(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """The options for a ``Root``; ``more`` is added to what they say of themselves."""
+    more = f"; {more}" if more else ""
+    name = f"the root of the configuration, a file beside config.yaml or in --config-dir{more}"
+    parser.add_argument("-cn", "--config-name", default=ROOT, metavar="NAME", help=name)
+    folder = f"a second folder of groups, searched after the package's own{more}"
+    parser.add_argument("-cd", "--config-dir", type=Path, metavar="DIR", help=folder)
+
+
+def root_of(options: argparse.Namespace) -> Root:
+    """Raises ValueError where the name is that of a group's file."""
+    name = options.config_name.removesuffix(".yaml")
+    if "/" in name:
+        raise ValueError(
+            f"--config-name {name}: name a file beside config.yaml; what a group "
+            "holds is chosen by GROUP=OPTION, e.g. experiment=quickstart_cpu"
+        )
+    return Root(name, options.config_dir)
+
+
+def handed_on(plugins: Sequence[str], root: Root) -> list[str]:
+    """The options with which another start of the program composes the same."""
+    words = []
+    for plugin in plugins:
+        words += ["--plugin", plugin]
+    if root.config_name != ROOT:
+        words += ["--config-name", root.config_name]
+    if root.config_dir:
+        words += ["--config-dir", str(root.config_dir.resolve())]
+    return words
+
+
+class Parser(argparse.ArgumentParser):
+    """One that leaves its errors to be said once, by the first rank."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; --help shows what there is")
+
+
+def arguments(argv: Sequence[str] | None, local_size: int | None = None) -> argparse.Namespace:
+    """The options and overrides of one start.
+
+    ``local_size``: processes that torchrun has started on this machine; None without torchrun.
+
+    Raises:
+        ValueError: an option that there is not, or one that means something else here.
+    """
+    options = _parser().parse_intermixed_args(argv)  # options may stand between overrides
+    # ``--info method=dapo`` is the option without a value, and an override behind it.
+    if options.info is not None and "=" in options.info:
+        options.overrides.insert(0, options.info)
+        options.info = GROUPS
+    if options.multirun:
+        _check_multirun(options, local_size)
+    elif options.out or options.nproc:
+        raise ValueError("--out and --nproc belong to --multirun; a run has run_dir=DIR")
+    if options.config_path is not None:
+        raise ValueError(
+            f"--config-path {options.config_path}: the package's own groups are always searched; "
+            "add a folder of yours by --config-dir"
+        )
+    if options.cfg == "hydra":
+        raise ValueError("--cfg hydra: Hydra's own settings are not used; give --cfg job")
+    options.config_name = root_of(options).config_name
+    return options
+
+
+def _parser() -> Parser:
+    groups = "\n".join(f"  {group}: {', '.join(names)}" for group, names in all_groups().items())
+    parser = Parser(
+        prog="python -m megatron_rl.train",
+        description=DESCRIPTION,
+        epilog=f"Groups and their options (group=option):\n{groups}\n\n"
+        "All keys with their values: --cfg job",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    example = "Hydra overrides, e.g. experiment=quickstart_cpu method=dapo seed=2"
+    add("overrides", nargs="*", metavar="key=value", help=example)
+    whole = "print the composed configuration and leave"
+    add("-c", "--cfg", choices=["job", "all", "hydra"], metavar="job", help=whole)
+    add("--resolve", action="store_true", help="with --cfg: ${name} by its value, as always here")
+    info = "print the groups and their options, or one group with a line on each option, and leave"
+    add("-i", "--info", nargs="?", const=GROUPS, metavar="GROUP", help=info)
+    add_root(parser)
+    add_plugin_option(parser)
+    shell = 'print a script that completes overrides: eval "$(... --completion bash)"'
+    add("-sc", "--completion", "--shell-completion", metavar="bash", help=shell)
+    many = f"every combination of key=a,b as a run of --nproc processes: starts {SWEEP}"
+    add("-m", "--multirun", action="store_true", help=many)
+    add("--nproc", type=int, metavar="N", help="of --multirun: processes of one run")
+    folder = f"of --multirun: folder of the runs; default {MULTIRUNS}/DATE_TIME"
+    add("--out", type=Path, metavar="DIR", help=folder)
+    add("-r", "--run", action="store_true", help=argparse.SUPPRESS)  # Hydra's word for one run
+    add("-cp", "--config-path", help=argparse.SUPPRESS)
+    return parser
+
+
+def all_groups() -> dict[str, list[str]]:
+    """The options of every group of the package, by name."""
+    groups = {}
+    for folder in sorted(conf_dir().iterdir()):
+        if folder.is_dir():
+            groups[folder.name] = sorted(file.stem for file in folder.glob("*.yaml"))
+    return groups
+
+
+def _check_multirun(options: argparse.Namespace, local_size: int | None) -> None:
+    """Raises ValueError where no sweep can be started: every rank of a torchrun would start one."""
+    words = shlex.join(["--multirun", *handed_on(options.plugin, root_of(options))])
+    if local_size is not None:
+        raise ValueError(
+            "--multirun: a sweep starts one torchrun for each run, so it is started without; type "
+            f"{TRAIN} --nproc {local_size} {words} {shlex.join(options.overrides)}"
+        )
+    if options.nproc is None:
+        raise ValueError(
+            f"--multirun: say by --nproc how many processes one run has; type {TRAIN} --nproc N "
+            f"{words} {shlex.join(options.overrides)}"
+        )
+
+
+def words_of_sweep(options: argparse.Namespace) -> list[str]:
+    """The command line of megatron_rl.sweep that is meant by --multirun."""
+    started = time.strftime("%Y-%m-%d_%H-%M-%S")
+    out = options.out or Path(MULTIRUNS, started)
+    own = ["--out", str(out), "--nproc", str(options.nproc)]
+    return [*own, *handed_on(options.plugin, root_of(options)), *options.overrides]
+
+
+def answer(options: argparse.Namespace, rank: int = 0) -> int | None:
+    """Prints what was asked for and gives the exit code; None where a run is to be started.
+
+    Under torchrun the first rank answers for all.
+    """
+    if options.completion is not None:
+        reply = _complete
+    elif options.info is not None:
+        reply = _inform
+    elif options.cfg is not None:
+        reply = show
+    else:
+        return None
+    return reply(options) if rank == 0 else 0
+
+
+def _complete(options: argparse.Namespace) -> int:
+    shell = options.completion.removeprefix("install=")  # as Hydra's own option is written
+    if shell != "bash":
+        raise ValueError(f"--completion {shell}: there is a script for bash only")
+    # argparse names its options nowhere in public.
+    flags = [flag for flag in _parser()._option_string_actions if flag.startswith("--")]
+    print(completion.bash(all_groups(), flags), end="", flush=True)
+    return 0
+
+
+def _inform(options: argparse.Namespace) -> int:
+    groups = all_groups()
+    if options.info in groups:
+        print("\n".join(_described(options.info, groups)), flush=True)
+        return 0
+    if options.info not in (GROUPS, "all", "defaults"):
+        raise ValueError(
+            f"--info {options.info}: no such group; there are {', '.join(groups)}, or give "
+            "--info alone for all of them"
+        )
+    lines = [f"{group}={' | '.join(names)}" for group, names in groups.items()]
+    print("\n".join(lines), flush=True)
+    return 0
+
+
+def _described(group: str, groups: Mapping[str, Sequence[str]]) -> list[str]:
+    """A line for each option of a group, with the comment that its file begins with, if any."""
+    lines = []
+    for name in groups[group]:
+        text = (conf_dir() / group / f"{name}.yaml").read_text(encoding="utf-8")
+        # A line that speaks to Hydra comes before the comment.
+        first, _, _ = text.removeprefix("# @package _global_\n").partition("\n")
+        says = ""
+        if first.startswith("#"):
+            says = first.removeprefix("# ")
+        lines.append(f"{group}={name:24} {says}".rstrip())
+    return lines
+
+
+def show(options: argparse.Namespace) -> int:
+    """Prints the composed configuration.
+
+    Gives 1, with what is wrong on stderr, where a key or a value cannot be.
+    """
+    try:
+        load_plugins(options.plugin)
+        composed = compose(options.config_name, options.overrides, options.config_dir)
+        print(yaml.safe_dump(composed, sort_keys=False), end="", flush=True)
+        check_given(Config, composed, "the configuration")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,50 @@
+"""A server of vLLM that answers nobody but its own run.
+
+vLLM asks for its API key (VLLM_API_KEY) before it generates, but its commands to pause, to take
+weights or to run a function in its workers are open. This closes them, with the same key::
+
+    python -m vllm.entrypoints.openai.api_server --middleware megatron_rl.engine.serving.guard.RequireSecret
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from vllm import envs
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Callable[[], Awaitable[Message]], Send], Awaitable[None]]
+
+
+class RequireSecret:
+    """ASGI middleware: a request without ``Authorization: Bearer <VLLM_API_KEY>`` gets 401,
+    whatever it asks for."""
+
+    def __init__(self, app: App) -> None:
+        """Raises ValueError where there is no key."""
+        if not envs.VLLM_API_KEY:
+            raise ValueError(
+                "megatron_rl.engine.serving.guard: set VLLM_API_KEY to the secret of the run"
+            )
+        self._app = app
+        self._expected = f"Bearer {envs.VLLM_API_KEY}".encode()
+
+    async def __call__(
+        self, scope: Scope, receive: Callable[[], Awaitable[Message]], send: Send
+    ) -> None:
+        if scope["type"] not in ("http", "websocket") or self._knows_secret(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            headers = [(b"content-type", b"application/json")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": b'{"error": "Unauthorized"}'})
+
+    def _knows_secret(self, scope: Scope) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(given, self._expected)

@@ -1,0 +1,198 @@
+"""A stock vLLM server whose answers are those of the engine inside a trainer: its command line, and
+its process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.request import ProxyHandler, Request, build_opener
+
+import torch
+
+from megatron_rl.config.schema import Config, RolloutConfig
+from megatron_rl.engine.arguments import engine_arguments
+from megatron_rl.engine.requests import Sight
+from megatron_rl.engine.requirements import require_vllm
+from megatron_rl.runtime.guard.parent import die_with_parent
+from megatron_rl.runtime.registry import FOLDER, Lease, run_secret
+
+_ENDS_WITHIN_S = 10.0
+_HEALTH_S = 5.0
+_BEATS_A_LEASE = 6
+logger = logging.getLogger(__name__)
+# Of ``engine_arguments``, what only an engine inside another program has: how its ranks find each
+# other, how weights get into it, what it shows.
+_OF_THE_LIBRARY = {
+    "distributed_executor_backend",
+    "worker_extension_cls",
+    "use_tqdm_on_load",
+    "enable_sleep_mode",
+    "distributed_timeout_seconds",
+    "cpu_distributed_timeout_seconds",
+}
+
+
+def server_command(
+    model_path: str,
+    config: RolloutConfig,
+    sight: Sight | None = None,
+    *,
+    seed: int,
+    host: str,
+    port: int,
+) -> list[str]:
+    """The command that starts vLLM's own server with the settings of ``rollout``.
+
+    It answers token ids with token ids, takes weights from a trainer, and wants the secret of the
+    run with every request.
+    """
+    arguments = engine_arguments(model_path, config, seed, sight)
+    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    words += ["--host", host, "--port", str(port)]
+    for name, value in arguments.items():
+        if name not in _OF_THE_LIBRARY:
+            words += _option(name, value)
+    words += ["--weight-transfer-config", '{"backend": "megatron_rl"}']
+    words += ["--middleware", "megatron_rl.engine.serving.guard.RequireSecret"]
+    return [*words, "--enable-scale-out", "--disable-uvicorn-access-log"]
+
+
+def _option(name: str, value: Any) -> list[str]:
+    option = f"--{name.replace('_', '-')}"
+    if value is None:
+        return []
+    if isinstance(value, Mapping):
+        return [option, json.dumps(value)]
+    if isinstance(value, bool):
+        return [option if value else f"--no-{option[2:]}"]
+    return [option, str(value)]
+
+
+def start_server(
+    command: list[str], environment: Mapping[str, str], secret: str
+) -> subprocess.Popen[bytes]:
+    """The process of the server; it is killed when this one ends, however that ends.
+
+    Args:
+        environment: of this process.
+    """
+    own = {
+        "VLLM_API_KEY": secret,
+        "VLLM_SERVER_DEV_MODE": "1",  # the commands to pause and to take weights
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if not torch.cuda.is_available():
+        # Else every worker wants a NUMA node of its own, and small functions are compiled.
+        own |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+    return subprocess.Popen(
+        command,
+        env={**environment, **own},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
+
+
+def end_server(process: subprocess.Popen[bytes]) -> None:
+    """Ends the server and its engines, which would outlive it."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_ENDS_WITHIN_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def free_port(host: str) -> int:
+    """One that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens, and how long it may be silent.
+
+    Example: ``Address("127.0.0.1", port=0, lease_s=30.0)``, at a free port.
+    """
+
+    host: str
+    port: int
+    lease_s: float
+
+
+def serve(
+    config: Config,
+    run_dir: Path,
+    address: Address,
+    environment: Mapping[str, str],
+    sight: Sight | None = None,
+) -> None:
+    """Runs a server and keeps its registration alive until the server ends, this process is told
+    to, or the trainer has removed the registration. ``sight``: None where no prompt has images.
+
+    Raises:
+        ValueError: the server did not start, or it ended.
+    """
+    require_vllm()
+    folder = run_dir / FOLDER
+    secret = run_secret(folder)
+    port = address.port or free_port(address.host)
+    url = f"http://{address.host}:{port}"
+    command = server_command(
+        config.model.path,
+        config.rollout,
+        sight,
+        seed=config.seed,
+        host=address.host,
+        port=port,
+    )
+    process = start_server(command, environment, secret)
+    lease: Lease | None = None
+    try:
+        while not is_well(url, secret):
+            _refuse_ended(process, "did not start")
+            time.sleep(1.0)
+        name = f"{socket.gethostname()}-{port}-{secrets.token_hex(2)}"
+        lease = Lease(folder, name, url, address.lease_s)
+        logger.info("server %s: %s waits for a trainer in %s", name, url, run_dir)
+        while lease.is_held:
+            time.sleep(address.lease_s / _BEATS_A_LEASE)
+            _refuse_ended(process, "ended")
+            if is_well(url, secret):
+                lease.renew()
+        logger.info("server %s: the trainer has removed it, so it ends", name)
+    finally:
+        if lease is not None:
+            lease.end()
+        end_server(process)
+
+
+def is_well(url: str, secret: str) -> bool:
+    """Whether a server answers, and its engine lives."""
+    request = Request(f"{url}/health", headers={"Authorization": f"Bearer {secret}"})
+    try:
+        with build_opener(ProxyHandler({})).open(request, timeout=_HEALTH_S):
+            return True
+    except OSError:
+        return False
+
+
+def _refuse_ended(process: subprocess.Popen[bytes], what: str) -> None:
+    if process.poll() is not None:
+        raise ValueError(
+            f"the vLLM server {what} (exit code {process.returncode}); its own output says why"
+        )

@@ -1,0 +1,355 @@
+"""Runs inside the engine's worker: the receiving end of a weight update."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_rl.engine.weights.recorder import UndiscoveredError, partly_filled, record_shards
+from megatron_rl.engine.weights.stream import shown
+from megatron_rl.protocols import Transfer
+from megatron_rl.types import Shard
+
+RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
+
+
+class ShardReceiver:
+    """The weights of one worker's model as shards: which it wants, and how they are replaced."""
+
+    def __init__(self, model: nn.Module, vllm_config: Any) -> None:
+        self.model = model
+        self.vllm_config = vllm_config
+        self.keys: set[str] = set()
+        self.padded: set[str] = set()
+        self.forms: dict[str, Tensor] = {}  # of each key, while it is loaded; without memory
+
+    def discover(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Shard]:
+        """The parts of the HF tensors ``shapes`` that this worker's loader takes, and where it puts
+        them. The weights stay."""
+        with reloading(self.vllm_config, self.model, complete=False):
+            shards = record_shards(
+                self.model.load_weights,
+                shapes,
+                dict(loadable(self.model)),
+                self.vllm_config.model_config.dtype,
+            )
+            self._keep(shards)
+        return shards
+
+    def unreached(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """The weights of the model that no HF tensor of ``shapes`` is loaded into: they keep the
+        values that they were built with.
+
+        Raises:
+            UndiscoveredError: the loader computes with the tensors, so nobody knows.
+        """
+        # A tied weight has several names and is loaded under any of them: each name -> the first.
+        names = {id(tensor): name for name, tensor in self.model.named_parameters()}
+        same = {
+            name: names[id(tensor)]
+            for name, tensor in self.model.named_parameters(remove_duplicate=False)
+        }
+        reached = {shard.key for shard in self.discover(shapes)}
+        reached |= {same[key] for key in reached if key in same}
+        with reloading(self.vllm_config, self.model, complete=False):
+            wanted = list(built_with_values(self.model))
+        return [name for name in wanted if name not in reached and same.get(name) not in reached]
+
+    def stored(self) -> Iterable[tuple[str, Tensor]]:
+        """The weights in the files of the model."""
+        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+        loader = DefaultModelLoader(replace(self.vllm_config.load_config, load_format="auto"))
+        return loader.get_all_weights(self.vllm_config.model_config, self.model)
+
+    def declare(self, shards: Sequence[Shard]) -> None:
+        """What ``discover`` would find, from elsewhere."""
+        with reloading(self.vllm_config, self.model, complete=False):
+            self._keep(shards)
+
+    def _keep(self, shards: Sequence[Shard]) -> None:
+        """Inside of a reload."""
+        tensors = dict(loadable(self.model))
+        self.keys = {shard.key for shard in shards}
+        self.padded = partly_filled(shards, tensors)
+        self.forms = {key: torch.empty_like(tensors[key].data, device="meta") for key in self.keys}
+
+    @torch.no_grad()
+    def receive(self, transfer: Transfer) -> None:
+        """Replace all weights: ``transfer`` writes the shards found by ``discover``; a layer is
+        processed as after any load (packed, quantized) as soon as its last shard is in place, and
+        its memory before processing is freed. Where processing is collective, see
+        ``processing_is_collective``, all layers wait for the end of ``transfer``.
+        """
+        with reloading(self.vllm_config, self.model, complete=True):
+            at_end = processing_is_collective(self.vllm_config)
+            layers = OpenLayers(self.model, self.keys, self.padded, at_end=at_end)
+            transfer(layers.parameter, layers.written)
+            layers.close()
+        if self.vllm_config.device_config.device.type == "cpu":
+            repack_cpu(self.model)
+
+
+class WeightReceiver:
+    """Mixed into the worker class of the engine (``worker_extension_cls``), beside its
+    ``reload_weights``."""
+
+    model_runner: Any  # of the worker class
+    vllm_config: Any
+
+    def shard_receiver(self) -> ShardReceiver:
+        """The one of this worker."""
+        # Made here, since vLLM's worker calls no constructor of a class that is mixed into it.
+        if not hasattr(self, "_shard_receiver"):
+            self._shard_receiver = ShardReceiver(self.model_runner.model, self.vllm_config)
+        return self._shard_receiver
+
+    def make_stage_buffers(self) -> None:
+        """What a later pipeline stage receives into. vLLM makes it in the trial forward of its
+        start, which a CPU does not run."""
+        runner = self.model_runner
+        if runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens,
+                dtype=runner.model_config.dtype,
+                device=runner.device,
+            )
+
+    def discover_boxes(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Shard]:
+        """See ``ShardReceiver.discover``."""
+        return self.shard_receiver().discover(shapes)
+
+    def unreached(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """Why a sync would not fill an engine that was built without weights; "" where it would."""
+        try:
+            names = self.shard_receiver().unreached(shapes)
+        except UndiscoveredError as error:
+            return str(error)
+        return f"no tensor of the checkpoint is loaded into {shown(names)}" if names else ""
+
+    def load_files(self) -> None:
+        """Reads all weights from the files of the model."""
+        self.receive_weights(self.shard_receiver().stored())
+
+    def declare_boxes(self, shards: Sequence[Shard]) -> None:
+        """See ``ShardReceiver.declare``."""
+        self.shard_receiver().declare(shards)
+
+    def receive_boxes(self, transfer: Transfer) -> None:
+        """See ``ShardReceiver.receive``."""
+        self.shard_receiver().receive(transfer)
+
+    def receive_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights by HF-named whole tensors; the worker keeps its own shard.
+
+        The engine may hold a tensor until every tensor of the same layer has come, so none may be
+        overwritten meanwhile.
+        """
+        self.reload_weights(weights_iterator=weights)
+        if self.device.type == "cpu":
+            repack_cpu(self.model_runner.model)
+
+
+@contextmanager
+def reloading(vllm_config: Any, model: nn.Module, *, complete: bool) -> Iterator[None]:
+    """vLLM's reload, layer by layer: parameters have the shapes of loading, on the meta device,
+    until their layer is processed. ``complete=False``: no layer is processed, whatever its loader
+    sees, and in the end all is as before. After an exception the layers that were processed are
+    new, the others as before, and another reload may follow.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        finalize_layerwise_reload,
+        get_layerwise_info,
+        initialize_layerwise_reload,
+    )
+
+    with set_current_vllm_config(vllm_config):
+        initialize_layerwise_reload(model)
+        widened = widened_biases(model, vllm_config.model_config.dtype)
+        for bias, _ in widened:
+            bias.data = bias.data.to(vllm_config.model_config.dtype)
+        if not complete:
+            for layer in model.modules():
+                # However many elements its loader sees, never as many as the layer has.
+                get_layerwise_info(layer).load_numel = float("-inf")
+        finished = False
+        try:
+            yield
+            finished = True
+        finally:
+            if complete and not finished:
+                _leave_unprocessed(model)
+            with no_warnings(RELOAD):
+                finalize_layerwise_reload(model, vllm_config.model_config)
+            if not (complete and finished):
+                for bias, before in widened:
+                    bias.data = before
+
+
+def _leave_unprocessed(model: nn.Module) -> None:
+    """For a reload that broke off: each layer that was not processed gets its old tensors back when
+    the reload ends. The weights are then of two versions, and every layer can be loaded again."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.load_numel = float("-inf")
+
+
+def widened_biases(model: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Parameter, Tensor]]:
+    """Biases that a kernel keeps in another type than the model's ``dtype``, with what they hold.
+
+    A reload gives each parameter the form of loading, but never a bias. Some CPU kernels for
+    bfloat16 turn biases into float32 whenever a layer is processed.
+    """
+    widened = []
+    for layer in model.modules():
+        bias = getattr(layer, "bias", None)
+        if isinstance(bias, nn.Parameter) and hasattr(layer, "cpu_linear") and bias.dtype != dtype:
+            widened.append((bias, bias.data))
+    return widened
+
+
+@contextmanager
+def no_warnings(name: str) -> Iterator[None]:
+    """The reload warns of each layer whose loader has seen nothing: of all that are written shard
+    by shard, and of a tied head."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def built_with_values(model: nn.Module) -> Iterator[str]:
+    """Names of what a load without weights fills with arbitrary numbers, during a reload.
+
+    Not of attention layers: they hold scales of the cache alone, which every reload sets again.
+    """
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    for path, layer in model.named_modules():
+        if is_deferred_attention_layer(layer):
+            continue
+        for name, tensor in layer.named_parameters(recurse=False):
+            if tensor.is_floating_point():
+                yield f"{path}.{name}" if path else name
+
+
+def loadable(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by name; a shared one under each of its names while a reload has given
+    each its own."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def processing_is_collective(vllm_config: Any) -> bool:
+    """Whether a layer, when processed, may talk to the other workers of its engine.
+
+    With quantization it does: a scale is of the whole matrix, so its shards agree on the largest
+    value. Shards arrive in another order on each worker. A layer processed at once would meet
+    another layer of the other worker, or hold up messages that the other one waits for before it
+    gets to this layer.
+    """
+    several = vllm_config.parallel_config.world_size_across_dp > 1
+    return vllm_config.quant_config is not None and several
+
+
+class OpenLayers:
+    """The layers of a model in a reload, opened for writing when first asked for and processed when
+    complete."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        keys: Iterable[str],
+        padded: set[str],
+        *,
+        at_end: bool,
+    ) -> None:
+        """``keys``: all parameters that will be written; those in ``padded`` only in part, their
+        other elements are to be 0. ``at_end``: layers are processed by ``close``, in the order of
+        the model's modules, which is the same on all workers; until then all are held as they were
+        written.
+        """
+        self.model = model
+        self.padded = padded
+        self.at_end = at_end
+        # Layer -> names of its parameters that are not complete.
+        self.left: dict[str, set[str]] = {}
+        for key in keys:
+            layer, _, name = key.rpartition(".")
+            self.left.setdefault(layer, set()).add(name)
+        self.opened: set[str] = set()
+
+    def parameter(self, key: str) -> Tensor:
+        """The tensor to write to."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+        from vllm.model_executor.model_loader.reload.meta import materialize_layer
+
+        path, _, name = key.rpartition(".")
+        layer = self.model.get_submodule(path)
+        if path not in self.opened:
+            materialize_layer(layer, get_layerwise_info(layer))
+            self.opened.add(path)
+            for padded in self.left[path]:
+                if f"{path}.{padded}" in self.padded:
+                    getattr(layer, padded).zero_()
+        return getattr(layer, name)
+
+    def written(self, key: str) -> None:
+        """The parameter is complete."""
+        path, _, name = key.rpartition(".")
+        self.left[path].remove(name)
+        if not self.left[path] and not self.at_end:
+            self._process(path)
+
+    def close(self) -> None:
+        """Every parameter was written to the end; with ``at_end`` the layers are processed now."""
+        left = []
+        for path, names in self.left.items():
+            left += [f"{path}.{name}" for name in names]
+        assert not left, f"never completed: {sorted(left)[:5]}"
+        if self.at_end:
+            for path, _ in list(self.model.named_modules()):
+                if path in self.left:
+                    self._process(path)
+
+    def _process(self, path: str) -> None:
+        from vllm.model_executor.model_loader.reload.layerwise import (
+            _layerwise_process,
+            get_layerwise_info,
+        )
+
+        layer = self.model.get_submodule(path)
+        _layerwise_process(layer, get_layerwise_info(layer))
+
+
+def repack_cpu(model: nn.Module) -> None:
+    """Rebuilds the packed copies that a reload leaves behind on CPU, after all weights of ``model``
+    were replaced.
+
+    A linear layer is packed into a kernel handle when it is processed after loading. The reload
+    processes only layers whose own loader ran: the head of a tied model has none, and keeps the
+    handle made from the old embedding. Experts are processed without their packing step. Neither
+    raises; both then answer with wrong numbers.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            method.process_weights_after_loading(module)
+        kernel = getattr(method, "moe_kernel", None)
+        if kernel is not None and hasattr(module, "w13_weight"):
+            kernel.fused_experts.process_weights_after_loading(module)

@@ -1,0 +1,219 @@
+"""Held-out prompts are answered by weights on the disk, through the engine and without a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+
+import torch
+
+from megatron_rl.config.schema import Config
+from megatron_rl.data.loader import fingerprint
+from megatron_rl.data.multimodal.vision import vision_of
+from megatron_rl.data.shared import shared_data
+from megatron_rl.data.tokenizer import load_tokenizer, text_of
+from megatron_rl.engine.engine import VllmEngine
+from megatron_rl.engine.requests import Sight, sight_of
+from megatron_rl.engine.weights.stream import expected_tensors
+from megatron_rl.evaluation.evaluation_folder import PROMPTS, EvaluationFolder
+from megatron_rl.evaluation.evaluation_source import Evaluation, StoredWeights, Weights
+from megatron_rl.reporting.answer_file import AnswerRow
+from megatron_rl.reporting.evaluation import evaluation_table
+from megatron_rl.reporting.figures import draw_pass_at_k
+from megatron_rl.rewards.build import build_reward
+from megatron_rl.rollouts.experience import Response, Responses
+from megatron_rl.rollouts.rollouts import Sampler, evaluation_sampling, stop_token_ids
+from megatron_rl.run.run_record import describe
+from megatron_rl.run.start import METRICS, STACKS, digest_problem
+from megatron_rl.runtime.display import Display, duration
+from megatron_rl.runtime.launch import World
+from megatron_rl.types import Prompt, Sampling
+from megatron_rl.weight_sync.gather import GatherSync
+
+# Of a portion of prompts: how often it fills the engines. Between portions they run dry.
+_FILLINGS = 8
+_ROWS_AT_ONCE = 1024  # responses that rank 0 has whole
+
+
+def evaluate(
+    config: Config, evaluation: Evaluation, prompts_at_a_time: int | None, world: World
+) -> str:
+    """Collective. Asks what is not answered yet, writes responses and metrics; returns the table.
+
+    Args:
+        config: of the evaluation.
+        prompts_at_a_time: of a portion, after which responses are on the disk. None: as many as
+            fill the engines several times.
+
+    Raises:
+        ValueError: something is wrong with the prompts, the model, a checkpoint, or the folder.
+    """
+    world.watch(config.trainer.stall_limit_s, evaluation.out / STACKS)
+    display = Display(shown=world.is_main)
+    display.line(f"results go to {evaluation.out}")
+    tokenizer = load_tokenizer(config.model.path)
+    vision = vision_of(config.model.path, config.data)
+    with display.phase("reading the prompts"):
+        data = shared_data(without_training(config), world, tokenizer, vision)
+        prompts = data.held_out_prompts[: config.evaluation.num_prompts]
+        reward = build_reward(config.reward, lambda prompt: prompt.text)
+        reward.check(prompts)
+    folder = EvaluationFolder(evaluation.out, config.evaluation.pass_at)
+
+    def prepare() -> list[set[str]]:
+        record = describe(config, world.size, None) | {PROMPTS: fingerprint(prompts)}
+        return folder.prepare(record, evaluation.weights, world.launch_id)
+
+    answered = world.from_main(prepare)
+    left = []
+    for weights, uids in zip(evaluation.weights, answered, strict=True):
+        unanswered = [prompt for prompt in prompts if prompt.uid not in uids]
+        if unanswered:
+            left.append((weights, unanswered))
+    if left:
+        sight = sight_of(prompts, vision)
+        engine = _engine(config, left[0][0], sight, world, display)
+        asking = Asking(
+            config=config,
+            sampling=evaluation_sampling(config, stop_token_ids(tokenizer.eos_token_id)),
+            engine=engine,
+            sampler=Sampler(engine, reward, text_of(tokenizer), world, display),
+            folder=folder,
+            prompts_at_a_time=prompts_at_a_time,
+            world=world,
+            display=display,
+        )
+        for weights, unanswered in left:
+            asking.ask(weights, unanswered)
+    return world.from_main(lambda: _finished(folder, evaluation.weights))
+
+
+def without_training(config: Config) -> Config:
+    """The same, but no training prompts are read; the files of a run may be gone."""
+    return config.model_copy(update={"data": config.data.model_copy(update={"train": ()})})
+
+
+def _engine(
+    config: Config, first: Weights, sight: Sight | None, world: World, display: Display
+) -> VllmEngine:
+    """The engine, once for all weights. It reads the files of ``model.path`` only where these are
+    the first to be asked."""
+    model = Path(config.model.path)
+    awaited = None
+    if first.path != model:
+        awaited = world.from_main(lambda: expected_tensors(model))
+    with display.phase("building the engine"):
+        engine = VllmEngine(
+            str(model),
+            # Nobody else wants its memory.
+            config.rollout.model_copy(update={"sleep_level": 0}),
+            seed=config.seed,
+            launch_id=world.launch_id,
+            sight=sight,
+            awaited=awaited,
+        )
+    world.begin_training()
+    return engine
+
+
+@dataclass
+class Asking:
+    """One engine that is given weights and asked prompts."""
+
+    config: Config
+    sampling: Sampling
+    engine: VllmEngine
+    sampler: Sampler
+    folder: EvaluationFolder
+    prompts_at_a_time: int | None
+    world: World
+    display: Display
+
+    def ask(self, weights: Weights, prompts: Sequence[Prompt]) -> None:
+        """Collective. The responses of ``weights`` to ``prompts``, portion by portion on the disk.
+
+        A response depends on the seed, its prompt and its number alone, so neither portions nor
+        replicas change one (on GPUs as far as kernels do not depend on what is beside it).
+        """
+        began = monotonic()
+        self._load(weights)
+        size = self.prompts_at_a_time or self._portion
+        for start in range(0, len(prompts), size):
+            portion = prompts[start : start + size]
+            end = start + len(portion)
+            what = f"step {weights.step}, prompts {start + 1} to {end} of {len(prompts)}"
+            responses = self.sampler.run(portion, self.sampling, what)
+            slices = self._slices(weights.step, responses)
+            if self.world.is_main:
+                self.folder.file(weights).add(slices)
+            else:
+                for _ in slices:  # gathering is collective
+                    pass
+        self.world.from_main(lambda: self._finish(weights))
+        seconds = duration(monotonic() - began)
+        self.display.line(f"step {weights.step}: {len(prompts)} prompts in {seconds}")
+
+    def _finish(self, weights: Weights) -> None:
+        self.folder.file(weights).finish()
+        self.folder.write_metrics()
+
+    @property
+    def _portion(self) -> int:
+        """Prompts that fill all engines ``_FILLINGS`` times."""
+        responses = _FILLINGS * self.engine.num_replicas * self.engine.capacity
+        return max(1, responses // self.sampling.num_responses)
+
+    def _load(self, weights: Weights) -> None:
+        """Collective. Every rank reads the tensors and gives them to its engine, in place."""
+        config = self.config
+        model = Path(config.model.path)
+        if weights.path == model:  # the first to be asked: the engine was built with them
+            return
+        wrong = None
+        if weights.is_checkpoint and config.checkpoint.verify:
+            wrong = digest_problem(self.world, weights.path)
+        if wrong is not None:
+            raise ValueError(f"{weights.path}: {wrong}; leave step {weights.step} out by --steps")
+        stored = StoredWeights(weights, model, getattr(torch, config.rollout.dtype))
+        with self.display.phase(f"reading the weights of step {weights.step}"):
+            GatherSync(stored, self.engine, config.weight_sync.verify).sync(weights.step)
+
+    def _slices(self, step: int, responses: Responses) -> Iterator[list[AnswerRow]]:
+        """Collective: rows for the file, a slice at a time on rank 0; empty ones elsewhere."""
+        for first in range(0, len(responses), _ROWS_AT_ONCE):
+            rows = range(first, min(first + _ROWS_AT_ONCE, len(responses)))
+            shown = self.sampler.shown(responses, rows) or []
+            numbered = enumerate(shown, start=first)
+            yield [_row(step, row % self.sampling.num_responses, each) for row, each in numbered]
+
+
+def _row(step: int, number: int, response: Response) -> AnswerRow:
+    prompt = response.prompt
+    return {
+        "step": step,
+        "uid": prompt.uid,
+        "data_source": prompt.data_source,
+        "prompt": prompt.text,
+        "answer": prompt.answer,
+        "number": number,
+        "response": response.text,
+        "extracted": response.score.extracted,
+        "correct": response.score.correct,
+        "reward": response.score.reward,
+        "tokens": len(response.completion.token_ids),
+        "truncated": response.completion.truncated,
+    }
+
+
+def _finished(folder: EvaluationFolder, weights: Sequence[Weights]) -> str:
+    """Metrics and figure are written; the table, and where everything is."""
+    for each in weights:
+        folder.file(each).finish()  # of one whose last portion came just before a kill
+    rows = folder.write_metrics()
+    places = [METRICS, "responses/"]
+    if folder.pass_at:
+        figure = draw_pass_at_k(folder.path / METRICS, folder.path / "pass_at_k.png")
+        places.append(figure.name)
+    return f"{evaluation_table(rows)}\nfinished: {folder.path} ({', '.join(places)})"

@@ -1,0 +1,231 @@
+"""What is evaluated: which weights, by which settings, and where the results go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.checkpoints import directory, megatron_format
+from megatron_rl.checkpoints.hf import HfDirectory
+from megatron_rl.config.anneal import AnnealConfig
+from megatron_rl.config.cli.command_line import Root
+from megatron_rl.config.load import change_value, compose, validate
+from megatron_rl.config.schema import Config
+from megatron_rl.models import read_architecture
+from megatron_rl.models.parameter_map import hf_names
+from megatron_rl.run.run_record import MACHINERY, Difference, flat, model_fingerprint
+from megatron_rl.run.saved_settings import engine_of_machine, is_run, values_of_run
+from megatron_rl.run.start import CHECKPOINTS, EXPORTS
+from megatron_rl.runtime.digest import file_digest
+
+DEFAULT_OUT = Path("runs/evaluation")
+OWN_ROOT = Root()  # the package's own
+EVALUATION = "evaluation"  # below the folder of a run
+# Settings that leave the responses, and what is said of them, as they are: they may change between
+# two starts. Of the sections that are not named here everything may.
+_DECIDING = ("seed", "rollout", "reward", "evaluation", "prompts", "plugins")
+_FREE = (
+    *MACHINERY,
+    "rollout.temperature",  # that of the evaluation counts
+    *(f"rollout.anneal.{name}" for name in AnnealConfig.model_fields),  # of training alone
+    "rollout.top_p",
+    "rollout.top_k",
+    "rollout.max_prompt_tokens",  # the prompts are compared by content
+    "evaluation.every_steps",
+    "evaluation.at_start",
+    "evaluation.at_end",
+    "evaluation.num_prompts",
+    "evaluation.pass_at",  # computed from the responses that are there
+    "evaluation.stop_after",
+)
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights after ``step``: a checkpoint of a run, or a HF directory.
+
+    Example: ``Weights(20, Path("runs/a/checkpoints/step_000020"))``.
+    """
+
+    step: int
+    path: Path
+
+    @property
+    def is_checkpoint(self) -> bool:
+        return (self.path / directory.MANIFEST).is_file()
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells these weights from others, without reading them whole."""
+        if self.is_checkpoint:
+            return file_digest(self.path / directory.MANIFEST)
+        return model_fingerprint(self.path) or ""
+
+
+@dataclass
+class StoredWeights:
+    """Weights on the disk in the role of a policy that gives them to an engine: every rank reads
+    all of them, one tensor at a time. ``model``: the HF directory that says their architecture;
+    ``dtype``: of the engine, which takes this or float32."""
+
+    weights: Weights
+    model: Path
+    dtype: torch.dtype
+    gathered_bytes_sent: int = 0
+
+    def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, whole tensor), in one order on all ranks. Raises ValueError where they are not
+        those of the architecture."""
+        for name, tensor in self._stored():
+            yield name, tensor if tensor.dtype == self.dtype else tensor.float()
+
+    def _stored(self) -> Iterator[tuple[str, Tensor]]:
+        arch, _ = read_architecture(self.model)
+        path = self.weights.path
+        if self.weights.is_checkpoint:
+            yield from megatron_format.read_hf(path, arch, lambda _: None)
+            return
+        stored = HfDirectory(path, arch.prefixes)
+        stored.check(arch)
+        for name in hf_names(arch):
+            yield name, stored.read(name)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One launch: ``weights``, ascending by step, are asked by settings (``values``, composed and
+    valid); results go to ``out``. Plain data: rank 0 finds it for all."""
+
+    values: Mapping[str, Any]
+    weights: tuple[Weights, ...]
+    out: Path
+
+    @property
+    def config(self) -> Config:
+        return _valid(self.values)
+
+
+def find_evaluation(
+    words: Sequence[str], steps: str | None, out: Path | None, root: Root = OWN_ROOT
+) -> Evaluation:
+    """``evaluation_of_run``, or without a run ``evaluation_of_model``; raises what they do.
+
+    Args:
+        words: overrides, and at most one folder of a run: the word that has no "=" in it.
+    """
+    overrides = [word for word in words if "=" in word or word.startswith("~")]
+    runs = [word for word in words if word not in overrides]
+    if len(runs) > 1:
+        raise ValueError(f"{' '.join(runs)}: one run at a time; settings are written key=value")
+    if runs:
+        if root != OWN_ROOT:
+            raise ValueError(
+                f"{runs[0]}: has its own settings; leave --config-name and --config-dir out"
+            )
+        return evaluation_of_run(Path(runs[0]), steps or "last", overrides, out)
+    if steps is not None:
+        raise ValueError(f"--steps {steps}: is for checkpoints of a run; give its run_dir")
+    return evaluation_of_model(overrides, out, root)
+
+
+def evaluation_of_model(
+    overrides: Sequence[str], out: Path | None, root: Root = OWN_ROOT
+) -> Evaluation:
+    """The model of ``model.path``, as step 0. ``overrides``: as of a training run; there need be no
+    ``data.train``.
+
+    Raises:
+        ValueError: they cannot be composed, or are no settings.
+    """
+    keys = {text.partition("=")[0].lstrip("+") for text in overrides}
+    chosen = [] if "rollout" in keys else [f"rollout={engine_of_machine()}"]
+    values = compose(root.config_name, [*chosen, *overrides], root.config_dir)
+    values["data"].setdefault("train", [])
+    model = Path(_valid(values).model.path)
+    return Evaluation(values, (Weights(0, model),), out or DEFAULT_OUT)
+
+
+def _valid(values: Mapping[str, Any]) -> Config:
+    return validate(Config, dict(values), "the settings of the evaluation")
+
+
+def evaluation_of_run(
+    run: Path, steps: str, overrides: Sequence[str], out: Path | None
+) -> Evaluation:
+    """Checkpoints (else exports) of a run, by its settings, in which ``overrides`` change values.
+
+    Args:
+        steps: ``last``, ``all`` (with the model that the run began with, as step 0) or numbers
+            (``0,20,40``).
+
+    Raises:
+        ValueError: ``run`` is no run, has no such step, or the overrides do not fit its settings.
+    """
+    if not is_run(run):
+        raise ValueError(
+            f"{run}: no folder of a run (no config.json of one in it); give the run_dir of a"
+            " training, or model.path=DIR for a model alone"
+        )
+    values = values_of_run(run)
+    for text in overrides:
+        change_value(values, text)
+    weights = _chosen(run, steps, Path(_valid(values).model.path))
+    return Evaluation(values, weights, out or run / EVALUATION)
+
+
+def _chosen(run: Path, steps: str, model: Path) -> tuple[Weights, ...]:
+    there = _saved(run)
+    if not there and steps != "0":
+        raise ValueError(
+            f"{run}: neither {CHECKPOINTS}/ nor {EXPORTS}/ has a whole step; let the run save"
+            f" one, or evaluate its export alone: model.path={run / 'export'}"
+        )
+    there[0] = Weights(0, model)
+    if steps == "last":
+        return (there[max(there)],)
+    if steps == "all":
+        return tuple(there[step] for step in sorted(there))
+    words = steps.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise ValueError(f"--steps {steps}: give all, last, or numbers such as 20,40")
+    wanted = sorted({int(word) for word in words})
+    missing = [step for step in wanted if step not in there]
+    if missing:
+        raise ValueError(
+            f"--steps {steps}: {run} has no whole checkpoint or export of step"
+            f" {', '.join(map(str, missing))}; it has {', '.join(map(str, sorted(there)))}"
+        )
+    return tuple(there[step] for step in wanted)
+
+
+def _saved(run: Path) -> dict[int, Weights]:
+    """What a run has kept, by step; warns of checkpoints that are not whole."""
+    found = {}
+    for path in [*directory.steps(run / EXPORTS), *directory.steps(run / CHECKPOINTS)]:
+        step = directory.step_of(path)
+        wrong = None
+        if path.parent.name == CHECKPOINTS:
+            wrong = directory.problem(path)
+        if wrong is not None:
+            logger.warning("checkpoint %s is skipped: %s", path, wrong)
+        elif step is not None:
+            found[step] = Weights(step, path)
+    return found
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
+    """Keys that decide the responses and are not equal in two ``config.json`` of an evaluation."""
+    before = dict(flat({key: old[key] for key in _DECIDING if key in old}))
+    now = dict(flat({key: new[key] for key in _DECIDING if key in new}))
+    return [
+        Difference(key, before.get(key), now.get(key))
+        for key in sorted(before.keys() | now.keys())
+        if key not in _FREE and before.get(key) != now.get(key)
+    ]

@@ -1,0 +1,52 @@
+"""Corrections for an engine whose probabilities differ from the trainer's.
+
+Each gives weights of the policy term, detached. gap = old_logprobs - sampler_logprobs, so exp(gap)
+is the trainer's old probability of the sampled token over the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from megatron_rl.loss.choices import correction
+from megatron_rl.loss.per_token.policy_losses import sequence_log_ratio
+
+
+@correction("tis")
+def truncated_importance(gap: Float[Tensor, " tokens"], *, cap: float) -> Float[Tensor, " tokens"]:
+    """w = min(exp(gap), cap), per token. Source: Yao et al. 2025, truncated importance sampling."""
+    return gap.detach().exp().clamp(max=cap)
+
+
+@correction("icepop")
+def icepop(gap: Float[Tensor, " tokens"], *, cap: float) -> Float[Tensor, " tokens"]:
+    """w = exp(gap) where 1/cap <= exp(gap) <= cap, else 0.
+
+    Source: IcePop (Ring-1T report, arXiv 2510.18855).
+    """
+    weight = gap.detach().exp()
+    return torch.where((weight >= 1 / cap) & (weight <= cap), weight, torch.zeros_like(weight))
+
+
+@correction("sequence_mask")
+def sequence_mask(
+    gap: Float[Tensor, " tokens"],
+    loss_mask: Bool[Tensor, " tokens"],
+    response_index: Int[Tensor, " tokens"],
+    response_loss_tokens: Int[Tensor, " responses"],
+    sequence_sum: Callable[[Tensor], Tensor],
+    *,
+    cap: float,
+) -> Float[Tensor, " tokens"]:
+    """1 where the geometric-mean ratio of the response, exp(mean gap), is in [1/cap, cap], else 0.
+
+    A response is kept or dropped as a whole: the tokens behind a strange one are strange too.
+    """
+    mean = sequence_log_ratio(
+        gap.detach(), loss_mask, response_index, response_loss_tokens, sequence_sum
+    ).exp()
+    return ((mean >= 1 / cap) & (mean <= cap)).to(gap.dtype)

@@ -1,0 +1,176 @@
+"""What policy losses, aggregations and corrections read: the tokens of one micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from megatron_rl.loss.batch import TokenBatch
+from megatron_rl.loss.per_token.whole_responses import SequenceGather, WholeResponses
+from megatron_rl.loss.segments import lifted
+
+SequenceSum = Callable[[Tensor], Tensor]
+# Properties of Terms that are an optional field of TokenBatch. Who names one is given it; the
+# trainer learns from ``Needs`` what to provide.
+OPTIONAL = (
+    "entropy",
+    "correct",
+    "group_ids",
+    "group_accuracy",
+    "topk_logprobs",
+    "is_argmax",
+    "log_ratio_sums",
+    "ref_logprobs",
+    "given",
+)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The tokens of a micro-batch in float32 or float64, with the denominators of the minibatch.
+
+    A function that names a field or property is given it. ``logprobs`` and ``log_ratio`` (current
+    minus old) are 0 outside the mask, so that nothing there reaches a value or a gradient;
+    ``advantages`` stand at each token. ``sequence_sum`` adds per-response sums over the ranks that
+    share a response; ``sequence_gather`` is that of ``WholeResponses``.
+    """
+
+    batch: TokenBatch
+    logprobs: Float[Tensor, " tokens"]
+    log_ratio: Float[Tensor, " tokens"]
+    advantages: Float[Tensor, " tokens"]
+    response_loss_tokens: Int[Tensor, " responses"]
+    num_responses: int
+    num_tokens: int
+    sequence_sum: SequenceSum
+    sequence_gather: SequenceGather
+    response_limit: int | None  # tokens of the longest response the run allows, where known
+
+    @property
+    def loss_mask(self) -> Bool[Tensor, " tokens"]:
+        return self.batch.loss_mask
+
+    @property
+    def response_index(self) -> Int[Tensor, " tokens"]:
+        return self.batch.response_index
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """float32 or float64."""
+        return self.logprobs.dtype
+
+    @property
+    def gap(self) -> Float[Tensor, " tokens"]:
+        """old_logprobs - sampler_logprobs, 0 outside the mask, detached."""
+        assert self.batch.sampler_logprobs is not None
+        old = lifted(self.batch.old_logprobs).to(self.dtype)
+        gap = old - lifted(self.batch.sampler_logprobs).to(self.dtype)
+        return gap.masked_fill(~self.loss_mask, 0).detach()
+
+    @property
+    def entropy(self) -> Float[Tensor, " tokens"]:
+        """Of the current policy, in nats, 0 outside the mask, detached."""
+        assert self.batch.entropy is not None
+        entropy = lifted(self.batch.entropy.detach()).to(self.dtype)
+        return entropy.masked_fill(~self.loss_mask, 0)
+
+    @property
+    def topk_logprobs(self) -> Float[Tensor, "tokens top_k"]:
+        """Of the most likely tokens, 0 outside the mask, with gradient."""
+        assert self.batch.topk_logprobs is not None
+        logprobs = lifted(self.batch.topk_logprobs).to(self.dtype)
+        return logprobs.masked_fill(~self.loss_mask[:, None], 0)
+
+    @property
+    def is_argmax(self) -> Bool[Tensor, " tokens"]:
+        """Where no token is more likely than the sampled one."""
+        assert self.batch.is_argmax is not None
+        return self.batch.is_argmax
+
+    @property
+    def correct(self) -> Bool[Tensor, " responses"]:
+        assert self.batch.correct is not None
+        return self.batch.correct
+
+    @property
+    def group_ids(self) -> Int[Tensor, " responses"]:
+        """Which prompt."""
+        assert self.batch.group_ids is not None
+        return self.batch.group_ids
+
+    @property
+    def log_ratio_sums(self) -> Float[Tensor, " responses"]:
+        """Of log_ratio over each response, whose tokens may lie elsewhere."""
+        assert self.batch.log_ratio_sums is not None
+        return self.batch.log_ratio_sums.to(self.dtype)
+
+    @property
+    def ref_logprobs(self) -> Float[Tensor, " tokens"]:
+        """Of the reference, 0 outside the mask."""
+        assert self.batch.ref_logprobs is not None
+        logprobs = lifted(self.batch.ref_logprobs).to(self.dtype)
+        return logprobs.masked_fill(~self.loss_mask, 0)
+
+    @property
+    def given(self) -> Bool[Tensor, " tokens"]:
+        """Whether the response came with the prompt, at each token."""
+        assert self.batch.given is not None
+        return self.batch.given[self.response_index]
+
+    @property
+    def group_accuracy(self) -> Float[Tensor, " tokens"]:
+        """Share of correct responses of the prompt, at each token."""
+        assert self.batch.group_accuracy is not None
+        return self.batch.group_accuracy.to(self.dtype)[self.response_index]
+
+    @property
+    def responses(self) -> WholeResponses:
+        """For order statistics over the tokens of a response."""
+        num_responses = self.response_loss_tokens.numel()
+        return WholeResponses(
+            self.response_index, self.loss_mask, num_responses, self.sequence_gather
+        )
+
+    def mean(self, values: Tensor) -> Float[Tensor, ""]:
+        """Contribution to the mean over the loss tokens of the minibatch, detached."""
+        kept = values.detach().to(self.dtype).masked_fill(~self.loss_mask, 0)
+        return kept.sum() / max(self.num_tokens, 1)
+
+
+def terms_of(
+    batch: TokenBatch,
+    sequence_sum: SequenceSum,
+    response_limit: int | None,
+    sequence_gather: SequenceGather = lambda columns: columns,
+) -> Terms:
+    """The batch as the functions read it; denominators are its own where none are given."""
+    mask = batch.loss_mask
+    # masked_fill, not a product: a NaN outside the mask times 0 would stay NaN.
+    logprobs = lifted(batch.logprobs).masked_fill(~mask, 0)
+    old_logprobs = lifted(batch.old_logprobs).to(logprobs.dtype).masked_fill(~mask, 0)
+    lengths = batch.response_loss_tokens
+    if lengths is None:
+        none_yet = torch.zeros(batch.advantages.shape, dtype=torch.int64, device=mask.device)
+        lengths = none_yet.index_add(0, batch.response_index, mask.long())
+    num_responses = batch.num_responses
+    if num_responses is None:
+        num_responses = batch.advantages.numel()
+    num_tokens = batch.num_tokens
+    if num_tokens is None:
+        num_tokens = int(mask.sum())
+    return Terms(
+        batch=batch,
+        logprobs=logprobs,
+        log_ratio=logprobs - old_logprobs,
+        advantages=batch.advantages.to(logprobs.dtype)[batch.response_index],
+        response_loss_tokens=lengths,
+        num_responses=num_responses,
+        num_tokens=num_tokens,
+        sequence_sum=sequence_sum,
+        sequence_gather=sequence_gather,
+        response_limit=response_limit,
+    )

@@ -1,0 +1,52 @@
+"""Token advantages: what a response's advantage becomes at each of its tokens.
+
+Chosen by ``token_shaping``, in order, after the shapers of responses. H is the entropy of the
+current policy at a token, in nats, over the whole vocabulary and without gradient. A token shaper
+is one function here: inputs before the star, named after ``Terms``, knobs after it (see
+``choices.py``).
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from pydantic import NonNegativeFloat, PositiveFloat
+from torch import Tensor
+
+from megatron_rl.loss.choices import token_shaper
+from megatron_rl.loss.per_token.whole_responses import WholeResponses
+
+
+@token_shaper
+def zero_variance(
+    advantages: Float[Tensor, " tokens"],
+    entropy: Float[Tensor, " tokens"],
+    group_accuracy: Float[Tensor, " tokens"],
+    responses: WholeResponses,
+    *,
+    alpha: NonNegativeFloat = 0.1,
+) -> Float[Tensor, " tokens"]:
+    """A where the group has both outcomes; alpha H_t where all of it is correct; else
+    -alpha (max_k H_k - H_t), the maximum over the same response.
+
+    It replaces whatever A was in groups of one outcome.
+    Source: RL-ZVP (arXiv 2509.21880) eq. 5.
+    """
+    missed = responses.maximum(entropy) - entropy
+    shaped = torch.where(group_accuracy == 1, alpha * entropy, advantages)
+    return torch.where(group_accuracy == 0, -alpha * missed, shaped)
+
+
+@token_shaper
+def entropy_bonus(
+    advantages: Float[Tensor, " tokens"],
+    entropy: Float[Tensor, " tokens"],
+    *,
+    alpha: NonNegativeFloat = 0.4,
+    kappa: PositiveFloat = 2.0,
+) -> Float[Tensor, " tokens"]:
+    """A + min(alpha H_t, |A| / kappa); kappa > 1 keeps the sign of A.
+
+    Source: arXiv 2506.14758, entropy-based advantage shaping.
+    """
+    return advantages + torch.minimum(alpha * entropy, advantages.abs() / kappa)

@@ -1,0 +1,247 @@
+"""Where the elements of HF tensors are in Megatron parameters, as shards: pure arithmetic.
+
+A tensor-parallel rank has an interval of one axis of the whole Megatron parameter, and the whole
+parameter is a stack of slices of HF tensors along that axis. A rank's shards are the stack cut to
+the rank's interval.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_rl.models.base import Architecture, Slot
+from megatron_rl.types import Shard
+
+EMBEDDING = Slot("embedding.word_embeddings.weight", "vocab", ("model.embed_tokens.weight",))
+FINAL_NORM = Slot("decoder.final_layernorm.weight", "whole", ("model.norm.weight",))
+HEAD = Slot("output_layer.weight", "vocab", ("lm_head.weight",))
+TIED_HEAD = Slot("output_layer.weight", "vocab", ("model.embed_tokens.weight",))
+# The tower's parameters have one name on both sides.
+VISION = "visual."
+# Transformer Engine fuses a norm into the linear layer behind it: its name there -> its own name.
+FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One Megatron parameter of the whole model.
+
+    ``names`` are the full HF names of the slot's tensors; ``layer`` and ``expert`` count over the
+    whole model.
+    """
+
+    slot: Slot
+    names: tuple[str, ...]
+    layer: int | None = None
+    expert: int | None = None
+
+
+def padded_vocab(vocab_size: int, divisible_by: int, tensor: int) -> int:
+    """Rows of the embedding over all tensor-parallel ranks.
+
+    ``vocab_size`` is rounded up to a multiple of ``divisible_by * tensor``.
+    """
+    multiple = divisible_by * tensor
+    return -(-vocab_size // multiple) * multiple
+
+
+def layer_parameters(arch: Architecture, layer: int) -> list[Parameter]:
+    """Parameters of one layer without its experts, in the order of the architecture."""
+    prefix = f"model.layers.{layer}."
+    return [Parameter(slot, _names(prefix, slot), layer) for slot in arch.layer_slots]
+
+
+def expert_parameters(arch: Architecture, layer: int, expert: int) -> list[Parameter]:
+    """Parameters of one expert of one layer."""
+    prefix = f"model.layers.{layer}.{arch.expert_prefix}.{expert}."
+    return [Parameter(slot, _names(prefix, slot), layer, expert) for slot in arch.expert_slots]
+
+
+def _names(prefix: str, slot: Slot) -> tuple[str, ...]:
+    """HF names of the tensors in a slot of one layer or expert."""
+    return tuple(prefix + name for name in slot.hf)
+
+
+def vision_parameters(arch: Architecture) -> list[Parameter]:
+    """Parameters of the vision tower, which every tensor rank of the first stage has whole."""
+    tensors = () if arch.vision is None else arch.vision.tensors
+    return [Parameter(Slot(name, "whole", (name,)), (name,)) for name, _ in tensors]
+
+
+def outer_parameters(arch: Architecture) -> tuple[list[Parameter], list[Parameter]]:
+    """Parameters of the language model before its first layer, and after its last one. A tied
+    head is no parameter."""
+    after = [Parameter(FINAL_NORM, FINAL_NORM.hf)]
+    if not arch.tied_embeddings:
+        after.append(Parameter(HEAD, HEAD.hf))
+    return [Parameter(EMBEDDING, EMBEDDING.hf)], after
+
+
+def model_parameters(arch: Architecture) -> Iterator[Parameter]:
+    """All parameters of the model, in the order in which weights are gathered and exported."""
+    before, after = outer_parameters(arch)
+    yield from vision_parameters(arch)
+    yield from before
+    for layer in range(arch.num_layers):
+        yield from layer_parameters(arch, layer)
+        for expert in range(arch.num_experts):
+            yield from expert_parameters(arch, layer, expert)
+    yield from after
+
+
+def hf_names(arch: Architecture) -> list[str]:
+    """Names of all HF tensors of the model, in order."""
+    return [name for parameter in model_parameters(arch) for name in parameter.names]
+
+
+def axis_sizes(
+    parameter: Parameter, arch: Architecture, vocab_rows: int
+) -> tuple[int, tuple[int, ...], int]:
+    """Length of the cut axis, the other axes, and the index of the cut axis (-1: not cut).
+
+    They are those of the whole Megatron parameter.
+    """
+    kind = parameter.slot.kind
+    megatron = parameter.slot.megatron
+    hidden = arch.hidden_size
+    ffn = arch.ffn_hidden_size if parameter.expert is None else arch.expert_ffn_hidden_size
+    query_rows = arch.num_heads * arch.head_dim
+    if kind == "vocab":
+        return vocab_rows, (hidden,), 0
+    if kind == "qkv":
+        rows = query_rows + 2 * arch.num_kv_heads * arch.head_dim
+        return rows, () if megatron.endswith("bias") else (hidden,), 0
+    if kind == "gate_up":
+        return 2 * ffn, (hidden,), 0
+    if kind == "columns":
+        return query_rows if "self_attention" in megatron else ffn, (hidden,), 1
+    assert kind == "whole", f"no sizes for kind {kind} of {megatron}"
+    if megatron.startswith(VISION):
+        assert arch.vision is not None, f"{megatron}: the architecture has no tower"
+        shape = dict(arch.vision.tensors)[megatron]
+        return shape[0], shape[1:], -1
+    if "router" in megatron:
+        return arch.num_experts, (hidden,), -1
+    is_head_norm = "q_layernorm" in megatron or "k_layernorm" in megatron
+    return arch.head_dim if is_head_norm else hidden, (), -1
+
+
+def local_shape(
+    parameter: Parameter, arch: Architecture, vocab_rows: int, size: int
+) -> tuple[int, ...]:
+    """Shape of the parameter on each of ``size`` tensor-parallel ranks.
+
+    Padding of the vocabulary is included.
+    """
+    length, others, axis = axis_sizes(parameter, arch, vocab_rows)
+    if axis == -1:
+        return (length, *others)
+    assert length % size == 0, (
+        f"{parameter.slot.megatron}: {length} does not divide over {size} ranks"
+    )
+    return (*others[:axis], length // size, *others[axis:])
+
+
+def _stack(
+    parameter: Parameter, arch: Architecture, size: int, vocab_rows: int
+) -> Iterator[tuple[str, int, int]]:
+    """(HF tensor, first row, rows) along the cut axis of the whole parameter, from the top."""
+    kind = parameter.slot.kind
+    names = parameter.names
+    dim = arch.head_dim
+    if kind == "qkv":
+        # Megatron keeps each query group together, so that a cut between groups is a cut of heads.
+        queries = arch.num_heads // arch.num_kv_heads * dim
+        for group in range(arch.num_kv_heads):
+            yield names[0], group * queries, queries
+            yield names[1], group * dim, dim
+            yield names[2], group * dim, dim
+    elif kind == "gate_up":
+        # A rank computes silu(gate) * up alone: its gate rows stand directly before its up rows.
+        rows = axis_sizes(parameter, arch, vocab_rows)[0] // 2 // size
+        for rank in range(size):
+            yield names[0], rank * rows, rows
+            yield names[1], rank * rows, rows
+    elif kind == "vocab":
+        yield names[0], 0, arch.vocab_size
+    else:
+        yield names[0], 0, axis_sizes(parameter, arch, vocab_rows)[0]
+
+
+def shards(
+    parameter: Parameter, arch: Architecture, vocab_rows: int, rank: int, size: int
+) -> list[Shard]:
+    """The shards that tensor-parallel rank ``rank`` of ``size`` has in ``parameter``, from top to
+    bottom, without ``key`` and ``dtype``, which their owner knows. The parameter is contiguous.
+
+    Example: the second of two ranks has rows 32..63 of k_proj behind 64 rows of q_proj, at hidden
+    size 64: ``Shard("model.layers.0.self_attn.k_proj.weight", (64, 64), (32, 0), (32, 64), 4096,
+    (64, 1))``.
+    """
+    length, others, axis = axis_sizes(parameter, arch, vocab_rows)
+    cut = max(axis, 0)
+    per_rank = length if axis == -1 else length // size
+    first = 0 if axis == -1 else rank * per_rank
+
+    def along_cut(value: int, on_others: tuple[int, ...]) -> tuple[int, ...]:
+        return (*on_others[:cut], value, *on_others[cut:])
+
+    stack = list(_stack(parameter, arch, size, vocab_rows))
+    rows_of: dict[str, int] = {}  # of the whole HF tensors
+    for name, start, rows in stack:
+        rows_of[name] = max(rows_of.get(name, 0), start + rows)
+    stride = contiguous_stride(along_cut(per_rank, others))
+    zeros = tuple(0 for _ in others)
+    in_interval: list[Shard] = []
+    position = 0
+    for name, start, rows in stack:
+        low = max(position, first)
+        high = min(position + rows, first + per_rank)
+        if low < high:
+            shard = Shard(
+                name,
+                full=along_cut(rows_of[name], others),
+                start=along_cut(start + low - position, zeros),
+                shape=along_cut(high - low, others),
+                offset=(low - first) * stride[cut],
+                stride=stride,
+            )
+            in_interval.append(shard)
+        position += rows
+    return in_interval
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous parameter."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def slices(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    """The index that cuts a hyper-rectangle out of a tensor."""
+    return tuple(slice(first, first + length) for first, length in zip(start, shape, strict=True))
+
+
+def tensor_slices(shard: Shard) -> tuple[slice, ...]:
+    """The shard as an index into its whole HF tensor."""
+    return slices(shard.start, shard.shape)
+
+
+def parameter_slices(shard: Shard) -> tuple[slice, ...]:
+    """A shard of ``shards`` as an index into its parameter."""
+    index = []
+    rest = shard.offset
+    # The offset in the digits of the strides is the corner.
+    for step, length in zip(shard.stride, shard.shape, strict=True):
+        first, rest = divmod(rest, step)
+        index.append(slice(first, first + length))
+    return tuple(index)
+
+
+def hf_shapes(parameter: Parameter, arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Whole shape of each HF tensor of ``parameter``."""
+    return {shard.name: shard.full for shard in shards(parameter, arch, arch.vocab_size, 0, 1)}

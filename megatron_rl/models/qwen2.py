@@ -1,0 +1,21 @@
+"""Qwen2 and Qwen2.5: bias on query, key and value."""
+
+from typing import Any
+
+from megatron_rl.models.base import (
+    ATTENTION,
+    DENSE_MLP,
+    QKV_BIAS,
+    Architecture,
+    Family,
+    common,
+    refuse,
+)
+
+
+def read(hf: Any) -> Architecture:
+    refuse(hf, {"use_sliding_window": (False,)})
+    return common(hf, qkv_bias=True, layer_slots=ATTENTION + QKV_BIAS + DENSE_MLP)
+
+
+FAMILY = Family("Qwen2ForCausalLM", read)

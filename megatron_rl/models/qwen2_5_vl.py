@@ -1,0 +1,118 @@
+"""Qwen2.5-VL: the language model of Qwen2 with positions of time, row and column, and a tower."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.models.base import (
+    ATTENTION,
+    DENSE_MLP,
+    QKV_BIAS,
+    Architecture,
+    Family,
+    Vision,
+    common,
+    refuse,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+# transformers keeps the parts of its model apart; the published files have the names of before.
+PREFIXES = (("model.language_model.", "model."), ("model.visual.", "visual."))
+
+
+def read(hf: Any) -> Architecture:
+    if not hasattr(hf, "vision_config"):
+        raise ValueError(
+            f"config.json: model_type is {hf.model_type!r}, which has no vision part, but"
+            f" architectures names {FAMILY.architecture}; correct one of the two"
+        )
+    text = hf.text_config
+    refuse(text, {"use_sliding_window": (False,)})
+    return common(
+        text,
+        family=hf.model_type,
+        tied_embeddings=bool(hf.tie_word_embeddings),
+        qkv_bias=True,
+        layer_slots=ATTENTION + QKV_BIAS + DENSE_MLP,
+        mrope_section=_mrope_section(text),
+        vision=_vision(hf),
+        prefixes=PREFIXES,
+    )
+
+
+def _mrope_section(text: Any) -> tuple[int, ...]:
+    section = tuple(text.rope_parameters.get("mrope_section") or ())
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if len(section) != 3 or 2 * sum(section) != head_dim:
+        raise ValueError(
+            f"config.json of {text.model_type}: mrope_section is {list(section)}; three numbers"
+            f" that sum to half the head size of {head_dim} are supported, correct the key"
+        )
+    return section
+
+
+def _vision(hf: Any) -> Vision:
+    vision = hf.vision_config
+    refuse(vision, {"hidden_act": ("silu",)})
+    if vision.out_hidden_size != hf.text_config.hidden_size:
+        raise ValueError(
+            f"config.json of {hf.model_type}: vision_config.out_hidden_size is"
+            f" {vision.out_hidden_size}, but hidden_size is {hf.text_config.hidden_size}; correct"
+            " the key"
+        )
+    patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+    numbers = 1
+    for size in patch:
+        numbers *= size
+    return Vision(
+        tensors=tuple(_tensors(vision, patch)),
+        image_token=hf.image_token_id,
+        merge=vision.spatial_merge_size,
+        patch_numbers=numbers,
+        depth=vision.depth,
+        hidden_size=vision.hidden_size,
+        ffn_hidden_size=vision.intermediate_size,
+    )
+
+
+def _tensors(vision: Any, patch: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every parameter, in the order of the module."""
+    hidden = vision.hidden_size
+    ffn = vision.intermediate_size
+    merged = hidden * vision.spatial_merge_size**2
+
+    def linear(name: str, rows: int, columns: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield f"{name}.weight", (rows, columns)
+        yield f"{name}.bias", (rows,)
+
+    yield "visual.patch_embed.proj.weight", (hidden, *patch)
+    for number in range(vision.depth):
+        block = f"visual.blocks.{number}"
+        yield f"{block}.norm1.weight", (hidden,)
+        yield f"{block}.norm2.weight", (hidden,)
+        yield from linear(f"{block}.attn.qkv", 3 * hidden, hidden)
+        yield from linear(f"{block}.attn.proj", hidden, hidden)
+        yield from linear(f"{block}.mlp.gate_proj", ffn, hidden)
+        yield from linear(f"{block}.mlp.up_proj", ffn, hidden)
+        yield from linear(f"{block}.mlp.down_proj", hidden, ffn)
+    yield "visual.merger.ln_q.weight", (hidden,)
+    yield from linear("visual.merger.mlp.0", merged, merged)
+    yield from linear("visual.merger.mlp.2", vision.out_hidden_size, merged)
+
+
+def tower(hf: Any) -> torch.nn.Module:
+    """transformers' module; its parameters have the names of ``Vision.tensors`` below "visual."."""
+    # Importing it takes seconds, which planners need not wait for.
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+        Qwen2_5_VisionTransformerPretrainedModel,
+    )
+
+    return Qwen2_5_VisionTransformerPretrainedModel._from_config(
+        hf.vision_config, attn_implementation="sdpa"
+    )
+
+
+FAMILY = Family("Qwen2_5_VLForConditionalGeneration", read, tower)

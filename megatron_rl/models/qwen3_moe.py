@@ -1,0 +1,45 @@
+"""Qwen3-MoE: Qwen3 attention, every layer a mixture of experts without a shared one."""
+
+from typing import Any
+
+from megatron_rl.models.base import (
+    ATTENTION,
+    QK_NORM,
+    Architecture,
+    Family,
+    Slot,
+    common,
+    refuse,
+)
+
+ROUTER = (Slot("mlp.router.weight", "whole", ("mlp.gate.weight",)),)
+EXPERT = (
+    Slot("linear_fc1.weight", "gate_up", ("gate_proj.weight", "up_proj.weight")),
+    Slot("linear_fc2.weight", "columns", ("down_proj.weight",)),
+)
+
+
+def read(hf: Any) -> Architecture:
+    refuse(
+        hf,
+        {
+            "use_sliding_window": (False,),
+            "attention_bias": (False,),
+            "decoder_sparse_step": (1,),
+            "mlp_only_layers": ([], None),
+            "norm_topk_prob": (True,),
+        },
+    )
+    return common(
+        hf,
+        qk_norm=True,
+        layer_slots=ATTENTION + QK_NORM + ROUTER,
+        num_experts=hf.num_experts,
+        experts_per_token=hf.num_experts_per_tok,
+        expert_ffn_hidden_size=hf.moe_intermediate_size,
+        expert_slots=EXPERT,
+        expert_prefix="mlp.experts",
+    )
+
+
+FAMILY = Family("Qwen3MoeForCausalLM", read)

@@ -1,0 +1,139 @@
+"""From rows of a batch to the packed micro-batches of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_rl.policy.batches.microbatches import Microbatch, Multiples, Packer, padded_lengths
+from megatron_rl.policy.batches.packing_plan import Plan, plan_microbatches
+from megatron_rl.policy.batches.work_model import WorkModel
+from megatron_rl.policy.parallel import Ranks
+from megatron_rl.policy.passes.prefix_sharing import plan_shared_prompts
+from megatron_rl.policy.passes.vision import Eyes
+from megatron_rl.types import SequenceBatch, Sequences
+
+
+@dataclass(frozen=True)
+class Batching:
+    """Plans micro-batches for all data-parallel ranks alike, and packs those of this rank.
+    Implements ``protocols.Placing``.
+
+    Attributes:
+        tokens_per_microbatch: most tokens (prompt + response) of one micro-batch.
+        work: what the ranks get equal shares of.
+        prefix_sharing: neighbors with the same ``prompt_index`` compute their prompt once.
+        multiple: the number of micro-batches of a pass is a multiple of this.
+        multiples: what packed lengths must divide by.
+        eyes: of a model that sees.
+    """
+
+    config: TransformerConfig
+    ranks: Ranks
+    tokens_per_microbatch: int
+    work: WorkModel
+    prefix_sharing: bool
+    multiple: int
+    multiples: Multiples
+    device: torch.device
+    eyes: Eyes | None = None
+
+    @property
+    def data_rank(self) -> int:
+        """See protocols.Placing."""
+        return self.ranks.data_rank
+
+    @property
+    def owners(self) -> Sequence[int]:
+        """See protocols.Placing."""
+        return self.ranks.replica_roots
+
+    def plan(self, sequences: Sequences, rows: Sequence[int]) -> Plan:
+        """See protocols.Placing. A micro-batch may be empty.
+
+        Raises:
+            ValueError: a row alone has more tokens than a micro-batch may have.
+        """
+        return self._plan(sequences, rows, self.ranks.data)
+
+    def alone(self, sequences: Sequences) -> list[list[int]]:
+        """Micro-batches of all rows for one data-parallel rank."""
+        return self._plan(sequences, range(sequences.num_responses), 1)[0]
+
+    def _plan(self, sequences: Sequences, rows: Sequence[int], data_ranks: int) -> Plan:
+        if self.prefix_sharing and sequences.prompt_index is not None:
+            return plan_shared_prompts(
+                sequences,
+                rows,
+                data_parallel_size=data_ranks,
+                tokens_per_microbatch=self.tokens_per_microbatch,
+                multiple=self.multiple,
+                work=self.work,
+            )
+        return plan_microbatches(
+            sequences.lengths.tolist(),
+            rows,
+            data_parallel_size=data_ranks,
+            tokens_per_microbatch=self.tokens_per_microbatch,
+            multiple=self.multiple,
+            work=self.work,
+        )
+
+    def give(self, values: Tensor) -> None:
+        """See protocols.Placing."""
+        if self.ranks.replica_group is not None:
+            dist.broadcast(values, self.owners[self.data_rank], group=self.ranks.replica_group)
+
+    def packed(
+        self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], *, prompts: bool = False
+    ) -> list[Microbatch]:
+        """``microbatches`` (rows of ``batch``) as a pass takes them; ``prompts``: that of
+        ``Packer``. Collective where experts are dispatched by all-gather."""
+        assert len(microbatches) % self.multiple == 0, (
+            f"{len(microbatches)} micro-batches do not form groups of {self.multiple}"
+        )
+        totals = self._least_totals(batch, microbatches)
+        ranks = self.ranks
+        packer = Packer(
+            self.multiples,
+            ranks.context_rank,
+            ranks.context,
+            self.device,
+            self.prefix_sharing,
+            self.eyes,
+            prompts,
+        )
+        return [
+            packer.pack(batch, rows, total)
+            for rows, total in zip(microbatches, totals, strict=True)
+        ]
+
+    def _least_totals(
+        self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """The packed length that each micro-batch is filled up to; 0 where any length will do."""
+        totals = [0] * len(microbatches)
+        if self.config.num_moe_experts and self.config.moe_token_dispatcher_type == "allgather":
+            # This dispatcher gathers tokens of equal number from every rank.
+            totals = self._packed_tokens(batch, microbatches)
+            over_ranks = torch.tensor(totals, device=self.device)
+            dist.all_reduce(over_ranks, op=dist.ReduceOp.MAX)
+            totals = over_ranks.tolist()
+        if self.ranks.pipeline > 1 and not self.config.variable_seq_lengths:
+            # Stages exchange tensors whose length both ends know: one length for all.
+            longest = max(self._packed_tokens(batch, microbatches, at_least=max(totals, default=0)))
+            totals = [longest] * len(microbatches)
+        return totals
+
+    def _packed_tokens(
+        self, batch: SequenceBatch, microbatches: Sequence[Sequence[int]], at_least: int = 0
+    ) -> list[int]:
+        return [
+            int(padded_lengths(batch, rows, self.multiples, at_least, self.prefix_sharing).sum())
+            for rows in microbatches
+        ]

@@ -1,0 +1,244 @@
+"""Attention and norm of the layers that need no Transformer Engine.
+
+Core attention is torch's scaled_dot_product_attention over packed sequences. Under context
+parallelism every sequence is cut into ``2 * ranks`` chunks, of which rank r holds number r and
+number ``2 * ranks - 1 - r``: so causal work is balanced. Keys and values are gathered over ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_rl.policy.passes.vision import PlacedImages
+from megatron_rl.runtime.transfer import to_device
+
+# Sequences up to this length are never worth a call of their own.
+SHORT = 64
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """RMSNorm whose gradient megatron sums over tensor ranks under sequence parallelism."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+@dataclass(frozen=True)
+class Group:
+    """``count`` sequences of similar length that share one call of attention.
+
+    ``tokens``: places among the packed tokens, ``length`` for each sequence; the unused end of a
+    shorter one repeats its last token, and results there are dropped.
+    """
+
+    tokens: Tensor
+    count: int
+    length: int
+
+
+@dataclass
+class Packing(PackedSeqParams):
+    """The packed sequences as attention takes them.
+
+    ``lengths``: padding included, over all context ranks. Where sequences share a prompt:
+    ``shared`` and ``owner`` as in ``group``, and ``positions``, those of the packed tokens in their
+    sequences, which do not follow from the boundaries then. Of a model that sees:
+    ``rope_positions`` (time, row, column) of the packed tokens of all context ranks, and ``images``
+    of this rank's tokens, where they are encoded.
+    """
+
+    lengths: Tensor | None = None
+    shared: Tensor | None = None
+    owner: Tensor | None = None
+    positions: Tensor | None = None
+    rope_positions: Tensor | None = None  # [3, 1, tokens]
+    images: PlacedImages | None = None
+
+    @cached_property
+    def groups(self) -> tuple[list[Group], Tensor]:
+        """``group`` of this packing, on the device of its boundaries.
+
+        Computed for the first layer that asks: attention of Transformer Engine never does.
+        """
+        shared = torch.zeros_like(self.lengths) if self.shared is None else self.shared
+        owner = torch.arange(len(self.lengths)) if self.owner is None else self.owner
+        return group(self.lengths, shared, owner, self.cu_seqlens_q.device)
+
+
+def group(
+    own: Tensor, shared: Tensor, owner: Tensor, device: torch.device
+) -> tuple[list[Group], Tensor]:
+    """The groups of packed sequences, and ``restore``: where each packed token's result is.
+
+    Sequence i packs ``own[i]`` tokens; before them it has the first ``shared[i]`` tokens of
+    sequence ``owner[i]`` (a prompt; 0 for a sequence that packs its prompt itself).
+    ``restore[t]`` counts over the results of all groups.
+
+    Groups go by falling length. One takes sequences of at least half its longest; from SHORT on it
+    takes all, for there a call costs more than the padding.
+    """
+    lengths = own + shared
+    order = torch.argsort(lengths, descending=True, stable=True)
+    starts = torch.nn.functional.pad(own.cumsum(0), (1, 0))
+    sizes = lengths[order].tolist()
+    groups: list[Group] = []
+    restore = torch.empty(int(starts[-1]), dtype=torch.long)
+    first = 0  # of the group, in ``order``
+    offset = 0  # of its results, among those of all groups
+    while first < len(sizes):
+        longest = sizes[first]
+        last = first
+        while last < len(sizes) and (longest <= SHORT or 2 * sizes[last] >= longest):
+            last += 1
+        rows = order[first:last]
+        column = torch.arange(longest)[None]
+        position = torch.minimum(column, lengths[rows, None] - 1)
+        # Token p of a sequence: in its owner's prompt, or, behind the prompt, among its own tokens,
+        # the first of which has position ``shared``.
+        is_borrowed = position < shared[rows, None]
+        own_starts = (starts[:-1] - shared)[rows, None]
+        tokens = position + torch.where(is_borrowed, starts[owner[rows], None], own_starts)
+        # The result of a shared token is taken from the sequence that packs it.
+        is_kept = ~is_borrowed & (column < lengths[rows, None])
+        place = torch.arange(tokens.numel()).view(tokens.shape)
+        restore[tokens[is_kept]] = offset + place[is_kept]
+        groups.append(Group(to_device(tokens.flatten(), device), len(rows), longest))
+        offset += tokens.numel()
+        first = last
+    return groups, to_device(restore, device)
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention inside each packed sequence.
+
+    Query, key and value are ``[tokens, heads, head_dim]``.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        assert dropout == 0.0, (
+            f"attention dropout is {dropout}; logprobs of two passes would differ"
+        )
+        if pg_collection is None:
+            self.context_group = parallel_state.get_context_parallel_group()
+        else:
+            self.context_group = pg_collection.cp
+        self.scale = softmax_scale
+        if self.scale is None:
+            self.scale = 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Packing | None = None,
+    ) -> Tensor:
+        assert isinstance(packed_seq_params, Packing), "this attention takes packed sequences"
+        if self.context_group.size() == 1:
+            out = self._sequences(query, key, value, packed_seq_params)
+        else:
+            out = self._context_parallel(query, key, value, packed_seq_params.lengths.tolist())
+        return out.reshape(out.shape[0], -1)
+
+    def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """``[sequences, tokens, heads, head_dim]`` in and out."""
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        grouped = query.shape[1] != key.shape[1]
+        out = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scale,
+            enable_gqa=grouped,
+        )
+        return out.transpose(1, 2)
+
+    def _sequences(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
+        groups, restore = packing.groups
+        outputs = []
+        for sequences in groups:
+            shape = (sequences.count, sequences.length)
+            rows = (
+                x.index_select(0, sequences.tokens).unflatten(0, shape) for x in (query, key, value)
+            )
+            outputs.append(self._sdpa(*rows, None).flatten(0, 1))
+        return torch.cat(outputs).index_select(0, restore)
+
+    def _context_parallel(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]
+    ) -> Tensor:
+        """Sequence by sequence: this rank's queries against the keys and values of all ranks."""
+        ranks = self.context_group.size()
+        local = [length // ranks for length in lengths]
+        # The backward of the gather sums the gradients of all ranks' queries and keeps this rank's
+        # part.
+        both = gather_from_sequence_parallel_region(
+            torch.cat([key, value], dim=-1),
+            tensor_parallel_output_grad=True,
+            group=self.context_group,
+        )
+        by_rank = both.view(ranks, -1, *both.shape[1:])
+        keys, values = by_rank.split([key.shape[-1], value.shape[-1]], dim=-1)
+        sequences = zip(
+            lengths,
+            query.split(local),
+            keys.split(local, dim=1),
+            values.split(local, dim=1),
+            strict=True,
+        )
+        outputs = []
+        for length, q, k, v in sequences:
+            # Keys come rank by rank, not in the order of the sequence: hence a mask of positions.
+            key_positions = torch.cat(
+                [zigzag(length, rank, ranks, q.device) for rank in range(ranks)]
+            )
+            query_positions = zigzag(length, self.context_group.rank(), ranks, q.device)
+            mask = query_positions[:, None] >= key_positions[None]
+            out = self._sdpa(q[None], k.flatten(0, 1)[None], v.flatten(0, 1)[None], mask)
+            outputs.append(out.squeeze(0))
+        return torch.cat(outputs)
+
+
+def zigzag(length: int, rank: int, ranks: int, device: torch.device | str = "cpu") -> Tensor:
+    """Positions that context rank ``rank`` holds of a sequence.
+
+    ``length`` is a multiple of ``2 * ranks``.
+
+    Example: ``zigzag(8, 1, 2)`` is ``[2, 3, 4, 5]``; rank 0 holds ``[0, 1, 6, 7]``.
+    """
+    if ranks == 1:
+        return torch.arange(length, device=device)
+    chunk = length // (2 * ranks)
+    first = torch.arange(rank * chunk, (rank + 1) * chunk, device=device)
+    second = torch.arange((2 * ranks - 1 - rank) * chunk, (2 * ranks - rank) * chunk, device=device)
+    return torch.cat([first, second])

@@ -1,0 +1,353 @@
+"""Passes over micro-batches through megatron's own schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.policy.batches.microbatches import Microbatch
+from megatron_rl.policy.parallel import Ranks
+from megatron_rl.policy.passes.head import Head
+from megatron_rl.policy.passes.logprobs import LOGPROB_CHUNK_TOKENS, TokenValues, token_values
+from megatron_rl.policy.passes.nucleus import nucleus_entropy
+from megatron_rl.protocols import Entropy
+from megatron_rl.runtime.guard.activity import ACTIVITY
+from megatron_rl.runtime.launch import gather_objects
+from megatron_rl.runtime.transfer import to_device
+from megatron_rl.types import TokenLoss, TokenScores, TokenView, largest
+
+Consume = Callable[[Microbatch, TokenValues], tuple[Tensor, Any]]
+
+
+class _SequenceSum(torch.autograd.Function):
+    """All-reduce over the context ranks; the gradient is all-reduced too, because every rank's loss
+    uses the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def sequence_sum(ranks: Ranks) -> Callable[[Tensor], Tensor]:
+    """The differentiable sum over context-parallel ranks (the identity when there is one)."""
+    if ranks.context == 1:
+        return lambda values: values
+    return lambda values: _SequenceSum.apply(values, ranks.context_group)
+
+
+def sequence_gather(ranks: Ranks, num_places: int) -> Callable[[Tensor], Tensor]:
+    """See ``types.TokenView``. ``num_places``: columns that no rank exceeds, so that nobody has to
+    ask how many the others have."""
+    if ranks.context == 1:
+        return lambda columns: columns
+
+    def gather(columns: Tensor) -> Tensor:
+        padded = columns.new_full((columns.shape[0], num_places), torch.nan)
+        padded[:, : columns.shape[1]] = columns.detach()
+        everyone = [torch.empty_like(padded) for _ in range(ranks.context)]
+        dist.all_gather(everyone, padded, group=ranks.context_group)
+        return torch.cat(everyone, dim=1)
+
+    return gather
+
+
+class ScoreBoard:
+    """Logprobs, and entropies if wanted, of all response tokens of a batch, written where they are
+    computed: by tensor rank 0 of the last stage, on the context rank that holds the token. Prompt
+    tokens stand behind them, at ``microbatches.prompt_places``.
+
+    The host knows the places of the tokens: they go to the device in one copy, after the last
+    micro-batch.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        entropy: bool,
+        ranks: Ranks,
+        device: torch.device,
+        prompt_places: Tensor | None = None,
+        nucleus: bool = False,
+    ) -> None:
+        self._num_tokens = num_tokens
+        self._names = ["logprobs"] + ["entropy"] * entropy + ["nucleus_entropy"] * nucleus
+        self._prompt_places = prompt_places
+        if prompt_places is not None:
+            num_tokens += len(prompt_places)
+        self._values = torch.zeros(len(self._names), num_tokens, dtype=torch.float32, device=device)
+        self._writes = ranks.tensor_rank == 0
+        self._group = ranks.replica_group
+        self._places: list[Tensor] = []
+        self._written: list[Tensor] = []
+
+    def write(self, microbatch: Microbatch, values: TokenValues) -> None:
+        if not self._writes:
+            return
+        rows = [getattr(values, name) for name in self._names]
+        assert all(row is not None for row in rows), "values were wanted and not computed"
+        self._places.append(microbatch.index)
+        self._written.append(torch.stack([values.detach().float() for values in rows]))
+
+    def read(self) -> TokenScores:
+        """Collective over the ranks that work on the batch; once, at the end."""
+        if self._written:
+            places = to_device(torch.cat(self._places), self._values.device)
+            self._values[:, places] = torch.cat(self._written, dim=1)
+        if self._group is not None:
+            dist.all_reduce(self._values, group=self._group)
+        of_responses = dict(zip(self._names, self._values[:, : self._num_tokens], strict=True))
+        of_prompts = None
+        if self._prompt_places is not None:
+            of_prompts = self._values[0, to_device(self._prompt_places, self._values.device)]
+        return TokenScores(
+            logprobs=of_responses["logprobs"],
+            entropy=of_responses.get("entropy"),
+            nucleus_entropy=of_responses.get("nucleus_entropy"),
+            prompt_logprobs=of_prompts,
+        )
+
+    def fill(self, passes: Passes, microbatches: Sequence[Microbatch], **wanted: Any) -> None:
+        """Collective: a pass without gradient over ``microbatches``; ``wanted``: see
+        ``Passes.run``."""
+
+        def consume(microbatch: Microbatch, values: TokenValues) -> tuple[Tensor, Any]:
+            self.write(microbatch, values)
+            return values.logprobs.new_zeros(()), None
+
+        passes.run(microbatches, consume, backward=False, **wanted)
+
+
+@dataclass
+class Totals:
+    """Loss and metrics summed over micro-batches of this rank; keys ending in ``_max`` by
+    maximum."""
+
+    loss: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def add(self, loss: float, metrics: Mapping[str, float]) -> None:
+        self.loss += loss
+        for key, value in metrics.items():
+            if key not in self.metrics:
+                self.metrics[key] = value
+            else:
+                self.metrics[key] = (
+                    largest((self.metrics[key], value))
+                    if key.endswith("_max")
+                    else self.metrics[key] + value
+                )
+
+
+class Passes:
+    """Runs micro-batches through the chunks of this rank. ``consume(microbatch, values)`` is called
+    on the last stage only and returns (loss, what to collect)."""
+
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], ranks: Ranks, vocab_size: int, temperature: float
+    ) -> None:
+        self.chunks = list(chunks)
+        self.ranks = ranks
+        self.vocab_size = vocab_size
+        self.temperature = temperature
+        self.schedule = get_forward_backward_func()
+
+    def run(
+        self,
+        microbatches: Sequence[Microbatch],
+        consume: Consume,
+        *,
+        backward: bool,
+        entropy: Entropy,
+        top_k: int = 0,
+        nucleus: float = 0.0,
+    ) -> list[Any]:
+        """Collective: what ``consume`` collected for each micro-batch, in order (nothing before the
+        last stage). ``entropy``, ``top_k``, ``nucleus``: see ``Head``."""
+        lengths = {microbatch.token_ids.shape[1] for microbatch in microbatches}
+        told = self.ranks.pipeline == 1 or self.chunks[0].config.variable_seq_lengths
+        assert told or len(lengths) == 1, (
+            f"pipeline stages expect micro-batches of one length: {lengths}"
+        )
+        iterators = [iter(microbatches) for _ in self.chunks]
+        head = replace(self._head(entropy, top_k), nucleus=nucleus)
+        step = partial(self._step, consume=consume, head=head)
+        with torch.set_grad_enabled(backward):
+            return self.schedule(
+                forward_step_func=step,
+                data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
+                model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+                num_microbatches=len(microbatches),
+                seq_length=max(lengths)
+                * self.ranks.context,  # megatron divides by the context ranks
+                micro_batch_size=1,
+                forward_only=not backward,
+            )
+
+    def _head(self, entropy: Entropy, top_k: int) -> Head:
+        group = self.ranks.tensor_group if self.ranks.tensor > 1 else None
+        chunk_tokens = LOGPROB_CHUNK_TOKENS
+        return Head(self.temperature, self.vocab_size, chunk_tokens, group, entropy, top_k)
+
+    def _step(
+        self, iterator: Any, chunk: torch.nn.Module, *, consume: Consume, head: Head
+    ) -> tuple[Tensor, Callable[..., Any]]:
+        microbatch: Microbatch = next(iterator)
+        ACTIVITY.note("a micro-batch of the policy")
+        output = chunk(
+            input_ids=microbatch.token_ids,
+            position_ids=microbatch.position_ids,
+            attention_mask=None,
+            packed_seq_params=microbatch.packing,
+            **({"fp32_output": False} if _casts(chunk) else {}),
+        )
+        return output, partial(self._finish, chunk, microbatch, consume, head)
+
+    def _finish(
+        self,
+        chunk: torch.nn.Module,
+        microbatch: Microbatch,
+        consume: Consume,
+        head: Head,
+        output: Tensor,
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Last stage only: states -> logprobs of response tokens -> loss. Megatron expects (loss,
+        tokens, data) and, told not to divide by the number of tokens, uses the loss as it is."""
+        weight = get_attr_wrapped_model(chunk, "head_weight")()
+        _wait_for(chunk, weight)
+        hidden = output.squeeze(1)
+        states = hidden.index_select(0, microbatch.rows).to(weight.dtype)
+        if microbatch.temperatures is not None:
+            head = replace(head, temperature=microbatch.temperatures)
+        values = token_values(states, weight, microbatch.targets, head)
+        if head.nucleus:
+            values = replace(values, nucleus_entropy=nucleus_entropy(states, weight, head))
+        loss, data = consume(microbatch, values)
+        # Without response tokens the graph must still reach every stage: the pipeline waits for a
+        # gradient.
+        connected = loss + hidden[:0].sum() + weight[:0].sum() + values.logprobs.sum() * 0
+        if values.nucleus_entropy is not None:
+            connected = connected + values.nucleus_entropy.sum() * 0
+        return connected, torch.zeros([], dtype=torch.int, device=loss.device), data
+
+
+def _casts(chunk: torch.nn.Module) -> bool:
+    return bool(chunk.config.bf16)
+
+
+def _wait_for(chunk: torch.nn.Module, weight: Tensor) -> None:
+    """Overlapped gathering of parameters waits in the forward of the module that owns a parameter;
+    the output layer's forward is never called, so its weight is waited for here."""
+    ddp = getattr(chunk, "ddp_config", None)
+    if ddp is not None and ddp.overlap_param_gather and weight in chunk.param_to_bucket_group:
+        chunk.param_to_bucket_group[weight].finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def _finalize(chunks: Any, num_tokens: Any = None, **more: Any) -> None:
+    """megatron's reduction of gradients, without its division by a number of tokens: a loss is a
+    contribution, and the gradient is the plain sum over micro-batches and data x context ranks."""
+    finalize_model_grads(chunks, None, **more)
+
+
+def set_hooks(config: TransformerConfig, chunks: Sequence[Any], parallel: ParallelConfig) -> None:
+    """Tells megatron's schedules how gradients are finished, and how their reduction is held back
+    but for the last micro-batch."""
+    config.finalize_model_grads_func = _finalize
+    config.grad_scale_func = None
+    if parallel.overlap_grad_reduce:
+        each: list[Any] = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = each if len(each) > 1 else each[0]
+
+
+def finish_param_gather(chunks: Sequence[Any]) -> None:
+    """Collective: gathers what an overlapped gathering has not gathered yet, and waits for it. A
+    forced synchronization of a whole chunk would gather again what is there."""
+    for chunk in chunks:
+        for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def loss_consumer(
+    loss: TokenLoss, ranks: Ranks, *, entropy: bool, board: ScoreBoard | None
+) -> Consume:
+    """``consume`` for an update: the contribution of a micro-batch, and what it adds to the totals.
+    ``entropy``: the loss gets it."""
+    over_context = sequence_sum(ranks)
+
+    def consume(microbatch: Microbatch, values: TokenValues) -> tuple[Tensor, Any]:
+        if microbatch.empty:
+            return values.logprobs.new_zeros(()), None
+        if board is not None:
+            board.write(microbatch, values)
+        view = TokenView(
+            microbatch.index,
+            values.logprobs,
+            values.entropy if entropy else None,
+            sequence_sum=over_context,
+            topk_logprobs=values.topk_logprobs,
+            is_argmax=values.is_argmax,
+            nucleus_entropy=values.nucleus_entropy,
+            # A context rank has at most one response token for each token it works on.
+            sequence_gather=sequence_gather(ranks, microbatch.token_ids.shape[1]),
+        )
+        result = loss(view)
+        assert result.loss.ndim == 0, f"a loss is a scalar, not {tuple(result.loss.shape)}"
+        # The schedule may change the loss in place.
+        return result.loss, (
+            result.loss.detach().clone(),
+            {key: value.detach() for key, value in result.metrics.items()},
+        )
+
+    return consume
+
+
+def _numbers(
+    contributions: Sequence[tuple[Tensor, Mapping[str, Tensor]]],
+) -> list[tuple[float, dict[str, float]]]:
+    """Losses and metrics of micro-batches as numbers, read from the device once (float64 holds what
+    every smaller format holds)."""
+    if not contributions:
+        return []
+    tensors: list[Tensor] = []
+    for loss, metrics in contributions:
+        tensors += [loss, *metrics.values()]
+    device = tensors[0].device
+    scalars = [tensor.to(device, torch.float64).reshape(()) for tensor in tensors]
+    values = iter(torch.stack(scalars).tolist())
+    numbers = []
+    for _, metrics in contributions:  # taken out in the order in which they went in above
+        loss_value = next(values)
+        numbers.append((loss_value, {key: next(values) for key in metrics}))
+    return numbers
+
+
+def reduce_totals(collected: Sequence[Any], ranks: Ranks) -> Totals:
+    """Collective over the world: totals over micro-batches and data x context ranks, equal
+    everywhere. Every tensor rank of the last stage holds the same values; one of them counts."""
+    local = Totals()
+    if ranks.is_last_stage and ranks.tensor_rank == 0:
+        for loss, metrics in _numbers([data for data in collected if data is not None]):
+            local.add(loss, metrics)
+    total = Totals()
+    for other in gather_objects(local):
+        total.add(other.loss, other.metrics)
+    return total

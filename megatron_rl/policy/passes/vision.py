@@ -1,0 +1,256 @@
+"""Images of a micro-batch: their places among its tokens, their positions, their features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from transformers.vision_utils import get_vision_position_ids
+
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.base import Vision
+from megatron_rl.protocols import ImageProcessor
+from megatron_rl.runtime.transfer import to_device
+from megatron_rl.types import Image, SequenceBatch
+
+Grid = tuple[int, int, int]  # time, rows and columns of patches
+
+
+@dataclass(frozen=True)
+class PlacedImages:
+    """The distinct images that tokens of this rank stand for.
+
+    ``grids``: of each, on the host. Token ``places[i]`` of this rank takes feature ``source[i]``,
+    counted over all images.
+    """
+
+    images: tuple[Image, ...]
+    processor: ImageProcessor
+    grids: Int[Tensor, "images 3"]
+    places: Int[Tensor, " n"]
+    source: Int[Tensor, " n"]
+
+    def pixels(self) -> Float[Tensor, "patches numbers"]:
+        """Patches of all images, made now: a minibatch has many micro-batches, and takes 18 KiB of
+        pixels for a token."""
+        patches = torch.cat([self.processor.pixels(image) for image in self.images])
+        return to_device(patches, self.places.device)
+
+
+@dataclass(frozen=True)
+class Eyes:
+    """What packing needs of a model that sees.
+
+    ``processor``: None where no prompt has images; ``has_tower``: this rank's stage makes features.
+    """
+
+    vision: Vision
+    processor: ImageProcessor | None
+    has_tower: bool
+
+    def look(self, batch: SequenceBatch, rows: Sequence[int], lengths: Sequence[int]) -> Sights:
+        """The images of ``rows``, each of which is ``lengths[i]`` tokens long with its padding.
+
+        Raises:
+            ValueError: the image tokens of a prompt are not those of its images.
+        """
+        images: list[Image] = []
+        grids: list[Grid] = []
+        positions = []
+        numbers = []
+        features = []
+        offsets = batch.offsets.tolist()
+        prompt_lengths = batch.prompt_lengths.tolist()
+        for row, length in zip(rows, lengths, strict=True):
+            own = () if batch.images is None else batch.images[row]
+            prompt = batch.token_ids[offsets[row] : offsets[row] + prompt_lengths[row]]
+            own_grids = self._grids(row, own)
+            is_image = prompt == self.vision.image_token
+            sizes = torch.tensor([self.num_tokens(grid) for grid in own_grids], dtype=torch.long)
+            self._check(row, int(is_image.sum()), sizes)
+            positions.append(rope_positions(is_image, length, self._in_tokens(own_grids)))
+            number = torch.full((length,), -1)
+            feature = torch.zeros(length, dtype=torch.long)
+            places = is_image.nonzero().squeeze(1)
+            number[places] = torch.repeat_interleave(len(images) + torch.arange(len(own)), sizes)
+            starts = sizes.cumsum(0) - sizes
+            feature[places] = torch.arange(len(places)) - torch.repeat_interleave(starts, sizes)
+            numbers.append(number)
+            features.append(feature)
+            images += own
+            grids += own_grids
+        return Sights(
+            self, images, grids, torch.cat(positions, 1), torch.cat(numbers), torch.cat(features)
+        )
+
+    def _grids(self, row: int, images: Sequence[Image]) -> list[Grid]:
+        if images and self.processor is None:
+            raise ValueError(
+                f"packing: row {row} has {len(images)} images, but the policy was built without an"
+                " image processor; give PolicySettings.image_processor"
+            )
+        return [self.processor.grid(image) for image in images] if self.processor else []
+
+    def num_tokens(self, grid: Grid) -> int:
+        """Image tokens of an image of so many patches."""
+        time, rows, columns = grid
+        return time * rows * columns // self.vision.merge**2
+
+    def _in_tokens(self, grids: Sequence[Grid]) -> list[Grid]:
+        merge = self.vision.merge
+        return [(time, rows // merge, columns // merge) for time, rows, columns in grids]
+
+    def _check(self, row: int, found: int, sizes: Tensor) -> None:
+        if found != int(sizes.sum()):
+            raise ValueError(
+                f"packing: the prompt of row {row} has {found} image tokens"
+                f" ({self.vision.image_token}), but its {len(sizes)} images take"
+                f" {int(sizes.sum())}; give the images that the prompt was made with"
+            )
+
+
+@dataclass(frozen=True)
+class Sights:
+    """The images of the rows of a micro-batch, and a table over the tokens of these rows, whole
+    and padded, end to end: position, number of the image (-1: none), feature of that image."""
+
+    eyes: Eyes
+    images: Sequence[Image]
+    grids: Sequence[Grid]
+    positions: Int[Tensor, "3 tokens"]
+    image_of: Int[Tensor, " tokens"]
+    feature_of: Int[Tensor, " tokens"]
+
+    def placed(self, tokens: Int[Tensor, " t"], device: torch.device) -> PlacedImages | None:
+        """The images of packed ``tokens`` (places in the table); None where there are none, or
+        another stage makes the features. An image that several rows have counts once."""
+        numbers = self.image_of[tokens]
+        places = (numbers >= 0).nonzero().squeeze(1)
+        if not len(places) or not self.eyes.has_tower:
+            return None
+        assert self.eyes.processor is not None
+        distinct: dict[str, int] = {}  # digest -> first feature
+        chosen: list[int] = []
+        first_feature = torch.zeros(len(self.images), dtype=torch.long)
+        num_features = 0
+        for number in numbers[places].unique().tolist():
+            digest = self.images[number].digest
+            if digest not in distinct:
+                distinct[digest] = num_features
+                chosen.append(number)
+                num_features += self.eyes.num_tokens(self.grids[number])
+            first_feature[number] = distinct[digest]
+        source = first_feature[numbers[places]] + self.feature_of[tokens][places]
+        return PlacedImages(
+            images=tuple(self.images[each] for each in chosen),
+            processor=self.eyes.processor,
+            grids=torch.tensor([self.grids[each] for each in chosen]),
+            places=to_device(places, device),
+            source=to_device(source, device),
+        )
+
+
+def rope_positions(is_image: Tensor, length: int, grids: Sequence[Grid]) -> Int[Tensor, "3 length"]:
+    """Time, row and column of each token of a sequence whose prompt is ``is_image``; ``grids``: of
+    each image, in tokens.
+
+    Text counts on by one in all three. An image stands at the next number, its rows and columns
+    count from there, and text goes on behind its longer side.
+
+    Example, an image of 1 row and 2 columns between two tokens: time 0 1 1 3, row 0 1 1 3, column
+    0 1 2 3.
+
+    Source: get_rope_index of Qwen2.5-VL in transformers.
+    """
+    parts = []
+    places = is_image.nonzero().squeeze(1).tolist()
+    done = 0  # tokens
+    seen = 0  # image tokens
+    position = 0
+    for time, rows, columns in grids:
+        first = places[seen]
+        parts.append((torch.arange(first - done) + position).expand(3, -1))
+        position += first - done
+        axes = torch.meshgrid(
+            torch.arange(time), torch.arange(rows), torch.arange(columns), indexing="ij"
+        )
+        parts.append(torch.stack(axes).reshape(3, -1) + position)
+        position += max(rows, columns)
+        seen += time * rows * columns
+        done = first + time * rows * columns
+    parts.append((torch.arange(length - done) + position).expand(3, -1))
+    return torch.cat(parts, 1)
+
+
+def add_tower(
+    model: torch.nn.Module, hf: Any, config: TransformerConfig, *, recompute: bool, frozen: bool
+) -> None:
+    """Gives the first stage its tower, ``model.visual``, without weights.
+
+    ``recompute``: each of its blocks is run again in the backward.
+    """
+    make = FAMILIES[hf.architectures[0]].tower
+    assert make is not None, f"family of {hf.architectures[0]} has a vision part and no tower"
+    # Drawing weights would take seconds, and numbers from the global random state.
+    with torch.device("meta"):
+        tower: Any = make(hf)
+    tower = tower.to(config.params_dtype).to_empty(device="cpu")
+    if recompute:
+        tower.gradient_checkpointing_enable({"use_reentrant": False})
+    for parameter in tower.parameters():
+        # Every tensor rank has the whole gradient. Where kernels are not deterministic, its copies
+        # would drift apart; megatron averages what has this mark.
+        parameter.average_gradients_across_tp_domain = True
+        parameter.requires_grad_(not frozen)
+    model.visual = tower
+
+
+def set_tower_angles(tower: torch.nn.Module) -> None:
+    """Makes the angles of the tower anew, in float32: a change of number format rounds them too,
+    and an empty tower has none."""
+    device = next(tower.parameters()).device
+    tower.rotary_pos_emb = type(tower.rotary_pos_emb)(tower.config).to(device)
+
+
+def embed(model: Any, token_ids: Tensor, images: PlacedImages | None) -> Tensor:
+    """``[tokens, 1, hidden]``: embeddings, with features in the places of image tokens.
+
+    Under sequence parallelism they are put in place before the cut over tensor ranks: its backward
+    then gives every rank the gradient of all features, and no rank's tower learns from a part.
+    """
+    states = model.embedding(input_ids=token_ids, position_ids=None)
+    if images is not None:
+        features = _features(model.visual, images.pixels(), images.grids)
+        rows = features.to(states.dtype).index_select(0, images.source)
+        states = states.index_put((images.places,), rows[:, None])
+    elif torch.is_grad_enabled() and next(model.visual.parameters()).requires_grad:
+        # Overlapped reduction waits for a gradient of every parameter in every last micro-batch.
+        states = states + _black_image(model.visual).to(states.dtype).sum() * 0
+    if model.config.sequence_parallel:
+        states = scatter_to_sequence_parallel_region(states)
+    return states
+
+
+def _features(tower: Any, pixels: Tensor, grids: Tensor) -> Tensor:
+    """``[features, hidden]`` of images in the order of their pixels.
+
+    ``grids`` stay on the host, where the tower reads the boundaries of its windows: on a device it
+    would wait for them in every block.
+    """
+    positions = get_vision_position_ids(grids, tower.spatial_merge_size)
+    output = tower(pixels, grid_thw=grids, position_ids=to_device(positions, pixels.device))
+    return output.pooler_output
+
+
+def _black_image(tower: Any) -> Tensor:
+    """The feature of one token's worth of zeros."""
+    merge = tower.spatial_merge_size
+    weight = tower.patch_embed.proj.weight
+    pixels = weight.new_zeros(merge * merge, weight[0].numel())
+    return _features(tower, pixels, torch.tensor([[1, merge, merge]]))

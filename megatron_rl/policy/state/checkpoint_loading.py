@@ -1,0 +1,220 @@
+"""Reads a checkpoint of any parallel layout into the policy, in parallel over its ranks.
+
+A rank reads its own part of a distributed optimizer, and an even share of what all data-parallel
+ranks hold, straight into the memory of model and optimizer; then they exchange their shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, merge
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject
+from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
+from torch import Tensor
+
+from megatron_rl.checkpoints import directory, facts, safe_load
+from megatron_rl.checkpoints.part_reader import PartReader
+from megatron_rl.policy.optimizer import create_state, unshare_steps
+from megatron_rl.policy.precision import plain
+from megatron_rl.policy.state.checkpoint import (
+    EXTRA,
+    TrainingState,
+    describe,
+    sharded_model,
+    sharded_optimizer,
+)
+from megatron_rl.policy.state.stored_state import (
+    REFERENCE,
+    STATE,
+    StoredParameter,
+    data_parallel_group,
+    stored_parameters,
+)
+from megatron_rl.runtime.device import platform
+from megatron_rl.runtime.launch import from_first_rank, gather_objects
+
+Name = tuple[int, str]  # number of the model chunk, name in it
+
+
+def load(policy: TrainingState, path: Path) -> Mapping[str, Any]:
+    """Collective: the inverse of ``checkpoint.start``, in any parallel layout; returns ``extra``.
+
+    Raises:
+        ValueError: the checkpoint is damaged, could run a program, or was written for another
+            model, number format or kind of optimizer.
+    """
+    # By one rank: it looks at every file, of which there are some for each rank.
+    info = from_first_rank(lambda: directory.check(path))
+    facts.refuse_other(path, info, describe(policy))
+    index = safe_load.read_index(path)
+    extra: Mapping[str, Any] = safe_load.load_plain(path / EXTRA, str(path / EXTRA))
+    common = safe_load.load_plain(path / safe_load.COMMON, str(path / safe_load.COMMON))
+    with platform(), torch.no_grad():
+        create_state(policy.optimizer)
+        sharded = sharded_model(policy)
+        _load_common(policy, sharded, common["optimizer"])
+        _load_tensors(policy, sharded, PartReader(path, index))
+    unshare_steps(policy.optimizer)
+    policy.optimizer_steps = common["optimizer_steps"]
+    return extra
+
+
+def _load_common(
+    policy: TrainingState, sharded: Sequence[dict[str, Any]], common: dict[Any, Any]
+) -> None:
+    """Step counts and parameter groups; the tensors of the optimizer stay as they are."""
+    local, state = extract_nonpersistent(sharded_optimizer(policy, sharded, is_loading=True))
+    tensors, _ = extract_sharded_base(state)
+    plain_values = _without_tensors(_for_optimizers(state, common))
+    loaded = merge(plain_values, dict_list_map_outplace(_unwrapped, local))
+    own = dict_list_map_outplace(lambda shard: shard.data, tensors)
+    policy.optimizer.load_state_dict(merge(loaded, own))
+
+
+def _for_optimizers(state: Mapping[Any, Any], stored: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """What is ``stored``, for as many optimizers as ``state`` is of.
+
+    megatron has one for all parameters, or, where experts are spread over ranks, number 0 for the
+    rest and number 1 for the experts. Rates and step counts are those of all parameters alike.
+    """
+    if (0 in stored) == (0 in state):
+        return stored
+    if 0 in stored:
+        return {**stored[0]}
+    return {0: stored, 1: _of_experts(stored, state[1])}
+
+
+def _of_experts(stored: Any, state: Any) -> Any:
+    """``stored`` of all parameters, with the groups that the experts have in ``state``."""
+    if not isinstance(stored, Mapping):
+        return stored
+    if "param_groups" not in stored:
+        return {key: _of_experts(value, state.get(key)) for key, value in stored.items()}
+    by_rates = {_rates(group): group for group in stored["param_groups"]}
+    wanted = [by_rates[_rates(group)] for group in state["param_groups"]]
+    return {**stored, "param_groups": [{**group, "is_expert_parallel": True} for group in wanted]}
+
+
+def _rates(group: Mapping[str, Any]) -> tuple[float, float]:
+    """What tells megatron's groups of parameters apart."""
+    return group["wd_mult"], group["lr_mult"]
+
+
+def _unwrapped(value: LocalNonpersistentObject) -> Any:
+    return value.unwrap()
+
+
+def _without_tensors(state: Any) -> Any:
+    """Without the place where a distributed optimizer would look for its tensors."""
+    if not isinstance(state, dict):
+        return state
+    return {key: _without_tensors(value) for key, value in state.items() if key != "param_state"}
+
+
+def _load_tensors(
+    policy: TrainingState, sharded: Sequence[dict[str, Any]], reader: PartReader
+) -> None:
+    stored = stored_parameters(sharded, policy.optimizer)
+    shared = _Shared(reader)
+    loaded: dict[Name, Tensor] = {}
+    starting = policy.reference.tensors() if policy.reference is not None else {}
+    finish: list[Callable[[], None]] = []
+    for item in stored:
+        name = (item.chunk, item.name)
+        # What is kept in FP8 is read as it was before, and quantized by ``load_state_dict``.
+        loaded[name] = plain(item.values).detach()
+        shared.want(item, loaded[name].view(-1), "")
+        finish += _want_states(item, reader, shared)
+        if name in starting:
+            shared.want(item, starting[name].view(-1), REFERENCE)
+    objects = _keys_of_objects(sharded)
+    for key in objects.values():
+        reader.want_object(key)
+    _on_all_ranks(reader.read)
+    shared.exchange()
+    for put in finish:
+        put()
+    values = {**loaded, **{name: reader.objects[key][0] for name, key in objects.items()}}
+    for chunk, module in enumerate(policy.modules):
+        module.load_state_dict({name: value for (at, name), value in values.items() if at == chunk})
+    if policy.reference is not None:
+        policy.reference.assign(starting)
+
+
+def _keys_of_objects(sharded: Sequence[Mapping[str, Any]]) -> dict[Name, str]:
+    """Chunk and name of all that is no tensor -> its key in the checkpoint."""
+    keys: dict[Name, str] = {}
+    for chunk, shards in enumerate(sharded):
+        for name, shard in shards.items():
+            if isinstance(shard, ShardedObject):
+                keys[chunk, name] = shard.unique_key
+    return keys
+
+
+def _want_states(
+    item: StoredParameter, reader: PartReader, shared: _Shared
+) -> Sequence[Callable[[], None]]:
+    """Asks for Adam's state; returns what is left to do when it is there."""
+    if item.states is None:
+        return ()
+    tensors = item.states.get()
+    put = item.states.put
+    if put is not None:
+        # The optimizer keeps it in another number format.
+        tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        prefix = f"{STATE}{name}."
+        if item.states.is_distributed:
+            reader.want(item.place(tensor.dtype, prefix), item.states.span[0], tensor)
+        else:
+            shared.want(item, tensor, prefix)
+    return () if put is None else (lambda: put(tensors),)
+
+
+class _Shared:
+    """Tensors that all data-parallel ranks hold whole: each reads a share and gives it to the
+    others."""
+
+    def __init__(self, reader: PartReader) -> None:
+        self._reader = reader
+        self._tensors: list[tuple[StoredParameter, Tensor]] = []
+
+    def want(self, item: StoredParameter, flat: Tensor, prefix: str) -> None:
+        """``flat``: what belongs to the parameter under ``prefix``, all of its elements."""
+        rank = dist.get_rank(self._group(item, flat))
+        first, end = item.reads.get(rank, (0, 0))
+        self._reader.want(item.place(flat.dtype, prefix), first, flat[first:end])
+        self._tensors.append((item, flat))
+
+    def exchange(self) -> None:
+        """Collective over data-parallel ranks."""
+        for item, flat in self._tensors:
+            group = self._group(item, flat)
+            if dist.get_world_size(group) == 1:
+                continue
+            for rank, (first, end) in item.reads.items():
+                source = dist.get_global_rank(group, rank)
+                dist.broadcast(flat[first:end], source, group=group)
+
+    def _group(self, item: StoredParameter, flat: Tensor) -> Any:
+        return data_parallel_group(is_expert=item.is_expert, device=flat.device)
+
+
+def _on_all_ranks(action: Callable[[], None]) -> None:
+    """Collective: the first rank's error is raised on every rank.
+
+    One that went on alone would wait in the next collective.
+    """
+    error: Exception | None = None
+    try:
+        action()
+    except Exception as raised:  # noqa: BLE001 (raised below, on every rank)
+        error = raised
+    first = next((other for other in gather_objects(error) if other is not None), None)
+    if first is not None:
+        raise first from error

@@ -1,0 +1,202 @@
+"""Offloads weights, gradients and optimizer state; what must come back is kept in pinned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from megatron_rl.policy.optimizer import gradient, parts
+from megatron_rl.policy.state.host_memory import HostBuffer
+
+
+@dataclass
+class Stored:
+    """A storage that was emptied, and a copy of its bytes (None: it comes back as zeros)."""
+
+    storage: torch.UntypedStorage
+    num_bytes: int
+    host: HostBuffer | None
+
+
+class Offload:
+    """Empties the storages under tensors and fills them again, so that every view stays valid.
+
+    ``tensors[part]`` is called for the tensors of a part; ``dropped`` parts come back as zeros. A
+    storage that two parts share belongs to the one named first in ``tensors``. On a machine without
+    CUDA the same bytes move between two places of host memory.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Callable[[], Iterable[Tensor]]],
+        dropped: Sequence[str],
+        device: torch.device,
+    ) -> None:
+        self._tensors = tensors
+        self._dropped = dropped
+        self._device = device
+        self._away: dict[str, list[Stored]] = {}
+        # Kept between steps: pinning memory takes longer than the copy.
+        self._hosts: dict[tuple[str, int], HostBuffer] = {}
+
+    @property
+    def away(self) -> tuple[str, ...]:
+        """The parts that are offloaded now."""
+        return tuple(self._away)
+
+    def require(self, *parts: str) -> None:
+        """Raises RuntimeError when one of ``parts`` is offloaded.
+
+        Reading it would crash the process, or give nonsense.
+        """
+        missing = [part for part in parts if part in self._away]
+        if missing:
+            raise RuntimeError(
+                f"the policy's {' and '.join(missing)} are offloaded; call reload() before using"
+                " them"
+            )
+
+    @torch.no_grad()
+    def offload(self, parts: Sequence[str]) -> None:
+        """Offloads ``parts``; already offloaded ones are left alone.
+
+        Raises:
+            ValueError: there is no part of that name.
+        """
+        unknown = [part for part in parts if part not in self._tensors]
+        if unknown:
+            raise ValueError(
+                f"offload: no part is called {unknown[0]}; there are {', '.join(self._tensors)}"
+            )
+        for part in self._tensors:
+            if part in parts and part not in self._away:
+                storages = self._storages(part)
+                self._away[part] = [
+                    self._store(part, number, storage) for number, storage in enumerate(storages)
+                ]
+        # Storages are freed only after every copy out of them has ended.
+        self._finish_copies()
+        for part in parts:
+            for stored in self._away[part]:
+                stored.storage.resize_(0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.no_grad()
+    def reload(self) -> None:
+        """Brings everything back, bit for bit."""
+        for part in list(self._away):
+            for stored in self._away[part]:
+                stored.storage.resize_(stored.num_bytes)
+                target = _bytes(stored.storage)
+                if stored.host is None:
+                    target.zero_()
+                else:
+                    stored.host.give(target)
+            del self._away[part]
+        self._finish_copies()
+
+    def _finish_copies(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _storages(self, part: str) -> list[torch.UntypedStorage]:
+        """The storages of ``part`` on the device, each once, without those of earlier parts."""
+        taken = {stored.storage._cdata for others in self._away.values() for stored in others}
+        for other in self._tensors:
+            if other == part:
+                break
+            taken |= {tensor.untyped_storage()._cdata for tensor in self._tensors[other]()}
+        storages: dict[int, torch.UntypedStorage] = {}
+        for tensor in self._tensors[part]():
+            storage = tensor.untyped_storage()
+            is_on_device = tensor.device.type == self._device.type
+            if is_on_device and storage._cdata not in taken and storage.nbytes() > 0:
+                storages.setdefault(storage._cdata, storage)
+        return list(storages.values())
+
+    def _store(self, part: str, number: int, storage: torch.UntypedStorage) -> Stored:
+        num_bytes = storage.nbytes()
+        if part in self._dropped:
+            return Stored(storage, num_bytes, None)
+        host = self._hosts.get((part, number))
+        if host is None or host.num_bytes != num_bytes:
+            host = HostBuffer(num_bytes, pinned=self._device.type == "cuda")
+            self._hosts[part, number] = host
+        host.take(_bytes(storage))
+        return Stored(storage, num_bytes, host)
+
+
+def training_tensors(
+    modules: Sequence[torch.nn.Module], optimizer: MegatronOptimizer
+) -> dict[str, Callable[[], Iterable[Tensor]]]:
+    """What a policy has on the device, by part. What is not trained has weights only."""
+
+    def weights() -> Iterable[Tensor]:
+        for module in modules:
+            for parameter in module.parameters():
+                yield parameter.data
+
+    def gradients() -> Iterable[Tensor]:
+        for module in modules:
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    yield gradient(parameter)
+
+    def optimizer_states() -> Iterable[Tensor]:
+        for part in parts(optimizer):
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    yield parameter.data
+                    state = part.optimizer.state.get(parameter, {})
+                    yield from filter(torch.is_tensor, state.values())
+
+    return {"weights": weights, "gradients": gradients, "optimizer": optimizer_states}
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def release_caches(
+    modules: Iterable[torch.nn.Module], dispatchers: Mapping[int, frozenset[str]]
+) -> None:
+    """Drops caches that layers rebuild on demand.
+
+    They are rotary tables, FP8 copies of weights, and what the dispatchers of experts hold of the
+    last micro-batch. ``dispatchers``: see ``dispatcher_tensors``.
+    """
+    for module in modules:
+        for layer in module.modules():
+            clear = getattr(type(layer).forward, "cache_clear", None)
+            if clear is not None:
+                clear()
+            workspaces = getattr(layer, "_fp8_workspaces", None)
+            if workspaces is not None:
+                workspaces.clear()
+            dispatcher = getattr(layer, "token_dispatcher", None)
+            if dispatcher is not None:
+                for name in _tensor_names(dispatcher) - dispatchers[id(dispatcher)]:
+                    setattr(dispatcher, name, None)
+
+
+def dispatcher_tensors(modules: Iterable[torch.nn.Module]) -> dict[int, frozenset[str]]:
+    """Names of the tensors that each dispatcher of experts must keep, by the dispatcher's id.
+
+    They are those it has before the first pass.
+    """
+    names = {}
+    for module in modules:
+        for layer in module.modules():
+            dispatcher = getattr(layer, "token_dispatcher", None)
+            if dispatcher is not None:
+                names[id(dispatcher)] = frozenset(_tensor_names(dispatcher))
+    return names
+
+
+def _tensor_names(thing: object) -> set[str]:
+    return {name for name, value in vars(thing).items() if torch.is_tensor(value)}

@@ -1,0 +1,262 @@
+"""From HF safetensors to this rank's Megatron parameters, by the shards of parameter_map.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.fp8_utils import is_float8tensor
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from megatron_rl.checkpoints.hf import HfDirectory
+from megatron_rl.models import Architecture
+from megatron_rl.models.parameter_map import (
+    EMBEDDING,
+    FINAL_NORM,
+    FUSED_NORMS,
+    HEAD,
+    TIED_HEAD,
+    VISION,
+    Parameter,
+    axis_sizes,
+    expert_parameters,
+    layer_parameters,
+    local_shape,
+    parameter_slices,
+    shards,
+    vision_parameters,
+)
+from megatron_rl.policy.not_finite import not_finite
+from megatron_rl.policy.parallel import Ranks
+from megatron_rl.policy.precision import assign
+from megatron_rl.runtime.guard.activity import ACTIVITY
+from megatron_rl.runtime.launch import from_first_rank, gather_objects
+from megatron_rl.types import Shard
+
+ShardKey = tuple[str, tuple[int, ...], tuple[int, ...]]  # tensor, start and shape of a part of it
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+# The experts of a rank are modules of their own, or, grouped, numbered weights of one module.
+EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<number>\d+)\.(?P<name>.*)")
+GROUPED_EXPERT = re.compile(r"mlp\.experts\.(?P<name>linear_fc[12]\.weight)(?P<number>\d+)")
+MAX_NAMES_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Held:
+    """One parameter of this rank, and the shards of HF tensors in it.
+
+    ``name`` is its name in the chunk.
+    """
+
+    chunk: int
+    name: str
+    tensor: Tensor
+    parameter: Parameter
+    shards: list[Shard]
+
+
+def held_parameters(
+    chunks: Sequence[torch.nn.Module], arch: Architecture, ranks: Ranks, vocab_rows: int
+) -> list[Held]:
+    """Every parameter of this rank's chunks with the shards of HF-named tensors that it holds."""
+    held = []
+    for index, chunk in enumerate(chunks):
+        model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+        layers = [layer.layer_number - 1 for layer in model.decoder.layers]
+        for name, tensor in model.named_parameters():
+            parameter = _identify(name, layers, arch, ranks)
+            if parameter.expert is None:
+                rank = ranks.tensor_rank
+                size = ranks.tensor
+            else:
+                rank = ranks.expert_tensor_rank
+                size = ranks.expert_tensor
+            shape = local_shape(parameter, arch, vocab_rows, size)
+            assert tuple(tensor.shape) == shape, (
+                f"{name} is {tuple(tensor.shape)} in the model, {shape} in the map"
+            )
+            _mark(tensor, parameter, arch, vocab_rows)
+            inside = shards(parameter, arch, vocab_rows, rank, size)
+            held.append(Held(index, name, tensor, parameter, inside))
+    return held
+
+
+def _mark(tensor: Tensor, parameter: Parameter, arch: Architecture, vocab_rows: int) -> None:
+    """Sets the attributes by which megatron knows a tensor-parallel parameter.
+
+    Its layers set them only when they draw random weights. Without them the gradient norm counts
+    the shard of one rank instead of all.
+    """
+    axis = axis_sizes(parameter, arch, vocab_rows)[2]
+    if axis != -1 and not hasattr(tensor, "tensor_model_parallel"):
+        stride = 2 if parameter.slot.kind == "gate_up" else 1
+        set_tensor_model_parallel_attributes(tensor, True, axis, stride)
+
+
+def _identify(name: str, layers: list[int], arch: Architecture, ranks: Ranks) -> Parameter:
+    """The parameter that a chunk calls ``name``.
+
+    ``layers[i]``: the number in the whole model of the chunk's layer i.
+    """
+    if name == HEAD.megatron:
+        slot = TIED_HEAD if arch.tied_embeddings else HEAD
+        return Parameter(slot, slot.hf)
+    for slot in (EMBEDDING, FINAL_NORM):
+        if name == slot.megatron:
+            return Parameter(slot, slot.hf)
+    if name.startswith(VISION):
+        return next(each for each in vision_parameters(arch) if each.slot.megatron == name)
+    in_layer = LAYER.fullmatch(name)
+    assert in_layer, f"no HF tensor is known for parameter {name}"
+    layer = layers[int(in_layer[1])]
+    rest = in_layer[2]
+    in_expert = EXPERT.fullmatch(rest) or GROUPED_EXPERT.fullmatch(rest)
+    if in_expert:
+        first_expert = ranks.expert_rank * (arch.num_experts // ranks.expert)
+        candidates = expert_parameters(arch, layer, first_expert + int(in_expert["number"]))
+        slot_name = in_expert["name"]
+    else:
+        candidates = layer_parameters(arch, layer)
+        slot_name = FUSED_NORMS.get(rest, rest)
+    matches = [parameter for parameter in candidates if parameter.slot.megatron == slot_name]
+    assert len(matches) == 1, f"no HF tensor is known for parameter {name}"
+    return matches[0]
+
+
+def check_directory(path: Path, arch: Architecture) -> None:
+    """Collective. Reads headers only, on one rank: a damaged folder is named before anything is
+    built.
+
+    Raises:
+        ValueError: on every rank, as ``HfDirectory`` and its ``check``.
+    """
+    from_first_rank(lambda: HfDirectory(path, arch.prefixes).check(arch))
+
+
+def load(
+    held: Sequence[Held],
+    arch: Architecture,
+    path: Path,
+    ranks: Ranks | None = None,
+    *,
+    require_finite: bool = True,
+) -> None:
+    """Collective: fills this rank's parameters from the HF directory.
+
+    Of the ranks that hold the same parameters the first reads them and sends them to the others. So
+    the files are read once, however many data-parallel ranks there are; without ``ranks`` this rank
+    reads for itself. Rows of the padded vocabulary get 0.
+
+    Raises:
+        ValueError: on every rank, when a rank finds tensors that are missing, unknown, of the wrong
+            shape, not finite (unless ``require_finite`` is False), or a stored head that differs
+            from the embedding that it is tied to.
+    """
+    counts: dict[ShardKey, int] = {}
+    problem: str | None = None
+    own = [item for item in held if ranks is None or _reads(item, ranks)]
+    try:
+        if own:
+            counts = _fill(own, arch, path)
+    except ValueError as error:
+        problem = str(error)
+    everyone = gather_objects((problem, counts))
+    problems = [said for said, _ in everyone if said is not None]
+    if problems:
+        raise ValueError(problems[0])
+    if ranks is not None:
+        _copy_to_others(held, ranks)
+    if require_finite:
+        _refuse_not_finite(path, [found for _, found in everyone])
+
+
+def _copies_group(item: Held, ranks: Ranks) -> Any:
+    """The ranks that hold the same values of this parameter."""
+    return ranks.copies_group if item.parameter.expert is None else ranks.expert_copies_group
+
+
+def _reads(item: Held, ranks: Ranks) -> bool:
+    """Whether this rank reads the parameter: the first that holds it. In FP8 each rank does: the
+    optimizer's copy takes the numbers of before the rounding, which nobody can send."""
+    return is_float8tensor(item.tensor) or dist.get_rank(_copies_group(item, ranks)) == 0
+
+
+def _copy_to_others(held: Sequence[Held], ranks: Ranks) -> None:
+    """Collective over the ranks that hold the same parameters."""
+    with torch.no_grad():
+        for item in held:
+            group = _copies_group(item, ranks)
+            if is_float8tensor(item.tensor) or dist.get_world_size(group) == 1:
+                continue
+            dist.broadcast(item.tensor, dist.get_global_rank(group, 0), group=group)
+            ACTIVITY.note("sending the policy's weights")
+
+
+def _fill(held: Sequence[Held], arch: Architecture, path: Path) -> dict[ShardKey, int]:
+    """Reads every shard of these parameters.
+
+    Returns how many values of a shard are not finite, where any are.
+    """
+    directory = HfDirectory(path, arch.prefixes)
+    directory.check(arch)
+    counts = {}
+    with torch.no_grad():
+        for item in held:
+            values = torch.zeros(tuple(item.tensor.shape), dtype=item.tensor.dtype)
+            for shard in item.shards:
+                stored = directory.read_shard(shard)
+                if arch.tied_embeddings and shard.name == EMBEDDING.hf[0]:
+                    _check_tied(directory, shard, stored)
+                converted = stored.to(values.dtype)
+                # Not before the conversion: a large float32 becomes infinite in bfloat16.
+                if not_finite([converted]):
+                    count = int((~converted.isfinite()).sum())
+                    counts[shard.name, shard.start, shard.shape] = count
+                values[parameter_slices(shard)] = converted
+            assign(item.tensor, values)
+            ACTIVITY.note("reading the policy's weights")
+    return counts
+
+
+def _check_tied(directory: HfDirectory, shard: Shard, embedding: Tensor) -> None:
+    """Raises ValueError when a head differs from the embedding that config.json ties it to.
+
+    Most directories store no such head.
+    """
+    head = HEAD.hf[0]
+    if head not in directory.files:
+        return
+    stored = directory.read_shard(replace(shard, name=head))
+    if not torch.equal(stored.to(embedding.dtype).nan_to_num(), embedding.nan_to_num()):
+        raise ValueError(
+            f"model.path: {directory.path} stores an {head} that differs from {shard.name}, but"
+            " config.json has tie_word_embeddings true; set it to false there, or take the"
+            " tensor out"
+        )
+
+
+def _refuse_not_finite(path: Path, everyone: Sequence[Mapping[ShardKey, int]]) -> None:
+    """Raises ValueError where a rank has read values that are not finite."""
+    by_shard: dict[ShardKey, int] = {}
+    for counts in everyone:
+        by_shard.update(counts)  # a shard that several ranks hold counts once
+    by_name: dict[str, int] = {}
+    for (name, _, _), count in sorted(by_shard.items()):
+        by_name[name] = by_name.get(name, 0) + count
+    if by_name:
+        counted = [f"{name} ({count} values)" for name, count in by_name.items()]
+        shown = ", ".join(counted[:MAX_NAMES_SHOWN])
+        more = ""
+        if len(counted) > MAX_NAMES_SHOWN:
+            more = f" and {len(counted) - MAX_NAMES_SHOWN} more"
+        raise ValueError(
+            f"model.path: {path} holds weights that are not finite: {shown}{more}; the run that"
+            " wrote them had failed, or the file is damaged: copy it again, or give another model"
+        )

@@ -1,0 +1,106 @@
+"""Token rows on their way between ranks: a few flat buffers in place of objects."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from jaxtyping import Int
+
+from megatron_rl.data.token_rows import RowNumbers, TokenRows
+from megatron_rl.rollouts.experience import Response, Responses
+from megatron_rl.rollouts.ownership import Route
+from megatron_rl.runtime.launch import World
+from megatron_rl.types import Completion
+
+
+def token_rows(rows: RowNumbers, completions: Sequence[Completion]) -> TokenRows:
+    """The rows that were sampled here; columns ``token_ids`` (int32) and ``sampler_logprobs``
+    (float32)."""
+    ids = [np.asarray(completion.token_ids, dtype=np.int32) for completion in completions]
+    logprobs = [
+        np.asarray(completion.sampler_logprobs, dtype=np.float32) for completion in completions
+    ]
+    return TokenRows(
+        rows=np.asarray(rows, dtype=np.int64),
+        lengths=np.array([len(values) for values in ids], dtype=np.int64),
+        columns={
+            "token_ids": np.concatenate([np.empty(0, np.int32), *ids]),
+            "sampler_logprobs": np.concatenate([np.empty(0, np.float32), *logprobs]),
+        },
+    )
+
+
+def token_versions(completions: Sequence[Completion]) -> Int[np.ndarray, " tokens"]:
+    """The version of the weights that sampled each token, of one response after the other."""
+    versions = []
+    lengths = []
+    for one in completions:
+        begin = 0
+        for span in one.spans:
+            versions.append(span.version)
+            lengths.append(span.end - begin)
+            begin = span.end
+    return np.repeat(np.array(versions, dtype=np.int32), np.array(lengths, dtype=np.int64))
+
+
+def exchange_rows(held: TokenRows, route: Route, world: World) -> TokenRows:
+    """Collective: the rows whose target is this rank, by source and there in canonical order.
+
+    Each row goes to its target alone. Sizes follow from the route, so nothing but values travels:
+    8 bytes a token for 32-bit ids and logprobs. All ranks hold columns of the same names and
+    dtypes, in the same order, also those without a row.
+    """
+    outgoing = held.take(route.outgoing(world.rank))
+    if world.size == 1:
+        return outgoing
+    incoming = route.incoming(world.rank)
+    sent = route.tokens_to(world.rank, world.size)
+    received = route.tokens_from(world.rank, world.size)
+    columns = {}
+    for name, values in outgoing.columns.items():
+        buffer = torch.from_numpy(np.empty(sum(received), dtype=values.dtype))
+        with world.attendance.collective() if world.attendance else nullcontext():
+            # What comes in is named before what goes out, tensors and sizes alike.
+            dist.all_to_all_single(
+                buffer, torch.from_numpy(values), received, sent, group=world.control_group
+            )
+        columns[name] = buffer.numpy()
+    return TokenRows(incoming, route.lengths[incoming], columns)
+
+
+def gathered_on_main(tokens: TokenRows, responses: Responses, world: World) -> TokenRows:
+    """Collective: all rows of ``responses`` in canonical order, on rank 0; none on the others.
+    ``tokens``: those that lie on this rank, with any columns."""
+    main = np.zeros(len(responses), dtype=np.int64)
+    route = Route(responses.lengths, responses.holders, main)
+    everything = exchange_rows(tokens, route, world)
+    return everything.take(range(len(responses))) if world.is_main else everything
+
+
+def on_main(
+    responses: Responses, rows: RowNumbers, decode: Callable[[Sequence[int]], str], world: World
+) -> list[Response] | None:
+    """Collective: the responses ``rows``, in this order, whole and with their texts, on rank 0 for
+    a user's code and for logs; None on the other ranks, which send what they have of them."""
+    chosen = responses.take(rows)
+    tokens = gathered_on_main(chosen.tokens, chosen, world)
+    if not world.is_main:
+        return None
+    result = []
+    for row, (ids, logprobs) in enumerate(
+        zip(tokens.views("token_ids"), tokens.views("sampler_logprobs"), strict=True)
+    ):
+        completion = Completion(
+            array("i", ids.tobytes()),
+            array("f", logprobs.tobytes()),
+            bool(chosen.truncated[row]),
+            int(chosen.weight_versions[row]),
+        )
+        text = decode(ids.tolist())
+        result.append(Response(chosen.prompts[row], completion, text, chosen.scores[row]))
+    return result

@@ -1,0 +1,175 @@
+"""What a step learns from: the responses of one rollout, and what the learner adds to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from megatron_rl.annealing import Annealing
+from megatron_rl.data.token_rows import RowNumbers, TokenRows
+from megatron_rl.loss import Credit
+from megatron_rl.rollouts import given
+from megatron_rl.rollouts.ownership import Ranks
+from megatron_rl.types import Completion, Prompt, Score, SequenceLengths, Share, TokenScores
+
+
+@dataclass(frozen=True)
+class Response:
+    """One completion with its text and verdict: what a rollout hook or a log is shown, on rank
+    0."""
+
+    prompt: Prompt
+    completion: Completion
+    text: str
+    score: Score
+
+
+Groups = Sequence[Sequence[Response]]
+
+
+@dataclass(frozen=True)
+class Responses:
+    """N scored responses in canonical (prompt, response) order.
+
+    All is equal on every rank but ``tokens``, the rows that lie on this rank, by their numbers in
+    this order. ``holders`` is the rank that has each row; ranks that work with that one may have a
+    copy. Columns: ``token_ids`` (int32) and ``sampler_logprobs`` (float32).
+
+    Example, two responses to one prompt, of 5 and 7 tokens, on rank 3: ``prompts=[p, p]``,
+    ``group_ids=[0, 0]``, ``lengths=[5, 7]``, ``holders=[3, 3]``.
+    """
+
+    prompts: Sequence[Prompt]
+    group_ids: Int[np.ndarray, " rows"]
+    lengths: Int[np.ndarray, " rows"]
+    truncated: Bool[np.ndarray, " rows"]
+    weight_versions: Int[np.ndarray, " rows"]
+    scores: Sequence[Score]
+    tokens: TokenRows
+    holders: Ranks
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_groups(self) -> int:
+        return int(self.group_ids[-1]) + 1 if len(self) else 0
+
+    @property
+    def given(self) -> Bool[np.ndarray, " rows"]:
+        """Which came with their prompt, see ``rollouts/given.py``."""
+        return self.weight_versions == given.VERSION
+
+    def take(self, rows: RowNumbers) -> Responses:
+        """Some rows, in this order, under new numbers; groups are numbered anew too. Rows of one
+        group must stay neighbors."""
+        rows = np.asarray(rows, dtype=np.int64)
+        number_of = np.full(len(self), -1)
+        number_of[rows] = np.arange(len(rows))
+        # Of each row on this rank the new number; -1 where it is left out.
+        here = number_of[self.tokens.rows]
+        tokens = self.tokens.take(self.tokens.rows[here >= 0])
+        # The sum of the changes so far numbers the groups from 0: the first row is compared with
+        # itself.
+        changes = np.diff(self.group_ids[rows], prepend=self.group_ids[rows[:1]]) != 0
+        return Responses(
+            prompts=[self.prompts[row] for row in rows],
+            group_ids=changes.cumsum(),
+            lengths=self.lengths[rows],
+            truncated=self.truncated[rows],
+            weight_versions=self.weight_versions[rows],
+            scores=[self.scores[row] for row in rows],
+            tokens=replace(tokens, rows=number_of[tokens.rows]),
+            holders=self.holders[rows],
+        )
+
+
+@dataclass(frozen=True)
+class Experience:
+    """One rollout: N responses in canonical (prompt, response) order.
+
+    What is one number a response is equal on every rank. Tokens lie where ``responses.holders``
+    says: first where they were sampled, from ``Learner.score`` on with their owners (see
+    ``trainer/placement.py``). That fills in the last four fields. All tensors are on the host:
+    credit and bookkeeping run there, and a micro-batch takes what it needs to the device.
+    """
+
+    responses: Responses
+    sequences: SequenceLengths
+    group_ids: Int[Tensor, " responses"]
+    rewards: Float[Tensor, " responses"]
+    correct: Bool[Tensor, " responses"]
+    truncated: Bool[Tensor, " responses"]
+    discarded_groups: int = 0  # thrown away by dynamic sampling
+    tries: int = 1  # prompts that dynamic sampling looked at, over those of a step, rounded up
+    unused_tokens: int = 0  # sampled ahead of need, or of groups that were thrown away
+    hook_metrics: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by phase: rollout, reward
+    source_metrics: Mapping[str, float] = field(default_factory=dict)  # ages, servers
+    annealing: Annealing | None = None  # by which the tokens were sampled
+    progress: float | None = None  # see ``ResponseBatch``; None: nobody has said
+    step: int = 0  # of the run; 0: nobody has said
+    share: Share | None = None  # of a pass over all rows; rows as in ``responses.tokens``
+    credit: Credit | None = None
+    # Of the rows of ``share``, as are the next.
+    ref: TokenScores | None = None  # None: the method needs none
+    old: TokenScores | None = None  # None: see ``on_policy``
+    masked: TokenScores | None = None  # behind masked images; None: nobody asked before the updates
+    mask_seed: int | None = None  # see ``masked_images.mask_seed``; None: the method masks nothing
+    # Of all rows, of the minibatch at work: see ``Learner.update``; None: the method reads none.
+    log_ratio_sums: Float[Tensor, " responses"] | None = None
+    peaks: Float[Tensor, "4"] | None = None  # of that minibatch, see ``Method.peaks``
+    end_start: Float[Tensor, ""] | None = None  # see ``TokenBatch``
+
+    def dated(self, step: int, num_steps: int) -> Experience:
+        """As that of a step of a run to ``num_steps``: what a method may ask of time."""
+        return replace(self, step=step, progress=step / num_steps)
+
+    @property
+    def num_groups(self) -> int:
+        return self.responses.num_groups
+
+    @property
+    def on_policy(self) -> bool:
+        """Of a scored experience: its only update takes the old logprobs from its own forward,
+        where they are the current ones without gradient (the ratio is 1)."""
+        return self.old is None
+
+    @property
+    def sampler_logprobs(self) -> Float[Tensor, " tokens"]:
+        """Of the tokens that lie on this rank."""
+        return torch.from_numpy(self.responses.tokens.columns["sampler_logprobs"])
+
+    @property
+    def scored_tokens(self) -> TokenRows:
+        """The rows of this rank with the logprobs that they were scored with as further columns,
+        ``old_logprobs``, ``ref_logprobs`` and ``masked_logprobs``."""
+        tokens = self.responses.tokens
+        columns = dict(tokens.columns)
+        for name in ("old", "ref", "masked"):
+            scores: TokenScores | None = getattr(self, name)
+            if scores is not None:
+                columns[f"{name}_logprobs"] = scores.logprobs.numpy()
+        return replace(tokens, columns=columns)
+
+
+def experience_of(responses: Responses) -> Experience:
+    """``responses`` as the learner gets them."""
+    group_ids = torch.from_numpy(responses.group_ids)
+    return Experience(
+        responses=responses,
+        sequences=SequenceLengths(
+            torch.tensor([len(prompt.token_ids) for prompt in responses.prompts]),
+            torch.from_numpy(responses.lengths),
+            group_ids,
+        ),
+        group_ids=group_ids,
+        rewards=torch.tensor([score.reward for score in responses.scores], dtype=torch.float32),
+        correct=torch.tensor([score.correct for score in responses.scores]),
+        truncated=torch.from_numpy(responses.truncated),
+    )

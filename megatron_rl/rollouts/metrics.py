@@ -1,0 +1,142 @@
+"""Step metrics, computed from the parts of a step. ``reporting.metrics`` defines every key."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from statistics import fmean
+
+import numpy as np
+
+from megatron_rl.rollouts.annealed import temperature_metrics
+from megatron_rl.rollouts.experience import Experience
+from megatron_rl.rollouts.partials import (
+    mismatch_of_partials,
+    mismatch_partials,
+    of_all_rows,
+    response_sums,
+    token_mean,
+)
+from megatron_rl.runtime.launch import World
+from megatron_rl.types import SyncReport, TokenScores, UpdateResult, largest
+
+
+class Clock:
+    """Adds up wall seconds by phase: ``with clock("rollout"): ...``."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - begin
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Adds what another clock measured."""
+        for phase, value in seconds.items():
+            self.seconds[phase] += value
+
+
+def rollout_metrics(experience: Experience) -> dict[str, float]:
+    """Rewards, lengths and truncation of one rollout phase, of the responses that were sampled."""
+    rows = _sampled(experience)
+    lengths = experience.sequences.response_lengths[rows].double()
+    rewards = experience.rewards[rows]
+    correct = experience.correct[rows]
+    metrics = {
+        "reward/mean": rewards.mean().item(),
+        "reward/std": rewards.std(unbiased=False).item(),
+        "reward/accuracy": correct.double().mean().item(),
+        "rollout/response_tokens_mean": lengths.mean().item(),
+        "rollout/response_tokens_max": lengths.max().item(),
+        "rollout/truncated_share": experience.truncated[rows].double().mean().item(),
+        "rollout/discarded_groups": experience.discarded_groups,
+        "rollout/tries": experience.tries,
+        "rollout/num_responses": len(experience.responses),
+    }
+    for name, chosen in (("correct", correct), ("wrong", ~correct)):
+        if chosen.any():
+            metrics[f"rollout/response_tokens_{name}_mean"] = lengths[chosen].mean().item()
+    parts: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for name, value in experience.responses.scores[row].parts.items():
+            parts[name].append(value)
+    metrics |= temperature_metrics(
+        experience.annealing, experience.sequences.response_lengths[rows]
+    )
+    metrics |= experience.hook_metrics
+    metrics |= experience.source_metrics
+    for name, values in sorted(parts.items()):
+        metrics[f"reward/part/{name}"] = sum(values) / len(values)
+    return metrics
+
+
+def _sampled(experience: Experience) -> np.ndarray:
+    """The rows that were sampled; all rows where none was."""
+    given = experience.responses.given
+    return np.arange(len(given)) if given.all() else np.flatnonzero(~given)
+
+
+def token_metrics(experience: Experience, old: TokenScores, world: World) -> dict[str, float]:
+    """Collective. Of the tokens of all ranks: how far the trainer's probabilities are from the
+    sampler's, same weights on both sides; and the entropy of the old policy, where its scores have
+    one. ``old``: of the rows of this rank."""
+    tokens = experience.responses.tokens
+    sampler_logprobs = tokens.columns["sampler_logprobs"]
+    partials = mismatch_partials(old.logprobs.numpy(), sampler_logprobs, tokens.lengths)
+    if old.entropy is not None:
+        entropies = response_sums(old.entropy.numpy(), tokens.lengths)
+        partials = np.column_stack([partials, entropies])
+    rows = _sampled(experience)
+    table = of_all_rows(experience.responses, partials, world)
+    table[experience.responses.given, :4] = 0  # where they come from nobody knows the logprobs
+    table = table[rows]
+    lengths = experience.responses.lengths[rows]
+    metrics = mismatch_of_partials(table[:, :4], int(lengths.sum()))
+    if old.entropy is not None:
+        metrics["rollout/entropy"] = token_mean(table[:, 4], lengths)
+    return metrics
+
+
+def credit_metrics(experience: Experience) -> dict[str, float]:
+    """What the method's credit says of a scored experience."""
+    assert experience.credit is not None
+    return {key: float(value) for key, value in experience.credit.metrics.items()}
+
+
+def sync_metrics(report: SyncReport) -> dict[str, float]:
+    """What a weight sync moved, and how far engine and policy differ where they were compared."""
+    metrics: dict[str, float] = {
+        "sync/bytes_sent": report.bytes_sent,
+        "sync/bytes_total": report.bytes_total,
+    }
+    if report.logprob_check_diff is not None:
+        metrics["sync/logprob_check_diff"] = report.logprob_check_diff
+    if report.logprob_check_diff_max is not None:
+        metrics["sync/logprob_check_diff_max"] = report.logprob_check_diff_max
+    return metrics
+
+
+def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
+    """Mean over optimizer steps; maximum for keys that end in ``_max``; sum of the skipped ones;
+    last learning rate."""
+    if not updates:
+        return {}
+    values: dict[str, list[float]] = defaultdict(list)
+    for update in updates:
+        for key, value in update.metrics.items():
+            values[key].append(value)
+        values["loss/total"].append(update.loss)
+        values["optim/grad_norm"].append(update.grad_norm)
+    metrics: dict[str, float] = {}
+    for key, of_steps in values.items():
+        metrics[key] = largest(of_steps) if key.endswith("_max") else fmean(of_steps)
+    metrics["optim/learning_rate"] = updates[-1].learning_rate
+    metrics["optim/skipped"] = sum(update.skipped for update in updates)
+    return metrics

@@ -1,0 +1,217 @@
+"""What each step of ``source.schedule=free`` was trained on, for tools/replay_step.py.
+
+Which weights sampled which token of a free run follows from timing, so the steps of a run cannot be
+sampled again: they are recorded. ``run_dir/record/step_NNNNNN.safetensors``, written by rank 0 when
+a step has its groups, before it is trained:
+
+- of each token its id, the sampler's logprob, and as spans the version of the weights that sampled
+  it;
+- of each response its length, whether it is truncated, its group, reward and verdict;
+- of each group its prompt (uid) and its number in the stream;
+- in the header the settings and the processes that the step is trained with.
+
+It takes 8 bytes a token and about 100 a response. ``source.record_gib`` bounds the folder: the
+oldest steps go.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from megatron_rl.checkpoints.directory import PARTIAL
+from megatron_rl.config.schema import Config
+from megatron_rl.data.token_rows import TokenRows
+from megatron_rl.rollouts.experience import Experience, Responses, experience_of
+from megatron_rl.rollouts.prompt_stream import restored_score, saved_score
+from megatron_rl.runtime import disk
+from megatron_rl.types import Prompt
+
+FOLDER = "record"
+SUFFIX = ".safetensors"
+_FORMAT = 1
+_GIB = 2**30
+_TOKENS = ("token_ids", "sampler_logprobs")
+_ROWS = ("lengths", "truncated", "weight_versions", "group_ids")
+# Of an experience before it is scored, beside its responses.
+_REST = ("discarded_groups", "tries", "unused_tokens", "hook_metrics", "source_metrics")
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A step as it was recorded. ``values``: the configuration that it is trained with;
+    ``groups``: the numbers in the stream of those that were taken, ``start``: the first that the
+    step could take; ``uids``: of each group."""
+
+    step: int
+    values: Mapping[str, Any]
+    world_size: int
+    groups: Sequence[int]
+    start: int
+    uids: Sequence[str]
+    tensors: Mapping[str, np.ndarray]
+    scores: Sequence[Mapping[str, Any]]
+    rest: Mapping[str, Any]
+
+    def experience(self, prompt_of: Callable[[str], Prompt], *, is_main: bool) -> Experience:
+        """As the source gave it: equal on all ranks but for the tokens, which lie on rank 0.
+        ``prompt_of``: by uid."""
+        prompts = [prompt_of(uid) for uid in self.uids]
+        tensors = self.tensors
+        lengths = tensors["lengths"]
+        columns = {name: tensors[name] for name in _TOKENS}
+        columns["weight_versions"] = self.token_versions
+        tokens = TokenRows(np.arange(len(lengths)), lengths, columns)
+        responses = Responses(
+            prompts=[prompts[group] for group in tensors["group_ids"]],
+            group_ids=tensors["group_ids"],
+            lengths=lengths,
+            truncated=tensors["truncated"],
+            weight_versions=tensors["weight_versions"],
+            scores=[restored_score(score) for score in self.scores],
+            tokens=tokens if is_main else tokens.take([]),
+            holders=np.zeros(len(lengths), dtype=np.int64),
+        )
+        return replace(experience_of(responses), **self.rest)
+
+    @property
+    def token_versions(self) -> np.ndarray:
+        """int32 [tokens], of one response after the other."""
+        starts = self.tensors["span_starts"]
+        lengths = np.diff(starts, append=self.tensors["lengths"].sum())
+        return np.repeat(self.tensors["span_versions"], lengths)
+
+
+class StepRecord:
+    """Writes; on rank 0. Example: ``StepRecord(config, world.size).write(7, experience, [48, 49],
+    48)``."""
+
+    def __init__(self, config: Config, world_size: int) -> None:
+        self._folder = Path(config.run_dir) / FOLDER
+        self._max_bytes = int(config.source.record_gib * _GIB)
+        self._header = {
+            "format": _FORMAT,
+            "config": config.model_dump(mode="json"),
+            "world_size": world_size,
+        }
+        self._has_begun = False
+
+    def write(self, step: int, experience: Experience, groups: Sequence[int], start: int) -> None:
+        """``experience``: with the tokens of all rows. ``groups``, ``start``: see ``Recorded``.
+
+        Raises:
+            ValueError: no space left.
+        """
+        if not self._has_begun:
+            self._begin(step)
+        responses = experience.responses
+        _, firsts = np.unique(responses.group_ids, return_index=True)
+        header = self._header | {
+            "step": step,
+            "groups": list(groups),
+            "start": start,
+            "uids": [responses.prompts[first].uid for first in firsts],
+            "scores": [saved_score(score) for score in responses.scores],
+            "rest": {name: getattr(experience, name) for name in _REST},
+        }
+        path = record_path(self._folder, step)
+        partial = path.with_name(path.name + PARTIAL)
+        tensors = _tensors(responses)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        with disk.room_for(self._folder, size, "the record of a step"):
+            save_file(tensors, partial, {"facts": json.dumps(header)})
+            partial.replace(path)
+        self._drop_oldest(step)
+
+    def _begin(self, step: int) -> None:
+        self._has_begun = True
+        self._folder.mkdir(exist_ok=True)
+        logger.info(
+            "steps are recorded in %s, at most %s (source.record_gib), for tools/replay_step.py",
+            self._folder,
+            disk.as_text(self._max_bytes),
+        )
+        repeated = [other for other in recorded_steps(self._folder) if other >= step]
+        for other in repeated:
+            record_path(self._folder, other).unlink()
+        if repeated:
+            logger.info(
+                "the record of steps %d to %d was removed: they are repeated",
+                repeated[0],
+                repeated[-1],
+            )
+
+    def _drop_oldest(self, step: int) -> None:
+        """Keeps to the limit; the step that was written stays."""
+        there = recorded_steps(self._folder)
+        sizes = {other: record_path(self._folder, other).stat().st_size for other in there}
+        total = sum(sizes.values())
+        for other in there:
+            if total <= self._max_bytes or other == step:
+                break
+            record_path(self._folder, other).unlink()
+            total -= sizes[other]
+
+
+def _tensors(responses: Responses) -> dict[str, torch.Tensor]:
+    tokens = responses.tokens.take(range(len(responses)))
+    versions = tokens.columns["weight_versions"]
+    starts = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1))
+    values = {name: tokens.columns[name] for name in _TOKENS}
+    values |= {name: getattr(responses, name) for name in _ROWS}
+    values |= {"span_starts": starts, "span_versions": versions[starts]}
+    return {name: torch.from_numpy(np.ascontiguousarray(each)) for name, each in values.items()}
+
+
+def record_path(folder: Path, step: int) -> Path:
+    """Of a step, in ``run_dir/record``."""
+    return folder / f"step_{step:06d}{SUFFIX}"
+
+
+def recorded_steps(folder: Path) -> list[int]:
+    """Ascending; none where there is no such folder."""
+    names = [path.name.removesuffix(SUFFIX) for path in folder.glob(f"step_*{SUFFIX}")]
+    return sorted(int(name.removeprefix("step_")) for name in names)
+
+
+def read_step(folder: Path, step: int) -> Recorded:
+    """The inverse of ``StepRecord.write``.
+
+    Raises:
+        ValueError: there is no such record, or it cannot be read.
+    """
+    path = record_path(folder, step)
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no record of step {step}")
+    try:
+        with safe_open(path, "np") as file:
+            facts = json.loads(file.metadata()["facts"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: is damaged ({error}); replay a step before it") from error
+    if facts["format"] != _FORMAT:
+        raise ValueError(
+            f"{path}: has format {facts['format']}, this program reads {_FORMAT}; replay it with"
+            " the program that wrote it"
+        )
+    return Recorded(
+        step=facts["step"],
+        values=facts["config"],
+        world_size=facts["world_size"],
+        groups=facts["groups"],
+        start=facts["start"],
+        uids=facts["uids"],
+        tensors=tensors,
+        scores=facts["scores"],
+        rest=facts["rest"],
+    )

@@ -1,0 +1,121 @@
+"""Checks before policy and engine are built: folder, room on the disk, checkpoint, keys."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from megatron_rl.checkpoints import directory, facts, safe_load
+from megatron_rl.config.schema import Config
+from megatron_rl.engine.requirements import check_start
+from megatron_rl.errors import ConfigError
+from megatron_rl.models import read_architecture
+from megatron_rl.models.base import vision_problems
+from megatron_rl.reporting.row_file import check_rows
+from megatron_rl.run.start import CHECKPOINTS, EXPORTS, METRICS, SAMPLES, Start
+from megatron_rl.runtime import disk
+from megatron_rl.runtime.guard import lock
+from megatron_rl.runtime.guard.failed_host import FAILED_HOST
+
+logger = logging.getLogger(__name__)
+
+
+def claim(config: Config, launch_id: str) -> None:
+    """Makes ``run_dir``, locks it for this process, removes what a dead run left half written.
+
+    Raises:
+        ValueError: it cannot be made or written, another run is using it, or its rows are damaged.
+    """
+    folder = Path(config.run_dir)
+    remedy = "give a run_dir that is, or can be made, a folder to write into"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.hold(folder, launch_id)
+        (folder / FAILED_HOST).unlink(missing_ok=True)  # of an earlier start
+    except OSError as error:
+        raise ValueError(
+            f"run_dir = {folder}: cannot be written ({error.strerror}: {error.filename}); {remedy}"
+        ) from None
+    for root in (folder, folder / CHECKPOINTS, folder / EXPORTS):
+        for path in directory.clean(root):
+            logger.info("removed %s, which a run that died had left", path)
+    for name in (METRICS, SAMPLES):
+        check_rows(folder / name)
+
+
+def check_before_build(config: Config, start: Start, keep_reference: bool) -> None:
+    """An engine can be built here, the checkpoint fits the model, the disk has room, services have
+    their keys (rank 0).
+
+    Raises:
+        ValueError: one of these is not so.
+    """
+    check_start(config.rollout)
+    arch, _ = read_architecture(Path(config.model.path))
+    if problems := vision_problems(arch, config.model, config.precision):
+        raise ConfigError(problems, "the model")
+    if start.checkpoint is not None:
+        info = directory.check(start.checkpoint)
+        optimizer = config.parallel.distributed_optimizer
+        wanted = facts.describe(
+            arch,
+            config.precision.params,
+            distributed_optimizer=optimizer,
+            reference=keep_reference,
+            freeze_vision=config.model.freeze_vision,
+        )
+        facts.refuse_other(start.checkpoint, info, wanted)
+        safe_load.check_files(start.checkpoint)
+    parameters = facts.num_parameters(arch, config.model.make_vocab_divisible_by)
+    _check_room(config, parameters, keep_reference)
+    _check_wandb(config)
+
+
+def _check_room(config: Config, parameters: int, keep_reference: bool) -> None:
+    precision = config.precision
+    folder = Path(config.run_dir)
+    checkpoint_bytes = facts.checkpoint_bytes(
+        parameters,
+        precision.params,
+        precision.adam_moments,
+        distributed_optimizer=config.parallel.distributed_optimizer,
+        reference=keep_reference,
+    )
+    export_bytes = 0
+    if config.checkpoint.export_at_end:
+        export_bytes = facts.export_bytes(parameters, precision.params)
+    free = disk.free_bytes(folder)
+    sizes = f"one checkpoint takes {disk.as_text(checkpoint_bytes)}"
+    if export_bytes:
+        sizes += f" and the export {disk.as_text(export_bytes)}"
+    sizes += f", {disk.as_text(free)} are free there"
+    if free < checkpoint_bytes + export_bytes:
+        raise ValueError(
+            f"run_dir = {folder}: no space left for its checkpoints: {sizes}; make room, or give a"
+            " run_dir on another disk"
+        )
+    # A new checkpoint is written before the oldest one goes.
+    kept = config.checkpoint
+    num_kept = kept.keep + 1 + int(kept.keep_best)
+    keys = f"checkpoint.keep = {kept.keep}"
+    if kept.keep_every_steps:
+        num_kept += config.trainer.num_steps // kept.keep_every_steps
+        keys += f" with keep_every_steps = {kept.keep_every_steps}"
+    present = disk.used_bytes(folder / CHECKPOINTS)
+    if free + present < num_kept * checkpoint_bytes + export_bytes:
+        logger.warning("run_dir = %s: %s; %s will fill the disk", folder, sizes, keys)
+
+
+def _check_wandb(config: Config) -> None:
+    if config.logging.wandb != "online":
+        return
+    import wandb
+
+    # Without a key, or with one that cannot be, this needs no network.
+    remedy = "set WANDB_API_KEY, run `wandb login`, or set logging.wandb=offline"
+    try:
+        known = wandb.login(prompt=False, verify=False)
+    except wandb.Error as error:
+        raise ValueError(f"logging.wandb = online: {error}; {remedy}") from None
+    if not known:
+        raise ValueError(f"logging.wandb = online: no key of an account is set here; {remedy}")

@@ -1,0 +1,371 @@
+"""The folder of a run: what is in it, who writes it (rank 0), and how a run resumes from it.
+
+``config.json`` (resolved configuration, versions, commit), ``metrics.jsonl``, ``samples.jsonl``,
+``checkpoints/step_NNNNNN``, ``export`` (HF), ``exports/step_NNNNNN``, ``best.json``,
+``curves.png``, ``tensorboard/``; ``changes.jsonl`` where a start with other settings was allowed;
+``*.from-step-N.K.jsonl``: rows of steps that a later start repeated; ``requeue`` while a preempted
+run waits to go on; ``failed_host``, the machine on which the last start failed, until the next;
+``.lock``, held by the live run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from megatron_rl.checkpoints.directory import PARTIAL, later_steps, prune, step_path
+from megatron_rl.config.schema import Config
+from megatron_rl.errors import first_line
+from megatron_rl.protocols import Policy, RolloutSource, Saving
+from megatron_rl.reporting.figures import draw_curves
+from megatron_rl.reporting.metrics_file import read_metrics
+from megatron_rl.reporting.report import report
+from megatron_rl.reporting.row_file import set_aside
+from megatron_rl.reporting.sinks import (
+    ConsoleLine,
+    Metrics,
+    MetricsFile,
+    tensorboard_writer,
+)
+from megatron_rl.reporting.wandb_run import WandbMode, WandbRun, WandbSettings
+from megatron_rl.rollouts.experience import Response
+from megatron_rl.run.best import Scores
+from megatron_rl.run.preflight import claim
+from megatron_rl.run.run_record import describe, listed
+from megatron_rl.run.start import (
+    CHECKPOINTS,
+    CONFIG,
+    EXPORTS,
+    METRICS,
+    REQUEUE,
+    SAMPLES,
+    Start,
+    find_start,
+    has_best,
+    results,
+    scores_until,
+)
+from megatron_rl.runtime import disk, random_state
+from megatron_rl.runtime.display import Display
+from megatron_rl.runtime.guard import failure
+from megatron_rl.runtime.guard.failed_host import FAILED_HOST
+from megatron_rl.runtime.launch import World
+from megatron_rl.signals.histories import Histories
+
+# How long a run that ends by an error waits for the checkpoint that is being written.
+_LAST_WRITE_S = 60.0
+logger = logging.getLogger(__name__)
+
+
+class RunFolder:
+    """Created on every rank; only rank 0 touches the disk, but for the shards of a checkpoint."""
+
+    def __init__(self, config: Config, world: World, display: Display) -> None:
+        self._config = config
+        self._world = world
+        self._display = display
+        self.path = Path(config.run_dir)
+        self.histories = Histories()  # the learner's; in every checkpoint
+        self._writers: list[Callable[[Metrics], None]] = []
+        self._wandb: WandbRun | None = None
+        self._start: Start | None = None
+        self._record: dict[str, Any] = {}
+        self.scores = Scores(config.checkpoint.best_metric, config.evaluation.stop_after)
+        self._saving: tuple[int, Saving] | None = None  # its step, and where it is
+        self._saved_at = monotonic()  # read on rank 0
+
+    def prepare(self, data: str | None = None) -> Start:
+        """Collective: takes the folder for this run and finds where it goes on. Before the engines
+        are built, which takes long.
+
+        Args:
+            data: fingerprint of the training prompts.
+
+        Raises:
+            ValueError: the folder cannot be used, or holds another run.
+        """
+        config = self._config
+        world = self._world
+        world.from_main(lambda: claim(config, world.launch_id))
+        failure.STATE.failed_host = self.path / FAILED_HOST
+        self._record = world.from_main(lambda: describe(config, world.size, data))
+        self._start = find_start(config, world, self._record)
+        return self._start
+
+    def resume(self, policy: Policy, source: RolloutSource) -> int:
+        """Restores the state that ``prepare`` found and opens the logs; returns the last finished
+        step (0 = from the start)."""
+        start = self._start or self.prepare()
+        if start.checkpoint is not None:
+            extra = policy.load(start.checkpoint)
+            self._restore_data(source, extra)
+            states = extra["random_states"]
+            random_state.restore(states[self._world.rank % len(states)])
+            start = Start(start.checkpoint, extra["step"], start.changes)
+        if self._world.is_main:
+            self._open(start)
+        self.scores = self._world.from_main(lambda: scores_until(self._config, start.step))
+        if start.checkpoint is not None and self._world.is_main:
+            print(f"resumed from {start.checkpoint} (step {start.step})", flush=True)
+        self._saved_at = monotonic()
+        return start.step
+
+    def save_due(self, step: int, improved: bool) -> bool:
+        """Collective: whether a checkpoint follows ``step``. ``improved``: it has the best held-out
+        score so far."""
+        config = self._config.checkpoint
+        if config.keep_best and improved:
+            return True
+        if config.every_steps > 0 and step % config.every_steps == 0:
+            return True
+        if config.every_minutes == 0:
+            return False
+        # Clocks differ: that of rank 0 decides.
+        minutes = (monotonic() - self._saved_at) / 60
+        return self._world.any(self._world.is_main and minutes >= config.every_minutes)
+
+    def export_due(self, step: int) -> bool:
+        """Whether an export follows ``step``."""
+        every = self._config.checkpoint.export_every_steps
+        return every > 0 and step % every == 0
+
+    def save(self, step: int, policy: Policy, source: RolloutSource, *, wait: bool = True) -> None:
+        """Collective. ``checkpoints/step_NNNNNN``; keeps the newest ``checkpoint.keep``, those of
+        every ``keep_every_steps`` and, with ``keep_best``, the best one.
+
+        Args:
+            wait: until it is whole; else, with ``checkpoint.background``, it is written while the
+                run goes on, and ``check_save`` tells how that went.
+        """
+        self.check_save(wait=True)
+        states = self._world.all_gather(random_state.capture())
+        about = {"step": step, "run": self._record}
+        extra = {
+            "step": step,
+            "rollouts": source.state(),
+            "random_states": states,
+            "histories": self.histories.state(),
+            "starts": dict(self.histories.starts),
+        }
+        path = step_path(self.path / CHECKPOINTS, step)
+        keep = partial(self._keep, copy(self.scores))
+        if self._config.checkpoint.background:
+            self._saving = (step, policy.start_save(path, extra, about, keep))
+            self.check_save(wait=wait)
+        else:
+            policy.save(path, extra, about)
+            self._world.from_main(keep)
+            failure.saved(step)
+        self._saved_at = monotonic()
+
+    def save_unless_there(self, step: int, policy: Policy, source: RolloutSource) -> None:
+        """Collective. A whole checkpoint of ``step``, for a run that has to wait and may be ended
+        meanwhile."""
+        self.check_save(wait=True)
+        path = step_path(self.path / CHECKPOINTS, step)
+        if not self._world.from_main(path.exists):
+            self.save(step, policy, source)
+
+    def check_save(self, *, wait: bool = False) -> None:
+        """Collective: looks after a checkpoint that is being written; ``wait``: until it is whole.
+
+        Raises:
+            ValueError: the disk of some rank is full. Every rank raises.
+            RuntimeError: some rank could not write for another reason.
+        """
+        if self._saving is None:
+            return
+        step, saving = self._saving
+        if saving.check(self._world.all_gather, wait=wait):
+            self._saving = None
+            failure.saved(step)
+
+    def end_save(self) -> None:
+        """Not collective, when the run ends by an error: what is on its way to the disk gets there,
+        as far as this process can see to it."""
+        if self._saving is not None:
+            self._saving[1].end(_LAST_WRITE_S)
+        self._close(failed=True)
+
+    def _keep(self, scores: Scores) -> None:
+        """Removes old checkpoints, and says in ``best.json`` which is the best (rank 0).
+
+        Args:
+            scores: as they were when the newest was saved.
+        """
+        config = self._config.checkpoint
+        keep_best = config.keep_best
+        protected = [scores.best_step] if keep_best and scores.best_step is not None else []
+        prune(self.path / CHECKPOINTS, config.keep, protected, config.keep_every_steps)
+        if protected:
+            name = None
+            if has_best(self._config, scores):
+                name = step_path(self.path / CHECKPOINTS, protected[0]).name
+            best = {
+                "metric": scores.metric,
+                "score": scores.best,
+                "step": scores.best_step,
+                "checkpoint": name,
+            }
+            _replace(self.path / "best.json", json.dumps(best) + "\n")
+
+    def export(self, step: int, policy: Policy) -> None:
+        """Collective. ``exports/step_NNNNNN``; nothing removes them."""
+        self._world.from_main(lambda: (self.path / EXPORTS).mkdir(exist_ok=True))
+        policy.export(step_path(self.path / EXPORTS, step))
+
+    def log(self, metrics: Metrics) -> None:
+        """Adds a line to ``metrics.jsonl`` and to the other sinks (rank 0)."""
+        with disk.room_for(self.path, 0, "a line of metrics"):
+            for write in self._writers:
+                write(metrics)
+
+    def log_samples(self, step: int, responses: Sequence[Response]) -> None:
+        """Writes these responses of the step, as text, to ``samples.jsonl``; called on rank 0."""
+        with (
+            disk.room_for(self.path, 0, "samples"),
+            (self.path / SAMPLES).open("a", encoding="utf-8") as file,
+        ):
+            for response in responses:
+                row = {
+                    "step": step,
+                    "prompt": response.prompt.uid,
+                    "prompt_text": response.prompt.text,
+                    "response": response.text,
+                    "answer": response.prompt.answer,
+                    "reward": response.score.reward,
+                    "correct": response.score.correct,
+                    "truncated": response.completion.truncated,
+                }
+                file.write(json.dumps(row) + "\n")
+
+    def request_requeue(self, step: int) -> None:
+        """Tells the launcher script that the run was preempted, not finished: exit codes do not
+        survive torchrun."""
+        if self._world.is_main:
+            (self.path / REQUEUE).write_text(f"{step}\n", encoding="ascii")
+            self._close()
+            print(f"stop requested: saved step {step}; start again with resume=auto", flush=True)
+
+    def finish(self, policy: Policy) -> None:
+        """The HF export and the figure."""
+        if self._config.checkpoint.export_at_end:
+            policy.export(self.path / "export")
+        if self._world.is_main:
+            (self.path / REQUEUE).unlink(missing_ok=True)
+            draw_curves(self.path / METRICS, self.path / "curves.png")
+            print(report(self.path / METRICS), flush=True)
+            self._close()
+            print(f"finished: {results(self._config, self.scores)}", flush=True)
+
+    def _restore_data(self, source: RolloutSource, extra: Mapping[str, Any]) -> None:
+        """The position in the prompts, and what is remembered of them; the start of them and
+        nothing where others are allowed."""
+        try:
+            source.restore(extra["rollouts"])
+            self.histories.restore_all(extra)
+        except ValueError as error:
+            if self._config.resume.changed != "allow":
+                raise
+            logger.warning("resume.changed = allow: the prompts start anew (%s)", first_line(error))
+
+    def _open(self, start: Start) -> None:
+        config = self._config
+        wanted = config.logging
+        self._set_aside(start)
+        self._note_changes(start)
+        # Of a run that was made longer: a folder with the figure is taken for one that has ended.
+        (self.path / "curves.png").unlink(missing_ok=True)
+        _replace(self.path / CONFIG, json.dumps(self._record, indent=2) + "\n")
+        self._writers.append(MetricsFile(self.path / METRICS))
+        if wanted.console:
+            self._writers.append(ConsoleLine(config.trainer.num_steps, self._display.console))
+        if wanted.tensorboard:
+            self._writers.append(tensorboard_writer(self.path))
+        if wanted.wandb != "disabled":
+            settings = self._wandb_settings(wanted.wandb)
+            earlier = read_metrics(self.path / METRICS) if start.step else []
+            self._wandb = WandbRun(self.path, settings, self._record, earlier)
+            self._writers.append(self._wandb)
+
+    def _wandb_settings(self, mode: WandbMode) -> WandbSettings:
+        wanted = self._config.logging
+        return WandbSettings(
+            project=wanted.wandb_project,
+            mode=mode,
+            name=wanted.wandb_name or self.path.resolve().name,
+            group=wanted.wandb_group,
+            job_type=wanted.wandb_job_type,
+            tags=(self._config.method.name, f"seed={self._config.seed}", *wanted.wandb_tags),
+        )
+
+    def _close(self, *, failed: bool = False) -> None:
+        """Ends the logs that do not write each line at once (rank 0)."""
+        if self._wandb is not None:
+            self._wandb.close(failed=failed)
+            self._wandb = None
+
+    def _set_aside(self, start: Start) -> None:
+        """Moves aside what the run is going to repeat: rows, and checkpoints later than the one
+        that was chosen."""
+        last = -1
+        why = "no checkpoint covers them"
+        if start.checkpoint is not None:
+            last = start.step
+            why = f"they come after {start.checkpoint.name}"
+        for name in (METRICS, SAMPLES):
+            aside = set_aside(self.path / name, last)
+            if aside is not None:
+                logger.info(
+                    "%s: rows from step %d on were moved to %s: %s and are repeated",
+                    name,
+                    last + 1,
+                    aside,
+                    why,
+                )
+        for path in later_steps(self.path / CHECKPOINTS, start.step):
+            aside = _unused(self.path / f"{CHECKPOINTS}.from-step-{start.step + 1}", path.name)
+            aside.parent.mkdir(exist_ok=True)
+            path.rename(aside)
+            logger.info(
+                "checkpoint %s was moved to %s: the run goes on from an earlier step",
+                path.name,
+                aside,
+            )
+
+    def _note_changes(self, start: Start) -> None:
+        if not start.changes:
+            return
+        logger.warning(
+            "resume.changed = allow: the run goes on with other settings:%s", listed(start.changes)
+        )
+        with (self.path / "changes.jsonl").open("a", encoding="utf-8") as file:
+            for change in start.changes:
+                row = {
+                    "step": start.step,
+                    "key": change.key,
+                    "old": change.old,
+                    "new": change.new,
+                }
+                file.write(json.dumps(row) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Never leaves half a file: a run may be killed at any moment."""
+    partial = path.with_name(f"{path.name}{PARTIAL}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _unused(folder: Path, name: str) -> Path:
+    """``folder.K/name`` for the first K that is free."""
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.{number}") / name).exists():
+        number += 1
+    return aside

@@ -1,0 +1,273 @@
+"""Where a run starts: from which checkpoint, whether that is the same run, or it is over."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.checkpoints import directory
+from megatron_rl.config.schema import Config
+from megatron_rl.reporting.metrics_file import read_metrics
+from megatron_rl.reporting.report import report
+from megatron_rl.reporting.row_file import check_rows
+from megatron_rl.run.best import Scores
+from megatron_rl.run.run_record import Difference, describe, differences, listed, read_record
+from megatron_rl.runtime import disk
+from megatron_rl.runtime.launch import World
+
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+CHECKPOINTS = "checkpoints"
+EXPORTS = "exports"
+STACKS = "stacks"
+LOGS = "logs"
+REQUEUE = "requeue"  # while a run that was stopped on request waits to go on
+LARGE_BYTES = 10**10
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Start:
+    """After ``step``, from ``checkpoint`` (None: from the model). ``changes``: settings that differ
+    from those of the run so far, and are allowed to."""
+
+    checkpoint: Path | None
+    step: int
+    changes: tuple[Difference, ...] = ()
+
+
+def finished_already(config: Config, world: World) -> bool:
+    """Collective: whether the run is finished, down to its export; then its table has been printed.
+
+    Raises:
+        ValueError: the folder holds a run with other settings, or one that is longer.
+    """
+    text = world.from_main(lambda: finished_text(config))
+    if text is not None and world.is_main:
+        print(text, flush=True)
+    return text is not None
+
+
+def finished_text(config: Config) -> str | None:
+    """What to say where the folder holds this very run and nothing is left to do; else None.
+
+    Raises:
+        ValueError: the folder holds a run with other settings, or one that is longer.
+    """
+    folder = Path(config.run_dir)
+    record = read_record(folder / CONFIG)
+    newest = directory.newest(folder / CHECKPOINTS)
+    if (
+        config.resume.checkpoint != "auto"
+        or record is None
+        or newest is None
+        or directory.problem(newest)
+    ):
+        return None
+    changes = differences(record, describe(config, 1, None))
+    # The prompts have not been read: a change of ``data`` alone may still be the same content.
+    if any(not change.key.startswith("data.") for change in changes):
+        refuse_changes(config, f"{folder} holds", changes)
+    step = directory.step_of(newest) or 0
+    refuse_fewer_steps(config, newest, step)
+    check_rows(folder / METRICS)
+    scores = scores_until(config, step)
+    exported = not config.checkpoint.export_at_end or (folder / "export" / "config.json").is_file()
+    # The figure is the last thing that a run writes.
+    whole = exported and (folder / "curves.png").is_file() and not (folder / REQUEUE).exists()
+    over = step == config.trainer.num_steps or scores.exhausted
+    if changes or not whole or not over:
+        return None
+    found_at = f"already finished at step {step}, nothing is left to do: {results(config, scores)}"
+    return f"{report(folder / METRICS)}\n{found_at}"
+
+
+def results(config: Config, scores: Scores) -> str:
+    """Where everything is, for the last line of a run."""
+    folder = Path(config.run_dir)
+    places = [f"run_dir {folder} ({METRICS}, curves.png)"]
+    if config.checkpoint.export_at_end:
+        places.append(f"export {folder / 'export'}")
+    if scores.best is not None:
+        best = scores.as_text()
+        if has_best(config, scores):
+            best += f" ({directory.step_path(folder / CHECKPOINTS, scores.best_step or 0)})"
+        places.append(best)
+    return ", ".join(places)
+
+
+def has_best(config: Config, scores: Scores) -> bool:
+    """Whether the checkpoint with the best score is kept. The model of the start has none."""
+    path = directory.step_path(Path(config.run_dir) / CHECKPOINTS, scores.best_step or 0)
+    return config.checkpoint.keep_best and path.is_dir()
+
+
+def scores_until(config: Config, step: int) -> Scores:
+    """The evaluations of the run up to ``step``, as its metrics have them."""
+    scores = Scores(config.checkpoint.best_metric, config.evaluation.stop_after)
+    path = Path(config.run_dir) / METRICS
+    for row in read_metrics(path) if path.is_file() else []:
+        if row["step"] <= step:
+            scores.note({"step": row["step"], scores.metric: row.get(scores.metric)})
+    return scores
+
+
+def find_start(config: Config, world: World, record: dict[str, Any]) -> Start:
+    """Collective: the checkpoint to go on from, read and compared with this run.
+
+    Args:
+        record: what ``describe`` says of this start; used on rank 0.
+
+    Raises:
+        ValueError: there is none where there must be one, it is damaged, or the run is another.
+    """
+    resume = config.resume.checkpoint
+    if resume == "never":
+        world.from_main(lambda: _refuse_used(config))
+        return Start(None, 0)
+    if resume == "auto":
+        return _newest_start(config, world, record)
+    path = Path(resume)
+    world.from_main(lambda: _refuse_foreign(config, path))
+    step = world.from_main(lambda: _step_of(path))
+    if config.checkpoint.verify and (wrong := digest_problem(world, path)):
+        raise ValueError(f"resume.checkpoint = {path}: {wrong}; choose another checkpoint")
+    written = world.from_main(lambda: directory.check(path).get("run"))
+    start = Start(path, step)
+    subject = f"checkpoint {path} was written by"
+    return world.from_main(lambda: _compared(config, written, record, start, subject))
+
+
+def _newest_start(config: Config, world: World, record: dict[str, Any]) -> Start:
+    """Collective: after the newest whole checkpoint of the folder; from the model where it has
+    none."""
+    folder = Path(config.run_dir)
+    newest = newest_whole(world, folder / CHECKPOINTS, digests=config.checkpoint.verify)
+    world.from_main(lambda: _refuse_all_damaged(config, newest))
+    start = Start(None, 0) if newest is None else Start(newest, directory.step_of(newest) or 0)
+    used = world.from_main(lambda: newest is not None or (folder / METRICS).is_file())
+    written = world.from_main(lambda: _record_of(folder, newest)) if used else None
+    return world.from_main(lambda: _compared(config, written, record, start, f"{folder} holds"))
+
+
+def _record_of(folder: Path, checkpoint: Path | None) -> dict[str, Any] | None:
+    """What the folder says of its run; where that file is gone, what the checkpoint says."""
+    record = read_record(folder / CONFIG)
+    if record is not None:
+        return record
+    inside = None
+    remedy = "settings are not compared"
+    if checkpoint is not None:
+        inside = directory.check(checkpoint).get("run")
+        if inside:
+            remedy = f"that of {checkpoint.name} is taken"
+    logger.warning("%s is missing; %s", folder / CONFIG, remedy)
+    return inside
+
+
+def _compared(
+    config: Config, old: dict[str, Any] | None, record: dict[str, Any], start: Start, subject: str
+) -> Start:
+    """``start`` with what differs between the run of before and this one."""
+    changes = differences(old, record) if old is not None else []
+    if changes:
+        refuse_changes(config, subject, changes)
+    if start.checkpoint is not None:
+        refuse_fewer_steps(config, start.checkpoint, start.step)
+    return replace(start, changes=tuple(changes))
+
+
+def refuse_changes(config: Config, subject: str, changes: list[Difference]) -> None:
+    """Raises ValueError unless ``resume.changed`` allows the changes."""
+    if config.resume.changed == "allow":
+        return
+    raise ValueError(
+        f"resume.checkpoint = {config.resume.checkpoint}: {subject} a run with other settings:"
+        f"{listed(changes)}\ngive another run_dir for a new run, set these as they were to go on "
+        "with the old one, or go on all the same with resume.changed=allow (recorded in "
+        f"{config.run_dir}/changes.jsonl)"
+    )
+
+
+def refuse_fewer_steps(config: Config, checkpoint: Path, step: int) -> None:
+    """Raises ValueError when the checkpoint is of a later step than the run is to have."""
+    if step > config.trainer.num_steps:
+        raise ValueError(
+            f"trainer.num_steps = {config.trainer.num_steps}: {checkpoint} has {step} steps "
+            "already; raise it, give another run_dir, or resume=PATH of an earlier checkpoint"
+        )
+
+
+def _refuse_used(config: Config) -> None:
+    folder = Path(config.run_dir)
+    if (folder / METRICS).exists() or directory.newest(folder / CHECKPOINTS) is not None:
+        raise ValueError(
+            f"resume.checkpoint = never: {folder} already holds a run; resume=auto goes on with "
+            "it, or give another run_dir"
+        )
+
+
+def _refuse_foreign(config: Config, path: Path) -> None:
+    """A run that starts from a checkpoint of another folder needs a folder without a run."""
+    folder = Path(config.run_dir)
+    if path.resolve().is_relative_to(folder.resolve()):
+        return
+    if (folder / METRICS).exists() or directory.newest(folder / CHECKPOINTS) is not None:
+        raise ValueError(
+            f"resume.checkpoint = {path}: {folder} already holds a run of its own; resume=auto "
+            "goes on with it, or give another run_dir"
+        )
+
+
+def _refuse_all_damaged(config: Config, found: Path | None) -> None:
+    root = Path(config.run_dir) / CHECKPOINTS
+    newest = directory.newest(root)
+    if found is None and newest is not None:
+        raise ValueError(
+            f"resume.checkpoint = auto: no checkpoint of {root} is whole; bring one back, delete"
+            " them all to start from step 0 (the metrics so far are then kept aside), or give"
+            " another run_dir"
+        )
+
+
+def _step_of(path: Path) -> int:
+    """The step in the manifest, else in the name; 0 where neither has it."""
+    wrong = directory.problem(path)
+    if wrong is not None:
+        raise ValueError(
+            f"resume.checkpoint = {path}: {wrong}; give one whole checkpoint "
+            f"(run_dir/{CHECKPOINTS}/step_NNNNNN)"
+        )
+    info = directory.check(path)
+    return int(info["step"]) if "step" in info else directory.step_of(path) or 0
+
+
+def newest_whole(world: World, root: Path, *, digests: bool) -> Path | None:
+    """Collective: the newest whole checkpoint, with ``digests`` to the last bit."""
+    below: int | None = None
+    while True:
+        path = world.from_main(partial(directory.newest_valid, root, below))
+        if path is None or not digests:
+            return path
+        wrong = digest_problem(world, path)
+        if wrong is None:
+            return path
+        logger.warning("checkpoint %s is skipped: %s", path, wrong)
+        below = directory.step_of(path)
+
+
+def digest_problem(world: World, path: Path) -> str | None:
+    """Collective: a file of a checkpoint that is not what was written; each rank reads a share."""
+    names = world.from_main(lambda: directory.file_names(path))
+    if world.is_main and (size := disk.used_bytes(path)) > LARGE_BYTES:
+        logger.info(
+            "reading %s of %s to compare digests (checkpoint.verify=false does not)",
+            disk.as_text(size),
+            path,
+        )
+    found = world.all_gather(directory.damaged(path, names[world.rank :: world.size]))
+    return next((wrong for wrong in found if wrong is not None), None)

@@ -1,0 +1,395 @@
+"""How a launch ends when something goes wrong: the rank that fails first reports it, once.
+
+The first rank to fail (``runtime/guard/ballot.py``) prints its error as the last thing on the screen,
+writes it into the file that torchrun reads (TORCHELASTIC_ERROR_FILE), and exits. The others wait
+until torchrun ends them: if one of them exited earlier, torchrun would end the first one before its
+message is out. Errors that only follow from another rank's end (a broken connection) wait for that
+rank's message; where none comes, the ranks that are gone are named.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+from megatron_rl.errors import first_line
+from megatron_rl.runtime.guard import failed_host
+from megatron_rl.runtime.guard.ballot import Ballot, alive
+from megatron_rl.runtime.guard.error_chain import chain
+
+_MAX_LINES = 12
+_NAMED = 8  # ranks in a message
+_CAUSE_S = 1.0  # how long a consequence waits for the message of its cause,
+_GONE_S = 5.0  # and then for a rank that can be named as gone
+_WINNER_S = 15.0  # how long the first rank may take to report
+_ARRIVE_S = 4.0  # for the slowest rank of a loaded machine to import what it needs
+_FOLLOW_ELSEWHERE_S = 3.0  # for the message on another machine to come out
+_FOLLOW_S = 6.0  # torchrun sends SIGTERM within 0.1 s of the first exit
+
+# The words of gloo, NCCL and the store when another rank is gone, or never came.
+_BROKEN_CONNECTION = re.compile(
+    r"gloo|GLHF|NCCL|nccl|Connection (closed|reset|refused)|Broken pipe|Timed out waiting|"
+    r"Socket Timeout|failed to recv|failed to send|TCPStore|process group has been aborted"
+)
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|Cannot allocate memory|bad_alloc|failed to map segment"
+)
+# A thread needs room for its stack and a place among the user's processes; the text is the same.
+_OUT_OF_THREADS = re.compile(r"Resource temporarily unavailable|can't start new thread")
+_OUT_OF_FILES = re.compile(r"[Tt]oo many open files")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank of the launch: the machine it runs on and its process there."""
+
+    rank: int
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Message:
+    """``text`` is shown and written into the error file, ``traceback`` is shown above it."""
+
+    text: str
+    traceback: str = ""
+
+
+class State:
+    """What this process knows of its launch. One instance, as signals belong to the process."""
+
+    def __init__(self) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.peers: list[Peer] = []
+        self.saved_step: int | None = None
+        self.ballot = _ballot_of_launch()
+        self.reporting = threading.Lock()  # held from the first error on, never released
+        self.terminated = threading.Event()
+        self.console: int | None = None  # where stderr was before it went to a file of this rank
+        # Of the heartbeat, once there is one: how other machines learn of a failure said here (None
+        # where there are none), and that this rank ends as it should.
+        self.announce: Callable[[str], None] | None = None
+        self.goodbye: Callable[[], None] | None = None
+        self.failed_host: Path | None = None  # see ``runtime/guard/failed_host.py``
+
+
+def _ballot_of_launch() -> Ballot:
+    """The ballot of the ranks that torchrun started with this one."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if size == 1:
+        return Ballot(None, None, local_size)
+    # torchrun gives each rank a file <folder of this start>/<local rank>/error.json.
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return Ballot(None, _first_of_all_machines, local_size)
+    elsewhere = _first_of_all_machines if size > local_size else None
+    return Ballot(Path(file).parent.parent, elsewhere, local_size)
+
+
+def _first_of_all_machines() -> bool:
+    """Whether this process fails first, by the store of torchrun on the first machine."""
+    import torch.distributed as dist
+
+    try:
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            timeout=timedelta(seconds=2),
+            wait_for_workers=False,
+        )
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        me = f"{socket.gethostname()}:{os.getpid()}"
+        return store.compare_set(f"megatron_rl/first_failure/{start}", "", me) == me.encode()
+    except (RuntimeError, ValueError, KeyError):
+        return True  # without a store nobody else is known to be first
+
+
+STATE = State()
+
+
+def joined(rank: int, peers: list[Peer]) -> None:
+    """Notes that this rank has met all others."""
+    STATE.rank = rank
+    STATE.peers = peers
+
+
+def saved(step: int) -> None:
+    """Notes that the state after ``step`` is on the disk, for the message of an interruption."""
+    STATE.saved_step = step
+
+
+def exit_process(code: int) -> None:
+    """Ends the process now: normal teardown of engines can hang on dead ranks, hence os._exit."""
+    if code == 0 and STATE.goodbye is not None and not STATE.reporting.locked():
+        STATE.goodbye()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def report(error: BaseException, rank: int | None = None) -> int:
+    """Prints the error if this rank is the first to fail, else waits for the one that is.
+
+    A ``ValueError`` or ``FileNotFoundError`` is the user's: one message. Anything else is a fault
+    and comes with its traceback.
+
+    Returns:
+        The exit code: 1; 0 for a rank that only followed and was then ended by torchrun, so that
+        torchrun's summary lists the rank that failed and no other.
+    """
+    if rank is not None:
+        STATE.rank = rank
+    # From here on a signal is noted, and does not cut the message short.
+    try:
+        _hold_signals()
+    except KeyboardInterrupt as interrupt:  # a Ctrl-C between the error and here
+        error = interrupt
+        _hold_signals()
+    if not STATE.reporting.acquire(blocking=False):
+        threading.Event().wait()  # for ever: the thread that answers SIGTERM ends the process
+    if isinstance(error, KeyboardInterrupt):
+        if STATE.ballot.win():
+            say(Message(f"interrupted{unsaved()}"))
+        return 1
+    gone: list[Peer] = []
+    message = describe(error)
+    host: str | None = socket.gethostname()
+    if is_consequence(error):
+        gone = _wait_for_cause()
+        if not gone:
+            host = None
+        else:
+            message = Message(f"error: {without_word(gone)}{unsaved()}")
+    return say_or_follow(message, by_others=bool(gone), host=host)
+
+
+def _hold_signals() -> None:
+    """Keeps SIGTERM and Ctrl-C from cutting a message short. For the main thread only."""
+
+    def note(number: int, frame: FrameType | None) -> None:
+        STATE.terminated.set()
+
+    signal.signal(signal.SIGTERM, note)
+    signal.signal(signal.SIGINT, note)
+
+
+def say_or_follow(message: Message, *, by_others: bool = False, host: str | None = None) -> int:
+    """Prints ``message`` or follows the first rank; returns the exit code.
+
+    Args:
+        by_others: ranks of this machine have failed before this one.
+        host: the machine at fault; None where it is not known.
+    """
+    ballot = STATE.ballot
+    while not ballot.win():
+        if ballot.lost_elsewhere:
+            write_error_file("another machine of the launch failed first, and says why")
+            return _follow(_FOLLOW_ELSEWHERE_S)
+        heard = ballot.wait(lambda: ballot.decided() or not ballot.pending(), _WINNER_S)
+        if ballot.decided():
+            return _follow()
+        if not heard:
+            break  # the winner lives and stays silent: better two messages than none
+    if host is not None:
+        failed_host.write(STATE.failed_host, host)
+    say(message)
+    if by_others:
+        return _follow()
+    # A rank that torchrun ends before it has arrived appears as one more failure in the summary.
+    ballot.wait(ballot.complete, _ARRIVE_S)
+    return 1
+
+
+def say_on_this_machine(message: Message) -> int:
+    """As ``say_or_follow`` for a message that every machine of the launch says."""
+    if not STATE.ballot.win_here():
+        return _follow()
+    say(message)
+    return 1
+
+
+def _follow(seconds: float = _FOLLOW_S) -> int:
+    """Waits for torchrun's SIGTERM after another rank's failure; returns the exit code.
+
+    torchrun sends none on other machines than that of the failed rank: there the first rank exits
+    before the others.
+    """
+    ended = STATE.ballot.wait(STATE.terminated.is_set, seconds)
+    if ended and not STATE.ballot.lost_elsewhere:
+        return 0
+    return 1
+
+
+def say(message: Message) -> None:
+    """Prints the message as the last on the screen, and writes it into torchrun's file."""
+    sys.stdout.flush()
+    text = message.traceback + message.text + "\n"
+    sys.stderr.write(text)
+    sys.stderr.flush()
+    if STATE.console is not None:
+        os.write(STATE.console, text.encode())
+    write_error_file(message.text)
+    STATE.ballot.said()
+    if STATE.announce is not None:
+        STATE.announce(message.text)
+
+
+def write_error_file(text: str) -> None:
+    """Writes ``text`` for torchrun, in the form of torch.distributed.elastic's error handler."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    try:
+        Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+    except OSError as error:
+        sys.stderr.write(f"(not written to {file}: {error.strerror})\n")
+
+
+def describe(error: BaseException) -> Message:
+    """The message of an exception, with a traceback if it is a fault of the program."""
+    shortage = _out_of_memory(error) or _out_of_files(error)
+    if shortage:
+        return Message(f"error: {shortage}")
+    if isinstance(error, FileNotFoundError) and error.filename is not None:
+        return Message(
+            f"error: {error.filename}: no such file or folder. If it was moved or deleted while the"
+            " program ran, put it back and start again (resume=auto: from the last checkpoint)"
+        )
+    of_the_user = isinstance(error, ValueError | FileNotFoundError)
+    if of_the_user and not isinstance(error, UnicodeError):
+        return Message(_first_lines(f"error: {error}"))
+    text = f"[rank {STATE.rank}] error: {type(error).__name__}: {error}"
+    return Message(_first_lines(text), "".join(traceback.format_exception(error)))
+
+
+def _first_lines(text: str) -> str:
+    """At most ``_MAX_LINES`` lines, the last of which counts those that were cut."""
+    lines = text.splitlines()
+    if len(lines) <= _MAX_LINES:
+        return text
+    num_cut = len(lines) - _MAX_LINES + 1
+    return "\n".join([*lines[: _MAX_LINES - 1], f"  ... and {num_cut} more lines"])
+
+
+def _out_of_memory(error: BaseException) -> str | None:
+    """The message of an error that means "no memory left", with its place; else None."""
+    text = str(error)
+    threads = isinstance(error, RuntimeError) and _OUT_OF_THREADS.search(text)
+    libraries = isinstance(error, RuntimeError | OSError | ImportError)
+    by_text = libraries and _OUT_OF_MEMORY.search(text)
+    if not (isinstance(error, MemoryError) or by_text or threads):
+        return None
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    limited = ""
+    if limit != resource.RLIM_INFINITY:
+        limited = f" This process may use {limit / 2**30:.1f} GiB (ulimit -v): raise that."
+    details = f"{_place_of(error)}: {first_line(error)}.{limited}"
+    if threads:
+        return (
+            f"rank {STATE.rank} is out of memory or of threads{details}\n"
+            "Raise the limit on processes (ulimit -u, pids of the container), or start fewer ranks."
+        )
+    return (
+        f"rank {STATE.rank} is out of memory{details}\n"
+        "Lower batch.tokens_per_microbatch, rollout.kv_cache_gib or rollout.max_num_seqs, spread"
+        " the model over more ranks\n"
+        "(parallel, precision), or use a smaller model; tools/plan_memory.py computes what a rank"
+        " needs."
+    )
+
+
+def _out_of_files(error: BaseException) -> str | None:
+    """The message of an error that means "no more files or sockets can be opened"; else None."""
+    if not isinstance(error, RuntimeError | OSError) or not _OUT_OF_FILES.search(str(error)):
+        return None
+    import resource
+
+    limit, largest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"rank {STATE.rank} cannot open more files or connections{_place_of(error)}:"
+        f" {first_line(error)}.\n"
+        f"The limit is {limit} open files (ulimit -n): raise it, to 65536 for instance; without a"
+        f" new login at most to {largest} (ulimit -Hn)."
+    )
+
+
+def _place_of(error: BaseException) -> str:
+    """The innermost line of this package, e.g. `` in model.py:120 (forward)``; else empty."""
+    frames = traceback.extract_tb(error.__traceback__)
+    # Without the first frame, which is that of the entry point.
+    own = [frame for frame in frames[1:] if "megatron_rl" in Path(frame.filename).parts]
+    if not own:
+        return ""
+    innermost = own[-1]
+    return f" in {Path(innermost.filename).name}:{innermost.lineno} ({innermost.name})"
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether another rank's end, or its absence, can have caused this error."""
+    if _out_of_files(error):
+        return False
+    for link in chain(error):  # a broken connection is often wrapped
+        # By name: importing torch.distributed takes seconds, and it may not be loaded yet.
+        from_torch = any(base.__name__ == "DistError" for base in type(link).__mro__)
+        if from_torch or (isinstance(link, RuntimeError) and _BROKEN_CONNECTION.search(str(link))):
+            return True
+    return False
+
+
+def _wait_for_cause() -> list[Peer]:
+    """Waits until another rank reports; returns the ranks of this machine that died silently: none
+    where a rank has reported, or all live."""
+    ballot = STATE.ballot
+
+    def heard() -> bool:
+        return ballot.decided() or ballot.pending()
+
+    if len(STATE.peers) > 1 and not ballot.wait(heard, _CAUSE_S):
+        ballot.wait(lambda: heard() or bool(gone_ranks()), _GONE_S)
+    return [] if heard() else gone_ranks()
+
+
+def gone_ranks() -> list[Peer]:
+    """The ranks of this machine whose processes do not run any more."""
+    here = socket.gethostname()
+    return [peer for peer in STATE.peers if peer.host == here and not alive(peer.pid)]
+
+
+def without_word(gone: Sequence[Peer]) -> str:
+    """Example: ``rank 1 (process 4711) ended without a message (killed? out of memory? ...)``"""
+    return f"{named(gone)} ended without a message (killed? out of memory? `dmesg` may tell)"
+
+
+def named(peers: Sequence[Peer]) -> str:
+    """Example: ``rank 1 (process 4711) and rank 2 (process 4712)``; of many the first eight."""
+    text = " and ".join(f"rank {peer.rank} (process {peer.pid})" for peer in peers[:_NAMED])
+    if len(peers) > _NAMED:
+        text += f" and {len(peers) - _NAMED} more"
+    return text
+
+
+def unsaved() -> str:
+    """The end of a message that says what was saved; empty where no run is in progress."""
+    if STATE.saved_step is None:
+        return ""
+    if STATE.saved_step == 0:
+        return "; nothing was saved"
+    return f"; nothing was saved since step {STATE.saved_step}"

@@ -1,0 +1,280 @@
+"""Ends a launch that cannot go on; one that can may wait for as long as it takes.
+
+No collective has a time limit of its own (``launch.NO_LIMIT``): a rank may wait hours for the
+longest response of another. What ends a launch is seen by a thread of every rank:
+
+- a rank of this machine is stopped (SIGSTOP) and stays so: the kernel says it;
+- no rank of a machine gives a sign: the ranks of the next machine look for its beats;
+- the store of the launch is gone, and with it the machine of rank 0;
+- no rank of the launch has got anything done for ``stall_s``: all wait, or work hangs.
+
+(A rank that ends without a word is seen by its torchrun at once, see ``runtime/guard/failure.py``.)
+The first cause goes through the store to all ranks, which end with it. After a stall each has
+written the stacks of its threads before. A launch that is suspended as a whole is none of these:
+time is counted in beats of this process, which is suspended as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_rl.errors import first_line
+from megatron_rl.runtime.guard import failed_host, failure, stacks
+from megatron_rl.runtime.guard.activity import ACTIVITY
+from megatron_rl.runtime.guard.attendance import Attendance, connect
+from megatron_rl.runtime.guard.ballot import bounded, state_of
+from megatron_rl.runtime.guard.failure import STATE, Message, Peer
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 2.0
+STOPPED_S = 8.0  # a rank that is stopped for so long does not go on
+SILENT_S = 20.0  # a machine that gives no sign for so long is lost
+# Libraries that are loaded from a slow disk stop all threads of a process for longer than that.
+STARTING_SILENT_S = 300.0
+STALL_S = 1800.0  # until trainer.stall_limit_s is known
+_ANSWER_S = BEAT_S + 1  # until every rank has seen a stall and written its stacks
+LINGER_S = 2 * BEAT_S + 1  # a cause that is said here goes out to other machines meanwhile
+
+# Numbers in the store are read by adding 0: ``get`` would wait for a key that nobody has written.
+_ALARM = "megatron_rl/alarm"  # above 0: there is a cause or a stall. All that a beat has to ask for
+_CAUSE = "megatron_rl/cause"
+_STALL = "megatron_rl/stall"
+_DONE = "megatron_rl/done"  # count of all activity
+_FINISHED = "megatron_rl/finished"
+
+
+@dataclass
+class Count:
+    """A number that ought to change, and for how many beats it has not."""
+
+    value: int = -1
+    unchanged: int = 0
+
+    def seen(self, value: int) -> float:
+        """Notes the number at this beat; returns the seconds of beats without a change."""
+        self.unchanged = 0 if value != self.value else self.unchanged + 1
+        self.value = value
+        return self.unchanged * BEAT_S
+
+
+class Heartbeat:
+    """One per process. Its limits ``stall_s`` and ``silent_s`` and ``folder``, where stacks go, may
+    be set at any time."""
+
+    def __init__(self, rank: int, peers: Sequence[Peer], attendance: Attendance | None) -> None:
+        """``attendance``: None in a world of one, which has no store."""
+        here = socket.gethostname()
+        hosts = list(dict.fromkeys(peer.host for peer in peers))
+        self.stall_s = STALL_S
+        self.folder: Path | None = None
+        self.silent_s = STARTING_SILENT_S
+        self._rank = rank
+        self._peers = list(peers)
+        self._local = [peer for peer in peers if peer.host == here and peer.rank != rank]
+        self._here = here
+        self._next = hosts[(hosts.index(here) + 1) % len(hosts)]
+        self._attendance = attendance
+        self._stopped: dict[int, Count] = {}
+        self._next_beats = Count()
+        self._launch_done = Count()
+        self._own_done = 0  # of this rank, as the store knows it
+        self._beats = 0  # that the store has answered
+        self._dumped = False
+        self._deaf: list[Peer] = []  # ranks of this machine that did not answer in a stall
+        STATE.goodbye = self._finish
+        STATE.announce = self._announce if self._next != here else None
+        stacks.answer_signal()
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+        if attendance is not None:
+            threading.Thread(target=self._guard, name="heartbeat guard", daemon=True).start()
+
+    def _run(self) -> None:
+        store: dist.TCPStore | None = None
+        try:
+            store = connect() if self._attendance is not None else None
+            while True:
+                time.sleep(BEAT_S)
+                if store is None:
+                    self._look_at_stall(None, ACTIVITY.count)
+                else:
+                    self._beat(store)
+                    self._beats += 1
+        except RuntimeError as error:
+            self._end(self._store_gone(f": {first_line(error)}"))
+
+    def _guard(self) -> None:
+        """A machine without power does not even close its connections."""
+        answered = Count()
+        while True:
+            time.sleep(BEAT_S)
+            if answered.seen(self._beats) >= self.silent_s:
+                failed_host.write(STATE.failed_host, self._peers[0].host)
+                self._end(self._store_gone(""))
+
+    def _store_gone(self, why: str) -> str:
+        first = self._peers[0]
+        return (
+            f"the store of the launch on {first.host} (rank 0) does not answer{why}: that machine"
+            " or its torchrun has ended"
+        )
+
+    def _beat(self, store: dist.TCPStore) -> None:
+        store.add(_beats_of(self._here), 1)
+        if store.add(_ALARM, 0):
+            self._answer(store)
+        if self._attendance is not None:
+            self._attendance.look(store)
+        self._look_at_neighbors(store)
+        if self._next != self._here:
+            silent_s = self._next_beats.seen(store.add(_beats_of(self._next), 0))
+            if silent_s >= self.silent_s and not self._is_over(store):
+                self._raise(store, self._machine_lost(silent_s), self._next)
+        count = ACTIVITY.count
+        done = store.add(_DONE, count - self._own_done)
+        self._own_done = count  # the store has the sum over all ranks: each adds what is new
+        self._look_at_stall(store, done)
+
+    def _look_at_neighbors(self, store: dist.TCPStore) -> None:
+        """Ranks of this machine that are stopped. Not those that a debugger holds (state ``t``)."""
+        lost = []
+        for peer in self._local:
+            if state_of(peer.pid) != "T":
+                self._stopped.pop(peer.rank, None)
+            elif self._stopped.setdefault(peer.rank, Count()).seen(0) >= STOPPED_S:
+                lost.append(peer)
+        if lost:
+            named = failure.named(lost)
+            text = f"{named} {'are' if len(lost) > 1 else 'is'} stopped (SIGSTOP, state T)"
+            advice = "continue it sooner, or start again"
+            self._raise(store, f"{text} for {STOPPED_S:.0f} s: {advice}", self._here)
+
+    def _machine_lost(self, silent_s: float) -> str:
+        lost = [peer for peer in self._peers if peer.host == self._next]
+        return (
+            f"machine {self._next} with {failure.named(lost)} gives no sign for {silent_s:.0f} s:"
+            " without power or network, or all its processes are stopped"
+        )
+
+    def _look_at_stall(self, store: dist.TCPStore | None, done: int) -> None:
+        idle_s = self._launch_done.seen(done)
+        if idle_s < self.stall_s:
+            return
+        if store is None:
+            self._dump()
+            self._end(stacks.stall_message(idle_s, {self._rank: stacks.place()}, self.folder))
+        elif not self._is_over(store) and store.add(_STALL, 1) == 1:  # the first to see it
+            store.add(_ALARM, 1)
+            self._dump()
+            self._raise(store, self._asked(store, idle_s), "")
+
+    def _asked(self, store: dist.TCPStore, idle_s: float) -> str:
+        """The message of a stall, after all ranks have said where they stand."""
+        self._answer_stall(store)
+        places: dict[int, str] = {}
+        deadline = time.monotonic() + 2 * BEAT_S
+        while len(places) < len(self._peers) and time.monotonic() < deadline:
+            time.sleep(0.1)
+            for peer in self._peers:
+                if peer.rank not in places and store.check([_place_of(peer.rank)]):
+                    places[peer.rank] = store.get(_place_of(peer.rank)).decode()
+        for peer in self._peers:
+            places.setdefault(peer.rank, "does not answer")
+        return stacks.stall_message(idle_s, places, self.folder)
+
+    def _answer(self, store: dist.TCPStore) -> None:
+        """An alarm was raised: the stacks of this rank, or the end with the cause."""
+        if store.check([_CAUSE]):
+            STATE.announce = None  # all know it
+            self._end(store.get(_CAUSE).decode())
+        elif not self._dumped and store.check([_STALL]):
+            self._answer_stall(store)
+
+    def _answer_stall(self, store: dist.TCPStore) -> None:
+        """Writes the stacks of this rank and says where it stands."""
+        self._dump()
+        store.set(_place_of(self._rank), stacks.place())
+        time.sleep(_ANSWER_S)
+        # A thread cannot write where the main thread never lets go of the interpreter; a handler in
+        # C can. The first rank of the machine that does answer asks the others.
+        self._deaf = [peer for peer in self._local if not store.check([_place_of(peer.rank)])]
+        if all(peer.rank > self._rank for peer in self._local if peer not in self._deaf):
+            for peer in self._deaf:
+                stacks.ask(peer.pid)
+
+    def _dump(self) -> None:
+        self._dumped = True
+        stacks.dump(self._rank, self.folder)
+
+    def _is_over(self, store: dist.TCPStore) -> bool:
+        """Whether a rank has finished: then the others are silent with good reason."""
+        return store.add(_FINISHED, 0) > 0
+
+    def _raise(self, store: dist.TCPStore, cause: str, host: str) -> None:
+        """Ends all ranks, with the cause that was named first. ``host``: the machine at fault;
+        empty: none is known to be."""
+        first = store.compare_set(_CAUSE, "", cause).decode()
+        if first == cause:
+            failed_host.write(STATE.failed_host, host)
+        store.add(_ALARM, 1)
+        self._end(first)
+
+    def _end(self, cause: str) -> None:
+        """Ends this process; returns where the main thread is ending it already."""
+        if not STATE.reporting.acquire(blocking=False):
+            return
+        # What was not saved belongs to the first line: a stall has one more for each place.
+        first, *more = cause.splitlines()
+        text = "\n".join([f"error: {first}{failure.unsaved()}", *more])
+        code = failure.say_on_this_machine(Message(text))
+        for peer in self._local:
+            if state_of(peer.pid) == "T" or peer in self._deaf:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(peer.pid, signal.SIGKILL)  # torchrun would wait 30 s for it to end
+        failure.exit_process(code)
+
+    def _announce(self, text: str) -> None:
+        """Tells the other machines what this one ends with."""
+        cause = text.removeprefix("error: ")
+
+        def tell() -> bool:
+            try:
+                store = connect()
+                store.compare_set(_CAUSE, "", cause)
+                return store.add(_ALARM, 1) > 0
+            except RuntimeError:  # the store is gone, and the other machines see that
+                return False
+
+        if bounded(tell):
+            time.sleep(LINGER_S)
+
+    def _finish(self) -> None:
+        """This rank ends as it should."""
+
+        def tell() -> bool:
+            try:
+                return connect().add(_FINISHED, 1) > 0
+            except RuntimeError:  # everybody else has gone already
+                return False
+
+        if self._attendance is not None:
+            bounded(tell)
+
+
+def _beats_of(host: str) -> str:
+    return f"megatron_rl/beats/{host}"
+
+
+def _place_of(rank: int) -> str:
+    return f"megatron_rl/place/{rank}"

@@ -1,0 +1,177 @@
+"""One policy, many servers that come and go: each gets every version for as long as it is there.
+
+All servers of a publication are one group with the trainer, under one plan: what several of them
+want is passed on from node to node. The group lasts while its servers stay the same. One that is
+lost in the middle of an update ends it for all; the others are pushed to again, together, without
+it. Where nobody knows who is at fault, they are pushed to in halves, and again, until it is alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_rl.errors import WeightSyncError, first_line
+from megatron_rl.protocols import WeightSource
+from megatron_rl.runtime.launch import World
+from megatron_rl.types import SyncReport, TransferOptions
+from megatron_rl.weight_sync.fleet.commands import HttpServer, InFlight, Server
+from megatron_rl.weight_sync.fleet.host import ServersError
+from megatron_rl.weight_sync.fleet.joint import JointSync, Trainer
+from megatron_rl.weight_sync.reshard import Plans
+
+Names = tuple[str, ...]
+# A plan for many servers is large, and each loss and each newcomer makes another.
+MAX_PLANS = 8
+
+
+@dataclass(frozen=True)
+class FleetReport:
+    """A round of updates. ``updated``: the servers that have the version now; ``lost``: those that
+    could not be reached or took no weights, and why; ``sync``: all transfers as one."""
+
+    updated: Names
+    lost: Mapping[str, str]
+    sync: SyncReport
+
+
+@dataclass
+class _Round:
+    """What a round has brought so far."""
+
+    servers: Mapping[str, str]
+    staged: bool
+    updated: set[str] = field(default_factory=set)
+    lost: dict[str, str] = field(default_factory=dict)
+    reports: list[SyncReport] = field(default_factory=list)
+
+    def report(self, version: int) -> FleetReport:
+        total = SyncReport(
+            version,
+            max((report.num_tensors for report in self.reports), default=0),
+            bytes_sent=sum(report.bytes_sent for report in self.reports),
+            bytes_total=sum(report.bytes_total for report in self.reports),
+            seconds=sum((report.seconds for report in self.reports), 0.0),
+        )
+        updated = tuple(name for name in self.servers if name in self.updated)
+        return FleetReport(updated, self.lost, total)
+
+
+@dataclass
+class FleetSync:
+    """The trainer's end of the weight syncs to all servers. ``make_server``: from a URL, its
+    commands; rank 0 alone calls them."""
+
+    source: WeightSource
+    world: World
+    secret: str
+    options: TransferOptions
+    in_flight_requests: InFlight
+    device: torch.device | str
+    make_server: Callable[[str], Server] | None = None
+    plans: Plans = field(default_factory=dict)
+    _groups: dict[Names, JointSync] = field(default_factory=dict)
+    # Servers that could not be in one group with those of another number.
+    _apart: dict[str, int] = field(default_factory=dict)
+
+    def sync(
+        self, version: int, servers: Mapping[str, str], *, staged: bool = False
+    ) -> FleetReport:
+        """Collective over the trainer's ranks: these servers have the weights of the source when it
+        returns, or are in ``lost``. ``staged``: beside those they sample with, which takes no time
+        of theirs. ``servers``: URLs by name, equal on every rank; one that is named for the first
+        time is connected.
+
+        Raises:
+            ValueError: a training parameter changed its dtype or shape.
+        """
+        done = _Round(servers, staged)
+        waiting = self._teams(servers)
+        while waiting:
+            waiting = [*self._push(version, waiting[0], done), *waiting[1:]]
+        for name in done.lost:
+            self._apart.pop(name, None)
+        return done.report(version)
+
+    def keep(self, servers: Collection[str]) -> None:
+        """Collective: forgets the servers that are not named."""
+        for names in list(self._groups):  # a copy: entries are removed
+            if not set(names) <= set(servers):
+                self._groups.pop(names).close()
+
+    def _teams(self, servers: Mapping[str, str]) -> list[Names]:
+        """All servers that may be in one group, which is all of them unless some did not fit. In
+        one order, whatever they came in: names begin with that of the machine, so like servers on
+        like machines have the plan that was made for others."""
+        teams: dict[int, list[str]] = {}
+        for name in sorted(servers):
+            teams.setdefault(self._apart.get(name, 0), []).append(name)
+        return [tuple(names) for names in teams.values()]
+
+    def _push(self, version: int, names: Names, done: _Round) -> list[Names]:
+        """One attempt. Returns whom to try again, and with whom."""
+        try:
+            group = self._connected({name: done.servers[name] for name in names})
+        except (OSError, RuntimeError, ValueError) as error:
+            # What those do not fit who fit alone is each other: the next time they are apart.
+            lost = error.lost if isinstance(error, ServersError) else {}
+            again = _again(names, (), lost, first_line(error), done)
+            for part in again[1:]:
+                self._apart |= dict.fromkeys(part, 1 + max(self._apart.values(), default=0))
+            return again
+        try:
+            pushed = group.sync(version, staged=done.staged)
+        except WeightSyncError as error:
+            self._groups.pop(names).close(error)
+            return _again(names, (), {}, first_line(error), done)
+        if pushed.report is not None:
+            done.reports.append(pushed.report)
+        if not pushed.problem:
+            done.updated |= set(names)
+            return []
+        self._groups.pop(names).release(pushed)
+        return _again(names, pushed.updated, pushed.lost, pushed.problem, done)
+
+    def _connected(self, servers: Mapping[str, str]) -> JointSync:
+        """Collective: the group of these servers and no others, which may have been in others."""
+        names = tuple(servers)
+        if names in self._groups:
+            return self._groups[names]
+        for others in list(self._groups):
+            if not set(others).isdisjoint(names):
+                self._groups.pop(others).close()
+        make = self.make_server or self._http_server
+        trainer = Trainer(
+            self.source,
+            self.world,
+            self.options,
+            self.in_flight_requests,
+            torch.device(self.device),
+            self.secret,
+            self.plans,
+        )
+        self._groups[names] = JointSync(trainer, {name: make(servers[name]) for name in names})
+        for shape in list(self.plans)[:-MAX_PLANS]:
+            del self.plans[shape]
+        return self._groups[names]
+
+    def _http_server(self, url: str) -> Server:
+        return HttpServer(url, self.options.timeout_s, self.secret)
+
+
+def _again(
+    names: Names, updated: Sequence[str], lost: Mapping[str, str], problem: str, done: _Round
+) -> list[Names]:
+    """After an attempt with ``names``: who is to be tried again, in which groups."""
+    done.updated |= set(updated)
+    done.lost.update({name: first_line(WeightSyncError(why)) for name, why in lost.items()})
+    left = tuple(name for name in names if name not in done.updated and name not in lost)
+    if len(left) < len(names):
+        return [left] if left else []
+    if len(left) == 1:
+        done.lost[left[0]] = problem
+        return []
+    half = len(left) // 2
+    return [left[:half], left[half:]]

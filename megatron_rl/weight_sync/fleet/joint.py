@@ -1,0 +1,243 @@
+"""One planned sync into several vLLM servers at once: the ranks of the trainer and the workers of
+all servers form one process group, under one plan. A byte that several servers want leaves the
+trainer once for each chain of nodes, and they pass it on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.errors import LostPeerError, WeightSyncError
+from megatron_rl.protocols import WeightSource
+from megatron_rl.runtime.joint_group import join_group, leave_group, visit_store
+from megatron_rl.runtime.launch import World
+from megatron_rl.types import SyncReport, TransferOptions
+from megatron_rl.weight_sync.failure import Progress, Stage
+from megatron_rl.weight_sync.fleet.commands import InFlight, Server
+from megatron_rl.weight_sync.fleet.host import Ends, Host, ServersError, said
+from megatron_rl.weight_sync.fleet.update_kinds import Beside, InPlace, UpdateKind
+from megatron_rl.weight_sync.planner.plan import Plan
+from megatron_rl.weight_sync.reshard import Plans, ReshardSync
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """The training side of all joint syncs. ``device``: where the policy's weights are; ``secret``:
+    of the run; ``plans``: those made for other servers, one for servers that are cut alike is not
+    made again."""
+
+    source: WeightSource
+    world: World
+    options: TransferOptions
+    in_flight_requests: InFlight
+    device: torch.device
+    secret: str = ""
+    plans: Plans = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """How an update ended. ``updated``: the servers that serve the new weights; ``lost``: those
+    that are at fault, and why; ``undone``: the others, paused, whose weights are old, new or both
+    (where new ones were staged they go on with the old ones); ``problem``: what stopped it;
+    ``stage``: how far it got; ``report``: where all weights arrived."""
+
+    stage: Stage
+    updated: tuple[str, ...] = ()
+    lost: Mapping[str, str] = field(default_factory=dict)
+    undone: tuple[str, ...] = ()
+    problem: str = ""
+    report: SyncReport | None = None
+
+
+class JointSync:
+    """Plans once, at construction, and carries the plan out at every sync.
+
+    The servers serve their old weights before a sync, nothing during it, and the new ones after it;
+    or, where new weights are staged, their old ones throughout.
+    """
+
+    def __init__(self, trainer: Trainer, servers: Mapping[str, Server]) -> None:
+        """Collective over the trainer's ranks. ``servers``: by name, used by rank 0 alone.
+
+        Raises, on every rank:
+            ServersError: some servers cannot take part.
+            ValueError, OSError, RuntimeError: the others cannot together.
+        """
+        self.names = tuple(servers)
+        self._trainer = trainer
+        self._world = trainer.world
+        self._host = Host(servers, trainer.options, trainer.secret)
+        self._kind: UpdateKind = InPlace(trainer.in_flight_requests)  # of the last update
+        self._group: dist.ProcessGroup | None = None
+        self._sync: ReshardSync | None = None
+        try:
+            self.plan: Plan = self._connect()
+        except Exception as error:
+            self.close(error)
+            raise
+
+    @property
+    def is_connected(self) -> bool:
+        return self._sync is not None
+
+    def _connect(self) -> Plan:
+        """Collective over the trainer's ranks: one group with the workers, and the plan."""
+        place = self._world.from_main(
+            lambda: self._host.invite(self._world.size, self._trainer.device.type)
+        )
+        failed: Exception | None = None
+        try:
+            self._join(*place)
+        except Exception as error:  # noqa: BLE001 (raised below, on every rank)
+            failed = error
+            self._leave(error)  # so that no peer waits for this rank
+        problems = self._world.all_gather("" if failed is None else str(failed))
+        ends = self._world.from_main(self._host.ends)
+        if ends.lost:
+            raise ServersError(ends.lost) from failed
+        if failed is not None:
+            raise failed
+        if any(problems):
+            raise WeightSyncError(next(filter(None, problems)))
+        if ends.problems:
+            raise ServersError(ends.problems)
+        assert self._sync is not None, "it has joined"
+        return self._sync.plan
+
+    def _join(self, address: str, port: int, size: int) -> None:
+        trainer = self._trainer
+        timeout_s = trainer.options.timeout_s
+        store = visit_store(address, port, timeout_s)
+        self._group = join_group(store, self._world.rank, size, timeout_s, trainer.secret)
+        self._sync = ReshardSync(
+            trainer.source,
+            None,
+            trainer.options,
+            gpus_per_node=None,
+            device=trainer.device,
+            group=self._group,
+            plans=trainer.plans,
+        )
+
+    def sync(self, version: int, *, staged: bool = False) -> Pushed:
+        """Collective over the trainer's ranks. ``staged``: the new weights wait beside the old ones
+        for a command (``commands.switch_weights``). In the report ``bytes_sent``: what this rank
+        sent; ``bytes_total``: what the workers were sent, by whomever.
+
+        Raises, on every rank, when nothing has moved and all servers go on with their old weights:
+            ValueError: a training parameter changed its dtype or shape.
+            WeightSyncError: a rank is not ready.
+        """
+        assert self._sync is not None, "it is connected"
+        start = time.perf_counter()
+        progress = Progress(version)
+        kind = Beside() if staged else InPlace(self._trainer.in_flight_requests)
+        self._kind = kind
+        lost = self._world.from_main(lambda: self._host.begin(kind))
+        if lost:
+            return self._stopped(progress, lost)
+        progress.stage = Stage.INVITED
+        try:
+            self._world.from_main(lambda: self._host.begin_update(version, kind))
+        except RuntimeError as error:  # of the servers, of the store
+            self._leave(error)
+            lost = error.lost if isinstance(error, ServersError) else {}
+            return self._stopped(progress, lost, str(error))
+        report, problem = self._carry_out(progress)
+        ends = self._world.from_main(self._host.ends)
+        if report is None:
+            return self._stopped(progress, ends.lost, problem)
+        return self._finish(progress, ends, report, start)
+
+    def _carry_out(self, progress: Progress) -> tuple[SyncReport | None, str]:
+        """Collective over the trainer's ranks: the report of this one, and no problem; or, on every
+        rank, no report and what stopped the update."""
+        assert self._sync is not None
+        report: SyncReport | None = None
+        failed: Exception | None = None
+        try:
+            report = self._sync.carry_out(progress)
+        except Exception as error:  # noqa: BLE001 (a problem of all ranks)
+            failed = error
+        except BaseException as error:  # of a Ctrl-C peers learn by this rank's end alone
+            self._leave(error)
+            raise
+        is_refused = progress.stage is Stage.READYING and not isinstance(failed, LostPeerError)
+        if failed is not None and not is_refused:
+            self._leave(failed)  # so that no peer waits for this rank
+        everyone = self._world.all_gather((is_refused, "" if failed is None else str(failed)))
+        problems = list(dict.fromkeys(text for _, text in everyone if text))
+        if not problems:
+            progress.stage = Stage.FINISHING  # of the workers: complete here, not yet there
+            return report, ""
+        if all(refused for refused, _ in everyone):
+            # Workers too have raised, and nothing has moved.
+            lost = self._world.from_main(lambda: self._host.call_off(self._kind))
+            if not lost and failed is not None:
+                raise failed
+            problems.append(said(lost))
+        self._leave(failed)
+        return None, "; ".join(problems)
+
+    def _finish(self, progress: Progress, ends: Ends, report: SyncReport, start: float) -> Pushed:
+        """Collective: servers without a problem go on with the new weights."""
+        failed = ends.lost | ends.problems
+        lost = {name: f"{progress}: {why}" for name, why in ends.lost.items()}
+        undone = {name: f"{progress}: {why}" for name, why in ends.problems.items()}
+        done = [name for name in self.names if name not in failed]
+        if done:
+            progress.stage = Stage.COMPLETE
+            stuck = self._world.from_main(
+                lambda: self._host.end_update(progress.version, self._kind, done)
+            )
+            lost |= {name: f"{progress}: {why}" for name, why in stuck.items()}
+        if lost or undone:
+            self._leave()
+        report = replace(
+            report,
+            num_tensors=sum(len(tensors.names) for tensors in self.plan.classes),
+            bytes_total=self.plan.bytes_sent,
+            seconds=time.perf_counter() - start,
+        )
+        return Pushed(
+            progress.stage,
+            updated=tuple(name for name in done if name not in lost),
+            lost=lost,
+            undone=tuple(undone),
+            problem=said(lost | undone),
+            report=report,
+        )
+
+    def _stopped(self, progress: Progress, lost: Mapping[str, str], problem: str = "") -> Pushed:
+        return Pushed(
+            progress.stage,
+            lost={name: f"{progress}: {why}" for name, why in lost.items()},
+            undone=tuple(name for name in self.names if name not in lost),
+            problem=f"{progress}: {problem or said(lost)}",
+        )
+
+    def release(self, pushed: Pushed) -> None:
+        """Collective, the end of this sync after an update that some servers did not get: those
+        that are undone may be pushed to by another. Where one may not, it says so then."""
+        self._leave()
+        if pushed.stage is not Stage.NOT_BEGUN and pushed.undone:
+            self._world.from_main(lambda: self._host.release(self._kind, pushed.undone))
+        self.close()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Collective over the trainer's ranks: leaves the group. The servers serve on. May be
+        called again, and after a failure."""
+        self._leave(error)
+        self._host.close()
+
+    def _leave(self, error: BaseException | None = None) -> None:
+        self._sync = None
+        if self._group is not None:
+            leave_group(self._group, error)
+            self._group = None

@@ -1,0 +1,246 @@
+"""Flows: all bytes that go one way, from a source to a first target and on to others that want the
+same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_rl.weight_sync.planner.nodes import Nodes
+
+LINKS = ("same_process", "same_node", "across_nodes")  # nearest first
+SAME_PROCESS, SAME_NODE, ACROSS_NODES = LINKS
+
+
+class Stream(NamedTuple):
+    """All bytes of one dtype that go from one rank to another."""
+
+    source: int
+    target: int
+    dtype: str
+
+
+class Edges(NamedTuple):
+    """Who sends which flow on to whom, as columns.
+
+    ``delay``: rounds of arrivals after the flow's own; ``turn``: 0 for a message into a node or
+    from a source, else the turn, behind the arrivals of a round, in which a mate gets it.
+    """
+
+    flow: np.ndarray
+    sender: np.ndarray
+    receiver: np.ndarray
+    delay: np.ndarray
+    turn: np.ndarray
+
+    def of_rank(self, rank: int) -> Edges:
+        """Those that begin or end there."""
+        own = (self.sender == rank) | (self.receiver == rank)
+        return Edges(*(column[own] for column in self))
+
+
+@dataclass(frozen=True, eq=False)
+class Flows:
+    """Every flow, as columns: ``source``, first ``target``, ``dtype`` (in ``dtypes``), the ``fan``
+    (in ``fans``: the places of the target's node that want it too) and its ``size`` in bytes.
+
+    The first target passes what it gets on to the others of its fan and, where its node has a
+    ``next_node``, to the rank at its own place there, which does the same ``hop`` rounds later.
+    """
+
+    source: np.ndarray
+    target: np.ndarray
+    dtype: np.ndarray
+    fan: np.ndarray
+    size: np.ndarray
+    dtypes: tuple[str, ...]
+    fans: tuple[tuple[int, ...], ...]
+    nodes: Nodes
+    next_node: np.ndarray
+    hop: int
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Flows)
+            and (self.dtypes, self.fans, self.hop) == (other.dtypes, other.fans, other.hop)
+            and all(
+                np.array_equal(getattr(self, name), getattr(other, name))
+                for name in ("source", "target", "dtype", "fan", "size", "next_node")
+            )
+        )
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @staticmethod
+    def direct(streams: Mapping[Stream, int]) -> Flows:
+        """Streams that nobody passes on, between ranks that are all on one node."""
+        dtypes = tuple(sorted({stream.dtype for stream in streams}))
+        ranks: set[int] = set()
+        rows = []
+        for (source, target, dtype), size in streams.items():
+            ranks |= {source, target}
+            rows.append((source, target, dtypes.index(dtype), size))
+        rows.sort()
+        columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+        return Flows(
+            *columns[:3],
+            fan=np.zeros(len(rows), dtype=np.int64),
+            size=columns[3],
+            dtypes=dtypes,
+            fans=((),),
+            nodes=Nodes.of(ranks, [0] * (1 + max(ranks, default=0))),
+            next_node=np.array([-1]),
+            hop=1,
+        )
+
+    @cached_property
+    def crosses(self) -> np.ndarray:
+        """Whether the source is on another node than the first target."""
+        return ~self.nodes.same(self.source, self.target)
+
+    @cached_property
+    def first_turns(self) -> tuple[int, ...]:
+        """Of each fan, the first of its ``len - 1`` turns. Fans that share a place have different
+        turns, so that nobody is sent more in a turn than one mate got in one round.
+
+        Example: of the fans (0, 1, 2), (2, 3) and (4, 5) the first has turns 1 and 2, the second,
+        which shares place 2 with it, turn 3, and the third turn 1.
+        """
+        first_turns = []
+        used: list[tuple[set[int], int]] = []  # places, end of the turns
+        for fan in self.fans:
+            ends = [end for places, end in used if places & set(fan)]
+            first = max(ends, default=1)
+            used.append((set(fan), first + max(len(fan) - 1, 0)))
+            first_turns.append(first)
+        return tuple(first_turns)
+
+    @property
+    def turns(self) -> int:
+        """Number of turns of a round: that of the arrivals, and those that pass them on."""
+        count = 1
+        for first, fan in zip(self.first_turns, self.fans, strict=True):
+            if fan:
+                count = max(count, first + len(fan) - 1)
+        return count
+
+    @cached_property
+    def edges(self) -> Edges:
+        """All edges, those of one flow together."""
+        rows: list[tuple[np.ndarray, ...]] = []
+        flow = np.arange(len(self))
+        sender = self.source
+        receiver = self.target
+        delay = 0
+        # One step along all chains at a time, until the last node of the longest has been reached.
+        while len(flow):
+            zeros = np.zeros(len(flow), dtype=np.int64)
+            rows.append((flow, sender, receiver, zeros + delay, zeros))
+            # Mates get it one round of arrivals later: the turns behind a round pass on what the
+            # one before it brought, see ``Schedule``.
+            rows += self._to_mates(flow, receiver, delay + 1)
+            following = self.next_node[self.nodes.of_rank[receiver]]
+            goes_on = following >= 0
+            flow = flow[goes_on]
+            sender = receiver[goes_on]
+            # The same place of the next node, so that the bytes stay on their rail.
+            receiver = self.nodes.ranks[following[goes_on], self.nodes.position[sender]]
+            delay += self.hop
+        if not rows:
+            return Edges(*[np.zeros(0, dtype=np.int64)] * 5)
+        columns = [np.concatenate(column) for column in zip(*rows, strict=True)]
+        order = np.argsort(columns[0], kind="stable")  # by flow
+        return Edges(*(column[order] for column in columns))
+
+    def _to_mates(
+        self, flow: np.ndarray, holder: np.ndarray, delay: int
+    ) -> list[tuple[np.ndarray, ...]]:
+        rows = []
+        for number, fan in enumerate(self.fans):
+            chosen = np.flatnonzero(self.fan[flow] == number)
+            if not fan or not len(chosen):
+                continue
+            places = np.array(fan)
+            sender = holder[chosen]
+            # The number of the sender's place in the fan, whose places are in increasing order.
+            own = np.searchsorted(places, self.nodes.position[sender])
+            # A turn is a rotation of the fan: whoever holds something passes it on to the place
+            # ``step`` behind its own, so that nobody sends, or gets, two in one turn. Example: in
+            # the fan (0, 2, 5) place 2 sends to 5, then to 0.
+            for step in range(1, len(fan)):
+                place = places[(own + step) % len(fan)]
+                receiver = self.nodes.ranks[self.nodes.of_rank[sender], place]
+                zeros = np.zeros(len(chosen), dtype=np.int64)
+                turn = self.first_turns[number] + step - 1
+                rows.append((flow[chosen], sender, receiver, zeros + delay, zeros + turn))
+        return rows
+
+    @cached_property
+    def streams(self) -> Mapping[Stream, int]:
+        """Bytes between each two ranks that exchange any."""
+        flow, sender, receiver, _, _ = self.edges
+        keys = np.stack([sender, receiver, self.dtype[flow]])
+        pairs, inverse = np.unique(keys, axis=1, return_inverse=True)
+        sizes = np.zeros(pairs.shape[1], dtype=np.int64)
+        np.add.at(sizes, inverse, self.size[flow])
+        streams = {}
+        for source, target, dtype, size in zip(*pairs, sizes, strict=True):
+            streams[Stream(int(source), int(target), self.dtypes[dtype])] = int(size)
+        return streams
+
+    def bytes_by_link(self) -> dict[str, int]:
+        """Bytes of all edges within nodes and across."""
+        flow, sender, receiver, _, _ = self.edges
+        within = self.nodes.same(sender, receiver)
+        size = self.size[flow]
+        return {SAME_NODE: int(size[within].sum()), ACROSS_NODES: int(size[~within].sum())}
+
+    def num_peers(self) -> np.ndarray:
+        """Rank -> with how many others it exchanges messages."""
+        _, sender, receiver, _, _ = self.edges
+        num_ranks = len(self.nodes.of_rank)
+        # (rank, peer) as one number, both ways around: a pair that talks both ways counts once.
+        pairs = np.concatenate([sender * num_ranks + receiver, receiver * num_ranks + sender])
+        return np.bincount(np.unique(pairs) // num_ranks, minlength=num_ranks)
+
+
+class Part(NamedTuple):
+    """What one source of a delivery sends: ``size`` bytes from ``sources[i]`` to ``targets[i]``,
+    for each i. ``dtype``, ``fan``: as in ``Flows``."""
+
+    sources: np.ndarray
+    targets: np.ndarray
+    dtype: int
+    fan: int
+    size: int
+
+
+def gathered(parts: Sequence[Part], num_ranks: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """``(columns, flow)``: what goes the same way, added up, as the columns source, target, dtype,
+    fan, size; and the flow of each entry of each part."""
+    if not parts:
+        return [np.zeros(0, dtype=np.int64)] * 5, []
+    dtypes = 1 + max(part.dtype for part in parts)
+    fans = 1 + max(part.fan for part in parts)
+    # A way as one number, whose digits are source, target, dtype and fan: equal ways are found, and
+    # sorted in this order, without a loop over millions of entries.
+    keys = []
+    for part in parts:
+        ends = part.sources * num_ranks + part.targets
+        keys.append((ends * dtypes + part.dtype) * fans + part.fan)
+    lengths = [len(part.sources) for part in parts]
+    sizes = np.repeat([part.size for part in parts], lengths)
+    flows, inverse = np.unique(np.concatenate(keys), return_inverse=True)
+    size = np.zeros(len(flows), dtype=np.int64)
+    np.add.at(size, inverse, sizes)
+    # The digits of each way, from the last one on.
+    rest, fan = np.divmod(flows, fans)
+    rest, dtype = np.divmod(rest, dtypes)
+    source, target = np.divmod(rest, num_ranks)
+    flow_of_part = np.split(inverse.astype(np.int32), np.cumsum(lengths)[:-1])
+    return [source, target, dtype, fan, size], flow_of_part

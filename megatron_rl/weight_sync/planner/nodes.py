@@ -1,0 +1,158 @@
+"""Which ranks share a node, and what the ranks of one node need from themselves, from each other,
+and from other nodes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_rl.weight_sync.planner.rects import (
+    Rect,
+    common_parts,
+    covered,
+    each_inside,
+    each_without,
+    without,
+)
+
+Rects = tuple[Rect, ...]
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of the ranks that take part. ``of_rank``, ``position``: rank -> its node, its place
+    there; ``ranks``: (node, place) -> rank, -1 where there is none."""
+
+    of_rank: np.ndarray
+    position: np.ndarray
+    ranks: np.ndarray
+
+    @staticmethod
+    def of(taking_part: Iterable[int], node_of_rank: Sequence[int]) -> Nodes:
+        """``node_of_rank``: any number for each rank, equal for those of one node.
+
+        Example: ranks 0, 1, 3 and 4 of the nodes ``[5, 5, 7, 7, 7]`` have the nodes 0, 0, 1, 1 and
+        the places 0, 1, 1, 2; ``ranks`` is ``[[0, 1, -1], [-1, 3, 4]]``.
+        """
+        part = np.array(sorted(taking_part), dtype=np.int64)
+        labels = np.asarray(node_of_rank, dtype=np.int64)
+        of_rank = np.full(len(labels), -1)
+        position = np.full(len(labels), -1)
+        _, of_rank[part] = np.unique(labels[part], return_inverse=True)
+        # A place counts all ranks of the node, also those that take no part: equal places are equal
+        # rails.
+        order = np.argsort(labels, kind="stable")  # node after node, ranks in order within each
+        first = np.flatnonzero(np.diff(labels[order], prepend=labels[order][:1] - 1))
+        sizes = np.diff(np.append(first, len(order)))
+        place = np.empty(len(labels), dtype=np.int64)
+        place[order] = np.arange(len(order)) - np.repeat(first, sizes)
+        position[part] = place[part]
+        widest = int(sizes.max()) if len(sizes) else 0
+        ranks = np.full((int(of_rank.max(initial=-1)) + 1, widest), -1)
+        ranks[of_rank[part], position[part]] = part
+        return Nodes(of_rank, position, ranks)
+
+    def same(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """Whether two ranks share a node."""
+        return self.of_rank[a] == self.of_rank[b]
+
+
+class Local(NamedTuple):
+    """``rect``, a part of the shard ``within`` of the same place."""
+
+    place: int
+    rect: Rect
+    within: Rect
+
+
+class FromMates(NamedTuple):
+    """``rect``, wanted at ``place``, a part of the shard ``within`` at each of ``holders``."""
+
+    place: int
+    rect: Rect
+    within: Rect
+    holders: tuple[int, ...]
+
+
+class FromAfar(NamedTuple):
+    """``rect``, wanted at each of ``takers`` and held nowhere in the node: a part of the shard
+    ``within`` of others."""
+
+    rect: Rect
+    within: Rect
+    takers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the ranks of one node want of one tensor, by its nearest source.
+
+    ``missing``: elements wanted and not held, summed over ranks; ``entering``: elements wanted on
+    the node and held nowhere on it. ``lacking``: a place and a rectangle that nobody has.
+    """
+
+    local: tuple[Local, ...]
+    from_mates: tuple[FromMates, ...]
+    from_afar: tuple[FromAfar, ...]
+    missing: int
+    entering: int
+    lacking: tuple[int, Rect] | None
+
+
+@lru_cache(maxsize=65536)
+def needs(held: tuple[Rects, ...], wanted: tuple[Rects, ...], shards: Rects) -> Needs:
+    """``held``, ``wanted``: of each place of the node; ``shards``: all that exist, anywhere.
+
+    What is wanted in two places of one rank travels once; what a rank has itself is copied; what a
+    mate has is taken from there; the rest crosses into the node once, whoever wants it.
+
+    Kept, since nodes and classes repeat; hence tuples all the way down, which can be hashed.
+    """
+    local = []
+    from_mates = []
+    left: list[list[Rect]] = []
+    mates = dict.fromkeys(chain.from_iterable(held))  # what they hold, each once
+    for place, wishes in enumerate(wanted):
+        missing: list[Rect] = []
+        for rect in wishes:
+            missing += without(rect, missing)
+        for shard in held[place]:
+            local += [Local(place, rect, shard) for rect in each_inside(missing, shard)]
+            missing = each_without(missing, shard)
+        for shard in mates:
+            holders = tuple(i for i, rects in enumerate(held) if shard in rects and i != place)
+            if holders:
+                taken = each_inside(missing, shard)
+                from_mates += [FromMates(place, rect, shard, holders) for rect in taken]
+                missing = each_without(missing, shard)
+        left.append(missing)
+    from_afar = []
+    lacking = None
+    for part, takers in common_parts(left):
+        missing = [part]
+        for shard in shards:
+            from_afar += [FromAfar(rect, shard, takers) for rect in each_inside(missing, shard)]
+            missing = each_without(missing, shard)
+        if missing and lacking is None:
+            lacking = (takers[0], missing[0])
+    # Counted from what is held and wanted, not summed over the lists above: the plan is compared
+    # with these bounds.
+    missing_elements = 0
+    for own, wishes in zip(held, wanted, strict=True):
+        missing_elements += covered(wishes) - covered(wishes, own)
+    on_node = list(chain.from_iterable(wanted))
+    entering = covered(on_node) - covered(on_node, list(mates))
+    return Needs(
+        tuple(local), tuple(from_mates), tuple(from_afar), missing_elements, entering, lacking
+    )
+
+
+def elements(rect: Rect) -> int:
+    """Number of elements."""
+    return math.prod(rect.shape)

@@ -1,0 +1,370 @@
+"""A plan as one rank carries it out: which strided views it packs, sends, receives, unpacks and
+copies, round by round."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_rl.weight_sync.planner.flows import Edges, Stream
+from megatron_rl.weight_sync.planner.nodes import elements
+from megatron_rl.weight_sync.planner.plan import Plan
+from megatron_rl.weight_sync.planner.rects import Rect, cut, intersect, slices
+from megatron_rl.weight_sync.planner.schedule import BucketId
+from megatron_rl.weight_sync.planner.shards import ITEMSIZE, ShardGroup, View, extent, subview
+
+
+class Landing(NamedTuple):
+    """A part of a chunk and its place in a parameter; ``window`` counts from the chunk's corner."""
+
+    window: tuple[slice, ...]
+    view: View
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """``rect`` of a tensor, in row-major order from element ``begin`` of a bucket. ``landings``: on
+    the sender, the one place it comes from; on the receiver, every place it goes to."""
+
+    tensor: str
+    begin: int
+    rect: Rect
+    landings: tuple[Landing, ...]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One bucket, seen from one of its ends: bytes ``[begin, begin + size)`` of a flow, on its way
+    along a stream. ``passed_on``: the sender has it from another one, and reads it where that was
+    written to."""
+
+    stream: Stream
+    peer: int
+    flow: int
+    begin: int
+    size: int
+    chunks: tuple[Chunk, ...]
+    passed_on: bool = False
+
+    @property
+    def bucket(self) -> BucketId:
+        return BucketId(self.stream, self.flow, self.begin)
+
+    @property
+    def contents(self) -> str:
+        """First and last tensor of the bucket with their slices, for messages."""
+        ends = [self.chunks[0]]
+        if len(self.chunks) > 1:
+            ends.append(self.chunks[-1])
+        return " .. ".join(chunk.tensor + slices(chunk.rect) for chunk in ends)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a rank sends and receives together. ``after``: the index, among the rank's rounds, of
+    the last one that must be over before; -1 where the rank passes nothing on."""
+
+    number: int
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+    after: int = -1
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A rectangle that the process already has: from one of its views to another."""
+
+    tensor: str
+    source: View
+    target: View
+
+
+class Extent(NamedTuple):
+    """What a parameter must be: its dtype, and the number of elements from its first to the last
+    one touched."""
+
+    dtype: str
+    elements: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """``rounds`` and ``copies`` (in the order of the tensor names) of one rank, and what each of
+    its parameters must be.
+
+    ``uses``: target parameter -> number of views that will be written, or read to be passed on, so
+    that its owner can be told when it is complete.
+    """
+
+    rank: int
+    rounds: tuple[Round, ...]
+    copies: tuple[Copy, ...]
+    rounds_in_flight: int
+    sources: Mapping[str, Extent]
+    targets: Mapping[str, Extent]
+    uses: Mapping[str, int]
+
+
+class _Member(NamedTuple):
+    """Shard ``index`` of a group."""
+
+    group: ShardGroup
+    index: int
+
+
+# tensor -> rectangle -> the shards that are that rectangle (several where a tensor is kept twice)
+_Index = Mapping[str, Mapping[Rect, Sequence[_Member]]]
+
+
+def compile_program(
+    plan: Plan, rank: int, sources: Sequence[ShardGroup], targets: Sequence[ShardGroup]
+) -> Program:
+    """The program of ``rank``, whose own shards, with their places, are ``sources`` and
+    ``targets``: those given to ``make_plan``."""
+    places = _Places(_index(sources), _index(targets))
+    copies = tuple(_copies(plan, rank, places))
+    rounds = tuple(_rounds(plan, rank, places))
+    return Program(
+        rank,
+        rounds,
+        copies,
+        plan.schedule.rounds_in_flight,
+        _extents(sources),
+        _extents(targets),
+        _count_uses(rounds, copies),
+    )
+
+
+def _index(groups: Sequence[ShardGroup]) -> _Index:
+    index: dict[str, dict[Rect, list[_Member]]] = defaultdict(lambda: defaultdict(list))
+    for group in groups:
+        for i, tensor in enumerate(group.names):
+            index[tensor][group.rect].append(_Member(group, i))
+    return index
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the rank has, and wants, the rectangles of tensors."""
+
+    at_source: _Index
+    at_target: _Index
+    leaving: dict[tuple[str, Rect], tuple[Landing, ...]] = field(default_factory=dict)
+
+    def source_view(self, tensor: str, within: Rect, rect: Rect) -> View:
+        """Any of the places where the source shard lies will do."""
+        group, index = self.at_source[tensor][within][0]
+        return subview(group, index, rect)
+
+    def out(self, tensor: str, within: Rect, rect: Rect) -> tuple[Landing, ...]:
+        """Where the sender reads the rectangle; the same for all that it goes to."""
+        if (tensor, rect) not in self.leaving:
+            view = self.source_view(tensor, within, rect)
+            self.leaving[tensor, rect] = (Landing(_window(rect, rect), view),)
+        return self.leaving[tensor, rect]
+
+    def landings(self, tensor: str, rect: Rect) -> Iterator[tuple[Rect, View]]:
+        """Every place of this process that wants a part of the rectangle, with that part."""
+        for wanted, members in self.at_target[tensor].items():
+            common = intersect(wanted, rect)
+            if common is not None:
+                for group, index in members:
+                    yield common, subview(group, index, common)
+
+    def into(self, tensor: str, rect: Rect) -> tuple[Landing, ...]:
+        """Where the receiver writes the rectangle."""
+        return tuple(
+            Landing(_window(wanted, rect), view) for wanted, view in self.landings(tensor, rect)
+        )
+
+
+def _copies(plan: Plan, rank: int, places: _Places) -> Iterator[Copy]:
+    """What the rank has itself, in the order of the tensor names."""
+    rows = []
+    for number, (delivery, flows) in enumerate(plan.deliveries):
+        if flows is None and rank in delivery.targets:
+            tensors = plan.classes[delivery.class_index]
+            # Sorted by the place of the tensor among all names, then by delivery.
+            rows += [(tensors.order[i], number, tensors.names[i]) for i in delivery.turns]
+    for _, number, tensor in sorted(rows):
+        delivery, _ = plan.deliveries[number]
+        for rect, view in places.landings(tensor, delivery.rect):
+            yield Copy(tensor, places.source_view(tensor, delivery.within, rect), view)
+
+
+class _Parcels(NamedTuple):
+    """Rectangles of tensors in the order in which they are in a flow, which all of its ranks must
+    follow: by tensor, then by delivery."""
+
+    delivery: list[int]
+    turn: list[int]  # number of the tensor in its class
+
+
+def _parcels(plan: Plan, chosen: np.ndarray) -> dict[int, _Parcels]:
+    """Of each flow of ``chosen``, which marks flows."""
+    rows: dict[int, list[np.ndarray]] = defaultdict(list)
+    orders = [np.array(tensors.order) for tensors in plan.classes]
+    for number, (delivery, flows) in enumerate(plan.deliveries):
+        if flows is None:
+            continue
+        # ``flows`` is [targets, sources of each], as ``delivery.sources`` is.
+        every_turn = np.array(delivery.turns)
+        # Column n of ``flows`` is of the sources that send the n-th tensor, and each k-th after it.
+        for i, n in zip(*np.nonzero(chosen[flows])):
+            turns = every_turn[n :: flows.shape[1]]
+            order = orders[delivery.class_index][turns]
+            rows[int(flows[i, n])].append(np.stack([order, np.full_like(turns, number), turns]))
+    parcels = {}
+    for flow, blocks in rows.items():
+        order, number_of, turn_of = np.concatenate(blocks, axis=1)
+        sorted_rows = np.lexsort((number_of, order))  # by order, then by delivery
+        parcels[flow] = _Parcels(
+            delivery=number_of[sorted_rows].tolist(), turn=turn_of[sorted_rows].tolist()
+        )
+    return parcels
+
+
+def _rounds(plan: Plan, rank: int, places: _Places) -> Iterator[Round]:
+    """The rank's part in every flow that it sends, receives or passes on."""
+    own = plan.flows.edges.of_rank(rank)
+    contents = _contents(plan, rank, own, places)
+    # Number of the round -> what is sent in it, and what is received.
+    messages: dict[int, tuple[list[Message], list[Message]]] = defaultdict(lambda: ([], []))
+    schedule = plan.schedule
+    for edge, bucket, number in zip(*schedule.messages(own)):
+        flow = int(own.flow[edge])
+        stream = Stream(
+            int(own.sender[edge]),
+            int(own.receiver[edge]),
+            plan.flows.dtypes[plan.flows.dtype[flow]],
+        )
+        begin = int(schedule.begin[bucket])
+        where = (flow, begin, int(schedule.size[bucket]))
+        sends, receives = messages[int(number)]
+        chunks = contents[flow, begin]
+        if stream.target == rank:
+            receives.append(Message(stream, stream.source, *where, chunks))
+        elif int(plan.flows.source[flow]) == rank:
+            sends.append(Message(stream, stream.target, *where, chunks))
+        else:
+            again = tuple(map(_read_again, chunks))
+            sends.append(Message(stream, stream.target, *where, again, passed_on=True))
+    arrived: dict[tuple[int, int], int] = {}  # bucket -> index of the round that brings it
+    for index, number in enumerate(sorted(messages)):
+        # Both ends of a stream put its messages in the same order: gloo and NCCL match them by it.
+        sends, receives = (sorted(each, key=lambda m: m.bucket) for each in messages[number])
+        for message in receives:
+            arrived[message.flow, message.begin] = index
+        # What is passed on has arrived in an earlier round of this rank.
+        after = [arrived[message.flow, message.begin] for message in sends if message.passed_on]
+        yield Round(number, tuple(sends), tuple(receives), max(after, default=-1))
+
+
+def _contents(
+    plan: Plan, rank: int, own: Edges, places: _Places
+) -> dict[tuple[int, int], tuple[Chunk, ...]]:
+    """``(flow, first byte)`` of each bucket of the rank's edges ``own`` -> its chunks."""
+    chosen = np.zeros(len(plan.flows), dtype=bool)
+    chosen[own.flow] = True
+    contents = {}
+    for flow, parcels in _parcels(plan, chosen).items():
+        is_source = int(plan.flows.source[flow]) == rank
+        for begin, pieces in _fill(plan, flow, parcels):
+            chunks = (_chunk(places, piece, is_source) for piece in pieces)
+            contents[flow, begin] = tuple(chunks)
+    return contents
+
+
+class _Piece(NamedTuple):
+    """A parcel, or a part of one, from element ``begin`` of its bucket."""
+
+    begin: int
+    tensor: str
+    rect: Rect
+    within: Rect  # the source shard
+
+
+def _fill(plan: Plan, flow: int, parcels: _Parcels) -> Iterator[tuple[int, list[_Piece]]]:
+    """``(first byte, pieces)`` of each bucket of a flow: the parcels in their order, one cut in two
+    wherever a bucket is full.
+
+    Example: parcels of 6 and 4 elements in buckets of 8 are 6 elements and the first 2 of the other
+    parcel, then its last 2.
+    """
+    schedule = plan.schedule
+    buckets = slice(*schedule.first[flow : flow + 2])
+    itemsize = ITEMSIZE[plan.flows.dtypes[plan.flows.dtype[flow]]]
+    waiting = zip(schedule.begin[buckets].tolist(), schedule.size[buckets].tolist(), strict=True)
+    begin, size = next(waiting)
+    room = size // itemsize
+    used = 0  # elements of the bucket
+    pieces: list[_Piece] = []
+    for number, turn in zip(*parcels, strict=True):
+        delivery = plan.deliveries[number][0]
+        tensor = plan.classes[delivery.class_index].names[turn]
+        left = deque([delivery.rect])
+        while left:
+            if used == room:
+                yield begin, pieces
+                begin, size = next(waiting)
+                room = size // itemsize
+                used = 0
+                pieces = []
+            # Either may be several rectangles; together they keep the row-major order.
+            head, tail = cut(left.popleft(), room - used)
+            for rect in head:
+                pieces.append(_Piece(used, tensor, rect, delivery.within))
+                used += elements(rect)
+            left.extendleft(reversed(tail))  # in front, and ``extendleft`` turns the order around
+    yield begin, pieces
+    assert used == room and next(waiting, None) is None, f"flow {flow} holds less than was planned"
+
+
+def _chunk(places: _Places, piece: _Piece, is_source: bool) -> Chunk:
+    begin, tensor, rect, within = piece
+    if is_source:
+        return Chunk(tensor, begin, rect, places.out(tensor, within, rect))
+    return Chunk(tensor, begin, rect, places.into(tensor, rect))
+
+
+def _read_again(chunk: Chunk) -> Chunk:
+    """The chunk as it is passed on: read at a place where all of it was written to. There is one:
+    what is passed on is a part of one rectangle that each of its ranks wants."""
+    whole = _window(chunk.rect, chunk.rect)
+    place = next(landing for landing in chunk.landings if landing.window == whole)
+    return Chunk(chunk.tensor, chunk.begin, chunk.rect, (place,))
+
+
+def _window(rect: Rect, outer: Rect) -> tuple[slice, ...]:
+    """``rect`` as an index into a tensor that holds ``outer``."""
+    firsts = [first - corner for first, corner in zip(rect.start, outer.start, strict=True)]
+    return tuple(slice(first, first + size) for first, size in zip(firsts, rect.shape, strict=True))
+
+
+def _count_uses(rounds: Sequence[Round], copies: Sequence[Copy]) -> dict[str, int]:
+    uses: dict[str, int] = defaultdict(int)
+    for step in rounds:
+        passed_on = (message for message in step.sends if message.passed_on)
+        for message in (*step.receives, *passed_on):
+            for chunk in message.chunks:
+                for landing in chunk.landings:
+                    uses[landing.view.key] += 1
+    for copy in copies:
+        uses[copy.target.key] += 1
+    return dict(uses)
+
+
+def _extents(groups: Sequence[ShardGroup]) -> dict[str, Extent]:
+    extents: dict[str, Extent] = {}
+    for group in groups:
+        nothing = Extent(group.shard.dtype, 0)
+        elements = extent(group.shard)
+        for key in group.keys:
+            before = extents.get(key, nothing)
+            # Several shards may lie in one parameter: the one that reaches farthest counts.
+            extents[key] = Extent(group.shard.dtype, max(elements, before.elements))
+    return extents

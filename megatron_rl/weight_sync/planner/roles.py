@@ -1,0 +1,201 @@
+"""What is alike is planned once: ranks that have, or want, the same slices play one role, tensors
+that the same roles have and want in the same way form one class."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_rl.weight_sync.planner.rects import Rect
+from megatron_rl.weight_sync.planner.shards import ITEMSIZE, ShardGroup, natural
+
+Side = Mapping[int, Sequence[ShardGroup]]  # rank -> its shards
+# A cast between these is what an engine's own loader does.
+CASTABLE = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The roles of one side. ``groups``, ``ranks``: of each role, the shards and who has them."""
+
+    groups: tuple[Sequence[ShardGroup], ...]
+    ranks: tuple[tuple[int, ...], ...]
+
+    def of_ranks(self, num_ranks: int) -> np.ndarray:
+        """Rank -> its role; -1 without one."""
+        roles = np.full(num_ranks, -1, dtype=np.int64)
+        for role, ranks in enumerate(self.ranks):
+            roles[list(ranks)] = role
+        return roles
+
+
+def roles_of(side: Side) -> Roles:
+    """The roles, in the order of their first ranks. Ranks that share one sequence of groups are
+    recognized without looking into it."""
+    by_identity: dict[int, int] = {}
+    by_content: dict[tuple, int] = {}
+    groups: list[Sequence[ShardGroup]] = []
+    ranks: list[list[int]] = []
+    for rank in sorted(side):
+        # Nobody else can have this id: ``side`` keeps the sequence alive.
+        identity = id(side[rank])
+        if identity not in by_identity:
+            content = tuple(
+                (group.names, group.shard.full, group.shard.dtype, group.rect)
+                for group in side[rank]
+            )
+            # A content that is new gets the next number, and its sequence the place of that number.
+            role = by_content.setdefault(content, len(by_content))
+            if role == len(groups):
+                groups.append(side[rank])
+                ranks.append([])
+            by_identity[identity] = role
+        ranks[by_identity[identity]].append(rank)
+    return Roles(tuple(groups), tuple(map(tuple, ranks)))
+
+
+class Pattern(NamedTuple):
+    """How one role has, or wants, a tensor; what distinguishes one class from another."""
+
+    is_target: bool
+    role: int
+    full: tuple[int, ...]
+    dtype: str
+    rect: Rect
+
+
+@dataclass(frozen=True)
+class TensorClass:
+    """Tensors of one shape with the same sources and the same targets. ``order``: their places in
+    the order of all names. ``dtype``: in which they travel, that of the engine. ``sources`` and
+    ``targets``: role -> its rectangles."""
+
+    names: tuple[str, ...]
+    order: tuple[int, ...]
+    full: tuple[int, ...]
+    dtype: str
+    sources: Mapping[int, tuple[Rect, ...]]
+    targets: Mapping[int, tuple[Rect, ...]]
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+
+class _Owned(NamedTuple):
+    """A group of shards, with the role that has or wants it."""
+
+    is_target: bool
+    role: int
+    group: ShardGroup
+
+
+def _every_group(sources: Roles, targets: Roles) -> list[_Owned]:
+    """All groups, those of sources first."""
+    every_group = []
+    for is_target, side in ((False, sources), (True, targets)):
+        for role, groups in enumerate(side.groups):
+            every_group += [_Owned(is_target, role, group) for group in groups]
+    return every_group
+
+
+def tensor_classes(sources: Roles, targets: Roles, cast: bool) -> list[TensorClass]:
+    """All classes, in the order of their first tensors. ``cast``: the two sides may have different
+    floating types. Raises ValueError for a shape or dtype in which ranks disagree."""
+    every_group = _every_group(sources, targets)
+    columns = {owned.group.names for owned in every_group}  # most groups share their names
+    names = sorted(set().union(*columns), key=natural)
+    if not names:
+        return []
+    place = {name: i for i, name in enumerate(names)}
+    places = {}
+    for column in columns:
+        places[column] = np.array([place[name] for name in column])
+    numbers: dict[Pattern, int] = {}  # in order of appearance: patterns of sources come first
+    tensor_ids = []
+    pattern_ids = []
+    for is_target, role, group in every_group:
+        shard = group.shard
+        pattern = Pattern(is_target, role, shard.full, shard.dtype, group.rect)
+        number = numbers.setdefault(pattern, len(numbers))
+        column = places[group.names]
+        tensor_ids.append(column)
+        pattern_ids.append(np.full(len(column), number))
+    alike = _alike(np.concatenate(tensor_ids), np.concatenate(pattern_ids), len(numbers))
+    patterns = list(numbers)
+    classes = []
+    for own_numbers, tensors in alike:
+        own = [patterns[number] for number in own_numbers]
+        same = tuple(names[i] for i in tensors)
+        dtype = _travels_as(same[0], own, (sources, targets), cast)
+        held = _by_role(pattern for pattern in own if not pattern.is_target)
+        wanted = _by_role(pattern for pattern in own if pattern.is_target)
+        classes.append(TensorClass(same, tuple(tensors), own[0].full, dtype, held, wanted))
+    return classes
+
+
+def _alike(
+    tensors: np.ndarray, patterns: np.ndarray, num_patterns: int
+) -> list[tuple[np.ndarray, list[int]]]:
+    """Sets of patterns, in increasing order, each with the tensors that have just these, in the
+    order of their first tensors. ``tensors``, ``patterns``: the columns of pairs that belong
+    together; every tensor is in one.
+
+    A large mixture of experts has hundreds of thousands of pairs, over which Python must not loop.
+    Each becomes one integer, ``tensor * num_patterns + pattern``. Sorted, the integers of a tensor
+    stand together, and the bytes of its patterns are the key by which tensors are grouped.
+
+    Example: pairs (0, 0) (0, 1) (1, 0) (2, 0) (2, 1) of two patterns are 0 1 | 2 | 4 5: tensors 0
+    and 2 have patterns 0 and 1, tensor 1 has 0.
+    """
+    pairs = np.sort(tensors * num_patterns + patterns)
+    pairs = pairs[np.diff(pairs, prepend=-1) > 0]  # a shard that is named twice counts once
+    tensor_of, pattern_of = np.divmod(pairs, num_patterns)
+    ends = np.searchsorted(tensor_of, np.arange(tensor_of[-1] + 1), side="right")
+    members: dict[bytes, list[int]] = defaultdict(list)
+    begin = 0
+    for tensor, end in enumerate(ends):
+        members[pattern_of[begin:end].tobytes()].append(tensor)
+        begin = end
+    return [(np.frombuffer(key, pattern_of.dtype), same) for key, same in members.items()]
+
+
+def _by_role(patterns: Iterable[Pattern]) -> dict[int, tuple[Rect, ...]]:
+    """Role -> its rectangles."""
+    rects: dict[int, list[Rect]] = defaultdict(list)
+    for pattern in patterns:
+        rects[pattern.role].append(pattern.rect)
+    return {role: tuple(own) for role, own in rects.items()}
+
+
+def _travels_as(
+    name: str, patterns: Sequence[Pattern], sides: tuple[Roles, Roles], cast: bool
+) -> str:
+    """The dtype that the engine wants. Raises ValueError where shapes differ, or dtypes that may
+    not."""
+    first = patterns[0]
+    last = patterns[-1]  # a target: those come last
+    wanted = last.dtype
+    may_differ = cast and {first.dtype, wanted} <= set(CASTABLE)
+    for pattern in patterns:
+        # Sources agree with the first of them, and so do targets; where a cast is allowed, targets
+        # agree with each other instead.
+        like = first
+        if may_differ and pattern.is_target and pattern.full == first.full:
+            like = last
+        if (pattern.full, pattern.dtype) != (like.full, like.dtype):
+            side = "rollout" if pattern.is_target else "training"
+            like_rank = sides[like.is_target].ranks[like.role][0]
+            rank = sides[pattern.is_target].ranks[pattern.role][0]
+            raise ValueError(
+                f"{name}: rank {like_rank} has shape {like.full} and dtype {like.dtype}, rank"
+                f" {rank} ({side}) has shape {pattern.full} and dtype {pattern.dtype}; make"
+                " both sides agree (precision.params and rollout.dtype, vocabulary, model path)"
+            )
+    if wanted not in ITEMSIZE:
+        raise ValueError(f"{name}: dtype {wanted!r} is not one of {sorted(ITEMSIZE)}")
+    return wanted
