@@ -85,14 +85,15 @@ def changed(mutation: Mutation) -> ChangedSource:
     Raises:
         ValueError: the text that it replaces does not occur just once.
     """
-    text = (ROOT / "megatron_rl" / "loss" / f"{mutation.module}.py").read_text()
+    (path,) = (ROOT / "megatron_rl" / "loss").rglob(f"{mutation.module}.py")
+    text = path.read_text()
     num = text.count(mutation.old)
     if num != 1:
         raise ValueError(
             f"{mutation.formula}: {mutation.old!r} occurs {num} times in {mutation.module}.py;"
             " make it unique"
         )
-    name = f"megatron_rl.loss.{mutation.module}"
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     return ChangedSource(name, text.replace(mutation.old, mutation.new))
 
 

@@ -151,7 +151,7 @@ def data_key(config: Config, launch_id: str, *, has_images: bool = False) -> str
     companions: set[Path] = set()
     for pattern in COMPANIONS:
         companions.update(tokenizer.glob(pattern))
-    files = [*sorted(companions), *sorted(Path(__file__).parent.glob("*.py"))]
+    files = [*sorted(companions), *sorted(Path(__file__).parent.rglob("*.py"))]
     parts += [[file.name, file_digest(file)] for file in files]
     parts += list(_versions())
     return xxhash.xxh3_128(json.dumps(parts).encode()).hexdigest()

@@ -396,6 +396,5 @@ class MegatronPolicy:
         export.export_hf(self, path)
 
     def close(self) -> None:
-        """Collective: forgets megatron's process groups (a process may then build another
-        policy)."""
+        """Collective: drops megatron's process groups; another policy may then be built."""
         groups.destroy()

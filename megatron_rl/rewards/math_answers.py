@@ -1,7 +1,8 @@
 """Mathematical equality of answers, judged by math-verify.
 
 The library stops endless simplifications with a signal of its own, and a huge power blocks even
-that; here its timers are off, and the limits of the worker hold (``megatron_rl.rewards.workers.worker``).
+that; here its timers are off, and the limits of the worker hold
+(``megatron_rl.rewards.workers.worker``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Rollouts on vLLM servers: generation and training on separate devices, at the same time.
 
-Rank 0 asks the servers (``server_dispatch.py``), all ranks push weights (``weight_sync/fleet/fleet.py``).
+Rank 0 asks the servers (``server_dispatch.py``), all ranks push weights
+(``weight_sync/fleet/fleet.py``).
 While the policy trains on the groups of a step, servers sample those of later ones with weights
 that are at most ``source.staleness`` updates old. Where that is above 0 new weights are staged
 beside those in use, while the servers sample, and each goes over to them by itself.

@@ -83,7 +83,7 @@ def the_engine_can_sleep(patch: Patch, folder: Any) -> None:
     assert built._llm.slept == [2] and built.weight_version == -1
 
 
-@asked_at("engine.staging:StagedWeights._parameter")
+@asked_at("engine.weights.staging:StagedWeights._parameter")
 def staged_weights_are_in_pinned_memory(patch: Patch, _: Any) -> None:
     from megatron_rl.engine.weights.staging import StagedWeights
 
@@ -99,7 +99,7 @@ def staged_weights_are_in_pinned_memory(patch: Patch, _: Any) -> None:
     assert asked == [("cpu", True)] and staged.version == 1
 
 
-@asked_at("engine.server:start_server")
+@asked_at("engine.serving.server:start_server")
 def a_server_is_not_told_about_cpus(patch: Patch, _: Any) -> None:
     from megatron_rl.engine.serving import server
 

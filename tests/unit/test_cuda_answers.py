@@ -139,7 +139,7 @@ def the_device_s_memory_is_measured(patch: Patch, _: Any) -> None:
     assert found == {"allocated": 2.0, "reserved": 3.0, "engine": 5.0, "used": 11.0}
 
 
-@asked_at("trainer.saved_settings:engine_of_machine")
+@asked_at("run.saved_settings:engine_of_machine")
 def samples_come_from_the_engine_of_a_gpu(_: Patch, folder: Any) -> None:
     from megatron_rl.evaluation.sample import _values_of_model
 

@@ -47,10 +47,10 @@ from megatron_rl.checkpoints.part_writer import (
 )
 from megatron_rl.checkpoints.receipt import Receipt, Stored, receipt_path
 from megatron_rl.checkpoints.safe_load import INDEX, read_index
-from megatron_rl.planning.training_shards import parse_training
 from megatron_rl.policy.state import checkpoint
 from megatron_rl.policy.state.stored_state import STATE, StoredParameter
 from tools.plan_sync import architecture, even_out
+from tools.planning.training_shards import parse_training
 
 DIGEST = "0" * 32
 MIB = 2**20

@@ -23,13 +23,13 @@ from megatron_rl.models.parameter_map import (
     outer_parameters,
     padded_vocab,
 )
-from megatron_rl.planning.training_shards import (
+from megatron_rl.policy.state.stored_state import Cut, States, StoredParameter
+from tools.planning.training_shards import (
     TrainingLayout,
     check_layout,
     place_of,
     stage_chunks,
 )
-from megatron_rl.policy.state.stored_state import Cut, States, StoredParameter
 
 # Of a distributed optimizer: float32 weights and both moments.
 STATES = ("param", "exp_avg", "exp_avg_sq")

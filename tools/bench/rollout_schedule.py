@@ -2,7 +2,7 @@
 
     python tools/bench/rollout_schedule.py [--steps 6]
 
-Nothing is sampled: replicas are a formula (``planning/simulated_fleet.py``), lengths are drawn, and
+Nothing is sampled: replicas are a formula (``simulated_fleet.py``), lengths are drawn, and
 the scheduler is the one of a run. A decoding step takes 7 ms, 0.02 ms a sequence and 17 ns a token
 in the cache: about a 7B model in bfloat16 on one GPU of the H100 class. Prompts cost nothing.
 Lengths as in reasoning: prompts are hard or not, 4 % of responses reach the limit of 32,768 tokens.
@@ -37,8 +37,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from gpu_model import table
 
-from megatron_rl.planning.simulated_fleet import DecodeStep, Fleet
-from megatron_rl.planning.simulated_rollouts import (
+from megatron_rl.scheduling.batches import KeptShare, Rules
+from megatron_rl.scheduling.partial import PartialRules
+from megatron_rl.scheduling.scheduler import Scheduler
+from megatron_rl.scheduling.work import Request
+from tools.planning.simulated_fleet import DecodeStep, Fleet
+from tools.planning.simulated_rollouts import (
     Driver,
     Mark,
     PartialDriver,
@@ -46,10 +50,6 @@ from megatron_rl.planning.simulated_rollouts import (
     Steady,
     beside_training,
 )
-from megatron_rl.scheduling.batches import KeptShare, Rules
-from megatron_rl.scheduling.partial import PartialRules
-from megatron_rl.scheduling.scheduler import Scheduler
-from megatron_rl.scheduling.work import Request
 
 DECODE = DecodeStep(7e-3, sequence_s=2e-5, token_s=17e-9, resumed_s=1 / 20_000)
 RESPONSES = 8

@@ -15,9 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,8 +28,9 @@ from machine import Watch, description, spread
 from torch import Tensor
 from transformers import AutoConfig
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from megatron_rl.models import Architecture, architecture_from
-from megatron_rl.planning.training_shards import parse_rollout, parse_training, training_shards
 from megatron_rl.weight_sync.buckets import strided
 from megatron_rl.weight_sync.exchange import exchange
 from megatron_rl.weight_sync.planner.engine_tables import ModelShape, rollout_shards
@@ -36,6 +39,7 @@ from megatron_rl.weight_sync.planner.program import compile_program
 from megatron_rl.weight_sync.planner.rects import Rect
 from megatron_rl.weight_sync.planner.shards import ShardGroup, extent, subview
 from megatron_rl.weight_sync.transport import Transport, TransportReport, tensors
+from tools.planning.training_shards import parse_rollout, parse_training, training_shards
 
 HEAD_DIM = 128
 

@@ -25,14 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from machine import Watch, description
 
-from megatron_rl.planning.sync_forecast import rollout_side, training_side
-from megatron_rl.planning.training_shards import parse_rollout, parse_training
 from megatron_rl.runtime.plain_data import decoded, encoded
 from megatron_rl.weight_sync.exchange import Described, Names
 from megatron_rl.weight_sync.planner.plan import Machines, PlanSettings, make_plan
 from megatron_rl.weight_sync.planner.program import Program, compile_program
 from megatron_rl.weight_sync.planner.roles import Side
 from tools.plan_sync import architecture, even_out
+from tools.planning.sync_forecast import rollout_side, training_side
+from tools.planning.training_shards import parse_rollout, parse_training
 
 Value = TypeVar("Value")
 MIB = 2**20

@@ -1,9 +1,10 @@
-"""A server of vLLM that answers nobody but its own run.
+r"""A server of vLLM that answers nobody but its own run.
 
 vLLM asks for its API key (VLLM_API_KEY) before it generates, but its commands to pause, to take
 weights or to run a function in its workers are open. This closes them, with the same key::
 
-    python -m vllm.entrypoints.openai.api_server --middleware megatron_rl.engine.serving.guard.RequireSecret
+    python -m vllm.entrypoints.openai.api_server \
+        --middleware megatron_rl.engine.serving.guard.RequireSecret
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class Server:
             time.sleep(START_DELAYS_S[self._failed_starts - 1])
         ours, theirs = socket.socketpair()
         # The child must find the package where this process has, which sys.path alone may know.
-        package_parent = str(Path(__file__).resolve().parents[2])
+        package_parent = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
         with theirs:
             self._process = subprocess.Popen(

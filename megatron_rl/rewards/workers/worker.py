@@ -1,10 +1,11 @@
-"""The server process behind ``megatron_rl.rewards.workers.pool``: it imports once and forks the workers.
+"""The server process behind ``megatron_rl.rewards.workers.pool``: it imports once and forks the
+workers.
 
-Started as ``python -m megatron_rl.rewards.workers.worker FD``. The control socket FD brings the ``Setup``
-first, then one socket a message: for each the server forks a worker that serves it to its end. A
-worker that hangs is killed by the trainer (its whole process group), which then asks for another
-one: that takes milliseconds, because the slow imports come before the fork. The server ends when
-the trainer is gone, and its workers with it.
+Started as ``python -m megatron_rl.rewards.workers.worker FD``. The control socket FD brings the
+``Setup`` first, then one socket a message: for each the server forks a worker that serves it to its
+end. A worker that hangs is killed by the trainer (its whole process group), which then asks for
+another one: that takes milliseconds, because the slow imports come before the fork. The server ends
+when the trainer is gone, and its workers with it.
 
 It is a plain child rather than a ``multiprocessing`` one, which would import the trainer's main
 module again. It has one thread, so that a fork is safe.

@@ -1,7 +1,7 @@
 """What this process is doing, and a count that grows while it gets on.
 
-The count tells work that takes long from work that hangs (``runtime/guard/heartbeat.py``). Notes are free
-enough for every step of an engine and every micro-batch.
+The count tells work that takes long from work that hangs (``runtime/guard/heartbeat.py``). Notes
+are free enough for every step of an engine and every micro-batch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """How a launch ends when something goes wrong: the rank that fails first reports it, once.
 
-The first rank to fail (``runtime/guard/ballot.py``) prints its error as the last thing on the screen,
-writes it into the file that torchrun reads (TORCHELASTIC_ERROR_FILE), and exits. The others wait
-until torchrun ends them: if one of them exited earlier, torchrun would end the first one before its
-message is out. Errors that only follow from another rank's end (a broken connection) wait for that
-rank's message; where none comes, the ranks that are gone are named.
+The first rank to fail (``runtime/guard/ballot.py``) prints its error as the last thing on the
+screen, writes it into the file that torchrun reads (TORCHELASTIC_ERROR_FILE), and exits. The others
+wait until torchrun ends them: if one of them exited earlier, torchrun would end the first one
+before its message is out. Errors that only follow from another rank's end (a broken connection)
+wait for that rank's message; where none comes, the ranks that are gone are named.
 """
 
 from __future__ import annotations

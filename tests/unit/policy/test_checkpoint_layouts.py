@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_rl.planning.training_shards import TrainingLayout
 from megatron_rl.policy.state.checkpoint import sharded_model
 from megatron_rl.policy.state.stored_state import StoredParameter, stored_parameters
 from tests.launch import REPO
 from tests.ranks import on_ranks
 from tests.zoo import save_tiny_model, tiny_policy
+from tools.planning.training_shards import TrainingLayout
 
 
 @pytest.fixture(scope="module")

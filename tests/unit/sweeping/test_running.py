@@ -23,7 +23,7 @@ from tests.launch import REPO, end
 
 NEEDED = ["model.path=m", "data.train=t", "data.eval=e"]
 HOLD = (
-    "import sys, time; from pathlib import Path; from megatron_rl.runtime import lock;"
+    "import sys, time; from pathlib import Path; from megatron_rl.runtime.guard import lock;"
     " lock.hold(Path(sys.argv[1]), 'other'); print('held', flush=True); time.sleep(60)"
 )
 
