@@ -45,7 +45,7 @@ from megatron_rl.checkpoints.part_writer import (
     Settings,
     saved_bytes,
 )
-from megatron_rl.checkpoints.receipt import Receipt, Stored, receipt_path
+from megatron_rl.checkpoints.receipt import Receipt, StoredItem, receipt_path
 from megatron_rl.checkpoints.safe_load import INDEX, read_index
 from megatron_rl.planning.training_shards import parse_training
 from megatron_rl.policy.state import checkpoint
@@ -73,12 +73,12 @@ class IndexWriter(PartWriter):
 
     def _work(self, number: int) -> None:
         name = f"__{self._rank}_{number}.distcp"
-        stored: list[Stored] = []
+        stored: list[StoredItem] = []
         position = 0
         while (block := self._queues[number].get()) is not None:
             for chunk, _, _ in block.chunks:
                 length = math.prod(chunk.sizes) * chunk.dtype.itemsize + self.overhead
-                stored.append(Stored(chunk.key, chunk, name, position, length))
+                stored.append(StoredItem(chunk.key, chunk, name, position, length))
                 position += length
             self._room.release()
         with (self._folder / name).open("wb") as file:

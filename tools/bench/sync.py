@@ -33,8 +33,8 @@ from megatron_rl.weight_sync.exchange import exchange
 from megatron_rl.weight_sync.planner.engine_tables import ModelShape, rollout_shards
 from megatron_rl.weight_sync.planner.plan import Machines, Plan, PlanSettings, Side, make_plan
 from megatron_rl.weight_sync.planner.program import compile_program
-from megatron_rl.weight_sync.planner.rects import Rect
 from megatron_rl.weight_sync.planner.shards import ShardGroup, extent, subview
+from megatron_rl.weight_sync.planner.slices import Slice
 from megatron_rl.weight_sync.transport import Transport, TransportReport, tensors
 
 HEAD_DIM = 128
@@ -70,14 +70,14 @@ def allocate(groups: Sequence[ShardGroup], fill: float | None) -> dict[str, Tens
 
 def place(parameters: Mapping[str, Tensor], group: ShardGroup, index: int) -> Tensor:
     """Shard ``index`` of the group, as a view of its parameter."""
-    return strided(parameters[group.keys[index]], subview(group, index, group.rect))
+    return strided(parameters[group.keys[index]], subview(group, index, group.region))
 
 
 def make_copies_equal(groups: Sequence[ShardGroup], parameters: Mapping[str, Tensor]) -> None:
     """Several processes have one slice: in a run their copies are equal, here they are made so."""
     for group in groups:
         for index, name in enumerate(group.names):
-            seed = xxhash.xxh32_intdigest(f"{name}{group.rect}".encode())
+            seed = xxhash.xxh32_intdigest(f"{name}{group.region}".encode())
             draw = torch.Generator().manual_seed(seed)
             place(parameters, group, index).copy_(torch.randn(group.shard.shape, generator=draw))
 
@@ -88,39 +88,39 @@ class Gather:
     def __init__(
         self, sources: Side, own_sources: Sequence[ShardGroup], own_targets: Sequence[ShardGroup]
     ) -> None:
-        self.owners: dict[str, dict[Rect, int]] = {}
+        self.owners: dict[str, dict[Slice, int]] = {}
         self.whole: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for rank in sorted(sources):
             for group in sources[rank]:
                 for name in group.names:
-                    self.owners.setdefault(name, {}).setdefault(group.rect, rank)
+                    self.owners.setdefault(name, {}).setdefault(group.region, rank)
                     self.whole[name] = (group.shard.full, getattr(torch, group.shard.dtype))
-        self.own: dict[tuple[str, Rect], tuple[ShardGroup, int]] = {}
+        self.own: dict[tuple[str, Slice], tuple[ShardGroup, int]] = {}
         for group in own_sources:
             for index, name in enumerate(group.names):
-                self.own[name, group.rect] = (group, index)
+                self.own[name, group.region] = (group, index)
         self.targets: dict[str, list[tuple[ShardGroup, int]]] = {}
         for group in own_targets:
             for index, name in enumerate(group.names):
                 self.targets.setdefault(name, []).append((group, index))
 
     def run(self, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-        for name, rects in self.owners.items():
+        for name, regions in self.owners.items():
             full, dtype = self.whole[name]
             whole = torch.empty(full, dtype=dtype)
-            for rect, owner in rects.items():
-                part = torch.empty(rect.shape, dtype=dtype)
+            for region, owner in regions.items():
+                part = torch.empty(region.shape, dtype=dtype)
                 if owner == dist.get_rank():
-                    part.copy_(place(source, *self.own[name, rect]))
+                    part.copy_(place(source, *self.own[name, region]))
                 dist.broadcast(part, owner)
-                whole[window(rect)] = part
+                whole[window(region)] = part
             for group, index in self.targets.get(name, []):
-                place(target, group, index).copy_(whole[window(group.rect)])
+                place(target, group, index).copy_(whole[window(group.region)])
 
 
-def window(rect: Rect) -> tuple[slice, ...]:
-    """The rectangle as an index."""
-    return tuple(slice(first, first + size) for first, size in zip(rect.start, rect.shape))
+def window(region: Slice) -> tuple[slice, ...]:
+    """The slice as an index."""
+    return tuple(slice(first, first + size) for first, size in zip(region.start, region.shape))
 
 
 def timed(action: Callable[[], object]) -> float:
