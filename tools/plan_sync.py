@@ -26,12 +26,14 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from megatron_rl.errors import concerning
 from megatron_rl.models import FAMILIES, Architecture, architecture_from
-from megatron_rl.planning.sync_forecast import rollout_side, training_side, whole_tensors
-from megatron_rl.planning.sync_time import Links, least_seconds, simulated_seconds
-from megatron_rl.planning.training_shards import TrainingLayout, parse_rollout, parse_training
 from megatron_rl.weight_sync.planner.plan import Machines, PlanSettings, make_plan
+from tools.planning.sync_forecast import rollout_side, training_side, whole_tensors
+from tools.planning.sync_time import Links, least_seconds, simulated_seconds
+from tools.planning.training_shards import TrainingLayout, parse_rollout, parse_training
 
 # What is in the config.json of these models, as far as sizes go.
 PRESETS = {

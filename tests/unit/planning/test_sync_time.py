@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.planning.sync_time import Links, least_seconds, simulated_seconds
 from megatron_rl.types import Shard
 from megatron_rl.weight_sync.planner.plan import Machines, Plan, PlanSettings, make_plan
 from megatron_rl.weight_sync.planner.shards import ShardGroup, collect
+from tools.planning.sync_time import Links, least_seconds, simulated_seconds
 
 LINKS = Links(nvlink_gb_s=4, network_gb_s=1)
 NS = 1e-9

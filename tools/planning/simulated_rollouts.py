@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_rl.planning.simulated_fleet import Fleet
 from megatron_rl.scheduling.partial import PartialRules, PartialScheduler
 from megatron_rl.scheduling.scheduler import Scheduler
 from megatron_rl.scheduling.work import Request
+from tools.planning.simulated_fleet import Fleet
 
 
 class Content(Protocol):

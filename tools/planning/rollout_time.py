@@ -8,8 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.config.schema import PartialConfig, SourceConfig
-from megatron_rl.planning.simulated_fleet import DecodeStep, Fleet
-from megatron_rl.planning.simulated_rollouts import (
+from megatron_rl.scheduling.batches import Rules
+from megatron_rl.scheduling.partial import PartialRules
+from megatron_rl.scheduling.scheduler import Scheduler
+from megatron_rl.scheduling.work import Request
+from tools.planning.simulated_fleet import DecodeStep, Fleet
+from tools.planning.simulated_rollouts import (
     Driver,
     Mark,
     PartialDriver,
@@ -17,10 +21,6 @@ from megatron_rl.planning.simulated_rollouts import (
     Steady,
     beside_training,
 )
-from megatron_rl.scheduling.batches import Rules
-from megatron_rl.scheduling.partial import PartialRules
-from megatron_rl.scheduling.scheduler import Scheduler
-from megatron_rl.scheduling.work import Request
 
 _P99 = 2.3263478740408408  # standard deviations above the median of a normal distribution
 _STEPS = 3  # of which the mean is taken where steps differ
