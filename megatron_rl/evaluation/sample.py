@@ -18,7 +18,7 @@ from megatron_rl.data.multimodal.vision import VisionProcessor, vision_of
 from megatron_rl.data.prompts import load_prompts, text_prompts
 from megatron_rl.data.tokenizer import load_tokenizer, text_of
 from megatron_rl.engine.engine import VllmEngine
-from megatron_rl.engine.requests import sight_of
+from megatron_rl.engine.requests import multimodal_config
 from megatron_rl.rewards.build import build_reward
 from megatron_rl.rollouts.experience import Groups, Response
 from megatron_rl.rollouts.rollouts import (
@@ -161,7 +161,7 @@ def answers(source: Source, question: Question, world: World, scratch: Path) -> 
             rollout,
             seed=config.seed,
             launch_id=world.launch_id,
-            sight=sight_of(prompts, vision),
+            multimodal=multimodal_config(prompts, vision),
         )
     scored = not question.texts
     sampler = Sampler(
