@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_rl.config.cli.command_line import Root
-from megatron_rl.config.cli.quoting import override, quoted
+from megatron_rl.config.cli.overrides import as_override, quoted
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import MAX_TAG, Config
 from megatron_rl.errors import ConfigError
@@ -68,7 +68,7 @@ def make_trials(overrides: Sequence[str], out: Path, root: Root) -> list[Trial]:
         same_as = first.setdefault(_identity(config), name)
         trial = Trial(
             name=name,
-            overrides=(*run, override("run_dir", config.run_dir)),
+            overrides=(*run, as_override("run_dir", config.run_dir)),
             differing=tuple(run[index] for index in differing),
             config=config,
             same_as=None if same_as == name else same_as,
@@ -87,7 +87,7 @@ def check(runs: Sequence[Sequence[str]], folders: Sequence[Path], root: Root) ->
     configs = []
     for run, folder in zip(runs, folders, strict=True):
         try:
-            given = [*run, override("run_dir", str(folder))]
+            given = [*run, as_override("run_dir", str(folder))]
             values = compose(root.config_name, given, root.config_dir)
             configs.append(validate(Config, values, folder.name))
         except ConfigError as error:
@@ -123,7 +123,7 @@ def _tracked(trial: Trial, sweep: str) -> Trial:
     more = []
     if logging.wandb_group is None:
         group = shortened(f"{sweep}/{plain_name(shown)}" if shown else sweep)
-        more.append(override("logging.wandb_group", group))
+        more.append(as_override("logging.wandb_group", group))
     experiments = [text for text in trial.overrides if text.lstrip("+").startswith("experiment=")]
     own = [text[:MAX_TAG] for text in (sweep, *experiments)]
     tags = dict.fromkeys([*logging.wandb_tags, *own])

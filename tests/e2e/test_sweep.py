@@ -99,7 +99,7 @@ def test_a_killed_sweep_goes_on_and_its_runs_are_pairs(tmp_path):
 
 
 def check_report(out: Path, scratch: Path) -> None:
-    """The report of a sweep that was killed and resumed: both methods with both seeds, figures that a browser
+    """The report of a sweep that was killed and resumed: both methods, figures that a browser
     draws, and nothing that it complains of."""
     folder = scratch / "report"
     assert report.main([str(out), "--out", str(folder)]) == 0
