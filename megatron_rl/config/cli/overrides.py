@@ -13,9 +13,10 @@ from hydra.errors import HydraException
 
 SWEEP = "python -m megatron_rl.sweep"
 _NOT_LAUNCHED_BY_HYDRA = (
-    "Hydra composes the configuration, torchrun launches: run_dir=DIR is the folder of a run,"
-    f" sbatch examples/slurm/train.sbatch starts it on Slurm, {SWEEP} --out DIR starts combinations of"
-    " values, logging.KEY sets what is logged, --config-dir DIR adds groups; see conf/README.md"
+    "Hydra composes the configuration, torchrun launches: run_dir=DIR is the folder of a run, "
+    "sbatch examples/slurm/train.sbatch starts it on Slurm, "
+    f"{SWEEP} --out DIR starts combinations of values, logging.KEY sets what is logged, "
+    "--config-dir DIR adds groups; see conf/README.md"
 )
 # A start of an interpolation, with the backslashes before it: two of them stand for one there.
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
