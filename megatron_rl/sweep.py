@@ -29,7 +29,7 @@ from megatron_rl.reporting.metrics import TABLE, defined
 from megatron_rl.runtime.guard import lock
 from megatron_rl.sweeping import commands, record
 from megatron_rl.sweeping.machine import shares
-from megatron_rl.sweeping.running import Outcome, Runner, Stopped
+from megatron_rl.sweeping.running import Runner, Stopped, SweepOutcome
 from megatron_rl.sweeping.summary import summary
 from megatron_rl.sweeping.trials import Trial, is_finished, make_trials, with_wandb
 
@@ -147,7 +147,7 @@ def _run_here(options: argparse.Namespace, trials: Sequence[Trial], words: Seque
     return int(bool(outcome.failed))
 
 
-def _say_what_is_left(trials: Sequence[Trial], outcome: Outcome) -> None:
+def _say_what_is_left(trials: Sequence[Trial], outcome: SweepOutcome) -> None:
     again = "the same command again goes on with the rest"
     if outcome.elsewhere:
         print(f"running elsewhere: {', '.join(outcome.elsewhere)}; {again}", flush=True)

@@ -110,7 +110,7 @@ class Live:
 
 
 @dataclass
-class Outcome:
+class SweepOutcome:
     """What became of the trials, by name: each is in one of these, or was not reached."""
 
     done: list[str] = field(default_factory=list)
@@ -129,9 +129,9 @@ class Runner:
         self._live: list[Live] = []
         self._waiting: deque[Trial] = deque()
         self._scratch = Path()
-        self.outcome = Outcome()
+        self.outcome = SweepOutcome()
 
-    def run(self, trials: Sequence[Trial]) -> Outcome:
+    def run(self, trials: Sequence[Trial]) -> SweepOutcome:
         """Runs what is not finished, in the order given.
 
         A run that fails stops no other. One whose folder another live run holds is left to that.

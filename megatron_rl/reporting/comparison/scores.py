@@ -22,7 +22,7 @@ _LARGER_IS_BETTER = ("eval/accuracy", "eval/pass_at_", "eval/maj_at_", "eval/rew
 
 
 @dataclass(frozen=True)
-class Score:
+class VariantScore:
     """A metric of the counted runs of a variant.
 
     ``values``: of each seed, the mean over its runs; ``steps``: at which they were taken;
@@ -80,7 +80,7 @@ class Cost:
     processes: tuple[int, ...]
 
 
-def score(variant: Variant, metric: str) -> Score | None:
+def score(variant: Variant, metric: str) -> VariantScore | None:
     """None where no counted run has a finite value."""
     by_seed: dict[int, list[float]] = {}
     steps = set()
@@ -92,7 +92,7 @@ def score(variant: Variant, metric: str) -> Score | None:
     if not by_seed:
         return None
     values = {seed: fmean(found) for seed, found in sorted(by_seed.items())}
-    return Score(values, tuple(sorted(steps)), _best(variant.counted, metric))
+    return VariantScore(values, tuple(sorted(steps)), _best(variant.counted, metric))
 
 
 def last_value(run: Run, metric: str) -> tuple[int, float] | None:
@@ -111,7 +111,7 @@ def last_value(run: Run, metric: str) -> tuple[int, float] | None:
     return (step, fmean(values)) if values else None
 
 
-def compare(variant: Score, baseline: Score) -> Comparison:
+def compare(variant: VariantScore, baseline: VariantScore) -> Comparison:
     """Paired over common seeds; Welch's interval of the difference of means where there are
     none."""
     common = sorted(variant.values.keys() & baseline.values.keys())

@@ -16,7 +16,14 @@ from megatron_rl.reporting.comparison.runs import (
     SAMPLES,
     Run,
 )
-from megatron_rl.reporting.comparison.scores import Comparison, Cost, Score, compare, cost, score
+from megatron_rl.reporting.comparison.scores import (
+    Comparison,
+    Cost,
+    VariantScore,
+    compare,
+    cost,
+    score,
+)
 from megatron_rl.reporting.comparison.variants import (
     Variant,
     all_runs,
@@ -130,7 +137,7 @@ def method_table(variants: Sequence[Variant], metric: str) -> Table:
     return Table(columns, tuple(rows), f"{meaning}{unit}")
 
 
-def _reached(own: Score | None, digits: int) -> tuple[str, str, str, str]:
+def _reached(own: VariantScore | None, digits: int) -> tuple[str, str, str, str]:
     """Step, mean, smallest to largest, and the interval of the mean."""
     if own is None:
         return (NOTHING, NOTHING, NOTHING, NOTHING)
@@ -143,7 +150,7 @@ def _reached(own: Score | None, digits: int) -> tuple[str, str, str, str]:
     )
 
 
-def _best(own: Score | None, digits: int) -> str:
+def _best(own: VariantScore | None, digits: int) -> str:
     if own is None or own.best is None:
         return NOTHING
     step, mean = own.best

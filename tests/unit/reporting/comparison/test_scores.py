@@ -8,14 +8,21 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from megatron_rl.reporting.comparison.scores import Score, compare, cost, last_value, score, welch
+from megatron_rl.reporting.comparison.scores import (
+    VariantScore,
+    compare,
+    cost,
+    last_value,
+    score,
+    welch,
+)
 from megatron_rl.reporting.comparison.variants import Variant
 from tests.unit.reporting.comparison.made_runs import variants_in, write_run
 
 
-def scored(values: dict[int, float]) -> Score:
+def scored(values: dict[int, float]) -> VariantScore:
     floats = {seed: float(value) for seed, value in values.items()}
-    return Score(floats, (10,), None)
+    return VariantScore(floats, (10,), None)
 
 
 def test_a_paired_difference_of_three_seeds_by_hand():
