@@ -42,7 +42,10 @@ from megatron_rl.planning.engine_memory import (
 )
 from megatron_rl.planning.memory import StageMemory
 from megatron_rl.planning.phases import Room, overhead_gib
-from megatron_rl.planning.rollout_time import (
+from megatron_rl.policy.batches.work_model import WorkModel
+from megatron_rl.weight_sync.planner.engine_tables import NotDeclaredError
+from tools.plan_sync import PRESETS, positive, whole
+from tools.planning.rollout_time import (
     Engines,
     least_decode_step,
     one_step,
@@ -50,12 +53,9 @@ from megatron_rl.planning.rollout_time import (
     response_lengths,
     step_beside_training,
 )
-from megatron_rl.planning.simulated_rollouts import Push, Steady
-from megatron_rl.planning.sync_forecast import Ranks, SyncForecast, forecast
-from megatron_rl.planning.sync_time import Links
-from megatron_rl.policy.batches.work_model import WorkModel
-from megatron_rl.weight_sync.planner.engine_tables import NotDeclaredError
-from tools.plan_sync import PRESETS, positive, whole
+from tools.planning.simulated_rollouts import Push, Steady
+from tools.planning.sync_forecast import Ranks, SyncForecast, forecast
+from tools.planning.sync_time import Links
 from tools.run_page import Cluster, Page, is_beside_training, lines, update_parts
 
 

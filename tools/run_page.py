@@ -12,8 +12,8 @@ from megatron_rl.config.schema import Config
 from megatron_rl.planning.engine_memory import GIB
 from megatron_rl.planning.memory import StageMemory
 from megatron_rl.planning.phases import Room, demands
-from megatron_rl.planning.simulated_rollouts import Steady
-from megatron_rl.planning.sync_forecast import SyncForecast
+from tools.planning.simulated_rollouts import Steady
+from tools.planning.sync_forecast import SyncForecast
 
 SHARE_THAT_LIMITS = 0.15  # of a step, or of the engines' time
 HOST_LINK_GB_S = 25.0  # of a GPU to the memory of its host: assumed, PCIe 4.0 with 16 lanes

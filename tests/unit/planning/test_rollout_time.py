@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_rl.planning.rollout_time import (
+from tools.planning.rollout_time import (
     Engines,
     least_decode_step,
     one_step,
     response_lengths,
 )
-from megatron_rl.planning.simulated_fleet import DecodeStep
+from tools.planning.simulated_fleet import DecodeStep
 
 SECOND = DecodeStep(1.0)  # a step, whatever runs
 

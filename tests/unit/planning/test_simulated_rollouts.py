@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from megatron_rl.config.schema import PartialConfig
-from megatron_rl.planning.rollout_time import (
+from megatron_rl.scheduling.work import Request
+from tests.unit.planning_of_7b import config
+from tools.planning.rollout_time import (
     Engines,
     partial_step,
     step_beside_training,
 )
-from megatron_rl.planning.simulated_fleet import DecodeStep, Fleet
-from megatron_rl.planning.simulated_rollouts import Push, Steady
-from megatron_rl.scheduling.work import Request
-from tests.unit.planning_of_7b import config
+from tools.planning.simulated_fleet import DecodeStep, Fleet
+from tools.planning.simulated_rollouts import Push, Steady
 
 SECOND = DecodeStep(1.0)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.planning.sync_time import Links, least_seconds, simulated_seconds
 from megatron_rl.types import Shard
 from megatron_rl.weight_sync.planner.plan import Machines, Plan, PlanSettings, make_plan
 from megatron_rl.weight_sync.planner.shards import ShardGroup, collect
+from tools.planning.sync_time import Links, least_seconds, simulated_seconds
 
 LINKS = Links(nvlink_gb_s=4, network_gb_s=1)
 NS = 1e-9
@@ -18,10 +18,10 @@ def whole(key: str = "p") -> list[ShardGroup]:
     return collect([Shard("w", (16,), (0,), (16,), 0, (1,), key, "float32")])
 
 
-def plan(takers: range, gpus_per_node: int, rounds_in_flight: int = 2) -> Plan:
+def plan(receivers: range, gpus_per_node: int, rounds_in_flight: int = 2) -> Plan:
     """From rank 0 to each of the others."""
-    targets = {rank: whole() for rank in takers}
-    replicas = [[rank] for rank in takers]
+    targets = {rank: whole() for rank in receivers}
+    replicas = [[rank] for rank in receivers]
     settings = PlanSettings(32, rounds_in_flight, Machines(gpus_per_node), replicas)
     return make_plan({0: whole()}, targets, settings)
 
