@@ -43,8 +43,8 @@ from megatron_rl.planning.engine_memory import (
 from megatron_rl.planning.memory import StageMemory
 from megatron_rl.planning.phases import Room, overhead_gib
 from megatron_rl.policy.batches.work_model import WorkModel
-from megatron_rl.weight_sync.planner.engine_tables import NotDeclaredError
 from tools.plan_sync import PRESETS, positive, whole
+from tools.planning.engine_tables import NotDeclaredError
 from tools.planning.rollout_time import (
     Engines,
     least_decode_step,

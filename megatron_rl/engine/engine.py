@@ -291,15 +291,6 @@ class VllmEngine:
                 self._shards = llm.collective_rpc("discover_shards", args=(self._expected,))[0]
         return self._shards
 
-    def declare_shards(self, shards: list[Shard]) -> None:
-        """Makes ``weight_shards`` return these where it cannot record them.
-
-        Keys are the names of vLLM's parameters.
-        """
-        with self._working() as llm:
-            llm.collective_rpc("declare_shards", args=(shards,))
-        self._shards = shards
-
     def update_weights(self, transfer: Transfer, version: int) -> None:
         """Collective. Replaces all weights by what ``transfer(parameter, written)`` writes.
 

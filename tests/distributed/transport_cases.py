@@ -12,7 +12,6 @@ from megatron_rl.errors import WeightSyncError
 from megatron_rl.runtime.digest import Kind
 from megatron_rl.types import TransferOptions
 from megatron_rl.weight_sync.exchange import exchange
-from megatron_rl.weight_sync.planner.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.planner.plan import Machines, Plan, PlanSettings, make_plan
 from megatron_rl.weight_sync.planner.program import compile_program
 from megatron_rl.weight_sync.planner.shards import ShardGroup
@@ -29,6 +28,7 @@ from tests.distributed.transport_faults import (
 )
 from tests.unit.weight_sync.slow_layouts import UNWRITTEN, hf_tensors, megatron_shards, vllm_shards
 from tests.unit.weight_sync.training_tables import TrainLayout, train_shards
+from tools.planning.engine_tables import ModelShape, RolloutLayout, rollout_shards
 
 DENSE = ModelShape(
     layers=4,

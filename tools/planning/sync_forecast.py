@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from megatron_rl.config.schema import Config
 from megatron_rl.models import Architecture
 from megatron_rl.types import Shard
-from megatron_rl.weight_sync.planner.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.planner.plan import Machines, Plan, PlanSettings, make_plan
 from megatron_rl.weight_sync.planner.roles import Side
 from megatron_rl.weight_sync.planner.shards import ShardGroup
+from tools.planning.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from tools.planning.sync_time import Links, least_seconds, simulated_seconds
 from tools.planning.training_shards import (
     Place,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -67,13 +67,6 @@ class UpdateInfo(WeightTransferUpdateInfo):
     kind: Literal["replace", "stage", "switch"] = "replace"
 
 
-class Sync(Protocol):
-    """The receiving end of a planned weight sync."""
-
-    def sync(self, version: int) -> SyncReport:
-        """Collective over trainer and workers: the worker's weights are replaced."""
-
-
 class WorkerSink:
     """One worker's end of a planned sync. ``replica``: of all engines in the joint group; set anew
     at each connection. ``staged``: weights beside those in use; ``is_staging``: what comes goes
@@ -118,6 +111,8 @@ class WorkerSink:
         self.failure = ""
 
 
+# Collective over trainer and workers: replaces the worker's weights by those of a version.
+Sync = Callable[[int], SyncReport]
 Connect = Callable[[WorkerSink, dist.ProcessGroup, TransferOptions], Sync]
 
 
@@ -208,8 +203,8 @@ class ShardTransferEngine(WeightTransferEngine):
         """Takes part in one sync, or puts in place what came with an earlier one."""
         if self.sink is None:
             raise ValueError(
-                "weight update: no trainer has connected to this engine; construct ServerSync of"
-                " megatron_rl in the trainer"
+                "weight update: no trainer has connected to this engine; push to it with FleetSync"
+                " of megatron_rl in the trainer"
             )
         self._end_staging()
         if update_info.kind == "switch":
@@ -228,12 +223,12 @@ class ShardTransferEngine(WeightTransferEngine):
             problem = ""
             if self.sync is None:
                 problem = self.sink.failure or (
-                    "the trainer has left, or its connection was refused; construct a new"
-                    " ServerSync of megatron_rl there"
+                    "the trainer has left, or its connection was refused; push again with FleetSync"
+                    " of megatron_rl there"
                 )
             self.barrier.wait(update_info.step, self.rank, problem)
             assert self.sync is not None, "a step with a problem does not begin"
-            self.sync.sync(update_info.version)
+            self.sync(update_info.version)
 
     def _stage(self, update_info: UpdateInfo) -> None:
         """In a thread of its own: the engine samples meanwhile."""

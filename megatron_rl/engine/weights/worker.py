@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -39,7 +39,12 @@ class ShardReceiver:
                 dict(loadable(self.model)),
                 self.vllm_config.model_config.dtype,
             )
-            self._keep(shards)
+            tensors = dict(loadable(self.model))
+            self.keys = {shard.key for shard in shards}
+            self.padded = partly_filled(shards, tensors)
+            self.forms = {
+                key: torch.empty_like(tensors[key].data, device="meta") for key in self.keys
+            }
         return shards
 
     def unreached(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -67,18 +72,6 @@ class ShardReceiver:
 
         loader = DefaultModelLoader(replace(self.vllm_config.load_config, load_format="auto"))
         return loader.get_all_weights(self.vllm_config.model_config, self.model)
-
-    def declare(self, shards: Sequence[Shard]) -> None:
-        """What ``discover`` would find, from elsewhere."""
-        with reloading(self.vllm_config, self.model, complete=False):
-            self._keep(shards)
-
-    def _keep(self, shards: Sequence[Shard]) -> None:
-        """Inside of a reload."""
-        tensors = dict(loadable(self.model))
-        self.keys = {shard.key for shard in shards}
-        self.padded = partly_filled(shards, tensors)
-        self.forms = {key: torch.empty_like(tensors[key].data, device="meta") for key in self.keys}
 
     @torch.no_grad()
     def receive(self, transfer: Transfer) -> None:
@@ -136,10 +129,6 @@ class WeightReceiver:
     def load_files(self) -> None:
         """Reads all weights from the files of the model."""
         self.receive_weights(self.shard_receiver().stored())
-
-    def declare_shards(self, shards: Sequence[Shard]) -> None:
-        """See ``ShardReceiver.declare``."""
-        self.shard_receiver().declare(shards)
 
     def receive_shards(self, transfer: Transfer) -> None:
         """See ``ShardReceiver.receive``."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_rl.runtime.joint_group import Barrier, combined, peer_timeout_s, serve_store
 from megatron_rl.types import TransferOptions
-from megatron_rl.weight_sync.fleet.commands import Server
+from megatron_rl.weight_sync.fleet.commands import HttpServer
 from megatron_rl.weight_sync.fleet.update_kinds import UpdateKind
 
 Answer = TypeVar("Answer")
@@ -55,7 +55,7 @@ class FleetController:
     """
 
     def __init__(
-        self, servers: Mapping[str, Server], options: TransferOptions, secret: str
+        self, servers: Mapping[str, HttpServer], options: TransferOptions, secret: str
     ) -> None:
         """``servers``: by name; their workers have their ranks in this order."""
         self._servers = dict(servers)
@@ -214,7 +214,7 @@ class FleetController:
         _, lost = self._each(kind.release, names)
         return lost
 
-    def _all(self, command: Callable[[Server], Answer]) -> dict[str, Answer]:
+    def _all(self, command: Callable[[HttpServer], Answer]) -> dict[str, Answer]:
         """The answers of all servers. Raises ServersError when there are not so many."""
         answers, lost = self._each(command)
         if lost:
@@ -222,7 +222,7 @@ class FleetController:
         return answers
 
     def _each(
-        self, command: Callable[[Server], Answer], names: Collection[str] | None = None
+        self, command: Callable[[HttpServer], Answer], names: Collection[str] | None = None
     ) -> tuple[dict[str, Answer], Reasons]:
         """Gives a command to the servers (None: all), to all at the same time. Returns the answers,
         and why there is none."""

@@ -18,7 +18,7 @@ from megatron_rl.runtime.joint_group import connect_store, join_group, leave_gro
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import SyncReport, TransferOptions
 from megatron_rl.weight_sync.failure import Stage, SyncProgress
-from megatron_rl.weight_sync.fleet.commands import InFlight, Server
+from megatron_rl.weight_sync.fleet.commands import HttpServer, InFlight
 from megatron_rl.weight_sync.fleet.controller import (
     FleetController,
     ServersError,
@@ -74,7 +74,7 @@ class JointSync:
     or, where new weights are staged, their old ones throughout.
     """
 
-    def __init__(self, trainer: TrainingSide, servers: Mapping[str, Server]) -> None:
+    def __init__(self, trainer: TrainingSide, servers: Mapping[str, HttpServer]) -> None:
         """Collective over the trainer's ranks. ``servers``: by name, used by rank 0 alone.
 
         Raises, on every rank:

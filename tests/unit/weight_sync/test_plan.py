@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.types import Shard
-from megatron_rl.weight_sync.planner.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.planner.plan import Machines, PlanSettings, make_plan
 from megatron_rl.weight_sync.planner.shards import ShardGroup, check_written_once, collect, expand
 from tests.unit.weight_sync.slow_layouts import (
@@ -22,6 +21,7 @@ from tests.unit.weight_sync.slow_layouts import (
     vllm_shards,
 )
 from tests.unit.weight_sync.training_tables import TrainLayout, train_shards
+from tools.planning.engine_tables import ModelShape, RolloutLayout, rollout_shards
 
 LLAMA = ModelShape(
     layers=4, hidden=12, heads=8, kv_heads=2, head_dim=4, ffn=24, vocab=90, dtype="float32"

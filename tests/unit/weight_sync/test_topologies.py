@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.weight_sync.planner.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.planner.plan import Machines, Plan, PlanSettings, make_plan
 from megatron_rl.weight_sync.planner.program import compile_program
 from megatron_rl.weight_sync.planner.slices import Slice, common_parts, covered, split
@@ -26,6 +25,7 @@ from tests.unit.weight_sync.slow_layouts import (
     vllm_shards,
 )
 from tests.unit.weight_sync.training_tables import TrainLayout, train_shards
+from tools.planning.engine_tables import ModelShape, RolloutLayout, rollout_shards
 
 MODEL = ModelShape(
     layers=4, hidden=8, heads=4, kv_heads=2, head_dim=2, ffn=8, vocab=66, dtype="float32"
