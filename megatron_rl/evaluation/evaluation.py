@@ -74,7 +74,7 @@ def evaluate(
             left.append((weights, unanswered))
     if left:
         multimodal = multimodal_config(prompts, vision)
-        engine = _engine(config, left[0][0], multimodal, world, display)
+        engine = build_engine(config, left[0][0], multimodal, world, display)
         asking = Asking(
             config=config,
             sampling=evaluation_sampling(config, stop_token_ids(tokenizer.eos_token_id)),
@@ -95,7 +95,7 @@ def without_training(config: Config) -> Config:
     return config.model_copy(update={"data": config.data.model_copy(update={"train": ()})})
 
 
-def _engine(
+def build_engine(
     config: Config,
     first: Weights,
     multimodal: MultimodalConfig | None,
@@ -122,6 +122,23 @@ def _engine(
     return engine
 
 
+def load_weights(
+    config: Config, weights: Weights, engine: VllmEngine, world: World, display: Display
+) -> None:
+    """Collective. Every rank reads the tensors and gives them to its engine, in place."""
+    model = Path(config.model.path)
+    if weights.path == model:  # the engine was built with them
+        return
+    wrong = None
+    if weights.is_checkpoint and config.checkpoint.verify:
+        wrong = digest_problem(world, weights.path)
+    if wrong is not None:
+        raise ValueError(f"{weights.path}: {wrong}; leave step {weights.step} out by --steps")
+    stored = StoredWeights(weights, model, getattr(torch, config.rollout.dtype))
+    with display.phase(f"reading the weights of step {weights.step}"):
+        GatherSync(stored, engine, config.weight_sync.verify).sync(weights.step)
+
+
 @dataclass
 class Asking:
     """One engine that is given weights and asked prompts."""
@@ -142,7 +159,7 @@ class Asking:
         replicas change one (on GPUs as far as kernels do not depend on what is beside it).
         """
         began = monotonic()
-        self._load(weights)
+        load_weights(self.config, weights, self.engine, self.world, self.display)
         size = self.prompts_at_a_time or self._portion
         for start in range(0, len(prompts), size):
             portion = prompts[start : start + size]
@@ -168,21 +185,6 @@ class Asking:
         """Prompts that fill all engines ``_FILLINGS`` times."""
         responses = _FILLINGS * self.engine.num_replicas * self.engine.capacity
         return max(1, responses // self.sampling.num_responses)
-
-    def _load(self, weights: Weights) -> None:
-        """Collective. Every rank reads the tensors and gives them to its engine, in place."""
-        config = self.config
-        model = Path(config.model.path)
-        if weights.path == model:  # the first to be asked: the engine was built with them
-            return
-        wrong = None
-        if weights.is_checkpoint and config.checkpoint.verify:
-            wrong = digest_problem(self.world, weights.path)
-        if wrong is not None:
-            raise ValueError(f"{weights.path}: {wrong}; leave step {weights.step} out by --steps")
-        stored = StoredWeights(weights, model, getattr(torch, config.rollout.dtype))
-        with self.display.phase(f"reading the weights of step {weights.step}"):
-            GatherSync(stored, self.engine, config.weight_sync.verify).sync(weights.step)
 
     def _slices(self, step: int, responses: Responses) -> Iterator[list[AnswerRow]]:
         """Collective: rows for the file, a slice at a time on rank 0; empty ones elsewhere."""

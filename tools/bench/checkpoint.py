@@ -17,8 +17,8 @@ is updated meanwhile, as a run does; resident memory of a rank above that before
 the private pages of the processes it forked, which grow as the update changes what they share; by
 the parameters of the rank. "blocks" is the time until the caller goes on, "whole" until the
 checkpoint can be loaded. Processor seconds say more where other programs take the cores: of the
-rank and of all its children. Files go to the disk of --folder (fsync) in every way. Reading:
-seconds and bytes asked of the system, from files that are in its cache.
+rank and of all its children. Files go to the disk of --folder (fsync) in every way; they are read
+from the system's cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import json
 import shutil
 import threading
 import time
@@ -44,18 +43,10 @@ from gpu_model import (
     policy_gradient,
     random_batch,
     read_config,
-    table,
+    show,
     write_model,
 )
-from machine import (
-    Watch,
-    description,
-    in_turns,
-    own_seconds,
-    resident_bytes,
-    restart_peak,
-    spread,
-)
+from machine import Watch, description, in_turns, own_seconds, resident_bytes, restart_peak, spread
 from megatron_checkpoint import FullyParallel
 
 from megatron_rl.checkpoints.part_writer import Memory
@@ -81,12 +72,6 @@ class Cost:
     peak_bytes: list[int]
     forked_bytes: list[int]
     file_bytes: int = 0
-
-
-def read_bytes() -> int:
-    """What this process has asked the system to read, from the disk or its cache."""
-    text = Path("/proc/self/io").read_text(encoding="ascii")
-    return int(text.partition("rchar:")[2].split()[0])
 
 
 class Forked:
@@ -212,21 +197,19 @@ class Ways:
         cost = measured(self._world, partial(begin, path), update if fresh else None)
         return replace(cost, file_bytes=sum(file.stat().st_size for file in path.iterdir()))
 
-    def reading(self) -> dict[str, Callable[[], tuple[Cost, list[int]]]]:
+    def reading(self) -> dict[str, Callable[[], Cost]]:
         loads = {
             "shares, behind": self._policy.load,
             "megatron, behind": self._any.load,
             "megatron, same layout, behind": self._same.load,
         }
         return {
-            name.removesuffix(", behind"): partial(self._read, partial(load, self.path(name)))
+            name.removesuffix(", behind"): partial(self._read, load, self.path(name))
             for name, load in loads.items()
         }
 
-    def _read(self, load: Callable[[], object]) -> tuple[Cost, list[int]]:
-        before = read_bytes()
-        cost = measured(self._world, lambda: _done(load()))
-        return cost, self._world.all_gather(read_bytes() - before)
+    def _read(self, load: Callable[[Path], object], path: Path) -> Cost:
+        return measured(self._world, lambda: _done(load(path)))
 
 
 def _done(result: object) -> Callable[[], object]:
@@ -249,14 +232,12 @@ def writing_row(name: str, first: Cost, costs: list[Cost], parameters: int) -> d
     }
 
 
-def reading_row(name: str, costs: list[tuple[Cost, list[int]]], parameters: int) -> dict[str, Any]:
-    peaks = [max(cost.peak_bytes) / parameters for cost, _ in costs]
+def reading_row(name: str, costs: list[Cost], parameters: int) -> dict[str, Any]:
     return {
         "way": name,
-        "MB read by rank": " / ".join(f"{size / 1e6:.0f}" for size in costs[-1][1]),
-        "peak B/parameter": spread(peaks).text(),
-        "s": spread([cost.whole_s for cost, _ in costs]).text(),
-        "processor s of a rank": spread([max(cost.cpu_s) for cost, _ in costs]).text(),
+        "peak B/parameter": spread([max(cost.peak_bytes) / parameters for cost in costs]).text(),
+        "s": spread([cost.whole_s for cost in costs]).text(),
+        "processor s of a rank": spread([max(cost.cpu_s) for cost in costs]).text(),
     }
 
 
@@ -278,6 +259,7 @@ def main() -> None:
     model = world.from_main(lambda: write_model(options))
     overrides = ["parallel=single", "parallel.distributed_optimizer=true"]
     overrides += [f"precision={options.precision}", f"precision.params={options.params}"]
+    overrides += options.override
     policy = build_policy(read_config(model, *overrides), MAX_TOKENS)
     parameters = sum(item.numel() for module in policy.modules for item in module.parameters())
     rows = random_batch(2 * world.size, MAX_TOKENS // 2, options.vocab)
@@ -295,10 +277,10 @@ def main() -> None:
         ]
         reading = [reading_row(name, costs, parameters) for name, costs in read.items()]
         print(description(), "; torch ", torch.__version__, "; ", load, sep="")
-        print(f"{parameters / 1e6:.1f} million parameters in {options.params}, {world.size} ranks")
-        print(f"\n{table(writing)}\n\n{table(reading)}", flush=True)
-        if options.json is not None:
-            options.json.write_text(json.dumps([*writing, *reading], indent=1), encoding="utf-8")
+        print(
+            f"{parameters / 1e6:.1f} million parameters in {options.params}, {world.size} ranks\n"
+        )
+        show([writing, reading], options)
     launch.exit_process(0)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
@@ -24,8 +25,11 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
 )
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import Tensor
@@ -44,9 +48,18 @@ class InProcess(TorchDistSaveShardedStrategy):
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
 
-    # The kind of a distributed optimizer's state that any parallel layout reads.
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
+        writer = torch_checkpoint.FileSystemWriter(checkpoint_dir, single_file_per_rank=True)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        torch_checkpoint.save(
+            mcore_to_pyt_state_dict(tensors, False), storage_writer=writer, planner=planner
+        )
 
 
+# The kind of a distributed optimizer's state that any parallel layout reads.
 ANY_LAYOUT = "fully_reshardable"
 
 
