@@ -36,14 +36,6 @@ def rounded(num_bytes: int) -> int:
     return 1 << max(0, num_bytes - 1).bit_length()
 
 
-def pinned_bytes(num_bytes: int) -> int:
-    """Bytes that a page-locked ``HostBuffer`` takes from the system.
-
-    They are less than 128 KiB more than it holds.
-    """
-    return sum(rounded(size) for size in block_sizes(num_bytes))
-
-
 class HostBuffer:
     """``num_bytes`` of host memory, uninitialized.
 

@@ -94,10 +94,6 @@ class JointSync:
             self.close(error)
             raise
 
-    @property
-    def is_connected(self) -> bool:
-        return self._sync is not None
-
     def _connect(self) -> Plan:
         """Collective over the trainer's ranks: one group with the workers, and the plan."""
         place = self._world.from_main(

@@ -63,40 +63,8 @@ class Flows:
     next_node: np.ndarray
     hop: int
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Flows)
-            and (self.dtypes, self.fans, self.hop) == (other.dtypes, other.fans, other.hop)
-            and all(
-                np.array_equal(getattr(self, name), getattr(other, name))
-                for name in ("source", "target", "dtype", "fan", "size", "next_node")
-            )
-        )
-
     def __len__(self) -> int:
         return len(self.source)
-
-    @staticmethod
-    def direct(streams: Mapping[Stream, int]) -> Flows:
-        """Streams that nobody passes on, between ranks that are all on one node."""
-        dtypes = tuple(sorted({stream.dtype for stream in streams}))
-        ranks: set[int] = set()
-        rows = []
-        for (source, target, dtype), size in streams.items():
-            ranks |= {source, target}
-            rows.append((source, target, dtypes.index(dtype), size))
-        rows.sort()
-        columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-        return Flows(
-            *columns[:3],
-            fan=np.zeros(len(rows), dtype=np.int64),
-            size=columns[3],
-            dtypes=dtypes,
-            fans=((),),
-            nodes=Nodes.of(ranks, [0] * (1 + max(ranks, default=0))),
-            next_node=np.array([-1]),
-            hop=1,
-        )
 
     @cached_property
     def crosses(self) -> np.ndarray:
@@ -199,14 +167,6 @@ class Flows:
         within = self.nodes.same(sender, receiver)
         size = self.size[flow]
         return {SAME_NODE: int(size[within].sum()), ACROSS_NODES: int(size[~within].sum())}
-
-    def num_peers(self) -> np.ndarray:
-        """Rank -> with how many others it exchanges messages."""
-        _, sender, receiver, _, _ = self.edges
-        num_ranks = len(self.nodes.of_rank)
-        # (rank, peer) as one number, both ways around: a pair that talks both ways counts once.
-        pairs = np.concatenate([sender * num_ranks + receiver, receiver * num_ranks + sender])
-        return np.bincount(np.unique(pairs) // num_ranks, minlength=num_ranks)
 
 
 class Part(NamedTuple):

@@ -45,22 +45,6 @@ class Plan:
     node_bound: int
     gather_bytes: int
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Plan)
-            and self.classes == other.classes
-            and self.costs == other.costs
-            and [delivery for delivery, _ in self.deliveries]
-            == [delivery for delivery, _ in other.deliveries]
-            and self.schedule == other.schedule
-        )
-
-    @property
-    def costs(self) -> tuple:
-        """Every figure in bytes."""
-        bounds = (self.lower_bound, self.node_bound, self.gather_bytes)
-        return dict(self.bytes_by_link), bounds
-
     @property
     def flows(self) -> Flows:
         return self.schedule.flows

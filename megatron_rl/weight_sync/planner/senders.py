@@ -35,17 +35,6 @@ class Delivery:
     targets: np.ndarray  # [targets]
     sources: np.ndarray  # [targets, k]
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Delivery)
-            and self._plain() == other._plain()
-            and np.array_equal(self.targets, other.targets)
-            and np.array_equal(self.sources, other.sources)
-        )
-
-    def _plain(self) -> tuple:
-        return self.class_index, self.region, self.within, self.turns, self.receivers
-
 
 @dataclass(frozen=True)
 class Wanted:
