@@ -192,7 +192,7 @@ def check(path: Path) -> dict[str, Any]:
 def newest_valid(root: Path, below: int | None = None) -> Path | None:
     """The whole checkpoint with the highest step, or None; warns of each newer one that is damaged.
 
-    One process calls this and tells the others: on a shared disk two processes may see different
+    One process calls this for all: on a shared disk two processes may see different
     files.
 
     Args:

@@ -221,7 +221,7 @@ class MegatronPolicy:
         All ranks pass equally many micro-batches; one may be empty. ``temperature``: instead of
         that of the settings."""
         self._offload.require("weights")
-        # Entropies of the reference are read by nobody.
+        # Entropies of the reference are never read.
         entropy: Entropy = "value" if self.settings.entropy != "none" and not reference else "none"
         places = prompt_places(batch, microbatches) if prompts else None
         board = self._board(batch, entropy, places, nucleus)
@@ -281,7 +281,7 @@ class MegatronPolicy:
         entropy = self.settings.entropy
         in_loss = entropy == "grad" or self.settings.entropy_in_loss
         if board is None and not in_loss:
-            entropy = "none"  # nobody would read them
+            entropy = "none"  # they would not be read
         with platform():
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()

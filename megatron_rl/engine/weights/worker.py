@@ -20,7 +20,7 @@ RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
 
 
 class ShardReceiver:
-    """The weights of one worker's model as shards: which it wants, and how they are replaced."""
+    """The weights of one worker's model as shards: which it needs, and how they are replaced."""
 
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
         self.model = model
@@ -52,7 +52,7 @@ class ShardReceiver:
         values that they were built with.
 
         Raises:
-            UndiscoveredError: the loader computes with the tensors, so nobody knows.
+            UndiscoveredError: the loader computes with the tensors, so it is unknown.
         """
         # A tied weight has several names and is loaded under any of them: each name -> the first.
         names = {id(tensor): name for name, tensor in self.model.named_parameters()}
@@ -90,7 +90,7 @@ class ShardReceiver:
 
 
 class WeightReceiver:
-    """Mixed into the worker class of the engine (``worker_extension_cls``), beside its
+    """Mixed into the worker class of the engine (``worker_extension_cls``), next to its
     ``reload_weights``."""
 
     model_runner: Any  # of the worker class
@@ -255,7 +255,7 @@ def processing_is_collective(vllm_config: Any) -> bool:
 
 
 class OpenLayers:
-    """The layers of a model in a reload, opened for writing when first asked for and processed when
+    """The layers of a model in a reload, opened for writing at the first use and processed when
     complete."""
 
     def __init__(

@@ -40,7 +40,7 @@ class HostBuffer:
     """``num_bytes`` of host memory, uninitialized.
 
     ``pinned``: page-locked, in blocks, so that a CUDA device copies from and to it while the host
-    goes on. Otherwise one block.
+    continues. Otherwise one block.
     """
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:

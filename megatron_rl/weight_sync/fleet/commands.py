@@ -19,8 +19,8 @@ from urllib.request import HTTPHandler, HTTPSHandler, ProxyHandler, Request, bui
 
 InFlight = Literal["wait", "abort", "keep"]
 PORTS = {"http": 80, "https": 443}
-# A machine without power answers nothing at all, not even that nobody listens there. One that lives
-# takes a connection at once, however long its command then takes.
+# A machine without power does not even refuse a connection. A running one takes it at once, however
+# long its command then takes.
 CONNECT_S = 10.0
 _SHOWN = 1000  # characters of an error
 REMEDIES = {
@@ -30,7 +30,7 @@ REMEDIES = {
 
 
 class NotReachedError(ConnectionError):
-    """There is no connection to the server, so it has heard nothing."""
+    """There is no connection to the server, so it has received nothing."""
 
 
 class HttpServer:
@@ -130,7 +130,7 @@ class HttpServer:
         """Every worker begins to take part in an update that touches no weights in use, while
         requests are answered; it may not be over when this returns."""
         self.update({**info, "kind": "stage"})
-        # vLLM's part is over; the update goes on in threads of the workers.
+        # vLLM's part is over; the update continues in threads of the workers.
         self.call("finish_weight_update")
 
     def switch(self, version: int) -> None:

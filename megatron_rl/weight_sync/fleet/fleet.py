@@ -3,7 +3,7 @@
 All servers of a publication are one group with the trainer, under one plan: what several of them
 want is passed on from node to node. The group lasts while its servers stay the same. One that is
 lost in the middle of an update ends it for all; the others are pushed to again, together, without
-it. Where nobody knows who is at fault, they are pushed to in halves, and again, until it is alone.
+it. Where the faulty one is unknown, they are pushed to in halves, and again, until it is alone.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class FleetSync:
         self, version: int, servers: Mapping[str, str], *, staged: bool = False
     ) -> FleetReport:
         """Collective over the trainer's ranks: these servers have the weights of the source when it
-        returns, or are in ``lost``. ``staged``: beside those they sample with, which takes no time
+        returns, or are in ``lost``. ``staged``: next to those they sample with, which takes no time
         of theirs. ``servers``: URLs by name, equal on every rank; one that is named for the first
         time is connected.
 

@@ -134,13 +134,13 @@ class JointSync:
         )
 
     def sync(self, version: int, *, staged: bool = False) -> PushResult:
-        """Collective over the trainer's ranks. ``staged``: the new weights wait beside the old ones
-        for a command (``commands.switch_weights``). In the report ``bytes_sent``: what this rank
-        sent; ``bytes_total``: what the workers were sent, by whomever.
+        """Collective over the trainer's ranks. ``staged``: the new weights wait next to the old
+        ones for a command (``commands.switch_weights``). In the report ``bytes_sent``: what this
+        rank sent; ``bytes_total``: what the workers were sent, by whomever.
 
-        Raises, on every rank, when nothing has moved and all servers go on with their old weights:
-            ValueError: a training parameter changed its dtype or shape.
-            WeightSyncError: a rank is not ready.
+        Raises, on every rank, when nothing has moved and all servers continue with their old
+            weights: ValueError: a training parameter changed its dtype or shape. WeightSyncError: a
+            rank is not ready.
         """
         assert self._sync is not None, "it is connected"
         start = time.perf_counter()
@@ -196,7 +196,7 @@ class JointSync:
     def _finish(
         self, progress: SyncProgress, ends: StepOutcome, report: SyncReport, start: float
     ) -> PushResult:
-        """Collective: servers without a problem go on with the new weights."""
+        """Collective: servers without a problem continue with the new weights."""
         failed = ends.lost | ends.problems
         lost = {name: f"{progress}: {why}" for name, why in ends.lost.items()}
         unfinished = {name: f"{progress}: {why}" for name, why in ends.problems.items()}

@@ -28,7 +28,8 @@ class Edges(NamedTuple):
     """Who sends which flow on to whom, as columns.
 
     ``delay``: rounds of arrivals after the flow's own; ``turn``: 0 for a message into a node or
-    from a source, else the turn, behind the arrivals of a round, in which a mate gets it.
+    from a source, else the turn, after the arrivals of a round, in which a rank of the same node
+    gets it.
     """
 
     flow: np.ndarray
@@ -74,7 +75,7 @@ class Flows:
     @cached_property
     def first_turns(self) -> tuple[int, ...]:
         """Of each fan, the first of its ``len - 1`` turns. Fans that share a place have different
-        turns, so that nobody is sent more in a turn than one mate got in one round.
+        turns, so that no rank is sent more in a turn than one rank received in one round.
 
         Example: of the fans (0, 1, 2), (2, 3) and (4, 5) the first has turns 1 and 2, the second,
         which shares place 2 with it, turn 3, and the third turn 1.
@@ -109,7 +110,7 @@ class Flows:
         while len(flow):
             zeros = np.zeros(len(flow), dtype=np.int64)
             rows.append((flow, sender, receiver, zeros + delay, zeros))
-            # Mates get it one round of arrivals later: the turns behind a round pass on what the
+            # Mates get it one round of arrivals later: the turns after a round pass on what the
             # one before it brought, see ``Schedule``.
             rows += self._to_same_node(flow, receiver, delay + 1)
             following = self.next_node[self.nodes.of_rank[receiver]]
@@ -137,9 +138,9 @@ class Flows:
             sender = holder[chosen]
             # The number of the sender's place in the fan, whose places are in increasing order.
             own = np.searchsorted(places, self.nodes.position[sender])
-            # A turn is a rotation of the fan: whoever holds something passes it on to the place
-            # ``step`` behind its own, so that nobody sends, or gets, two in one turn. Example: in
-            # the fan (0, 2, 5) place 2 sends to 5, then to 0.
+            # A turn is a rotation of the fan: each holder passes its bytes on to the place
+            # ``step`` after its own, so that no rank sends, or receives, two in one turn. Example:
+            # in the fan (0, 2, 5) place 2 sends to 5, then to 0.
             for step in range(1, len(fan)):
                 place = places[(own + step) % len(fan)]
                 receiver = self.nodes.ranks[self.nodes.of_rank[sender], place]

@@ -214,7 +214,7 @@ class _Calendar:
             # A rank whose first free slot lies before the window may still have it.
             known = self.free_from[side, end]
             self.free_from[side, end] = np.where(known >= low, lowest, known)
-            # Behind the last busy slot, which is the first one seen from the end.
+            # After the last busy slot, which is the first one seen from the end.
             highest = high - np.argmax(now[:, ::-1], axis=1)
             self.used_to[side, end] = np.maximum(self.used_to[side, end], highest)
         self._keep(chosen, flows.size[chosen], wanted, np.nonzero(taken), low)

@@ -266,7 +266,7 @@ def test_a_server_that_does_not_pause_or_resume(world):
     del server.pause
     with pytest.raises(
         WeightSyncError,
-        match=(r"version 2 is complete, but the server did not go on: resume: timed out"),
+        match=(r"version 2 is complete, but the server did not resume: resume: timed out"),
     ):
         sync.sync(2)
     assert (
