@@ -199,17 +199,19 @@ def test_what_a_package_renames_is_found(tmp_path):
     assert "gbuf_ranges" in problems and "float16_groups" in problems
 
 
-def differing(remedies) -> list[str]:
+def differing(patches) -> list[str]:
     """What takes another function's place without taking its arguments."""
+    from megatron_rl.policy.patches import ORIGINALS
+
     found = []
-    for remedy in remedies:
-        if remedy.stand_in is None:
+    for patch in patches:
+        if patch.replacement is None:
             continue
-        theirs = getattr(remedy.module, remedy.name, None)
+        theirs = ORIGINALS.get(patch) or getattr(patch.module, patch.name, None)
         if theirs is None:
-            found.append(f"{remedy.module.__name__} has no {remedy.name}")
-        elif names(theirs) != names(remedy.stand_in):
-            found.append(f"{remedy.name} takes {names(theirs)}, not {names(remedy.stand_in)}")
+            found.append(f"{patch.module.__name__} has no {patch.name}")
+        elif names(theirs) != names(patch.replacement):
+            found.append(f"{patch.name} takes {names(theirs)}, not {names(patch.replacement)}")
     return found
 
 
@@ -217,13 +219,12 @@ def names(function) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-def test_stand_ins_take_what_they_are_called_with():
-    from megatron_rl.policy.remedies import ORIGINALS, REMEDIES
+def test_replacements_take_what_they_are_called_with():
+    from megatron_rl.policy.patches import PATCHES
 
-    assert not ORIGINALS, "they are compared before they are put in place"
-    assert not differing(REMEDIES)
-    renamed = replace(REMEDIES[-1], name="_set_cuda_rng_states")
-    changed = replace(REMEDIES[-1], stand_in=lambda state: None)
+    assert not differing(PATCHES)
+    renamed = replace(PATCHES[-1], name="_set_cuda_rng_states")
+    changed = replace(PATCHES[-1], replacement=lambda state: None)
     assert differing([renamed]) == [f"{renamed.module.__name__} has no _set_cuda_rng_states"]
     assert len(differing([changed])) == 1
 
