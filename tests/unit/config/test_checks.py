@@ -27,7 +27,6 @@ SMALL = (
     "batch.prompts_per_minibatch=4",
     "batch.tokens_per_microbatch=256",
 )
-GATHERED = ("precision=fp8_blockwise", "precision.fp8.param_gather=true", "method.kl.coef=0")
 
 
 @pytest.fixture
