@@ -202,7 +202,7 @@ LONG = {
     "python tools/verify_checkpoint.py run_dir/checkpoints": verified("run_dir"),
     "python tools/verify_checkpoint.py --sizes-only run_dir/checkpoints": verified("run_dir"),
     "bash examples/quickstart_cpu/ablation.sh": Run(
-        f"{SHORT} method=grpo seed=1", shows=r"1 run in 1 cell(?s:.*)wrote .*report\.md"
+        f"{SHORT} method=grpo seed=1", shows=r"1 run in 1 variant(?s:.*)wrote .*report\.md"
     ),
     "bash examples/quickstart_cpu/ablation.sh trainer.num_steps=2": Run(
         f"{SHORT} method=grpo seed=1", shows=r"wrote .*report\.md"
@@ -306,11 +306,11 @@ LONG = {
     ),
     SWEEP: SWEPT,
     "python -m megatron_rl.report runs/ablation --out runs/ablation/report": Run(
-        shows="6 runs in 3 cells.*6 finished(?s:.*)wrote .*report.md", before=((SWEEP, SWEPT),)
+        shows="6 runs in 3 variants.*6 finished(?s:.*)wrote .*report.md", before=((SWEEP, SWEPT),)
     ),
     "python -m megatron_rl.report runs/a runs/b --out DIR --baseline method=grpo": Run(
         instead={"runs/a runs/b": "runs/quickstart_cpu"},
-        shows="1 run in 1 cell.*Baseline: method=grpo",
+        shows="1 run in 1 variant.*Baseline: method=grpo",
         before=((RUN_SH, Run(SHORT)),),
     ),
     "python tools/visual_entropy.py ENCODER --cache scores.parquet IMAGE...": Run(

@@ -28,11 +28,11 @@ _LONG_REMEDY = "raise the limit, shorten the row, or set data.on_long_prompt=dro
 
 
 @dataclass(frozen=True)
-class Source:
+class PromptSource:
     """The prompts of one entry of ``data.train`` or ``data.eval``, in the order of the source.
 
     ``num_rows`` were read, and ``dropped`` counts those that were left out by their reason.
-    Example: ``Source("train.jsonl", prompts, 2000, {"longer than 1024 tokens": 12})``.
+    Example: ``PromptSource("train.jsonl", prompts, 2000, {"longer than 1024 tokens": 12})``.
     """
 
     name: str
@@ -65,7 +65,7 @@ def load_sources(
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
     vision: VisionProcessor | None = None,
-) -> list[Source]:
+) -> list[PromptSource]:
     """The prompts of each entry, in the order of the source.
 
     Args:
@@ -109,7 +109,7 @@ def load_sources(
             num_rows += num_rows_read
         shown = name if len(files[name]) == 1 else f"{name} ({len(files[name])} files)"
         dropped = {f"longer than {max_prompt_tokens} tokens": num_rows - len(prompts)}
-        sources.append(Source(shown, tuple(prompts), num_rows, dropped))
+        sources.append(PromptSource(shown, tuple(prompts), num_rows, dropped))
     return sources
 
 

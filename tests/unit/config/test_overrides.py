@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.cli.foreign_keys import NAMES_HERE, NOT_SUPPORTED, RENAMED, not_supported
+from megatron_rl.config.cli.foreign_keys import NAMES_HERE, NOT_SUPPORTED, not_supported
 from megatron_rl.config.cli.overrides import typed
 from megatron_rl.config.load import check_given, compose, known_keys, validate
 from megatron_rl.config.schema import Config
@@ -94,10 +94,8 @@ def test_the_form_that_is_named_can_be_typed(key, value):
         ("method=ppo", r"method=ppo: no such option; a critic \(PPO, GAE\) is not supported"),
         ("optim.lr=3", r"optim\.lr: unknown key; here it is optim\.learning_rate"),
         ("rollout.n=8", r"rollout\.n: unknown key; here it is batch\.responses_per_prompt"),
-        ("memory.refuse=false", r"memory\.refuse: unknown key; here it is memory\.enforce"),
-        ("weight_sync.path=plan", r"unknown key; here it is weight_sync\.method"),
         ("weight_sync.method=plan", r"weight_sync\.method = 'plan': .*'gather' or 'reshard'"),
-        ("data=jsonl", r"data=jsonl: no such option; it is data=default now"),
+        ("data=jsonl", r"data=jsonl: no such option; there are default, easy_r1"),
     ],
 )
 def test_each_mistake_is_named_in_the_users_words(override, expected):
@@ -112,12 +110,6 @@ def test_every_override_that_cannot_be_read_is_named_at_once():
 
 def test_keys_of_other_systems_lead_to_keys_that_exist():
     assert set(NAMES_HERE.values()) <= set(known_keys(Config))
-
-
-def test_keys_of_earlier_versions_lead_to_keys_that_exist():
-    known = set(known_keys(Config))
-    assert set(RENAMED.values()) <= known
-    assert not set(RENAMED) & known
 
 
 def test_no_key_of_this_project_is_called_unsupported():

@@ -13,7 +13,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.multimodal.visual_entropy import visual_entropy
-from megatron_rl.data.prompts import Source
+from megatron_rl.data.prompts import PromptSource
 from megatron_rl.data.reading import Data
 from megatron_rl.runtime.launch import World
 from megatron_rl.signals.visual_entropies import FILE, Tower, with_visual_entropy
@@ -29,7 +29,7 @@ FIRST, SECOND = image(84, 84), image(112, 56, seed=1)
 
 
 def data_of(*prompts: Prompt) -> Data:
-    return Data((Source("t", prompts, len(prompts), {}),), ())
+    return Data((PromptSource("t", prompts, len(prompts), {}),), ())
 
 
 def prompt(*images: Image, **extra: object) -> Prompt:

@@ -12,14 +12,14 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
 
 @dataclass(frozen=True)
-class Remedy:
-    """When ``needed()``, ``module.name`` becomes ``stand_in``, whether it exists or not."""
+class Patch:
+    """When ``needed()``, ``module.name`` becomes ``replacement``, whether it exists or not."""
 
     module: Any
     name: str
     reason: str
     needed: Callable[[], bool]
-    stand_in: Any
+    replacement: Any
 
 
 def _without_cuda() -> bool:
@@ -38,8 +38,8 @@ def _set_cpu_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bo
     torch.set_rng_state(new_state)
 
 
-REMEDIES = (
-    Remedy(
+PATCHES = (
+    Patch(
         moe_utils,
         "te_general_gemm",
         "the router asks for this name of Transformer Engine even when that is not installed, and"
@@ -47,7 +47,7 @@ REMEDIES = (
         lambda: not hasattr(moe_utils, "te_general_gemm"),
         None,
     ),
-    Remedy(
+    Patch(
         token_dispatcher,
         "maybe_move_tensor_to_cpu",
         "split sizes of the all-to-all stay tensors when they are on the CPU already; the"
@@ -55,7 +55,7 @@ REMEDIES = (
         _without_cuda,
         _maybe_numpy,
     ),
-    Remedy(
+    Patch(
         megatron_random,
         "_get_cuda_rng_state",
         "activation recomputation saves the CUDA random state; without CUDA the state is the"
@@ -63,7 +63,7 @@ REMEDIES = (
         _without_cuda,
         _cpu_rng_state,
     ),
-    Remedy(
+    Patch(
         megatron_random,
         "_set_cuda_rng_state",
         "activation recomputation restores the CUDA random state; without CUDA calls would queue"
@@ -76,7 +76,7 @@ REMEDIES = (
 
 ABSENT = object()
 # What each name was before it was first replaced.
-ORIGINALS: dict[Remedy, Any] = {}
+ORIGINALS: dict[Patch, Any] = {}
 
 
 def apply() -> None:
@@ -88,8 +88,8 @@ def apply() -> None:
     sequence-parallel forward. Layers of Transformer Engine get a tracker only when its
     is_initialized() is true, which it never is for this one.
     """
-    for remedy in REMEDIES:
-        if remedy.needed():
-            ORIGINALS.setdefault(remedy, getattr(remedy.module, remedy.name, ABSENT))
-            setattr(remedy.module, remedy.name, remedy.stand_in)
+    for patch in PATCHES:
+        if patch.needed():
+            ORIGINALS.setdefault(patch, getattr(patch.module, patch.name, ABSENT))
+            setattr(patch.module, patch.name, patch.replacement)
     megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)

@@ -1,4 +1,4 @@
-"""Runs that differ in their seed alone form a cell; its label says what sets it apart."""
+"""Runs that differ in their seed alone form a variant; its label says what sets it apart."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _MAX_VALUE = 28  # characters of a value in a label
 
 
 @dataclass(frozen=True)
-class Cell:
+class Variant:
     """Runs of equal settings, one a seed, or several of a seed where nothing else tells them apart.
 
-    ``label`` is short and differs from that of every other cell.
+    ``label`` is short and differs from that of every other variant.
     """
 
     label: str
@@ -65,10 +65,10 @@ class Cell:
         return distinct([run.setting(key) for run in self.runs])
 
 
-def cells_of(runs: Sequence[Run], trains_alike: TrainsAlike) -> list[Cell]:
-    """The cells in the order of their first run.
+def variants_of(runs: Sequence[Run], trains_alike: TrainsAlike) -> list[Variant]:
+    """The variants in the order of their first run.
 
-    Where a cell would hold a seed twice, it is split by the other settings that differ, such as
+    Where a variant would hold a seed twice, it is split by the other settings that differ, such as
     the layout: these train the same, and were run to be compared.
 
     Args:
@@ -85,38 +85,38 @@ def cells_of(runs: Sequence[Run], trains_alike: TrainsAlike) -> list[Cell]:
     split: list[list[Run]] = []
     for group in groups:
         split += _split(group)
-    cells = []
+    variants = []
     for label, group in zip(_labels(split), split, strict=True):
         by_seed = sorted(group, key=lambda run: run.seed)
-        cells.append(Cell(label, tuple(by_seed)))
-    return cells
+        variants.append(Variant(label, tuple(by_seed)))
+    return variants
 
 
-def choose_baseline(cells: Sequence[Cell], label: str | None) -> Cell:
-    """The cell of this label, or the only one that has all words of it; without a label that of
+def choose_baseline(variants: Sequence[Variant], label: str | None) -> Variant:
+    """The variant of this label, or the only one that has all words of it; without a label that of
     method grpo, else the first.
 
     Raises:
-        ValueError: no cell has the label, or the words of it are those of several.
+        ValueError: no variant has the label, or the words of it are those of several.
     """
     if label is None:
-        plain = [cell for cell in cells if cell.runs[0].method == "grpo"]
-        return plain[0] if plain else cells[0]
-    exact = [cell for cell in cells if cell.label == label]
+        plain = [variant for variant in variants if variant.runs[0].method == "grpo"]
+        return plain[0] if plain else variants[0]
+    exact = [variant for variant in variants if variant.label == label]
     words = set(label.split())
     fitting = exact
     if words and not exact:
-        fitting = [cell for cell in cells if words <= set(cell.label.split())]
+        fitting = [variant for variant in variants if words <= set(variant.label.split())]
     if len(fitting) == 1:
         return fitting[0]
-    labels = "".join(f"\n  - {cell.label}" for cell in cells)
-    which = "several cells have these words" if fitting else "no cell has this label"
+    labels = "".join(f"\n  - {variant.label}" for variant in variants)
+    which = "several variants have these words" if fitting else "no variant has this label"
     raise ValueError(f"--baseline {label!r}: {which}; choose one of:{labels}")
 
 
-def all_runs(cells: Sequence[Cell]) -> list[Run]:
-    """The runs of all cells, cell by cell."""
-    return [run for cell in cells for run in cell.runs]
+def all_runs(variants: Sequence[Variant]) -> list[Run]:
+    """The runs of all variants, one by one."""
+    return [run for variant in variants for run in variant.runs]
 
 
 def distinct(values: Sequence[Any]) -> list[Any]:
@@ -190,7 +190,7 @@ def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
             f"{names[key]}={_short(run.settings[key])}" for key in chosen if key in run.settings
         ]
         labels.append(" ".join(words) or run.name)
-    # Cells may differ in what no label names, such as the code of a plug-in.
+    # Variants may differ in what no label names, such as the code of a plug-in.
     repeated = {label for label in labels if labels.count(label) > 1}
     numbers: Counter[str] = Counter()
     for index, label in enumerate(labels):

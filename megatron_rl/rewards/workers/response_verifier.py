@@ -16,7 +16,7 @@ from typing import Any
 
 import megatron_rl.rewards.builtin  # noqa: F401 (registers the package's own verifiers)
 from megatron_rl.rewards.base import Task, Verdict
-from megatron_rl.rewards.patterns import Pattern, compile_pattern
+from megatron_rl.rewards.patterns import ResponsePattern, compile_pattern
 from megatron_rl.rewards.registry import verifier_class
 from megatron_rl.rewards.workers.limits import limit_cpu_seconds, limit_processes_and_memory
 from megatron_rl.rewards.workers.messages import Setup, reason
@@ -28,10 +28,10 @@ class _OutOfTime(BaseException):
     """Not an Exception, because libraries catch those."""
 
 
-class Judge:
+class ResponseVerifier:
     """The verifiers of one pool.
 
-    Made in the server; ``judge`` runs in the workers that are forked from it.
+    Made in the server; ``verify`` runs in the workers that are forked from it.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -45,7 +45,7 @@ class Judge:
         for verifier in self._verifiers.values():
             verifier.prepare()
 
-    def judge(self, name: str | None, task: Task, response: str) -> dict[str, Any]:
+    def verify(self, name: str | None, task: Task, response: str) -> dict[str, Any]:
         """What is known of a response after at most ``timeout_s``.
 
         ``accuracy`` and ``format`` in [0, 1]; ``problem`` where something could not be judged (it
@@ -116,7 +116,7 @@ class Judge:
         self._limited = True
 
 
-def _compiled(pattern: str | None) -> Pattern | None:
+def _compiled(pattern: str | None) -> ResponsePattern | None:
     return None if pattern is None else compile_pattern(pattern)
 
 

@@ -1,4 +1,4 @@
-"""Which runs form a cell, and how cells are called."""
+"""Which runs form a variant, and how variants are called."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.reporting.comparison.cells import choose_baseline
-from tests.unit.reporting.comparison.made_runs import cells_in, curve_rows, write_grid, write_run
+from megatron_rl.reporting.comparison.variants import choose_baseline
+from tests.unit.reporting.comparison.made_runs import curve_rows, variants_in, write_grid, write_run
 
 
 def labels_and_seeds(place: Path) -> dict[str, tuple[int, ...]]:
-    return {cell.label: cell.seeds for cell in cells_in(place)}
+    return {variant.label: variant.seeds for variant in variants_in(place)}
 
 
 def setting(section: str, key: str, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -25,12 +25,12 @@ def setting(section: str, key: str, value: Any) -> Callable[[dict[str, Any]], No
     return change
 
 
-def test_seeds_of_one_method_are_a_cell(tmp_path):
+def test_seeds_of_one_method_are_a_variant(tmp_path):
     write_grid(tmp_path, [["method=grpo"], ["method=dapo"]], [2, 1], num_steps=5)
     assert labels_and_seeds(tmp_path) == {"method=grpo": (1, 2), "method=dapo": (1, 2)}
 
 
-def test_a_label_has_only_what_tells_cells_apart(tmp_path):
+def test_a_label_has_only_what_tells_variants_apart(tmp_path):
     overrides = [
         ["method=a_grae", "method.shaping.ass.alpha=0.5"],
         ["method=a_grae", "method.shaping.ass.alpha=0.7"],
@@ -104,31 +104,31 @@ def test_a_repeated_seed_is_parted_by_what_else_differs(tmp_path):
     assert labels_and_seeds(tmp_path) == {"tensor=2": (1, 2), "tensor=1": (1,)}
 
 
-def test_a_seed_that_ran_twice_stays_one_cell(tmp_path):
+def test_a_seed_that_ran_twice_stays_one_variant(tmp_path):
     for name in "ab":
         write_run(tmp_path / name, curve_rows(1, 2), seed=1)
-    (cell,) = cells_in(tmp_path)
-    assert (cell.seeds, cell.repeated_seeds, len(cell.runs)) == ((1,), (1,), 2)
+    (variant,) = variants_in(tmp_path)
+    assert (variant.seeds, variant.repeated_seeds, len(variant.runs)) == ((1,), (1,), 2)
 
 
 def test_unfinished_runs_count_where_there_are_no_others(tmp_path):
     write_run(tmp_path / "a", curve_rows(1, 4), seed=1, num_steps=4)
     write_run(tmp_path / "b", curve_rows(2, 4)[:3], seed=2, num_steps=4, finished=False)
-    (cell,) = cells_in(tmp_path)
-    assert [run.name for run in cell.counted] == ["a"]
+    (variant,) = variants_in(tmp_path)
+    assert [run.name for run in variant.counted] == ["a"]
     (tmp_path / "a" / "metrics.jsonl").unlink()
-    (cell,) = cells_in(tmp_path)
-    assert [run.name for run in cell.counted] == ["b"] and not cell.has_finished
+    (variant,) = variants_in(tmp_path)
+    assert [run.name for run in variant.counted] == ["b"] and not variant.has_finished
 
 
 def test_the_baseline(tmp_path):
     write_grid(tmp_path, [["method=dapo"], ["method=grpo"], ["method=rloo"]], [1], num_steps=5)
-    cells = cells_in(tmp_path)
-    assert choose_baseline(cells, None).label == "method=grpo"
-    assert choose_baseline(cells, "method=rloo").label == "method=rloo"
-    assert choose_baseline(cells[::2], None).label == "method=dapo"  # no grpo: the first
-    with pytest.raises(ValueError, match=r"(?s)--baseline 'ppo': no cell .*\n  - method=rloo$"):
-        choose_baseline(cells, "ppo")
+    variants = variants_in(tmp_path)
+    assert choose_baseline(variants, None).label == "method=grpo"
+    assert choose_baseline(variants, "method=rloo").label == "method=rloo"
+    assert choose_baseline(variants[::2], None).label == "method=dapo"  # no grpo: the first
+    with pytest.raises(ValueError, match=r"(?s)--baseline 'ppo': no variant .*\n  - method=rloo$"):
+        choose_baseline(variants, "ppo")
 
 
 def test_a_baseline_by_some_of_its_words(tmp_path):
@@ -139,8 +139,8 @@ def test_a_baseline_by_some_of_its_words(tmp_path):
         for rate in rates
     ]
     write_grid(tmp_path, grid, [1], num_steps=5)
-    cells = cells_in(tmp_path)
-    chosen = choose_baseline(cells, "learning_rate=2e-06 method=dapo")
+    variants = variants_in(tmp_path)
+    chosen = choose_baseline(variants, "learning_rate=2e-06 method=dapo")
     assert chosen.label == "method=dapo learning_rate=2e-06"
-    with pytest.raises(ValueError, match="several cells have these words"):
-        choose_baseline(cells, "method=dapo")
+    with pytest.raises(ValueError, match="several variants have these words"):
+        choose_baseline(variants, "method=dapo")

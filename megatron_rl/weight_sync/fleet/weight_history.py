@@ -10,10 +10,10 @@ from torch import Tensor
 from megatron_rl.protocols import WeightSource
 from megatron_rl.types import Shard
 
-NUM_HELD = 2
+NUM_VERSIONS = 2
 
 
-class HeldWeights:
+class WeightHistory:
     """Implements ``protocols.WeightSource``: what the policy had at the last ``hold``, or at the
     one before, so that a server that comes late, or one that has gone on already, can still be
     given it. Takes twice as much of the device as the weights of this process do."""
@@ -27,10 +27,10 @@ class HeldWeights:
         """Collective over the training side: from now on these are the policy's present weights."""
         self._policy.wait_for_param_gather()
         # The memory of the oldest: no third copy, not even for a moment.
-        is_full = len(self._held) == NUM_HELD
+        is_full = len(self._held) == NUM_VERSIONS
         tensors = self._held.pop(min(self._held)) if is_full else {}
         with torch.no_grad():
-            for key in {shard.key for shard in self._policy.weight_boxes()}:
+            for key in {shard.key for shard in self._policy.weight_shards()}:
                 weight = self._policy.weight(key).detach()
                 if key in tensors:
                     tensors[key].copy_(weight)
@@ -44,9 +44,9 @@ class HeldWeights:
         assert version in self._held, f"version {version} is not held, but {sorted(self._held)}"
         self._version = version
 
-    def weight_boxes(self) -> Sequence[Shard]:
+    def weight_shards(self) -> Sequence[Shard]:
         """See ``WeightSource``."""
-        return self._policy.weight_boxes()
+        return self._policy.weight_shards()
 
     def wait_for_param_gather(self) -> None:
         """Nothing: held weights do not change."""

@@ -10,14 +10,14 @@ from megatron_rl.config.cli.command_line import Root
 from megatron_rl.config.load import compose
 from megatron_rl.sweep import main
 from megatron_rl.sweeping import record
-from megatron_rl.sweeping.cells import Cell, make_cells, with_wandb
 from megatron_rl.sweeping.combinations import combinations, run_names
+from megatron_rl.sweeping.trials import Trial, make_trials, with_wandb
 
 NEEDED = ["model.path=m", "data.train=t", "data.eval=e"]
 
 
-def cells(out: Path, *overrides: str) -> list[Cell]:
-    return make_cells([*NEEDED, *overrides], out, Root())
+def trials(out: Path, *overrides: str) -> list[Trial]:
+    return make_trials([*NEEDED, *overrides], out, Root())
 
 
 def test_the_product_of_all_choices_in_the_order_given():
@@ -52,10 +52,10 @@ def test_names_hold_what_differs_and_nothing_that_needs_quotes():
 def test_equal_configurations_are_one_run_under_several_names(tmp_path):
     """Whatever makes them equal: two spellings of a number, or an option of a group that sets what
     the other override sets anyhow."""
-    numbers = cells(tmp_path, "optim.clip_grad=1,1.0,2")
-    assert [cell.same_as for cell in numbers] == [None, "optim.clip_grad-1", None]
-    layouts = cells(tmp_path, "parallel=single,tp2", "parallel.tensor=1,2")
-    assert [cell.same_as for cell in layouts] == [
+    numbers = trials(tmp_path, "optim.clip_grad=1,1.0,2")
+    assert [trial.same_as for trial in numbers] == [None, "optim.clip_grad-1", None]
+    layouts = trials(tmp_path, "parallel=single,tp2", "parallel.tensor=1,2")
+    assert [trial.same_as for trial in layouts] == [
         None,
         None,
         "parallel-single_parallel.tensor-1",
@@ -64,15 +64,15 @@ def test_equal_configurations_are_one_run_under_several_names(tmp_path):
 
 
 def test_a_folder_of_its_own_makes_no_difference_and_a_seed_does(tmp_path):
-    first, second = cells(tmp_path, "seed=1,2")
+    first, second = trials(tmp_path, "seed=1,2")
     assert first.config.run_dir != second.config.run_dir
     assert (first.same_as, second.same_as) == (None, None)
 
 
-def test_a_cell_is_labeled_by_what_its_seeds_share(tmp_path):
-    labels = [cell.label for cell in cells(tmp_path, "method=grpo,dapo", "seed=1,2")]
+def test_a_trial_is_labeled_by_what_its_seeds_share(tmp_path):
+    labels = [trial.label for trial in trials(tmp_path, "method=grpo,dapo", "seed=1,2")]
     assert labels == ["method=grpo", "method=grpo", "method=dapo", "method=dapo"]
-    assert [cell.label for cell in cells(tmp_path, "+seed=1,2", "method=rloo")] == 2 * [
+    assert [trial.label for trial in trials(tmp_path, "+seed=1,2", "method=rloo")] == 2 * [
         "method=rloo"
     ]
 
@@ -88,33 +88,35 @@ def test_the_same_run_is_said_and_not_started_in_a_dry_run(tmp_path, capsys):
 def test_wandb_groups_the_seeds_of_a_combination(tmp_path):
     """And keeps the group and the tags of the user; without wandb nothing is added."""
     overrides = ["method=grpo,dapo", "seed=1,2"]
-    plain = cells(tmp_path, "seed=1,2")
+    plain = trials(tmp_path, "seed=1,2")
     assert with_wandb(plain, "ablation") == plain
     on = ["logging.wandb=offline", "logging.wandb_tags=['a, b']", "experiment=quickstart_cpu"]
-    grouped = [logging_of(cell) for cell in with_wandb(cells(tmp_path, *overrides, *on), "abl=1")]
+    grouped = [
+        logging_of(trial) for trial in with_wandb(trials(tmp_path, *overrides, *on), "abl=1")
+    ]
     assert [logging["wandb_group"] for logging in grouped] == [
         f"abl=1/method-{method}" for method in ("grpo", "grpo", "dapo", "dapo")
     ]
     tags = ["a, b", "abl=1", "experiment=quickstart_cpu"]
     assert all(logging["wandb_tags"] == tags for logging in grouped)
-    seeds = with_wandb(cells(tmp_path, "seed=1,2", *on), "seeds")
-    assert {logging_of(cell)["wandb_group"] for cell in seeds} == {"seeds"}
-    own = with_wandb(cells(tmp_path, "seed=1,2", *on, "logging.wandb_group=mine"), "ablation")
-    assert {logging_of(cell)["wandb_group"] for cell in own} == {"mine"}
+    seeds = with_wandb(trials(tmp_path, "seed=1,2", *on), "seeds")
+    assert {logging_of(trial)["wandb_group"] for trial in seeds} == {"seeds"}
+    own = with_wandb(trials(tmp_path, "seed=1,2", *on, "logging.wandb_group=mine"), "ablation")
+    assert {logging_of(trial)["wandb_group"] for trial in own} == {"mine"}
 
 
-def logging_of(cell: Cell) -> dict:
-    return compose("config", cell.overrides)["logging"]
+def logging_of(trial: Trial) -> dict:
+    return compose("config", trial.overrides)["logging"]
 
 
-def test_the_file_of_a_sweep_says_what_its_cells_are(tmp_path):
+def test_the_file_of_a_sweep_says_what_its_trials_are(tmp_path):
     overrides = ["method=grpo,dapo", "seed=1,2", "optim.beta1=0.5"]
     words = ["--out", str(tmp_path), *overrides, "data.prompt_suffix=' a'"]
-    record.write(tmp_path, cells(tmp_path, *overrides), words)
+    record.write(tmp_path, trials(tmp_path, *overrides), words)
     content = json.loads((tmp_path / "sweep.json").read_text())
     assert content["keys"] == ["method", "seed"]
     assert shlex.split(content["command"])[3:] == words
-    assert content["cells"][1] == {
+    assert content["trials"][1] == {
         "name": "method-grpo_seed-2",
         "label": "method=grpo",
         "seed": 2,
@@ -122,9 +124,9 @@ def test_the_file_of_a_sweep_says_what_its_cells_are(tmp_path):
         "same_as": None,
     }
     (tmp_path / "sweep.json").write_text(json.dumps({**content, "created": "then"}))
-    record.write(tmp_path, cells(tmp_path, "seed=1,2"), words)
+    record.write(tmp_path, trials(tmp_path, "seed=1,2"), words)
     again = json.loads((tmp_path / "sweep.json").read_text())
     assert again["created"] == "then" and again["keys"] == ["seed"]
     (tmp_path / "sweep.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"sweep\.json: is not the file of a sweep; move it away"):
-        record.write(tmp_path, cells(tmp_path, "seed=1,2"), words)
+        record.write(tmp_path, trials(tmp_path, "seed=1,2"), words)

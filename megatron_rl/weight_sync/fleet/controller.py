@@ -13,13 +13,13 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from megatron_rl.runtime.joint_group import Meeting, host_store, patience_s, together
+from megatron_rl.runtime.joint_group import Barrier, combined, peer_timeout_s, serve_store
 from megatron_rl.types import TransferOptions
 from megatron_rl.weight_sync.fleet.commands import Server
 from megatron_rl.weight_sync.fleet.update_kinds import UpdateKind
 
 Answer = TypeVar("Answer")
-Why = dict[str, str]  # name of a server -> what is wrong with it
+Reasons = dict[str, str]  # name of a server -> what is wrong with it
 
 
 class ServersError(RuntimeError):
@@ -31,23 +31,23 @@ class ServersError(RuntimeError):
         self.lost = dict(lost)
 
     def __str__(self) -> str:
-        return said(self.lost)
+        return problem_text(self.lost)
 
 
-def said(problems: Mapping[str, str]) -> str:
+def problem_text(problems: Mapping[str, str]) -> str:
     """The problems of several servers as one text. A server that is alone needs no name."""
     return "; ".join(f"{name}: {why}" if name else why for name, why in problems.items())
 
 
-class Ends(NamedTuple):
+class StepOutcome(NamedTuple):
     """How a step ended. ``lost``: servers whose command was not carried out; ``problems``: what the
     workers of others say of it."""
 
-    lost: Why
-    problems: Why
+    lost: Reasons
+    problems: Reasons
 
 
-class Host:
+class FleetController:
     """Gives servers their commands. One that begins a step of all (a connection, an update) ends
     only with it, while rank 0 itself takes part: threads wait for the answers.
 
@@ -60,20 +60,20 @@ class Host:
         """``servers``: by name; their workers have their ranks in this order."""
         self._servers = dict(servers)
         self._options = options
-        self._patience_s = patience_s(options.timeout_s)
+        self._peer_timeout_s = peer_timeout_s(options.timeout_s)
         self._secret = secret
         self._pool = ThreadPoolExecutor(len(servers))
         self._updates = 0
         self._step = ""
         self._commands: dict[str, Future[None]] = {}
         self._store: dist.TCPStore | None = None
-        self._meeting: Meeting | None = None
+        self._barrier: Barrier | None = None
         self._ranks: dict[str, range] = {}
         self._late_at = 0.0
         self._report_by = math.inf
         self._silent: set[str] = set()  # their commands may never be answered
 
-    def invite(self, num_trainers: int, device_type: str) -> tuple[str, int, int]:
+    def connect(self, num_trainers: int, device_type: str) -> tuple[str, int, int]:
         """Tells the workers where to come and waits for them. Returns address and port of the store
         and the group's size: the ranks of the trainer, then the workers.
 
@@ -87,8 +87,8 @@ class Host:
             size += num_workers
         own = _for_everybody(addresses.values())
         # No local name for it, which the traceback of an error would keep: see ``close``.
-        self._store = host_store(own, self._options.timeout_s)
-        self._meeting = Meeting(self._store, self._secret)
+        self._store = serve_store(own, self._options.timeout_s)
+        self._barrier = Barrier(self._store, self._secret)
         info = {
             "port": self._store.port,
             "size": size,
@@ -103,7 +103,7 @@ class Host:
         self._begin_step("init", init)
         return own, self._store.port, size
 
-    def begin(self, kind: UpdateKind) -> Why:
+    def begin(self, kind: UpdateKind) -> Reasons:
         """Returns the servers that an update cannot begin with, for instance since they do not
         pause in time. They are to serve on; one that is not reached has not heard of it, and is not
         called a second time."""
@@ -127,8 +127,8 @@ class Host:
 
     def _has_ended(self, step: str, name: str) -> bool:
         """Raises ConnectionError where they should have said it long ago."""
-        assert self._meeting is not None, "workers are invited first"
-        if self._meeting.has_reported(step, self._ranks[name]):
+        assert self._barrier is not None, "connect first"
+        if self._barrier.has_reported(step, self._ranks[name]):
             return True
         if time.monotonic() > self._report_by:
             limit_s = self._options.timeout_s
@@ -142,13 +142,13 @@ class Host:
 
     def _begin_step(self, step: str, command: Callable[[str], None]) -> None:
         """Gives the command and waits until every worker is about to begin the step."""
-        assert self._meeting is not None, "workers are invited first"
+        assert self._barrier is not None, "connect first"
         self._step = step
-        self._late_at = time.monotonic() + self._patience_s
+        self._late_at = time.monotonic() + self._peer_timeout_s
         self._report_by = math.inf
         self._commands = {name: self._pool.submit(command, name) for name in self._servers}
         everybody = [rank for ranks in self._ranks.values() for rank in ranks]
-        problems = self._meeting.open(step, everybody, self._absent)
+        problems = self._barrier.release(step, everybody, self._absent)
         lost = {name: _of(ranks, problems) for name, ranks in self._ranks.items()}
         lost = {name: why for name, why in lost.items() if why}
         if lost:
@@ -164,26 +164,26 @@ class Host:
             if command.done():
                 error = command.exception()
                 why = "the server answered before its workers came" if error is None else str(error)
-            elif is_late and not self._has_come(name):
+            elif is_late and not self._has_arrived(name):
                 self._silent.add(name)
-                why = f"its workers did not come within {self._patience_s:g} s"
+                why = f"its workers did not come within {self._peer_timeout_s:g} s"
             if why:
                 reasons |= dict.fromkeys(self._ranks[name], why)
         return reasons
 
-    def _has_come(self, name: str) -> bool:
-        assert self._meeting is not None, "workers are invited first"
-        return all(self._meeting.has_come(self._step, rank) for rank in self._ranks[name])
+    def _has_arrived(self, name: str) -> bool:
+        assert self._barrier is not None, "connect first"
+        return all(self._barrier.has_arrived(self._step, rank) for rank in self._ranks[name])
 
-    def ends(self) -> Ends:
+    def ends(self) -> StepOutcome:
         """Waits until every server has ended its part of the step."""
-        assert self._meeting is not None, "workers are invited first"
+        assert self._barrier is not None, "connect first"
         self._expect_reports()
-        ends = Ends({}, {})
+        ends = StepOutcome({}, {})
         for name, command in self._commands.items():
             try:
                 command.result()
-                problem = together(self._meeting.reports(self._step, self._ranks[name]))
+                problem = combined(self._barrier.reports(self._step, self._ranks[name]))
             except (OSError, RuntimeError) as error:  # of the command, of the store
                 ends.lost[name] = str(error)
                 continue
@@ -191,12 +191,12 @@ class Host:
                 ends.problems[name] = problem
         return ends
 
-    def end_update(self, version: int, kind: UpdateKind, names: Collection[str]) -> Why:
+    def end_update(self, version: int, kind: UpdateKind, names: Collection[str]) -> Reasons:
         """All weights have arrived in these servers. Returns those that do not go on."""
         _, lost = self._each(lambda server: kind.end(server, version), names)
         return lost
 
-    def call_off(self, kind: UpdateKind) -> Why:
+    def call_off(self, kind: UpdateKind) -> Reasons:
         """After an update that every rank refused: the servers go on with their old weights.
         Returns those that cannot."""
         ends = self.ends()
@@ -206,7 +206,7 @@ class Host:
         _, lost = self._each(kind.call_off, ends.problems)
         return {name: f"calling it off: {why}" for name, why in {**ends.lost, **lost}.items()}
 
-    def release(self, kind: UpdateKind, names: Collection[str]) -> Why:
+    def release(self, kind: UpdateKind, names: Collection[str]) -> Reasons:
         """After an update that broke off: these servers may begin another. Returns those that may
         not."""
         for name in names:
@@ -223,7 +223,7 @@ class Host:
 
     def _each(
         self, command: Callable[[Server], Answer], names: Collection[str] | None = None
-    ) -> tuple[dict[str, Answer], Why]:
+    ) -> tuple[dict[str, Answer], Reasons]:
         """Gives a command to the servers (None: all), to all at the same time. Returns the answers,
         and why there is none."""
         futures = {
@@ -232,7 +232,7 @@ class Host:
             if names is None or name in names
         }
         answers: dict[str, Answer] = {}
-        lost: Why = {}
+        lost: Reasons = {}
         for name, future in futures.items():
             try:
                 answers[name] = future.result()
@@ -247,12 +247,12 @@ class Host:
         wait([command for name, command in self._commands.items() if name not in self._silent])
         self._pool.shutdown(wait=False)
         self._store = None
-        self._meeting = None
+        self._barrier = None
 
 
 def _of(ranks: Iterable[int], problems: Mapping[int, str]) -> str:
     """The problems of one server."""
-    return together({rank: problems.get(rank, "") for rank in ranks})
+    return combined({rank: problems.get(rank, "") for rank in ranks})
 
 
 def _for_everybody(addresses: Collection[str]) -> str:

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 import pytest
 import torch.distributed as dist
 
-from megatron_rl.runtime.guard import attendance
-from megatron_rl.runtime.guard.attendance import FIRST_S, Attendance
+from megatron_rl.runtime.guard import collective_watchdog
+from megatron_rl.runtime.guard.collective_watchdog import FIRST_S, CollectiveWatchdog
 
 
 class CountedStore:
@@ -35,16 +35,18 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(attendance, "time", clock)
+    monkeypatch.setattr(collective_watchdog, "time", clock)
     return clock
 
 
-def look_for(seconds: float, ranks: list[Attendance], store: CountedStore, clock: Clock) -> None:
+def look_for(
+    seconds: float, ranks: list[CollectiveWatchdog], store: CountedStore, clock: Clock
+) -> None:
     """Each rank's thread looks every two seconds, in the order of the ranks from the last on."""
     for _ in range(int(seconds / 2)):
         clock.now += 2
         for rank in reversed(ranks):
-            rank.look(store)
+            rank.check(store)
 
 
 def lines(caplog) -> list[str]:
@@ -54,7 +56,7 @@ def lines(caplog) -> list[str]:
 @pytest.mark.parametrize("missing", [0, 7])
 def test_a_thousand_waiting_ranks_make_few_requests_and_one_line(clock, caplog, missing):
     size = 1024
-    ranks = [Attendance(rank, size) for rank in range(size)]
+    ranks = [CollectiveWatchdog(rank, size) for rank in range(size)]
     store = CountedStore()
     with ExitStack() as waiting:
         present = [rank for rank in ranks if rank is not ranks[missing]]
@@ -72,7 +74,7 @@ def test_a_thousand_waiting_ranks_make_few_requests_and_one_line(clock, caplog, 
 
 def test_rank_0_goes_on_saying_it_when_it_comes_late(clock, caplog):
     """Its lines alone are on the console where each rank has a file."""
-    ranks = [Attendance(rank, 4) for rank in range(4)]
+    ranks = [CollectiveWatchdog(rank, 4) for rank in range(4)]
     store = CountedStore()
     with ExitStack() as waiting, caplog.at_level(logging.ERROR):
         for rank in ranks[1:3]:
@@ -87,7 +89,7 @@ def test_rank_0_goes_on_saying_it_when_it_comes_late(clock, caplog):
 
 
 def test_in_the_next_collective_all_begin_anew(clock, caplog):
-    ranks = [Attendance(rank, 3) for rank in range(3)]
+    ranks = [CollectiveWatchdog(rank, 3) for rank in range(3)]
     store = CountedStore()
     with caplog.at_level(logging.ERROR):
         for absent in (0, 1, 0):

@@ -1,4 +1,4 @@
-"""The cells of a sweep: one combination of overrides each, with its checked configuration."""
+"""The trials of a sweep: one combination of overrides each, with its checked configuration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_rl.config.cli.command_line import Root
-from megatron_rl.config.cli.quoting import override, quoted
+from megatron_rl.config.cli.overrides import as_override, quoted
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import MAX_TAG, Config
 from megatron_rl.errors import ConfigError
@@ -24,14 +24,14 @@ from megatron_rl.sweeping.combinations import (
 
 
 @dataclass(frozen=True)
-class Cell:
+class Trial:
     """One combination.
 
     Attributes:
         name: of its folder, made of the overrides that differ.
         overrides: all that make its configuration, with ``run_dir``.
-        differing: those that are not the same in every cell.
-        same_as: the earlier cell with an equal configuration, which is run for both.
+        differing: those that are not the same in every trial.
+        same_as: the earlier trial with an equal configuration, which is run for both.
     """
 
     name: str
@@ -46,13 +46,13 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """What the cell has in common with its other seeds, e.g. ``method=grpo``."""
+        """What the trial has in common with its other seeds, e.g. ``method=grpo``."""
         shown = [text for text in self.differing if not is_seed(text)]
         return " ".join(shown) or f"method={self.config.method.name}"
 
 
-def make_cells(overrides: Sequence[str], out: Path, root: Root) -> list[Cell]:
-    """The cells of a sweep into ``out``, in the order of the product.
+def make_trials(overrides: Sequence[str], out: Path, root: Root) -> list[Trial]:
+    """The trials of a sweep into ``out``, in the order of the product.
 
     Raises:
         ValueError: a combination is listed twice.
@@ -62,19 +62,19 @@ def make_cells(overrides: Sequence[str], out: Path, root: Root) -> list[Cell]:
     names = run_names(runs)
     configs = check(runs, [out / name for name in names], root)
     differing = varying(runs)
-    first: dict[str, str] = {}  # the name of the first cell of each configuration
-    cells = []
+    first: dict[str, str] = {}  # the name of the first trial of each configuration
+    trials = []
     for name, run, config in zip(names, runs, configs, strict=True):
         same_as = first.setdefault(_identity(config), name)
-        cell = Cell(
+        trial = Trial(
             name=name,
-            overrides=(*run, override("run_dir", config.run_dir)),
+            overrides=(*run, as_override("run_dir", config.run_dir)),
             differing=tuple(run[index] for index in differing),
             config=config,
             same_as=None if same_as == name else same_as,
         )
-        cells.append(cell)
-    return cells
+        trials.append(trial)
+    return trials
 
 
 def check(runs: Sequence[Sequence[str]], folders: Sequence[Path], root: Root) -> list[Config]:
@@ -87,7 +87,7 @@ def check(runs: Sequence[Sequence[str]], folders: Sequence[Path], root: Root) ->
     configs = []
     for run, folder in zip(runs, folders, strict=True):
         try:
-            given = [*run, override("run_dir", str(folder))]
+            given = [*run, as_override("run_dir", str(folder))]
             values = compose(root.config_name, given, root.config_dir)
             configs.append(validate(Config, values, folder.name))
         except ConfigError as error:
@@ -102,34 +102,34 @@ def _identity(config: Config) -> str:
     return json.dumps(config.model_dump(mode="json", exclude={"run_dir"}), sort_keys=True)
 
 
-def with_wandb(cells: Sequence[Cell], sweep: str) -> list[Cell]:
-    """The cells, those that log to wandb with what makes the same comparison there.
+def with_wandb(trials: Sequence[Trial], sweep: str) -> list[Trial]:
+    """The trials, those that log to wandb with what makes the same comparison there.
 
     The seeds of a combination share a group, ``SWEEP/COMBINATION``, which wandb can average; a
     group that the user gives stays. The name of the sweep and of its experiment are tags beside
     those of the user.
     """
     tracked = []
-    for cell in cells:
-        if cell.config.logging.wandb != "disabled":
-            cell = _tracked(cell, sweep)
-        tracked.append(cell)
+    for trial in trials:
+        if trial.config.logging.wandb != "disabled":
+            trial = _tracked(trial, sweep)
+        tracked.append(trial)
     return tracked
 
 
-def _tracked(cell: Cell, sweep: str) -> Cell:
-    logging = cell.config.logging
-    shown = [text for text in cell.differing if not is_seed(text)]
+def _tracked(trial: Trial, sweep: str) -> Trial:
+    logging = trial.config.logging
+    shown = [text for text in trial.differing if not is_seed(text)]
     more = []
     if logging.wandb_group is None:
         group = shortened(f"{sweep}/{plain_name(shown)}" if shown else sweep)
-        more.append(override("logging.wandb_group", group))
-    experiments = [text for text in cell.overrides if text.lstrip("+").startswith("experiment=")]
+        more.append(as_override("logging.wandb_group", group))
+    experiments = [text for text in trial.overrides if text.lstrip("+").startswith("experiment=")]
     own = [text[:MAX_TAG] for text in (sweep, *experiments)]
     tags = dict.fromkeys([*logging.wandb_tags, *own])
     more.append(f"logging.wandb_tags=[{','.join(map(quoted, tags))}]")
     # Behind the others: of two overrides of one key the last holds.
-    return replace(cell, overrides=(*cell.overrides, *more))
+    return replace(trial, overrides=(*trial.overrides, *more))
 
 
 def is_finished(config: Config) -> bool:

@@ -1,4 +1,4 @@
-"""Cutting, subtracting and counting rectangles, against tensors and masks."""
+"""Cutting, subtracting and counting slices, against tensors and masks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.weight_sync.planner.rects import Rect, covered, cut, subtract
+from megatron_rl.weight_sync.planner.slices import Slice, covered, cut, subtract
 
 
 @given(
@@ -22,16 +22,16 @@ def test_cut_keeps_row_major_order(dims: list[tuple[int, int]], count: int) -> N
     def take(start: tuple, size: tuple) -> torch.Tensor:
         return numbers[tuple(slice(a, a + n) for a, n in zip(start, size))].flatten()
 
-    head, tail = cut(Rect(start, shape), count)
-    assert torch.equal(torch.cat([take(*rect) for rect in head + tail]), take(start, shape))
+    head, tail = cut(Slice(start, shape), count)
+    assert torch.equal(torch.cat([take(*region) for region in head + tail]), take(start, shape))
     assert sum(math.prod(n) for _, n in head) == min(count, math.prod(shape))
 
 
 @given(
     st.lists(st.tuples(*[st.integers(0, 5)] * 2, *[st.integers(1, 4)] * 2), min_size=2, max_size=5)
 )
-def test_subtract_and_covered_agree_with_masks(rects: list[tuple[int, ...]]) -> None:
-    numbered = [Rect((a, b), (m, n)) for a, b, m, n in rects]
+def test_subtract_and_covered_agree_with_masks(regions: list[tuple[int, ...]]) -> None:
+    numbered = [Slice((a, b), (m, n)) for a, b, m, n in regions]
     masks = [torch.zeros(10, 10, dtype=torch.bool) for _ in numbered]
     for mask, (s, n) in zip(masks, numbered):
         mask[s[0] : s[0] + n[0], s[1] : s[1] + n[1]] = True

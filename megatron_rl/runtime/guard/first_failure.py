@@ -18,7 +18,7 @@ _POLL_S = 0.02
 STORE_S = 3.0  # a store whose machine is gone may never answer
 
 
-class Ballot:
+class FirstFailure:
     """One per process.
 
     Args:
@@ -48,21 +48,22 @@ class Ballot:
         """Whether all ranks of this machine have arrived."""
         return self.folder is None or len(list(self.folder.glob("arrived_*"))) >= self.size
 
-    def win(self) -> bool:
-        """True for one process of the launch: it has to say its error, and then to call ``said``.
+    def claim(self) -> bool:
+        """True for one process of the launch, which has to report its error and then to call
+        ``mark_reported``.
 
-        When the winner dies before it has said anything, the next one that asks wins.
+        When that process dies before it has reported, the next one that claims it succeeds.
         """
-        if not self.win_here():
+        if not self.claim_here():
             return False
         if self.elsewhere is None or bounded(self.elsewhere):
             return True
         self.lost_elsewhere = True
-        self.said()  # on another machine
+        self.mark_reported()  # on another machine
         return False
 
-    def win_here(self) -> bool:
-        """As ``win``, among the processes of this machine."""
+    def claim_here(self) -> bool:
+        """As ``claim``, among the processes of this machine."""
         if self.folder is None:
             return True
         for turn in itertools.count():
@@ -74,14 +75,14 @@ class Ballot:
                 return False
         raise AssertionError("unreachable")
 
-    def said(self) -> None:
+    def mark_reported(self) -> None:
         """Notes that the winner has reported."""
         if self.folder is not None:
-            create(self.folder / "failure_said", str(os.getpid()))
+            create(self.folder / "failure_reported", str(os.getpid()))
 
     def decided(self) -> bool:
         """Whether a process of this machine has reported its error."""
-        return self.folder is not None and (self.folder / "failure_said").exists()
+        return self.folder is not None and (self.folder / "failure_reported").exists()
 
     def pending(self) -> bool:
         """Whether a living process has won and not reported yet."""

@@ -18,8 +18,8 @@ FIRST_S = 30.0  # until the first line
 _NEXT_S = 60.0  # between that and further ones
 
 
-class Attendance:
-    """Watches the collectives of control; ``look`` is called by the thread of the heartbeat.
+class CollectiveWatchdog:
+    """Watches the collectives of control; ``check`` is called by the thread of the heartbeat.
 
     The ranks call the same collectives in the same order, so its number identifies a collective. A
     rank that waits in one writes the number to the store of the launch; ranks that have not are
@@ -48,7 +48,7 @@ class Attendance:
         finally:
             self._waiting = None
 
-    def look(self, store: dist.TCPStore) -> None:
+    def check(self, store: dist.TCPStore) -> None:
         """Says that this rank waits, and from time to time for whom.
 
         Raises:
@@ -80,7 +80,7 @@ class Attendance:
         if absent:
             # An error, because only errors are shown from ranks other than 0.
             logger.error(
-                "waiting for %s for %.0f s: busy, stopped or hung?", in_words(absent), waited_s
+                "waiting for %s for %.0f s: busy, stopped or hung?", rank_list(absent), waited_s
             )
 
 
@@ -109,7 +109,7 @@ def _missing(store: dist.TCPStore, ranks: Sequence[int], number: int) -> list[in
     return [rank for rank in ranks if rank not in here]
 
 
-def in_words(numbers: list[int]) -> str:
+def rank_list(numbers: list[int]) -> str:
     """Example: ``[1, 3]`` gives ``ranks 1, 3``; of many the first eight."""
     shown = ", ".join(map(str, numbers[:8]))
     more = ", ..." if len(numbers) > 8 else ""
