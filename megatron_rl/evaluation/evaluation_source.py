@@ -19,7 +19,7 @@ from megatron_rl.config.load import change_value, compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.models import read_architecture
 from megatron_rl.models.parameter_map import hf_names
-from megatron_rl.run.run_record import MACHINERY, Difference, flat, model_fingerprint
+from megatron_rl.run.run_record import RUNTIME, Difference, flat, model_fingerprint
 from megatron_rl.run.saved_settings import engine_of_machine, is_run, values_of_run
 from megatron_rl.run.start import CHECKPOINTS, EXPORTS
 from megatron_rl.runtime.digest import file_digest
@@ -30,8 +30,8 @@ EVALUATION = "evaluation"  # below the folder of a run
 # Settings that leave the responses, and what is said of them, as they are: they may change between
 # two starts. Of the sections that are not named here everything may.
 _DECIDING = ("seed", "rollout", "reward", "evaluation", "prompts", "plugins")
-_FREE = (
-    *MACHINERY,
+_MUTABLE = (
+    *RUNTIME,
     "rollout.temperature",  # that of the evaluation counts
     *(f"rollout.anneal.{name}" for name in AnnealConfig.model_fields),  # of training alone
     "rollout.top_p",
@@ -227,5 +227,5 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Differen
     return [
         Difference(key, before.get(key), now.get(key))
         for key in sorted(before.keys() | now.keys())
-        if key not in _FREE and before.get(key) != now.get(key)
+        if key not in _MUTABLE and before.get(key) != now.get(key)
     ]
