@@ -11,7 +11,7 @@ from megatron_rl.config.rules.layout_rules import replica_ranks
 from megatron_rl.config.schema import Config
 from megatron_rl.planning.engine_memory import GIB
 from megatron_rl.planning.memory import StageMemory
-from megatron_rl.planning.phases import Room, demands
+from megatron_rl.planning.phases import MemoryBudget, demands
 from tools.planning.simulated_rollouts import Steady
 from tools.planning.sync_forecast import SyncForecast
 
@@ -138,7 +138,7 @@ def sync_words(sync: SyncForecast | str) -> str:
 
 def memory_lines(page: Page, config: Config, cluster: Cluster) -> Iterator[str]:
     host = None if cluster.host_gib is None else cluster.host_gib / cluster.gpus
-    for demand in demands(page.stages, config, Room("cuda", cluster.gpu_gib, host)):
+    for demand in demands(page.stages, config, MemoryBudget("cuda", cluster.gpu_gib, host)):
         has = "not checked" if demand.has_gib is None else f"of {demand.has_gib:g}"
         yield f"memory    {demand.phase}: {demand.need_gib:.1f} GiB {has}"
     if page.server_gib is not None:

@@ -30,7 +30,7 @@ ON_HOST = ("host copies", "checkpoint")  # phases beside a CUDA device
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryBudget:
     """What a rank may use, in GiB.
 
     On ``kind`` cpu the device is this rank's share of the host's memory; ``host_gib``: that share
@@ -142,11 +142,13 @@ def needed_gib(stage: StageMemory, names: Sequence[str], overhead_gib: float = 0
     return sum(getattr(stage, name) for name in names) / GIB + overhead_gib
 
 
-def demands(stages: Sequence[StageMemory], config: Config, room: Room) -> Iterator[Demand]:
+def demands(
+    stages: Sequence[StageMemory], config: Config, budget: MemoryBudget
+) -> Iterator[Demand]:
     """One for each of ``phases``."""
-    for phase, parts in phases(config, room.kind).items():
+    for phase, parts in phases(config, budget.kind).items():
         # Another stage in each phase: the first has the embedding, the last logits and the head.
         fullest = max(stages, key=lambda stage: needed_gib(stage, parts))
-        need = needed_gib(fullest, parts, overhead_gib(phase, room.kind))
-        has = room.host_gib if phase in ON_HOST else room.device_gib
+        need = needed_gib(fullest, parts, overhead_gib(phase, budget.kind))
+        has = budget.host_gib if phase in ON_HOST else budget.device_gib
         yield Demand(phase, parts, fullest, need, has)
