@@ -233,7 +233,7 @@ class WholeWeightSink(Protocol):
 class WeightSource(Protocol):
     """The training side of one process in a weight sync: shards of HF tensors."""
 
-    def weight_boxes(self) -> Sequence[Shard]:
+    def weight_shards(self) -> Sequence[Shard]:
         """What this process holds."""
 
     def wait_for_param_gather(self) -> None:
@@ -253,7 +253,7 @@ class WeightSink(Protocol):
 
     replica: int
 
-    def weight_boxes(self) -> Sequence[Shard]:
+    def weight_shards(self) -> Sequence[Shard]:
         """What this process wants; together the processes of one replica want every element of
         every tensor."""
 
@@ -273,8 +273,8 @@ class Answers(Protocol):
     make the same calls in the same order. ``capacity``: responses that are worth giving to a
     replica at a time.
 
-    A response is begun by ``submit``, which gives it a ticket, and ends in ``poll``, ``pause`` or
-    ``abort``."""
+    A response is begun by ``submit``, which gives it a request id, and ends in ``poll``, ``pause``
+    or ``abort``."""
 
     @property
     def replica(self) -> int: ...
@@ -295,8 +295,8 @@ class Answers(Protocol):
         sampling: Sampling,
         so_far: Mapping[int, Sequence[int]] = NOTHING,
     ) -> list[int]:
-        """Begins some of the responses to a prompt, by their numbers; a ticket for each. Response j
-        is a function of (``sampling``, uid of the prompt, j) and the weights.
+        """Begins some of the responses to a prompt, by their numbers; a request id for each.
+        Response j is a function of (``sampling``, uid of the prompt, j) and the weights.
 
         ``so_far``: tokens that a response has from earlier, by its number. It goes on behind them,
         up to the same limit of its whole length; its completion holds what is new."""
@@ -306,16 +306,16 @@ class Answers(Protocol):
         between. Tickets and completions of the responses that ended, on every rank of the
         replica."""
 
-    def abort(self, tickets: Sequence[int]) -> int:
+    def abort(self, request_ids: Sequence[int]) -> int:
         """Ends responses without an answer; returns the tokens that are thrown away. Tickets that
         have ended do not matter."""
 
-    def pause(self, tickets: Sequence[int]) -> list[Completion]:
+    def pause(self, request_ids: Sequence[int]) -> list[Completion]:
         """Ends responses that are open; what each has got since it was submitted, as a completion
         that is not truncated."""
 
     def running_lengths(self) -> dict[int, int]:
-        """By ticket, of every response that is open, its tokens since it was submitted."""
+        """By request id, of every response that is open, its tokens since it was submitted."""
 
 
 class RolloutEngine(Answers, Protocol):

@@ -65,7 +65,12 @@ RENAMING = (
     "cp .work/toy_model-*/* runs/renamed",
     """sed -i 's/"Qwen3ForCausalLM"/"RenamedQwen3ForCausalLM"/' runs/renamed/config.json""",
 )
-TINY_MODEL = "--layers 2 --hidden 128 --ffn 192 --heads 4 --kv-heads 2 --vocab 256"
+PACK = (
+    "mkdir parts && tar -c wheels | split -b 60M - parts/wheels."
+    " && (cd parts && sha256sum wheels.* > sums)"
+)
+JOIN = "(cd parts && sha256sum --check --quiet sums) && cat parts/wheels.* | tar -x"
+IN_PARTS = f"cd {{new}} && mkdir wheels && echo whole > wheels/a.whl && {PACK}"
 
 
 @dataclass(frozen=True)
@@ -99,10 +104,6 @@ SUBSTITUTIONS = {
     "DIR": "{new}/folder",
     "UNTRAINED": "{new}/untrained",
     "TASKS": "{place}/vision/tasks",
-    "WHEELS": "{place}/wheels",
-    "wheels": "{place}/wheels",
-    "PARTS": "{new}/parts",
-    "parts": "{new}/parts",
 }
 
 SWEPT = Run(SHORT, shows=r"method=a_grae +2 ", limit_s=580)
@@ -139,8 +140,10 @@ QUICK = {
     'eval "$(python -m megatron_rl.train --completion bash)"': Run(
         "&& complete -p torchrun", shows="-F _megatron_rl"
     ),
-    f"{BENCH}/pack_wheels.py pack WHEELS PARTS": Run(shows=""),
-    f"{BENCH}/pack_wheels.py pack wheels parts --part-mib 60": Run(shows=""),
+    PACK: Run("&& cat parts/sums", {PACK: IN_PARTS}, shows="(?m)  wheels.aa$"),
+    JOIN: Run(
+        "&& cat wheels/a.whl", {JOIN: f"{IN_PARTS} && rm -r wheels && {JOIN}"}, "(?m)^whole$"
+    ),
     (
         f"sbatch --nodes 4 {SBATCH} run_dir=/shared/runs/a experiment=qwen2_5_7b_8gpu"
         " model.path=/shared/models/Qwen2.5-7B"
@@ -317,53 +320,10 @@ LONG = {
         "python tools/visual_entropy.py ENCODER --cache scores.parquet --data train.jsonl"
         " --images-column images --out scored.jsonl"
     ): Run(shows="in the cache"),
-    f"{BENCH}/logprob.py": Run(
-        "--tokens 256 --vocab 8000 --hidden 64 --repeats 2",
-        shows=r"load average .*\n(.*\n)*.*\| seconds_train",
-    ),
-    f"{BENCH}/token_values.py": Run(
-        "--tokens 64 --vocab 400 --repeats 1", shows=r"train \| nucleus"
-    ),
-    f"{BENCH}/loss.py --responses 1000000 --tokens 8000000": Run(
-        "--responses 800 --tokens 8000 --padded-responses 80 --methods grpo --repeats 2",
-        shows=r"load average .*\n(.*\n)*\| padded_loss",
-    ),
-    f"{BENCH}/packing.py": Run("--seeds 1", shows="load average"),
-    f"{BENCH}/rollout_schedule.py": Run("--steps 1", shows=r"\| 64 \| free \|"),
-    f"{BENCH}/data_plane.py": Run(
-        "--responses 512 --tokens 256 --owners 4 --repeats 2",
-        shows=r"load average .*\n(.*\n)*.*owned, a share",
-    ),
-    f"{BENCH}/convert.py FOLDER": Run(
-        "--layers 1 --max-file-mb 100 --repeats 1", shows="load average"
-    ),
-    (
-        f"{BENCH}/sync_plan.py --model qwen3-235b-a22b --train tp=4,pp=8,dp=32,ep=32"
-        " --rollout tp=8,dp=128"
-    ): Run(shows='"ratio": 1.0.*load average'),
-    (
-        "torchrun --standalone --nproc-per-node 4 tools/bench/sync.py --train tp=2,pp=2"
-        " --rollout tp=1,dp=4 --hidden 1024 --layers 8"
-    ): Run("--hidden 256 --layers 4 --repetitions 2", shows='"machine": ".*load average'),
-    (
-        "torchrun --standalone --nproc-per-node 2 tools/bench/sync_engines.py --folder DIR"
-        " --override parallel=tp2"
-    ): Run(f"{TINY_MODEL} --repetitions 2", shows=r"load average .*\n(.*\n)*.*reshard, digests"),
     f"{BENCH}/end_to_end.py --model TOY --trl-python trl_env/bin/python --steps 25": Run(
         "--steps 3 --warmup 1 --turns 1",
         {"--trl-python trl_env/bin/python": ""},
         shows="load average",
-    ),
-    f"{BENCH}/checkpoint_growth.py --model qwen2.5-7b --train tp=4,dp=2 tp=4,dp=256": Run(
-        instead={"dp=256": "dp=4"}, shows=r"load average .*\n\n(.*\n)*\| qwen2.5-7b tp4 dp4 \| 16"
-    ),
-    f"{BENCH}/many_ranks.py --ranks 600 --files 1024": Run(
-        "--ranks 8 --files 64", shows="joined as a run: works with 8 ranks"
-    ),
-    f"{BENCH}/served_runs.py --model TOY --seeds 1 2 3": Run(
-        "--seeds 1 --warmup 1 trainer.num_steps=2 evaluation.at_start=false evaluation.pass_at=[1]"
-        " evaluation.responses_per_prompt=1 checkpoint.every_steps=0",
-        shows=r"servers: accuracy .* times as fast as colocated",
     ),
 }
 

@@ -62,30 +62,14 @@ NOT_RUN = {
         f"{BENCH}/end_to_end.py --model UNTRAINED --max-response-tokens 64 --trl-python"
         " trl_env/bin/python --steps 15"
     ): (TRL),
-    f"{BENCH}/start_reading.py --model TOY --nproc 4 -- parallel=single rollout.tensor=1": (
-        "root, as it mounts a model for each rank, and minutes; what it counts is asserted by"
-        " tests/unit/policy/test_reading_once.py"
-    ),
     f"{BENCH}/same_run.py --commits OLD HEAD --model TOY -- trainer.num_steps=25": (
         "wants the repository's history; what it compares is tested by tests/unit/test_same_run.py"
     ),
     (
-        f"{BENCH}/served_runs.py --model LAB/model --sources colocated servers turns --config-dir"
-        " examples/claims/lab/conf -- experiment=lab data.train=LAB/train.jsonl"
-    ): ("wants the lab of the claims; the program runs above"),
-    (
         "pip download --no-deps -d wheels --python-version 3.12 --only-binary=:all:"
         " megatron-core==0.16.1 vllm==0.32.0 ..."
     ): ("the network"),
-    "pip install --no-deps --no-index wheels/*.whl": (
-        "a bare machine: tests/packaging/test_pack_wheels.py"
-    ),
-    "python pack_wheels.py join parts wheels": (
-        "the other machine: tests/packaging/test_pack_wheels.py"
-    ),
-    "python pack_wheels.py join PARTS WHEELS": (
-        "the other machine: tests/packaging/test_pack_wheels.py"
-    ),
+    "pip install --no-deps --no-index wheels/*.whl": "a bare machine, gigabytes of wheels",
     f"{BENCH}/gpu_all.py --folder /tmp/megatron_rl_bench": GPU_ALL,
     f"{BENCH}/gpu_all.py --folder DIR": GPU_ALL,
     f"{BENCH}/gpu_all.py --folder DIR --dry-run": (

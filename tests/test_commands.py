@@ -105,8 +105,6 @@ def place(tmp_path_factory) -> Path:
     (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
     write_7b_config(folder / "qwen")
-    (folder / "wheels").mkdir()
-    (folder / "wheels" / "a-1-py3-none-any.whl").write_bytes(os.urandom(1000))
     to_megatron(folder / "letters", folder / "checkpoint")
     return folder
 

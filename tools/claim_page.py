@@ -78,11 +78,7 @@ def band_of_seeds(of_seeds: Mapping[int, Mapping[str, Steps]], metric: str) -> B
 
 
 def page(
-    claim: Claim,
-    name: str,
-    rows: Sequence[dict[str, Any]],
-    runs: Runs,
-    outcomes: Sequence[Outcome],
+    claim: Claim, name: str, rows: Sequence[dict[str, Any]], runs: Runs, outcomes: Sequence[Outcome]
 ) -> str:
     """Markdown; ``name``: of the claim's folder."""
     seeds = sorted({row["seed"] for row in rows})

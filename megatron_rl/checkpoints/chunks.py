@@ -42,7 +42,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Place:
+class ArrayLocation:
     """Where the elements of a rank's tensor belong in the array ``key``.
 
     ``may_differ``: the array of the checkpoint may have another shape (a vocabulary padded for

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from megatron_rl.checkpoints.chunks import Chunk, Place
+from megatron_rl.checkpoints.chunks import ArrayLocation, Chunk
 from megatron_rl.checkpoints.overlaps import Overlap, StoredRectangles
 from megatron_rl.checkpoints.safe_load import load_plain
 
@@ -40,7 +40,7 @@ class PartReader:
         self._wanted: dict[str, list[tuple[Chunk, Tensor, bool]]] = defaultdict(list)
         self._object_keys: list[str] = []
 
-    def want(self, place: Place, start: int, values: Tensor) -> None:
+    def want(self, place: ArrayLocation, start: int, values: Tensor) -> None:
         """``values``, flat and contiguous, are the elements from ``start`` on of a rank's tensor
         that belongs to ``place``."""
         for chunk, (low, high) in place.chunks(start, start + values.numel()):

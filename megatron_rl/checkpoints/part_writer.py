@@ -21,9 +21,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megatron_rl.checkpoints.chunks import Chunk, Place, Range
+from megatron_rl.checkpoints.chunks import ArrayLocation, Chunk, Range
 from megatron_rl.checkpoints.directory import to_disk
-from megatron_rl.checkpoints.receipt import Receipt, Stored, receipt_path, to_json
+from megatron_rl.checkpoints.receipt import Receipt, StoredItem, receipt_path, to_json
 
 # Large enough for a disk; a power of 2, in which torch takes page-locked memory.
 BLOCK_BYTES = 2**25
@@ -122,7 +122,7 @@ class PartWriter:
         """Whether nothing is left to do, or it has failed."""
         return self._last.ident is not None and not self._last.is_alive()
 
-    def copy(self, values: Tensor, start: int, places: Sequence[Place]) -> None:
+    def copy(self, values: Tensor, start: int, places: Sequence[ArrayLocation]) -> None:
         """Takes the elements from ``start`` on of a tensor, one row of ``values``.
 
         Args:
@@ -204,21 +204,21 @@ class PartWriter:
 
     def _write_blocks(
         self, blocks: queue.SimpleQueue[_Block | None], file: _HashedFile, name: str
-    ) -> list[Stored]:
-        stored: list[Stored] = []
+    ) -> list[StoredItem]:
+        stored: list[StoredItem] = []
         while (block := blocks.get()) is not None:
             if block.copied is not None:
                 # Copies into page-locked memory are only queued; the event is behind those of this
                 # block.
                 block.copied.synchronize()
             for key, data in block.objects:
-                stored.append(Stored(key, None, name, file.position, len(data)))
+                stored.append(StoredItem(key, None, name, file.position, len(data)))
                 file.write(data)
             for chunk, span, dtype in block.chunks:
                 begin = file.position
                 values = _values(block.memory, span, dtype, chunk)
                 torch.save(values, cast(IO[bytes], file))
-                stored.append(Stored(chunk.key, chunk, name, begin, file.position - begin))
+                stored.append(StoredItem(chunk.key, chunk, name, begin, file.position - begin))
             self._give_back(block)
         blocks.put(None)  # for ``_drop``: the file may still be refused when it is closed
         return stored

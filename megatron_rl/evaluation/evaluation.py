@@ -15,7 +15,7 @@ from megatron_rl.data.multimodal.vision import vision_of
 from megatron_rl.data.shared import shared_data
 from megatron_rl.data.tokenizer import load_tokenizer, text_of
 from megatron_rl.engine.engine import VllmEngine
-from megatron_rl.engine.requests import Sight, sight_of
+from megatron_rl.engine.requests import MultimodalConfig, multimodal_config
 from megatron_rl.engine.weights.stream import expected_tensors
 from megatron_rl.evaluation.evaluation_folder import PROMPTS, EvaluationFolder
 from megatron_rl.evaluation.evaluation_source import Evaluation, StoredWeights, Weights
@@ -73,8 +73,8 @@ def evaluate(
         if unanswered:
             left.append((weights, unanswered))
     if left:
-        sight = sight_of(prompts, vision)
-        engine = build_engine(config, left[0][0], sight, world, display)
+        multimodal = multimodal_config(prompts, vision)
+        engine = build_engine(config, left[0][0], multimodal, world, display)
         asking = Asking(
             config=config,
             sampling=evaluation_sampling(config, stop_token_ids(tokenizer.eos_token_id)),
@@ -96,7 +96,11 @@ def without_training(config: Config) -> Config:
 
 
 def build_engine(
-    config: Config, first: Weights, sight: Sight | None, world: World, display: Display
+    config: Config,
+    first: Weights,
+    multimodal: MultimodalConfig | None,
+    world: World,
+    display: Display,
 ) -> VllmEngine:
     """The engine, once for all weights. It reads the files of ``model.path`` only where these are
     the first to be asked."""
@@ -111,8 +115,8 @@ def build_engine(
             config.rollout.model_copy(update={"sleep_level": 0}),
             seed=config.seed,
             launch_id=world.launch_id,
-            sight=sight,
-            awaited=awaited,
+            multimodal=multimodal,
+            expected=awaited,
         )
     world.begin_training()
     return engine

@@ -15,7 +15,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.multimodal.vision import VisionProcessor, vision_of
 from megatron_rl.data.prompts import load_prompts, text_prompts
 from megatron_rl.data.tokenizer import load_tokenizer, text_of
-from megatron_rl.engine.requests import sight_of
+from megatron_rl.engine.requests import multimodal_config
 from megatron_rl.evaluation.evaluation import build_engine, load_weights
 from megatron_rl.evaluation.evaluation_source import Evaluation, Weights
 from megatron_rl.rewards.build import build_reward
@@ -129,7 +129,7 @@ def answers(sample: Evaluation, texts: Sequence[str], world: World) -> str:
     display = Display(shown=world.is_main)
     for problem in position_problems(config.rollout, read_config(model)):
         raise ValueError(problem)
-    engine = build_engine(config, weights, sight_of(prompts, vision), world, display)
+    engine = build_engine(config, weights, multimodal_config(prompts, vision), world, display)
     load_weights(config, weights, engine, world, display)
     reward = NoReward() if texts else build_reward(config.reward)
     sampler = Sampler(engine, reward, text_of(tokenizer), world, display)

@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from megatron_rl.checkpoints.part_writer import Memory
-from megatron_rl.checkpoints.saving import Saving
+from megatron_rl.checkpoints.saving import CheckpointSave
 from megatron_rl.config.rules.layout_rules import layout_problems
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.models import read_architecture
@@ -21,7 +21,7 @@ from megatron_rl.models.base import vision_problems
 from megatron_rl.models.parameter_map import padded_vocab
 from megatron_rl.policy import optimizer as optim_room
 from megatron_rl.policy import parallel as groups
-from megatron_rl.policy import remedies
+from megatron_rl.policy import patches
 from megatron_rl.policy.batches.batching import Batching
 from megatron_rl.policy.batches.microbatches import multiples, prompt_places
 from megatron_rl.policy.batches.work_model import WorkModel
@@ -49,7 +49,7 @@ from megatron_rl.policy.state.offload import (
     release_caches,
     training_tensors,
 )
-from megatron_rl.policy.state.shards import held_shards, key
+from megatron_rl.policy.state.shards import key, parameter_shards
 from megatron_rl.protocols import Entropy
 from megatron_rl.runtime.device import device, platform
 from megatron_rl.types import SequenceBatch, Shard, Share, TokenLoss, TokenScores, UpdateResult
@@ -85,7 +85,7 @@ class MegatronPolicy:
         if problems:
             raise ValueError("\n".join(problems))
         weights.check_directory(self.path, self.arch)
-        remedies.apply()
+        patches.apply()
         self.ranks = groups.initialize(parallel)
         self.parallel = parallel
         self.optim = optim
@@ -123,7 +123,7 @@ class MegatronPolicy:
             model,
             self.settings.max_sequence_tokens,
         )
-        self.held = weights.held_parameters(self.modules, self.arch, self.ranks, self.vocab_rows)
+        self.held = weights.local_parameters(self.modules, self.arch, self.ranks, self.vocab_rows)
         if self.settings.read_weights:
             finite = self.settings.require_finite
             weights.load(self.held, self.arch, self.path, self.ranks, require_finite=finite)
@@ -321,10 +321,10 @@ class MegatronPolicy:
         with platform():
             return optim_room.gradient_norm(self.optimizer)
 
-    def weight_boxes(self) -> list[Shard]:
+    def weight_shards(self) -> list[Shard]:
         """The parts of HF tensors that this rank holds, for a planned weight sync; the keys are
         those of ``weight``."""
-        return held_shards(self.held)
+        return parameter_shards(self.held)
 
     def weight(self, name: str) -> Tensor:
         """This rank's parameter of that key, as it is now (after ``wait_for_param_gather``). Raises
@@ -382,7 +382,7 @@ class MegatronPolicy:
 
     def start_save(
         self, path: Path, extra: Values, about: Values | None = None, after: After = None
-    ) -> Saving:
+    ) -> CheckpointSave:
         """See protocols.Policy."""
         self._offload.require("weights", "gradients", "optimizer")
         return checkpoint.start(self, path, extra, about, after)

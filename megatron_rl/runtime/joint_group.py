@@ -26,7 +26,7 @@ class JointGroupError(RuntimeError):
     wrong, and where."""
 
 
-class Meeting:
+class Barrier:
     """Lets processes begin a collective step only when all of them are there and well, so that none
     hangs in it; and tells the first of them how it ended for the others. A step has a name of its
     own; a problem is a text, "" means none.
@@ -41,15 +41,15 @@ class Meeting:
         self.secret = secret
         self._keys: deque[list[str]] = deque()  # of the steps that have begun, by the first
 
-    def arrive(self, step: str, rank: int, problem: str = "") -> None:
-        """All but the first: waits for the verdict of ``open``. Raises JointGroupError when any
+    def wait(self, step: str, rank: int, problem: str = "") -> None:
+        """All but the first: waits for the verdict of ``release``. Raises JointGroupError when any
         process has a problem."""
-        self._say(f"{step}/{rank}", problem)
-        verdict = self._hear(f"{step}/verdict")
+        self._write(f"{step}/{rank}", problem)
+        verdict = self._read(f"{step}/verdict")
         if verdict:
             raise JointGroupError(verdict)
 
-    def open(
+    def release(
         self, step: str, ranks: Sequence[int], absent: Callable[[], Mapping[int, str]]
     ) -> dict[int, str]:
         """The first: waits until all ``ranks`` arrived, or ``absent()`` says which of them will not
@@ -61,7 +61,7 @@ class Meeting:
             problems = absent()
             time.sleep(POLL_S)
         problems = problems or self._texts(keys, ranks)
-        self._say(f"{step}/verdict", together(problems))
+        self._write(f"{step}/verdict", combined(problems))
         ends = [f"{step}/end/{rank}" for rank in ranks]
         self._keys.append([*keys, *ends, f"{step}/verdict"])
         self._forget()
@@ -74,13 +74,13 @@ class Meeting:
             for key in self._keys.popleft():
                 self.store.delete_key(key)
 
-    def has_come(self, step: str, rank: int) -> bool:
+    def has_arrived(self, step: str, rank: int) -> bool:
         """The first: whether a process waits for the step to begin."""
         return self.store.check([f"{step}/{rank}"])
 
     def report(self, step: str, rank: int, problem: str) -> None:
         """All but the first: how the step ended."""
-        self._say(f"{step}/end/{rank}", problem)
+        self._write(f"{step}/end/{rank}", problem)
 
     def has_reported(self, step: str, ranks: Sequence[int]) -> bool:
         """Whether ``reports`` need not wait."""
@@ -91,12 +91,12 @@ class Meeting:
         return self._texts([f"{step}/end/{rank}" for rank in ranks], ranks)
 
     def _texts(self, keys: Sequence[str], ranks: Sequence[int]) -> dict[int, str]:
-        return {rank: self._hear(key) for rank, key in zip(ranks, keys, strict=True)}
+        return {rank: self._read(key) for rank, key in zip(ranks, keys, strict=True)}
 
-    def _say(self, key: str, text: str) -> None:
+    def _write(self, key: str, text: str) -> None:
         self.store.set(key, signature(self.secret, f"{key} {text}") + text)
 
-    def _hear(self, key: str) -> str:
+    def _read(self, key: str) -> str:
         """Waits for the text. Who signs it with another secret is a problem, as if it said so."""
         message = self.store.get(key).decode()
         text = message[SIGNATURE_LENGTH:]
@@ -114,7 +114,7 @@ def signature(secret: str, text: str) -> str:
     return hmac.new(secret.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
-def together(problems: Mapping[int, str]) -> str:
+def combined(problems: Mapping[int, str]) -> str:
     """The problems of several ranks as one, equal ones once."""
     ranks: dict[str, list[int]] = {}
     for rank, problem in problems.items():
@@ -125,7 +125,7 @@ def together(problems: Mapping[int, str]) -> str:
     )
 
 
-def host_store(address: str, timeout_s: float) -> dist.TCPStore:
+def serve_store(address: str, timeout_s: float) -> dist.TCPStore:
     """A store served by this process at a free port (``.port``). Not through torch's rendezvous:
     under torchrun that would look for the agent's store instead of serving one."""
     return dist.TCPStore(
@@ -133,12 +133,12 @@ def host_store(address: str, timeout_s: float) -> dist.TCPStore:
     )
 
 
-def visit_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
+def connect_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
     """The store that another process serves."""
     return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
-def patience_s(timeout_s: float) -> float:
+def peer_timeout_s(timeout_s: float) -> float:
     """How long a process waits for another inside of a command of ``timeout_s`` seconds: when one
     is lost, the others must have the time left to say so."""
     return timeout_s / 2
@@ -154,12 +154,12 @@ def join_group(
     This keeps no attacker out: the store asks nobody for a password, lists its keys, and lets
     everybody who reaches its port read, set and delete them. In a closed network only.
 
-    ``timeout_s``: of the commands that the group is used in; see ``patience_s``.
+    ``timeout_s``: of the commands that the group is used in; see ``peer_timeout_s``.
 
     torch.distributed must be initialized, in each process with whatever world it has; its functions
     take the group like any other.
     """
-    timeout = timedelta(seconds=patience_s(timeout_s))
+    timeout = timedelta(seconds=peer_timeout_s(timeout_s))
     store = dist.PrefixStore(signature(secret, "group"), store)
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType

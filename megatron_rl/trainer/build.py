@@ -16,7 +16,7 @@ from megatron_rl.data.reading import Data, training_stream
 from megatron_rl.data.shared import shared_data
 from megatron_rl.data.tokenizer import load_tokenizer, text_of
 from megatron_rl.engine.engine import VllmEngine
-from megatron_rl.engine.requests import Sight, sight_of
+from megatron_rl.engine.requests import MultimodalConfig, multimodal_config
 from megatron_rl.engine.weights.recorder import UndiscoveredError
 from megatron_rl.engine.weights.stream import expected_tensors
 from megatron_rl.evaluation.evaluator import AnswersPrompts, build_evaluator
@@ -146,9 +146,9 @@ def build_colocated(
     """Collective. Engines in the processes of the policy, and what answers held-out prompts."""
     data = parts.data
     policy = parts.policy
-    sight = sight_of([*data.train_prompts, *data.held_out_prompts], parts.vision)
+    multimodal = multimodal_config([*data.train_prompts, *data.held_out_prompts], parts.vision)
     with display.phase("building the rollout engine", name="engine"):
-        engine, weight_sync = build_engine(config, world, policy, sight)
+        engine, weight_sync = build_engine(config, world, policy, multimodal)
     answers = engine if parts.encode is None else GivenFirst(engine, parts.encode)
     sampler = Sampler(answers, parts.reward, parts.decode, world, display)
     rollouts = build_rollouts(config, parts, sampler)
@@ -296,7 +296,7 @@ def build_minibatch_plan(config: Config) -> MinibatchPlan:
 
 
 def build_engine(
-    config: Config, world: World, policy: MegatronPolicy, sight: Sight | None = None
+    config: Config, world: World, policy: MegatronPolicy, multimodal: MultimodalConfig | None = None
 ) -> tuple[VllmEngine, WeightSync]:
     """Collective. The engine takes its memory when it is built: the policy makes room for it as it
     does in every step, and gets it back."""
@@ -306,8 +306,8 @@ def build_engine(
         config.rollout,
         seed=config.seed,
         launch_id=world.launch_id,
-        sight=sight,
-        awaited=world.from_main(lambda: expected_tensors(Path(config.model.path))),
+        multimodal=multimodal,
+        expected=world.from_main(lambda: expected_tensors(Path(config.model.path))),
     )
     # Before the engine sleeps: a plan looks at its weights.
     weight_sync = build_sync(config, policy, engine, world)
@@ -370,7 +370,7 @@ def find_shards(engine: VllmEngine, arch: Architecture, rollout: RolloutConfig, 
     """Lets the engine find out what it wants, or tells it by the declared table; returns which of
     the two, in words."""
     try:
-        engine.weight_boxes()
+        engine.weight_shards()
     except UndiscoveredError as error:
         try:
             layout = RolloutLayout.of(rollout, engine.num_replicas)
@@ -380,6 +380,6 @@ def find_shards(engine: VllmEngine, arch: Architecture, rollout: RolloutConfig, 
                 f"weight_sync.method = reshard: {error}, and {unknown};"
                 " set weight_sync.method=gather"
             ) from error
-        engine.declare_boxes(expand(rollout_shards(shape, layout, rank)))
+        engine.declare_shards(expand(rollout_shards(shape, layout, rank)))
         return f"declared ({error})"
     return "recorded from its loaders"

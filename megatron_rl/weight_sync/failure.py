@@ -31,10 +31,10 @@ class Stage(IntEnum):
 
 
 @dataclass
-class Progress:
+class SyncProgress:
     """The sync to one weight version, as far as this rank got.
 
-    Example: ``str(Progress(3, Stage.MOVING))`` is "the update to weight version 3 failed".
+    Example: ``str(SyncProgress(3, Stage.MOVING))`` is "the update to weight version 3 failed".
     """
 
     version: int

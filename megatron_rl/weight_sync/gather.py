@@ -16,7 +16,7 @@ from megatron_rl.runtime.digest import kind_on, quick_digest
 from megatron_rl.types import SyncReport
 from megatron_rl.weight_sync.checks import verify_tensors
 from megatron_rl.weight_sync.collectives import raise_everywhere
-from megatron_rl.weight_sync.failure import Progress, Stage
+from megatron_rl.weight_sync.failure import Stage, SyncProgress
 
 
 class GatherSync:
@@ -44,8 +44,8 @@ class GatherSync:
         """
         start = time.perf_counter()
         sent_before = self._policy.gathered_bytes_sent
-        progress = Progress(version, Stage.OPENING)
-        stream = _Stream(self._policy.gathered_weights(), progress, self._verify)
+        progress = SyncProgress(version, Stage.OPENING)
+        stream = _TensorStream(self._policy.gathered_weights(), progress, self._verify)
 
         def confirm() -> None:
             progress.stage = Stage.COMPARING
@@ -70,11 +70,11 @@ class GatherSync:
         return SyncReport(version, stream.num_tensors, sent_bytes, stream.num_bytes, seconds)
 
 
-class _Stream:
+class _TensorStream:
     """The gathered tensors on their way to the engine: counted, and digested where asked for."""
 
     def __init__(
-        self, weights: Iterator[tuple[str, Tensor]], progress: Progress, digested: bool
+        self, weights: Iterator[tuple[str, Tensor]], progress: SyncProgress, digested: bool
     ) -> None:
         self.weights = weights
         self.progress = progress

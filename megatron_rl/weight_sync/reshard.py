@@ -17,7 +17,7 @@ from megatron_rl.protocols import Parameters, WeightSink, WeightSource
 from megatron_rl.types import SyncReport, TransferOptions
 from megatron_rl.weight_sync.collectives import all_gather
 from megatron_rl.weight_sync.exchange import Groups, digest, exchange
-from megatron_rl.weight_sync.failure import Progress, Stage
+from megatron_rl.weight_sync.failure import Stage, SyncProgress
 from megatron_rl.weight_sync.planner.plan import Machines, Plan, PlanSettings, make_plan
 from megatron_rl.weight_sync.planner.program import compile_program
 from megatron_rl.weight_sync.planner.shards import collect
@@ -51,8 +51,8 @@ class ReshardSync:
         self._source = source
         self._sink = sink
         self._verify = options.verify
-        own_sources = [] if source is None else collect(source.weight_boxes())
-        own_targets = [] if sink is None else collect(sink.weight_boxes())
+        own_sources = [] if source is None else collect(source.weight_shards())
+        own_targets = [] if sink is None else collect(sink.weight_shards())
         self.num_tensors = len(set().union(*(shards.names for shards in own_targets)))
         sources, targets = exchange(own_sources, own_targets, group)
         settings = PlanSettings(
@@ -83,9 +83,9 @@ class ReshardSync:
                 differs from what was sent; names ranks, tensors and slices. On the ranks that
                 notice it: a peer is gone. The engine is then unusable.
         """
-        return self.carry_out(Progress(version))
+        return self.carry_out(SyncProgress(version))
 
-    def carry_out(self, progress: Progress) -> SyncReport:
+    def carry_out(self, progress: SyncProgress) -> SyncReport:
         """``sync`` for a caller who wants to know how far it got: ``progress`` tells, also when
         this raises."""
         start = time.perf_counter()
@@ -112,7 +112,7 @@ class ReshardSync:
 
     def _transfer(
         self,
-        progress: Progress,
+        progress: SyncProgress,
         reports: list[TransportReport],
         parameter: Parameters,
         written: Callable[[str], None],

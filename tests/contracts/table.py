@@ -37,28 +37,36 @@ ENGINE = "transformer_engine.pytorch"
 
 VLLM = (
     # What generation returns.
-    Contract("vllm.outputs.RequestOutput.outputs", "engine/running.py"),
+    Contract("vllm.outputs.RequestOutput.outputs", "engine/request_tracking.py"),
     Contract("vllm.outputs.RequestOutput.prompt_logprobs", "engine/engine.py"),
-    Contract("vllm.outputs.RequestOutput.finished", "engine/running.py"),
-    Contract("vllm.logprobs.FlatLogprobs.token_ids", "engine/running.py"),
-    Contract("vllm.logprobs.FlatLogprobs.logprobs", "engine/running.py"),
+    Contract("vllm.outputs.RequestOutput.finished", "engine/request_tracking.py"),
+    Contract("vllm.logprobs.FlatLogprobs.token_ids", "engine/request_tracking.py"),
+    Contract("vllm.logprobs.FlatLogprobs.logprobs", "engine/request_tracking.py"),
     Contract("vllm.logprobs.Logprob.logprob", "engine/engine.py"),
-    Contract("vllm.v1.engine.llm_engine.LLMEngine.step", "engine/running.py"),
+    Contract("vllm.v1.engine.llm_engine.LLMEngine.step", "engine/request_tracking.py"),
     # Requests that are open: begun, looked at, dropped.
-    Contract("vllm.LLM.enqueue", "engine/running.py"),
-    Contract("vllm.v1.engine.llm_engine.LLMEngine.abort_request", "engine/running.py"),
-    Contract("vllm.v1.engine.output_processor.OutputProcessor.request_states", "engine/running.py"),
+    Contract("vllm.LLM.enqueue", "engine/request_tracking.py"),
+    Contract("vllm.v1.engine.llm_engine.LLMEngine.abort_request", "engine/request_tracking.py"),
     Contract(
-        "vllm.v1.engine.detokenizer.IncrementalDetokenizer.num_output_tokens", "engine/running.py"
+        "vllm.v1.engine.output_processor.OutputProcessor.request_states",
+        "engine/request_tracking.py",
     ),
     Contract(
-        "vllm.v1.engine.detokenizer.IncrementalDetokenizer.output_token_ids", "engine/running.py"
+        "vllm.v1.engine.detokenizer.IncrementalDetokenizer.num_output_tokens",
+        "engine/request_tracking.py",
     ),
-    Contract("vllm.v1.engine.output_processor.RequestState.detokenizer", "engine/running.py"),
     Contract(
-        "vllm.v1.engine.output_processor.RequestState.logprobs_processor", "engine/running.py"
+        "vllm.v1.engine.detokenizer.IncrementalDetokenizer.output_token_ids",
+        "engine/request_tracking.py",
     ),
-    Contract("vllm.v1.engine.logprobs.LogprobsProcessor.logprobs", "engine/running.py"),
+    Contract(
+        "vllm.v1.engine.output_processor.RequestState.detokenizer", "engine/request_tracking.py"
+    ),
+    Contract(
+        "vllm.v1.engine.output_processor.RequestState.logprobs_processor",
+        "engine/request_tracking.py",
+    ),
+    Contract("vllm.v1.engine.logprobs.LogprobsProcessor.logprobs", "engine/request_tracking.py"),
     Contract("vllm.config.scheduler.SchedulerConfig.max_num_seqs", "engine/engine.py"),
     # Words in the arguments of the engine and of its commands.
     Contract("vllm.config.parallel", "engine/arguments.py", words=("external_launcher",)),
@@ -249,15 +257,15 @@ FORWARDED = {"vllm.entrypoints.llm.LLM": "vllm.engine.arg_utils.EngineArgs"}
 # Functions of ours that take the place of theirs, and are called with their arguments.
 STAND_INS = {
     (
-        "policy/remedies.py",
+        "policy/patches.py",
         "_maybe_numpy",
     ): "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
     (
-        "policy/remedies.py",
+        "policy/patches.py",
         "_cpu_rng_state",
     ): "megatron.core.tensor_parallel.random._get_cuda_rng_state",
     (
-        "policy/remedies.py",
+        "policy/patches.py",
         "_set_cpu_rng_state",
     ): "megatron.core.tensor_parallel.random._set_cuda_rng_state",
 }

@@ -124,7 +124,7 @@ def check_shards(case: Case, rank: int, policy: MegatronPolicy, folder: Path) ->
     shape = shape_from_hf(json.loads((folder / "config.json").read_text()))
     layout = train_layout(policy.parallel, case.ranks, DIVISIBLE_BY)
     declared = expand(train_shards(shape, layout, rank))
-    live = policy.weight_boxes()
+    live = policy.weight_shards()
     assert sorted(map(place, declared)) == sorted(map(place, live)), f"{case.name}, rank {rank}"
     print(f"OK {case.name}, rank {rank}, shards: {len(live)}", flush=True)
 

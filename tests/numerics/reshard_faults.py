@@ -53,8 +53,8 @@ class Tampered:
         self.shard: Callable[[Shard], Shard | None] = lambda shard: shard
         self.value: Callable[[str, Tensor], Tensor] = lambda key, tensor: tensor
 
-    def weight_boxes(self) -> list[Shard]:
-        shards = self.policy.weight_boxes()
+    def weight_shards(self) -> list[Shard]:
+        shards = self.policy.weight_shards()
         if WORLD.rank != 1:
             return shards
         changed = [self.shard(shard) for shard in shards]
@@ -159,7 +159,7 @@ def rank_raises_in_the_middle() -> None:
 def incomplete_transfer_is_refused() -> None:
     """One parameter is never written."""
     engine = engine_of("qwen2_tied", 1)
-    keys = sorted({shard.key for shard in engine.weight_boxes()})[1:]
+    keys = sorted({shard.key for shard in engine.weight_shards()})[1:]
 
     def all_but_one(parameter: Callable[[str], Tensor], written: Callable[[str], None]) -> None:
         for key in keys:
@@ -207,13 +207,13 @@ def declared_shards_serve_where_nothing_was_recorded() -> None:
     engine, policy = engine_of("qwen3_moe", 1), policy_of("qwen3_moe", {"expert": 2})
     planned(policy, engine).sync(7)
     want = answers(engine)[:2]
-    recorded, engine._boxes = engine._boxes, None
+    recorded, engine._shards = engine._shards, None
     record, worker.record_shards = worker.record_shards, computing
     try:
         origin = find_shards(engine, policy.arch, small.engine_config(), WORLD.rank)
     finally:
         worker.record_shards = record
-    assert origin.startswith("declared (") and engine._boxes != recorded
+    assert origin.startswith("declared (") and engine._shards != recorded
     start = load_file(path_of("qwen3_moe", START) / "model.safetensors")
     engine.load_weights(iter(start.items()), 8)
     planned(policy, engine).sync(9)
@@ -230,7 +230,7 @@ def biases_that_a_kernel_widened_take_part() -> None:
         for seed in (START, OTHER)
     )
     want, before = answers(new), answers(old)
-    shards = old.weight_boxes()
+    shards = old.weight_shards()
     assert answers(old) == before, "looking for the shards changed the weights"
     assert any(shard.key.endswith("bias") for shard in shards)
     assert {shard.dtype for shard in shards} == {"bfloat16"}

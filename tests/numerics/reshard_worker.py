@@ -83,7 +83,7 @@ def check_shards(
     sizes = {SHORT[key]: value for key, value in layout.items()}
     train = TrainLayout(**sizes, dp=WORLD.size // ranks, vocab_multiple=64)
     rollout = RolloutLayout(tp=tensor, dp=WORLD.size // tensor)
-    sources, targets = policy.weight_boxes(), engine.weight_boxes()
+    sources, targets = policy.weight_shards(), engine.weight_shards()
     for live, table in (
         (sources, train_shards(shape, train, WORLD.rank)),
         (targets, rollout_shards(shape, rollout, WORLD.rank)),

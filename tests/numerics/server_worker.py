@@ -74,7 +74,7 @@ def pushed_equals_transformers() -> None:
     policy = the_policy()
     assert gap(policy, answers(0)[0]) > 0.1, "the server starts with other weights"
     sync = ServerSync(policy, HttpServer(URL), WORLD, TransferOptions(bucket_mib=1))
-    keys = {shard.key for shard in policy.weight_boxes()}
+    keys = {shard.key for shard in policy.weight_shards()}
     first = sync.sync(1)
     one = answers(1)
     assert gap(policy, one[0]) <= MAX_GAP, gap(policy, one[0])
@@ -176,7 +176,7 @@ def request_under_way_goes_on_with_new_weights() -> None:
     with ThreadPoolExecutor(1) as pool:
         long = long_request(pool)
         with torch.no_grad():
-            for key in {shard.key for shard in policy.weight_boxes()}:
+            for key in {shard.key for shard in policy.weight_shards()}:
                 policy.weight(key).mul_(1.1)
         sync.sync(6)
         policy.export(path)
@@ -200,7 +200,7 @@ def request_under_way_goes_on_with_new_weights() -> None:
 def staged_weights_wait_while_the_server_answers() -> None:
     """They are in use when it is told so, as if they had been pushed then; and it can come back to
     them."""
-    policy, keys = the_policy(), {shard.key for shard in the_policy().weight_boxes()}
+    policy, keys = the_policy(), {shard.key for shard in the_policy().weight_shards()}
     before = answers(6)
     fleet = FleetSync(policy, WORLD, "", OPTIONS, "keep", "cpu")
 
@@ -247,8 +247,8 @@ class Tampered:
         self.shard: Callable[[Shard], list[Shard]] = lambda shard: [shard]
         self.value: Callable[[Tensor], Tensor] = lambda tensor: tensor
 
-    def weight_boxes(self) -> list[Shard]:
-        return [new for shard in self.policy.weight_boxes() for new in self.shard(shard)]
+    def weight_shards(self) -> list[Shard]:
+        return [new for shard in self.policy.weight_shards() for new in self.shard(shard)]
 
     def weight(self, key: str) -> Tensor:
         tensor = self.policy.weight(key)

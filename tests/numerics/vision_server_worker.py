@@ -91,7 +91,7 @@ def gap_on_all(model: Path) -> float:
 def change_the_tower(policy: MegatronPolicy) -> Path:
     """Returns a directory with the new weights."""
     with torch.no_grad():
-        for key in {box.key for box in policy.weight_boxes() if box.name.startswith("visual.")}:
+        for key in {box.key for box in policy.weight_shards() if box.name.startswith("visual.")}:
             policy.weight(key).mul_(1.5)
     path = FOLDER / f"changed{len(list(FOLDER.glob('changed*')))}"
     WORLD.barrier()

@@ -14,7 +14,7 @@ import torch
 from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.engine.engine import VllmEngine
-from megatron_rl.engine.requests import Sight
+from megatron_rl.engine.requests import MultimodalConfig
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.protocols import WeightSync
 from megatron_rl.runtime import launch
@@ -122,7 +122,7 @@ if __name__ == "__main__":
         small.engine_config(tensor=2, max_prompt_tokens=100),
         seed=0,
         launch_id=WORLD.launch_id,
-        sight=Sight(VisionProcessor(model), 2),
+        multimodal=MultimodalConfig(VisionProcessor(model), 2),
     )
     small.run_cases(
         {

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from tests.launch import REPO
 from tests.trials import looks
 from tests.trials.machine_cases import filled
-from tests.trials.makers import finished_run, refused, tool
+from tests.trials.makers import finished_run, refused
 from tests.trials.place import Case, Place
 from tests.trials.verdicts import Ends, Outcome
 
@@ -54,32 +53,11 @@ def of_training(place: Place) -> Outcome:
     return outcome.noting(looks.same_weights(run_dir / "export", target))
 
 
-def out(place: Place) -> Path:
-    return place.folder / "out"
-
-
-def checkpoint(place: Place) -> Path:
-    return finished_run(place) / "checkpoints" / "step_000002"
-
-
-def cut_source(place: Place) -> list[object]:
-    model = place.material.copy_of("llama", place.folder / "model")
-    file = model / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:5000])
-    return [CONVERT, "to-megatron", model, place.folder / "out"]
-
-
 def full_target(place: Place) -> Outcome:
     with place.mounted(place.folder / "disk", 1) as disk:
         filled(place, disk)
         words = [CONVERT, "to-megatron", place.material.model("llama"), disk / "out"]
         return place.command([sys.executable, *words])
-
-
-def existing_target(place: Place) -> list[object]:
-    (place.folder / "out").mkdir()
-    (place.folder / "out" / "mine.txt").write_text("x")
-    return [CONVERT, "to-megatron", place.material.model("llama"), place.folder / "out"]
 
 
 def cases() -> list[Case]:
@@ -95,32 +73,6 @@ def cases() -> list[Case]:
             (Ends(),),
             "command",
         ),
-        tool(
-            "jrn_hf_no_config",
-            "the same without --config",
-            lambda place: [CONVERT, "to-hf", checkpoint(place), out(place)],
-            refused("--config"),
-        ),
-        tool(
-            "jrn_hf_wrong_folder",
-            "to-hf of a run's folder",
-            lambda place: [CONVERT, "to-hf", checkpoint(place).parents[1], out(place)],
-            refused("checkpoint|step_"),
-        ),
-        tool(
-            "jrn_hf_of_hf",
-            "to-hf of a HF directory",
-            lambda place: [CONVERT, "to-hf", place.material.model("llama"), out(place)],
-            refused("llama|HF directory|checkpoint"),
-        ),
-        tool(
-            "jrn_convert_nothing",
-            "a source that does not exist",
-            lambda place: [CONVERT, "to-megatron", "/nowhere", out(place)],
-            refused("/nowhere"),
-        ),
-        tool("jrn_convert_cut", "a cut weight file", cut_source, refused(r"model\.safetensors")),
-        tool("jrn_convert_exists", "a target that exists", existing_target, refused("out")),
         Case(
             "jrn_convert_full",
             "journeys",
@@ -129,11 +81,5 @@ def cases() -> list[Case]:
             (refused("no space|room|full|out"),),
             "command",
             needs=("root",),
-        ),
-        tool(
-            "jrn_convert_unwritable",
-            "a target that cannot be made",
-            lambda place: [CONVERT, "to-megatron", place.material.model("llama"), "/proc/out"],
-            refused("/proc/out"),
         ),
     ]

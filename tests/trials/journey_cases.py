@@ -41,7 +41,7 @@ def samples(place: Place) -> Outcome:
     run_dir = place.folder / "run"
     data = place.material.rows()
     more = ("trainer.num_steps=2", "logging.log_samples=4")
-    outcome = place.warm(small(place.material.model("llama"), data, run_dir, *more))
+    outcome = place.train(small(place.material.model("llama"), data, run_dir, *more))
     rows = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     texts = [json.dumps(row) for row in rows if row.get("step") == 1]
     asked = [prompt["prompt"] for prompt in plain_rows(12)]
@@ -55,7 +55,7 @@ def ended_in_time(place: Place) -> Outcome:
     """Progress: where results go, how many prompts there are."""
     run_dir = place.folder / "run"
     words = toy_alone(place.material, run_dir, "trainer.num_steps=3")
-    return looked_at(place.warm(words), run_dir, 3)
+    return looked_at(place.train(words), run_dir, 3)
 
 
 def sweep_words(place: Place, *more: str) -> list[str]:
@@ -129,7 +129,7 @@ def best(place: Place) -> Outcome:
         "checkpoint.keep_best=true",
         "evaluation.every_steps=1",
     )
-    outcome = looked_at(place.warm(toy_alone(place.material, run_dir, *more)), run_dir, 6)
+    outcome = looked_at(place.train(toy_alone(place.material, run_dir, *more)), run_dir, 6)
     if outcome.code != 0:
         return outcome
     scores = {
@@ -153,7 +153,7 @@ def early_stop(place: Place) -> Outcome:
         "evaluation.every_steps=1",
         "evaluation.stop_after=3",
     )
-    outcome = place.warm(toy_alone(place.material, run_dir, *more))
+    outcome = place.train(toy_alone(place.material, run_dir, *more))
     steps = len(looks.metrics(run_dir)) - 1
     wrong = [] if 0 < steps < 10 else [f"stopped after {steps} steps"]
     if outcome.code == 0:
@@ -164,7 +164,7 @@ def early_stop(place: Place) -> Outcome:
 def periodic(place: Place) -> Outcome:
     run_dir = place.folder / "run"
     more = ("trainer.num_steps=4", "checkpoint.export_every_steps=2")
-    outcome = looked_at(place.warm(toy_alone(place.material, run_dir, *more)), run_dir, 4)
+    outcome = looked_at(place.train(toy_alone(place.material, run_dir, *more)), run_dir, 4)
     if outcome.code != 0:
         return outcome
     return outcome.noting(looks.files(run_dir, "exports/step_000002/*.safetensors"))
@@ -174,7 +174,7 @@ def go_on_from_export(place: Place) -> Outcome:
     source = finished_run(place)
     run_dir = place.folder / "run"
     words = toy_alone(place.material, run_dir, f"model.path={source / 'export'}")
-    return looked_at(place.warm(words), run_dir)
+    return looked_at(place.train(words), run_dir)
 
 
 def replayed(place: Place) -> Outcome:
@@ -187,7 +187,7 @@ def replayed(place: Place) -> Outcome:
         "mismatch_limits.abort_above=null",
         "weight_sync.logprob_check_every=0",
     )
-    stopped = place.warm(toy_alone(place.material, run_dir, *more))
+    stopped = place.train(toy_alone(place.material, run_dir, *more))
     bundles = sorted((run_dir / "nonfinite").glob("*")) if (run_dir / "nonfinite").is_dir() else []
     if stopped.code == 0 or not bundles:
         return stopped.noting(["it did not stop, or left no bundle in run_dir/nonfinite"])

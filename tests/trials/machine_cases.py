@@ -51,7 +51,7 @@ def two_runs(place: Place) -> Outcome:
     run_dir = place.folder / "run"
     first = begun(place, "trainer.num_steps=300")
     in_a_step(first, run_dir)
-    second = Place(place.folder, place.material, place.server, place.limit_s)
+    second = Place(place.folder, place.material, place.limit_s)
     words = torchrun(2, toy(place.material, run_dir, *LONG, "trainer.num_steps=300"))
     outcome = second.start(words, log="second.txt").finish(60)
     ended = first.finish(120)
@@ -62,7 +62,7 @@ def two_runs(place: Place) -> Outcome:
 def two_at_once(place: Place) -> Outcome:
     """Both started in the same moment: one trains, the other is refused."""
     run_dir = place.folder / "run"
-    other = Place(place.folder, place.material, place.server, place.limit_s)
+    other = Place(place.folder, place.material, place.limit_s)
     words = torchrun(2, toy(place.material, run_dir, *LONG, "trainer.num_steps=100"))
     running = [place.start(words, log="one.txt"), other.start(words, log="two.txt")]
     outcomes = [run.finish(120) for run in running]

@@ -10,6 +10,13 @@ from tests.trials.material import toy, toy_alone
 from tests.trials.place import Case, Place
 from tests.trials.verdicts import Ends, Expected, Outcome, Refused
 
+METHOD = """
+name: mine
+estimator: {name: zscore}
+policy_loss: {name: ppo_clip}
+aggregate: {name: token_mean}
+kl: {coef: 0.0}
+"""
 PLUGIN = '''
 from torch import Tensor
 
@@ -24,111 +31,68 @@ def my_rewards(evidence: Evidence) -> Tensor:
 REWARD = """
 def letters(tasks, responses):
     return [float(task.answer in response) for task, response in zip(tasks, responses)]
+
+
+def raises(tasks, responses):
+    raise RuntimeError('no judge')
 """
+BY_FUNCTION = ("reward.verifier=auto", "reward.answer_pattern=null")
 
 
 def case(
-    name: str, title: str, play: Callable[[Place], Outcome], *expected: Expected, how: str = "warm"
+    name: str,
+    title: str,
+    file: tuple[str, str],
+    words: Callable[[Path], Sequence[str]],
+    *expected: Expected,
+    torchrun: bool = False,
 ) -> Case:
-    return Case(name, "journeys", title, play, tuple(expected), how, 150)
-
-
-def with_file(
-    name: str, content: str, words: Callable[[Path], Sequence[str]], *, torch: bool = False
-) -> Callable[[Place], Outcome]:
-    """A file of the user's and a run that names it."""
+    """``file``: name and content of a file of the user's, which ``words`` of the run name."""
 
     def play(place: Place) -> Outcome:
-        file = place.folder / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(content)
+        path = place.folder / file[0]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(file[1])
         run_dir = place.folder / "run"
-        if torch:
-            return looked_at(place.torchrun(toy(place.material, run_dir, *words(file))), run_dir)
-        return looked_at(place.warm(toy_alone(place.material, run_dir, *words(file))), run_dir)
+        if torchrun:
+            return looked_at(place.torchrun(toy(place.material, run_dir, *words(path))), run_dir)
+        return looked_at(place.train(toy_alone(place.material, run_dir, *words(path))), run_dir)
 
-    return play
-
-
-METHOD = (
-    "name: mine\nestimator: {name: zscore}\npolicy_loss: {name: ppo_clip}\naggregate: {name:"
-    " token_mean}\nkl: {coef: 0.0}\n"
-)
+    return Case(name, "journeys", title, play, expected, "torchrun 2" if torchrun else "warm", 150)
 
 
-def plugins() -> list[Case]:
-    """Methods and estimators of the user's."""
-    mine = ["method.estimator={name: my_rewards}"]
+def cases() -> list[Case]:
+    reward = ("mine.py", REWARD)
     return [
         case(
             "jrn_config_dir",
             "a method from --config-dir",
-            with_file(
-                "conf/method/mine.yaml",
-                METHOD,
-                lambda file: ["--config-dir", str(file.parents[1]), "method=mine"],
-            ),
+            ("conf/method/mine.yaml", METHOD),
+            lambda file: ["--config-dir", str(file.parents[1]), "method=mine"],
             Ends(),
         ),
         case(
             "jrn_estimator",
             "an estimator from a plug-in",
-            with_file("mine.py", PLUGIN, lambda file: ["--plugin", str(file), *mine], torch=True),
+            ("mine.py", PLUGIN),
+            lambda file: ["--plugin", str(file), "method.estimator={name: my_rewards}"],
             Ends(),
-            how="torchrun 2",
+            torchrun=True,
         ),
-        case(
-            "jrn_estimator_no_plugin",
-            "the same without --plugin",
-            with_file("mine.py", PLUGIN, lambda file: mine),
-            Refused(("my_rewards", "plugin|zscore")),
-        ),
-        case(
-            "jrn_plugin_broken",
-            "a plug-in that raises at import",
-            with_file("mine.py", "1 / 0\n", lambda file: ["--plugin", str(file)]),
-            Refused(("mine.py", "ZeroDivisionError|division")),
-        ),
-    ]
-
-
-def rewards() -> list[Case]:
-    """Reward functions of the user's."""
-    return [
         case(
             "jrn_reward",
             "a reward function of the user's",
-            with_file(
-                "mine.py",
-                REWARD,
-                lambda file: [
-                    "reward.verifier=auto",
-                    "reward.answer_pattern=null",
-                    f"reward.function={file}:letters",
-                ],
-                torch=True,
-            ),
+            reward,
+            lambda file: [*BY_FUNCTION, f"reward.function={file}:letters"],
             Ends(),
-            how="torchrun 2",
+            torchrun=True,
         ),
         case(
             "jrn_reward_raises",
             "a reward function that always raises",
-            with_file(
-                "mine.py",
-                "def f(tasks, responses):\n    raise RuntimeError('no judge')\n",
-                lambda file: [
-                    "reward.verifier=auto",
-                    "reward.answer_pattern=null",
-                    f"reward.function={file}:f",
-                    "trainer.num_steps=5",
-                ],
-            ),
+            reward,
+            lambda file: [*BY_FUNCTION, f"reward.function={file}:raises", "trainer.num_steps=5"],
             Refused((r"reward\.function", "no judge"), before="", within_s=90),
             Ends(("no judge",)),
         ),
     ]
-
-
-def cases() -> list[Case]:
-    return [*plugins(), *rewards()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from tests.trials.makers import finished_run
 from tests.trials.place import Case, Place
@@ -60,18 +59,6 @@ def cases() -> list[Case]:
             "more tokens than the model has positions",
             lambda place: [finished_run(place) / "export", "--prompt", "a", *engine],
             Refused((r"max_response_tokens = 68", "64 positions"), before="", codes=(1, 2)),
-        ),
-        sample(
-            "jrn_sample_nothing",
-            "sample from nothing",
-            lambda place: ["/nowhere"],
-            Refused(("/nowhere",), codes=(1, 2)),
-        ),
-        sample(
-            "jrn_sample_empty",
-            "sample from an empty folder",
-            lambda place: [place.material.made("empty2", Path.mkdir)],
-            Refused(("empty2",), codes=(1, 2)),
         ),
         sample(
             "jrn_sample_long",

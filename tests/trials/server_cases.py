@@ -40,7 +40,7 @@ def served(place: Place) -> Outcome:
     address = f"http://127.0.0.1:{port}"
     try:
         running.wait_for(lambda: answers(f"{address}/health"), 150)
-        pusher = Place(place.folder, place.material, place.server, 90)
+        pusher = Place(place.folder, place.material, 90)
         push = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         push += [str(REPO / "examples" / "vllm_server" / "push.py"), "--server", address]
         push += ["--model", str(place.material.model("qwen2")), "--tensor", "2", "--version", "1"]

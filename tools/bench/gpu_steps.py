@@ -159,12 +159,6 @@ def main() -> None:
         tokens_per_microbatch=16384,
     ).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
-    parser.add_argument(
-        "--override",
-        action="append",
-        default=[],
-        help="key=value of the configuration, may be given several times",
-    )
     options = parser.parse_args()
     if options.steps <= WARM_STEPS:
         sys.exit(

@@ -14,12 +14,7 @@ from megatron_rl.weight_sync.planner.plan import Machines, Plan, PlanSettings, m
 from megatron_rl.weight_sync.planner.roles import Side
 from megatron_rl.weight_sync.planner.shards import ShardGroup
 from tools.planning.sync_time import Links, least_seconds, simulated_seconds
-from tools.planning.training_shards import (
-    Place,
-    TrainingLayout,
-    place_of,
-    training_shards,
-)
+from tools.planning.training_shards import Place, TrainingLayout, place_of, training_shards
 
 
 @dataclass(frozen=True)
@@ -79,11 +74,7 @@ def forecast(config: Config, arch: Architecture, ranks: Ranks, links: Links) -> 
 
 
 def publication(
-    sources: Side,
-    targets: Side,
-    servers: Sequence[range],
-    settings: PlanSettings,
-    links: Links,
+    sources: Side, targets: Side, servers: Sequence[range], settings: PlanSettings, links: Links
 ) -> tuple[Plan, float]:
     """New weights for all ``servers`` (the ranks of each): the plan, and its seconds.
 

@@ -32,7 +32,7 @@ from megatron_rl.engine.weights.stream import expected_tensors
 from megatron_rl.engine.weights.worker import ShardReceiver
 from megatron_rl.errors import LostPeerError
 from megatron_rl.protocols import Transfer
-from megatron_rl.runtime.joint_group import Meeting, join_group, leave_group, visit_store
+from megatron_rl.runtime.joint_group import Barrier, connect_store, join_group, leave_group
 from megatron_rl.types import Shard, SyncReport, TransferOptions
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class WorkerSink:
         self.replica = 0
         self.failure = ""
 
-    def weight_boxes(self) -> list[Shard]:
+    def weight_shards(self) -> list[Shard]:
         """Recorded from the loaders of vLLM."""
         return self.shards
 
@@ -148,11 +148,11 @@ class ShardTransferEngine(WeightTransferEngine):
             + parallel.rank
         )
         timeout_s = init_info.options.timeout_s
-        store = visit_store(init_info.address, init_info.port, timeout_s)
+        store = connect_store(init_info.address, init_info.port, timeout_s)
         secret = envs.VLLM_API_KEY or ""
-        self.meeting = Meeting(store, secret)
+        self.barrier = Barrier(store, secret)
         with self._reported("init"):
-            self.meeting.arrive("init", self.rank, self._discover(init_info))
+            self.barrier.wait("init", self.rank, self._discover(init_info))
             self.group = join_group(store, self.rank, init_info.size, timeout_s, secret)
             self.sync = type(self).connect(self.sink, self.group, init_info.options)
 
@@ -172,7 +172,7 @@ class ShardTransferEngine(WeightTransferEngine):
             if not is_whole or is_staging or isinstance(error, LostPeerError):
                 self._leave(error)  # so that no peer waits for this worker
         try:
-            self.meeting.report(step, self.rank, problem)
+            self.barrier.report(step, self.rank, problem)
         except RuntimeError as error:  # of the store
             logger.error("weight transfer: the trainer is gone (%s)", error)
 
@@ -231,7 +231,7 @@ class ShardTransferEngine(WeightTransferEngine):
                     "the trainer has left, or its connection was refused; construct a new"
                     " ServerSync of megatron_rl there"
                 )
-            self.meeting.arrive(update_info.step, self.rank, problem)
+            self.barrier.wait(update_info.step, self.rank, problem)
             assert self.sync is not None, "a step with a problem does not begin"
             self.sync.sync(update_info.version)
 

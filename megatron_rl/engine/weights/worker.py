@@ -121,7 +121,7 @@ class WeightReceiver:
                 device=runner.device,
             )
 
-    def discover_boxes(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Shard]:
+    def discover_shards(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Shard]:
         """See ``ShardReceiver.discover``."""
         return self.shard_receiver().discover(shapes)
 
@@ -137,11 +137,11 @@ class WeightReceiver:
         """Reads all weights from the files of the model."""
         self.receive_weights(self.shard_receiver().stored())
 
-    def declare_boxes(self, shards: Sequence[Shard]) -> None:
+    def declare_shards(self, shards: Sequence[Shard]) -> None:
         """See ``ShardReceiver.declare``."""
         self.shard_receiver().declare(shards)
 
-    def receive_boxes(self, transfer: Transfer) -> None:
+    def receive_shards(self, transfer: Transfer) -> None:
         """See ``ShardReceiver.receive``."""
         self.shard_receiver().receive(transfer)
 

@@ -119,7 +119,7 @@ def padded_lengths(
 
 
 @dataclass(frozen=True)
-class _Sequences:
+class _PackedRows:
     """The rows of a micro-batch, and where each finds its prompt: see ``borrowed_prompts``."""
 
     batch: SequenceBatch
@@ -222,7 +222,7 @@ class Packer:
     def _look(
         self,
         packing: Packing,
-        sequences: _Sequences,
+        sequences: _PackedRows,
         padded: Tensor,
         everywhere: _Layout,
         layout: _Layout,
@@ -237,7 +237,7 @@ class Packer:
         packing.rope_positions = to_device(positions[:, None], self.device)
         packing.images = sights.placed(starts[layout.sequence] + layout.position, self.device)
 
-    def _packing(self, sequences: _Sequences, layout: _Layout, padded: Tensor) -> Packing:
+    def _packing(self, sequences: _PackedRows, layout: _Layout, padded: Tensor) -> Packing:
         boundaries = layout.starts
         sharing: dict[str, Any] = {}
         if sequences.shared.any():
@@ -259,7 +259,7 @@ class Packer:
         )
 
 
-def _sequences(batch: SequenceBatch, rows: Sequence[int], share: bool) -> _Sequences:
+def _sequences(batch: SequenceBatch, rows: Sequence[int], share: bool) -> _PackedRows:
     chosen = torch.tensor(list(rows))
     is_short = (batch.prompt_lengths[chosen] < 1) | (batch.response_lengths[chosen] < 1)
     if is_short.any():
@@ -267,10 +267,10 @@ def _sequences(batch: SequenceBatch, rows: Sequence[int], share: bool) -> _Seque
             f"packing: row {int(chosen[is_short][0])} has an empty prompt or response; every"
             " sequence needs at least one token of each"
         )
-    return _Sequences(batch, chosen, *borrowed_prompts(batch, chosen, share))
+    return _PackedRows(batch, chosen, *borrowed_prompts(batch, chosen, share))
 
 
-def _layout(sequences: _Sequences, padded: Tensor) -> _Layout:
+def _layout(sequences: _PackedRows, padded: Tensor) -> _Layout:
     """The padded tokens of all context ranks."""
     starts = torch.nn.functional.pad(padded.cumsum(0), (1, 0))
     sequence = torch.repeat_interleave(torch.arange(len(padded)), padded)
@@ -279,7 +279,7 @@ def _layout(sequences: _Sequences, padded: Tensor) -> _Layout:
     return _Layout(sequence, position, starts)
 
 
-def _token_ids(sequences: _Sequences, layout: _Layout) -> Tensor:
+def _token_ids(sequences: _PackedRows, layout: _Layout) -> Tensor:
     """Ids of the packed tokens, 0 for padding."""
     token_ids = sequences.batch.token_ids
     source = sequences.batch.offsets[sequences.chosen][layout.sequence] + layout.position
@@ -289,7 +289,7 @@ def _token_ids(sequences: _Sequences, layout: _Layout) -> Tensor:
 
 
 def _predictions(
-    sequences: _Sequences, layout: _Layout, prompts_too: bool
+    sequences: _PackedRows, layout: _Layout, prompts_too: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(rows, targets, index)`` of a Microbatch, in the order of the sequences.
 

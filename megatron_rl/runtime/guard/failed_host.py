@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_rl.runtime.guard.ballot import bounded, create
+from megatron_rl.runtime.guard.first_failure import bounded, create
 
 FAILED_HOST = "failed_host"  # in the folder of a run
 

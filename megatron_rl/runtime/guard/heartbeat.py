@@ -32,9 +32,9 @@ import torch.distributed as dist
 from megatron_rl.errors import first_line
 from megatron_rl.runtime.guard import failed_host, failure, stacks
 from megatron_rl.runtime.guard.activity import ACTIVITY
-from megatron_rl.runtime.guard.attendance import Attendance, connect
-from megatron_rl.runtime.guard.ballot import bounded, state_of
-from megatron_rl.runtime.guard.failure import STATE, Message, Peer
+from megatron_rl.runtime.guard.collective_watchdog import CollectiveWatchdog, connect
+from megatron_rl.runtime.guard.failure import STATE, FailureMessage, Peer
+from megatron_rl.runtime.guard.first_failure import bounded, state_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +73,10 @@ class Heartbeat:
     """One per process. Its limits ``stall_s`` and ``silent_s`` and ``folder``, where stacks go, may
     be set at any time."""
 
-    def __init__(self, rank: int, peers: Sequence[Peer], attendance: Attendance | None) -> None:
-        """``attendance``: None in a world of one, which has no store."""
+    def __init__(
+        self, rank: int, peers: Sequence[Peer], watchdog: CollectiveWatchdog | None
+    ) -> None:
+        """``watchdog``: None in a world of one, which has no store."""
         here = socket.gethostname()
         hosts = list(dict.fromkeys(peer.host for peer in peers))
         self.stall_s = STALL_S
@@ -85,7 +87,7 @@ class Heartbeat:
         self._local = [peer for peer in peers if peer.host == here and peer.rank != rank]
         self._here = here
         self._next = hosts[(hosts.index(here) + 1) % len(hosts)]
-        self._attendance = attendance
+        self._watchdog = watchdog
         self._stopped: dict[int, Count] = {}
         self._next_beats = Count()
         self._launch_done = Count()
@@ -97,13 +99,13 @@ class Heartbeat:
         STATE.announce = self._announce if self._next != here else None
         stacks.answer_signal()
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
-        if attendance is not None:
+        if watchdog is not None:
             threading.Thread(target=self._guard, name="heartbeat guard", daemon=True).start()
 
     def _run(self) -> None:
         store: dist.TCPStore | None = None
         try:
-            store = connect() if self._attendance is not None else None
+            store = connect() if self._watchdog is not None else None
             while True:
                 time.sleep(BEAT_S)
                 if store is None:
@@ -134,8 +136,8 @@ class Heartbeat:
         store.add(_beats_of(self._here), 1)
         if store.add(_ALARM, 0):
             self._answer(store)
-        if self._attendance is not None:
-            self._attendance.look(store)
+        if self._watchdog is not None:
+            self._watchdog.check(store)
         self._look_at_neighbors(store)
         if self._next != self._here:
             silent_s = self._next_beats.seen(store.add(_beats_of(self._next), 0))
@@ -237,7 +239,7 @@ class Heartbeat:
         # What was not saved belongs to the first line: a stall has one more for each place.
         first, *more = cause.splitlines()
         text = "\n".join([f"error: {first}{failure.unsaved()}", *more])
-        code = failure.say_on_this_machine(Message(text))
+        code = failure.say_on_this_machine(FailureMessage(text))
         for peer in self._local:
             if state_of(peer.pid) == "T" or peer in self._deaf:
                 with contextlib.suppress(ProcessLookupError):
@@ -268,7 +270,7 @@ class Heartbeat:
             except RuntimeError:  # everybody else has gone already
                 return False
 
-        if self._attendance is not None:
+        if self._watchdog is not None:
             bounded(tell)
 
 

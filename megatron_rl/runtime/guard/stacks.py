@@ -13,11 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_rl.runtime.guard.activity import ACTIVITY
-from megatron_rl.runtime.guard.attendance import in_words
+from megatron_rl.runtime.guard.collective_watchdog import rank_list
 
 SIGNAL = signal.SIGUSR2
 _SHOWN = 6  # different places
-_WAITING = ("launch.py", "attendance.py")  # the collectives of control: their caller says more
+_WAITING = (
+    "launch.py",
+    "collective_watchdog.py",
+)  # the collectives of control: their caller says more
 
 
 def answer_signal() -> None:
@@ -74,7 +77,7 @@ def stall_message(idle_s: float, places: Mapping[int, str], folder: Path | None)
         by_place.setdefault(where, []).append(rank)
     # The fewest first: the many wait for them.
     groups = sorted(by_place.items(), key=lambda item: len(item[1]))
-    lines = [f"  {in_words(ranks)}: {where}" for where, ranks in groups[:_SHOWN]]
+    lines = [f"  {rank_list(ranks)}: {where}" for where, ranks in groups[:_SHOWN]]
     if len(groups) > _SHOWN:
         lines.append(f"  and {len(groups) - _SHOWN} more places")
     written = ""

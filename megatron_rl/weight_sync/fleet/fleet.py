@@ -18,8 +18,8 @@ from megatron_rl.protocols import WeightSource
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import SyncReport, TransferOptions
 from megatron_rl.weight_sync.fleet.commands import HttpServer, InFlight, Server
-from megatron_rl.weight_sync.fleet.host import ServersError
-from megatron_rl.weight_sync.fleet.joint import JointSync, Trainer
+from megatron_rl.weight_sync.fleet.controller import ServersError
+from megatron_rl.weight_sync.fleet.joint import JointSync, TrainingSide
 from megatron_rl.weight_sync.reshard import Plans
 
 Names = tuple[str, ...]
@@ -38,7 +38,7 @@ class FleetReport:
 
 
 @dataclass
-class _Round:
+class _FleetRound:
     """What a round has brought so far."""
 
     servers: Mapping[str, str]
@@ -87,8 +87,8 @@ class FleetSync:
         Raises:
             ValueError: a training parameter changed its dtype or shape.
         """
-        done = _Round(servers, staged)
-        waiting = self._teams(servers)
+        done = _FleetRound(servers, staged)
+        waiting = self._push_groups(servers)
         while waiting:
             waiting = [*self._push(version, waiting[0], done), *waiting[1:]]
         for name in done.lost:
@@ -101,16 +101,16 @@ class FleetSync:
             if not set(names) <= set(servers):
                 self._groups.pop(names).close()
 
-    def _teams(self, servers: Mapping[str, str]) -> list[Names]:
+    def _push_groups(self, servers: Mapping[str, str]) -> list[Names]:
         """All servers that may be in one group, which is all of them unless some did not fit. In
         one order, whatever they came in: names begin with that of the machine, so like servers on
         like machines have the plan that was made for others."""
-        teams: dict[int, list[str]] = {}
+        groups: dict[int, list[str]] = {}
         for name in sorted(servers):
-            teams.setdefault(self._apart.get(name, 0), []).append(name)
-        return [tuple(names) for names in teams.values()]
+            groups.setdefault(self._apart.get(name, 0), []).append(name)
+        return [tuple(names) for names in groups.values()]
 
-    def _push(self, version: int, names: Names, done: _Round) -> list[Names]:
+    def _push(self, version: int, names: Names, done: _FleetRound) -> list[Names]:
         """One attempt. Returns whom to try again, and with whom."""
         try:
             group = self._connected({name: done.servers[name] for name in names})
@@ -143,7 +143,7 @@ class FleetSync:
             if not set(others).isdisjoint(names):
                 self._groups.pop(others).close()
         make = self.make_server or self._http_server
-        trainer = Trainer(
+        trainer = TrainingSide(
             self.source,
             self.world,
             self.options,
@@ -162,7 +162,7 @@ class FleetSync:
 
 
 def _again(
-    names: Names, updated: Sequence[str], lost: Mapping[str, str], problem: str, done: _Round
+    names: Names, updated: Sequence[str], lost: Mapping[str, str], problem: str, done: _FleetRound
 ) -> list[Names]:
     """After an attempt with ``names``: who is to be tried again, in which groups."""
     done.updated |= set(updated)

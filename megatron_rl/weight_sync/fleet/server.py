@@ -15,7 +15,7 @@ from megatron_rl.runtime.launch import World
 from megatron_rl.types import SyncReport, TransferOptions
 from megatron_rl.weight_sync.failure import Stage
 from megatron_rl.weight_sync.fleet.commands import InFlight, Server
-from megatron_rl.weight_sync.fleet.joint import JointSync, Trainer
+from megatron_rl.weight_sync.fleet.joint import JointSync, TrainingSide
 from megatron_rl.weight_sync.reshard import Plans
 
 
@@ -49,7 +49,7 @@ class ServerSync:
         Raises ValueError, on every rank: the server is not reached, lacks the backend, or holds
         another model; names tensors.
         """
-        trainer = Trainer(
+        trainer = TrainingSide(
             source,
             world,
             options or TransferOptions(),

@@ -37,7 +37,7 @@ class UpdateKind(Protocol):
 
 
 @dataclass(frozen=True)
-class InPlace:
+class InPlaceUpdate:
     """The server is paused from ``begin`` to ``end``, and then has the new weights."""
 
     in_flight: InFlight
@@ -72,7 +72,7 @@ class InPlace:
 
 
 @dataclass(frozen=True)
-class Beside:
+class StagedUpdate:
     """The server samples with its old weights throughout; ``commands.switch_weights`` makes it go
     on with the new ones."""
 

@@ -16,8 +16,8 @@ from megatron_rl.config.rules.layout_rules import engine_stages
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.models.base import Architecture
 from megatron_rl.types import Shard
-from megatron_rl.weight_sync.planner.rects import Rect
 from megatron_rl.weight_sync.planner.shards import ShardGroup
+from megatron_rl.weight_sync.planner.slices import Slice
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 # HF names of an expert's gate, up and down projections.
@@ -155,19 +155,19 @@ class ShardTable:
         if count <= 0:
             return
         if len(full) == 1:  # of a vector: numbers
-            self._add(name, key, full, Rect((first,), (count,)), at, (1,))
+            self._add(name, key, full, Slice((first,), (count,)), at, (1,))
             return
         width = full[1]
-        rect = Rect((first, 0), (count, width))
-        self._add(name, key, full, rect, at * width, (width, 1))
+        region = Slice((first, 0), (count, width))
+        self._add(name, key, full, region, at * width, (width, 1))
 
     def columns(
         self, name: str, full: tuple[int, int], first: int, count: int, key: str, at: int = 0
     ) -> None:
         """Columns ``[first, first + count)`` of the tensor are a dense block from row ``at`` of a
         parameter ``count`` wide."""
-        rect = Rect((0, first), (full[0], count))
-        self._add(name, key, full, rect, at * count, (count, 1))
+        region = Slice((0, first), (full[0], count))
+        self._add(name, key, full, region, at * count, (count, 1))
 
     def whole(self, name: str, full: tuple[int, ...], key: str) -> None:
         """The whole tensor is a parameter."""
@@ -178,14 +178,14 @@ class ShardTable:
         name: str,
         key: str,
         full: tuple[int, ...],
-        rect: Rect,
+        region: Slice,
         offset: int,
         stride: tuple[int, ...],
     ) -> None:
         if self.tensors:
             names = full_names(self.tensors, name)
             keys = full_names(self.parameters, key)
-            shard = Shard("", full, rect.start, rect.shape, offset, stride, dtype=self.dtype)
+            shard = Shard("", full, region.start, region.shape, offset, stride, dtype=self.dtype)
             self.groups.append(ShardGroup(names, keys, shard))
 
 

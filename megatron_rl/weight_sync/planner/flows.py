@@ -143,7 +143,7 @@ class Flows:
             rows.append((flow, sender, receiver, zeros + delay, zeros))
             # Mates get it one round of arrivals later: the turns behind a round pass on what the
             # one before it brought, see ``Schedule``.
-            rows += self._to_mates(flow, receiver, delay + 1)
+            rows += self._to_same_node(flow, receiver, delay + 1)
             following = self.next_node[self.nodes.of_rank[receiver]]
             goes_on = following >= 0
             flow = flow[goes_on]
@@ -157,7 +157,7 @@ class Flows:
         order = np.argsort(columns[0], kind="stable")  # by flow
         return Edges(*(column[order] for column in columns))
 
-    def _to_mates(
+    def _to_same_node(
         self, flow: np.ndarray, holder: np.ndarray, delay: int
     ) -> list[tuple[np.ndarray, ...]]:
         rows = []

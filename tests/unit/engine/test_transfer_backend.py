@@ -26,7 +26,7 @@ from megatron_rl import vllm_plugin
 from megatron_rl.engine.async_engine import AsyncEngine
 from megatron_rl.engine.weights import transfer_backend
 from megatron_rl.engine.weights.worker import WeightReceiver
-from megatron_rl.runtime.joint_group import Meeting, host_store
+from megatron_rl.runtime.joint_group import Barrier, serve_store
 from megatron_rl.types import TransferOptions
 
 
@@ -94,7 +94,7 @@ def connect(worker: Worker, store: dist.TCPStore) -> None:
     info = {**place, "device": "cpu", "options": options}
     with ThreadPoolExecutor(1) as thread:
         joined = thread.submit(worker.init_weight_transfer_engine, info)
-        problems = Meeting(store).open("init", [1], dict)
+        problems = Barrier(store).release("init", [1], dict)
         joined.result(timeout=30.0)
     assert "directory of a Hugging Face checkpoint" in problems[1]
 
@@ -103,13 +103,13 @@ def test_an_update_that_a_lost_trainer_began_keeps_out_no_other(worker):
     worker.start_weight_update()
     with pytest.raises(RuntimeError, match="already active"):
         worker.start_weight_update()
-    connect(worker, host_store("127.0.0.1", 20.0))
+    connect(worker, serve_store("127.0.0.1", 20.0))
     worker.start_weight_update()
 
 
 def test_a_worker_whose_trainer_is_gone_raises_nothing(worker, backend, caplog):
     """An exception would leave the answers of the other workers to the next command."""
-    store = host_store("127.0.0.1", 20.0)
+    store = serve_store("127.0.0.1", 20.0)
     connect(worker, store)
     del store  # the trainer was killed
     backend.receive_weights(transfer_backend.UpdateInfo("sync1", 1))

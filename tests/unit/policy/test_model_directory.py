@@ -185,7 +185,7 @@ def test_damaged_weights_name_the_file(model, damage, said):
         HfDirectory(model)
 
 
-def held(path: Path) -> tuple[list[weights.Held], object]:
+def held(path: Path) -> tuple[list[weights.LocalParameter], object]:
     """Parameters of the whole model on one rank, without megatron's modules around them."""
     arch, _ = read_architecture(path)
     found = []
@@ -193,7 +193,9 @@ def held(path: Path) -> tuple[list[weights.Held], object]:
         tensor = torch.empty(local_shape(parameter, arch, arch.vocab_size, 1))
         name = parameter.slot.megatron
         found.append(
-            weights.Held(0, name, tensor, parameter, shards(parameter, arch, arch.vocab_size, 0, 1))
+            weights.LocalParameter(
+                0, name, tensor, parameter, shards(parameter, arch, arch.vocab_size, 0, 1)
+            )
         )
     return found, arch
 

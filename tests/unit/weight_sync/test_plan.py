@@ -131,7 +131,7 @@ def least_bytes(sources: dict, targets: dict) -> int:
             for group in side:
                 for tensor in group.names:
                     mask = masks.setdefault(tensor, torch.zeros(group.shard.full, dtype=torch.bool))
-                    mask[window(*group.rect)] = mark
+                    mask[window(*group.region)] = mark
         elements = sum(int(mask.sum()) for mask in masks.values())
         total += elements * getattr(torch, groups[0].shard.dtype).itemsize
     return total

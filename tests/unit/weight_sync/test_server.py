@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_rl.errors import WeightSyncError
-from megatron_rl.runtime.joint_group import Meeting, join_group, visit_store
+from megatron_rl.runtime.joint_group import Barrier, connect_store, join_group
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import Shard, TransferOptions
 from megatron_rl.weight_sync.fleet.commands import HttpServer
@@ -37,7 +37,7 @@ class Policy:
     def __init__(self):
         self.values = {"a": torch.arange(8.0).view(4, 2), "b": torch.arange(8.0, 16.0).view(4, 2)}
 
-    def weight_boxes(self):
+    def weight_shards(self):
         return [shard(name, 4) for name in self.values]
 
     def wait_for_param_gather(self): ...
@@ -55,7 +55,7 @@ class Worker:
         self.staged = {name: torch.zeros(2, 2) for name in ("a", "b")}
         self.is_staging = False
 
-    def weight_boxes(self):
+    def weight_shards(self):
         return [shard(name, 2, start=2 * self.number) for name in self.values]
 
     def update_weights(self, transfer, version):
@@ -119,17 +119,17 @@ class TwoWorkers:
 
     def one(self, step, number, action):
         rank = self.info["first_rank"] + number
-        meeting = Meeting(visit_store("127.0.0.1", self.info["port"], 20), self.secret)
+        barrier = Barrier(connect_store("127.0.0.1", self.info["port"], 20), self.secret)
         problem = ""
         try:
-            meeting.arrive(step, rank, self.problem if number == 1 else "")
+            barrier.wait(step, rank, self.problem if number == 1 else "")
             action(number)
         except (ValueError, RuntimeError) as error:
             problem = str(error)
-        meeting.report(step, rank, problem)
+        barrier.report(step, rank, problem)
 
     def join(self, number):
-        store = visit_store("127.0.0.1", self.info["port"], 20)
+        store = connect_store("127.0.0.1", self.info["port"], 20)
         rank = self.info["first_rank"] + number
         self.workers[number].replica = self.info["first_rank"]
         group = join_group(store, rank, self.info["size"], 20, self.secret)
@@ -331,4 +331,4 @@ def test_a_refused_construction_leaves_nothing_behind(world):
     ours = set(distributed_c10d._world.pg_map) - before
     assert len(ours) == 2, "the two workers' alone"
     with pytest.raises(dist.DistError):
-        visit_store("127.0.0.1", server.info["port"], 1)
+        connect_store("127.0.0.1", server.info["port"], 1)
