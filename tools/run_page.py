@@ -122,7 +122,7 @@ def rollout_words(rollout: Steady, config: Config) -> str:
             f"while the policy trains, {source.schedule}, staleness {source.staleness},"
             f" engines idle {rollout.idle:.0%}"
         )
-    goes_on = ", others go on in the next step" if source.is_partial else ""
+    goes_on = ", others continue in the next step" if source.is_partial else ""
     return f"{rollout.seconds:.1f} s{goes_on}, engines idle {rollout.idle:.0%}"
 
 

@@ -164,7 +164,7 @@ class RolloutConfig(Section):
 
 
 class PartialConfig(Section):
-    """Responses that go on in the next step."""
+    """Responses that continue in the next step."""
 
     groups_in_flight: PositiveInt | None
     max_age: PositiveInt

@@ -145,8 +145,8 @@ def _wrong_form(messages: Any, *, sees: bool) -> tuple[str, str] | None:
     if _has_other_parts(messages):
         return (
             "a message has parts other than text",
-            "video and audio are not supported; images of a model that sees stand in the column"
-            ' data.columns.images, and in the prompt as <image> or {"type": "image"}',
+            "video and audio are not supported; images of a vision-language model stand in the"
+            ' column data.columns.images, and in the prompt as <image> or {"type": "image"}',
         )
     return (
         "the prompt is neither a text nor a list of {role, content}",

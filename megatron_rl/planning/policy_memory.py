@@ -107,7 +107,7 @@ def _share(count: Counts, parallel: ParallelConfig, world_size: int) -> int:
 def _checkpoint_bytes(
     count: Counts, learning: Counts, parallel: ParallelConfig, item_bytes: int, load: Workload
 ) -> int:
-    """What a rank copies to write its share of a checkpoint while the run goes on."""
+    """What a rank copies to write its share of a checkpoint while the run continues."""
     all_of_them = _share(count, parallel, load.world_size)
     trained = _share(learning, parallel, load.world_size)
     frozen = all_of_them - trained  # weights alone

@@ -63,7 +63,7 @@ TABLE: Mapping[str, Metric] = {
         "tokens",
     ),
     "source/open_tokens": Metric(
-        "partial rollouts only: of groups that go on in the next step", "tokens"
+        "partial rollouts only: of groups that continue in the next step", "tokens"
     ),
     "source/servers": Metric("servers only: those at work", "servers"),
     "source/lost_servers": Metric("servers only: given up since the start", "servers"),

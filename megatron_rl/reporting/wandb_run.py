@@ -32,7 +32,7 @@ class WandbSettings:
 
 
 class WandbRun:
-    """Logs to the wandb run of a folder: a start that goes on writes to the same one."""
+    """Logs to the wandb run of a folder: a start that continues writes to the same one."""
 
     def __init__(
         self,

@@ -92,7 +92,7 @@ class Sandbox:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Killed first: closing a pipe makes a program that reads it go on.
+        # Killed first: closing a pipe makes a program that reads it continue.
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None

@@ -42,7 +42,7 @@ class ImageColumn:
         if value is None or value == []:
             return ()
         if self._vision is None:
-            remedy = "give a model that sees (Qwen2.5-VL), or set data.columns.images=null"
+            remedy = "give a vision-language model (Qwen2.5-VL), or set data.columns.images=null"
             what = f"{self._column}: the model of model.path reads no images"
             self._problems.add(row, what, _count(value), remedy)
             return ()

@@ -134,7 +134,7 @@ def _candidates(place: Path, problems: list[str]) -> Iterator[Path]:
 
     for path, folders, files in os.walk(place, onerror=unreadable):
         folder = Path(path)
-        # os.walk goes on with what this list holds when it is asked for more: none, or in order.
+        # os.walk continues with what this list holds when it is asked for more: none, or in order.
         if _looks_like_run(folder, files):
             folders.clear()
             yield folder
