@@ -1,4 +1,4 @@
-"""Checks before policy and engine are built: folder, room on the disk, checkpoint, keys."""
+"""Checks before policy and engine are built: folder, disk space, checkpoint, keys."""
 
 from __future__ import annotations
 
