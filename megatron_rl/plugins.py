@@ -109,7 +109,7 @@ def named(error: BaseException) -> str:
 
 
 def place(error: BaseException) -> str:
-    """Where a user's code failed, for a message without traceback: ``", line 3 of mine.py"``.
+    """The place where a user's code failed, for a message: ``", line 3 of mine.py"``.
 
     It is the innermost line outside this package, Python and installed libraries; empty if there is
     none.

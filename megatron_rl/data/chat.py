@@ -1,4 +1,4 @@
-"""From the prompt of a row, a text or a conversation, to the text that the model reads."""
+"""Rendering of a row's prompt, a text or a conversation, into the text that the model reads."""
 
 from __future__ import annotations
 

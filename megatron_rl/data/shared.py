@@ -194,7 +194,7 @@ def save(path: Path, data: Data, doubts: list[Doubt]) -> None:
 
 
 def load(path: Path) -> tuple[Data, list[Doubt]]:
-    """What ``save`` wrote."""
+    """The data that ``save`` wrote."""
     batch, about = prompt_file.read(path)
     sources = []
     start = 0

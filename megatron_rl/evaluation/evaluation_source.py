@@ -1,4 +1,4 @@
-"""What is evaluated: which weights, by which settings, and where the results go."""
+"""The inputs of an evaluation: weights, settings, and the folder of results."""
 
 from __future__ import annotations
 
@@ -72,8 +72,12 @@ class Weights:
 @dataclass
 class StoredWeights:
     """Weights on the disk in the role of a policy that gives them to an engine: every rank reads
-    all of them, one tensor at a time. ``model``: the HF directory that says their architecture;
-    ``dtype``: of the engine, which takes this or float32."""
+    all of them, one tensor at a time.
+
+    Attributes:
+        model: the HF directory that has their architecture.
+        dtype: of the engine, which takes this or float32.
+    """
 
     weights: Weights
     model: Path
@@ -206,7 +210,7 @@ def _chosen(run: Path, steps: str, model: Path) -> tuple[Weights, ...]:
 
 
 def _saved(run: Path) -> dict[int, Weights]:
-    """What a run has kept, by step; warns of checkpoints that are not whole."""
+    """The checkpoints and exports of a run, by step; warns of incomplete checkpoints."""
     found = {}
     for path in [*directory.steps(run / EXPORTS), *directory.steps(run / CHECKPOINTS)]:
         step = directory.step_of(path)

@@ -54,7 +54,7 @@ def problems(stages: Sequence[StageMemory], config: Config, budget: MemoryBudget
 
 
 def no_cache(weights: int, sampler: int, config: Config, budget: MemoryBudget) -> str:
-    """Of an engine whose bytes of weights and sampler leave no memory for a cache."""
+    """The message for an engine whose weights and sampler leave no memory for a cache."""
     rollout = config.rollout
     return (
         f"rollout.gpu_memory_utilization = {rollout.gpu_memory_utilization}: of"
@@ -104,7 +104,7 @@ def _weights_must_stay(phase: str, config: Config) -> bool:
 
 
 def shrinks(part: str, config: Config) -> Iterator[str]:
-    """What would make ``part`` smaller: keys that are not at their best value yet."""
+    """Settings that would make ``part`` smaller and are not at their best value yet."""
     parallel = config.parallel
     rollout = config.rollout
     if part == "activations":

@@ -7,7 +7,11 @@ from typing import NamedTuple
 
 
 class Metric(NamedTuple):
-    """What a key stands for. ``unit`` is empty for numbers without one."""
+    """The meaning of a metric key.
+
+    Attributes:
+        unit: empty for numbers without one.
+    """
 
     meaning: str
     unit: str = ""
@@ -166,7 +170,7 @@ TABLE: Mapping[str, Metric] = {
 
 
 def metric(key: str) -> Metric | None:
-    """What ``key`` stands for: its own entry, else that of its longest prefix; None without one."""
+    """The entry of ``key`` in the table, else that of its longest prefix; None without one."""
     if key in TABLE:
         return TABLE[key]
     prefixes = [prefix for prefix in TABLE if prefix.endswith("/") and key.startswith(prefix)]

@@ -182,7 +182,7 @@ def command(kind: str) -> list[str]:
 
 @functools.cache
 def refusal(kind: str) -> str | None:
-    """Why programs cannot run in a sandbox of this kind on this machine; None when they can.
+    """The reason why programs cannot run in such a sandbox on this machine; None when they can.
 
     Runs one to find out.
     """

@@ -1,4 +1,4 @@
-"""What a run folder says about its run, and whether another start is the same run.
+"""The record of a run in its folder, and whether another start is the same run.
 
 The rule: a key may change between two starts when it does not change what is trained: how long,
 where it runs, how it is laid out over processes, what is watched, logged, evaluated and kept. Every

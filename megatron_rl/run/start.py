@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run starts.
+    """The checkpoint and step from which a run starts.
 
     Attributes:
         checkpoint: None: from the model.
@@ -58,7 +58,7 @@ def finished_already(config: Config, world: World) -> bool:
 
 
 def finished_text(config: Config) -> str | None:
-    """What to say where the folder holds this very run and nothing is left to do; else None.
+    """The final message of a run that is finished in this folder; None where work is left.
 
     Raises:
         ValueError: the folder holds a run with other settings, or one that is longer.
@@ -92,7 +92,7 @@ def finished_text(config: Config) -> str | None:
 
 
 def results(config: Config, scores: Scores) -> str:
-    """Where everything is, for the last line of a run."""
+    """The locations of all results, for the last line of a run."""
     folder = Path(config.run_dir)
     places = [f"run_dir {folder} ({METRICS}, curves.png)"]
     if config.checkpoint.export_at_end:
@@ -164,7 +164,7 @@ def _newest_resume_point(config: Config, world: World, record: dict[str, Any]) -
 
 
 def _record_of(folder: Path, checkpoint: Path | None) -> dict[str, Any] | None:
-    """What the folder says of its run; where that file is gone, what the checkpoint says."""
+    """The record of the run in the folder, or in the checkpoint where that file is missing."""
     record = read_record(folder / CONFIG)
     if record is not None:
         return record
