@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.rules.checks import num_optimizer_steps
-from megatron_rl.config.schema import Config, RolloutConfig
+from megatron_rl.config.schema import Config
 from megatron_rl.data.multimodal.vision import VisionProcessor, vision_of
 from megatron_rl.data.reading import Data, training_stream
 from megatron_rl.data.shared import shared_data
@@ -21,7 +21,6 @@ from megatron_rl.engine.weights.recorder import UndiscoveredError
 from megatron_rl.engine.weights.stream import expected_tensors
 from megatron_rl.evaluation.evaluator import AnswersPrompts, build_evaluator
 from megatron_rl.loss import Method
-from megatron_rl.models import Architecture
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.protocols import RolloutSource, WeightSync
@@ -63,8 +62,6 @@ from megatron_rl.trainer.placement import Placement
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.types import TransferOptions
 from megatron_rl.weight_sync.gather import GatherSync
-from megatron_rl.weight_sync.planner.engine_tables import ModelShape, RolloutLayout, rollout_shards
-from megatron_rl.weight_sync.planner.shards import expand
 from megatron_rl.weight_sync.reshard import ReshardSync
 
 Decode = Callable[[Sequence[int]], str]
@@ -331,22 +328,24 @@ def build_sync(
     and its cost is logged.
 
     Raises:
-        ValueError: policy and engine do not fit each other, or reshard was asked for and no plan is
-            possible for the architecture.
+        ValueError: policy and engine do not fit each other, or reshard was asked for and vLLM's
+            loader of this model cannot be recorded.
     """
     settings = config.weight_sync
     gather = GatherSync(policy, engine, verify=settings.verify)
     if config.sync_method == "gather":
         return gather
+    problem = ""
     try:
-        origin = find_shards(engine, policy.arch, config.rollout, world.rank)
-        problem = ""
-    except ValueError as error:
-        if settings.method == "reshard":
-            raise
+        engine.weight_shards()
+    except UndiscoveredError as error:
         problem = str(error)
     problems = [text for text in world.all_gather(problem) if text]
     if problems:
+        if settings.method == "reshard":
+            raise ValueError(
+                f"weight_sync.method = reshard: {problems[0]}; set weight_sync.method=gather"
+            )
         if world.is_main:
             logger.info("weight sync: weight_sync.method = auto is gather here: %s", problems[0])
         return gather
@@ -359,29 +358,8 @@ def build_sync(
         across = plan.bytes_by_link["across_nodes"]
         sizes = (plan.bytes_sent, across, plan.gather_bytes, plan.bytes_local)
         logger.info(
-            "weight sync: what the engine wants is %s; each sync sends %.1f MiB between processes,"
-            " %.1f of them across nodes, both the least possible (gathering: %.1f), and copies"
-            " %.1f MiB inside them",
-            origin,
+            "weight sync: each sync sends %.1f MiB between processes, %.1f of them across nodes,"
+            " both the least possible (gathering: %.1f), and copies %.1f MiB inside them",
             *(size / 2**20 for size in sizes),
         )
     return sync
-
-
-def find_shards(engine: VllmEngine, arch: Architecture, rollout: RolloutConfig, rank: int) -> str:
-    """Lets the engine find out what it wants, or tells it by the declared table; returns which of
-    the two, in words."""
-    try:
-        engine.weight_shards()
-    except UndiscoveredError as error:
-        try:
-            layout = RolloutLayout.of(rollout, engine.num_replicas)
-            shape = ModelShape.of(arch, rollout.dtype)
-        except ValueError as unknown:
-            raise ValueError(
-                f"weight_sync.method = reshard: {error}, and {unknown};"
-                " set weight_sync.method=gather"
-            ) from error
-        engine.declare_shards(expand(rollout_shards(shape, layout, rank)))
-        return f"declared ({error})"
-    return "recorded from its loaders"

@@ -59,14 +59,8 @@ def add_options(
 def write_model(options: argparse.Namespace) -> Path:
     """A HF directory with random weights in bfloat16, one safetensors file a layer. An existing one
     of these sizes is used again."""
-    sizes = [
-        options.layers,
-        options.hidden,
-        options.ffn,
-        options.heads,
-        options.kv_heads,
-        options.vocab,
-    ]
+    names = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
+    sizes = [getattr(options, name) for name in names]
     path: Path = options.folder / f"llama_{'_'.join(map(str, sizes))}"
     if (path / "model.safetensors.index.json").is_file():
         return path

@@ -26,6 +26,7 @@ from megatron_rl.passes import (
 from megatron_rl.policy.batches.packing_plan import plan_microbatches
 from megatron_rl.policy.passes.prefix_sharing import plan_shared_prompts
 from megatron_rl.protocols import ENGINE_PARTS
+from megatron_rl.runtime.digest import file_digest
 from megatron_rl.types import (
     Completion,
     Prompt,
@@ -206,7 +207,8 @@ class BanditPolicy:
         assert not self.away
         path.mkdir(parents=True)
         torch.save({"logits": self.logits, "extra": dict(extra)}, path / "state.pt")
-        files = {"state.pt": (path / "state.pt").stat().st_size}
+        state = path / "state.pt"
+        files = {state.name: {"bytes": state.stat().st_size, "xxh3": file_digest(state)}}
         (path / "manifest.json").write_text(json.dumps({"info": dict(about or {}), "files": files}))
 
     def start_save(
