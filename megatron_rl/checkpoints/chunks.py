@@ -43,7 +43,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ArrayLocation:
-    """Where the elements of a rank's tensor belong in the array ``key``.
+    """The place of a rank's tensor in the array ``key`` of a checkpoint.
 
     ``may_differ``: the array of the checkpoint may have another shape (a vocabulary padded for
     another layout); what it lacks is zero.
@@ -119,8 +119,8 @@ def _in_row(sizes: Sequence[int], index: int, start: int, end: int) -> list[Rect
 
 
 def even_ranges(lengths: Sequence[int], count: int) -> list[dict[int, Range]]:
-    """For each tensor, which range of it each of ``count`` ranks takes, by rank in order; ranks
-    that take nothing of it are left out. Lengths in elements.
+    """Even shares of several tensors: for each tensor, the range that each of ``count`` ranks
+    takes; ranks that take nothing of it are left out. Lengths in elements.
 
     The tensors are thought of as one long row, cut into equal parts: most tensors go to one rank
     whole, and parts differ by one element at most.

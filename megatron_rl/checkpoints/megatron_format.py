@@ -97,7 +97,7 @@ class LayerTensor:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Of the arrays that it is written to."""
+        """Keys of the arrays that it is written to."""
         if self.both:
             return self.key, self.other_key
         return (self.key,)

@@ -160,7 +160,7 @@ class PartWriter:
         self._small_files.append((name, data))
 
     def close(self) -> None:
-        """Nothing more comes; what was copied is complete when this returns."""
+        """Ends the part; what was copied is complete when this returns."""
         self._hand_over()
         if self._settings.pinned:
             torch.cuda.synchronize()
@@ -261,7 +261,7 @@ class PartWriter:
 
 
 def _yield_to_the_run() -> None:
-    """Where cores are few, the run comes first.
+    """Lowers the priority of this thread: where cores are few, the run comes first.
 
     On Linux a thread has a niceness of its own, named by its number as a process is. Threads begin
     with that of the run, which may be higher already (``nice -n 15 torchrun ...``), and only root

@@ -1,4 +1,4 @@
-"""From an architecture to megatron-core model chunks that end in hidden states."""
+"""megatron-core model chunks of an architecture, which end in hidden states."""
 
 from __future__ import annotations
 

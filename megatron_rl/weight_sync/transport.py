@@ -52,10 +52,12 @@ class _ParameterForm(NamedTuple):
 
 
 class Transport:
-    """Runs one program again and again, on the process group whose ranks the plan speaks of.
+    """Runs one program again and again, on the process group whose ranks the plan names.
+    Collective: every rank of the group constructs it.
 
-    ``device``: where staging buffers live; that of the parameters. ``kind``: of the checksums;
-    None: what suits the device. Collective: every rank of the group constructs it.
+    Attributes:
+        device: where staging buffers live; that of the parameters.
+        kind: of the checksums; None: what suits the device.
     """
 
     def __init__(

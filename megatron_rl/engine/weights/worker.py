@@ -183,8 +183,9 @@ def reloading(vllm_config: Any, model: nn.Module, *, complete: bool) -> Iterator
 
 
 def _leave_unprocessed(model: nn.Module) -> None:
-    """For a reload that broke off: each layer that was not processed gets its old tensors back when
-    the reload ends. The weights are then of two versions, and every layer can be loaded again."""
+    """Ends a reload that broke off: each layer that was not processed gets its old tensors back
+    when the reload ends. The weights are then of two versions, and every layer can be loaded
+    again."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for layer in model.modules():

@@ -110,7 +110,7 @@ def _integers(values: Sequence[int]) -> Integers:
 
 
 def _largest_first(costs: Sequence[int], rows: Iterable[int]) -> list[Item]:
-    """Of equal cost: the smaller row first."""
+    """Rows by falling cost; of equal cost the smaller row first."""
     chosen = np.fromiter(rows, dtype=np.int64)
     if not len(chosen):
         return []

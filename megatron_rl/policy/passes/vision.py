@@ -47,7 +47,9 @@ class PlacedImages:
 class Eyes:
     """What packing needs of a model that sees.
 
-    ``processor``: None where no prompt has images; ``has_tower``: this rank's stage makes features.
+    Attributes:
+        processor: None where no prompt has images.
+        has_tower: this rank's stage makes features.
     """
 
     vision: Vision

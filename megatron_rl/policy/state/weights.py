@@ -1,4 +1,4 @@
-"""From HF safetensors to this rank's Megatron parameters, by the shards of parameter_map.py."""
+"""Loads this rank's Megatron parameters from HF safetensors, by the shards of parameter_map.py."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class HttpServer:
             ) from error
 
     def address(self) -> str:
-        """Of this machine, as the server sees it."""
+        """The address of this machine, as the server sees it."""
         try:
             url = urlsplit(self.url)
             address = (url.hostname, url.port or PORTS[url.scheme])

@@ -40,8 +40,12 @@ def problem_text(problems: Mapping[str, str]) -> str:
 
 
 class StepOutcome(NamedTuple):
-    """How a step ended. ``lost``: servers whose command was not carried out; ``problems``: what the
-    workers of others say of it."""
+    """How a step ended.
+
+    Attributes:
+        lost: servers whose command was not carried out.
+        problems: what the workers of others say of it.
+    """
 
     lost: Reasons
     problems: Reasons
@@ -195,7 +199,7 @@ class FleetController:
         return ends
 
     def end_update(self, version: int, kind: UpdateKind, names: Collection[str]) -> Reasons:
-        """All weights have arrived in these servers. Returns those that do not resume."""
+        """Has these servers, which have all weights, resume. Returns those that do not."""
         _, lost = self._each(lambda server: kind.end(server, version), names)
         return lost
 
@@ -259,8 +263,8 @@ def _of(ranks: Iterable[int], problems: Mapping[int, str]) -> str:
 
 
 def _shared_address(addresses: Collection[str]) -> str:
-    """Of the addresses under which servers see this machine, one that others see too if there is
-    any: not that of a server on this machine."""
+    """An address of this machine that all servers can reach, if there is one: no loopback address,
+    which a server on this machine sees."""
     for address in addresses:
         try:
             if not ipaddress.ip_address(address).is_loopback:

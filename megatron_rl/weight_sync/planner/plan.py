@@ -1,4 +1,5 @@
-"""Who sends what to whom: a pure function of the shards that every process has and needs.
+"""The plan of a weight sync: who sends what to whom, a pure function of the shards that every
+process has and needs.
 
 Tensors that the same ranks have and want in the same way form one class, nodes whose ranks have and
 want the same of a class are alike, and both are planned once: the cost depends on the number of
@@ -29,12 +30,14 @@ from megatron_rl.weight_sync.planner.slices import Slice, covered, intersect, sl
 class Plan:
     """The deliveries, their flows and buckets, and their cost in bytes.
 
-    ``deliveries``: each with the flow of every entry of its ``sources``; None for local copies.
-    ``bytes_by_link``: same_process, same_node, across_nodes. ``lower_bound``: bytes that a process
-    needs and does not have, each counted once per process, summed over processes; no plan can send
-    less. ``node_bound``: bytes that are needed on a node and that no process of it has, each
-    counted once per node; no plan can send less across nodes. ``gather_bytes``: what arrives when
-    every rollout process receives every tensor whole.
+    Attributes:
+        deliveries: each with the flow of every entry of its ``sources``; None for local copies.
+        bytes_by_link: same_process, same_node, across_nodes.
+        lower_bound: bytes that a process needs and does not have, each counted once per process,
+            summed over processes; no plan can send less.
+        node_bound: bytes that are needed on a node and that no process of it has, each counted once
+            per node; no plan can send less across nodes.
+        gather_bytes: what arrives when every rollout process receives every tensor whole.
     """
 
     classes: tuple[TensorClass, ...]
@@ -101,10 +104,13 @@ class Machines:
 class PlanSettings:
     """What a plan follows from besides the shards.
 
-    ``bucket_bytes``, ``rounds_in_flight``: see ``schedule``. ``machines``: which ranks share a
-    node. ``replicas``: groups of ranks that must together want every element of every tensor (None:
-    all ranks that need anything are one). ``ignore``: tensors that need no receiver. ``cast``:
-    floating types may differ, values are cast before they are sent.
+    Attributes:
+        bucket_bytes, rounds_in_flight: see ``schedule``.
+        machines: which ranks share a node.
+        replicas: groups of ranks that must together want every element of every tensor (None: all
+            ranks that need anything are one).
+        ignore: tensors that need no receiver.
+        cast: floating types may differ, values are cast before they are sent.
     """
 
     bucket_bytes: int

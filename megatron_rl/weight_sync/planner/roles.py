@@ -70,9 +70,13 @@ class ShardPattern(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorClass:
-    """Tensors of one shape with the same sources and the same targets. ``order``: their places in
-    the order of all names. ``dtype``: in which they travel, that of the engine. ``sources`` and
-    ``targets``: role -> its slices."""
+    """Tensors of one shape with the same sources and the same targets.
+
+    Attributes:
+        order: their places in the order of all names.
+        dtype: in which they travel, that of the engine.
+        sources, targets: role -> its slices.
+    """
 
     names: tuple[str, ...]
     order: tuple[int, ...]

@@ -134,7 +134,7 @@ def matchings(flows: Flows) -> list[np.ndarray]:
 
 
 def _distances(source: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Of each pair, counted in its component."""
+    """Distance from source to target of each pair, counted in its component."""
     if not len(source):
         return source
     component = _components(source, target)
