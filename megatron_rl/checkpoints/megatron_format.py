@@ -63,11 +63,11 @@ BACKEND = {
 }
 # Norms are stored under their fused names. In front of experts Transformer Engine does not fuse,
 # while megatron's own layers look for the fused name there too: that norm is stored under both.
-STORED_NAMES = {name: fused for fused, name in FUSED_NORMS.items()}
-BEFORE_EXPERTS = "pre_mlp_layernorm.weight"
+_STORED_NAMES = {name: fused for fused, name in FUSED_NORMS.items()}
+_BEFORE_EXPERTS = "pre_mlp_layernorm.weight"
 # Modules that carry an (empty) state of Transformer Engine, which megatron's loader looks for;
 # experts' names have no prefix.
-STATEFUL = (
+_STATEFUL = (
     "self_attention.linear_proj",
     "self_attention.linear_qkv",
     "self_attention.q_layernorm",
@@ -105,7 +105,7 @@ class LayerTensor:
     @property
     def stateful(self) -> bool:
         name = self.parameter.slot.megatron
-        return name.removesuffix(".weight") in STATEFUL or (self.both and name == BEFORE_EXPERTS)
+        return name.removesuffix(".weight") in _STATEFUL or (self.both and name == _BEFORE_EXPERTS)
 
     @property
     def state_key(self) -> str:
@@ -132,8 +132,8 @@ def layer_tensors(arch: Architecture, vocab_rows: int) -> Iterator[LayerTensor]:
             yield LayerTensor(parameter, name, name, (), (), shape)
         elif parameter.expert is None:
             own = f"decoder.layers.{name}"
-            fused = f"decoder.layers.{STORED_NAMES.get(name, name)}"
-            both = name == BEFORE_EXPERTS and arch.num_experts > 0
+            fused = f"decoder.layers.{_STORED_NAMES.get(name, name)}"
+            both = name == _BEFORE_EXPERTS and arch.num_experts > 0
             keys = (fused, own)  # the first is the one that is written, and looked for first
             if both:
                 keys = (own, fused)

@@ -30,7 +30,7 @@ BLOCK_BYTES = 2**25
 # Of a save that is not waited for: this part of a rank's share at a time, the rest when some is
 # written.
 HELD_SHARE = 0.85
-NICENESS = 10  # of the threads; higher yields more, up to 19
+_NICENESS = 10  # of the threads; higher yields more, up to 19
 _ALIGNMENT = 16
 _BUFFER_BYTES = 1 << 20
 
@@ -268,7 +268,7 @@ def _yield_to_the_run() -> None:
     may take a lower one.
     """
     thread = threading.get_native_id()
-    niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
+    niceness = max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
     os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 

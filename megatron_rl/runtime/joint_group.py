@@ -100,18 +100,18 @@ class Barrier:
     def _read(self, key: str) -> str:
         """Waits for the text. One that is signed with another secret counts as a problem."""
         message = self.store.get(key).decode()
-        text = message[SIGNATURE_LENGTH:]
+        text = message[_SIGNATURE_LENGTH:]
         expected = signature(self.secret, f"{key} {text}")
-        if hmac.compare_digest(message[:SIGNATURE_LENGTH].encode(), expected.encode()):
+        if hmac.compare_digest(message[:_SIGNATURE_LENGTH].encode(), expected.encode()):
             return text
         return "it does not know the secret of this run"
 
 
-SIGNATURE_LENGTH = 64
+_SIGNATURE_LENGTH = 64
 
 
 def signature(secret: str, text: str) -> str:
-    """SIGNATURE_LENGTH hexadecimal digits that only who knows ``secret`` can compute."""
+    """_SIGNATURE_LENGTH hexadecimal digits that only who knows ``secret`` can compute."""
     return hmac.new(secret.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 

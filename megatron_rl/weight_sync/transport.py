@@ -23,7 +23,7 @@ from megatron_rl.weight_sync.failure import HALF_UPDATED
 from megatron_rl.weight_sync.planner.program import Extent, Message, Program, Round
 from megatron_rl.weight_sync.planner.schedule import ALIGNMENT, BucketId
 
-MAX_MESSAGES_SHOWN = 8
+_MAX_MESSAGES_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -360,7 +360,7 @@ class _TransportRun:
     def failure(self, step: Round, error: RuntimeError) -> LostPeerError:
         messages = [f"to rank {message.peer}: {message.contents}" for message in step.sends]
         messages += [f"from rank {message.peer}: {message.contents}" for message in step.receives]
-        shown = "; ".join(messages[:MAX_MESSAGES_SHOWN])
+        shown = "; ".join(messages[:_MAX_MESSAGES_SHOWN])
         return LostPeerError(
             f"rank {self.program.rank}: round {step.number} of the weight sync failed ({shown}):"
             f" {error}. {HALF_UPDATED}"

@@ -122,7 +122,7 @@ class WorkerSink:
 
 # Collective over trainer and workers: replaces the worker's weights by those of a version.
 Sync = Callable[[int], SyncReport]
-Connect = Callable[[WorkerSink, dist.ProcessGroup, TransferOptions], Sync]
+_Connect = Callable[[WorkerSink, dist.ProcessGroup, TransferOptions], Sync]
 
 
 class ShardTransferEngine(WeightTransferEngine):
@@ -131,7 +131,7 @@ class ShardTransferEngine(WeightTransferEngine):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
-    connect: ClassVar[Connect]
+    connect: ClassVar[_Connect]
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -333,7 +333,7 @@ def refuse_half_updated(engine: WeightTransferEngine, sink: WorkerSink) -> None:
     Worker.execute_model = execute_model
 
 
-def register(connect: Connect) -> None:
+def register(connect: _Connect) -> None:
     """Makes the backend known to vLLM in this process, once; ``connect`` makes the worker's end of
     the sync."""
     if BACKEND not in WeightTransferEngineFactory._registry:

@@ -16,7 +16,7 @@ from megatron_rl.policy.passes.vision import Eyes
 from megatron_rl.runtime.transfer import to_device
 from megatron_rl.types import SequenceBatch
 
-DUMMY = SequenceBatch(torch.zeros(2, dtype=torch.long), torch.tensor([1]), torch.tensor([1]))
+_DUMMY = SequenceBatch(torch.zeros(2, dtype=torch.long), torch.tensor([1]), torch.tensor([1]))
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def padded_lengths(
     fits ``rule`` and is no less than ``at_least``.
     """
     if not rows:
-        batch = DUMMY
+        batch = _DUMMY
     chosen = torch.tensor(list(rows) or [0])
     _, shared = borrowed_prompts(batch, chosen, share)
     lengths = batch.lengths[chosen] - shared
@@ -184,7 +184,7 @@ class Packer:
                 response, or image tokens that are not those of its images.
         """
         padded = padded_lengths(batch, rows, self.multiples, at_least, self.share)
-        sequences = _sequences(batch if rows else DUMMY, rows or [0], self.share)
+        sequences = _sequences(batch if rows else _DUMMY, rows or [0], self.share)
         everywhere = _layout(sequences, padded)
         layout = self._own(everywhere, padded)
         packing = self._packing(sequences, layout, padded)

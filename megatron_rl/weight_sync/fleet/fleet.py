@@ -24,7 +24,7 @@ from megatron_rl.weight_sync.reshard import Plans
 
 Names = tuple[str, ...]
 # A plan for many servers is large, and each loss and each newcomer makes another.
-MAX_PLANS = 8
+_MAX_PLANS = 8
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class FleetSync:
             self.plans,
         )
         self._groups[names] = JointSync(trainer, {name: make(servers[name]) for name in names})
-        for shape in list(self.plans)[:-MAX_PLANS]:
+        for shape in list(self.plans)[:-_MAX_PLANS]:
             del self.plans[shape]
         return self._groups[names]
 

@@ -15,7 +15,7 @@ from megatron_rl.weight_sync.planner.slices import Slice
 
 Side = Mapping[int, Sequence[ShardGroup]]  # rank -> its shards
 # A cast between these is what an engine's own loader does.
-CASTABLE = ("float32", "bfloat16", "float16", "float64")
+_CASTABLE = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def _travels_as(
     first = patterns[0]
     last = patterns[-1]  # a target: those come last
     wanted = last.dtype
-    may_differ = cast and {first.dtype, wanted} <= set(CASTABLE)
+    may_differ = cast and {first.dtype, wanted} <= set(_CASTABLE)
     for pattern in patterns:
         # Sources agree with the first of them, and so do targets; where a cast is allowed, targets
         # agree with each other instead.
