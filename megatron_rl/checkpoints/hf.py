@@ -22,7 +22,7 @@ from megatron_rl.types import Shard
 
 MAX_FILE_BYTES = 5 * 10**9
 # What a HF directory may hold besides weights and config.json.
-_COMPANIONS = (
+COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -291,7 +291,7 @@ class ShardWriter:
 
 def copy_companions(source: Path, target: Path) -> None:
     """Copies the tokenizer and generation files of a HF directory."""
-    for pattern in _COMPANIONS:
+    for pattern in COMPANIONS:
         for file in source.glob(pattern):
             shutil.copyfile(file, target / file.name)
 
