@@ -144,8 +144,8 @@ def vision_problems(
         )
     if arch.vision is not None and precision.fp8 is not None:
         problems.append(
-            f"precision.fp8.recipe = {precision.fp8.recipe}: FP8 has not been tried with a model"
-            " that sees; set precision=bf16"
+            f"precision.fp8.recipe = {precision.fp8.recipe}: FP8 has not been tried with"
+            " vision-language models; set precision=bf16"
         )
     return problems
 

@@ -1,4 +1,4 @@
-"""What goes wrong without a word in a policy that sees, each with what prevents it (real
+"""What goes wrong without a word in a vision-language policy, each with what prevents it (real
 megatron-core)."""
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def assert_no_tower(policy: MegatronPolicy) -> None:
 
 
 def test_padding_and_dummy_rows_have_plain_positions() -> None:
-    """An empty micro-batch of a model that sees."""
+    """An empty micro-batch of a vision-language model."""
     arch = vision.Vision(
         tensors=(),
         image_token=zoo.IMAGE_TOKEN,

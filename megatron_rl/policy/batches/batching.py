@@ -30,7 +30,7 @@ class Batching:
         prefix_sharing: neighbors with the same ``prompt_index`` compute their prompt once.
         multiple: the number of micro-batches of a pass is a multiple of this.
         multiples: what packed lengths must divide by.
-        eyes: of a model that sees.
+        eyes: of a vision-language model.
     """
 
     config: TransformerConfig

@@ -156,7 +156,7 @@ class Packer:
     ``share`` (one context rank only): neighboring sequences with the same prompt pack it once.
 
     Attributes:
-        eyes: of a model that sees.
+        eyes: of a vision-language model.
         prompts: the tokens of a prompt, but its first, are predicted too, once for neighboring
             sequences; see ``prompt_places``.
     """

@@ -45,7 +45,7 @@ class PlacedImages:
 
 @dataclass(frozen=True)
 class Eyes:
-    """What packing needs of a model that sees.
+    """What packing needs of a vision-language model.
 
     Attributes:
         processor: None where no prompt has images.
