@@ -365,17 +365,3 @@ class _TransportRun:
             f"rank {self.program.rank}: round {step.number} of the weight sync failed ({shown}):"
             f" {error}. {HALF_UPDATED}"
         )
-
-
-def tensors(parameters: Mapping[str, Tensor]) -> Parameters:
-    """The lookup of a plain mapping. Raises ValueError naming a key that it lacks."""
-
-    def get(key: str) -> Tensor:
-        if key not in parameters:
-            raise ValueError(
-                f"parameter {key!r} is in the plan but not among the {len(parameters)} parameters"
-                " of this process"
-            )
-        return parameters[key]
-
-    return get
