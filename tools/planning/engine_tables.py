@@ -1,8 +1,8 @@
 """Which slices of the HF-named tensors a vLLM worker wants, and where it keeps them: declared, from
 sizes alone.
 
-In a run the engine records this from its own loaders; the tables serve where a loader cannot be
-recorded, and they plan for machines one does not have. No tensor is allocated.
+In a run the engine records this from its own loaders; the tables plan for machines one does not
+have. No tensor is allocated.
 """
 
 from __future__ import annotations

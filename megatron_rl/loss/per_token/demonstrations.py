@@ -1,7 +1,7 @@
 """Policy losses of methods that also train on responses which the policy did not sample.
 
-As in ``policy_losses.py``: what is minimized at each token, rho = exp(log_ratio). ``given`` says at
-each token whether its response came with the prompt.
+As in ``policy_losses.py``: what is minimized at each token, rho = exp(log_ratio). A demonstration
+is a response that came with its prompt.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
@@ -43,7 +43,8 @@ def dph(
     log_ratio: Float[Tensor, " tokens"],
     advantages: Float[Tensor, " tokens"],
     ref_logprobs: Float[Tensor, " tokens"],
-    given: Bool[Tensor, " tokens"],
+    is_demonstration: Bool[Tensor, " responses"],
+    response_index: Int[Tensor, " tokens"],
     *,
     divergence: Literal["forward_kl", "js", "alpha"],
     eta: NonNegativeFloat = 0.01,
@@ -51,15 +52,16 @@ def dph(
     low: NonNegativeFloat = 0.2,
     high: NonNegativeFloat = 0.2,
 ) -> Clipped:
-    """eta f(u) at tokens of given responses, u = pi / pi_init; -min(rho A, clip(rho, 1 - low,
+    """eta f(u) at tokens of demonstrations, u = pi / pi_init; -min(rho A, clip(rho, 1 - low,
     1 + high) A) at the others.
 
-    f by ``divergence``, with f(1) = f'(1) = 0 and f >= 0; one of them reads ``alpha``. Given
-    responses are taken for samples of the initial policy, whose logprobs are the reference's.
+    f by ``divergence``, with f(1) = f'(1) = 0 and f >= 0; one of them reads ``alpha``.
+    Demonstrations are taken for samples of the initial policy, whose logprobs are the reference's.
     Source: DPH-RL (arXiv 2509.07430), its released code.
     """
     bounds = (torch.full_like(log_ratio, 1 - low), torch.full_like(log_ratio, 1 + high))
     per_token, lower, upper = clipped(log_ratio.exp(), advantages, *bounds)
+    given = is_demonstration[response_index]
     log_u = torch.where(given, logprobs - ref_logprobs, torch.zeros_like(logprobs))
     held = eta * DIVERGENCES[divergence](log_u, alpha)
     return _unclipped(torch.where(given, held, per_token), given, lower, upper)
@@ -70,20 +72,22 @@ def rl_plus(
     logprobs: Float[Tensor, " tokens"],
     log_ratio: Float[Tensor, " tokens"],
     advantages: Float[Tensor, " tokens"],
-    given: Bool[Tensor, " tokens"],
+    is_demonstration: Bool[Tensor, " responses"],
+    response_index: Int[Tensor, " tokens"],
     *,
     gamma: NonNegativeFloat = 0.5,
     low: NonNegativeFloat = 0.2,
     high: NonNegativeFloat = 0.2,
 ) -> Clipped:
-    """-w A (1 - sg pi)^gamma at tokens of given responses, w = 2 pi / (pi_old + (pi_old + 1) / 2);
+    """-w A (1 - sg pi)^gamma at tokens of demonstrations, w = 2 pi / (pi_old + (pi_old + 1) / 2);
     -min(rho A, clip(rho, 1 - low, 1 + high) A) at the others.
 
-    (pi_old + 1) / 2 stands for the probability under the unknown policy of a given response.
+    (pi_old + 1) / 2 stands for the probability under the unknown policy of a demonstration.
     Source: RL-PLUS (arXiv 2508.00222), its released code.
     """
     bounds = (torch.full_like(log_ratio, 1 - low), torch.full_like(log_ratio, 1 + high))
     per_token, lower, upper = clipped(log_ratio.exp(), advantages, *bounds)
+    given = is_demonstration[response_index]
     probability = logprobs.exp()
     old = (logprobs - log_ratio).detach().exp()
     weight = 2 * probability / (old + (old + 1) / 2)
@@ -93,7 +97,7 @@ def rl_plus(
 
 
 def _unclipped(per_token: Tensor, given: Tensor, lower: Tensor, upper: Tensor) -> Clipped:
-    """No bound holds where a response was given."""
+    """No bound holds at tokens of demonstrations."""
     return Clipped(
         per_token, lower.masked_fill(given, -torch.inf), upper.masked_fill(given, torch.inf)
     )

@@ -6,11 +6,13 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_rl.checkpoints.part_writer import saved_bytes
 from megatron_rl.checkpoints.safe_load import load_plain
-from megatron_rl.signals.histories import Histories
+from megatron_rl.loss import load_method
+from megatron_rl.signals import signals_of
+from megatron_rl.signals.prompt_history import PromptHistory
+from megatron_rl.trainer.trainer import Trainer
 from tests.unit.trainer.runs import rows, timeless
 
 DCPO = {"method": "dcpo", "method_overrides": ["std_ddof=0"]}
@@ -23,49 +25,25 @@ def trained(row: dict) -> dict:
     return {key: value for key, value in timeless(row).items() if not key.startswith("eval/")}
 
 
-def test_a_prompt_is_remembered_by_its_uid() -> None:
-    histories = Histories()
-    new = histories.fields(["a", "b"])
-    assert {name: values.tolist() for name, values in new.items()} == {
-        "visits": [0, 0],
-        "history_mean": [0, 0],
-        "history_var": [0, 0],
-    }
-    histories.note(
-        ["b", "c", "c"],
-        {
-            "visits": torch.tensor([1, 3, 3]),
-            "history_mean": torch.tensor([0.1, 0.7, 0.7], dtype=torch.float64),
-            "history_var": torch.tensor([0.0, 0.2, 0.2], dtype=torch.float64),
-        },
-    )
-    found = histories.fields(["c", "a", "b", "c"])
-    assert found["visits"].tolist() == [3, 0, 1, 3]
-    assert found["history_mean"].tolist() == [0.7, 0, 0.1, 0.7]
-    assert found["history_var"].tolist() == [0.2, 0, 0, 0.2]
-    assert found["history_mean"].dtype == torch.float64
+def history(trainer: Trainer) -> PromptHistory:
+    (signal,) = trainer.learner.signals.members
+    assert isinstance(signal, PromptHistory)
+    return signal
 
 
-def test_a_state_is_a_copy() -> None:
-    """A checkpoint may be written while the next step notes its visits."""
-    histories = Histories()
-    histories.restore({"a": [1, 0.5, 0.25]})
-    state = histories.state()
-    histories.restore({})
-    assert histories.fields(["a"])["visits"].tolist() == [0]
-    histories.restore(state)
-    assert histories.fields(["a"])["visits"].tolist() == [1]
-
-
-def test_a_checkpoint_file_holds_it_exactly(tmp_path: Path) -> None:
-    """As the policy writes and reads what a checkpoint holds beside tensors."""
-    histories = Histories()
-    histories.restore({"a": (3, 0.1, 1 / 3), "b": (1, 1.0, 0.0)})
+def test_a_state_is_a_copy_that_a_checkpoint_file_holds_exactly(tmp_path: Path) -> None:
+    """As the policy writes and reads what a checkpoint holds beside tensors; it may be written
+    while the next step notes its visits."""
+    signals = signals_of(load_method("dcpo"))
+    signals.restore({"PromptHistory": {"a": (3, 0.1, 1 / 3), "b": (1, 1.0, 0.0)}})
+    state = signals.state()
     file = tmp_path / "extra.pt"
-    file.write_bytes(saved_bytes({"histories": histories.state()}))
-    again = Histories()
-    again.restore(load_plain(file, "extra.pt")["histories"])
-    assert again.state() == histories.state() == {"a": (3, 0.1, 1 / 3), "b": (1, 1.0, 0.0)}
+    file.write_bytes(saved_bytes({"signals": state}))
+    signals.restore({})
+    assert signals.state() == {"PromptHistory": {}}
+    signals.restore(load_plain(file, "extra.pt")["signals"])
+    wanted = {"a": (3, 0.1, 1 / 3), "b": (1, 1.0, 0.0)}
+    assert signals.state() == state == {"PromptHistory": wanted}
 
 
 def test_a_resumed_run_remembers_and_repeats_the_uninterrupted_one(build) -> None:
@@ -74,9 +52,9 @@ def test_a_resumed_run_remembers_and_repeats_the_uninterrupted_one(build) -> Non
     build("trainer.num_steps=6", *EIGHT[1:], run="cut", **DCPO).run()
     resumed = build(*EIGHT, run="cut", **DCPO)
     resumed.run()
-    state = whole.learner.histories.state()
+    state = history(whole).state()
     assert len(state) == 16 and {visits for visits, _, _ in state.values()} == {2}
-    assert resumed.learner.histories.state() == state
+    assert history(resumed).state() == state
     for row, other in zip(rows(whole), rows(resumed), strict=True):
         assert trained(row) == trained(other)
 
@@ -86,10 +64,10 @@ def test_without_its_memory_a_resumed_run_would_differ(
 ) -> None:
     """The comparison above can fail."""
     build("trainer.num_steps=6", *EIGHT[1:], run="cut", **DCPO).run()
-    monkeypatch.setattr(Histories, "restore", lambda self, state: None)
+    monkeypatch.setattr(PromptHistory, "restore", lambda self, state: None)
     resumed = build(*EIGHT, run="cut", **DCPO)
     resumed.run()
-    visits = [visits for visits, _, _ in resumed.learner.histories.state().values()]
+    visits = [visits for visits, _, _ in history(resumed).state().values()]
     assert visits == [1] * 8
 
 
@@ -107,9 +85,8 @@ def test_a_resumed_run_goes_back_to_the_entropy_of_the_start(build) -> None:
     resumed = build(*EIGHT, run="cut", **SIREN)
     resumed.run()
     for trainer in (whole, resumed):
-        assert trainer.learner.histories.starts["peak_entropy"] == pytest.approx(
-            math.log(4), rel=1e-6
-        )
+        (peaks,) = trainer.learner.signals.members
+        assert peaks.state()["anchor"] == pytest.approx(math.log(4), rel=1e-6)
     assert rows(whole)[-1]["loss/entropy_anchor"] > 1e-3
     for row, other in zip(rows(whole), rows(resumed), strict=True):
         assert trained(row) == trained(other)
@@ -137,8 +114,8 @@ def test_a_resumed_run_compares_with_the_start(build) -> None:
     resumed = build(*EIGHT, run="cut", **LASER)
     resumed.run()
     for trainer in (whole, resumed):
-        start = trainer.learner.histories.starts["end_logprob"]
-        assert start == pytest.approx(-math.log(4), rel=1e-6)
+        (end,) = trainer.learner.signals.members
+        assert end.state()["start"] == pytest.approx(-math.log(4), rel=1e-6)
     first, *_, last = [row for row in rows(whole) if row["step"]]
     # At the start r_s is 0, so what it is off by is 1 for the share of correct responses.
     assert first["loss/self_reward"] == pytest.approx(0.1 * first["reward/accuracy"], rel=0.1)

@@ -14,17 +14,49 @@ from statistics import fmean
 import torch
 
 from megatron_rl.checkpoints.hf import HfDirectory
+from megatron_rl.config.schema import Config
 from megatron_rl.data.multimodal.visual_entropy import visual_entropy
 from megatron_rl.data.reading import Data
 from megatron_rl.models import FAMILIES, read_architecture
 from megatron_rl.protocols import ImageProcessor
 from megatron_rl.runtime.device import device
 from megatron_rl.runtime.launch import World
+from megatron_rl.signals.base import Columns, Setup, Signal, StepView
+from megatron_rl.signals.registry import register_signal
 from megatron_rl.types import Image, Prompt
 
 EXTRA = "visual_entropy"
 FILE = "visual_entropy.jsonl"
 logger = logging.getLogger(__name__)
+
+
+@register_signal
+class VisualEntropy(Signal):
+    """``visual_entropy``: of the images of the response's prompt, in nats: ``extra.visual_entropy``
+    of its row, or the mean over its images, computed once before the run."""
+
+    about = "`extra.visual_entropy` of every prompt (tools/visual_entropy.py)"
+    columns = (EXTRA,)
+
+    def check(self, prompts: Iterable[Prompt], config: Config) -> None:
+        for prompt in prompts:
+            if EXTRA not in prompt.extra and not prompt.images:
+                raise ValueError(
+                    f"prompt {prompt.uid}: the method needs extra.visual_entropy; compute it with"
+                    " tools/visual_entropy.py, or use a method without the perceptual part"
+                    " (method=durian_reasoning)"
+                )
+
+    def prepare(self, data: Data, setup: Setup) -> Data:
+        if setup.images is None:
+            return data
+        file = setup.run_dir / FILE
+        return with_visual_entropy(data, setup.model_path, setup.images, file, setup.world)
+
+    def after_rollout(self, view: StepView) -> Columns:
+        prompts = view.experience.responses.prompts
+        values = [float(prompt.extra[EXTRA]) for prompt in prompts]
+        return {EXTRA: torch.tensor(values)}
 
 
 class Tower:

@@ -5,10 +5,11 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_rl.loss.per_token import given_responses as losses
+from megatron_rl.loss.per_token import demonstrations as losses
 from megatron_rl.loss.per_token import policy_losses
 from tests.unit.loss.groups import flags, same, vector
 
+EACH = torch.arange(3)  # each token is a response of its own
 # f(2) and f(1/2): 2 - 1 - log 2, 1/2 - 1 + log 2; 2 log 2 - 3 log 1.5, -log 2 / 2 - 1.5 log 0.75;
 # (2^0.8 - 1.8) / -0.16, (2^-0.8 - 0.6) / -0.16.
 BY_HAND = {
@@ -27,7 +28,8 @@ def dph(logprobs: Tensor, ref: Tensor, given: Tensor, divergence: str, **knobs: 
         advantages=ones,
         logprobs=logprobs,
         ref_logprobs=ref,
-        given=given,
+        is_demonstration=given,
+        response_index=torch.arange(len(given)),
         divergence=divergence,
         **knobs,
     )
@@ -84,14 +86,14 @@ def test_rl_plus_by_hand() -> None:
     logprobs = vector(0.75, 0.75).log().requires_grad_()
     log_ratio = logprobs - vector(0.5, 0.5).log()
     given = flags(1, 0)
-    found = losses.rl_plus(logprobs, log_ratio, vector(2, 2), given)
+    found = losses.rl_plus(logprobs, log_ratio, vector(2, 2), given, EACH[:2])
     same(found.per_token.detach(), -1.2, -2.4)
     found.per_token.sum().backward()
     assert logprobs.grad is not None
     same(logprobs.grad, -1.2, 0)
-    even = losses.rl_plus(logprobs, log_ratio, vector(2, 2), given, gamma=0.0)
+    even = losses.rl_plus(logprobs, log_ratio, vector(2, 2), given, EACH[:2], gamma=0.0)
     same(even.per_token.detach(), -2.4, -2.4)
-    sure = losses.rl_plus(vector(1e-9), vector(0), vector(2), flags(1))
+    sure = losses.rl_plus(vector(1e-9), vector(0), vector(2), flags(1), EACH[:1])
     same(sure.per_token, 0)
 
 
@@ -101,6 +103,8 @@ def test_sampled_tokens_have_the_plain_loss() -> None:
     advantages = vector(1, -1, 2)
     sampled = flags(0, 0, 0)
     plain = policy_losses.ppo_clip(log_ratio, advantages, low=0.2, high=0.2)
-    assert torch.equal(losses.rl_plus(logprobs, log_ratio, advantages, sampled).per_token, plain)
-    held = losses.dph(logprobs, log_ratio, advantages, logprobs, sampled, divergence="js")
+    assert torch.equal(
+        losses.rl_plus(logprobs, log_ratio, advantages, sampled, EACH).per_token, plain
+    )
+    held = losses.dph(logprobs, log_ratio, advantages, logprobs, sampled, EACH, divergence="js")
     assert torch.equal(held.per_token, plain)
