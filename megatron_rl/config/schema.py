@@ -227,7 +227,7 @@ def _names(value: Any) -> Any:
     return tuple(value)
 
 
-# What a name may be is said in conf/data/default.yaml.
+# The forms of a name are listed in conf/data/default.yaml.
 DataNames = Annotated[tuple[str, ...] | str, BeforeValidator(_names)]
 
 
