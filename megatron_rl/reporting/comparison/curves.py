@@ -100,7 +100,7 @@ def band_of(curves: Sequence[Curve]) -> Band:
     return Band(x, median, low, high, tuple(curves))
 
 
-def pass_curve(run: Run) -> Curve | None:
+def _pass_curve(run: Run) -> Curve | None:
     """pass@k over k at the last evaluation: that after the training where there is one, else that
     of the training; None where it has fewer than two k."""
     for rows in (run.evaluation, run.rows):
@@ -114,7 +114,7 @@ def pass_curve(run: Run) -> Curve | None:
 
 def pass_band(variant: Variant) -> Band | None:
     """pass@k over k of the runs of a variant; None where none has several k."""
-    curves = [curve for run in variant.counted if (curve := pass_curve(run)) is not None]
+    curves = [curve for run in variant.counted if (curve := _pass_curve(run)) is not None]
     return band_of(curves) if curves else None
 
 
