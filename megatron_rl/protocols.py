@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from jaxtyping import Float
 from torch import Tensor
 
+from megatron_rl.passes import LocalBatch, Outputs, TokenLoss, TokenScores, UpdateResult
 from megatron_rl.types import (
     Completion,
     Image,
@@ -23,14 +24,9 @@ from megatron_rl.types import (
     Score,
     Sequences,
     Shard,
-    Share,
     SyncReport,
-    TokenLoss,
-    TokenScores,
-    UpdateResult,
 )
 
-Entropy = Literal["none", "value", "grad"]
 ENGINE_PARTS = ("weights", "kv_cache")
 NOTHING: Mapping[int, Sequence[int]] = {}
 Experience = TypeVar("Experience", covariant=True)
@@ -107,7 +103,7 @@ class ImageProcessor(Protocol):
         image tokens are not those of the images."""
 
 
-class Placing(Protocol):
+class BatchSharding(Protocol):
     """Which rank works on which rows: what the policy's micro-batches decide."""
 
     @property
@@ -146,21 +142,27 @@ class Policy(Protocol):
     """The trained model and its frozen reference.
 
     How it works through a batch is its own affair, fixed when it is built: prompts that are
-    computed once, temperature, entropies. Every data-parallel rank has a share of its own, planned
-    by the policy's ``Placing``; all shares have equally many micro-batches.
+    computed once, temperature. Every data-parallel rank has a batch of its own, planned by the
+    policy's ``BatchSharding``; all of them have equally many micro-batches.
     """
 
     def score(
-        self, share: Share, *, reference: bool = False, prompts: bool = False, nucleus: bool = False
+        self, batch: LocalBatch, outputs: Outputs = (), *, reference: bool = False
     ) -> TokenScores:
-        """Collective, no gradient: logprobs (and entropies, where built with them and not of the
-        reference) of all response tokens of the share. ``prompts``: logprobs of the prompts' tokens
-        too, by the same forward; ``nucleus``: entropies of the nucleus that it is built with."""
+        """Collective, no gradient: logprobs and ``outputs`` of all response tokens of the batch, by
+        one forward."""
 
-    def update(self, share: Share, loss: TokenLoss, *, with_scores: bool = False) -> UpdateResult:
-        """Collective: forward and backward of all shares, one optimizer step and one step of the
-        learning-rate schedule. ``with_scores``: return what ``score`` would have returned before
-        the step."""
+    def update(
+        self,
+        batch: LocalBatch,
+        loss: TokenLoss,
+        outputs: Outputs = (),
+        *,
+        scores: Outputs | None = None,
+    ) -> UpdateResult:
+        """Collective: forward and backward of all batches, one optimizer step and one step of the
+        learning-rate schedule. ``outputs``: what the loss gets. ``scores``: return what ``score``
+        would have returned of these before the step; None: nothing."""
 
     def save(
         self, path: Path, extra: Mapping[str, Any], about: Mapping[str, Any] | None = None

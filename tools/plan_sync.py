@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_rl.errors import concerning
 from megatron_rl.models import FAMILIES, Architecture, architecture_from
 from megatron_rl.weight_sync.planner.plan import Machines, PlanSettings, make_plan
+from tools.planning.plan_figures import num_peers, peak_staging_bytes
 from tools.planning.sync_forecast import rollout_side, training_side, whole_tensors
 from tools.planning.sync_time import Links, least_seconds, simulated_seconds
 from tools.planning.training_shards import TrainingLayout, parse_rollout, parse_training
@@ -145,8 +146,8 @@ def report(arguments: argparse.Namespace) -> dict[str, float]:
         "ratio": plan.ratio,
         "node_bound": plan.node_bound,
         "node_ratio": plan.node_ratio,
-        "most_peers": int(plan.flows.num_peers().max(initial=0)),
-        "peak_staging_bytes": max(plan.schedule.peak_staging_bytes.values(), default=0),
+        "most_peers": int(num_peers(plan.flows).max(initial=0)),
+        "peak_staging_bytes": max(peak_staging_bytes(plan.schedule).values(), default=0),
         "gather_bytes": plan.gather_bytes,
         "bytes_same_node": plan.bytes_by_link["same_node"],
         "bytes_across_nodes": plan.bytes_by_link["across_nodes"],

@@ -1,7 +1,7 @@
 """megatron's distributed checkpoint format, read and written tensor by tensor, without megatron.
 
 The format does not depend on the parallel layout: a tensor of all layers (and all experts) is one
-array ``[layers, experts, ...]`` under one key, stored in chunks; whoever loads takes the chunks it
+array ``[layers, experts, ...]`` under one key, stored in chunks; a loader takes the chunks it
 needs.
 """
 
@@ -62,10 +62,10 @@ BACKEND = {
     "common_backend_version": 1,
 }
 # Norms are stored under their fused names. In front of experts Transformer Engine does not fuse,
-# while megatron's own layers ask for the fused name there too: that norm is stored under both.
+# while megatron's own layers look for the fused name there too: that norm is stored under both.
 STORED_NAMES = {name: fused for fused, name in FUSED_NORMS.items()}
 BEFORE_EXPERTS = "pre_mlp_layernorm.weight"
-# Modules that carry an (empty) state of Transformer Engine, for which megatron's loader asks;
+# Modules that carry an (empty) state of Transformer Engine, which megatron's loader looks for;
 # experts' names have no prefix.
 STATEFUL = (
     "self_attention.linear_proj",
@@ -373,7 +373,7 @@ def read_hf(
 ) -> Iterable[tuple[str, Tensor]]:
     """(HF name, whole tensor) of every tensor, in the order of the model.
 
-    One parameter is in memory at a time; ``announce`` is told its bytes before it is read.
+    One parameter is in memory at a time; ``announce`` gets its bytes before it is read.
     ``allow_pickle``: see CheckpointReader.
     """
     reader = CheckpointReader(path, allow_pickle=allow_pickle)

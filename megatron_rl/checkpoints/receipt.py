@@ -1,6 +1,6 @@
-"""What a rank has written of a checkpoint, told by its threads to the process that seals it.
+"""What a rank has written of a checkpoint, for the process that seals it.
 
-A receipt is a file beside the parts, which goes when the checkpoint is sealed.
+A receipt is a file next to the parts; sealing the checkpoint removes it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Receipt:
 
 
 def receipt_path(folder: Path, rank: int) -> Path:
-    """Where a rank says what it has written."""
+    """The file of a rank's receipt."""
     return folder / f"{_PREFIX}{rank:05d}"
 
 

@@ -112,7 +112,7 @@ class CheckpointSave:
         try:
             with disk.room_for(partial, self._num_bytes, f"the checkpoint {self.path.name}"):
                 raise error
-        except Exception as raised:  # noqa: BLE001 (told to all ranks, which raise it)
+        except Exception as raised:  # noqa: BLE001 (sent to all ranks, which raise it)
             is_user = isinstance(raised, ValueError)
             text = str(raised) if is_user else _named(raised)
             return _SaveReport(written, False, text, is_user)
@@ -124,7 +124,7 @@ class CheckpointSave:
                 if self._after is not None:
                     self._after()
                 self._sealed = True
-        except Exception as error:  # noqa: BLE001 (told by ``check``)
+        except Exception as error:  # noqa: BLE001 (raised by ``check``)
             self._error = error
 
 

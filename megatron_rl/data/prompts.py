@@ -24,6 +24,7 @@ from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.rows import Draft, Problems, Rows, lookup, read_rows
 from megatron_rl.types import Prompt
 
+_ENCODED_AT_ONCE = 4096  # texts
 _LONG_REMEDY = "raise the limit, shorten the row, or set data.on_long_prompt=drop"
 
 
@@ -113,6 +114,18 @@ def load_sources(
     return sources
 
 
+def _encoded(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool
+) -> list[list[int]]:
+    """The token ids of each text."""
+    encoded: list[list[int]] = []
+    # Some at a time: what the tokenizer knows of each token beside its id is many times as large.
+    for start in range(0, len(texts), _ENCODED_AT_ONCE):
+        some = list(texts[start : start + _ENCODED_AT_ONCE])
+        encoded += tokenizer(some, add_special_tokens=add_special_tokens)["input_ids"]
+    return encoded
+
+
 def _load_file(
     name: str,
     label: str,
@@ -130,7 +143,7 @@ def _load_file(
     problems.raise_if_any()
     refuse_constant_template(name, [repr(draft.prompt) for draft in drafts], texts)
     # A template writes its own special tokens; the tokenizer must not add them once more.
-    encoded = tokenizer(texts, add_special_tokens=not config.apply_chat_template)["input_ids"]
+    encoded = _encoded(texts, tokenizer, add_special_tokens=not config.apply_chat_template)
     if vision is not None:
         rows = zip(drafts, encoded, texts, strict=True)
         encoded = [_expanded(draft, ids, text, vision, problems) for draft, ids, text in rows]

@@ -33,7 +33,7 @@ def engine_arguments(
 
     ``seed``: of the engine's own generator; requests bring seeds of their own. ``multimodal``: None
     where no prompt has images. ``without_weights``: arbitrary numbers in place of those in the
-    files, which nobody reads.
+    files, which are not read.
     """
     max_tokens = config.max_prompt_tokens + config.max_response_tokens
     arguments: dict[str, Any] = {
@@ -66,7 +66,7 @@ def engine_arguments(
         # The limits of the policy; the model's own may allow images of 16 thousand tokens, for
         # which vLLM would keep memory.
         arguments["mm_processor_kwargs"] = {"size": dict(multimodal.processor.size_limits)}
-        arguments["skip_tokenizer_init"] = False  # its processor of images wants one
+        arguments["skip_tokenizer_init"] = False  # its processor of images needs one
     if config.max_num_seqs is not None:
         arguments["max_num_seqs"] = config.max_num_seqs
     if config.kv_cache_gib is not None:

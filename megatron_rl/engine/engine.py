@@ -110,7 +110,7 @@ class VllmEngine:
         check_start(config)
         self._is_filled = expected is None or not lazy_loading.can_wait_for_sync(config)
         self._stream, self._llm = self._build(model_path, launch_id)
-        # What it works on at a time, and some to go on with until more is handed out.
+        # What it works on at a time, and some to continue with until more is handed out.
         at_a_time = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
         self.capacity = at_a_time * 9 // 8 + 1
         _ALIVE.append(self._llm)
@@ -157,8 +157,8 @@ class VllmEngine:
         sampling: Sampling,
         so_far: Mapping[int, Sequence[int]] = NOTHING,
     ) -> list[int]:
-        """Begins some of the responses to a prompt, by their numbers, or goes on with them behind
-        the tokens ``so_far``; returns a request_id for each.
+        """Begins some of the responses to a prompt, by their numbers, or continues them after
+        the tokens ``so_far``; returns a request id for each.
 
         With a seed, response j to a prompt depends on (seed, prompt uid, j) and the weights alone;
         without one, on the calls before. That holds on one kind of machine: on GPUs vLLM samples
@@ -183,7 +183,7 @@ class VllmEngine:
             return self._tracker.begin(llm, prompt, seeded, there)
 
     def poll(self) -> list[tuple[int, Completion]]:
-        """Works for a moment; request_ids and completions of the responses that ended in it. With
+        """Works for a moment; request ids and completions of the responses that ended in it. With
         nothing to do it returns at once. After an exception nothing is open any more.
 
         Raises:
@@ -203,7 +203,7 @@ class VllmEngine:
             return self._tracker.pause(llm, request_ids, self.weight_version)
 
     def running_lengths(self) -> dict[int, int]:
-        """By request_id, of every response that has not ended, its tokens since ``submit``."""
+        """By request id, of every response that has not ended, its tokens since ``submit``."""
         return self._tracker.lengths(self._llm)
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
@@ -290,15 +290,6 @@ class VllmEngine:
             with self._working() as llm:
                 self._shards = llm.collective_rpc("discover_shards", args=(self._expected,))[0]
         return self._shards
-
-    def declare_shards(self, shards: list[Shard]) -> None:
-        """Makes ``weight_shards`` return these where it cannot record them.
-
-        Keys are the names of vLLM's parameters.
-        """
-        with self._working() as llm:
-            llm.collective_rpc("declare_shards", args=(shards,))
-        self._shards = shards
 
     def update_weights(self, transfer: Transfer, version: int) -> None:
         """Collective. Replaces all weights by what ``transfer(parameter, written)`` writes.

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
 # Of one call of ``stepped``: long enough for what is done around a call, such as a message to the
-# ranks of the replica, to cost little beside it. An answer waits for the others of the call.
+# ranks of the replica, to cost little. An answer waits for the others of the call.
 STEPS = 8
 
 
 class _Open(NamedTuple):
-    """A response under way. ``name``: vLLM's; ``asked``: the tokens that it goes on behind."""
+    """A response under way. ``name``: vLLM's; ``asked``: the tokens before its first new one."""
 
     name: str
     asked: tuple[int, ...]
@@ -30,16 +30,16 @@ class _Open(NamedTuple):
 
 
 class RequestTracker:
-    """The open requests of one vLLM, each for one response, by request_id.
+    """The open requests of one vLLM, each for one response, by request id.
 
     Ranks of a replica make the same calls in the same order: then each of vLLM's schedulers, which
-    know nothing of each other, decides alike, and request_ids are equal too.
+    know nothing of each other, decides alike, and request ids are equal too.
     """
 
     def __init__(self, eos_token_ids: Sequence[int], multimodal: MultimodalConfig | None) -> None:
         self._eos_token_ids = eos_token_ids
         self._multimodal = multimodal
-        self._open: dict[int, _Open] = {}  # by request_id
+        self._open: dict[int, _Open] = {}  # by request id
 
     def begin(
         self,
@@ -49,7 +49,7 @@ class RequestTracker:
         responses: Mapping[int, Sequence[int]],
     ) -> list[int]:
         """Queues these responses (number among all to the prompt -> tokens that it has already) and
-        returns their request_ids. ``sampling`` has a seed."""
+        returns their request ids. ``sampling`` has a seed."""
         assert sampling.seed is not None
         what = f"prompt {prompt.uid}"
         prepared = request(prompt.token_ids, prompt.images, self._multimodal, what)
@@ -62,7 +62,7 @@ class RequestTracker:
             seed = first + number
             params.append(vllm_sampling(left, seed, self._eos_token_ids, len(there)))
         names = llm.enqueue(requests, params, use_tqdm=False)
-        # vLLM numbers requests, and puts random letters behind the number; its outputs have the
+        # vLLM numbers requests, and puts random letters after the number; its outputs have the
         # number alone.
         request_ids = [int(name.partition("-")[0]) for name in names]
         for request_id, name, there in zip(request_ids, names, responses.values(), strict=True):
@@ -105,7 +105,7 @@ class RequestTracker:
             for request_id in request_ids
             if request_id in self._open
         ]
-        # One that ended beside an error has an answer that nobody got.
+        # One that ended in the step of an error has an answer that was not returned.
         names = [name for name in names if name in llm.llm_engine.output_processor.request_states]
         num_tokens = sum(_length(llm, name) for name in names)
         if names:

@@ -81,9 +81,9 @@ def as_asked(
     multimodal: MultimodalConfig | None,
     what: str,
 ) -> list[int]:
-    """The token ids of a prompt as vLLM wants them.
+    """The token ids of a prompt as vLLM needs them.
 
-    vLLM wants one token an image and expands it itself: given the expanded ids it would expand them
+    vLLM needs one token an image and expands it itself: given the expanded ids it would expand them
     once more, and given too few images it would read image tokens as text, without an error. So
     both are compared here. It knows images by name and keeps their features under it: the name is
     the digest of the file.
@@ -136,8 +136,8 @@ def check_request(prompt: Prompt, sampling: Sampling, config: RolloutConfig) -> 
             )
         if sampling.temperature != 1.0:
             raise ValueError(
-                f"sampling: the temperature is annealed, and {sampling.temperature:g} beside it;"
-                " set it to 1"
+                f"sampling: the temperature is annealed, and the constant one is"
+                f" {sampling.temperature:g}; set it to 1"
             )
     if len(prompt.token_ids) > config.max_prompt_tokens:
         raise ValueError(

@@ -42,7 +42,7 @@ PATCHES = (
     Patch(
         moe_utils,
         "te_general_gemm",
-        "the router asks for this name of Transformer Engine even when that is not installed, and"
+        "the router uses this name of Transformer Engine even when that is not installed, and"
         " raises NameError",
         lambda: not hasattr(moe_utils, "te_general_gemm"),
         None,
@@ -84,7 +84,7 @@ def apply() -> None:
 
     On every machine it installs a random-state tracker whose fork() does nothing, which is an
     official option. Dropout is 0 and weights are never drawn, so no state is needed; megatron's own
-    tracker, to which nobody adds states, would raise on a CUDA device at the first fork() of a
+    tracker, to which no states are added, would raise on a CUDA device at the first fork() of a
     sequence-parallel forward. Layers of Transformer Engine get a tracker only when its
     is_initialized() is true, which it never is for this one.
     """

@@ -43,7 +43,7 @@ class Frozen:
 
 
 class Reference:
-    """The weights as they are when this is built, beside those that are trained.
+    """The starting weights: those of the policy when this is built.
 
     In a reference pass the parameters point to other memory; the trained weights stay where they
     are and are never copied. ``staged`` False (host and device are one): they point to the host's

@@ -27,12 +27,12 @@ class JointGroupError(RuntimeError):
 
 
 class Barrier:
-    """Lets processes begin a collective step only when all of them are there and well, so that none
-    hangs in it; and tells the first of them how it ended for the others. A step has a name of its
-    own; a problem is a text, "" means none.
+    """A barrier that processes pass only when all of them are there and well, so that none hangs in
+    the collective step after it; afterwards the first process learns how the step ended for the
+    others. A step has a name of its own; a problem is a text, "" means none.
 
-    Every text is signed with the secret of the run: who does not know it is not let in, and lets
-    nobody in. Signed is what is said, and not what is moved: see ``join_group``.
+    Every text is signed with the secret of the run: a process without it is not admitted. Only
+    these control messages are signed, not tensor data: see ``join_group``.
     """
 
     def __init__(self, store: dist.Store, secret: str = "") -> None:
@@ -56,7 +56,7 @@ class Barrier:
         and why. Returns the problems by rank; where there are any, the step does not begin."""
         keys = [f"{step}/{rank}" for rank in ranks]
         problems: Mapping[int, str] = {}
-        # ``check`` does not wait, as ``get`` would: meanwhile somebody may turn out to be absent.
+        # ``check`` does not wait, as ``get`` would: meanwhile a process may turn out to be absent.
         while not problems and not self.store.check(keys):
             problems = absent()
             time.sleep(POLL_S)
@@ -68,8 +68,8 @@ class Barrier:
         return {rank: problem for rank, problem in problems.items() if problem}
 
     def _forget(self) -> None:
-        """Of a run of many steps the store has what was said in the last two: somebody may still
-        be on the way out of the one before."""
+        """Of many steps the store keeps the messages of the last two: a process may still be
+        leaving the one before."""
         while len(self._keys) > 2:
             for key in self._keys.popleft():
                 self.store.delete_key(key)
@@ -97,7 +97,7 @@ class Barrier:
         self.store.set(key, signature(self.secret, f"{key} {text}") + text)
 
     def _read(self, key: str) -> str:
-        """Waits for the text. Who signs it with another secret is a problem, as if it said so."""
+        """Waits for the text. One that is signed with another secret counts as a problem."""
         message = self.store.get(key).decode()
         text = message[SIGNATURE_LENGTH:]
         expected = signature(self.secret, f"{key} {text}")
@@ -151,8 +151,8 @@ def join_group(
     host's memory, NCCL for that of a GPU. Their addresses are in the store under names that follow
     from the secret, so a process with another one does not get in by mistake.
 
-    This keeps no attacker out: the store asks nobody for a password, lists its keys, and lets
-    everybody who reaches its port read, set and delete them. In a closed network only.
+    This keeps no attacker out: the store has no password, lists its keys, and lets any
+    process that reaches its port read, set and delete them. In a closed network only.
 
     ``timeout_s``: of the commands that the group is used in; see ``peer_timeout_s``.
 

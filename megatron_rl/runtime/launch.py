@@ -144,7 +144,7 @@ def _sendable(error: Exception) -> Exception:
     """``error``; in its place one that says the same where pickle cannot carry it to other ranks.
 
     pickle writes the class and ``args``, and reads by calling the one with the other. A class whose
-    constructor wants more than its text is written and cannot be read: then only the ranks that
+    constructor needs more than its text is written and cannot be read: then only the ranks that
     have no part in the error would fail, and with a TypeError.
     """
     try:
@@ -155,9 +155,9 @@ def _sendable(error: Exception) -> Exception:
         # What callers tell apart: the user's errors, and those of a connection.
         kinds = (ValueError, ConnectionError, OSError, RuntimeError)
         kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
-        said = kind(text)
-        said.__cause__ = error
-        return said
+        plain = kind(text)
+        plain.__cause__ = error
+        return plain
     return error
 
 
@@ -169,9 +169,9 @@ def start(timeout_s: float = NO_LIMIT.total_seconds()) -> World:
             CUDA.
     """
     # CUDA reads it when it starts. The backward of a layer that is cut over ranks starts a
-    # collective, then a matrix product that is to run beside it. One queue of work to the device
-    # keeps this order; with several the product can come first and fill the device. A value of the
-    # user stays.
+    # collective, then a matrix product that is to run at the same time. One queue of work to the
+    # device keeps this order; with several the product can come first and fill the device. A value
+    # of the user stays.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     on_gpu = torch.cuda.is_available()
     if on_gpu:

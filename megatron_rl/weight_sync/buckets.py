@@ -90,7 +90,7 @@ def unpack(
         block = typed[chunk.begin : chunk.begin + math.prod(chunk.region.shape)]
         block = block.view(chunk.region.shape)
         for landing in chunk.landings:
-            row = landing.window[0].start  # of the chunk: those before it are read, or not wanted
+            row = landing.window[0].start  # of the chunk: those before it are read, or not needed
             place = strided(target(landing.view.key), landing.view)
             for to_rows, from_rows in _rows(place, block[landing.window], sums):
                 row += from_rows.shape[0]

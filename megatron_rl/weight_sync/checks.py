@@ -82,7 +82,7 @@ def _wrong_streams(
     own = [(stream, digest.hexdigest()) for stream, digest in digests.items()]
     everyone = [dict(pairs) for pairs in all_gather(own, list[tuple[Stream, str]], group)]
     wrong = set()
-    for of_rank in everyone:  # each stream is there twice, told by its source and by its target
+    for of_rank in everyone:  # each stream is there twice, from its source and from its target
         for stream, digest in of_rank.items():
             if everyone[stream.source][stream] != digest:
                 wrong.add(stream)

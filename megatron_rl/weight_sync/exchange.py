@@ -1,5 +1,5 @@
-"""What every rank has and wants, made known to all: who plays which role, then each role once, with
-each tensor's name once."""
+"""The shards that every rank has and needs, sent to all: which rank has which role, then each role
+once, with each tensor's name once."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class EncodedGroup(NamedTuple):
 
 
 class EncodedGroups(NamedTuple):
-    """Shards without their places, as a message: names that nobody has told before, groups of
-    tensors as numbers among all names told so far, and the groups of shards."""
+    """Shards without their places, as a message: names that were not sent before, groups of
+    tensors as numbers among all names sent so far, and the groups of shards."""
 
     new_names: list[str]
     columns: list[list[int]]
@@ -39,7 +39,7 @@ class EncodedGroups(NamedTuple):
 
 
 class NameTable:
-    """The names told so far; every rank hears them in the same order."""
+    """The names sent so far, in the same order on every rank."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -48,7 +48,7 @@ class NameTable:
     def encode(self, groups: Groups) -> EncodedGroups:
         """What another rank needs to build the groups again."""
         # Groups that are other slices of the same tensors have the same names: each tuple of names
-        # is told once, as numbers.
+        # is sent once, as numbers.
         columns: dict[tuple[str, ...], int] = {}
         # ``decode`` gives new names their numbers, on every rank; this rank numbers them in the
         # same way, and remembers nothing.

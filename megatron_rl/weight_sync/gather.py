@@ -1,5 +1,5 @@
 """The plain weight sync: every rank gathers every tensor whole, and its engine cuts out what it
-wants.
+needs.
 
 Simple, and the reference for any faster one.
 """
@@ -33,13 +33,13 @@ class GatherSync:
         """Collective. ``bytes_total`` is the size of the weights, ``bytes_sent`` what this rank
         gave to the policy's gathers for others.
 
-        Where an engine refuses, its rank goes on gathering so that no peer waits, then all ranks
+        Where an engine refuses, its rank continues gathering so that no peer waits, then all ranks
         raise; where the policy fails in the middle of a gather, only a rank that ends can free the
         others.
 
         Raises:
             WeightSyncError: on every rank: the tensors of two of them differ, or are not what the
-                model wants; names the tensors. The engine then refuses to generate, unless it had
+                model needs; names the tensors. The engine then refuses to generate, unless it had
                 taken nothing yet.
         """
         start = time.perf_counter()
@@ -71,7 +71,7 @@ class GatherSync:
 
 
 class _TensorStream:
-    """The gathered tensors on their way to the engine: counted, and digested where asked for."""
+    """The gathered tensors on their way to the engine: counted, and digested if requested."""
 
     def __init__(
         self, weights: Iterator[tuple[str, Tensor]], progress: SyncProgress, digested: bool

@@ -86,8 +86,7 @@ class ReshardSync:
         return self.carry_out(SyncProgress(version))
 
     def carry_out(self, progress: SyncProgress) -> SyncReport:
-        """``sync`` for a caller who wants to know how far it got: ``progress`` tells, also when
-        this raises."""
+        """``sync`` that records in ``progress`` how far it got, also when this raises."""
         start = time.perf_counter()
         progress.stage = Stage.READYING
         self._ready()
@@ -126,7 +125,7 @@ class ReshardSync:
         reports.append(report)
 
     def _ready(self) -> None:
-        """Collective: the training side has what the plan wants of it. Raises on every rank, before
+        """Collective: the training side has what the plan needs of it. Raises on every rank, before
         anything moves."""
         failed = None
         try:
@@ -139,7 +138,7 @@ class ReshardSync:
     def _tell_peers(self, stage: Stage, error: Exception) -> None:
         """Collective where the error is of this rank alone: peers must not wait for it."""
         if stage is Stage.OPENING:  # they are sending already: this rank's messages keep their turn
-            # With ``failed`` it asks for no parameter.
+            # With ``failed`` it reads no parameter.
             self._transport.run(_no_target, _no_target, failed=error)
         elif stage is Stage.FINISHING:
             self._transport.raise_everywhere(error)
@@ -173,7 +172,7 @@ def _no_target(key: str) -> Tensor:
 
 
 def _machines(gpus_per_node: int | None, group: dist.ProcessGroup | None) -> Machines:
-    """Collective: which ranks share a node, as each rank sees its own."""
+    """Collective: which ranks share a node, as each rank reports its own."""
     own: int | str = platform.node()
     if gpus_per_node:
         own = dist.get_rank(group) // gpus_per_node

@@ -32,7 +32,7 @@ class TransportReport:
     receive buffers.
 
     ``checksums``: of the pieces of every bucket, one after the other, as it left or arrived here,
-    when asked for; on the host, or on their way there.
+    if requested; on the host, or on their way there.
     """
 
     bytes_sent: int
@@ -76,7 +76,7 @@ class Transport:
             for message in (*step.sends, *step.receives):
                 self.messages[message.bucket] = message
         if dist.is_initialized():
-            # NCCL wants all ranks in the first operation of a group on a device; a round may have
+            # NCCL needs all ranks in the first operation of a group on a device; a round may have
             # only two.
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 

@@ -17,9 +17,10 @@ from megatron_rl.config.rules.layout_rules import stage_layers
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.models import Architecture
+from megatron_rl.passes import LossOutput, TokenView
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
-from megatron_rl.types import LossOutput, SequenceBatch, Shard, TokenView
+from megatron_rl.types import SequenceBatch, Shard
 from megatron_rl.weight_sync.planner.shards import expand
 from tests.distributed.big_models import CASES, Case, train_layout, write_narrow
 from tests.distributed.fake_world import Answers, Record, fake_world

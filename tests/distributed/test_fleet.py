@@ -17,13 +17,13 @@ from megatron_rl.runtime.joint_group import Barrier, connect_store, join_group, 
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import TransferOptions
 from megatron_rl.weight_sync.fleet.fleet import FleetReport, FleetSync
-from megatron_rl.weight_sync.planner.engine_tables import rollout_shards
 from megatron_rl.weight_sync.reshard import ReshardSync
 from tests.distributed.test_nodes import MODEL, R, T
 from tests.distributed.transport_faults import Sink, Source
 from tests.ranks import on_ranks
 from tests.unit.weight_sync.slow_layouts import UNWRITTEN, hf_tensors, megatron_shards, vllm_shards
 from tests.unit.weight_sync.training_tables import train_shards
+from tools.planning.engine_tables import rollout_shards
 
 TRAINERS = 2
 TRAIN = T(tp=TRAINERS)

@@ -82,7 +82,7 @@ def no_room(sync: ReshardSync) -> None:
 def changed_on_the_wire(sync: ReshardSync) -> None:
     """The first byte of the first bucket of one rank: the slice it belongs to is named with both
     ranks."""
-    packed, hit = transport_module._Run.packed, []
+    packed, hit = transport_module._TransportRun.packed, []
     sender = min(sync.plan.streams).source
 
     def tampered(run, message, buffer):
@@ -95,7 +95,7 @@ def changed_on_the_wire(sync: ReshardSync) -> None:
                 f" {chunk.tensor}{slice_text(chunk.region)}"
             )
 
-    transport_module._Run.packed = tampered
+    transport_module._TransportRun.packed = tampered
     everyone = [None] * dist.get_world_size()
     try:
         sync.sync(5)
@@ -106,7 +106,7 @@ def changed_on_the_wire(sync: ReshardSync) -> None:
     else:
         raise AssertionError("changed bytes were accepted")
     finally:
-        transport_module._Run.packed = packed
+        transport_module._TransportRun.packed = packed
 
 
 def raised_in_the_middle(sync: ReshardSync, source: Source | None, sink: Sink | None) -> None:

@@ -19,12 +19,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron_rl.passes import LossOutput, TokenView
 from megatron_rl.policy import model as model_room
 from megatron_rl.policy import patches
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.passes.attention import zigzag
 from megatron_rl.policy.state.shards import parameter_shards
-from megatron_rl.types import LossOutput, SequenceBatch, TokenView
+from megatron_rl.types import SequenceBatch
 from tests.numerics.policy_reference import make_batch, relative_error
 from tests.ranks import on_ranks
 from tests.zoo import of_all_rows, tiny_policy

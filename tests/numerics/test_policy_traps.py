@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from megatron_rl.passes import LossOutput, TokenView
 from megatron_rl.policy import megatron_policy, optimizer, patches
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.runtime import device as torch_cpu
-from megatron_rl.runtime.device import REASONS, STAND_INS
-from megatron_rl.types import LossOutput, SequenceBatch, TokenView
+from megatron_rl.runtime.device import STAND_INS
+from megatron_rl.types import SequenceBatch
 from tests import zoo
 from tests.numerics.policy_reference import make_batch, scores
 from tests.ranks import on_ranks
@@ -137,7 +138,6 @@ TAKEN_AWAY: dict[str, tuple[Callable[[str], Any], str, str]] = {
 
 
 def test_every_stand_in_is_listed_and_tried():
-    assert set(REASONS) == set(STAND_INS)
     tried = {label.split()[1] for label in TAKEN_AWAY if label.startswith("replacement")}
     assert tried == set(STAND_INS)
 

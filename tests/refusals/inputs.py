@@ -35,7 +35,6 @@ from tests.trials.material import (
 
 REMOVED = "..."  # in place of a value: the key goes
 WEIGHTS = "model.safetensors"
-MATRIX = "model.layers.1.mlp.down_proj.weight"
 Row = Mapping[str, Any]
 
 

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 from tests.trials import (
-    conversion_cases,
     fault_cases,
     journey_cases,
     lost_cases,
     machine_cases,
     method_cases,
-    own_code_cases,
     passing_cases,
     resume_cases,
-    sample_cases,
-    server_cases,
     tool_cases,
 )
 from tests.trials.place import Case
@@ -30,11 +26,7 @@ MODULES = (
     machine_cases,
     journey_cases,
     method_cases,
-    sample_cases,
-    own_code_cases,
-    conversion_cases,
     tool_cases,
-    server_cases,
 )
 
 

@@ -24,12 +24,13 @@ from megatron_rl.config.rules.hardware import machine_problems
 from megatron_rl.config.schema import Config
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.errors import ConfigError
+from megatron_rl.passes import LossOutput, TokenView
 from megatron_rl.policy.hardware import this_machine
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.runtime import launch
 from megatron_rl.runtime.device import device
-from megatron_rl.types import LossOutput, SequenceBatch, TokenView
+from megatron_rl.types import SequenceBatch
 
 EOS = 2
 ROW = "ROW "  # begins the line with what a process has measured
@@ -58,14 +59,8 @@ def add_options(
 def write_model(options: argparse.Namespace) -> Path:
     """A HF directory with random weights in bfloat16, one safetensors file a layer. An existing one
     of these sizes is used again."""
-    sizes = [
-        options.layers,
-        options.hidden,
-        options.ffn,
-        options.heads,
-        options.kv_heads,
-        options.vocab,
-    ]
+    names = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
+    sizes = [getattr(options, name) for name in names]
     path: Path = options.folder / f"llama_{'_'.join(map(str, sizes))}"
     if (path / "model.safetensors.index.json").is_file():
         return path

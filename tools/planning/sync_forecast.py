@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from megatron_rl.config.schema import Config
 from megatron_rl.models import Architecture
 from megatron_rl.types import Shard
-from megatron_rl.weight_sync.planner.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.planner.plan import Machines, Plan, PlanSettings, make_plan
 from megatron_rl.weight_sync.planner.roles import Side
 from megatron_rl.weight_sync.planner.shards import ShardGroup
+from tools.planning.engine_tables import ModelShape, RolloutLayout, rollout_shards
+from tools.planning.plan_figures import num_peers
 from tools.planning.sync_time import Links, least_seconds, simulated_seconds
 from tools.planning.training_shards import Place, TrainingLayout, place_of, training_shards
 
@@ -90,7 +91,7 @@ def _forecast(way: str, plan: Plan, seconds: float, links: Links) -> SyncForecas
         way,
         plan.bytes_by_link["across_nodes"] / 1e9,
         plan.node_ratio,
-        int(plan.flows.num_peers().max(initial=0)),
+        int(num_peers(plan.flows).max(initial=0)),
         seconds,
         least_seconds(plan, links),
     )

@@ -30,11 +30,11 @@ class ServerLostError(ConnectionError):
 
 
 class ServerUnreachableError(ServerLostError):
-    """Nobody took a request: the server is gone, whatever it was asked."""
+    """There is no connection to the server, for any request."""
 
 
 class RequestFailedError(ServerLostError):
-    """A server that goes on has failed at this request."""
+    """A server that is still running has failed at this request."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class ServerClient:
             try:
                 status, text = await self._posted(url, body)
             except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
-                if self._session.closed:  # nobody wants the answer of this server any more
+                if self._session.closed:  # the answer of this server is not needed any more
                     raise
                 # The server may have closed a kept connection when the request was on its way.
                 status, text = await self._posted(url, body)

@@ -55,7 +55,7 @@ def server_command(
 ) -> list[str]:
     """The command that starts vLLM's own server with the settings of ``rollout``.
 
-    It answers token ids with token ids, takes weights from a trainer, and wants the secret of the
+    It answers token ids with token ids, takes weights from a trainer, and needs the secret of the
     run with every request.
     """
     arguments = engine_arguments(model_path, config, seed, multimodal)
@@ -94,7 +94,7 @@ def start_server(
         "VLLM_NO_USAGE_STATS": "1",
     }
     if not torch.cuda.is_available():
-        # Else every worker wants a NUMA node of its own, and small functions are compiled.
+        # Else every worker needs a NUMA node of its own, and small functions are compiled.
         own |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
     return subprocess.Popen(
         command,
@@ -116,7 +116,7 @@ def end_server(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port(host: str) -> int:
-    """One that nobody listens on at the moment."""
+    """A port that is not in use at the moment."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

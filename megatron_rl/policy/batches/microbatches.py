@@ -203,7 +203,7 @@ class Packer:
         )
 
     def _temperatures(self, batch: SequenceBatch, index: Tensor) -> Tensor | None:
-        """``index``: see ``Microbatch``; that of a prompt token is behind those of responses."""
+        """``index``: see ``Microbatch``; that of a prompt token is after those of responses."""
         if batch.temperatures is None:
             return None
         is_prompt = index >= len(batch.temperatures)
@@ -274,7 +274,7 @@ def _layout(sequences: _PackedRows, padded: Tensor) -> _Layout:
     """The padded tokens of all context ranks."""
     starts = torch.nn.functional.pad(padded.cumsum(0), (1, 0))
     sequence = torch.repeat_interleave(torch.arange(len(padded)), padded)
-    # A sequence that borrows its prompt begins at the position behind it.
+    # A sequence that borrows its prompt begins at the position after it.
     position = torch.arange(len(sequence)) - (starts[:-1] - sequences.shared)[sequence]
     return _Layout(sequence, position, starts)
 
@@ -283,7 +283,7 @@ def _token_ids(sequences: _PackedRows, layout: _Layout) -> Tensor:
     """Ids of the packed tokens, 0 for padding."""
     token_ids = sequences.batch.token_ids
     source = sequences.batch.offsets[sequences.chosen][layout.sequence] + layout.position
-    # Padding behind the last sequence would read beyond the batch.
+    # Padding after the last sequence would read beyond the batch.
     stored = token_ids[source.clamp(max=token_ids.numel() - 1)]
     return torch.where(layout.position < sequences.lengths[layout.sequence], stored, 0)
 
@@ -293,7 +293,7 @@ def _predictions(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(rows, targets, index)`` of a Microbatch, in the order of the sequences.
 
-    A packed token predicts the one behind it, from the last of the prompt to the last but one of
+    A packed token predicts the one after it, from the last of the prompt to the last but one of
     the response. The first token of a response whose prompt is packed elsewhere is predicted
     there: one row then predicts for several sequences.
     """

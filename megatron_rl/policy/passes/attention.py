@@ -70,7 +70,7 @@ class Packing(PackedSeqParams):
     def groups(self) -> tuple[list[AttentionCall], Tensor]:
         """``group`` of this packing, on the device of its boundaries.
 
-        Computed for the first layer that asks: attention of Transformer Engine never does.
+        Computed for the first layer that needs them: attention of Transformer Engine never does.
         """
         shared = torch.zeros_like(self.lengths) if self.shared is None else self.shared
         owner = torch.arange(len(self.lengths)) if self.owner is None else self.owner
@@ -105,7 +105,7 @@ def group(
         rows = order[first:last]
         column = torch.arange(longest)[None]
         position = torch.minimum(column, lengths[rows, None] - 1)
-        # Token p of a sequence: in its owner's prompt, or, behind the prompt, among its own tokens,
+        # Token p of a sequence: in its owner's prompt, or, after the prompt, among its own tokens,
         # the first of which has position ``shared``.
         is_borrowed = position < shared[rows, None]
         own_starts = (starts[:-1] - shared)[rows, None]

@@ -20,7 +20,7 @@ from megatron_rl.policy.optimizer import parts
 Shard = ShardedTensor | ShardedTensorFactory
 STATE = "optimizer.state."
 REFERENCE = "reference."
-# Float32 weights beside others: of a distributed optimizer, and of one that every rank has whole.
+# Names of float32 master weights: of a distributed optimizer, and of one that every rank has whole.
 MASTERS = ("param", "fp32_param")
 
 
@@ -66,7 +66,7 @@ class StoredParameter:
     is_expert: bool
 
     def place(self, dtype: torch.dtype, prefix: str = "") -> ArrayLocation:
-        """Of what belongs to the parameter, under the parameter's key behind ``prefix``."""
+        """Of what belongs to the parameter, under the parameter's key after ``prefix``."""
         key = prefix + self.key
         return ArrayLocation(key, self.array_shape, dtype, self.boxes, self.may_differ)
 

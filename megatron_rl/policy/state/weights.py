@@ -168,7 +168,7 @@ def load(
     except ValueError as error:
         problem = str(error)
     everyone = gather_objects((problem, counts))
-    problems = [said for said, _ in everyone if said is not None]
+    problems = [text for text, _ in everyone if text is not None]
     if problems:
         raise ValueError(problems[0])
     if ranks is not None:
@@ -184,7 +184,7 @@ def _copies_group(item: LocalParameter, ranks: Ranks) -> Any:
 
 def _reads(item: LocalParameter, ranks: Ranks) -> bool:
     """Whether this rank reads the parameter: the first that holds it. In FP8 each rank does: the
-    optimizer's copy takes the numbers of before the rounding, which nobody can send."""
+    optimizer's copy takes the numbers before rounding, which cannot be sent."""
     return is_float8tensor(item.tensor) or dist.get_rank(_copies_group(item, ranks)) == 0
 
 

@@ -1,4 +1,4 @@
-"""Says which ranks are missing when a collective of control takes long."""
+"""Logs which ranks are missing when a control collective takes long."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
-_PRESENT_S = 2.0  # a rank that waits longer tells the others that it is there
+_PRESENT_S = 2.0  # a rank that waits longer announces that it is there
 FIRST_S = 30.0  # until the first line
 _NEXT_S = 60.0  # between that and further ones
 
@@ -34,7 +34,7 @@ class CollectiveWatchdog:
         self._size = size
         self._waiting: tuple[int, float] | None = None  # number of the collective, since when
         self._number = 0
-        self._announced = 0  # the last collective that this rank has said it waits in
+        self._announced = 0  # the last collective that this rank has announced it waits in
         self._due_s = FIRST_S
         self._looks = rank == 0
 
@@ -102,7 +102,7 @@ def _key(rank: int) -> str:
 
 def _missing(store: dist.TCPStore, ranks: Sequence[int], number: int) -> list[int]:
     """Those of ``ranks`` that do not wait in this collective."""
-    # Not in one request: a read waits for keys that nobody has written.
+    # Not in one request: a read waits for keys that were not written.
     waiting = [rank for rank in ranks if store.check([_key(rank)])]
     numbers = store.multi_get([_key(rank) for rank in waiting]) if waiting else []
     here = {rank for rank, other in zip(waiting, numbers, strict=True) if int(other) == number}

@@ -79,8 +79,8 @@ class State:
         self.reporting = threading.Lock()  # held from the first error on, never released
         self.terminated = threading.Event()
         self.console: int | None = None  # where stderr was before it went to a file of this rank
-        # Of the heartbeat, once there is one: how other machines learn of a failure said here (None
-        # where there are none), and that this rank ends as it should.
+        # Of the heartbeat, once there is one: how other machines learn of a failure reported here
+        # (None where there are none), and that this rank ends as it should.
         self.announce: Callable[[str], None] | None = None
         self.goodbye: Callable[[], None] | None = None
         self.failed_host: Path | None = None  # see ``runtime/guard/failed_host.py``
@@ -116,7 +116,7 @@ def _first_of_all_machines() -> bool:
         me = f"{socket.gethostname()}:{os.getpid()}"
         return store.compare_set(f"megatron_rl/first_failure/{start}", "", me) == me.encode()
     except (RuntimeError, ValueError, KeyError):
-        return True  # without a store nobody else is known to be first
+        return True  # without a store no other process is known to be first
 
 
 STATE = State()

@@ -1,4 +1,4 @@
-"""Which rank of a launch reports the failure: the first that asks, and no other.
+"""Which rank of a launch reports the failure: the first that claims it, and no other.
 
 The ranks of a machine decide it by a file in the folder that torchrun made for this start: it is
 there before any rank joins the others, needs no memory, network or thread, and goes with the start.
@@ -24,7 +24,7 @@ class FirstFailure:
     Args:
         folder: private to this start of the launch on this machine; None where the ranks have none
             in common. Then, without ``elsewhere``, every rank wins: better twice than not at all.
-        elsewhere: asks the other machines; True when this process is the first there, too.
+        elsewhere: whether this process is the first of all machines, too.
         size: number of ranks on this machine.
     """
 
@@ -107,7 +107,7 @@ def create(path: Path, text: str) -> bool:
     True also where the disk takes no file: nothing can be decided then, and a message that comes
     twice is better than none.
     """
-    # A second name for a file that is whole: nobody reads half of it, and of two processes that
+    # A second name for a file that is whole: no process reads half of it, and of two processes that
     # give the same name one fails, on a network file system too.
     draft = path.with_name(f"draft_{os.getpid()}_{threading.get_ident()}")
     try:
@@ -125,8 +125,8 @@ def create(path: Path, text: str) -> bool:
 def alive(pid: int) -> bool:
     """Whether the process runs on this machine; False for a zombie."""
     try:
-        os.kill(pid, 0)  # signal 0: asks alone
-    except PermissionError:  # it exists and is somebody else's
+        os.kill(pid, 0)  # signal 0: only checks
+    except PermissionError:  # it exists and belongs to another user
         return True
     except OSError:
         return False

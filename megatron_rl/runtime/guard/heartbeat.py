@@ -1,4 +1,4 @@
-"""Ends a launch that cannot go on; one that can may wait for as long as it takes.
+"""Ends a launch that cannot continue; one that can may wait for as long as it takes.
 
 No collective has a time limit of its own (``launch.NO_LIMIT``): a rank may wait hours for the
 longest response of another. What ends a launch is seen by a thread of every rank:
@@ -39,16 +39,16 @@ from megatron_rl.runtime.guard.first_failure import bounded, state_of
 logger = logging.getLogger(__name__)
 
 BEAT_S = 2.0
-STOPPED_S = 8.0  # a rank that is stopped for so long does not go on
+STOPPED_S = 8.0  # a rank that is stopped for so long does not continue
 SILENT_S = 20.0  # a machine that gives no sign for so long is lost
 # Libraries that are loaded from a slow disk stop all threads of a process for longer than that.
 STARTING_SILENT_S = 300.0
 STALL_S = 1800.0  # until trainer.stall_limit_s is known
 _ANSWER_S = BEAT_S + 1  # until every rank has seen a stall and written its stacks
-LINGER_S = 2 * BEAT_S + 1  # a cause that is said here goes out to other machines meanwhile
+LINGER_S = 2 * BEAT_S + 1  # a cause reported here reaches other machines meanwhile
 
-# Numbers in the store are read by adding 0: ``get`` would wait for a key that nobody has written.
-_ALARM = "megatron_rl/alarm"  # above 0: there is a cause or a stall. All that a beat has to ask for
+# Numbers in the store are read by adding 0: ``get`` would wait for a key that was not written.
+_ALARM = "megatron_rl/alarm"  # above 0: there is a cause or a stall. All that a beat has to read
 _CAUSE = "megatron_rl/cause"
 _STALL = "megatron_rl/stall"
 _DONE = "megatron_rl/done"  # count of all activity
@@ -182,7 +182,7 @@ class Heartbeat:
             self._raise(store, self._asked(store, idle_s), "")
 
     def _asked(self, store: dist.TCPStore, idle_s: float) -> str:
-        """The message of a stall, after all ranks have said where they stand."""
+        """The message of a stall, after all ranks have reported where they are."""
         self._answer_stall(store)
         places: dict[int, str] = {}
         deadline = time.monotonic() + 2 * BEAT_S
@@ -209,7 +209,7 @@ class Heartbeat:
         store.set(_place_of(self._rank), stacks.place())
         time.sleep(_ANSWER_S)
         # A thread cannot write where the main thread never lets go of the interpreter; a handler in
-        # C can. The first rank of the machine that does answer asks the others.
+        # C can. The first rank of the machine that does answer signals the others.
         self._deaf = [peer for peer in self._local if not store.check([_place_of(peer.rank)])]
         if all(peer.rank > self._rank for peer in self._local if peer not in self._deaf):
             for peer in self._deaf:
@@ -267,7 +267,7 @@ class Heartbeat:
         def tell() -> bool:
             try:
                 return connect().add(_FINISHED, 1) > 0
-            except RuntimeError:  # everybody else has gone already
+            except RuntimeError:  # all others have gone already
                 return False
 
         if self._watchdog is not None:

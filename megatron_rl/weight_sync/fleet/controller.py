@@ -1,5 +1,5 @@
-"""What rank 0 of the trainer does alone in a sync to servers: it gives the commands, to all of them
-at the same time, and meets their workers."""
+"""Rank 0's part of a sync to servers: it gives commands to all of them at the same time and waits
+for their workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_rl.runtime.joint_group import Barrier, combined, peer_timeout_s, serve_store
 from megatron_rl.types import TransferOptions
-from megatron_rl.weight_sync.fleet.commands import Server
+from megatron_rl.weight_sync.fleet.commands import HttpServer
 from megatron_rl.weight_sync.fleet.update_kinds import UpdateKind
 
 Answer = TypeVar("Answer")
@@ -48,14 +48,15 @@ class StepOutcome(NamedTuple):
 
 
 class FleetController:
-    """Gives servers their commands. One that begins a step of all (a connection, an update) ends
-    only with it, while rank 0 itself takes part: threads wait for the answers.
+    """Gives commands to all servers of a group. A command that begins a step of all (a connection,
+    an update) returns only when the step ends, and rank 0 itself takes part in it: threads wait for
+    the responses.
 
-    Every step has a name of its own, under which rank 0 and the workers meet.
+    Every step has a name of its own, under which rank 0 and the workers pass the barrier.
     """
 
     def __init__(
-        self, servers: Mapping[str, Server], options: TransferOptions, secret: str
+        self, servers: Mapping[str, HttpServer], options: TransferOptions, secret: str
     ) -> None:
         """``servers``: by name; their workers have their ranks in this order."""
         self._servers = dict(servers)
@@ -74,8 +75,8 @@ class FleetController:
         self._silent: set[str] = set()  # their commands may never be answered
 
     def connect(self, num_trainers: int, device_type: str) -> tuple[str, int, int]:
-        """Tells the workers where to come and waits for them. Returns address and port of the store
-        and the group's size: the ranks of the trainer, then the workers.
+        """Sends the workers the address of the store and waits for them. Returns address and port
+        of the store and the group's size: the ranks of the trainer, then the workers.
 
         Raises:
             ServersError: a server is not reached, or one of its workers cannot take part.
@@ -85,7 +86,7 @@ class FleetController:
         for name, num_workers in self._all(lambda server: server.num_workers()).items():
             self._ranks[name] = range(size, size + num_workers)
             size += num_workers
-        own = _for_everybody(addresses.values())
+        own = _shared_address(addresses.values())
         # No local name for it, which the traceback of an error would keep: see ``close``.
         self._store = serve_store(own, self._options.timeout_s)
         self._barrier = Barrier(self._store, self._secret)
@@ -105,8 +106,8 @@ class FleetController:
 
     def begin(self, kind: UpdateKind) -> Reasons:
         """Returns the servers that an update cannot begin with, for instance since they do not
-        pause in time. They are to serve on; one that is not reached has not heard of it, and is not
-        called a second time."""
+        pause in time. They are to continue serving; one that is not reached has received nothing,
+        and is not called a second time."""
         _, lost = self._each(kind.begin)
         return lost
 
@@ -126,13 +127,15 @@ class FleetController:
         self._begin_step(step, carry_out)
 
     def _has_ended(self, step: str, name: str) -> bool:
-        """Raises ConnectionError where they should have said it long ago."""
+        """Raises ConnectionError where their report is overdue."""
         assert self._barrier is not None, "connect first"
         if self._barrier.has_reported(step, self._ranks[name]):
             return True
         if time.monotonic() > self._report_by:
             limit_s = self._options.timeout_s
-            raise ConnectionError(f"its workers have not said within {limit_s:g} s how it ended")
+            raise ConnectionError(
+                f"its workers have not reported within {limit_s:g} s how it ended"
+            )
         return False
 
     def _expect_reports(self) -> None:
@@ -147,8 +150,8 @@ class FleetController:
         self._late_at = time.monotonic() + self._peer_timeout_s
         self._report_by = math.inf
         self._commands = {name: self._pool.submit(command, name) for name in self._servers}
-        everybody = [rank for ranks in self._ranks.values() for rank in ranks]
-        problems = self._barrier.release(step, everybody, self._absent)
+        all_ranks = [rank for ranks in self._ranks.values() for rank in ranks]
+        problems = self._barrier.release(step, all_ranks, self._absent)
         lost = {name: _of(ranks, problems) for name, ranks in self._ranks.items()}
         lost = {name: why for name, why in lost.items() if why}
         if lost:
@@ -192,12 +195,12 @@ class FleetController:
         return ends
 
     def end_update(self, version: int, kind: UpdateKind, names: Collection[str]) -> Reasons:
-        """All weights have arrived in these servers. Returns those that do not go on."""
+        """All weights have arrived in these servers. Returns those that do not resume."""
         _, lost = self._each(lambda server: kind.end(server, version), names)
         return lost
 
     def call_off(self, kind: UpdateKind) -> Reasons:
-        """After an update that every rank refused: the servers go on with their old weights.
+        """After an update that every rank refused: the servers continue with their old weights.
         Returns those that cannot."""
         ends = self.ends()
         willing = set(self._servers) - set(ends.lost) - set(ends.problems)
@@ -214,7 +217,7 @@ class FleetController:
         _, lost = self._each(kind.release, names)
         return lost
 
-    def _all(self, command: Callable[[Server], Answer]) -> dict[str, Answer]:
+    def _all(self, command: Callable[[HttpServer], Answer]) -> dict[str, Answer]:
         """The answers of all servers. Raises ServersError when there are not so many."""
         answers, lost = self._each(command)
         if lost:
@@ -222,7 +225,7 @@ class FleetController:
         return answers
 
     def _each(
-        self, command: Callable[[Server], Answer], names: Collection[str] | None = None
+        self, command: Callable[[HttpServer], Answer], names: Collection[str] | None = None
     ) -> tuple[dict[str, Answer], Reasons]:
         """Gives a command to the servers (None: all), to all at the same time. Returns the answers,
         and why there is none."""
@@ -255,7 +258,7 @@ def _of(ranks: Iterable[int], problems: Mapping[int, str]) -> str:
     return combined({rank: problems.get(rank, "") for rank in ranks})
 
 
-def _for_everybody(addresses: Collection[str]) -> str:
+def _shared_address(addresses: Collection[str]) -> str:
     """Of the addresses under which servers see this machine, one that others see too if there is
     any: not that of a server on this machine."""
     for address in addresses:

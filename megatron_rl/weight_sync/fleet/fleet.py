@@ -3,7 +3,7 @@
 All servers of a publication are one group with the trainer, under one plan: what several of them
 want is passed on from node to node. The group lasts while its servers stay the same. One that is
 lost in the middle of an update ends it for all; the others are pushed to again, together, without
-it. Where nobody knows who is at fault, they are pushed to in halves, and again, until it is alone.
+it. Where the faulty one is unknown, they are pushed to in halves, and again, until it is alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_rl.errors import WeightSyncError, first_line
 from megatron_rl.protocols import WeightSource
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import SyncReport, TransferOptions
-from megatron_rl.weight_sync.fleet.commands import HttpServer, InFlight, Server
+from megatron_rl.weight_sync.fleet.commands import HttpServer, InFlight
 from megatron_rl.weight_sync.fleet.controller import ServersError
 from megatron_rl.weight_sync.fleet.joint import JointSync, TrainingSide
 from megatron_rl.weight_sync.reshard import Plans
@@ -61,8 +61,15 @@ class _FleetRound:
 
 @dataclass
 class FleetSync:
-    """The trainer's end of the weight syncs to all servers. ``make_server``: from a URL, its
-    commands; rank 0 alone calls them."""
+    """The trainer's end of the weight syncs to all servers.
+
+    Attributes:
+        source: the policy's weights.
+        secret: of the run; workers know it from the server's VLLM_API_KEY.
+        in_flight_requests: what becomes of requests under way when a server is paused.
+        device: where the policy's weights are; the servers' must be of the same kind.
+        make_server: makes the commands of a server from its URL; rank 0 alone calls them.
+    """
 
     source: WeightSource
     world: World
@@ -70,7 +77,7 @@ class FleetSync:
     options: TransferOptions
     in_flight_requests: InFlight
     device: torch.device | str
-    make_server: Callable[[str], Server] | None = None
+    make_server: Callable[[str], HttpServer] | None = None
     plans: Plans = field(default_factory=dict)
     _groups: dict[Names, JointSync] = field(default_factory=dict)
     # Servers that could not be in one group with those of another number.
@@ -80,7 +87,7 @@ class FleetSync:
         self, version: int, servers: Mapping[str, str], *, staged: bool = False
     ) -> FleetReport:
         """Collective over the trainer's ranks: these servers have the weights of the source when it
-        returns, or are in ``lost``. ``staged``: beside those they sample with, which takes no time
+        returns, or are in ``lost``. ``staged``: next to those they sample with, which takes no time
         of theirs. ``servers``: URLs by name, equal on every rank; one that is named for the first
         time is connected.
 
@@ -157,7 +164,7 @@ class FleetSync:
             del self.plans[shape]
         return self._groups[names]
 
-    def _http_server(self, url: str) -> Server:
+    def _http_server(self, url: str) -> HttpServer:
         return HttpServer(url, self.options.timeout_s, self.secret)
 
 

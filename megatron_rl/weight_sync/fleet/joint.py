@@ -18,7 +18,7 @@ from megatron_rl.runtime.joint_group import connect_store, join_group, leave_gro
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import SyncReport, TransferOptions
 from megatron_rl.weight_sync.failure import Stage, SyncProgress
-from megatron_rl.weight_sync.fleet.commands import InFlight, Server
+from megatron_rl.weight_sync.fleet.commands import HttpServer, InFlight
 from megatron_rl.weight_sync.fleet.controller import (
     FleetController,
     ServersError,
@@ -74,7 +74,7 @@ class JointSync:
     or, where new weights are staged, their old ones throughout.
     """
 
-    def __init__(self, trainer: TrainingSide, servers: Mapping[str, Server]) -> None:
+    def __init__(self, trainer: TrainingSide, servers: Mapping[str, HttpServer]) -> None:
         """Collective over the trainer's ranks. ``servers``: by name, used by rank 0 alone.
 
         Raises, on every rank:
@@ -93,10 +93,6 @@ class JointSync:
         except Exception as error:
             self.close(error)
             raise
-
-    @property
-    def is_connected(self) -> bool:
-        return self._sync is not None
 
     def _connect(self) -> Plan:
         """Collective over the trainer's ranks: one group with the workers, and the plan."""
@@ -138,13 +134,13 @@ class JointSync:
         )
 
     def sync(self, version: int, *, staged: bool = False) -> PushResult:
-        """Collective over the trainer's ranks. ``staged``: the new weights wait beside the old ones
-        for a command (``commands.switch_weights``). In the report ``bytes_sent``: what this rank
-        sent; ``bytes_total``: what the workers were sent, by whomever.
+        """Collective over the trainer's ranks. ``staged``: the new weights wait next to the old
+        ones for a command (``commands.switch_weights``). In the report ``bytes_sent``: what this
+        rank sent; ``bytes_total``: what the workers were sent, by whomever.
 
-        Raises, on every rank, when nothing has moved and all servers go on with their old weights:
-            ValueError: a training parameter changed its dtype or shape.
-            WeightSyncError: a rank is not ready.
+        Raises, on every rank, when nothing has moved and all servers continue with their old
+            weights: ValueError: a training parameter changed its dtype or shape. WeightSyncError: a
+            rank is not ready.
         """
         assert self._sync is not None, "it is connected"
         start = time.perf_counter()
@@ -200,7 +196,7 @@ class JointSync:
     def _finish(
         self, progress: SyncProgress, ends: StepOutcome, report: SyncReport, start: float
     ) -> PushResult:
-        """Collective: servers without a problem go on with the new weights."""
+        """Collective: servers without a problem continue with the new weights."""
         failed = ends.lost | ends.problems
         lost = {name: f"{progress}: {why}" for name, why in ends.lost.items()}
         unfinished = {name: f"{progress}: {why}" for name, why in ends.problems.items()}

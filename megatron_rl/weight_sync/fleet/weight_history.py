@@ -1,4 +1,4 @@
-"""The weights of the last versions, kept while the policy goes on to the next."""
+"""The weights of the last versions, kept while the policy trains the next."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ NUM_VERSIONS = 2
 
 class WeightHistory:
     """Implements ``protocols.WeightSource``: what the policy had at the last ``hold``, or at the
-    one before, so that a server that comes late, or one that has gone on already, can still be
-    given it. Takes twice as much of the device as the weights of this process do."""
+    one before, so that a server that joins late, or one that has switched already, can still get
+    it. Takes twice as much of the device as the weights of this process do."""
 
     def __init__(self, policy: WeightSource) -> None:
         self._policy = policy

@@ -72,7 +72,7 @@ class Local(NamedTuple):
 
 
 class FromSameNode(NamedTuple):
-    """``region``, wanted at ``place``, a part of the shard ``within`` at each of ``holders``."""
+    """``region``, needed at ``place``, a part of the shard ``within`` at each of ``holders``."""
 
     place: int
     region: Slice
@@ -81,7 +81,7 @@ class FromSameNode(NamedTuple):
 
 
 class FromRemote(NamedTuple):
-    """``region``, wanted at each of ``receivers`` and held nowhere in the node: a part of the shard
+    """``region``, needed at each of ``receivers`` and held nowhere in the node: a part of the shard
     ``within`` of others."""
 
     region: Slice
@@ -93,8 +93,8 @@ class FromRemote(NamedTuple):
 class NodeDemand:
     """What the ranks of one node want of one tensor, by its nearest source.
 
-    ``missing``: elements wanted and not held, summed over ranks; ``entering``: elements wanted on
-    the node and held nowhere on it. ``unavailable``: a place and a slice that nobody has.
+    ``missing``: elements needed and not held, summed over ranks; ``entering``: elements needed on
+    the node and held nowhere on it. ``unavailable``: a place and a slice that no rank has.
     """
 
     local: tuple[Local, ...]
@@ -109,8 +109,8 @@ class NodeDemand:
 def node_demand(held: tuple[Slices, ...], wanted: tuple[Slices, ...], shards: Slices) -> NodeDemand:
     """``held``, ``wanted``: of each place of the node; ``shards``: all that exist, anywhere.
 
-    What is wanted in two places of one rank travels once; what a rank has itself is copied; what a
-    mate has is taken from there; the rest crosses into the node once, whoever wants it.
+    What is needed in two places of one rank travels once; what a rank has itself is copied; what a
+    rank of the node has is taken from there; the rest crosses into the node once.
 
     Kept, since nodes and classes repeat; hence tuples all the way down, which can be hashed.
     """
@@ -143,7 +143,7 @@ def node_demand(held: tuple[Slices, ...], wanted: tuple[Slices, ...], shards: Sl
             missing = each_without(missing, shard)
         if missing and unavailable is None:
             unavailable = (receivers[0], missing[0])
-    # Counted from what is held and wanted, not summed over the lists above: the plan is compared
+    # Counted from what is held and needed, not summed over the lists above: the plan is compared
     # with these bounds.
     missing_elements = 0
     for own, wishes in zip(held, wanted, strict=True):

@@ -1,4 +1,4 @@
-"""Who sends what to whom: a pure function of the shards that every process has and wants.
+"""Who sends what to whom: a pure function of the shards that every process has and needs.
 
 Tensors that the same ranks have and want in the same way form one class, nodes whose ranks have and
 want the same of a class are alike, and both are planned once: the cost depends on the number of
@@ -31,8 +31,8 @@ class Plan:
 
     ``deliveries``: each with the flow of every entry of its ``sources``; None for local copies.
     ``bytes_by_link``: same_process, same_node, across_nodes. ``lower_bound``: bytes that a process
-    wants and does not have, each counted once per process, summed over processes; no plan can send
-    less. ``node_bound``: bytes that are wanted on a node and that no process of it has, each
+    needs and does not have, each counted once per process, summed over processes; no plan can send
+    less. ``node_bound``: bytes that are needed on a node and that no process of it has, each
     counted once per node; no plan can send less across nodes. ``gather_bytes``: what arrives when
     every rollout process receives every tensor whole.
     """
@@ -44,22 +44,6 @@ class Plan:
     lower_bound: int
     node_bound: int
     gather_bytes: int
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Plan)
-            and self.classes == other.classes
-            and self.costs == other.costs
-            and [delivery for delivery, _ in self.deliveries]
-            == [delivery for delivery, _ in other.deliveries]
-            and self.schedule == other.schedule
-        )
-
-    @property
-    def costs(self) -> tuple:
-        """Every figure in bytes."""
-        bounds = (self.lower_bound, self.node_bound, self.gather_bytes)
-        return dict(self.bytes_by_link), bounds
 
     @property
     def flows(self) -> Flows:
@@ -115,11 +99,11 @@ class Machines:
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What a plan follows from beside the shards.
+    """What a plan follows from besides the shards.
 
     ``bucket_bytes``, ``rounds_in_flight``: see ``schedule``. ``machines``: which ranks share a
     node. ``replicas``: groups of ranks that must together want every element of every tensor (None:
-    all ranks that want anything are one). ``ignore``: tensors that rightly nobody wants. ``cast``:
+    all ranks that need anything are one). ``ignore``: tensors that need no receiver. ``cast``:
     floating types may differ, values are cast before they are sent.
     """
 
@@ -136,12 +120,12 @@ def make_plan(sources: Side, targets: Side, settings: PlanSettings) -> Plan:
     its node, else from anywhere, once into each node; among equal sources the senders share the
     load.
 
-    ``sources``, ``targets``: what each rank has, and wants. Deterministic: equal inputs give equal
+    ``sources``, ``targets``: what each rank has, and needs. Deterministic: equal inputs give equal
     plans on every rank.
 
-    Raises ValueError, naming tensor, ranks and slice_text, for a tensor or an element nobody has or
-    nobody wants, for a shape or dtype that differs, and for an element of a parameter that would be
-    written twice.
+    Raises ValueError, naming tensor, ranks and slices, for a tensor or an element without holder or
+    without receiver, for a shape or dtype that differs, and for an element of a parameter that
+    would be written twice.
     """
     nodes = settings.machines.nodes({*sources, *targets})
     looked_at = set()  # ranks of one role share a sequence: once is enough

@@ -102,7 +102,7 @@ class Program:
     its parameters must be.
 
     ``uses``: target parameter -> number of views that will be written, or read to be passed on, so
-    that its owner can be told when it is complete.
+    that its owner is notified when it is complete.
     """
 
     rank: int
@@ -154,7 +154,7 @@ def _index(groups: Sequence[ShardGroup]) -> _Index:
 
 @dataclass(frozen=True)
 class _Places:
-    """Where the rank has, and wants, the slices of tensors."""
+    """Where the rank has, and needs, the slices of tensors."""
 
     at_source: _Index
     at_target: _Index
@@ -173,7 +173,7 @@ class _Places:
         return self.leaving[tensor, region]
 
     def landings(self, tensor: str, region: Slice) -> Iterator[tuple[Slice, View]]:
-        """Every place of this process that wants a part of the slice, with that part."""
+        """Every place of this process that needs a part of the slice, with that part."""
         for wanted, members in self.at_target[tensor].items():
             common = intersect(wanted, region)
             if common is not None:
@@ -338,7 +338,7 @@ def _chunk(places: _Places, piece: _ChunkPlan, is_source: bool) -> BucketChunk:
 
 def _read_again(chunk: BucketChunk) -> BucketChunk:
     """The chunk as it is passed on: read at a place where all of it was written to. There is one:
-    what is passed on is a part of one slice that each of its ranks wants."""
+    what is passed on is a part of one slice that each of its ranks needs."""
     whole = _window(chunk.region, chunk.region)
     place = next(landing for landing in chunk.landings if landing.window == whole)
     return BucketChunk(chunk.tensor, chunk.begin, chunk.region, (place,))

@@ -41,7 +41,7 @@ def roles_of(side: Side) -> Roles:
     groups: list[Sequence[ShardGroup]] = []
     ranks: list[list[int]] = []
     for rank in sorted(side):
-        # Nobody else can have this id: ``side`` keeps the sequence alive.
+        # No other object can have this id: ``side`` keeps the sequence alive.
         identity = id(side[rank])
         if identity not in by_identity:
             content = tuple(
@@ -59,7 +59,7 @@ def roles_of(side: Side) -> Roles:
 
 
 class ShardPattern(NamedTuple):
-    """How one role has, or wants, a tensor; what distinguishes one class from another."""
+    """How one role has, or needs, a tensor; what distinguishes one class from another."""
 
     is_target: bool
     role: int
@@ -87,7 +87,7 @@ class TensorClass:
 
 
 class _Owned(NamedTuple):
-    """A group of shards, with the role that has or wants it."""
+    """A group of shards, with the role that has or needs it."""
 
     is_target: bool
     role: int
@@ -175,7 +175,7 @@ def _by_role(patterns: Iterable[ShardPattern]) -> dict[int, tuple[Slice, ...]]:
 def _travels_as(
     name: str, patterns: Sequence[ShardPattern], sides: tuple[Roles, Roles], cast: bool
 ) -> str:
-    """The dtype that the engine wants. Raises ValueError where shapes differ, or dtypes that may
+    """The dtype that the engine needs. Raises ValueError where shapes differ, or dtypes that may
     not."""
     first = patterns[0]
     last = patterns[-1]  # a target: those come last

@@ -35,21 +35,10 @@ class Delivery:
     targets: np.ndarray  # [targets]
     sources: np.ndarray  # [targets, k]
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Delivery)
-            and self._plain() == other._plain()
-            and np.array_equal(self.targets, other.targets)
-            and np.array_equal(self.sources, other.sources)
-        )
-
-    def _plain(self) -> tuple:
-        return self.class_index, self.region, self.within, self.turns, self.receivers
-
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a class wants to be delivered: its number, how many tensors it has, bytes of one
+    """What a class is to be delivered: its number, how many tensors it has, bytes of one
     element, and slice -> the ranks that hold it."""
 
     class_index: int
@@ -105,7 +94,7 @@ class Senders:
 
     def from_same_node(self, want: Wanted, demand: FromSameNode, nodes: np.ndarray) -> Delivery:
         """All holders of the node take turns, least loaded first."""
-        # Targets are [nodes], sources [nodes, holders]: every mate that has it.
+        # Targets are [nodes], sources [nodes, holders]: every rank of the same node that has it.
         targets = self.nodes.ranks[nodes, demand.place]
         sources = self.nodes.ranks[nodes][:, list(demand.holders)]
         order = np.argsort(self.load[sources], axis=1, kind="stable")
@@ -162,7 +151,9 @@ class Senders:
         # [groups]: how many targets hear from each, and how many holders it has.
         wanted = np.bincount(group, minlength=num_groups)
         held = np.bincount(held_in[holders], minlength=num_groups)
-        if (held[wanted > 0] == 0).any():  # copies are not even: everybody hears from everybody
+        if (
+            held[wanted > 0] == 0
+        ).any():  # copies are not even: every rank may receive from every holder
             group = np.zeros_like(group)
             held_in = np.zeros_like(held_in)
             wanted = np.array([len(targets)])
@@ -196,7 +187,7 @@ class Senders:
 
 
 def _shares(demand: FromRemote, count: int) -> Iterator[tuple[int, Slice, Turns]]:
-    """``(place, slice, tensors)``: the share of each place that wants ``count`` tensors.
+    """``(place, slice, tensors)``: the share of each place that needs ``count`` tensors.
 
     Example: of five tensors and the receivers 0 and 3, place 0 has tensors 0 and 2 whole, place 3
     has 1 and 3, and each has one half of tensor 4.
@@ -257,6 +248,6 @@ def _chains(nodes: Nodes, is_source: np.ndarray, target_role: np.ndarray) -> np.
         fed = num_sources * len(members) // max(1, num_ranks_pure)
         num_chains = min(max(1, fed), len(members))
         for chain in np.array_split(members, num_chains):
-            # Each node passes on to the one behind it; the last one keeps its -1.
+            # Each node passes on to the one after it; the last one keeps its -1.
             next_node[chain[:-1]] = chain[1:]
     return next_node

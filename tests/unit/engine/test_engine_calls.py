@@ -108,7 +108,6 @@ def test_calls_are_made_in_the_stream_of_the_engine(record):
     engine.generate([Prompt("p", (3,), "", "t")], Sampling(1, 4, seed=1))
     assert engine.score([[3, 4]]) == [[-0.25]]
     engine.weight_shards()
-    engine.declare_shards([])
     engine.update_weights(lambda parameter, written: None, 1)
     engine.sleep()
     engine.wake(("weights",))
@@ -124,7 +123,6 @@ def test_calls_are_made_in_the_stream_of_the_engine(record):
         "step",
         "generate",
         "discover_shards",
-        "declare_shards",
         "receive_shards",
         "sleep 2",
         "wake weights",

@@ -142,7 +142,7 @@ def test_one_that_does_not_go_on_costs_no_second_push(fleet, servers):
     servers["at b"].resume = failing("resume: timed out")
     report = fleet.sync(1, named(servers, "abc"))
     assert report.updated == ("a", "c")
-    assert "is complete, but the server did not go on: resume: timed out" in report.lost["b"]
+    assert "is complete, but the server did not resume: resume: timed out" in report.lost["b"]
     assert servers["at a"].commands == ["pause keep", "update 1", "finish 1", "resume"]
     assert fleet.sync(2, named(servers, "ac")).updated == ("a", "c")
 
@@ -251,7 +251,7 @@ def test_one_that_never_says_how_it_ended_is_not_waited_for(fleet, servers, cloc
                     store = connect_store("127.0.0.1", servers["at b"].info["port"], 1)
                     Barrier(store).report("sync2", rank, "")
     assert report.updated == ("a",)
-    assert "its workers have not said within 20 s how it ended" in report.lost["b"]
+    assert "its workers have not reported within 20 s how it ended" in report.lost["b"]
 
 
 def once_then_gone():

@@ -126,7 +126,7 @@ def test_peers_are_told_where_they_can_be(monkeypatch, source, target, told):
         (Stage.READYING, "did not begin"),
         (Stage.OPENING, "failed"),
         (Stage.FINISHING, "failed"),
-        (Stage.COMPLETE, "is complete, but the server did not go on"),
+        (Stage.COMPLETE, "is complete, but the server did not resume"),
     ],
 )
 def test_a_failure_says_how_far_the_sync_got(stage, words):

@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.weight_sync.planner.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.planner.plan import Machines, Plan, PlanSettings, make_plan
 from megatron_rl.weight_sync.planner.program import compile_program
 from megatron_rl.weight_sync.planner.slices import Slice, common_parts, covered, split
@@ -26,6 +25,8 @@ from tests.unit.weight_sync.slow_layouts import (
     vllm_shards,
 )
 from tests.unit.weight_sync.training_tables import TrainLayout, train_shards
+from tools.planning.engine_tables import ModelShape, RolloutLayout, rollout_shards
+from tools.planning.plan_figures import num_peers
 
 MODEL = ModelShape(
     layers=4, hidden=8, heads=4, kv_heads=2, head_dim=2, ffn=8, vocab=66, dtype="float32"
@@ -176,7 +177,7 @@ def test_ranks_hear_from_few_and_share_the_load(rollout_tp: int) -> None:
     rollout = R(tp=rollout_tp, dp=64 // rollout_tp)
     targets = {rank: rollout_shards(model, rollout, rank) for rank in range(64)}
     plan = make_plan(sources, targets, PlanSettings(4096, machines=Machines(8)))
-    assert plan.flows.num_peers().max() <= 8 + 7
+    assert num_peers(plan.flows).max() <= 8 + 7
     sent = np.zeros(64)
     np.add.at(sent, plan.flows.source[plan.flows.crosses], plan.flows.size[plan.flows.crosses])
     assert sent.max() <= 1.2 * sent.mean()
