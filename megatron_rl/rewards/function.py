@@ -39,7 +39,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_rl.rewards.base import Task
-from megatron_rl.rewards.workers.messages import Setup
+from megatron_rl.rewards.workers.messages import WorkerSetup
 from megatron_rl.rewards.workers.server import Lane, WorkerServer
 
 _START_TIMEOUT_S = 600.0  # its import may load a model
@@ -52,7 +52,7 @@ class FunctionCaller:
     ``restarts`` counts how often that process was killed or died.
     """
 
-    def __init__(self, setup: Setup, *, timeout_s: float) -> None:
+    def __init__(self, setup: WorkerSetup, *, timeout_s: float) -> None:
         self._setup = setup
         self._timeout_s = timeout_s
         self._server = WorkerServer(setup)

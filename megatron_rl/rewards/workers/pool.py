@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.rewards.base import Task
-from megatron_rl.rewards.workers.messages import Setup
+from megatron_rl.rewards.workers.messages import WorkerSetup
 from megatron_rl.rewards.workers.server import Lane, WorkerServer
 from megatron_rl.runtime.guard.activity import ACTIVITY
 
@@ -47,7 +47,7 @@ class WorkerPool:
     ``restarts`` counts the workers that died or were killed.
     """
 
-    def __init__(self, setup: Setup, *, num_workers: int, step_timeout_s: float) -> None:
+    def __init__(self, setup: WorkerSetup, *, num_workers: int, step_timeout_s: float) -> None:
         self._setup = setup
         self._num_workers = num_workers
         self._step_timeout_s = step_timeout_s
