@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_rl.config.method import load_method
 from megatron_rl.data.loader import PromptLoader, WeightedLoader
-from megatron_rl.loss import Method, load_method
+from megatron_rl.loss import Method
 from megatron_rl.rollouts.backends.colocated import LaunchEngines, LaunchSampler
 from megatron_rl.rollouts.demonstrations import Demonstrations
 from megatron_rl.rollouts.hooks.resampling import Resampling

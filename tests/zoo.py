@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatron_rl.types import TokenScores
+from megatron_rl.passes import TokenScores
 
 if TYPE_CHECKING:
     from megatron_rl.policy.megatron_policy import MegatronPolicy
@@ -75,7 +74,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-# Models that see: the settings beside those of their text part.
+# Vision-language models: the settings beside those of their text part.
 IMAGE_TOKEN = 5
 SEEING: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": dict(tie_word_embeddings=False),
@@ -151,26 +150,6 @@ def save_tiny_model(family: str, path: Path, seed: int = 0, layers: int | None =
     return path
 
 
-def policy_beside_engine(
-    path: Path, layout: dict[str, Any], params: str = "float32"
-) -> MegatronPolicy:
-    """The policy of a HF directory whose weights go to an engine; it is not trained."""
-    from megatron_rl.config.schema import ModelConfig
-    from megatron_rl.policy.megatron_policy import MegatronPolicy
-    from megatron_rl.policy.settings import PolicySettings
-    from tests.numerics.policy_cases import optim, parallel, precision
-
-    settings = PolicySettings(
-        temperature=1.0,
-        keep_reference=False,
-        total_optimizer_steps=1,
-        max_sequence_tokens=512,
-        tokens_per_microbatch=512,
-    )
-    model = ModelConfig(path=str(path), make_vocab_divisible_by=64, freeze_vision=False)
-    return MegatronPolicy(model, parallel(**layout), precision(params), optim(), settings)
-
-
 def of_all_rows(scores: TokenScores) -> TokenScores:
     """Collective: the scores of a batch that every data-parallel rank holds, of whose rows each has
     scored some; the others are 0 there."""
@@ -183,36 +162,53 @@ def of_all_rows(scores: TokenScores) -> TokenScores:
         torch.distributed.all_reduce(result, group=group)
         return result
 
-    entropy = None if scores.entropy is None else total(scores.entropy)
-    prompts = None if scores.prompt_logprobs is None else total(scores.prompt_logprobs)
-    nucleus = None if scores.nucleus_entropy is None else total(scores.nucleus_entropy)
-    return TokenScores(total(scores.logprobs), entropy, prompts, nucleus)
+    return scores.map(total)
 
 
-def tiny_policy(
+def build_policy(
     path: Path,
     layout: dict[str, Any],
     params: str = "float32",
     *,
+    make_vocab_divisible_by: int = 64,
     freeze_vision: bool = False,
-    **more: Any,
+    **settings: Any,
 ) -> MegatronPolicy:
-    """The policy of a HF directory; ``layout``: what differs from one rank."""
+    """The policy of a HF directory; ``layout``: what differs from one rank. ``settings`` may hold
+    an ``optim``; the rest is of PolicySettings."""
     from megatron_rl.config.schema import ModelConfig
     from megatron_rl.policy.megatron_policy import MegatronPolicy
     from megatron_rl.policy.settings import PolicySettings
     from tests.numerics.policy_cases import optim, parallel, precision
+
+    fields: dict[str, Any] = dict(
+        temperature=1.0,
+        keep_reference=False,
+        total_optimizer_steps=10,
+        max_sequence_tokens=512,
+        tokens_per_microbatch=512,
+    )
+    model = ModelConfig(
+        path=str(path),
+        make_vocab_divisible_by=make_vocab_divisible_by,
+        freeze_vision=freeze_vision,
+    )
+    adam = settings.pop("optim", None) or optim()
+    chosen = PolicySettings(**(fields | settings))
+    return MegatronPolicy(model, parallel(**layout), precision(params), adam, chosen)
+
+
+def tiny_policy(
+    path: Path, layout: dict[str, Any], params: str = "float32", **more: Any
+) -> MegatronPolicy:
+    """Of short sequences, with a reference."""
     from tests.numerics.policy_reference import TEMPERATURE
 
-    settings = PolicySettings(
+    fields: dict[str, Any] = dict(
         temperature=TEMPERATURE,
         keep_reference=True,
-        total_optimizer_steps=10,
         max_sequence_tokens=64,
         tokens_per_microbatch=64,
-        entropy="grad",
+        make_vocab_divisible_by=16,
     )
-    model = ModelConfig(path=str(path), make_vocab_divisible_by=16, freeze_vision=freeze_vision)
-    formats = precision(params)
-    settings = replace(settings, **more)
-    return MegatronPolicy(model, parallel(**layout), formats, optim(), settings)
+    return build_policy(path, layout, params, **(fields | more))

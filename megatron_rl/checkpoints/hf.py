@@ -21,7 +21,7 @@ from megatron_rl.models.parameter_map import HEAD, hf_names, tensor_slices
 from megatron_rl.types import Shard
 
 MAX_FILE_BYTES = 5 * 10**9
-# What a HF directory may hold beside weights and config.json.
+# What a HF directory may hold besides weights and config.json.
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -37,7 +37,7 @@ COMPANIONS = (
     "*preprocessor_config.json",
 )
 # As safetensors names them. Numbers of 8 bits mean nothing without their scales.
-FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOATS = ("F64", "F32", "F16", "BF16")
 MAX_NAMES_SHOWN = 4
 
 
@@ -79,7 +79,7 @@ def tensor_files(path: Path) -> dict[str, Path]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor -> name of its file, which lies beside the index."""
+    """Tensor -> name of its file, which is in the folder of the index."""
     files = read_json(index).get("weight_map")
     if isinstance(files, dict) and all(_is_file_name(file) for file in files.values()):
         return files
@@ -114,10 +114,10 @@ def check_headers(files: Mapping[str, Path]) -> None:
                         " both again from the model"
                     )
                 dtype = file.get_slice(name).get_dtype()
-                if dtype not in FLOATS:
+                if dtype not in _FLOATS:
                     raise ValueError(
                         f"model.path: {path}: tensor {name} is {dtype}, not a float of 16 bits or"
-                        f" more ({', '.join(FLOATS)}); quantized weights are not supported, give"
+                        f" more ({', '.join(_FLOATS)}); quantized weights are not supported, give"
                         " the model before quantization"
                     )
 

@@ -1,45 +1,31 @@
 """megatron's distributed checkpoint format, read and written tensor by tensor, without megatron.
 
 The format does not depend on the parallel layout: a tensor of all layers (and all experts) is one
-array ``[layers, experts, ...]`` under one key, stored in chunks; whoever loads takes the chunks it
+array ``[layers, experts, ...]`` under one key, stored in chunks; a loader takes the chunks it
 needs.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import warnings
+import pickle
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed.checkpoint as torch_checkpoint
 from torch import Tensor
-from torch.distributed.checkpoint import (
-    FileSystemReader,
-    FileSystemWriter,
-    LoadPlan,
-    LoadPlanner,
-    Metadata,
-    SavePlan,
-    SavePlanner,
-)
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_rl.checkpoints import nemo_format
-from megatron_rl.checkpoints.safe_load import SafeReader
+from megatron_rl.checkpoints.chunks import ArrayLocation, Box
+from megatron_rl.checkpoints.part_reader import PartReader
+from megatron_rl.checkpoints.part_writer import Memory, PartWriter, Settings, saved_bytes
+from megatron_rl.checkpoints.receipt import from_json, receipt_path
+from megatron_rl.checkpoints.safe_load import INDEX, SafeReader
+from megatron_rl.checkpoints.sealing import index
 from megatron_rl.models import Architecture
 from megatron_rl.models.parameter_map import (
     EMBEDDING,
@@ -51,7 +37,6 @@ from megatron_rl.models.parameter_map import (
     model_parameters,
     parameter_slices,
     shards,
-    slices,
     tensor_slices,
 )
 
@@ -62,12 +47,12 @@ BACKEND = {
     "common_backend_version": 1,
 }
 # Norms are stored under their fused names. In front of experts Transformer Engine does not fuse,
-# while megatron's own layers ask for the fused name there too: that norm is stored under both.
-STORED_NAMES = {name: fused for fused, name in FUSED_NORMS.items()}
-BEFORE_EXPERTS = "pre_mlp_layernorm.weight"
-# Modules that carry an (empty) state of Transformer Engine, for which megatron's loader asks;
+# while megatron's own layers look for the fused name there too: that norm is stored under both.
+_STORED_NAMES = {name: fused for fused, name in FUSED_NORMS.items()}
+_BEFORE_EXPERTS = "pre_mlp_layernorm.weight"
+# Modules that carry an (empty) state of Transformer Engine, which megatron's loader looks for;
 # experts' names have no prefix.
-STATEFUL = (
+_STATEFUL = (
     "self_attention.linear_proj",
     "self_attention.linear_qkv",
     "self_attention.q_layernorm",
@@ -81,7 +66,7 @@ STATEFUL = (
 
 
 @dataclass(frozen=True)
-class Slab:
+class LayerTensor:
     """One parameter of one layer (and expert): ``array[key][place]`` has ``shape``.
 
     ``other_key``: where other writers put it; with ``both`` it is written there too.
@@ -97,7 +82,7 @@ class Slab:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Of the arrays that it is written to."""
+        """Keys of the arrays that it is written to."""
         if self.both:
             return self.key, self.other_key
         return (self.key,)
@@ -105,7 +90,7 @@ class Slab:
     @property
     def stateful(self) -> bool:
         name = self.parameter.slot.megatron
-        return name.removesuffix(".weight") in STATEFUL or (self.both and name == BEFORE_EXPERTS)
+        return name.removesuffix(".weight") in _STATEFUL or (self.both and name == _BEFORE_EXPERTS)
 
     @property
     def state_key(self) -> str:
@@ -115,180 +100,95 @@ class Slab:
         of = ".".join(map(str, self.extent or (1,)))
         return f"{self.key.removesuffix('.weight')}._extra_state/shard_{at}_{of}"
 
-    @property
-    def chunk(self) -> ChunkStorageMetadata:
-        # Of the array ``[layers, experts, ...]``: one layer, one expert, and all of what follows.
+    def location(self, key: str, dtype: torch.dtype) -> ArrayLocation:
+        """Its place in the array ``[layers, experts, ...]``: one layer, one expert, and all of what
+        follows."""
         zeros = (0,) * len(self.shape)
         ones = (1,) * len(self.place)
-        return ChunkStorageMetadata(torch.Size(self.place + zeros), torch.Size(ones + self.shape))
+        box = Box(self.place + zeros, ones + self.shape)
+        return ArrayLocation(key, self.extent + self.shape, dtype, (box,))
 
 
-def slabs(arch: Architecture, vocab_rows: int) -> Iterator[Slab]:
+def layer_tensors(arch: Architecture, vocab_rows: int) -> Iterator[LayerTensor]:
     """All parameters of the model, in its order."""
     for parameter in model_parameters(arch):
         name = parameter.slot.megatron
         shape = local_shape(parameter, arch, vocab_rows, 1)
         if parameter.layer is None:
-            yield Slab(parameter, name, name, (), (), shape)
+            yield LayerTensor(parameter, name, name, (), (), shape)
         elif parameter.expert is None:
             own = f"decoder.layers.{name}"
-            fused = f"decoder.layers.{STORED_NAMES.get(name, name)}"
-            both = name == BEFORE_EXPERTS and arch.num_experts > 0
+            fused = f"decoder.layers.{_STORED_NAMES.get(name, name)}"
+            both = name == _BEFORE_EXPERTS and arch.num_experts > 0
             keys = (fused, own)  # the first is the one that is written, and looked for first
             if both:
                 keys = (own, fused)
-            yield Slab(parameter, *keys, (parameter.layer,), (arch.num_layers,), shape, both)
+            yield LayerTensor(parameter, *keys, (parameter.layer,), (arch.num_layers,), shape, both)
         else:
             key = f"decoder.layers.mlp.experts.experts.{name}"
             place = (parameter.layer, parameter.expert)
             extent = (arch.num_layers, arch.num_experts)
-            yield Slab(parameter, key, key, place, extent, shape)
+            yield LayerTensor(parameter, key, key, place, extent, shape)
 
 
-def to_megatron(slab: Slab, arch: Architecture, tensors: dict[str, Tensor]) -> Tensor:
+def to_megatron(item: LayerTensor, arch: Architecture, tensors: dict[str, Tensor]) -> Tensor:
     """The Megatron parameter made of its whole HF tensors."""
-    whole = torch.empty(slab.shape, dtype=next(iter(tensors.values())).dtype)
+    whole = torch.empty(item.shape, dtype=next(iter(tensors.values())).dtype)
     # Tensor rank 0 of 1 has all of it.
-    for shard in shards(slab.parameter, arch, arch.vocab_size, 0, 1):
+    for shard in shards(item.parameter, arch, arch.vocab_size, 0, 1):
         whole[parameter_slices(shard)] = tensors[shard.name][tensor_slices(shard)]
     return whole
 
 
-def to_hf(slab: Slab, arch: Architecture, whole: Tensor) -> dict[str, Tensor]:
+def to_hf(item: LayerTensor, arch: Architecture, whole: Tensor) -> dict[str, Tensor]:
     """The inverse of ``to_megatron``; rows of a padded vocabulary are left out."""
-    shapes = hf_shapes(slab.parameter, arch)
-    if len(shapes) == 1 and shapes[slab.parameter.names[0]] == tuple(whole.shape):
+    shapes = hf_shapes(item.parameter, arch)
+    if len(shapes) == 1 and shapes[item.parameter.names[0]] == tuple(whole.shape):
         # Nothing to cut: the largest tensors are not copied.
-        return {slab.parameter.names[0]: whole}
-    tensors = {name: torch.empty(shapes[name], dtype=whole.dtype) for name in slab.parameter.names}
-    rows = whole.shape[0] if slab.parameter.slot.kind == "vocab" else arch.vocab_size
-    for shard in shards(slab.parameter, arch, rows, 0, 1):
+        return {item.parameter.names[0]: whole}
+    tensors = {name: torch.empty(shapes[name], dtype=whole.dtype) for name in item.parameter.names}
+    rows = whole.shape[0] if item.parameter.slot.kind == "vocab" else arch.vocab_size
+    for shard in shards(item.parameter, arch, rows, 0, 1):
         tensors[shard.name][tensor_slices(shard)] = whole[parameter_slices(shard)]
     return tensors
-
-
-class _Writer(SavePlanner):
-    """Plans every slab as a chunk of its array.
-
-    A chunk is made when it is written, and then dropped.
-    """
-
-    def __init__(
-        self,
-        arch: Architecture,
-        dtype: Callable[[Slab], torch.dtype],
-        produce: Callable[[Slab], Tensor],
-        prefix: str,
-    ) -> None:
-        self.arch = arch
-        self.dtype = dtype
-        self.produce = produce
-        self.prefix = prefix
-        self.slabs: dict[tuple[str, torch.Size], Slab] = {}
-
-    def set_up_planner(
-        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
-    ) -> None: ...
-
-    def create_local_plan(self) -> SavePlan:
-        items = []
-        for slab in slabs(self.arch, self.arch.vocab_size):
-            size = torch.Size(slab.extent + slab.shape)
-            data = TensorWriteData(
-                chunk=slab.chunk, properties=TensorProperties(dtype=self.dtype(slab)), size=size
-            )
-            for key in slab.keys:
-                self.slabs[self.prefix + key, slab.chunk.offsets] = slab
-                items.append(
-                    WriteItem(
-                        MetadataIndex(self.prefix + key, slab.chunk.offsets),
-                        WriteItemType.SHARD,
-                        tensor_data=data,
-                    )
-                )
-            if slab.stateful:
-                name = self.prefix + slab.state_key
-                items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
-        return SavePlan(items)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return torch_checkpoint.default_planner.create_default_global_save_plan(all_plans)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        if write_item.type == WriteItemType.BYTE_IO:
-            # The state of a module that has none: Transformer Engine keeps one for FP8 only.
-            stored = io.BytesIO()
-            torch.save([None], stored)
-            return stored
-        assert write_item.tensor_data is not None and write_item.index.offset is not None
-        slab = self.slabs[write_item.index.fqn, write_item.index.offset]
-        # With an axis of 1 in front for the layer, and one for the expert, where there are any.
-        return self.produce(slab).view(write_item.tensor_data.chunk.sizes)
 
 
 def write(
     path: Path,
     arch: Architecture,
-    dtype: Callable[[Slab], torch.dtype],
-    produce: Callable[[Slab], Tensor],
+    dtype: Callable[[LayerTensor], torch.dtype],
+    produce: Callable[[LayerTensor], Tensor],
     prefix: str = "",
 ) -> None:
     """Writes a checkpoint of weights into the directory ``path``.
 
-    ``produce(slab)``, of ``dtype(slab)``, is called when the slab is written (twice if it is stored
-    twice); what it raises comes out as it was raised. Every key begins with ``prefix``.
+    ``produce(item)``, of ``dtype(item)``, is called in the order of the model. Every key begins
+    with ``prefix``.
     """
-    writer = FileSystemWriter(path, single_file_per_rank=True, thread_count=1)
-    planner = _Writer(arch, dtype, produce, prefix)
-    with warnings.catch_warnings():
-        # Of torch, about writing in one process, which is meant.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            torch_checkpoint.save({}, storage_writer=writer, planner=planner, no_dist=True)
-        except CheckpointException as error:  # a BaseException around the true one
-            raise error.failures[0][0] from error
+    items = list(layer_tensors(arch, arch.vocab_size))
+    num_bytes = sum(math.prod(item.shape) * dtype(item).itemsize for item in items)
+    writer = PartWriter(path, 0, num_bytes, Settings(threads=1, pinned=False, blocks=2), Memory())
+    try:
+        for item in items:
+            places = [item.location(prefix + key, dtype(item)) for key in item.keys]
+            writer.copy(produce(item).view(-1), 0, places)
+            if item.stateful:
+                # The state of a module that has none: Transformer Engine keeps one for FP8 only.
+                writer.add_object(prefix + item.state_key, saved_bytes([None]))
+    finally:
+        writer.close()
+        writer.join()
+    if writer.error is not None:
+        raise writer.error
+    receipt = receipt_path(path, 0)
+    (path / INDEX).write_bytes(pickle.dumps(index(from_json(receipt.read_bytes()).stored)))
+    receipt.unlink()
     torch.save({}, path / "common.pt")
     (path / "metadata.json").write_text(json.dumps(BACKEND) + "\n", encoding="ascii")
 
 
-class _Reader(LoadPlanner):
-    """Reads one region of one array."""
-
-    def __init__(
-        self, key: str, stored: TensorStorageMetadata, region: ChunkStorageMetadata
-    ) -> None:
-        self.key = key
-        self.stored = stored
-        self.region = region
-        self.target = torch.empty(region.sizes, dtype=stored.properties.dtype)
-
-    def set_up_planner(
-        self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
-    ) -> None: ...
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan(create_read_items_for_chunk_list(self.key, self.stored, [self.region]))
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise AssertionError("arrays only")
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        return self.target[slices(read_item.dest_offsets, read_item.lengths)]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...
-
-
-class Reader:
-    """The arrays of a checkpoint directory, slab by slab.
+class CheckpointReader:
+    """The arrays of a checkpoint directory, item by item.
 
     A NeMo 2 checkpoint (``weights/`` and ``context/``) is read too: its keys begin with
     ``module.``. ``allow_pickle``: its index may name anything; what it names is run.
@@ -302,57 +202,60 @@ class Reader:
                 f"{path} is not a distributed checkpoint of megatron (no file .metadata in it)"
             )
         self.path = path
-        self.reader = FileSystemReader(path) if allow_pickle else SafeReader(path)
-        self.metadata = self.reader.read_metadata()
-        self.reader.set_up_storage_reader(self.metadata, True)
+        reader = FileSystemReader(path) if allow_pickle else SafeReader(path)
+        self.metadata = reader.read_metadata()
         prefixed = any(
             key.startswith(nemo_format.PREFIX) for key in self.metadata.state_dict_metadata
         )
         self.prefix = nemo_format.PREFIX if prefixed else ""
 
-    def _array(self, slab: Slab) -> tuple[str, TensorStorageMetadata]:
-        for key in (self.prefix + slab.key, self.prefix + slab.other_key):
+    def _array(self, item: LayerTensor) -> tuple[str, TensorStorageMetadata]:
+        for key in (self.prefix + item.key, self.prefix + item.other_key):
             stored = self.metadata.state_dict_metadata.get(key)
             if isinstance(stored, TensorStorageMetadata):
                 return key, stored
         raise ValueError(
-            f"{self.path} holds no {slab.key}; its config.json belongs to another model"
+            f"{self.path} holds no {item.key}; its config.json belongs to another model"
         )
 
-    def array(self, slab: Slab) -> tuple[str, TensorStorageMetadata]:
-        """Key and description of the array that holds ``slab``.
+    def array(self, item: LayerTensor) -> tuple[str, TensorStorageMetadata]:
+        """Key and description of the array that holds ``item``.
 
         Raises:
             ValueError: there is none, or one of another shape.
         """
-        key, stored = self._array(slab)
-        if tuple(stored.size) != slab.extent + slab.shape:
+        key, stored = self._array(item)
+        if tuple(stored.size) != item.extent + item.shape:
             raise ValueError(
                 f"{self.path}: {key} has shape {tuple(stored.size)}, but config.json means"
-                f" {slab.extent + slab.shape}; give the config.json of this model"
+                f" {item.extent + item.shape}; give the config.json of this model"
             )
         return key, stored
 
     def vocab_rows(self, arch: Architecture) -> int:
         """Rows of the stored embedding, padding included."""
-        every = slabs(arch, arch.vocab_size)
-        embedding = next(slab for slab in every if slab.key == EMBEDDING.megatron)
+        every = layer_tensors(arch, arch.vocab_size)
+        embedding = next(item for item in every if item.key == EMBEDDING.megatron)
         return int(self._array(embedding)[1].size[0])
 
-    def read(self, slab: Slab) -> Tensor:
-        """The slab. Raises ValueError as ``array`` does."""
-        key, stored = self.array(slab)
-        planner = _Reader(key, stored, slab.chunk)
-        self.reader.read_data(planner.create_local_plan(), planner)
-        return planner.target.view(slab.shape)
+    def read(self, item: LayerTensor) -> Tensor:
+        """The item. Raises ValueError as ``array`` does."""
+        key, stored = self.array(item)
+        values = torch.empty(item.shape, dtype=stored.properties.dtype)
+        reader = PartReader(self.path, self.metadata)
+        reader.want(item.location(key, values.dtype), 0, values.view(-1))
+        reader.read()
+        return values
 
 
-def check_tied_head(reader: Reader, arch: Architecture, embedding: Slab) -> None:
+def check_tied_head(reader: CheckpointReader, arch: Architecture, embedding: LayerTensor) -> None:
     """Raises ValueError when config.json ties the head to the embedding but another head is stored.
 
     NeMo 2 stores Qwen2 with a head of its own, whatever its config.json says.
     """
-    head = Slab(Parameter(HEAD, HEAD.hf), HEAD.megatron, HEAD.megatron, (), (), embedding.shape)
+    head = LayerTensor(
+        Parameter(HEAD, HEAD.hf), HEAD.megatron, HEAD.megatron, (), (), embedding.shape
+    )
     is_stored = reader.prefix + head.key in reader.metadata.state_dict_metadata
     if not arch.tied_embeddings or not is_stored:
         return
@@ -369,17 +272,17 @@ def read_hf(
 ) -> Iterable[tuple[str, Tensor]]:
     """(HF name, whole tensor) of every tensor, in the order of the model.
 
-    One parameter is in memory at a time; ``announce`` is told its bytes before it is read.
-    ``allow_pickle``: see Reader.
+    One parameter is in memory at a time; ``announce`` gets its bytes before it is read.
+    ``allow_pickle``: see CheckpointReader.
     """
-    reader = Reader(path, allow_pickle=allow_pickle)
+    reader = CheckpointReader(path, allow_pickle=allow_pickle)
     nemo_format.check_config(path, arch)
-    stored = list(slabs(arch, reader.vocab_rows(arch)))
-    for slab in stored:
-        reader.array(slab)  # all are there and fit, before the first is read
+    stored = list(layer_tensors(arch, reader.vocab_rows(arch)))
+    for item in stored:
+        reader.array(item)  # all are there and fit, before the first is read
     # The order of the model begins with it.
     embedding = stored[0]
     check_tied_head(reader, arch, embedding)
-    for slab in stored:
-        announce(math.prod(slab.shape) * reader.array(slab)[1].properties.dtype.itemsize)
-        yield from to_hf(slab, arch, reader.read(slab)).items()
+    for item in stored:
+        announce(math.prod(item.shape) * reader.array(item)[1].properties.dtype.itemsize)
+        yield from to_hf(item, arch, reader.read(item)).items()

@@ -23,11 +23,11 @@ from pydantic import (
 
 from megatron_rl.config.anneal import AnnealConfig
 from megatron_rl.config.hooks import RolloutHooks
-from megatron_rl.config.method import MethodConfig
+from megatron_rl.loss.config import MethodConfig
 
 Decay = Annotated[float, Field(ge=0, lt=1)]  # at 1 a running mean never takes up a gradient
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
-SMALLEST_FLOAT32 = 1.2e-38
+_SMALLEST_FLOAT32 = 1.2e-38
 MAX_TAG = 64  # characters that wandb takes for a tag
 WandbTag = Annotated[str, Field(min_length=1, max_length=MAX_TAG)]
 
@@ -49,10 +49,10 @@ def _top_k(value: int) -> int:
 
 
 def _eps(value: float) -> float:
-    if value < SMALLEST_FLOAT32:
+    if value < _SMALLEST_FLOAT32:
         raise ValueError(
             "is 0 in float32, which gives 0 / 0 where there is no gradient; raise it to "
-            f"{SMALLEST_FLOAT32} or more"
+            f"{_SMALLEST_FLOAT32} or more"
         )
     return value
 
@@ -164,14 +164,14 @@ class RolloutConfig(Section):
 
 
 class PartialConfig(Section):
-    """Responses that go on in the next step."""
+    """Responses that continue in the next step."""
 
     groups_in_flight: PositiveInt | None
     max_age: PositiveInt
 
 
 class SourceConfig(Section):
-    """Where the responses of a step come from."""
+    """The source of the responses of a step."""
 
     name: Literal["colocated", "servers"]
     staleness: NonNegativeInt
@@ -227,7 +227,7 @@ def _names(value: Any) -> Any:
     return tuple(value)
 
 
-# What a name may be is said in conf/data/default.yaml.
+# The forms of a name are listed in conf/data/default.yaml.
 DataNames = Annotated[tuple[str, ...] | str, BeforeValidator(_names)]
 
 
@@ -248,7 +248,7 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
-    """How responses are judged.
+    """The scoring of responses.
 
     Whatever reads a response runs in worker processes, within these limits.
     """
@@ -327,7 +327,7 @@ class LoggingConfig(Section):
 
 
 class MemoryConfig(Section):
-    """What of the policy leaves the device while the engine generates, and the watch over it."""
+    """Parts of the policy that leave the device while the engine generates, and memory checks."""
 
     enforce: bool
     offload: tuple[Literal["optimizer", "gradients", "weights"], ...]
@@ -372,7 +372,7 @@ class Config(Section):
 
     @property
     def sync_method(self) -> Literal["gather", "reshard"]:
-        """What ``weight_sync.method`` is, or what auto means here: reshard where policy and engine
+        """The value of ``weight_sync.method``, with auto resolved: reshard where policy and engine
         have one dtype and the engine keeps its weights in it."""
         if self.weight_sync.method != "auto":
             return self.weight_sync.method

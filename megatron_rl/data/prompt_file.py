@@ -58,7 +58,7 @@ class StoredPrompts(Sequence[Prompt]):
 
     @property
     def fingerprint(self) -> str | None:
-        """What ``loader.fingerprint`` gives for these prompts, where the writer knew it."""
+        """The result of ``loader.fingerprint`` for these prompts, where the writer stored it."""
         return self._fingerprints.get(f"{self._start}:{self._stop}")
 
     def __len__(self) -> int:

@@ -27,7 +27,7 @@ from megatron_rl.data.labels import files_of
 from megatron_rl.data.loader import fingerprint
 from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.prompt_file import StoredPrompts
-from megatron_rl.data.prompts import Source
+from megatron_rl.data.prompts import PromptSource
 from megatron_rl.data.reading import Data, Doubt, examined, log, read_data, read_sources
 from megatron_rl.errors import first_line
 from megatron_rl.runtime.digest import file_digest
@@ -64,7 +64,7 @@ def shared_data(
     )
     stored = None if path is None else load(path)
     if has_images:
-        world.barrier()  # now all ranks have mapped it, and nobody else ever will
+        world.barrier()  # now all ranks have mapped it, and no other process ever will
         if path is not None and world.local_rank == 0:
             path.unlink(missing_ok=True)
     if stored is None:
@@ -124,7 +124,7 @@ def private_folder() -> Path:
     """The folder of these files: of this user alone, as others could put prompts into it.
 
     Raises:
-        OSError: it cannot be made, or belongs to somebody else.
+        OSError: it cannot be made, or belongs to another user.
     """
     folder = Path(tempfile.gettempdir()) / f"megatron_rl_prompts_{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -158,7 +158,7 @@ def data_key(config: Config, launch_id: str, *, has_images: bool = False) -> str
 
 
 def _content(name: str) -> str:
-    """Nothing for what is no file, and for one that is missing, which is said when it is read."""
+    """The digest of a file; "" for other names and for a missing one, reported when it is read."""
     return file_digest(Path(name)) if is_file_name(name) and Path(name).is_file() else ""
 
 
@@ -194,13 +194,13 @@ def save(path: Path, data: Data, doubts: list[Doubt]) -> None:
 
 
 def load(path: Path) -> tuple[Data, list[Doubt]]:
-    """What ``save`` wrote."""
+    """The data that ``save`` wrote."""
     batch, about = prompt_file.read(path)
     sources = []
     start = 0
     for name, count, num_rows, dropped in about["sources"]:
         rows = StoredPrompts(batch, start, start + count, about["fingerprints"])
-        sources.append(Source(name, rows, num_rows, dropped))
+        sources.append(PromptSource(name, rows, num_rows, dropped))
         start += count
     split = about["num_train"]
     doubts = [(key, text) for key, text in about["doubts"]]  # JSON made lists of the pairs

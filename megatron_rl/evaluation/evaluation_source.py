@@ -1,4 +1,4 @@
-"""What is evaluated: which weights, by which settings, and where the results go."""
+"""The inputs of an evaluation: weights, settings, and the folder of results."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from megatron_rl.config.load import change_value, compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.models import read_architecture
 from megatron_rl.models.parameter_map import hf_names
-from megatron_rl.run.run_record import MACHINERY, Difference, flat, model_fingerprint
+from megatron_rl.run.run_record import RUNTIME, Difference, flat, model_fingerprint
 from megatron_rl.run.saved_settings import engine_of_machine, is_run, values_of_run
 from megatron_rl.run.start import CHECKPOINTS, EXPORTS
 from megatron_rl.runtime.digest import file_digest
 
-DEFAULT_OUT = Path("runs/evaluation")
-OWN_ROOT = Root()  # the package's own
+_DEFAULT_OUT = Path("runs/evaluation")
+_OWN_ROOT = Root()  # the package's own
 EVALUATION = "evaluation"  # below the folder of a run
 # Settings that leave the responses, and what is said of them, as they are: they may change between
 # two starts. Of the sections that are not named here everything may.
 _DECIDING = ("seed", "rollout", "reward", "evaluation", "prompts", "plugins")
-_FREE = (
-    *MACHINERY,
+_MUTABLE = (
+    *RUNTIME,
     "rollout.temperature",  # that of the evaluation counts
     *(f"rollout.anneal.{name}" for name in AnnealConfig.model_fields),  # of training alone
     "rollout.top_p",
@@ -72,8 +72,12 @@ class Weights:
 @dataclass
 class StoredWeights:
     """Weights on the disk in the role of a policy that gives them to an engine: every rank reads
-    all of them, one tensor at a time. ``model``: the HF directory that says their architecture;
-    ``dtype``: of the engine, which takes this or float32."""
+    all of them, one tensor at a time.
+
+    Attributes:
+        model: the HF directory that has their architecture.
+        dtype: of the engine, which takes this or float32.
+    """
 
     weights: Weights
     model: Path
@@ -113,9 +117,9 @@ class Evaluation:
 
 
 def find_evaluation(
-    words: Sequence[str], steps: str | None, out: Path | None, root: Root = OWN_ROOT
+    words: Sequence[str], steps: str | None, out: Path | None, root: Root = _OWN_ROOT
 ) -> Evaluation:
-    """``evaluation_of_run``, or without a run ``evaluation_of_model``; raises what they do.
+    """``_evaluation_of_run``, or without a run ``_evaluation_of_model``; raises what they do.
 
     Args:
         words: overrides, and at most one folder of a run: the word that has no "=" in it.
@@ -125,18 +129,18 @@ def find_evaluation(
     if len(runs) > 1:
         raise ValueError(f"{' '.join(runs)}: one run at a time; settings are written key=value")
     if runs:
-        if root != OWN_ROOT:
+        if root != _OWN_ROOT:
             raise ValueError(
                 f"{runs[0]}: has its own settings; leave --config-name and --config-dir out"
             )
-        return evaluation_of_run(Path(runs[0]), steps or "last", overrides, out)
+        return _evaluation_of_run(Path(runs[0]), steps or "last", overrides, out)
     if steps is not None:
         raise ValueError(f"--steps {steps}: is for checkpoints of a run; give its run_dir")
-    return evaluation_of_model(overrides, out, root)
+    return _evaluation_of_model(overrides, out, root)
 
 
-def evaluation_of_model(
-    overrides: Sequence[str], out: Path | None, root: Root = OWN_ROOT
+def _evaluation_of_model(
+    overrides: Sequence[str], out: Path | None, root: Root = _OWN_ROOT
 ) -> Evaluation:
     """The model of ``model.path``, as step 0. ``overrides``: as of a training run; there need be no
     ``data.train``.
@@ -149,14 +153,14 @@ def evaluation_of_model(
     values = compose(root.config_name, [*chosen, *overrides], root.config_dir)
     values["data"].setdefault("train", [])
     model = Path(_valid(values).model.path)
-    return Evaluation(values, (Weights(0, model),), out or DEFAULT_OUT)
+    return Evaluation(values, (Weights(0, model),), out or _DEFAULT_OUT)
 
 
 def _valid(values: Mapping[str, Any]) -> Config:
     return validate(Config, dict(values), "the settings of the evaluation")
 
 
-def evaluation_of_run(
+def _evaluation_of_run(
     run: Path, steps: str, overrides: Sequence[str], out: Path | None
 ) -> Evaluation:
     """Checkpoints (else exports) of a run, by its settings, in which ``overrides`` change values.
@@ -206,7 +210,7 @@ def _chosen(run: Path, steps: str, model: Path) -> tuple[Weights, ...]:
 
 
 def _saved(run: Path) -> dict[int, Weights]:
-    """What a run has kept, by step; warns of checkpoints that are not whole."""
+    """The checkpoints and exports of a run, by step; warns of incomplete checkpoints."""
     found = {}
     for path in [*directory.steps(run / EXPORTS), *directory.steps(run / CHECKPOINTS)]:
         step = directory.step_of(path)
@@ -227,5 +231,5 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Differen
     return [
         Difference(key, before.get(key), now.get(key))
         for key in sorted(before.keys() | now.keys())
-        if key not in _FREE and before.get(key) != now.get(key)
+        if key not in _MUTABLE and before.get(key) != now.get(key)
     ]

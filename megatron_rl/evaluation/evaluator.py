@@ -63,14 +63,14 @@ def build_evaluator(
 ) -> Evaluator:
     """Held-out prompts are answered by the engine alone."""
     prompts = data.held_out_prompts[: config.evaluation.num_prompts]
-    if method.needs.given:
+    if "is_demonstration" in method.reads:
         prompts = [without_demonstrations(prompt) for prompt in prompts]
     sampling = evaluation_sampling(config, stop_ids)
     return Evaluator(config.evaluation, sampler, prompts, sampling)
 
 
 def judged(responses: Responses) -> Judged:
-    """What the metrics of an evaluation are made of."""
+    """The columns from which the metrics of an evaluation are computed."""
     scores = responses.scores
     return Judged(
         group_ids=responses.group_ids,

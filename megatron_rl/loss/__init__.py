@@ -1,17 +1,17 @@
 """Credit assignment and losses, in pure torch.
 
-``load_method(name)``, then ``credit`` per response and ``loss`` per token.
+A ``Method`` has ``credit``, per response, and ``loss``, per token.
 """
 
 from megatron_rl.loss.batch import (
     Credit,
     EstimatorNeeds,
     LossResult,
-    Needs,
+    MethodRequirements,
     ResponseBatch,
     TokenBatch,
 )
-from megatron_rl.loss.method import Method, load_method
+from megatron_rl.loss.method import Method
 from megatron_rl.loss.per_response.evidence import Evidence
 from megatron_rl.loss.per_token.terms import Terms
 from megatron_rl.loss.register import (
@@ -27,11 +27,10 @@ __all__ = [
     "Evidence",
     "LossResult",
     "Method",
-    "Needs",
+    "MethodRequirements",
     "ResponseBatch",
     "Terms",
     "TokenBatch",
-    "load_method",
     "register_estimator",
     "register_policy_loss",
     "register_shaper",

@@ -1,84 +1,16 @@
-"""Functions become choices of the configuration: the package's own, and those of plug-ins.
-
-The tables of ``choices.py`` hold what is called, those of ``config/method.py`` the schema of its
-knobs, read from the function's signature. Importing this module enters the package's own; a
-plug-in registers while it is imported (``--plugin``), and its names are then as good as built-in
-ones. Pages with tested examples: ``examples/plugins``.
-"""
+"""Functions of plug-ins become choices of the configuration, while a plug-in is imported
+(``--plugin``); their names are then as good as built-in ones. Pages with tested examples:
+``examples/plugins``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from megatron_rl.config import method, registry
-from megatron_rl.config.pieces import Choices, Named
 from megatron_rl.errors import RegistrationError
-from megatron_rl.loss import choices
 from megatron_rl.loss.batch import EstimatorNeeds
-from megatron_rl.loss.choices import Function
-from megatron_rl.loss.per_response import advantages, evidence, histories, shaping, tails
-from megatron_rl.loss.per_token import (
-    aggregate,
-    given_responses,
-    kl,
-    mismatch,
-    policy_losses,
-    response_losses,
-    token_advantages,
-)
-from megatron_rl.loss.per_token.terms import OPTIONAL
+from megatron_rl.loss.choices import ESTIMATORS, POLICY_LOSSES, SHAPERS, TOKEN_SHAPERS, Function
 
 PLAIN = EstimatorNeeds()
-READABLE = ("mean_logprobs", "sum_logprobs", "visual_entropy", "kl", *evidence.OPTIONAL)
-# Their decorators have filled the tables below.
-FILES = (
-    advantages,
-    histories,
-    shaping,
-    token_advantages,
-    policy_losses,
-    response_losses,
-    given_responses,
-    aggregate,
-    kl,
-    mismatch,
-)
-
-
-def _own() -> Iterator[tuple[Choices, Mapping[str, choices.Choice]]]:
-    """The tables of the configuration, each with the functions whose knobs it describes."""
-    yield method.ESTIMATORS, choices.ESTIMATORS
-    yield method.SHAPERS, choices.SHAPERS
-    yield method.TOKEN_SHAPERS, choices.TOKEN_SHAPERS
-    yield method.POLICY_LOSSES, choices.POLICY_LOSSES
-    yield method.AGGREGATIONS, choices.AGGREGATIONS
-    yield method.KL_WEIGHTS, choices.KL_WEIGHTS
-    yield method.CORRECTIONS, choices.CORRECTIONS
-
-
-def _describe_own() -> None:
-    """Gives the configuration the schema of every function of the package."""
-    for table, functions in _own():
-        for name, choice in functions.items():
-            subject = f"{table.what} {name}"
-            schema = registry.knob_class(subject, name, choice.function, choice.inputs)
-            schema.__module__ = choice.function.__module__
-            table[name] = schema
-            if isinstance(choice, choices.Estimator):
-                _take_domain(schema, choice.needs)
-    method.KL_ESTIMATORS.update(dict.fromkeys(kl.ESTIMATORS, Named))
-
-
-def _take_domain(schema: type[Named], needs: EstimatorNeeds) -> None:
-    """What the configuration can check of an estimator's needs before anything runs."""
-    schema.unit_rewards = needs.unit_rewards
-    schema.check_knobs = staticmethod(needs.check_knobs or _no_problem)
-    schema.check_rewards = staticmethod(needs.check_rewards or _no_problem)
-
-
-def _no_problem(*_: Any, **__: Any) -> None:
-    return None
 
 
 def register_estimator(
@@ -103,16 +35,12 @@ def register_estimator(
     """
 
     def register(function: Function) -> Function:
-        _check_reads(f"estimator {name}", needs.reads)
-        inputs = choices.PER_RESPONSE.inputs_of(function)
-        schema = registry.register_piece("estimator", method.ESTIMATORS, name, function, inputs)
+        schema = ESTIMATORS.enter(name, function, needs.reads, needs=needs)
         if isinstance(needs.min_group, str) and needs.min_group not in schema.model_fields:
-            del method.ESTIMATORS[name]
+            del ESTIMATORS[name]
             raise RegistrationError(
                 f"estimator {name}: min_group names the knob {needs.min_group!r}, which it has not"
             )
-        _take_domain(schema, needs)
-        choices.enter_estimator(name, function, needs)
         return function
 
     return register
@@ -128,22 +56,15 @@ def register_shaper(name: str, *, reads: Sequence[str] = ()) -> Callable[[Functi
             return advantages.clamp(-limit, limit)
 
     Args:
-        reads: optional fields of ResponseBatch that the function reads (``READABLE``).
+        reads: columns that a function of ``evidence`` reads by ``evidence.column(name)``; those
+            that it names as inputs are known. Signals give them (``megatron_rl/signals``).
 
     Raises:
-        RegistrationError: the name is taken, a knob has no type, or ``reads`` is not understood.
+        RegistrationError: the name is taken, or a knob has no type.
     """
 
     def register(function: Function) -> Function:
-        _check_reads(f"shaper {name}", reads)
-        inputs = choices.SHAPING.inputs_of(function)
-        schema = registry.register_piece("shaper", method.SHAPERS, name, function, inputs)
-        if {*tails.FIELDS} & {*inputs, *reads} and "tail" not in schema.model_fields:
-            del method.SHAPERS[name]
-            raise RegistrationError(
-                f"shaper {name}: reads confidences, so it needs the knob tail: float"
-            )
-        choices.enter_shaper(name, function, reads)
+        SHAPERS.enter(name, function, reads)
         return function
 
     return register
@@ -161,22 +82,15 @@ def register_token_shaper(
             return advantages * (1 + scale * entropy)
 
     Args:
-        reads: optional fields of TokenBatch that a function of ``terms`` reads (``OPTIONAL`` of
-            ``terms.py``); those that it names as inputs are known.
+        reads: columns that a function of ``terms`` reads by ``terms.column(name)``, and fields that
+            may be missing (``OPTIONAL`` of ``terms.py``); those that it names as inputs are known.
 
     Raises:
-        RegistrationError: the name is taken, a knob has no type, or ``reads`` is not understood.
+        RegistrationError: the name is taken, or a knob has no type.
     """
 
     def register(function: Function) -> Function:
-        inputs = choices.TOKEN_SHAPING.inputs_of(function)
-        if "topk_logprobs" in (*inputs, *reads):
-            raise RegistrationError(
-                f"token shaper {name}: reads topk_logprobs, which a policy loss alone is given"
-            )
-        _check_reads(f"token shaper {name}", reads, OPTIONAL)
-        registry.register_piece("token shaper", method.TOKEN_SHAPERS, name, function, inputs)
-        choices.enter_token_shaper(name, function, reads)
+        TOKEN_SHAPERS.enter(name, function, reads)
         return function
 
     return register
@@ -201,44 +115,18 @@ def register_policy_loss(
         reads: as for ``register_token_shaper``.
 
     Raises:
-        RegistrationError: the name is taken, a knob has no type, ``clips`` lacks its two knobs, or
-            ``reads`` is not understood.
+        RegistrationError: the name is taken, a knob has no type, or ``clips`` lacks its two knobs.
     """
 
     def register(function: Function) -> Function:
-        _check_reads(f"policy loss {name}", reads, OPTIONAL)
-        inputs = choices.PER_TOKEN.inputs_of(function)
-        schema = registry.register_piece(
-            "policy loss", method.POLICY_LOSSES, name, function, inputs
-        )
-        read = choices.token_reads(inputs, reads)
-        if "topk_logprobs" in read and "top_k" not in schema.model_fields:
-            del method.POLICY_LOSSES[name]
-            raise RegistrationError(
-                f"policy loss {name}: reads topk_logprobs, so it needs the knob top_k: int"
-            )
+        more = {"sequence_ratio": sequence_ratio, "clips": clips}
+        schema = POLICY_LOSSES.enter(name, function, reads, **more)
         floats = [knob for knob, info in schema.model_fields.items() if info.annotation is float]
         if clips and not {"low", "high"} <= set(floats):
-            del method.POLICY_LOSSES[name]
+            del POLICY_LOSSES[name]
             raise RegistrationError(
                 f"policy loss {name}: clips=True needs the knobs low: float and high: float"
             )
-        choices.enter_policy_loss(name, function, sequence_ratio, clips, reads)
         return function
 
     return register
-
-
-def _check_reads(subject: str, reads: Sequence[str], readable: Sequence[str] = READABLE) -> None:
-    always = "rewards, correct, lengths and groups"
-    if readable is OPTIONAL:
-        always = "logprobs, log_ratio, advantages and loss_mask"
-    for field in reads:
-        if field not in readable:
-            raise RegistrationError(
-                f"{subject}: reads {field!r}, which is none of {', '.join(readable)}; {always} are"
-                " always there"
-            )
-
-
-_describe_own()

@@ -1,4 +1,4 @@
-"""What is in memory at the same time: the phases of a step, and what each asks of a rank."""
+"""The phases of a step, and the memory that each needs on a rank."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ ENGINE_KEEPS_GIB = {"cuda": 2.0, "cpu": 0.0}
 
 # Names in StageMemory.
 STATES = ("weights", "gradients", "optimizer")
-PASSES = ("activations", "logits")
+_PASSES = ("activations", "logits")
 # What wakes for a weight sync, and all of the engine; on a GPU. On a CPU vLLM has another sampler.
-ENGINE_FOR_SYNC = ("engine_weights", "engine_sampler")
-ENGINE = (*ENGINE_FOR_SYNC, "kv_cache")
+_ENGINE_FOR_SYNC = ("engine_weights", "engine_sampler")
+ENGINE = (*_ENGINE_FOR_SYNC, "kv_cache")
 ENGINE_ON_CPU = ("engine_weights", "kv_cache")
 ON_HOST = ("host copies", "checkpoint")  # phases beside a CUDA device
 
 
 @dataclass(frozen=True)
-class Room:
-    """What a rank may use, in GiB.
+class MemoryBudget:
+    """The memory that a rank may use, in GiB.
 
-    On ``kind`` cpu the device is this rank's share of the host's memory; ``host_gib``: that share
-    beside a CUDA device (None: not checked).
+    Attributes:
+        device_gib: of the device; on ``kind`` cpu this rank's share of the host's memory.
+        host_gib: the share of the host beside a CUDA device; None: not checked.
     """
 
     kind: Literal["cuda", "cpu"]
@@ -44,7 +45,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a phase asks of a rank of its fullest stage, and what that rank has, in GiB.
+    """The memory that a phase needs on a rank of its fullest stage, and that there is, in GiB.
 
     ``has_gib`` None: not known.
     """
@@ -66,7 +67,7 @@ def host_copies(config: Config) -> tuple[str, ...]:
 
 
 def phases(config: Config, kind: str) -> dict[str, tuple[str, ...]]:
-    """Which fields of StageMemory are held at a time.
+    """The fields of StageMemory that are held in each phase.
 
     On a CUDA device: while the policy trains, while weights go to the engine, and while it
     generates; on its host: copies at all times, and more while a checkpoint is written or read.
@@ -74,7 +75,7 @@ def phases(config: Config, kind: str) -> dict[str, tuple[str, ...]]:
     names is held twice, and so is what of a checkpoint is still to be written.
     """
     if kind == "cpu":
-        held = (*STATES, *PASSES, *ENGINE_ON_CPU, "reference", *host_copies(config))
+        held = (*STATES, *_PASSES, *ENGINE_ON_CPU, "reference", *host_copies(config))
         return {"the run": (*held, *_checkpoint_copy(config))}
     return {**_device_phases(config), **_host_phases(config)}
 
@@ -82,7 +83,7 @@ def phases(config: Config, kind: str) -> dict[str, tuple[str, ...]]:
 def _device_phases(config: Config) -> dict[str, tuple[str, ...]]:
     offload = config.memory.offload
     kept = tuple(state for state in STATES if state not in offload)
-    training = [*STATES, "fp8_copies", *PASSES]
+    training = [*STATES, "fp8_copies", *_PASSES]
     sync = [state for state in STATES if state in kept or state == "weights"]
     generation = [*kept]
     # The caches of layers go with the first state that leaves: weights leave after the weight sync,
@@ -95,9 +96,9 @@ def _device_phases(config: Config) -> dict[str, tuple[str, ...]]:
         training += ENGINE
         sync += ENGINE
     else:  # an engine that slept wakes its weights for the sync, its cache only afterwards
-        sync += ENGINE_FOR_SYNC
+        sync += _ENGINE_FOR_SYNC
     generation += ENGINE
-    if quantized_at_end(config):
+    if _quantized_at_end(config):
         sync.append("engine_unquantized")
     return {
         "training": tuple(training),
@@ -106,7 +107,7 @@ def _device_phases(config: Config) -> dict[str, tuple[str, ...]]:
     }
 
 
-def quantized_at_end(config: Config) -> bool:
+def _quantized_at_end(config: Config) -> bool:
     """Whether a weight sync holds the engine's weights unquantized until its end, beside those that
     it replaces: the ranks of an engine agree on a scale, and shards of a plan arrive in another
     order on each (engine/weights/worker.py, ``processing_is_collective``)."""
@@ -131,7 +132,7 @@ def _checkpoint_copy(config: Config) -> tuple[str, ...]:
 
 
 def overhead_gib(phase: str, kind: str) -> float:
-    """What is held in ``phase`` beside the tensors."""
+    """The memory held in ``phase`` besides tensors."""
     if phase in ON_HOST:
         return 0.0
     return OVERHEAD_GIB[kind] + ENGINE_KEEPS_GIB[kind]
@@ -142,11 +143,13 @@ def needed_gib(stage: StageMemory, names: Sequence[str], overhead_gib: float = 0
     return sum(getattr(stage, name) for name in names) / GIB + overhead_gib
 
 
-def demands(stages: Sequence[StageMemory], config: Config, room: Room) -> Iterator[Demand]:
+def demands(
+    stages: Sequence[StageMemory], config: Config, budget: MemoryBudget
+) -> Iterator[Demand]:
     """One for each of ``phases``."""
-    for phase, parts in phases(config, room.kind).items():
+    for phase, parts in phases(config, budget.kind).items():
         # Another stage in each phase: the first has the embedding, the last logits and the head.
         fullest = max(stages, key=lambda stage: needed_gib(stage, parts))
-        need = needed_gib(fullest, parts, overhead_gib(phase, room.kind))
-        has = room.host_gib if phase in ON_HOST else room.device_gib
+        need = needed_gib(fullest, parts, overhead_gib(phase, budget.kind))
+        has = budget.host_gib if phase in ON_HOST else budget.device_gib
         yield Demand(phase, parts, fullest, need, has)

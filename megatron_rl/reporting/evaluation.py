@@ -1,4 +1,4 @@
-"""What an evaluation says of a model: accuracy, pass@k, maj@n, lengths, and how sure it is."""
+"""Metrics of an evaluation: accuracy, pass@k, maj@n, lengths, and their intervals."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ _TOKENS = "eval/response_tokens_mean"
 
 @dataclass(frozen=True)
 class Judged:
-    """Responses to held-out prompts as they were judged, one row each, in canonical (prompt,
-    response) order. ``group_ids``: the number of the prompt, from 0 on. ``extracted``: see
-    ``rewards.base.Verdict``.
+    """Scored responses to held-out prompts, one row each, in canonical (prompt, response) order.
 
     Example, two responses to one prompt: ``Judged(np.array([0, 0]), ["gsm8k", "gsm8k"],
     np.array([True, False]), np.array([1.0, 0.0]), np.array([5, 7]), np.array([False, False]),
     ["12", "13"])``.
+
+    Attributes:
+        group_ids: the number of the prompt, from 0 on.
+        extracted: see ``rewards.base.Verdict``.
     """
 
     group_ids: Int[np.ndarray, " rows"]
@@ -62,16 +64,16 @@ class Judged:
 
 
 def evaluation_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
-    """The ``eval/`` row of a run: ``overall_metrics``, and the accuracy of each data source where
+    """The ``eval/`` row of a run: ``_overall_metrics``, and the accuracy of each data source where
     there are several."""
-    metrics = overall_metrics(judged, pass_at)
+    metrics = _overall_metrics(judged, pass_at)
     for source in _sources(judged):
         rows = judged.of_source(source)
         metrics[f"eval/accuracy/{source}"] = fmean(rows.correct.tolist())
     return metrics
 
 
-def overall_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
+def _overall_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
     """Accuracy (mean over responses: avg@n), mean reward, length in tokens, truncated share, pass@k
     (unbiased, mean over prompts) and, of several responses a prompt, maj@n where answers were
     extracted (``majority_is_right``, mean over prompts).
@@ -100,7 +102,7 @@ def detailed_metrics(judged: Judged, pass_at: Sequence[int]) -> Metrics:
     metrics = evaluation_metrics(judged, pass_at) | _bounds(judged, pass_at)
     for source in _sources(judged):
         rows = judged.of_source(source)
-        values = overall_metrics(rows, pass_at) | _bounds(rows, pass_at)
+        values = _overall_metrics(rows, pass_at) | _bounds(rows, pass_at)
         metrics |= {f"{key}/{source}": value for key, value in values.items()}
     return metrics
 

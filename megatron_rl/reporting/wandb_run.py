@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_rl.checkpoints.directory import PARTIAL
 from megatron_rl.reporting.metrics_file import Row
+from megatron_rl.reporting.row_file import replace_text
 from megatron_rl.reporting.sinks import Metrics
 
 _FINISH_S = 60.0  # how long the end of a run may take when nothing can be sent
@@ -20,8 +20,12 @@ WandbMode = Literal["offline", "online"]
 
 @dataclass(frozen=True)
 class WandbSettings:
-    """Where a run stands in wandb. ``mode``: ``offline`` needs no account and writes below
-    ``run_dir/wandb``; ``group`` holds the runs of one cell of a comparison."""
+    """The place of a run in wandb.
+
+    Attributes:
+        mode: ``offline`` needs no account and writes below ``run_dir/wandb``.
+        group: holds the runs of one variant of a comparison.
+    """
 
     project: str
     mode: WandbMode
@@ -32,7 +36,7 @@ class WandbSettings:
 
 
 class WandbRun:
-    """Logs to the wandb run of a folder: a start that goes on writes to the same one."""
+    """Logs to the wandb run of a folder: a start that continues writes to the same one."""
 
     def __init__(
         self,
@@ -94,7 +98,5 @@ def run_id(run_dir: Path) -> str:
     """The id of the wandb run of this folder; made up at the first call."""
     file = run_dir / _ID
     if not file.is_file():
-        partial = file.with_name(f"{_ID}{PARTIAL}")
-        partial.write_text(secrets.token_hex(8) + "\n", encoding="ascii")
-        partial.replace(file)
+        replace_text(file, secrets.token_hex(8) + "\n")
     return file.read_text(encoding="ascii").strip()

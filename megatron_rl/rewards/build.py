@@ -17,7 +17,7 @@ from megatron_rl.plugins import loaded
 from megatron_rl.rewards.base import Options, Task, Verifier
 from megatron_rl.rewards.function import FunctionCaller
 from megatron_rl.rewards.registry import verifier_class, verifier_of_source
-from megatron_rl.rewards.workers.messages import Setup, reason
+from megatron_rl.rewards.workers.messages import WorkerSetup, reason
 from megatron_rl.rewards.workers.pool import WorkerPool
 from megatron_rl.types import Prompt, Score
 
@@ -44,15 +44,17 @@ def _listed(sources: Sequence[str]) -> str:
 
 
 class WeightedReward:
-    """reward = accuracy_weight * accuracy + format_weight * format.
+    """The reward of a run: accuracy_weight * accuracy + format_weight * format.
 
     ``accuracy`` is the verifier's; ``format`` is 1 when the whole response matches
-    ``format_pattern``. A response is judged by its text alone, truncated or not: penalties for
+    ``format_pattern``. A response is scored by its text alone, truncated or not: penalties for
     length belong to the method. With ``reward.function`` its reward replaces accuracy in the sum.
-    ``problems`` counts the reasons why responses could not be judged.
 
     Only verifiers that are marked ``in_process`` parse responses in this process; everything else
-    happens in the workers of ``rewards.pool``, within their limits.
+    happens in the workers of ``rewards.workers``, within their limits.
+
+    Attributes:
+        problems: counts of the reasons why responses could not be scored.
     """
 
     def __init__(
@@ -158,7 +160,7 @@ class WeightedReward:
         if remote:
             pool = self._start_pool({str(names[row]) for row in remote})
             assert pool is not None
-            replies = pool.judge([(names[row], tasks[row], responses[row]) for row in remote])
+            replies = pool.verify([(names[row], tasks[row], responses[row]) for row in remote])
             for row, reply in zip(remote, replies, strict=True):
                 judged[row] = reply
         return judged
@@ -183,7 +185,7 @@ class WeightedReward:
             pool = self._start_pool(())
             assert pool is not None
             pairs = zip(tasks, responses, strict=True)
-            replies = pool.judge([(None, task, response) for task, response in pairs])
+            replies = pool.verify([(None, task, response) for task, response in pairs])
             for values, reply in zip(judged, replies, strict=True):
                 values["format"] = reply["format"]
                 values["problem"] = values["problem"] or reply["problem"]
@@ -268,8 +270,10 @@ class WeightedReward:
             self._pool.start()
         return self._pool
 
-    def _setup(self, *, verifiers: tuple[str, ...] = (), function: str | None = None) -> Setup:
-        return Setup(
+    def _setup(
+        self, *, verifiers: tuple[str, ...] = (), function: str | None = None
+    ) -> WorkerSetup:
+        return WorkerSetup(
             plugins=loaded(),
             verifiers=verifiers,
             options=self._options,

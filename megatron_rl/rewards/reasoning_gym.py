@@ -31,7 +31,7 @@ REFUSED: Mapping[str, str] = {
 # Their scorers evaluate the answer. Digits, brackets and the four operations cannot name anything
 # and, without a power, are computed at once.
 ARITHMETIC_ONLY = ("countdown", "puzzle24")
-ARITHMETIC = re.compile(r"(?!.*\*\s*\*)[-+*/(). \d]{1,200}")
+_ARITHMETIC = re.compile(r"(?!.*\*\s*\*)[-+*/(). \d]{1,200}")
 
 
 @register_verifier("reasoning_gym", sources=rf"{PREFIX}.+")
@@ -68,7 +68,7 @@ class GeneratedVerifier(Verifier):
         return [problem for problem in problems if problem is not None]
 
     def _problem(self, task: Task) -> str | None:
-        """Why prompts of this data source cannot be judged; None when they can."""
+        """The reason why prompts of this data source cannot be scored; None when they can."""
         if not task.data_source.startswith(PREFIX):
             return (
                 f"data source {task.data_source!r} ({task.uid}) is no {PREFIX}<task>; choose"
@@ -87,7 +87,7 @@ class GeneratedVerifier(Verifier):
     def verify(self, task: Task, answer: str) -> Verdict:
         name = task.data_source.removeprefix(PREFIX)
         answer = answer.strip()
-        if name in ARITHMETIC_ONLY and not ARITHMETIC.fullmatch(answer):
+        if name in ARITHMETIC_ONLY and not _ARITHMETIC.fullmatch(answer):
             return Verdict(0.0, extracted=answer)
         scorer = None if name in REFUSED else self._scorer(name)
         assert scorer is not None, f"{task.data_source} was not checked"

@@ -12,7 +12,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader, WeightedLoader
 from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.reading import Data
-from megatron_rl.engine.requests import sight_of
+from megatron_rl.engine.requests import multimodal_config
 from megatron_rl.engine.sampling import eos_token_ids
 from megatron_rl.engine.serving.client import (
     RequestFailedError,
@@ -47,7 +47,7 @@ from megatron_rl.runtime.registry import FOLDER, Registry, run_secret
 from megatron_rl.types import Sampling, TransferOptions
 from megatron_rl.weight_sync.fleet.commands import HttpServer, InFlight, switch_weights
 from megatron_rl.weight_sync.fleet.fleet import FleetSync
-from megatron_rl.weight_sync.fleet.held import HeldWeights
+from megatron_rl.weight_sync.fleet.weight_history import WeightHistory
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def build_served(config: Config, world: World, display: Display, parts: SourcePa
     job = parts.job(config)
     rules = job.rules
     # What waits for servers when the policy has changed is of the versions before.
-    held = HeldWeights(parts.weights) if rules.lockstep and rules.staleness else None
+    held = WeightHistory(parts.weights) if rules.lockstep and rules.staleness else None
     server_parts = _server_parts(config, parts, secret)
 
     def backend(saved: Mapping[str, Any] | None) -> ServerBackend:
@@ -152,7 +152,9 @@ def _server_parts(config: Config, parts: SourceParts, secret: str) -> ServerPart
             ServerClient,
             secret=secret,
             eos_token_ids=eos_token_ids(Path(config.model.path)),
-            sight=sight_of([*parts.data.train_prompts, *parts.data.held_out_prompts], parts.vision),
+            multimodal=multimodal_config(
+                [*parts.data.train_prompts, *parts.data.held_out_prompts], parts.vision
+            ),
         ),
         lost=ServerLostError,
         unreachable=ServerUnreachableError,

@@ -14,8 +14,8 @@ _ENOUGH = 2**20
 
 
 def raise_limit(pid: int) -> int:
-    """Raises the soft limit of the process to its hard limit, as everybody may; returns the soft
-    limit of now."""
+    """Raises the soft limit of the process to its hard limit, which needs no privilege; returns the
+    soft limit of now."""
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     wanted = _ENOUGH
     if hard != resource.RLIM_INFINITY:
@@ -27,8 +27,8 @@ def raise_limit(pid: int) -> int:
 
 
 def raise_limit_of_torchrun() -> None:
-    """For the parent of this process, which holds a connection to every rank of the launch where it
-    serves their store."""
+    """Raises the limit of the parent of this process, which holds a connection to every rank of the
+    launch where it serves their store."""
     try:
         raise_limit(os.getppid())
     except (PermissionError, ProcessLookupError):  # another user's, or it ends

@@ -23,7 +23,7 @@ from megatron_rl.weight_sync.failure import HALF_UPDATED
 from megatron_rl.weight_sync.planner.program import Extent, Message, Program, Round
 from megatron_rl.weight_sync.planner.schedule import ALIGNMENT, BucketId
 
-MAX_MESSAGES_SHOWN = 8
+_MAX_MESSAGES_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TransportReport:
     receive buffers.
 
     ``checksums``: of the pieces of every bucket, one after the other, as it left or arrived here,
-    when asked for; on the host, or on their way there.
+    if requested; on the host, or on their way there.
     """
 
     bytes_sent: int
@@ -42,7 +42,7 @@ class TransportReport:
     checksums: Mapping[BucketId, Tensor] = field(default_factory=dict)
 
 
-class _Form(NamedTuple):
+class _ParameterForm(NamedTuple):
     """What of a parameter must stay as it was when the program was compiled or first run."""
 
     dtype: str
@@ -52,10 +52,12 @@ class _Form(NamedTuple):
 
 
 class Transport:
-    """Runs one program again and again, on the process group whose ranks the plan speaks of.
+    """Runs one program again and again, on the process group whose ranks the plan names.
+    Collective: every rank of the group constructs it.
 
-    ``device``: where staging buffers live; that of the parameters. ``kind``: of the checksums;
-    None: what suits the device. Collective: every rank of the group constructs it.
+    Attributes:
+        device: where staging buffers live; that of the parameters.
+        kind: of the checksums; None: what suits the device.
     """
 
     def __init__(
@@ -70,13 +72,13 @@ class Transport:
         self.group = group
         self.kind = kind or kind_on(device)
         self.staging: list[Tensor] = []
-        self.forms: dict[tuple[str, str], _Form] = {}
+        self.forms: dict[tuple[str, str], _ParameterForm] = {}
         self.messages: dict[BucketId, Message] = {}
         for step in program.rounds:
             for message in (*step.sends, *step.receives):
                 self.messages[message.bucket] = message
         if dist.is_initialized():
-            # NCCL wants all ranks in the first operation of a group on a device; a round may have
+            # NCCL needs all ranks in the first operation of a group on a device; a round may have
             # only two.
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
@@ -108,7 +110,7 @@ class Transport:
         # the run takes.
         staging = self.staging or self.buffers()
         self.staging = []
-        run = _Run(self, staging, source, target, written, checked)
+        run = _TransportRun(self, staging, source, target, written, checked)
         run.error = failed
         with torch.no_grad():
             report = run.all()
@@ -164,7 +166,7 @@ class Transport:
         place = parameter.device.type
         if side == "rollout" and place == "cpu":
             place = self.device.type  # staged weights lie in the memory of the host
-        form = _Form(dtype, shape, parameter.stride(), place)
+        form = _ParameterForm(dtype, shape, parameter.stride(), place)
         # The plan knows dtype and device; shape and strides are those of the first run.
         first_form = form._replace(dtype=planned.dtype, device=self.device.type)
         expected = self.forms.setdefault((side, key), first_form)
@@ -202,7 +204,7 @@ class _Flight(NamedTuple):
     incoming: list[tuple[Message, Tensor]]
 
 
-class _Run:
+class _TransportRun:
     """The state of one run: rounds under way, staging memory in use, writes still to come."""
 
     def __init__(
@@ -358,22 +360,8 @@ class _Run:
     def failure(self, step: Round, error: RuntimeError) -> LostPeerError:
         messages = [f"to rank {message.peer}: {message.contents}" for message in step.sends]
         messages += [f"from rank {message.peer}: {message.contents}" for message in step.receives]
-        shown = "; ".join(messages[:MAX_MESSAGES_SHOWN])
+        shown = "; ".join(messages[:_MAX_MESSAGES_SHOWN])
         return LostPeerError(
             f"rank {self.program.rank}: round {step.number} of the weight sync failed ({shown}):"
             f" {error}. {HALF_UPDATED}"
         )
-
-
-def tensors(parameters: Mapping[str, Tensor]) -> Parameters:
-    """The lookup of a plain mapping. Raises ValueError naming a key that it lacks."""
-
-    def get(key: str) -> Tensor:
-        if key not in parameters:
-            raise ValueError(
-                f"parameter {key!r} is in the plan but not among the {len(parameters)} parameters"
-                " of this process"
-            )
-        return parameters[key]
-
-    return get

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from megatron_rl.config.method import load_method
 from megatron_rl.config.schema import MismatchLimits, NonFiniteConfig
 from megatron_rl.data.loader import PromptLoader
-from megatron_rl.loss import load_method
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.rollouts.backends.colocated import LaunchSampler
 from megatron_rl.rollouts.exchange import gathered_on_main
@@ -24,6 +24,7 @@ from megatron_rl.rollouts.metrics import rollout_metrics
 from megatron_rl.rollouts.rollouts import Rollouts
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
+from megatron_rl.signals import signals_of
 from megatron_rl.trainer.health import Health
 from megatron_rl.trainer.learner import Learner, MinibatchPlan
 from megatron_rl.trainer.placement import Placement
@@ -91,7 +92,7 @@ def parts(
     path: Path, layout: dict[str, Any], scale: int, budget: int
 ) -> tuple[Rollouts, Learner, MegatronPolicy]:
     world = world_of_all()
-    limits = {"max_sequence_tokens": 250, "tokens_per_microbatch": budget, "entropy": "value"}
+    limits = {"max_sequence_tokens": 250, "tokens_per_microbatch": budget}
     policy = tiny_policy(path, layout, **limits)
     num_replicas = policy.data_parallel_size
     engine = SeededEngine(dist.get_rank() * num_replicas // world.size, num_replicas, scale)
@@ -107,13 +108,17 @@ def parts(
     )
     plan = MinibatchPlan(prompts_per_minibatch=3, epochs_per_rollout=2, seed=3)
     placement = Placement(policy.batching, world)
-    return rollouts, Learner(policy, method, health, plan, placement, True), policy
+    return (
+        rollouts,
+        Learner(policy, method, signals_of(method), health, plan, placement, True),
+        policy,
+    )
 
 
 def check_tokens(experience: Experience, engine: SeededEngine) -> None:
     """What lies here is what was sampled, and the batch has it behind the prompts."""
     tokens = experience.responses.tokens
-    batch = experience.share.batch
+    batch = experience.local.batch
     for place, (row, ids) in enumerate(zip(tokens.rows, tokens.views("token_ids"), strict=True)):
         prompt = PROMPTS[row // SAMPLING.num_responses]
         sampled = engine._response(prompt, row % SAMPLING.num_responses)
@@ -138,7 +143,7 @@ def on_rank_0(rollouts: Rollouts, learner: Learner, experience: Experience) -> d
 
 def num_lent(learner: Learner, experience: Experience) -> int:
     """Rows of the minibatches that do not lie where the update wants them."""
-    plan = learner.placement.placing.plan
+    plan = learner.placement.sharding.plan
     moved = 0
     for rows in learner.plan.minibatches(1, experience):
         route = learner.placement._route(experience, plan(experience.sequences, rows), rows)

@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl.config.load import compose, validate
+from megatron_rl.config.method import load_method
 from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.loss import load_method
 from megatron_rl.rollouts.backends.colocated import ColocatedEngines, LaunchEngines
 from megatron_rl.rollouts.demonstrations import Demonstrations, encoder
 from megatron_rl.rollouts.prompts import PromptStream
@@ -25,8 +25,8 @@ from megatron_rl.rollouts.sampling import stop_token_ids
 from megatron_rl.runtime.digest import combined_digest, tensor_digest
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import exit_process, reported, start
+from megatron_rl.signals import signals_of
 from megatron_rl.trainer.build import build_trainer
-from megatron_rl.trainer.objective import token_settings
 from megatron_rl.trainer.trainer import Trainer
 
 
@@ -38,24 +38,25 @@ def weights_digest(trainer: Trainer) -> str:
 def with_method(trainer: Trainer, config: Config, name: str) -> Trainer:
     """The same policy and engine, learning by another method."""
     method = load_method(name, response_limit=config.rollout.max_response_tokens)
-    policy = trainer.learner.policy
-    policy.settings = replace(policy.settings, **token_settings(method))
     source = trainer.source
     assert isinstance(source, Rollouts)
     # As the trainer of a method that trains on demonstrations is built.
     batch = config.batch
+    has_demonstrations = "is_demonstration" in method.reads
     job = replace(
         source.job,
         rules=step_rules(method, batch.prompts_per_step, batch.responses_per_prompt),
         wants_group=method.wants_group,
         stream=PromptStream(source.job.stream._loader),
-        demonstrations=demonstrations_of(config) if method.needs.given else None,
+        demonstrations=demonstrations_of(config) if has_demonstrations else None,
     )
     engines = source.engines
     assert isinstance(engines, ColocatedEngines)
     engines.launch = LaunchEngines(engines.launch.backend, trainer.world, job)
     source = replace(source, job=job)
-    return replace(trainer, source=source, learner=replace(trainer.learner, method=method))
+    signals = signals_of(method, config.seed)
+    learner = replace(trainer.learner, method=method, signals=signals)
+    return replace(trainer, source=source, learner=learner)
 
 
 def demonstrations_of(config: Config) -> Demonstrations:

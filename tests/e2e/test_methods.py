@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.load import conf_dir
-from megatron_rl.loss import load_method
+from megatron_rl.config.method import load_method
 from megatron_rl.reporting.metrics import defined
 from tests.e2e.toy import overrides, write_data, write_model
 from tests.launch import launch
 
 NAMES = sorted(path.stem for path in (conf_dir() / "method").glob("*.yaml"))
 # Those that mask images are run by test_vision.
-ALL = [name for name in NAMES if load_method(name).needs.mask_ratio is None]
+ALL = [name for name in NAMES if load_method(name).config.perception is None]
 CORE = ["dapo", "a_grae", "apo", "durian", "archer"]
 
 

@@ -1,4 +1,4 @@
-"""Fixtures of several rooms: tables of the process as they were, and a model that sees."""
+"""Fixtures of several rooms: tables of the process as they were, and a vision-language model."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ def fresh_registries() -> Iterator[None]:
     were."""
     from megatron_rl import models as families
     from megatron_rl import plugins
-    from megatron_rl.config import hooks, load, method
+    from megatron_rl.config import hooks, load
     from megatron_rl.loss import choices
     from megatron_rl.rollouts.hooks import resampling
     from megatron_rl.rollouts.hooks import rollout_hooks as trainer_hooks
+    from megatron_rl.signals import registry as signals
 
-    method.ESTIMATORS.complete()  # or the package's own would be taken away with the plug-ins
-    tables = [method.ESTIMATORS, method.SHAPERS, method.TOKEN_SHAPERS, method.POLICY_LOSSES]
-    tables += [choices.ESTIMATORS, choices.SHAPERS, choices.TOKEN_SHAPERS, choices.POLICY_LOSSES]
+    tables = [choices.ESTIMATORS, choices.SHAPERS, choices.TOKEN_SHAPERS, choices.POLICY_LOSSES]
+    # Complete, or the package's own would be taken away with the plug-ins.
     tables += [hooks.ROLLOUT_HOOKS.complete()]
     tables += [trainer_hooks._hooks, resampling._makers, families.FAMILIES, plugins._sources]
+    tables += [signals._SIGNALS]
     before = [table.copy() for table in tables]
     loaded, folders = list(plugins._loaded), list(load._plugin_dirs)
     yield

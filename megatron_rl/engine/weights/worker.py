@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,11 +16,11 @@ from megatron_rl.engine.weights.stream import shown
 from megatron_rl.protocols import Transfer
 from megatron_rl.types import Shard
 
-RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
+_RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
 
 
 class ShardReceiver:
-    """The weights of one worker's model as shards: which it wants, and how they are replaced."""
+    """The weights of one worker's model as shards: which it needs, and how they are replaced."""
 
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
         self.model = model
@@ -32,14 +32,19 @@ class ShardReceiver:
     def discover(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Shard]:
         """The parts of the HF tensors ``shapes`` that this worker's loader takes, and where it puts
         them. The weights stay."""
-        with reloading(self.vllm_config, self.model, complete=False):
+        with _reloading(self.vllm_config, self.model, complete=False):
             shards = record_shards(
                 self.model.load_weights,
                 shapes,
                 dict(loadable(self.model)),
                 self.vllm_config.model_config.dtype,
             )
-            self._keep(shards)
+            tensors = dict(loadable(self.model))
+            self.keys = {shard.key for shard in shards}
+            self.padded = partly_filled(shards, tensors)
+            self.forms = {
+                key: torch.empty_like(tensors[key].data, device="meta") for key in self.keys
+            }
         return shards
 
     def unreached(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -47,7 +52,7 @@ class ShardReceiver:
         values that they were built with.
 
         Raises:
-            UndiscoveredError: the loader computes with the tensors, so nobody knows.
+            UndiscoveredError: the loader computes with the tensors, so it is unknown.
         """
         # A tied weight has several names and is loaded under any of them: each name -> the first.
         names = {id(tensor): name for name, tensor in self.model.named_parameters()}
@@ -57,7 +62,7 @@ class ShardReceiver:
         }
         reached = {shard.key for shard in self.discover(shapes)}
         reached |= {same[key] for key in reached if key in same}
-        with reloading(self.vllm_config, self.model, complete=False):
+        with _reloading(self.vllm_config, self.model, complete=False):
             wanted = list(built_with_values(self.model))
         return [name for name in wanted if name not in reached and same.get(name) not in reached]
 
@@ -68,18 +73,6 @@ class ShardReceiver:
         loader = DefaultModelLoader(replace(self.vllm_config.load_config, load_format="auto"))
         return loader.get_all_weights(self.vllm_config.model_config, self.model)
 
-    def declare(self, shards: Sequence[Shard]) -> None:
-        """What ``discover`` would find, from elsewhere."""
-        with reloading(self.vllm_config, self.model, complete=False):
-            self._keep(shards)
-
-    def _keep(self, shards: Sequence[Shard]) -> None:
-        """Inside of a reload."""
-        tensors = dict(loadable(self.model))
-        self.keys = {shard.key for shard in shards}
-        self.padded = partly_filled(shards, tensors)
-        self.forms = {key: torch.empty_like(tensors[key].data, device="meta") for key in self.keys}
-
     @torch.no_grad()
     def receive(self, transfer: Transfer) -> None:
         """Replace all weights: ``transfer`` writes the shards found by ``discover``; a layer is
@@ -87,7 +80,7 @@ class ShardReceiver:
         its memory before processing is freed. Where processing is collective, see
         ``processing_is_collective``, all layers wait for the end of ``transfer``.
         """
-        with reloading(self.vllm_config, self.model, complete=True):
+        with _reloading(self.vllm_config, self.model, complete=True):
             at_end = processing_is_collective(self.vllm_config)
             layers = OpenLayers(self.model, self.keys, self.padded, at_end=at_end)
             transfer(layers.parameter, layers.written)
@@ -97,7 +90,7 @@ class ShardReceiver:
 
 
 class WeightReceiver:
-    """Mixed into the worker class of the engine (``worker_extension_cls``), beside its
+    """Mixed into the worker class of the engine (``worker_extension_cls``), next to its
     ``reload_weights``."""
 
     model_runner: Any  # of the worker class
@@ -121,7 +114,7 @@ class WeightReceiver:
                 device=runner.device,
             )
 
-    def discover_boxes(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Shard]:
+    def discover_shards(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Shard]:
         """See ``ShardReceiver.discover``."""
         return self.shard_receiver().discover(shapes)
 
@@ -137,11 +130,7 @@ class WeightReceiver:
         """Reads all weights from the files of the model."""
         self.receive_weights(self.shard_receiver().stored())
 
-    def declare_boxes(self, shards: Sequence[Shard]) -> None:
-        """See ``ShardReceiver.declare``."""
-        self.shard_receiver().declare(shards)
-
-    def receive_boxes(self, transfer: Transfer) -> None:
+    def receive_shards(self, transfer: Transfer) -> None:
         """See ``ShardReceiver.receive``."""
         self.shard_receiver().receive(transfer)
 
@@ -157,7 +146,7 @@ class WeightReceiver:
 
 
 @contextmanager
-def reloading(vllm_config: Any, model: nn.Module, *, complete: bool) -> Iterator[None]:
+def _reloading(vllm_config: Any, model: nn.Module, *, complete: bool) -> Iterator[None]:
     """vLLM's reload, layer by layer: parameters have the shapes of loading, on the meta device,
     until their layer is processed. ``complete=False``: no layer is processed, whatever its loader
     sees, and in the end all is as before. After an exception the layers that were processed are
@@ -186,7 +175,7 @@ def reloading(vllm_config: Any, model: nn.Module, *, complete: bool) -> Iterator
         finally:
             if complete and not finished:
                 _leave_unprocessed(model)
-            with no_warnings(RELOAD):
+            with _no_warnings(_RELOAD):
                 finalize_layerwise_reload(model, vllm_config.model_config)
             if not (complete and finished):
                 for bias, before in widened:
@@ -194,8 +183,9 @@ def reloading(vllm_config: Any, model: nn.Module, *, complete: bool) -> Iterator
 
 
 def _leave_unprocessed(model: nn.Module) -> None:
-    """For a reload that broke off: each layer that was not processed gets its old tensors back when
-    the reload ends. The weights are then of two versions, and every layer can be loaded again."""
+    """Ends a reload that broke off: each layer that was not processed gets its old tensors back
+    when the reload ends. The weights are then of two versions, and every layer can be loaded
+    again."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for layer in model.modules():
@@ -219,7 +209,7 @@ def widened_biases(model: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Parame
 
 
 @contextmanager
-def no_warnings(name: str) -> Iterator[None]:
+def _no_warnings(name: str) -> Iterator[None]:
     """The reload warns of each layer whose loader has seen nothing: of all that are written shard
     by shard, and of a tied head."""
     logger = logging.getLogger(name)
@@ -266,7 +256,7 @@ def processing_is_collective(vllm_config: Any) -> bool:
 
 
 class OpenLayers:
-    """The layers of a model in a reload, opened for writing when first asked for and processed when
+    """The layers of a model in a reload, opened for writing at the first use and processed when
     complete."""
 
     def __init__(

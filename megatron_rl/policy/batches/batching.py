@@ -1,4 +1,4 @@
-"""From rows of a batch to the packed micro-batches of this rank."""
+"""Packed micro-batches of this rank, made from rows of a batch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatron_rl.policy.batches.packing_plan import Plan, plan_microbatches
 from megatron_rl.policy.batches.work_model import WorkModel
 from megatron_rl.policy.parallel import Ranks
 from megatron_rl.policy.passes.prefix_sharing import plan_shared_prompts
-from megatron_rl.policy.passes.vision import Eyes
+from megatron_rl.policy.passes.vision import VisionBatcher
 from megatron_rl.types import SequenceBatch, Sequences
 
 
 @dataclass(frozen=True)
 class Batching:
     """Plans micro-batches for all data-parallel ranks alike, and packs those of this rank.
-    Implements ``protocols.Placing``.
+    Implements ``protocols.BatchSharding``.
 
     Attributes:
         tokens_per_microbatch: most tokens (prompt + response) of one micro-batch.
@@ -30,7 +30,7 @@ class Batching:
         prefix_sharing: neighbors with the same ``prompt_index`` compute their prompt once.
         multiple: the number of micro-batches of a pass is a multiple of this.
         multiples: what packed lengths must divide by.
-        eyes: of a model that sees.
+        vision: of a vision-language model.
     """
 
     config: TransformerConfig
@@ -41,20 +41,20 @@ class Batching:
     multiple: int
     multiples: Multiples
     device: torch.device
-    eyes: Eyes | None = None
+    vision: VisionBatcher | None = None
 
     @property
     def data_rank(self) -> int:
-        """See protocols.Placing."""
+        """See protocols.BatchSharding."""
         return self.ranks.data_rank
 
     @property
     def owners(self) -> Sequence[int]:
-        """See protocols.Placing."""
+        """See protocols.BatchSharding."""
         return self.ranks.replica_roots
 
     def plan(self, sequences: Sequences, rows: Sequence[int]) -> Plan:
-        """See protocols.Placing. A micro-batch may be empty.
+        """See protocols.BatchSharding. A micro-batch may be empty.
 
         Raises:
             ValueError: a row alone has more tokens than a micro-batch may have.
@@ -85,7 +85,7 @@ class Batching:
         )
 
     def give(self, values: Tensor) -> None:
-        """See protocols.Placing."""
+        """See protocols.BatchSharding."""
         if self.ranks.replica_group is not None:
             dist.broadcast(values, self.owners[self.data_rank], group=self.ranks.replica_group)
 
@@ -105,7 +105,7 @@ class Batching:
             ranks.context,
             self.device,
             self.prefix_sharing,
-            self.eyes,
+            self.vision,
             prompts,
         )
         return [

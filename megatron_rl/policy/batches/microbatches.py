@@ -12,20 +12,21 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from megatron_rl.policy.passes.attention import Packing
-from megatron_rl.policy.passes.vision import Eyes
+from megatron_rl.policy.passes.vision import VisionBatcher
 from megatron_rl.runtime.transfer import to_device
 from megatron_rl.types import SequenceBatch
 
-DUMMY = SequenceBatch(torch.zeros(2, dtype=torch.long), torch.tensor([1]), torch.tensor([1]))
+_DUMMY = SequenceBatch(torch.zeros(2, dtype=torch.long), torch.tensor([1]), torch.tensor([1]))
 
 
 @dataclass(frozen=True)
 class Multiples:
     """What lengths must be multiples of.
 
-    ``sequence``: of each sequence, two chunks for every context rank; ``total``: of their sum,
-    every tensor rank's share under sequence parallelism, and what the number format asks of each
-    rank's tokens.
+    Attributes:
+        sequence: of each sequence, two chunks for every context rank.
+        total: of their sum, every tensor rank's share under sequence parallelism, and what the
+            number format asks of each rank's tokens.
     """
 
     sequence: int
@@ -107,7 +108,7 @@ def padded_lengths(
     fits ``rule`` and is no less than ``at_least``.
     """
     if not rows:
-        batch = DUMMY
+        batch = _DUMMY
     chosen = torch.tensor(list(rows) or [0])
     _, shared = borrowed_prompts(batch, chosen, share)
     lengths = batch.lengths[chosen] - shared
@@ -119,7 +120,7 @@ def padded_lengths(
 
 
 @dataclass(frozen=True)
-class _Sequences:
+class _PackedRows:
     """The rows of a micro-batch, and where each finds its prompt: see ``borrowed_prompts``."""
 
     batch: SequenceBatch
@@ -153,8 +154,11 @@ class Packer:
     """Packs micro-batches for context rank ``context_rank`` of ``context``.
 
     ``share`` (one context rank only): neighboring sequences with the same prompt pack it once.
-    ``eyes``: of a model that sees. ``prompts``: the tokens of a prompt, but its first, are
-    predicted too, once for neighboring sequences; see ``prompt_places``.
+
+    Attributes:
+        vision: of a vision-language model.
+        prompts: the tokens of a prompt, but its first, are predicted too, once for neighboring
+            sequences; see ``prompt_places``.
     """
 
     multiples: Multiples
@@ -162,7 +166,7 @@ class Packer:
     context: int
     device: torch.device
     share: bool = False
-    eyes: Eyes | None = None
+    vision: VisionBatcher | None = None
     prompts: bool = False
 
     def __post_init__(self) -> None:
@@ -180,11 +184,11 @@ class Packer:
                 response, or image tokens that are not those of its images.
         """
         padded = padded_lengths(batch, rows, self.multiples, at_least, self.share)
-        sequences = _sequences(batch if rows else DUMMY, rows or [0], self.share)
+        sequences = _sequences(batch if rows else _DUMMY, rows or [0], self.share)
         everywhere = _layout(sequences, padded)
         layout = self._own(everywhere, padded)
         packing = self._packing(sequences, layout, padded)
-        if self.eyes is not None:
+        if self.vision is not None:
             self._look(packing, sequences, padded, everywhere, layout)
         nothing = torch.zeros(0, dtype=torch.long)
         predictions = (nothing, nothing, nothing)
@@ -203,7 +207,7 @@ class Packer:
         )
 
     def _temperatures(self, batch: SequenceBatch, index: Tensor) -> Tensor | None:
-        """``index``: see ``Microbatch``; that of a prompt token is behind those of responses."""
+        """``index``: see ``Microbatch``; that of a prompt token is after those of responses."""
         if batch.temperatures is None:
             return None
         is_prompt = index >= len(batch.temperatures)
@@ -222,22 +226,22 @@ class Packer:
     def _look(
         self,
         packing: Packing,
-        sequences: _Sequences,
+        sequences: _PackedRows,
         padded: Tensor,
         everywhere: _Layout,
         layout: _Layout,
     ) -> None:
         """Puts positions and images into ``packing``. ``everywhere``: over all context ranks."""
-        assert self.eyes is not None
+        assert self.vision is not None
         lengths = padded + sequences.shared
         rows = sequences.chosen.tolist()
-        sights = self.eyes.look(sequences.batch, rows, lengths.tolist())
+        inputs = self.vision.prepare(sequences.batch, rows, lengths.tolist())
         starts = lengths.cumsum(0) - lengths
-        positions = sights.positions[:, starts[everywhere.sequence] + everywhere.position]
+        positions = inputs.positions[:, starts[everywhere.sequence] + everywhere.position]
         packing.rope_positions = to_device(positions[:, None], self.device)
-        packing.images = sights.placed(starts[layout.sequence] + layout.position, self.device)
+        packing.images = inputs.placed(starts[layout.sequence] + layout.position, self.device)
 
-    def _packing(self, sequences: _Sequences, layout: _Layout, padded: Tensor) -> Packing:
+    def _packing(self, sequences: _PackedRows, layout: _Layout, padded: Tensor) -> Packing:
         boundaries = layout.starts
         sharing: dict[str, Any] = {}
         if sequences.shared.any():
@@ -259,7 +263,7 @@ class Packer:
         )
 
 
-def _sequences(batch: SequenceBatch, rows: Sequence[int], share: bool) -> _Sequences:
+def _sequences(batch: SequenceBatch, rows: Sequence[int], share: bool) -> _PackedRows:
     chosen = torch.tensor(list(rows))
     is_short = (batch.prompt_lengths[chosen] < 1) | (batch.response_lengths[chosen] < 1)
     if is_short.any():
@@ -267,33 +271,33 @@ def _sequences(batch: SequenceBatch, rows: Sequence[int], share: bool) -> _Seque
             f"packing: row {int(chosen[is_short][0])} has an empty prompt or response; every"
             " sequence needs at least one token of each"
         )
-    return _Sequences(batch, chosen, *borrowed_prompts(batch, chosen, share))
+    return _PackedRows(batch, chosen, *borrowed_prompts(batch, chosen, share))
 
 
-def _layout(sequences: _Sequences, padded: Tensor) -> _Layout:
+def _layout(sequences: _PackedRows, padded: Tensor) -> _Layout:
     """The padded tokens of all context ranks."""
     starts = torch.nn.functional.pad(padded.cumsum(0), (1, 0))
     sequence = torch.repeat_interleave(torch.arange(len(padded)), padded)
-    # A sequence that borrows its prompt begins at the position behind it.
+    # A sequence that borrows its prompt begins at the position after it.
     position = torch.arange(len(sequence)) - (starts[:-1] - sequences.shared)[sequence]
     return _Layout(sequence, position, starts)
 
 
-def _token_ids(sequences: _Sequences, layout: _Layout) -> Tensor:
+def _token_ids(sequences: _PackedRows, layout: _Layout) -> Tensor:
     """Ids of the packed tokens, 0 for padding."""
     token_ids = sequences.batch.token_ids
     source = sequences.batch.offsets[sequences.chosen][layout.sequence] + layout.position
-    # Padding behind the last sequence would read beyond the batch.
+    # Padding after the last sequence would read beyond the batch.
     stored = token_ids[source.clamp(max=token_ids.numel() - 1)]
     return torch.where(layout.position < sequences.lengths[layout.sequence], stored, 0)
 
 
 def _predictions(
-    sequences: _Sequences, layout: _Layout, prompts_too: bool
+    sequences: _PackedRows, layout: _Layout, prompts_too: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(rows, targets, index)`` of a Microbatch, in the order of the sequences.
 
-    A packed token predicts the one behind it, from the last of the prompt to the last but one of
+    A packed token predicts the one after it, from the last of the prompt to the last but one of
     the response. The first token of a response whose prompt is packed elsewhere is predicted
     there: one row then predicts for several sequences.
     """
@@ -328,7 +332,7 @@ def _predictions(
 def prompt_places(
     batch: SequenceBatch, microbatches: Sequence[Sequence[int]]
 ) -> Int[Tensor, " prompt_tokens"]:
-    """For each prompt token of ``batch``, row after row, the index of its prediction.
+    """The index of the prediction of each prompt token of ``batch``, row after row.
 
     Those of prompts follow those of all response tokens. A prompt is predicted with the first of
     the neighbors in its micro-batch that have it; the first token of a prompt is nowhere.
@@ -345,7 +349,7 @@ def prompt_places(
 
 
 def _prompt_starts(batch: SequenceBatch) -> Tensor:
-    """Where the prompt of each row begins among all indices."""
+    """The first index of the prompt of each row."""
     lengths = batch.prompt_lengths
     return int(batch.response_lengths.sum()) + lengths.cumsum(0) - lengths
 

@@ -1,9 +1,8 @@
 """Whole HF-named tensors out of the shards of all ranks, one layer at a time.
 
 A unit (embedding, one layer, the experts of one layer, the end; a block of the tower) is on one
-pipeline stage. There,
-the ranks that share it gather their flat shards; the stage sends the result to the other stages;
-every rank cuts HF tensors out of it. What to cut is worked out once.
+pipeline stage. There, the ranks that share it gather their flat shards; the stage sends the result
+to the other stages; every rank cuts HF tensors out of it. What to cut is computed once.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from megatron_rl.models.parameter_map import (
     vision_parameters,
 )
 from megatron_rl.policy.parallel import Ranks
-from megatron_rl.policy.state.weights import Held
+from megatron_rl.policy.state.weights import LocalParameter
 from megatron_rl.runtime.launch import gather_objects
 
 
@@ -76,7 +75,7 @@ class Gather:
     """
 
     def __init__(
-        self, held: Sequence[Held], arch: Architecture, ranks: Ranks, vocab_rows: int
+        self, held: Sequence[LocalParameter], arch: Architecture, ranks: Ranks, vocab_rows: int
     ) -> None:
         self.ranks = ranks
         self.own = {item.parameter: item.tensor for item in held}
@@ -95,7 +94,7 @@ class Gather:
                 self.units.append(self._expert_unit(stage, layer))
         self.units.append(self._dense_unit(ranks.pipeline - 1, after))
 
-    def _stage_of_layers(self, held: Sequence[Held]) -> dict[int, int]:
+    def _stage_of_layers(self, held: Sequence[LocalParameter]) -> dict[int, int]:
         """Collective over pipeline stages."""
         own = {item.parameter.layer for item in held if item.parameter.layer is not None}
         by_stage = gather_objects(sorted(own), self.ranks.pipeline_group)
@@ -112,7 +111,7 @@ class Gather:
         return self._unit(stage, self.ranks.tensor_group, [parameters] * tensor, tensor)
 
     def _replicated_unit(self, stage: int, parameters: list[Parameter]) -> Unit:
-        """Of parameters that every tensor rank has whole: each takes its own."""
+        """A unit of parameters that every tensor rank has whole: each takes its own."""
         return self._unit(stage, None, [parameters], 1)
 
     def _expert_unit(self, stage: int, layer: int) -> Unit:

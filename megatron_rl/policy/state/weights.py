@@ -1,4 +1,4 @@
-"""From HF safetensors to this rank's Megatron parameters, by the shards of parameter_map.py."""
+"""Loads this rank's Megatron parameters from HF safetensors, by the shards of parameter_map.py."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from megatron_rl.runtime.guard.activity import ACTIVITY
 from megatron_rl.runtime.launch import from_first_rank, gather_objects
 from megatron_rl.types import Shard
 
-ShardKey = tuple[str, tuple[int, ...], tuple[int, ...]]  # tensor, start and shape of a part of it
+_ShardKey = tuple[str, tuple[int, ...], tuple[int, ...]]  # tensor, start and shape of a part of it
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 # The experts of a rank are modules of their own, or, grouped, numbered weights of one module.
 EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<number>\d+)\.(?P<name>.*)")
@@ -49,7 +49,7 @@ MAX_NAMES_SHOWN = 4
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalParameter:
     """One parameter of this rank, and the shards of HF tensors in it.
 
     ``name`` is its name in the chunk.
@@ -62,9 +62,9 @@ class Held:
     shards: list[Shard]
 
 
-def held_parameters(
+def local_parameters(
     chunks: Sequence[torch.nn.Module], arch: Architecture, ranks: Ranks, vocab_rows: int
-) -> list[Held]:
+) -> list[LocalParameter]:
     """Every parameter of this rank's chunks with the shards of HF-named tensors that it holds."""
     held = []
     for index, chunk in enumerate(chunks):
@@ -84,7 +84,7 @@ def held_parameters(
             )
             _mark(tensor, parameter, arch, vocab_rows)
             inside = shards(parameter, arch, vocab_rows, rank, size)
-            held.append(Held(index, name, tensor, parameter, inside))
+            held.append(LocalParameter(index, name, tensor, parameter, inside))
     return held
 
 
@@ -141,7 +141,7 @@ def check_directory(path: Path, arch: Architecture) -> None:
 
 
 def load(
-    held: Sequence[Held],
+    held: Sequence[LocalParameter],
     arch: Architecture,
     path: Path,
     ranks: Ranks | None = None,
@@ -159,7 +159,7 @@ def load(
             shape, not finite (unless ``require_finite`` is False), or a stored head that differs
             from the embedding that it is tied to.
     """
-    counts: dict[ShardKey, int] = {}
+    counts: dict[_ShardKey, int] = {}
     problem: str | None = None
     own = [item for item in held if ranks is None or _reads(item, ranks)]
     try:
@@ -168,7 +168,7 @@ def load(
     except ValueError as error:
         problem = str(error)
     everyone = gather_objects((problem, counts))
-    problems = [said for said, _ in everyone if said is not None]
+    problems = [text for text, _ in everyone if text is not None]
     if problems:
         raise ValueError(problems[0])
     if ranks is not None:
@@ -177,18 +177,18 @@ def load(
         _refuse_not_finite(path, [found for _, found in everyone])
 
 
-def _copies_group(item: Held, ranks: Ranks) -> Any:
+def _copies_group(item: LocalParameter, ranks: Ranks) -> Any:
     """The ranks that hold the same values of this parameter."""
     return ranks.copies_group if item.parameter.expert is None else ranks.expert_copies_group
 
 
-def _reads(item: Held, ranks: Ranks) -> bool:
+def _reads(item: LocalParameter, ranks: Ranks) -> bool:
     """Whether this rank reads the parameter: the first that holds it. In FP8 each rank does: the
-    optimizer's copy takes the numbers of before the rounding, which nobody can send."""
+    optimizer's copy takes the numbers before rounding, which cannot be sent."""
     return is_float8tensor(item.tensor) or dist.get_rank(_copies_group(item, ranks)) == 0
 
 
-def _copy_to_others(held: Sequence[Held], ranks: Ranks) -> None:
+def _copy_to_others(held: Sequence[LocalParameter], ranks: Ranks) -> None:
     """Collective over the ranks that hold the same parameters."""
     with torch.no_grad():
         for item in held:
@@ -199,7 +199,7 @@ def _copy_to_others(held: Sequence[Held], ranks: Ranks) -> None:
             ACTIVITY.note("sending the policy's weights")
 
 
-def _fill(held: Sequence[Held], arch: Architecture, path: Path) -> dict[ShardKey, int]:
+def _fill(held: Sequence[LocalParameter], arch: Architecture, path: Path) -> dict[_ShardKey, int]:
     """Reads every shard of these parameters.
 
     Returns how many values of a shard are not finite, where any are.
@@ -242,9 +242,9 @@ def _check_tied(directory: HfDirectory, shard: Shard, embedding: Tensor) -> None
         )
 
 
-def _refuse_not_finite(path: Path, everyone: Sequence[Mapping[ShardKey, int]]) -> None:
+def _refuse_not_finite(path: Path, everyone: Sequence[Mapping[_ShardKey, int]]) -> None:
     """Raises ValueError where a rank has read values that are not finite."""
-    by_shard: dict[ShardKey, int] = {}
+    by_shard: dict[_ShardKey, int] = {}
     for counts in everyone:
         by_shard.update(counts)  # a shard that several ranks hold counts once
     by_name: dict[str, int] = {}

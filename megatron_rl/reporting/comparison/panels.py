@@ -1,11 +1,11 @@
-"""Which metrics the curves show, under which heading, with which unit."""
+"""The metrics that curves show, with heading and unit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_rl.reporting.comparison.cells import Cell, all_runs
+from megatron_rl.reporting.comparison.variants import Variant, all_runs
 from megatron_rl.reporting.metrics_file import Row, is_held_out
 from megatron_rl.reporting.pass_at_k import PASS_AT, pass_at_ks
 
@@ -16,14 +16,18 @@ HELD_OUT = "Held-out accuracy"
 PASS = "pass@k"
 REWARD = "Reward in training"
 LENGTH = "Length of responses"
-EXPLORATION = "Entropy and KL"
-CLIPPING = "Clipping and gradient"
-SPEED = "Time"
+_EXPLORATION = "Entropy and KL"
+_CLIPPING = "Clipping and gradient"
+_SPEED = "Time"
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes: a metric over the steps. ``label``: of the y axis, with the unit."""
+    """One set of axes: a metric over the steps.
+
+    Attributes:
+        label: of the y axis, with the unit.
+    """
 
     key: str
     title: str
@@ -50,39 +54,45 @@ _FIXED = (
     Panel("rollout/response_tokens_mean", "Length of all responses", _TOKENS, LENGTH),
     Panel("rollout/truncated_share", "Cut by the length limit", _ACCURACY, LENGTH),
     Panel("eval/response_tokens_mean", "Length of held-out responses", _TOKENS, LENGTH),
-    Panel("rollout/entropy", "Entropy at the start of the step", _NATS, EXPLORATION),
-    Panel("entropy/mean", "Entropy during the update", _NATS, EXPLORATION),
-    Panel("kl/reference_mean", "KL to the reference", _NATS, EXPLORATION),
-    Panel("policy/kl_old_mean", "KL to the policy that sampled", _NATS, EXPLORATION),
+    Panel("rollout/entropy", "Entropy at the start of the step", _NATS, _EXPLORATION),
+    Panel("entropy/mean", "Entropy during the update", _NATS, _EXPLORATION),
+    Panel("kl/reference_mean", "KL to the reference", _NATS, _EXPLORATION),
+    Panel("policy/kl_old_mean", "KL to the policy that sampled", _NATS, _EXPLORATION),
     Panel(
-        "policy/clip_up_positive_share", "Advantage > 0, ratio above the clip", _CLIPPED, CLIPPING
+        "policy/clip_up_positive_share", "Advantage > 0, ratio above the clip", _CLIPPED, _CLIPPING
     ),
     Panel(
-        "policy/clip_down_negative_share", "Advantage < 0, ratio below the clip", _CLIPPED, CLIPPING
+        "policy/clip_down_negative_share",
+        "Advantage < 0, ratio below the clip",
+        _CLIPPED,
+        _CLIPPING,
     ),
     Panel(
-        "policy/clip_down_positive_share", "Advantage > 0, ratio below the clip", _CLIPPED, CLIPPING
+        "policy/clip_down_positive_share",
+        "Advantage > 0, ratio below the clip",
+        _CLIPPED,
+        _CLIPPING,
     ),
     Panel(
-        "policy/clip_up_negative_share", "Advantage < 0, ratio above the clip", _CLIPPED, CLIPPING
+        "policy/clip_up_negative_share", "Advantage < 0, ratio above the clip", _CLIPPED, _CLIPPING
     ),
-    Panel("optim/grad_norm", "Gradient norm before clipping", "norm", CLIPPING),
-    Panel("time/step_s", "Duration of a step", "seconds", SPEED),
-    Panel("throughput/response_tokens_per_s", "Throughput", "response tokens/s", SPEED),
+    Panel("optim/grad_norm", "Gradient norm before clipping", "norm", _CLIPPING),
+    Panel("time/step_s", "Duration of a step", "seconds", _SPEED),
+    Panel("throughput/response_tokens_per_s", "Throughput", "response tokens/s", _SPEED),
 )
-HEADINGS = (HELD_OUT, PASS, REWARD, LENGTH, EXPLORATION, CLIPPING, SPEED)
+HEADINGS = (HELD_OUT, PASS, REWARD, LENGTH, _EXPLORATION, _CLIPPING, _SPEED)
 # Where the clip takes no gradient away, a panel of zeros says nothing.
 _LEFT_OUT_IF_ZERO = ("policy/clip_down_positive_share", "policy/clip_up_negative_share")
 
 
-def panels_of(cells: Sequence[Cell]) -> list[Panel]:
-    """Those of which some run has a value, in the order of ``HEADINGS``.
+def panels_of(variants: Sequence[Variant]) -> list[Panel]:
+    """The panels of which some run has a value, in the order of ``HEADINGS``.
 
     Accuracy of each data source and pass@k are added as the runs have them.
     """
     trained: list[Row] = []
     later: list[Row] = []
-    for run in all_runs(cells):
+    for run in all_runs(variants):
         trained += run.rows
         later += run.evaluation
     present: set[str] = set()
@@ -116,7 +126,7 @@ def unit_of(key: str) -> str | None:
 
 
 def some(ks: Sequence[int]) -> list[int]:
-    """At most ``_MAX_PASS_AT`` of them, first and last among these.
+    """A selection of at most ``_MAX_PASS_AT`` values of k, with the first and the last.
 
     Example: 1, 2, 4, 8, 16, 32, 64 gives 1, 4, 16, 64: places 0, 2, 4 and 6.
     """

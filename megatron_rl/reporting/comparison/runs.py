@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -28,10 +29,12 @@ Flatten = Callable[[Record], Settings]
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder. ``name`` is its path below the folder that was searched.
+    """One run folder.
 
-    ``rows`` are its metrics; ``evaluation`` those of an evaluation after the training, of which
-    there may be none.
+    Attributes:
+        name: its path below the folder that was searched.
+        rows: its metrics.
+        evaluation: metrics of an evaluation after the training; may be empty.
     """
 
     folder: Path
@@ -78,8 +81,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Found:
-    """Runs in the order of the folders and of their names; ``problems``: one sentence on each run
-    that cannot be read, or only in part."""
+    """Runs in the order of the folders and of their names.
+
+    Attributes:
+        problems: one sentence on each run that cannot be read, or only in part.
+    """
 
     runs: list[Run]
     problems: list[str]
@@ -133,7 +139,7 @@ def _candidates(place: Path, problems: list[str]) -> Iterator[Path]:
 
     for path, folders, files in os.walk(place, onerror=unreadable):
         folder = Path(path)
-        # os.walk goes on with what this list holds when it is asked for more: none, or in order.
+        # os.walk continues with what this list holds when it is asked for more: none, or in order.
         if _looks_like_run(folder, files):
             folders.clear()
             yield folder
@@ -211,21 +217,11 @@ def _record(path: Path) -> dict[str, Any]:
     return record
 
 
-def natural(text: str) -> list[tuple[int, int | str]]:
+def natural(text: str) -> list[tuple[int, str]]:
     """A key that sorts numbers within names by their value.
 
     Example: ``seed-2`` before ``seed-10``.
     """
-    # A part is (0, number) or (1, character), since a number and a text cannot be compared. The
-    # character behind the text ends digits that stand at its end.
-    parts: list[tuple[int, int | str]] = []
-    digits = ""
-    for character in f"{text}\0":
-        if character.isdecimal() and character.isascii():
-            digits += character
-            continue
-        if digits:
-            parts.append((0, int(digits)))
-            digits = ""
-        parts.append((1, character))
-    return parts
+    # Even places hold text, odd ones digits, so that like is compared with like.
+    parts = re.split("([0-9]+)", text)
+    return [(int(part), "") if place % 2 else (0, part) for place, part in enumerate(parts)]

@@ -7,14 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor, isfinite, log10
 
-from megatron_rl.reporting.comparison.cells import (
-    Cell,
-    all_runs,
-    distinct,
-    setting_keys,
-    shown,
-    varying_keys,
-)
 from megatron_rl.reporting.comparison.panels import some
 from megatron_rl.reporting.comparison.runs import (
     ABSENT,
@@ -24,7 +16,22 @@ from megatron_rl.reporting.comparison.runs import (
     SAMPLES,
     Run,
 )
-from megatron_rl.reporting.comparison.scores import Comparison, Cost, Score, compare, cost, score
+from megatron_rl.reporting.comparison.scores import (
+    Comparison,
+    Cost,
+    VariantScore,
+    compare,
+    cost,
+    score,
+)
+from megatron_rl.reporting.comparison.variants import (
+    Variant,
+    all_runs,
+    distinct,
+    setting_keys,
+    shown,
+    varying_keys,
+)
 from megatron_rl.reporting.evaluation import HIGH, LOW
 from megatron_rl.reporting.intervals import Interval
 from megatron_rl.reporting.metrics import metric as metric_of
@@ -39,7 +46,11 @@ _OTHER_VERSIONS = ("world_size", "model_fingerprint", "data_fingerprint")
 
 @dataclass(frozen=True)
 class Link:
-    """A file of a run; ``path`` is made relative to the report where it is written."""
+    """A file of a run.
+
+    Attributes:
+        path: made relative to the report where it is written.
+    """
 
     text: str
     path: str
@@ -58,7 +69,7 @@ class Table:
 
 
 def number(value: float | None, digits: int = 3, signed: bool = False) -> str:
-    """With so many digits behind the point.
+    """A number with so many digits behind the point.
 
     Example: ``0.534``, ``+12.300``, ``1,234.000``.
     """
@@ -67,7 +78,7 @@ def number(value: float | None, digits: int = 3, signed: bool = False) -> str:
 
 
 def digits_of(values: Sequence[float]) -> int:
-    """How many digits behind the point a column of values like these has: three or more that
+    """The number of digits behind the point for a column of such values: three or more that
     count."""
     largest = max(map(abs, values), default=0.0)
     if largest >= 1000:
@@ -80,35 +91,35 @@ def digits_of(values: Sequence[float]) -> int:
     return min(12, 2 - floor(log10(largest)))
 
 
-def interval_text(interval: Interval, digits: int, signed: bool = False) -> str:
+def _interval_text(interval: Interval, digits: int, signed: bool = False) -> str:
     """``low to high``; of a single value there is none."""
     if not isfinite(interval.low):
         return NOTHING
     return f"{number(interval.low, digits, signed)} to {number(interval.high, digits, signed)}"
 
 
-def seconds_text(value: float | None) -> str:
+def _seconds_text(value: float | None) -> str:
     """Seconds, to a hundredth where they are few."""
     if value is None:
         return NOTHING
     return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
-def method_table(cells: Sequence[Cell], metric: str) -> Table:
-    """One row a cell; the first cell is the baseline."""
-    scores = [score(cell, metric) for cell in cells]
+def method_table(variants: Sequence[Variant], metric: str) -> Table:
+    """One row a variant; the first variant is the baseline."""
+    scores = [score(variant, metric) for variant in variants]
     baseline = scores[0]
     digits = digits_of([own.mean for own in scores if own is not None])
     rows = []
-    for cell, own in zip(cells, scores, strict=True):
-        if cell is cells[0]:
+    for variant, own in zip(variants, scores, strict=True):
+        if variant is variants[0]:
             contrast = ("baseline", *_NO_CONTRAST[1:])
         elif own is None or baseline is None:
             contrast = _NO_CONTRAST
         else:
             contrast = _contrast(compare(own, baseline), digits)
         rows.append(
-            (cell.label, _seeds(cell), *_reached(own, digits), *contrast, _best(own, digits))
+            (variant.label, _seeds(variant), *_reached(own, digits), *contrast, _best(own, digits))
         )
     columns = (
         "method",
@@ -130,7 +141,7 @@ def method_table(cells: Sequence[Cell], metric: str) -> Table:
     return Table(columns, tuple(rows), f"{meaning}{unit}")
 
 
-def _reached(own: Score | None, digits: int) -> tuple[str, str, str, str]:
+def _reached(own: VariantScore | None, digits: int) -> tuple[str, str, str, str]:
     """Step, mean, smallest to largest, and the interval of the mean."""
     if own is None:
         return (NOTHING, NOTHING, NOTHING, NOTHING)
@@ -139,11 +150,11 @@ def _reached(own: Score | None, digits: int) -> tuple[str, str, str, str]:
         ", ".join(map(str, own.steps)),
         number(own.mean, digits),
         f"{number(min(values), digits)} to {number(max(values), digits)}",
-        interval_text(own.interval, digits),
+        _interval_text(own.interval, digits),
     )
 
 
-def _best(own: Score | None, digits: int) -> str:
+def _best(own: VariantScore | None, digits: int) -> str:
     if own is None or own.best is None:
         return NOTHING
     step, mean = own.best
@@ -151,33 +162,36 @@ def _best(own: Score | None, digits: int) -> str:
 
 
 def _contrast(comparison: Comparison, digits: int) -> tuple[str, str, str, str, str]:
-    """From "difference" to "than baseline". A digit more than the means have: a difference is small
-    beside them."""
+    """Columns "difference" to "than baseline". They have a digit more than the means, since
+    differences are small."""
     digits += 1
     pairs = str(comparison.num_pairs) if comparison.num_pairs else "unpaired"
     return (
         number(comparison.student.mean, digits, signed=True),
         pairs,
-        interval_text(comparison.bootstrap, digits, signed=True),
-        interval_text(comparison.student, digits, signed=True),
+        _interval_text(comparison.bootstrap, digits, signed=True),
+        _interval_text(comparison.student, digits, signed=True),
         comparison.word,
     )
 
 
-def _seeds(cell: Cell) -> str:
-    """How many seeds count, and what is said of the others."""
-    seeds = len({run.seed for run in cell.counted})
-    if not cell.has_finished:
+def _seeds(variant: Variant) -> str:
+    """The number of seeds that count, and a remark on the others."""
+    seeds = len({run.seed for run in variant.counted})
+    if not variant.has_finished:
         return f"{seeds}, none finished"
-    left = len(cell.runs) - len(cell.counted)
+    left = len(variant.runs) - len(variant.counted)
     return f"{seeds} ({left} unfinished not counted)" if left else str(seeds)
 
 
-def cost_table(cells: Sequence[Cell]) -> Table:
-    """What a run of each cell took, in the mean."""
-    costs = [cost(cell) for cell in cells]
+def cost_table(variants: Sequence[Variant]) -> Table:
+    """The mean cost of a run, one row a variant."""
+    costs = [cost(variant) for variant in variants]
     first = costs[0]
-    rows = [(cell.label, *_cost_row(own, first)) for cell, own in zip(cells, costs, strict=True)]
+    rows = [
+        (variant.label, *_cost_row(own, first))
+        for variant, own in zip(variants, costs, strict=True)
+    ]
     columns = (
         "method",
         "steps",
@@ -206,9 +220,9 @@ def _cost_row(own: Cost, first: Cost) -> tuple[str, ...]:
         f"{own.steps:g}",
         _count(own.response_tokens),
         _count(own.sampled_tokens),
-        seconds_text(own.training_seconds),
-        seconds_text(own.evaluation_seconds),
-        seconds_text(own.seconds_per_step),
+        _seconds_text(own.training_seconds),
+        _seconds_text(own.evaluation_seconds),
+        _seconds_text(own.seconds_per_step),
         number(ratio, 2),
         ", ".join(map(str, own.processes)),
     )
@@ -218,10 +232,10 @@ def _count(value: float | None) -> str:
     return NOTHING if value is None else f"{value:,.0f}"
 
 
-def evaluation_table(cells: Sequence[Cell]) -> Table | None:
-    """What an evaluation after the training found at its last step, with its own intervals; None
+def evaluation_table(variants: Sequence[Variant]) -> Table | None:
+    """The last step of the evaluation after the training, with its own intervals; None
     where no run has one."""
-    last = [run.evaluation[-1] for run in all_runs(cells) if run.evaluation]
+    last = [run.evaluation[-1] for run in all_runs(variants) if run.evaluation]
     if not last:
         return None
     majorities: set[str] = set()
@@ -230,12 +244,12 @@ def evaluation_table(cells: Sequence[Cell]) -> Table | None:
     passes = [f"{PASS_AT}{k}" for k in some(pass_at_ks(last))]
     keys = ["eval/accuracy", *sorted(majorities), *passes]
     rows = []
-    for cell in cells:
-        for run in cell.runs:
+    for variant in variants:
+        for run in variant.runs:
             if run.evaluation:
                 row = run.evaluation[-1]
                 values = [_with_bounds(row, key) for key in keys]
-                rows.append((run.name, cell.label, str(run.seed), str(row["step"]), *values))
+                rows.append((run.name, variant.label, str(run.seed), str(row["step"]), *values))
     return Table(
         ("run", "method", "seed", "step", *keys),
         tuple(rows),
@@ -255,18 +269,18 @@ def _with_bounds(row: Row, key: str) -> str:
     return f"{value} [{low}, {high}]"
 
 
-def runs_table(cells: Sequence[Cell], metric: str, with_links: bool) -> Table:
+def runs_table(variants: Sequence[Variant], metric: str, with_links: bool) -> Table:
     """Every run with its state and, with links, its files."""
     rows = []
-    for cell in cells:
-        for run in cell.runs:
+    for variant in variants:
+        for run in variant.runs:
             state = "finished" if run.finished else "unfinished"
-            last = score(Cell(cell.label, (run,)), metric)
+            last = score(Variant(variant.label, (run,)), metric)
             value = NOTHING
             if last is not None:
                 value = number(last.mean, digits_of([last.mean]))
             steps = f"{run.steps_done} / {run.steps_wanted}"
-            row = (run.name, cell.label, str(run.seed), steps, state, value)
+            row = (run.name, variant.label, str(run.seed), steps, state, value)
             rows.append((*row, _files(run)) if with_links else row)
     columns = ("run", "method", "seed", "steps", "state", f"last {metric}")
     return Table((*columns, "files") if with_links else columns, tuple(rows))
@@ -278,19 +292,19 @@ def _files(run: Run) -> tuple[Link, ...]:
     return tuple(Link(name, str(run.path(name))) for name in present)
 
 
-def settings_table(cells: Sequence[Cell]) -> Table:
-    """Settings that are not the same in all runs, one column a cell."""
-    runs = all_runs(cells)
-    seeds = [", ".join(str(run.seed) for run in cell.runs) for cell in cells]
+def settings_table(variants: Sequence[Variant]) -> Table:
+    """Settings that are not the same in all runs, one column a variant."""
+    runs = all_runs(variants)
+    seeds = [", ".join(str(run.seed) for run in variant.runs) for variant in variants]
     rows: list[tuple[Entry, ...]] = [("seed", *seeds)]
     for key in _grouped(varying_keys(runs)):
-        of_cells = [" | ".join(map(_setting, cell.values(key))) for cell in cells]
-        rows.append((key, *of_cells))
+        of_variants = [" | ".join(map(_setting, variant.values(key))) for variant in variants]
+        rows.append((key, *of_variants))
     return Table(
-        ("setting", *(cell.label for cell in cells)),
+        ("setting", *(variant.label for variant in variants)),
         tuple(rows),
         "Settings that are equal in all runs are left out, and so are those of folders, logging and"
-        " checkpoints. A dash: there is no such setting in this cell.",
+        " checkpoints. A dash: there is no such setting in this variant.",
     )
 
 
@@ -304,9 +318,9 @@ def _setting(value: object) -> str:
     return NOTHING if value == ABSENT else shown(value)
 
 
-def versions_table(cells: Sequence[Cell]) -> Table:
+def versions_table(variants: Sequence[Variant]) -> Table:
     """Commit, libraries, plug-ins, model and data as the runs recorded them."""
-    runs = all_runs(cells)
+    runs = all_runs(variants)
     rows = []
     for key in _version_keys(runs):
         values = [run.settings.get(key) for run in runs]
@@ -327,9 +341,9 @@ def versions_table(cells: Sequence[Cell]) -> Table:
     )
 
 
-def differing_versions(cells: Sequence[Cell]) -> list[str]:
+def differing_versions(variants: Sequence[Variant]) -> list[str]:
     """Commit and libraries that are not the same in all runs."""
-    runs = all_runs(cells)
+    runs = all_runs(variants)
     differing = []
     for key in _version_keys(runs):
         values = [run.settings.get(key) for run in runs]

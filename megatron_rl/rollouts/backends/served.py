@@ -31,7 +31,7 @@ from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import Completion, Image, Prompt, Sampling, SyncReport
 from megatron_rl.weight_sync.fleet.fleet import FleetSync
-from megatron_rl.weight_sync.fleet.held import HeldWeights
+from megatron_rl.weight_sync.fleet.weight_history import WeightHistory
 
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class ServedParts:
     world: World
     policy: CheckedWeights
     fleet: FleetSync
-    held: HeldWeights | None
+    held: WeightHistory | None
     backend: Callable[[Mapping[str, Any] | None], ServerBackend]
     save: Callable[[int], None]
     display: Display
