@@ -47,7 +47,7 @@ FILTERED_PARTIAL = replace(PARTIAL, max_rounds=8)
 HOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "none": dict,
     "hooks": lambda: {
-        "dars": dars(target=1, extra=2, max_responses=7),
+        "dars": dars(target=2, extra=2, max_responses=7),
         "erpo": erpo(increase=0.5, highest=2.0),
         "vcrl": vcrl(kappa=0.1),
     },
