@@ -32,6 +32,7 @@ REQUIRED = [
     "scipy>=1.15",
     "rich",
     "matplotlib",
+    "markdown-it-py>=3",
     "tensorboard",
     "wandb",
     # regular expressions in linear time, for responses that are made to defeat the other kind
@@ -123,10 +124,7 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["megatron_rl", "megatron_rl.*"]), "megatron_rl.conf"],
     package_dir={"megatron_rl.conf": "conf"},
-    package_data={
-        "megatron_rl.conf": CONF_FILES,
-        "megatron_rl.reporting.comparison": ["*.jinja"],
-    },
+    package_data={"megatron_rl.conf": CONF_FILES},
     entry_points={"vllm.general_plugins": ["megatron_rl = megatron_rl.vllm_plugin:register"]},
     install_requires=REQUIRED,
     extras_require=EXTRAS,

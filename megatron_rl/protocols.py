@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from jaxtyping import Float
 from torch import Tensor
 
+from megatron_rl.passes import LocalBatch, Outputs, TokenLoss, TokenScores, UpdateResult
 from megatron_rl.types import (
     Completion,
     Image,
@@ -23,14 +24,9 @@ from megatron_rl.types import (
     Score,
     Sequences,
     Shard,
-    Share,
     SyncReport,
-    TokenLoss,
-    TokenScores,
-    UpdateResult,
 )
 
-Entropy = Literal["none", "value", "grad"]
 ENGINE_PARTS = ("weights", "kv_cache")
 NOTHING: Mapping[int, Sequence[int]] = {}
 Experience = TypeVar("Experience", covariant=True)
@@ -107,7 +103,7 @@ class ImageProcessor(Protocol):
         image tokens are not those of the images."""
 
 
-class Placing(Protocol):
+class BatchSharding(Protocol):
     """Which rank works on which rows: what the policy's micro-batches decide."""
 
     @property
@@ -146,21 +142,27 @@ class Policy(Protocol):
     """The trained model and its frozen reference.
 
     How it works through a batch is its own affair, fixed when it is built: prompts that are
-    computed once, temperature, entropies. Every data-parallel rank has a share of its own, planned
-    by the policy's ``Placing``; all shares have equally many micro-batches.
+    computed once, temperature. Every data-parallel rank has a batch of its own, planned by the
+    policy's ``BatchSharding``; all of them have equally many micro-batches.
     """
 
     def score(
-        self, share: Share, *, reference: bool = False, prompts: bool = False, nucleus: bool = False
+        self, batch: LocalBatch, outputs: Outputs = (), *, reference: bool = False
     ) -> TokenScores:
-        """Collective, no gradient: logprobs (and entropies, where built with them and not of the
-        reference) of all response tokens of the share. ``prompts``: logprobs of the prompts' tokens
-        too, by the same forward; ``nucleus``: entropies of the nucleus that it is built with."""
+        """Collective, no gradient: logprobs and ``outputs`` of all response tokens of the batch, by
+        one forward."""
 
-    def update(self, share: Share, loss: TokenLoss, *, with_scores: bool = False) -> UpdateResult:
-        """Collective: forward and backward of all shares, one optimizer step and one step of the
-        learning-rate schedule. ``with_scores``: return what ``score`` would have returned before
-        the step."""
+    def update(
+        self,
+        batch: LocalBatch,
+        loss: TokenLoss,
+        outputs: Outputs = (),
+        *,
+        scores: Outputs | None = None,
+    ) -> UpdateResult:
+        """Collective: forward and backward of all batches, one optimizer step and one step of the
+        learning-rate schedule. ``outputs``: what the loss gets. ``scores``: return what ``score``
+        would have returned of these before the step; None: nothing."""
 
     def save(
         self, path: Path, extra: Mapping[str, Any], about: Mapping[str, Any] | None = None
@@ -233,7 +235,7 @@ class WholeWeightSink(Protocol):
 class WeightSource(Protocol):
     """The training side of one process in a weight sync: shards of HF tensors."""
 
-    def weight_boxes(self) -> Sequence[Shard]:
+    def weight_shards(self) -> Sequence[Shard]:
         """What this process holds."""
 
     def wait_for_param_gather(self) -> None:
@@ -253,7 +255,7 @@ class WeightSink(Protocol):
 
     replica: int
 
-    def weight_boxes(self) -> Sequence[Shard]:
+    def weight_shards(self) -> Sequence[Shard]:
         """What this process wants; together the processes of one replica want every element of
         every tensor."""
 
@@ -273,8 +275,8 @@ class Answers(Protocol):
     make the same calls in the same order. ``capacity``: responses that are worth giving to a
     replica at a time.
 
-    A response is begun by ``submit``, which gives it a ticket, and ends in ``poll``, ``pause`` or
-    ``abort``."""
+    A response is begun by ``submit``, which gives it a request id, and ends in ``poll``, ``pause``
+    or ``abort``."""
 
     @property
     def replica(self) -> int: ...
@@ -295,8 +297,8 @@ class Answers(Protocol):
         sampling: Sampling,
         so_far: Mapping[int, Sequence[int]] = NOTHING,
     ) -> list[int]:
-        """Begins some of the responses to a prompt, by their numbers; a ticket for each. Response j
-        is a function of (``sampling``, uid of the prompt, j) and the weights.
+        """Begins some of the responses to a prompt, by their numbers; a request id for each.
+        Response j is a function of (``sampling``, uid of the prompt, j) and the weights.
 
         ``so_far``: tokens that a response has from earlier, by its number. It goes on behind them,
         up to the same limit of its whole length; its completion holds what is new."""
@@ -306,16 +308,16 @@ class Answers(Protocol):
         between. Tickets and completions of the responses that ended, on every rank of the
         replica."""
 
-    def abort(self, tickets: Sequence[int]) -> int:
+    def abort(self, request_ids: Sequence[int]) -> int:
         """Ends responses without an answer; returns the tokens that are thrown away. Tickets that
         have ended do not matter."""
 
-    def pause(self, tickets: Sequence[int]) -> list[Completion]:
+    def pause(self, request_ids: Sequence[int]) -> list[Completion]:
         """Ends responses that are open; what each has got since it was submitted, as a completion
         that is not truncated."""
 
     def running_lengths(self) -> dict[int, int]:
-        """By ticket, of every response that is open, its tokens since it was submitted."""
+        """By request id, of every response that is open, its tokens since it was submitted."""
 
 
 class RolloutEngine(Answers, Protocol):

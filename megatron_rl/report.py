@@ -3,9 +3,9 @@
     python -m megatron_rl.report runs/ablation --out runs/ablation/report
     python -m megatron_rl.report runs/a runs/b --out DIR --baseline method=grpo
 
-Every run below the folders is found. Runs that differ in their seed alone form a cell, and cells
-are compared with the baseline over common seeds. --out gets index.html, which needs no other file,
-report.md with the same tables, and its figures.
+Every run below the folders is found. Runs that differ in their seed alone form a variant, and
+variants are compared with the baseline over common seeds. --out gets report.md, its figures, and
+index.html: the same page as one file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--baseline",
         metavar="LABEL",
-        help="what the others are compared with (default: the cell of method grpo, else the first)",
+        help="what the others are compared with (default: method grpo, else the first variant)",
     )
     parser.add_argument(
         "--metric",
@@ -70,34 +70,40 @@ def run(options: argparse.Namespace) -> str:
         ValueError: no run, an unknown baseline or metric, or a folder that cannot be written.
     """
     # Deferred: matplotlib and scipy take seconds to import, which --help does not need.
-    from megatron_rl.reporting.comparison.cells import cells_of, choose_baseline
-    from megatron_rl.reporting.comparison.page import report_of, write_report
+    from megatron_rl.reporting.comparison.page import HTML, MARKDOWN, write_report
     from megatron_rl.reporting.comparison.runs import find_runs
+    from megatron_rl.reporting.comparison.variants import choose_baseline, variants_of
     from megatron_rl.run.run_record import differences, flat
 
     found = find_runs(options.folders, lambda record: dict(flat(record)))
-    cells = cells_of(
+    variants = variants_of(
         found.runs,
         lambda first, other: all(change.key == "seed" for change in differences(first, other)),
     )
-    baseline = choose_baseline(cells, options.baseline)
-    cells = [baseline, *(cell for cell in cells if cell is not baseline)]
+    baseline = choose_baseline(variants, options.baseline)
+    variants = [baseline, *(variant for variant in variants if variant is not baseline)]
     keys: set[str] = set()
     for run in found.runs:
         for row in (*run.rows, *run.evaluation):
             keys.update(row)
     metrics = _metrics(options.metric, keys)
     title = options.title or " + ".join(folder.resolve().name for folder in options.folders)
-    report = report_of(cells, metrics, title, found.problems, with_links=not options.no_links)
     try:
-        written = write_report(report, cells, options.out)
+        summary, notes = write_report(
+            variants,
+            metrics,
+            options.out,
+            title=title,
+            problems=found.problems,
+            with_links=not options.no_links,
+        )
     except OSError as error:
         raise ValueError(
             f"--out {options.out}: cannot be written ({error.strerror}: {error.filename}); give a "
             "folder that can be"
         ) from None
-    lines = [f"{report.summary}", *(f"note: {note}" for note in report.notes)]
-    return "\n".join([*lines, f"wrote {written[0]} and {written[1]}"])
+    lines = [summary, *(f"note: {note}" for note in notes)]
+    return "\n".join([*lines, f"wrote {options.out / HTML} and {options.out / MARKDOWN}"])
 
 
 def _metrics(wanted: Sequence[str], present: set[str]) -> list[str]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,20 +58,23 @@ def run(options: argparse.Namespace) -> None:
     world = start()
     configure_logging(world.rank)
     load_plugins(options.plugin)
-    from megatron_rl.evaluation.sample import Question, answers, find_source
+    from megatron_rl.evaluation.sample import answers, find_sample
 
-    source = find_source(options.source, options.overrides, world.size)
-    question = Question(
-        texts=tuple(options.prompt),
-        num_prompts=options.num_prompts,
-        num_responses=options.responses,
-        temperature=options.temperature,
-        max_tokens=options.max_tokens,
-    )
-    with tempfile.TemporaryDirectory(prefix="megatron_rl_sample_") as scratch:
-        text = answers(source, question, world, Path(scratch))
+    sample = find_sample(options.source, [*options.overrides, *_settings(options)], world.size)
+    text = answers(sample, options.prompt, world)
     if world.is_main:
         print(text, flush=True)
+
+
+def _settings(options: argparse.Namespace) -> list[str]:
+    """The options that are short for a setting, as overrides."""
+    values = {
+        "evaluation.num_prompts": options.num_prompts,
+        "evaluation.responses_per_prompt": options.responses,
+        "evaluation.temperature": options.temperature,
+        "rollout.max_response_tokens": options.max_tokens,
+    }
+    return [f"{key}={value}" for key, value in values.items() if value is not None]
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.plugins import add_plugin_option, load_plugins
 
 if TYPE_CHECKING:
-    from megatron_rl.engine.requests import Sight
+    from megatron_rl.engine.requests import MultimodalConfig
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -63,24 +63,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         from megatron_rl.engine.serving.server import Address, serve
 
         address = Address(options.host, options.port, options.lease_s)
-        serve(config, Path(config.run_dir), address, os.environ, sight(config))
+        serve(config, Path(config.run_dir), address, os.environ, multimodal(config))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 
 
-def sight(config: Config) -> Sight | None:
+def multimodal(config: Config) -> MultimodalConfig | None:
     """What the server needs for the images of the prompts, which are read for it; None for a model
     of text."""
     from megatron_rl.data.multimodal.vision import vision_of
     from megatron_rl.data.reading import read_data
     from megatron_rl.data.tokenizer import load_tokenizer
-    from megatron_rl.engine.requests import sight_of
+    from megatron_rl.engine.requests import multimodal_config
 
     vision = vision_of(config.model.path, config.data)
     if vision is None:
         return None
     data = read_data(config, load_tokenizer(config.model.path), vision)
-    return sight_of([*data.train_prompts, *data.held_out_prompts], vision)
+    return multimodal_config([*data.train_prompts, *data.held_out_prompts], vision)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

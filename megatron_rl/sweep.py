@@ -28,10 +28,10 @@ from megatron_rl.plugins import add_plugin_option, load_plugins, loaded
 from megatron_rl.reporting.metrics import TABLE, defined
 from megatron_rl.runtime.guard import lock
 from megatron_rl.sweeping import commands, record
-from megatron_rl.sweeping.cells import Cell, is_finished, make_cells, with_wandb
 from megatron_rl.sweeping.machine import shares
-from megatron_rl.sweeping.running import Outcome, Runner, Stopped
+from megatron_rl.sweeping.running import Runner, Stopped, SweepOutcome
 from megatron_rl.sweeping.summary import summary
+from megatron_rl.sweeping.trials import Trial, is_finished, make_trials, with_wandb
 
 _SCORE = "eval/accuracy"
 
@@ -81,23 +81,23 @@ def _check_options(options: argparse.Namespace) -> None:
             raise ValueError(f"--metric {key}: no such metric; {hint or 'see examples/metrics.md'}")
 
 
-def _dry_run(options: argparse.Namespace, cells: Sequence[Cell], words: Sequence[str]) -> None:
+def _dry_run(options: argparse.Namespace, trials: Sequence[Trial], words: Sequence[str]) -> None:
     """Prints what would be started, whether it is finished or not."""
-    own = [cell for cell in cells if not cell.same_as]
+    own = [trial for trial in trials if not trial.same_as]
     if options.sbatch is None:
-        for cell in own:
-            print(shlex.join(commands.local(cell, options.nproc, words)))
+        for trial in own:
+            print(shlex.join(commands.local(trial, options.nproc, words)))
     else:
         slurm = _slurm(options, words)
         file = slurm.new_file()
         print(shlex.join(slurm.command(own, file)))
         if len(own) > 1:
             print(f"# {file}:")
-            for number, cell in enumerate(own):
-                print(f"# {number}: {shlex.join(cell.overrides)}")
-    for cell in cells:
-        if cell.same_as:
-            print(f"# {cell.name}: the same run as {cell.same_as}")
+            for number, trial in enumerate(own):
+                print(f"# {number}: {shlex.join(trial.overrides)}")
+    for trial in trials:
+        if trial.same_as:
+            print(f"# {trial.name}: the same run as {trial.same_as}")
 
 
 def _slurm(options: argparse.Namespace, words: Sequence[str]) -> commands.Slurm:
@@ -108,7 +108,7 @@ def _slurm(options: argparse.Namespace, words: Sequence[str]) -> commands.Slurm:
     return commands.Slurm(options.out, options.nproc, sbatch, options.parallel, words)
 
 
-def _submit(options: argparse.Namespace, cells: Sequence[Cell], words: Sequence[str]) -> int:
+def _submit(options: argparse.Namespace, trials: Sequence[Trial], words: Sequence[str]) -> int:
     """Gives what is neither finished nor alive to Slurm; returns the exit code."""
     slurm = _slurm(options, words)
     if jobs := slurm.queued():
@@ -117,48 +117,48 @@ def _submit(options: argparse.Namespace, cells: Sequence[Cell], words: Sequence[
             "themselves: wait until they have ended, or scancel them"
         )
     left = []
-    for cell in cells:
-        if cell.same_as:
-            print(f"--- {cell.name}: the same run as {cell.same_as}", flush=True)
-        elif is_finished(cell.config):
-            print(f"--- {cell.folder}: finished before", flush=True)
-        elif holder := lock.holder(cell.folder):
-            print(f"--- {cell.folder}: is running elsewhere ({holder})", flush=True)
+    for trial in trials:
+        if trial.same_as:
+            print(f"--- {trial.name}: the same run as {trial.same_as}", flush=True)
+        elif is_finished(trial.config):
+            print(f"--- {trial.folder}: finished before", flush=True)
+        elif holder := lock.holder(trial.folder):
+            print(f"--- {trial.folder}: is running elsewhere ({holder})", flush=True)
         else:
-            left.append(cell)
+            left.append(trial)
     if not left:
         return 0
     file = slurm.new_file()
     command = slurm.command(left, file)
     if len(left) > 1:
-        commands.write_cells(file, left)
+        commands.write_trials(file, left)
     commands.submit(command)
     return 0
 
 
-def _run_here(options: argparse.Namespace, cells: Sequence[Cell], words: Sequence[str]) -> int:
+def _run_here(options: argparse.Namespace, trials: Sequence[Trial], words: Sequence[str]) -> int:
     """Runs what is not finished and prints the table; returns the exit code."""
-    own = [cell for cell in cells if not cell.same_as]
+    own = [trial for trial in trials if not trial.same_as]
     parallel = min(options.parallel or 1, len(own))
     command = partial(commands.local, nproc=options.nproc, options=words)
     outcome = Runner(command, shares(parallel, options.nproc)).run(own)
-    print(summary(cells, outcome.done, options.metric or [_SCORE]), flush=True)
+    print(summary(trials, outcome.done, options.metric or [_SCORE]), flush=True)
     _say_what_is_left(own, outcome)
     return int(bool(outcome.failed))
 
 
-def _say_what_is_left(cells: Sequence[Cell], outcome: Outcome) -> None:
+def _say_what_is_left(trials: Sequence[Trial], outcome: SweepOutcome) -> None:
     again = "the same command again goes on with the rest"
     if outcome.elsewhere:
         print(f"running elsewhere: {', '.join(outcome.elsewhere)}; {again}", flush=True)
     if outcome.stopped:
         print(f"stopped on request: {', '.join(outcome.stopped)}; {again}", flush=True)
-    failed = [cell for cell in cells if cell.name in outcome.failed]
-    for cell in failed:
-        print(f"{cell.folder}: {outcome.failed[cell.name]}", file=sys.stderr)
+    failed = [trial for trial in trials if trial.name in outcome.failed]
+    for trial in failed:
+        print(f"{trial.folder}: {outcome.failed[trial.name]}", file=sys.stderr)
     if failed:
-        folders = ", ".join(str(cell.folder) for cell in failed)
-        print(f"error: {len(failed)} of {len(cells)} runs failed: {folders}", file=sys.stderr)
+        folders = ", ".join(str(trial.folder) for trial in failed)
+        print(f"error: {len(failed)} of {len(trials)} runs failed: {folders}", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -172,15 +172,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_options(options)
         load_plugins(options.plugin)
         root: Root = root_of(options)
-        cells = make_cells(options.overrides, options.out, root)
-        cells = with_wandb(cells, record.sweep_name(options.out))
+        trials = make_trials(options.overrides, options.out, root)
+        trials = with_wandb(trials, record.sweep_name(options.out))
         words = handed_on(loaded(), root)
         if options.dry_run:
-            _dry_run(options, cells, words)
+            _dry_run(options, trials, words)
             return 0
-        record.write(options.out, cells, given)
+        record.write(options.out, trials, given)
         start = _run_here if options.sbatch is None else _submit
-        return start(options, cells, words)
+        return start(options, trials, words)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.config.cli.command_line import answer, arguments, words_of_sweep
-from megatron_rl.config.cli.hydra_words import SWEEP
+from megatron_rl.config.cli.overrides import SWEEP
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.rules.checks import check
 from megatron_rl.config.schema import Config

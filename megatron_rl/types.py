@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import PIL.Image
 import pyarrow
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from megatron_rl.annealing import Annealing
@@ -241,104 +241,12 @@ class SequenceBatch(Sequences):
         return torch.repeat_interleave(torch.arange(self.num_responses), self.response_lengths)
 
 
-@dataclass(frozen=True)
-class Share:
-    """What one data-parallel rank does of a pass: its sequences, and which of them (by their places
-    in ``batch``) go through which micro-batch.
-
-    Example, two micro-batches of a batch of three: ``Share(batch, [[2], [0, 1]])``.
-    """
-
-    batch: SequenceBatch
-    microbatches: Sequence[Sequence[int]]
-
-
-@dataclass(frozen=True)
-class TokenView:
-    """The t response tokens of one micro-batch on one rank, as the policy gives them to the loss.
-
-    ``index`` names the tokens in the response-token layout; it is on the host, wherever the others
-    are. Under context parallelism a rank sees a part of a response; ``sequence_sum`` is then the
-    differentiable all-reduce over the context-parallel ranks, ``sequence_gather`` what they hold
-    side by side, ``[k, t] -> [k, T]``, filled up with columns of NaN; else they are the identity.
-    ``topk_logprobs``: of the most likely tokens, with gradient, ``is_argmax``: none is more likely
-    than the sampled one; ``nucleus_entropy``: see ``policy.nucleus``, with gradient; where the
-    policy's settings ask for them.
-
-    Example, tokens 4 and 5::
-
-        TokenView(tensor([4, 5]), tensor([-0.2, -1.1]), entropy=None, sequence_sum=lambda x: x)
-    """
-
-    index: Int[Tensor, " t"]
-    logprobs: Float[Tensor, " t"]
-    entropy: Float[Tensor, " t"] | None
-    sequence_sum: Callable[[Tensor], Tensor]
-    sequence_gather: Callable[[Tensor], Tensor] = lambda columns: columns
-    topk_logprobs: Float[Tensor, "t k"] | None = None
-    is_argmax: Bool[Tensor, " t"] | None = None
-    nucleus_entropy: Float[Tensor, " t"] | None = None
-
-
-@dataclass(frozen=True)
-class LossOutput:
-    """What one micro-batch contributes to the loss of its minibatch.
-
-    The sum over micro-batches and data x context parallel ranks is the minibatch value. The same
-    holds for every metric but those whose key ends in ``_max``, which are reduced by maximum.
-
-    Example: ``LossOutput(tensor(0.03), {"loss/kl": tensor(0.01), "ratio_max": tensor(1.2)})``.
-    """
-
-    loss: Float[Tensor, ""]
-    metrics: Mapping[str, Tensor]
-
-
-TokenLoss = Callable[[TokenView], LossOutput]
-
-
-@dataclass(frozen=True)
-class TokenScores:
-    """Values over all T response tokens of a batch, on every rank that works on it. Rows that were
-    not asked for hold 0. ``prompt_logprobs``, where asked for: of all prompts, row after row; that
-    of a prompt's first token means nothing. ``nucleus_entropy``, where asked for: that of
-    ``policy.nucleus``.
-
-    Example: ``TokenScores(logprobs=tensor([-0.2, -1.1, -0.5]), entropy=None)``.
-    """
-
-    logprobs: Float[Tensor, " tokens"]
-    entropy: Float[Tensor, " tokens"] | None
-    prompt_logprobs: Float[Tensor, " prompt_tokens"] | None = None
-    nucleus_entropy: Float[Tensor, " tokens"] | None = None
-
-
 def largest(values: Sequence[float]) -> float:
     """The maximum; NaN where one of them is, which ``max`` alone may pass over.
 
     Example: ``largest([1.0, nan, 2.0])`` is NaN.
     """
     return math.nan if any(math.isnan(value) for value in values) else max(values)
-
-
-@dataclass(frozen=True)
-class UpdateResult:
-    """Outcome of one optimizer step, equal on every rank.
-
-    ``skipped``: a loss or gradient norm was not finite, and the optimizer left the weights alone.
-    ``scores``, when asked for: of the step's own forward, with the weights before the step, for the
-    rank's own share.
-
-    Example: ``UpdateResult(loss=0.03, grad_norm=0.71, learning_rate=1e-6, skipped=False,
-    metrics={"policy/ratio_max": 1.2})``.
-    """
-
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    skipped: bool
-    metrics: Mapping[str, float]
-    scores: TokenScores | None = None
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ def register() -> None:
 
 def receiving_end(
     sink: transfer_backend.WorkerSink, group: dist.ProcessGroup, options: TransferOptions
-) -> ReshardSync:
+) -> transfer_backend.Sync:
     """Collective over trainer and workers: the plan is made. The trainer's end is
-    ``weight_sync.server.ServerSync``."""
-    return ReshardSync(None, sink, options, gpus_per_node=None, device=device(), group=group)
+    ``weight_sync.fleet.joint.JointSync``."""
+    sync = ReshardSync(None, sink, options, gpus_per_node=None, device=device(), group=group)
+    return sync.sync

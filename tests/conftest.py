@@ -23,6 +23,7 @@ sys.dont_write_bytecode = False
 # Modules whose annotations (shape, dtype, type) are executed at every call and every dataclass
 # construction.
 TYPED_MODULES = (
+    "megatron_rl.passes",
     "megatron_rl.types",
     "megatron_rl.loss",
     "megatron_rl.data",

@@ -37,24 +37,24 @@ class Answering:
         so_far: Mapping[int, Sequence[int]] = NOTHING,
     ) -> list[int]:
         assert not so_far
-        tickets = []
+        request_ids = []
         for number in responses:
-            tickets.append(len(self.begun))
+            request_ids.append(len(self.begun))
             self.begun.append((prompt.uid, number))
-            self._open.append((tickets[-1], self.response(prompt, sampling, number)))
-        return tickets
+            self._open.append((request_ids[-1], self.response(prompt, sampling, number)))
+        return request_ids
 
     def poll(self) -> list[tuple[int, Completion]]:
         return [self._open.popleft()] if self._open else []
 
-    def abort(self, tickets: Sequence[int]) -> int:
-        dropped = [entry for entry in self._open if entry[0] in set(tickets)]
+    def abort(self, request_ids: Sequence[int]) -> int:
+        dropped = [entry for entry in self._open if entry[0] in set(request_ids)]
         for entry in dropped:
             self._open.remove(entry)
         return sum(len(completion.token_ids) for _, completion in dropped)
 
     def running_lengths(self) -> dict[int, int]:
-        return {ticket: len(completion.token_ids) for ticket, completion in self._open}
+        return {request_id: len(completion.token_ids) for request_id, completion in self._open}
 
 
 class Stepwise:
@@ -96,12 +96,12 @@ class Stepwise:
 
     def poll(self) -> list[tuple[int, Completion]]:
         ended = []
-        for ticket, response in list(self._open.items()):
+        for request_id, response in list(self._open.items()):
             for _ in range(self.mood.randrange(9)):
                 if is_last := self.grow(response):
                     completion = response.completion(self.weight_version, is_last == "length")
-                    ended.append((ticket, completion))
-                    del self._open[ticket]
+                    ended.append((request_id, completion))
+                    del self._open[request_id]
                     break
         self.mood.shuffle(ended)
         return ended
@@ -115,15 +115,15 @@ class Stepwise:
         length = len(response.so_far) + len(response.new)
         return "length" if length == response.sampling.max_response_tokens else ""
 
-    def pause(self, tickets: Sequence[int]) -> list[Completion]:
-        paused = [self._open.pop(ticket) for ticket in tickets]
+    def pause(self, request_ids: Sequence[int]) -> list[Completion]:
+        paused = [self._open.pop(request_id) for request_id in request_ids]
         return [response.completion(self.weight_version, False) for response in paused]
 
-    def abort(self, tickets: Sequence[int]) -> int:
-        return sum(len(self._open.pop(ticket).new) for ticket in tickets)
+    def abort(self, request_ids: Sequence[int]) -> int:
+        return sum(len(self._open.pop(request_id).new) for request_id in request_ids)
 
     def running_lengths(self) -> dict[int, int]:
-        return {ticket: len(response.new) for ticket, response in self._open.items()}
+        return {request_id: len(response.new) for request_id, response in self._open.items()}
 
 
 @dataclass

@@ -60,19 +60,27 @@ def on_ranks(count: int, timeout: float = 120.0) -> Callable[[Function], Functio
 
 
 def call(
-    count: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any
+    count: int,
+    function: Callable[..., Any] | str,
+    *args: Any,
+    timeout: float = 120.0,
+    **kwargs: Any,
 ) -> list[Any]:
     """What ``function(*args, **kwargs)`` returns on each of ``count`` ranks, in rank order.
 
-    The function is found on the ranks by its module and qualified name.
+    The function is found on the ranks by its module and qualified name; as a text,
+    ``module:function``, it is not imported here.
 
     Raises:
         Exception: that of the rank that failed first, with its rank and traceback in a note.
         AssertionError: a rank was killed, or did not end within ``timeout`` seconds.
     """
-    where = (function.__module__, function.__qualname__)
-    assert "<locals>" not in where[1], f"{where[1]} cannot be found by name on another process"
-    return _server().call(count, Request(*where, args, kwargs), timeout)
+    if isinstance(function, str):
+        module, _, name = function.partition(":")
+    else:
+        module, name = function.__module__, function.__qualname__
+    assert "<locals>" not in name, f"{name} cannot be found by name on another process"
+    return _server().call(count, Request(module, name, args, kwargs), timeout)
 
 
 class Request(NamedTuple):

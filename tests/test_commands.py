@@ -14,31 +14,68 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from tests import warm
-from tests.command_table import (
-    BESIDE_EACH_OTHER,
-    LONG,
-    MAKER,
-    PUSH,
-    QUICK,
-    RENAMING,
-    SERVER,
-    SUBSTITUTIONS,
-    Run,
-)
-from tests.commands_not_run import NOT_RUN
 from tests.documents import Command, commands, of_docstring, of_markdown
 from tests.e2e.toy import LETTERS, write_model
 from tests.launch import end, run
 from tests.numerics.server import free_port, shared_memory, wait_for, with_entry_point
 from tests.test_size import REPO
 from tools.convert_checkpoint import to_megatron
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a command is run: ``more`` is appended, ``instead`` replaces text before the common
+    substitutions do, ``before`` are commands that it needs."""
+
+    more: str = ""
+    instead: dict[str, str] = field(default_factory=dict)
+    shows: str = ""
+    code: int = 0
+    limit_s: int = 280
+    before: tuple[str | dict[str, str], ...] = ()
+
+
+def worded(value: Any) -> Any:
+    """With the words that a ``{NAME}`` of the table stands for."""
+    if isinstance(value, str):
+        for name, words in TABLE["words"].items():
+            value = value.replace(f"{{{name}}}", words)
+        return value
+    if isinstance(value, dict):
+        return {key: worded(each) for key, each in value.items()}
+    return tuple(map(worded, value)) if isinstance(value, list) else value
+
+
+def runs(group: str) -> dict[str, Run]:
+    return {row["run"]: run_of(row) for row in TABLE[group]}
+
+
+def run_of(row: dict[str, Any]) -> Run:
+    return Run(**{key: worded(value) for key, value in row.items() if key != "run"})
+
+
+TABLE = yaml.safe_load((REPO / "tests" / "commands.yaml").read_text(encoding="utf-8"))
+QUICK, LONG = runs("quick"), runs("long")
+NOT_RUN = {command: row["why"] for row in TABLE["not_run"] for command in row["commands"]}
+MAKER = "torchrun --standalone --nproc-per-node 2 tools/make_toy_model.py --out DIR"
+SERVER, PUSH = TABLE["beside"]
+
+
+def needed(row: str | dict[str, str]) -> tuple[str, Run]:
+    """A command that stands before another, with its own words where it has some."""
+    if isinstance(row, dict):
+        return row["run"], run_of(row)
+    return row, LONG.get(row, Run())
 
 
 def short(text: str) -> str:
@@ -51,7 +88,7 @@ def unique() -> dict[str, Command]:
 
 
 def known() -> list[str]:
-    return [*QUICK, *LONG, *NOT_RUN, *BESIDE_EACH_OTHER, *RENAMING]
+    return [*QUICK, *LONG, *NOT_RUN, *TABLE["beside"], *TABLE["steps"]]
 
 
 def test_every_command_is_run_or_listed():
@@ -105,8 +142,6 @@ def place(tmp_path_factory) -> Path:
     (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
     write_7b_config(folder / "qwen")
-    (folder / "wheels").mkdir()
-    (folder / "wheels" / "a-1-py3-none-any.whl").write_bytes(os.urandom(1000))
     to_megatron(folder / "letters", folder / "checkpoint")
     return folder
 
@@ -195,7 +230,7 @@ def filled_in(place: Path, new: Path, text: str, settings: Run) -> str:
         assert name in text, f"nothing to replace: {name!r} in {text}"
         text = text.replace(name, value)
     text = f"{text} {settings.more}"
-    for name, value in SUBSTITUTIONS.items():
+    for name, value in TABLE["substitutions"].items():
         text = re.sub(rf"(?<![\w./{{}}-]){re.escape(name)}(?![\w/-])", value, text)
     return text.replace("{place}", str(place)).replace("{new}", str(new))
 
@@ -235,12 +270,13 @@ def test_quick_command(place, tmp_path, text):
 @pytest.mark.parametrize("text", [text for text in LONG if text != MAKER], ids=short)
 def test_long_command(request, tmp_path, text):
     """``MAKER`` runs in the set-up: the others take the model that it makes."""
-    first = [command for command, _ in LONG[text].before]
+    before = [needed(row) for row in LONG[text].before]
+    first = [command for command, _ in before]
     wants_more = re.search(
         r"\b(TOY|ENCODER|TASKS)\b|run\.sh", " ".join([text, LONG[text].more, *first])
     )
     place = request.getfixturevalue("full_place" if wants_more else "place")
-    for command, settings in LONG[text].before:
+    for command, settings in before:
         start(place, command, settings, tmp_path)
     start(place, text, LONG[text], tmp_path)
 

@@ -31,6 +31,7 @@ LAYERS = (
     {"runtime"},
     {"config"},
     {"protocols"},
+    {"passes"},
     {"types", "plugins"},
     {"scheduling", "annealing"},
     {"errors"},

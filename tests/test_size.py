@@ -28,7 +28,7 @@ ENVIRONMENT_READERS = {
     "megatron_rl/runtime/launch.py": "rank, world size and rendezvous address set by torchrun",
     "megatron_rl/runtime/guard/failure.py": "rank, rendezvous address, error file set by torchrun",
     "megatron_rl/runtime/process.py": "whether torchrun started this process, and as which rank",
-    "megatron_rl/runtime/guard/attendance.py": "rendezvous address set by torchrun",
+    "megatron_rl/runtime/guard/collective_watchdog.py": "rendezvous address set by torchrun",
     "megatron_rl/rewards/workers/server.py": (
         "handed on to a child process, with the path to this package added"
     ),

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatron_rl.types import TokenScores
+from megatron_rl.passes import TokenScores
 
 if TYPE_CHECKING:
     from megatron_rl.policy.megatron_policy import MegatronPolicy
@@ -183,10 +183,7 @@ def of_all_rows(scores: TokenScores) -> TokenScores:
         torch.distributed.all_reduce(result, group=group)
         return result
 
-    entropy = None if scores.entropy is None else total(scores.entropy)
-    prompts = None if scores.prompt_logprobs is None else total(scores.prompt_logprobs)
-    nucleus = None if scores.nucleus_entropy is None else total(scores.nucleus_entropy)
-    return TokenScores(total(scores.logprobs), entropy, prompts, nucleus)
+    return scores.map(total)
 
 
 def tiny_policy(
@@ -210,7 +207,6 @@ def tiny_policy(
         total_optimizer_steps=10,
         max_sequence_tokens=64,
         tokens_per_microbatch=64,
-        entropy="grad",
     )
     model = ModelConfig(path=str(path), make_vocab_divisible_by=16, freeze_vision=freeze_vision)
     formats = precision(params)

@@ -17,7 +17,7 @@ from megatron_rl.reporting.comparison.drawing import (
     MAX_BANDS,
     MAX_SINGLES,
     Drawn,
-    draw_cells,
+    draw_variants,
     finish,
     legend_line,
     style_of,
@@ -51,7 +51,7 @@ def draw(claim: Claim, runs: Runs, file: Path) -> None:
         cells = []
         for order, (cell, of_seeds) in enumerate(runs.items()):
             cells.append(Drawn(cell, style_of(order), band_of_seeds(of_seeds, metric), order))
-        draw_cells(axes, cells, held_out=is_held_out(metric))
+        draw_variants(axes, cells, held_out=is_held_out(metric))
         finish(axes, "step", unit(metric))
         axes.set_title(metric, loc="left", fontsize=10, parse_math=False)
     handles = [legend_line(style_of(order)) for order in range(len(runs))]
@@ -78,11 +78,7 @@ def band_of_seeds(of_seeds: Mapping[int, Mapping[str, Steps]], metric: str) -> B
 
 
 def page(
-    claim: Claim,
-    name: str,
-    rows: Sequence[dict[str, Any]],
-    runs: Runs,
-    outcomes: Sequence[Outcome],
+    claim: Claim, name: str, rows: Sequence[dict[str, Any]], runs: Runs, outcomes: Sequence[Outcome]
 ) -> str:
     """Markdown; ``name``: of the claim's folder."""
     seeds = sorted({row["seed"] for row in rows})
@@ -122,7 +118,7 @@ def page(
 
 
 def spread(runs: Runs) -> str:
-    """What ``draw_cells`` draws of the seeds."""
+    """What ``draw_variants`` draws of the seeds."""
     words = "median over the seeds"
     words += " and their range as a band" if len(runs) <= MAX_BANDS else ""
     single = sum(len(of_seeds) for of_seeds in runs.values()) <= MAX_SINGLES

@@ -74,13 +74,17 @@ def _checked(source: Path, arch: Architecture) -> HfDirectory:
 def _write(arch: Architecture, files: HfDirectory, weights: Path, prefix: str) -> str:
     digests: dict[str, str] = {}
 
-    def produce(slab: megatron_format.Slab) -> Tensor:
-        tensors = {name: files.read(name) for name in slab.parameter.names}
+    def produce(item: megatron_format.LayerTensor) -> Tensor:
+        tensors = {name: files.read(name) for name in item.parameter.names}
         digests.update({name: tensor_digest(tensor) for name, tensor in tensors.items()})
-        return megatron_format.to_megatron(slab, arch, tensors)
+        return megatron_format.to_megatron(item, arch, tensors)
 
     megatron_format.write(
-        weights, arch, lambda slab: files.common_dtype(slab.parameter.names), produce, prefix
+        weights,
+        arch,
+        lambda item: files.common_dtype(item.parameter.names),
+        produce,
+        prefix,
     )
     return combined_digest(digests)
 

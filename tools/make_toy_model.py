@@ -54,11 +54,12 @@ from megatron_rl.data.reasoning_gym_tasks import load_tasks
 from megatron_rl.data.rows import Problems
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.passes import LocalBatch, LossOutput, TokenView
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.protocols import ImageProcessor
 from megatron_rl.runtime.launch import configure_logging, exit_process, reported, start
-from megatron_rl.types import LossOutput, Prompt, Share, TokenView
+from megatron_rl.types import Prompt
 
 TASKS = (
     "reasoning_gym:chain_sum?min_terms=2&max_terms=3&max_digits=1&size=8000&seed=3"
@@ -224,7 +225,7 @@ def warm_up(
             return LossOutput(loss=-view.logprobs.sum() / num_tokens, metrics={})
 
         plan = policy.batching.plan(batch, range(len(chosen)))
-        share = Share(batch, plan[policy.data_parallel_rank])
+        share = LocalBatch(batch, plan[policy.data_parallel_rank])
         recent = [*recent[-9:], policy.update(share, loss).loss]
     return sum(recent) / len(recent)
 

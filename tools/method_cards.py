@@ -28,6 +28,7 @@ from megatron_rl.config.load import conf_dir
 from megatron_rl.config.method import ESTIMATORS, MethodConfig
 from megatron_rl.config.pieces import Choices, Named, Piece
 from megatron_rl.loss import Method, ResponseBatch, TokenBatch, load_method
+from megatron_rl.signals import signals_of
 from tools.claim_checks import Claim, Outcome, overall
 from tools.claims import tried
 
@@ -143,16 +144,11 @@ def metric_keys(method: Method) -> tuple[list[str], list[str]]:
         group_ids=torch.arange(2).repeat_interleave(4),
         response_tokens=torch.ones(8, dtype=torch.int64),
         truncated=~correct,
-        mean_logprobs=-ones,
-        sum_logprobs=-ones,
-        visual_entropy=ones,
-        kl=ones,
-        progress=0.5,
-        prompt_confidence=ones / 2,
-        response_confidence=ones / 2,
-        visits=torch.zeros(8, dtype=torch.int64),
-        history_mean=ones,
-        history_var=ones,
+        columns={
+            **dict.fromkeys(method.reads, ones),
+            "progress": torch.tensor(0.5),
+            "visits": torch.zeros(8, dtype=torch.int64),
+        },
     )
     credit = method.credit(batch)
     tokens = TokenBatch(
@@ -164,20 +160,24 @@ def metric_keys(method: Method) -> tuple[list[str], list[str]]:
         kl_weights=credit.kl_weights,
         ref_logprobs=-ones,
         sampler_logprobs=-ones,
-        entropy=ones,
         correct=correct,
-        group_accuracy=ones / 4,
-        topk_logprobs=-ones[:, None],
-        is_argmax=correct,
         group_ids=batch.group_ids,
-        log_ratio_sums=0 * ones,
-        given=~correct,
-        nucleus_entropy=ones,
-        peaks=torch.ones(4, dtype=torch.float64),
-        end_logprobs=-ones,
-        end_index=torch.arange(8),
-        end_start=-ones.sum(),
-        masked_logprobs=-2 * ones,
+        token_columns={
+            "entropy": ones,
+            "topk_logprobs": -ones[:, None],
+            "is_argmax": correct,
+            "nucleus_entropy": ones,
+            "masked_logprobs": -2 * ones,
+        },
+        columns={
+            "group_accuracy": ones / 4,
+            "log_ratio_sums": 0 * ones,
+            "is_demonstration": ~correct,
+            "end_logprobs": -ones,
+            "peaks": torch.ones(4, dtype=torch.float64),
+            "end_index": torch.arange(8),
+            "end_start": -ones.sum(),
+        },
     )
     return sorted(credit.metrics), sorted(method.loss(tokens).metrics)
 
@@ -224,25 +224,10 @@ def claims_of(name: str) -> Iterator[str]:
 
 def needs_text(method: Method) -> str:
     needs = method.needs
-    asks = [
-        ("the reference's logprobs", needs.ref_logprobs),
-        ("`extra.visual_entropy` of every prompt (tools/visual_entropy.py)", needs.visual_entropy),
-        ("the old policy's logprobs before the credit", needs.response_statistics),
-        ("the old policy's logprobs of the prompts' tokens", needs.prompt_logprobs),
-        ("the entropy of every token in the loss", needs.entropy in ("value", "grad")),
-        (f"the logprobs of the {needs.top_k} most likely tokens in the loss", needs.top_k),
-        ("a pass over every minibatch before it", needs.log_ratio_sums),
-        ("the entropy of the nucleus at every token, by a pass before", needs.nucleus),
-        ("the logprob of one token after every response", needs.end_token is not None),
-        ("images in prompts", needs.mask_ratio is not None),
-        ("each response once more behind masked images, in the update", needs.masked_in_update),
-        ("responses that prompts carry, in `extra.given_responses`", needs.given),
-        ("what earlier visits to a prompt were rewarded with", needs.history),
-        ("how far the run is", needs.progress),
-        ("dynamic sampling", needs.dynamic_sampling),
-    ]
-    wanted = [what for what, asked in asks if asked]
-    return "; ".join([f"At least {needs.min_group} responses per prompt", *wanted])
+    wanted = ["the reference's logprobs"] if needs.ref_logprobs else []
+    wanted += [signal.about for signal in signals_of(method).members]
+    wanted += ["dynamic sampling"] if needs.dynamic_sampling else []
+    return "; ".join([f"At least {needs.min_group} responses per prompt", *dict.fromkeys(wanted)])
 
 
 INTRODUCTION = """\

@@ -43,8 +43,8 @@ from megatron_rl.planning.engine_memory import (
 from megatron_rl.planning.memory import StageMemory
 from megatron_rl.planning.phases import Room, overhead_gib
 from megatron_rl.policy.batches.work_model import WorkModel
-from megatron_rl.weight_sync.planner.engine_tables import NotDeclaredError
 from tools.plan_sync import PRESETS, positive, whole
+from tools.planning.engine_tables import NotDeclaredError
 from tools.planning.rollout_time import (
     Engines,
     least_decode_step,
@@ -235,11 +235,12 @@ def train_seconds(
     forward = float(model.work(tokens).sum()) * of_token
     batch = config.batch
     epochs = config.trainer.epochs_per_rollout
-    needs = Method(config.method, response_limit=config.rollout.max_response_tokens).needs
+    method = Method(config.method, response_limit=config.rollout.max_response_tokens)
+    perception = config.method.perception
     passes = epochs * (4 if config.parallel.recompute == "full" else 3)
     passes *= config.method.sequences_per_response
-    passes += needs.ref_logprobs
-    passes += needs.mask_ratio is not None and not needs.masked_in_update
+    passes += method.needs.ref_logprobs
+    passes += perception is not None and perception.masked == "old"
     passes += epochs > 1 or batch.prompts_per_minibatch < batch.prompts_per_step
     return passes * forward / (cluster.size * cluster.tflops * 1e12)
 

@@ -23,6 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig
 
@@ -31,72 +32,44 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_rl.errors import concerning
 from megatron_rl.models import FAMILIES, Architecture, architecture_from
 from megatron_rl.weight_sync.planner.plan import Machines, PlanSettings, make_plan
+from tools.planning.plan_figures import num_peers, peak_staging_bytes
 from tools.planning.sync_forecast import rollout_side, training_side, whole_tensors
 from tools.planning.sync_time import Links, least_seconds, simulated_seconds
 from tools.planning.training_shards import TrainingLayout, parse_rollout, parse_training
 
-# What is in the config.json of these models, as far as sizes go.
+
+def _sizes(family: str, architecture: str, *sizes: int, **more: int | bool) -> dict[str, Any]:
+    """What is in the config.json of a model, as far as sizes go: layers, hidden and intermediate
+    size, attention and key-value heads, vocabulary."""
+    layers, hidden, intermediate, heads, kv_heads, vocab = sizes
+    return {
+        "model_type": family,
+        "architectures": [architecture],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": intermediate,
+        "vocab_size": vocab,
+        "tie_word_embeddings": False,
+        **more,
+    }
+
+
+QWEN2 = ("qwen2", "Qwen2ForCausalLM")
 PRESETS = {
-    "7b": {  # Llama 2 7B
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "intermediate_size": 11008,
-        "vocab_size": 32000,
-        "tie_word_embeddings": False,
-    },
-    "qwen2.5-7b": {
-        "model_type": "qwen2",
-        "architectures": ["Qwen2ForCausalLM"],
-        "num_hidden_layers": 28,
-        "hidden_size": 3584,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "intermediate_size": 18944,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    },
-    "32b": {  # Qwen2.5 32B
-        "model_type": "qwen2",
-        "architectures": ["Qwen2ForCausalLM"],
-        "num_hidden_layers": 64,
-        "hidden_size": 5120,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "intermediate_size": 27648,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    },
-    "72b": {  # Qwen2.5 72B
-        "model_type": "qwen2",
-        "architectures": ["Qwen2ForCausalLM"],
-        "num_hidden_layers": 80,
-        "hidden_size": 8192,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "intermediate_size": 29568,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-235b-a22b": {
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_hidden_layers": 94,
-        "hidden_size": 4096,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 1536,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "vocab_size": 151936,
-        "tie_word_embeddings": False,
-    },
+    "7b": _sizes("llama", "LlamaForCausalLM", 32, 4096, 11008, 32, 32, 32000),  # Llama 2 7B
+    "qwen2.5-7b": _sizes(*QWEN2, 28, 3584, 18944, 28, 4, 152064),
+    "32b": _sizes(*QWEN2, 64, 5120, 27648, 40, 8, 152064),  # Qwen2.5 32B
+    "72b": _sizes(*QWEN2, 80, 8192, 29568, 64, 8, 152064),  # Qwen2.5 72B
+    "qwen3-235b-a22b": _sizes(
+        *("qwen3_moe", "Qwen3MoeForCausalLM", 94, 4096, 12288, 64, 4, 151936),
+        head_dim=128,
+        moe_intermediate_size=1536,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+    ),
 }
 
 
@@ -173,8 +146,8 @@ def report(arguments: argparse.Namespace) -> dict[str, float]:
         "ratio": plan.ratio,
         "node_bound": plan.node_bound,
         "node_ratio": plan.node_ratio,
-        "most_peers": int(plan.flows.num_peers().max(initial=0)),
-        "peak_staging_bytes": max(plan.schedule.peak_staging_bytes.values(), default=0),
+        "most_peers": int(num_peers(plan.flows).max(initial=0)),
+        "peak_staging_bytes": max(peak_staging_bytes(plan.schedule).values(), default=0),
         "gather_bytes": plan.gather_bytes,
         "bytes_same_node": plan.bytes_by_link["same_node"],
         "bytes_across_nodes": plan.bytes_by_link["across_nodes"],

@@ -36,11 +36,11 @@ from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.reporting.report import table
 from megatron_rl.runtime.launch import World, configure_logging, exit_process, report, start
-from megatron_rl.signals.masked_images import mask_seed
+from megatron_rl.signals import signals_of
+from megatron_rl.trainer.build import tokens_per_microbatch
 from megatron_rl.trainer.bundle import Bundle, read_bundle
-from megatron_rl.trainer.objective import MinibatchLoss, token_settings, tokens_per_microbatch
+from megatron_rl.trainer.minibatch_loss import MinibatchLoss
 from megatron_rl.trainer.replay import Again, ReplayedRun, config_of, find_route
-from megatron_rl.types import Share
 
 ONE_PROCESS = dict(
     tensor=1,
@@ -102,9 +102,9 @@ def layout(config: Config, num_processes: int, world_size: int) -> ParallelConfi
 def build_policy(bundle: Bundle, parallel: ParallelConfig) -> MegatronPolicy:
     """The policy with the weights of the bundle, which may be NaN."""
     config = bundle.config
-    method = Method(config.method)
+    signals = signals_of(Method(config.method), config.seed)
     limit = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    limit += method.needs.end_token is not None
+    limit += signals.extra_tokens
     return MegatronPolicy(
         config.model,
         parallel,
@@ -115,9 +115,8 @@ def build_policy(bundle: Bundle, parallel: ParallelConfig) -> MegatronPolicy:
             keep_reference=False,
             total_optimizer_steps=1,
             max_sequence_tokens=limit,
-            tokens_per_microbatch=tokens_per_microbatch(config.batch, method),
+            tokens_per_microbatch=tokens_per_microbatch(config),
             share_prompts=config.batch.share_prompts,
-            **token_settings(method),
             require_finite=False,
             image_processor=vision_of(config.model.path, config.data),
         ),
@@ -131,15 +130,17 @@ def replay(
     config = bundle.config
     at_once = policy.microbatch_multiple
     method = Method(config.method, response_limit=config.rollout.max_response_tokens)
-    experience = replace(bundle.experience, mask_seed=mask_seed(config.seed, bundle.step))
-    assert experience.share is not None
-    batch = experience.share.batch
-    loss = MinibatchLoss(method, experience, bundle.rows, experience.scored_tokens)
+    signals = signals_of(method, config.seed)
+    experience = bundle.experience
+    local = experience.local
+    assert local is not None
+    tokens = experience.scored_tokens
 
     def compute(begin: int, end: int) -> Part:
         own = splits[policy.data_parallel_rank][begin:end]
-        share = loss.share(Share(batch, own))
-        totals = policy.backward(share.batch, share.microbatches, loss)
+        part = replace(local, microbatches=own)
+        loss = MinibatchLoss(method, signals, experience, bundle.rows, tokens, part)
+        totals = policy.backward(*loss.batch.work, loss, signals.update_outputs)
         rows = [row for split in splits for microbatch in split[begin:end] for row in microbatch]
         return Part(rows, totals.loss, policy.gradient_norm())
 

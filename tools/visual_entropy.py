@@ -10,7 +10,7 @@ preprocessor_config.json), or of a whole model that sees, whose tower is then ta
 in the cache, one row for each pair of image bytes and encoder, so that a second run reads them.
 With --data every row gets extra.visual_entropy, in nats: the mean over its images, which are paths,
 relative to that file, or {bytes, path}. A run with images computes its own for rows that have none
-(megatron_rl/signals/visual_entropies.py).
+(megatron_rl/signals/visual_entropy.py).
 """
 
 from __future__ import annotations

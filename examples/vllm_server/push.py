@@ -14,8 +14,9 @@ from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, 
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.runtime import launch
-from megatron_rl.weight_sync.fleet.commands import HttpServer
-from megatron_rl.weight_sync.fleet.server import ServerSync
+from megatron_rl.runtime.device import device
+from megatron_rl.types import TransferOptions
+from megatron_rl.weight_sync.fleet.fleet import FleetSync
 
 
 def main() -> None:
@@ -52,13 +53,16 @@ def push(options: argparse.Namespace) -> None:
         ),
     )
     # What a trainer does once ...
-    sync = ServerSync(policy, HttpServer(options.server), world)
+    fleet = FleetSync(policy, world, "", TransferOptions(), "wait", device())
     # ... and after each of its updates
-    report = sync.sync(options.version)
+    report = fleet.sync(options.version, {"server": options.server})
+    if report.lost:
+        raise ValueError("; ".join(report.lost.values()))
+    (plan,) = fleet.plans.values()
     if world.is_main:
         print(
-            f"{report.bytes_total} bytes (least possible: {sync.plan.lower_bound}) in"
-            f" {report.seconds:.3f} s",
+            f"{report.sync.bytes_total} bytes (least possible: {plan.lower_bound}) in"
+            f" {report.sync.seconds:.3f} s",
             flush=True,
         )
 

@@ -42,7 +42,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Place:
+class ArrayLocation:
     """Where the elements of a rank's tensor belong in the array ``key``.
 
     ``may_differ``: the array of the checkpoint may have another shape (a vocabulary padded for
@@ -76,7 +76,7 @@ class Place:
         for box in self.boxes:
             if box.first < start + count <= box.first + math.prod(box.sizes):
                 row = box.sizes[-1] if box.sizes else 1
-                # Elements behind the last end of a row: they are left for the next range.
+                # Elements after the last end of a row: they are left for the next range.
                 behind = (start + count - box.first) % row
                 return count - behind if behind < count else count
         return count
@@ -95,7 +95,7 @@ def rectangles(sizes: Sequence[int], start: int, end: int) -> list[Rectangle]:
         return [((), (), 0)]
     inner = tuple(sizes[1:])
     row = math.prod(inner)
-    # Whole rows are ``[first, last)``; before them lies the end of a row, behind them the begin of
+    # Whole rows are ``[first, last)``; before them lies the end of a row, after them the begin of
     # one. Either may be empty.
     first = -(-start // row)
     last = end // row
@@ -143,7 +143,7 @@ def even_ranges(lengths: Sequence[int], count: int) -> list[dict[int, Range]]:
             if low < high:
                 ranges[rank] = (low - begin, high - begin)
             if cut > end:
-                break  # the rank goes on with the next tensor
+                break  # the rank continues with the next tensor
             rank += 1
         found.append(ranges)
         begin = end

@@ -127,7 +127,7 @@ def problems(path: Path) -> list[str]:
     if not manifest.is_file():
         return [f"no {MANIFEST} (not a checkpoint, or its writer was stopped)"]
     try:
-        sizes = {name: _size(entry) for name, entry in _files(path).items()}
+        sizes = {name: int(entry["bytes"]) for name, entry in _files(path).items()}
         _info(path)
     except (ValueError, KeyError, TypeError, AttributeError):
         return [f"{MANIFEST} cannot be read"]
@@ -148,8 +148,7 @@ def damaged(path: Path, names: Sequence[str]) -> str | None:
     """
     files = _files(path)
     for name in names:
-        entry = files[name]
-        if isinstance(entry, dict) and file_digest(path / name) != entry["xxh3"]:
+        if file_digest(path / name) != files[name]["xxh3"]:
             return f"{name} is not what was written (its digest differs)"
     return None
 
@@ -160,12 +159,7 @@ def file_names(path: Path) -> list[str]:
     Dealing them out in this order gives every process about as many bytes.
     """
     files = _files(path)
-    return sorted(files, key=lambda name: (-_size(files[name]), name))
-
-
-def without_digest(path: Path) -> int:
-    """How many files of a checkpoint are known by their size alone."""
-    return sum(not isinstance(entry, dict) for entry in _files(path).values())
+    return sorted(files, key=lambda name: (-files[name]["bytes"], name))
 
 
 def _files(path: Path) -> dict[str, Any]:
@@ -183,13 +177,6 @@ def _manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _size(entry: Any) -> int:
-    """Manifests written before there were digests hold the size alone."""
-    if isinstance(entry, dict):
-        entry = entry["bytes"]
-    return int(entry)
-
-
 def check(path: Path) -> dict[str, Any]:
     """The ``info`` of the checkpoint.
 
@@ -205,7 +192,7 @@ def check(path: Path) -> dict[str, Any]:
 def newest_valid(root: Path, below: int | None = None) -> Path | None:
     """The whole checkpoint with the highest step, or None; warns of each newer one that is damaged.
 
-    One process calls this and tells the others: on a shared disk two processes may see different
+    One process calls this for all: on a shared disk two processes may see different
     files.
 
     Args:

@@ -62,16 +62,15 @@ def refuse_other(path: Path, written: Mapping[str, Any], wanted: Mapping[str, An
     Raises:
         ValueError: they differ; names each difference.
     """
-    there: dict[str, Any] = {"model.freeze_vision": False, **written}  # older ones do not say
     problems = []
     for key in KEYS:
-        if there[key] != wanted[key]:
-            problems.append(f"{key} is {there[key]!r} there and {wanted[key]!r} here")
+        if written[key] != wanted[key]:
+            problems.append(f"{key} is {written[key]!r} there and {wanted[key]!r} here")
     for key, value in wanted["model"].items():
-        other = there["model"][key]
+        other = written["model"][key]
         if other != value:
             problems.append(f"the model's {key} is {other!r} there and {value!r} here")
-    if wanted["reference"] and not there["reference"]:
+    if wanted["reference"] and not written["reference"]:
         problems.append("it holds no reference weights, which the method needs")
     if problems:
         raise ValueError(

@@ -21,7 +21,7 @@ from megatron_rl.models.parameter_map import HEAD, hf_names, tensor_slices
 from megatron_rl.types import Shard
 
 MAX_FILE_BYTES = 5 * 10**9
-# What a HF directory may hold beside weights and config.json.
+# What a HF directory may hold besides weights and config.json.
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -79,7 +79,7 @@ def tensor_files(path: Path) -> dict[str, Path]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor -> name of its file, which lies beside the index."""
+    """Tensor -> name of its file, which is in the folder of the index."""
     files = read_json(index).get("weight_map")
     if isinstance(files, dict) and all(_is_file_name(file) for file in files.values()):
         return files

@@ -1,7 +1,7 @@
 """megatron's distributed checkpoint format, read and written tensor by tensor, without megatron.
 
 The format does not depend on the parallel layout: a tensor of all layers (and all experts) is one
-array ``[layers, experts, ...]`` under one key, stored in chunks; whoever loads takes the chunks it
+array ``[layers, experts, ...]`` under one key, stored in chunks; a loader takes the chunks it
 needs.
 """
 
@@ -62,10 +62,10 @@ BACKEND = {
     "common_backend_version": 1,
 }
 # Norms are stored under their fused names. In front of experts Transformer Engine does not fuse,
-# while megatron's own layers ask for the fused name there too: that norm is stored under both.
+# while megatron's own layers look for the fused name there too: that norm is stored under both.
 STORED_NAMES = {name: fused for fused, name in FUSED_NORMS.items()}
 BEFORE_EXPERTS = "pre_mlp_layernorm.weight"
-# Modules that carry an (empty) state of Transformer Engine, for which megatron's loader asks;
+# Modules that carry an (empty) state of Transformer Engine, which megatron's loader looks for;
 # experts' names have no prefix.
 STATEFUL = (
     "self_attention.linear_proj",
@@ -81,7 +81,7 @@ STATEFUL = (
 
 
 @dataclass(frozen=True)
-class Slab:
+class LayerTensor:
     """One parameter of one layer (and expert): ``array[key][place]`` has ``shape``.
 
     ``other_key``: where other writers put it; with ``both`` it is written there too.
@@ -123,13 +123,13 @@ class Slab:
         return ChunkStorageMetadata(torch.Size(self.place + zeros), torch.Size(ones + self.shape))
 
 
-def slabs(arch: Architecture, vocab_rows: int) -> Iterator[Slab]:
+def layer_tensors(arch: Architecture, vocab_rows: int) -> Iterator[LayerTensor]:
     """All parameters of the model, in its order."""
     for parameter in model_parameters(arch):
         name = parameter.slot.megatron
         shape = local_shape(parameter, arch, vocab_rows, 1)
         if parameter.layer is None:
-            yield Slab(parameter, name, name, (), (), shape)
+            yield LayerTensor(parameter, name, name, (), (), shape)
         elif parameter.expert is None:
             own = f"decoder.layers.{name}"
             fused = f"decoder.layers.{STORED_NAMES.get(name, name)}"
@@ -137,38 +137,38 @@ def slabs(arch: Architecture, vocab_rows: int) -> Iterator[Slab]:
             keys = (fused, own)  # the first is the one that is written, and looked for first
             if both:
                 keys = (own, fused)
-            yield Slab(parameter, *keys, (parameter.layer,), (arch.num_layers,), shape, both)
+            yield LayerTensor(parameter, *keys, (parameter.layer,), (arch.num_layers,), shape, both)
         else:
             key = f"decoder.layers.mlp.experts.experts.{name}"
             place = (parameter.layer, parameter.expert)
             extent = (arch.num_layers, arch.num_experts)
-            yield Slab(parameter, key, key, place, extent, shape)
+            yield LayerTensor(parameter, key, key, place, extent, shape)
 
 
-def to_megatron(slab: Slab, arch: Architecture, tensors: dict[str, Tensor]) -> Tensor:
+def to_megatron(item: LayerTensor, arch: Architecture, tensors: dict[str, Tensor]) -> Tensor:
     """The Megatron parameter made of its whole HF tensors."""
-    whole = torch.empty(slab.shape, dtype=next(iter(tensors.values())).dtype)
+    whole = torch.empty(item.shape, dtype=next(iter(tensors.values())).dtype)
     # Tensor rank 0 of 1 has all of it.
-    for shard in shards(slab.parameter, arch, arch.vocab_size, 0, 1):
+    for shard in shards(item.parameter, arch, arch.vocab_size, 0, 1):
         whole[parameter_slices(shard)] = tensors[shard.name][tensor_slices(shard)]
     return whole
 
 
-def to_hf(slab: Slab, arch: Architecture, whole: Tensor) -> dict[str, Tensor]:
+def to_hf(item: LayerTensor, arch: Architecture, whole: Tensor) -> dict[str, Tensor]:
     """The inverse of ``to_megatron``; rows of a padded vocabulary are left out."""
-    shapes = hf_shapes(slab.parameter, arch)
-    if len(shapes) == 1 and shapes[slab.parameter.names[0]] == tuple(whole.shape):
+    shapes = hf_shapes(item.parameter, arch)
+    if len(shapes) == 1 and shapes[item.parameter.names[0]] == tuple(whole.shape):
         # Nothing to cut: the largest tensors are not copied.
-        return {slab.parameter.names[0]: whole}
-    tensors = {name: torch.empty(shapes[name], dtype=whole.dtype) for name in slab.parameter.names}
-    rows = whole.shape[0] if slab.parameter.slot.kind == "vocab" else arch.vocab_size
-    for shard in shards(slab.parameter, arch, rows, 0, 1):
+        return {item.parameter.names[0]: whole}
+    tensors = {name: torch.empty(shapes[name], dtype=whole.dtype) for name in item.parameter.names}
+    rows = whole.shape[0] if item.parameter.slot.kind == "vocab" else arch.vocab_size
+    for shard in shards(item.parameter, arch, rows, 0, 1):
         tensors[shard.name][tensor_slices(shard)] = whole[parameter_slices(shard)]
     return tensors
 
 
-class _Writer(SavePlanner):
-    """Plans every slab as a chunk of its array.
+class _LayerPlanner(SavePlanner):
+    """Plans every item as a chunk of its array.
 
     A chunk is made when it is written, and then dropped.
     """
@@ -176,15 +176,15 @@ class _Writer(SavePlanner):
     def __init__(
         self,
         arch: Architecture,
-        dtype: Callable[[Slab], torch.dtype],
-        produce: Callable[[Slab], Tensor],
+        dtype: Callable[[LayerTensor], torch.dtype],
+        produce: Callable[[LayerTensor], Tensor],
         prefix: str,
     ) -> None:
         self.arch = arch
         self.dtype = dtype
         self.produce = produce
         self.prefix = prefix
-        self.slabs: dict[tuple[str, torch.Size], Slab] = {}
+        self.layer_tensors: dict[tuple[str, torch.Size], LayerTensor] = {}
 
     def set_up_planner(
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
@@ -192,22 +192,24 @@ class _Writer(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         items = []
-        for slab in slabs(self.arch, self.arch.vocab_size):
-            size = torch.Size(slab.extent + slab.shape)
+        for item in layer_tensors(self.arch, self.arch.vocab_size):
+            size = torch.Size(item.extent + item.shape)
             data = TensorWriteData(
-                chunk=slab.chunk, properties=TensorProperties(dtype=self.dtype(slab)), size=size
+                chunk=item.chunk,
+                properties=TensorProperties(dtype=self.dtype(item)),
+                size=size,
             )
-            for key in slab.keys:
-                self.slabs[self.prefix + key, slab.chunk.offsets] = slab
+            for key in item.keys:
+                self.layer_tensors[self.prefix + key, item.chunk.offsets] = item
                 items.append(
                     WriteItem(
-                        MetadataIndex(self.prefix + key, slab.chunk.offsets),
+                        MetadataIndex(self.prefix + key, item.chunk.offsets),
                         WriteItemType.SHARD,
                         tensor_data=data,
                     )
                 )
-            if slab.stateful:
-                name = self.prefix + slab.state_key
+            if item.stateful:
+                name = self.prefix + item.state_key
                 items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
         return SavePlan(items)
 
@@ -224,25 +226,25 @@ class _Writer(SavePlanner):
             torch.save([None], stored)
             return stored
         assert write_item.tensor_data is not None and write_item.index.offset is not None
-        slab = self.slabs[write_item.index.fqn, write_item.index.offset]
+        item = self.layer_tensors[write_item.index.fqn, write_item.index.offset]
         # With an axis of 1 in front for the layer, and one for the expert, where there are any.
-        return self.produce(slab).view(write_item.tensor_data.chunk.sizes)
+        return self.produce(item).view(write_item.tensor_data.chunk.sizes)
 
 
 def write(
     path: Path,
     arch: Architecture,
-    dtype: Callable[[Slab], torch.dtype],
-    produce: Callable[[Slab], Tensor],
+    dtype: Callable[[LayerTensor], torch.dtype],
+    produce: Callable[[LayerTensor], Tensor],
     prefix: str = "",
 ) -> None:
     """Writes a checkpoint of weights into the directory ``path``.
 
-    ``produce(slab)``, of ``dtype(slab)``, is called when the slab is written (twice if it is stored
+    ``produce(item)``, of ``dtype(item)``, is called when the item is written (twice if it is stored
     twice); what it raises comes out as it was raised. Every key begins with ``prefix``.
     """
     writer = FileSystemWriter(path, single_file_per_rank=True, thread_count=1)
-    planner = _Writer(arch, dtype, produce, prefix)
+    planner = _LayerPlanner(arch, dtype, produce, prefix)
     with warnings.catch_warnings():
         # Of torch, about writing in one process, which is meant.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -254,7 +256,7 @@ def write(
     (path / "metadata.json").write_text(json.dumps(BACKEND) + "\n", encoding="ascii")
 
 
-class _Reader(LoadPlanner):
+class _RegionPlanner(LoadPlanner):
     """Reads one region of one array."""
 
     def __init__(
@@ -287,8 +289,8 @@ class _Reader(LoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...
 
 
-class Reader:
-    """The arrays of a checkpoint directory, slab by slab.
+class CheckpointReader:
+    """The arrays of a checkpoint directory, item by item.
 
     A NeMo 2 checkpoint (``weights/`` and ``context/``) is read too: its keys begin with
     ``module.``. ``allow_pickle``: its index may name anything; what it names is run.
@@ -310,49 +312,51 @@ class Reader:
         )
         self.prefix = nemo_format.PREFIX if prefixed else ""
 
-    def _array(self, slab: Slab) -> tuple[str, TensorStorageMetadata]:
-        for key in (self.prefix + slab.key, self.prefix + slab.other_key):
+    def _array(self, item: LayerTensor) -> tuple[str, TensorStorageMetadata]:
+        for key in (self.prefix + item.key, self.prefix + item.other_key):
             stored = self.metadata.state_dict_metadata.get(key)
             if isinstance(stored, TensorStorageMetadata):
                 return key, stored
         raise ValueError(
-            f"{self.path} holds no {slab.key}; its config.json belongs to another model"
+            f"{self.path} holds no {item.key}; its config.json belongs to another model"
         )
 
-    def array(self, slab: Slab) -> tuple[str, TensorStorageMetadata]:
-        """Key and description of the array that holds ``slab``.
+    def array(self, item: LayerTensor) -> tuple[str, TensorStorageMetadata]:
+        """Key and description of the array that holds ``item``.
 
         Raises:
             ValueError: there is none, or one of another shape.
         """
-        key, stored = self._array(slab)
-        if tuple(stored.size) != slab.extent + slab.shape:
+        key, stored = self._array(item)
+        if tuple(stored.size) != item.extent + item.shape:
             raise ValueError(
                 f"{self.path}: {key} has shape {tuple(stored.size)}, but config.json means"
-                f" {slab.extent + slab.shape}; give the config.json of this model"
+                f" {item.extent + item.shape}; give the config.json of this model"
             )
         return key, stored
 
     def vocab_rows(self, arch: Architecture) -> int:
         """Rows of the stored embedding, padding included."""
-        every = slabs(arch, arch.vocab_size)
-        embedding = next(slab for slab in every if slab.key == EMBEDDING.megatron)
+        every = layer_tensors(arch, arch.vocab_size)
+        embedding = next(item for item in every if item.key == EMBEDDING.megatron)
         return int(self._array(embedding)[1].size[0])
 
-    def read(self, slab: Slab) -> Tensor:
-        """The slab. Raises ValueError as ``array`` does."""
-        key, stored = self.array(slab)
-        planner = _Reader(key, stored, slab.chunk)
+    def read(self, item: LayerTensor) -> Tensor:
+        """The item. Raises ValueError as ``array`` does."""
+        key, stored = self.array(item)
+        planner = _RegionPlanner(key, stored, item.chunk)
         self.reader.read_data(planner.create_local_plan(), planner)
-        return planner.target.view(slab.shape)
+        return planner.target.view(item.shape)
 
 
-def check_tied_head(reader: Reader, arch: Architecture, embedding: Slab) -> None:
+def check_tied_head(reader: CheckpointReader, arch: Architecture, embedding: LayerTensor) -> None:
     """Raises ValueError when config.json ties the head to the embedding but another head is stored.
 
     NeMo 2 stores Qwen2 with a head of its own, whatever its config.json says.
     """
-    head = Slab(Parameter(HEAD, HEAD.hf), HEAD.megatron, HEAD.megatron, (), (), embedding.shape)
+    head = LayerTensor(
+        Parameter(HEAD, HEAD.hf), HEAD.megatron, HEAD.megatron, (), (), embedding.shape
+    )
     is_stored = reader.prefix + head.key in reader.metadata.state_dict_metadata
     if not arch.tied_embeddings or not is_stored:
         return
@@ -369,17 +373,17 @@ def read_hf(
 ) -> Iterable[tuple[str, Tensor]]:
     """(HF name, whole tensor) of every tensor, in the order of the model.
 
-    One parameter is in memory at a time; ``announce`` is told its bytes before it is read.
-    ``allow_pickle``: see Reader.
+    One parameter is in memory at a time; ``announce`` gets its bytes before it is read.
+    ``allow_pickle``: see CheckpointReader.
     """
-    reader = Reader(path, allow_pickle=allow_pickle)
+    reader = CheckpointReader(path, allow_pickle=allow_pickle)
     nemo_format.check_config(path, arch)
-    stored = list(slabs(arch, reader.vocab_rows(arch)))
-    for slab in stored:
-        reader.array(slab)  # all are there and fit, before the first is read
+    stored = list(layer_tensors(arch, reader.vocab_rows(arch)))
+    for item in stored:
+        reader.array(item)  # all are there and fit, before the first is read
     # The order of the model begins with it.
     embedding = stored[0]
     check_tied_head(reader, arch, embedding)
-    for slab in stored:
-        announce(math.prod(slab.shape) * reader.array(slab)[1].properties.dtype.itemsize)
-        yield from to_hf(slab, arch, reader.read(slab)).items()
+    for item in stored:
+        announce(math.prod(item.shape) * reader.array(item)[1].properties.dtype.itemsize)
+        yield from to_hf(item, arch, reader.read(item)).items()

@@ -2,7 +2,7 @@
 
 NeMo rebuilds its objects from io.json, the JSON form of a configuration tree of the library
 fiddle: each object is a callable and its arguments. model.yaml is the same tree for people and for
-tools without NeMo. Both are written here without either library, beside the tokenizer.
+tools without NeMo. Both are written here without either library, with the tokenizer.
 """
 
 from __future__ import annotations

@@ -19,16 +19,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from megatron_rl.checkpoints.chunks import Chunk, Place
+from megatron_rl.checkpoints.chunks import ArrayLocation, Chunk
 from megatron_rl.checkpoints.overlaps import Overlap, StoredRectangles
 from megatron_rl.checkpoints.safe_load import load_plain
 
 
 class PartReader:
-    """Collects what is wanted of the checkpoint ``path``, then reads it.
+    """Collects what is needed of the checkpoint ``path``, then reads it.
 
     ``index``: of ``safe_load.read_index``.
-    ``objects``: those that were wanted, by key, when they have been read.
+    ``objects``: those that were needed, by key, when they have been read.
     """
 
     def __init__(self, path: Path, index: Metadata) -> None:
@@ -40,7 +40,7 @@ class PartReader:
         self._wanted: dict[str, list[tuple[Chunk, Tensor, bool]]] = defaultdict(list)
         self._object_keys: list[str] = []
 
-    def want(self, place: Place, start: int, values: Tensor) -> None:
+    def want(self, place: ArrayLocation, start: int, values: Tensor) -> None:
         """``values``, flat and contiguous, are the elements from ``start`` on of a rank's tensor
         that belongs to ``place``."""
         for chunk, (low, high) in place.chunks(start, start + values.numel()):
@@ -112,7 +112,7 @@ class PartReader:
 def read_items(
     key: str, array: TensorStorageMetadata, wanted: Sequence[Chunk]
 ) -> Iterator[ReadItem]:
-    """Of each wanted chunk, in order, what every stored one has of it."""
+    """Of each needed chunk, in order, what every stored one has of it."""
     stored = array.chunks
     rectangles = StoredRectangles(
         array.size, [chunk.offsets for chunk in stored], [chunk.sizes for chunk in stored]
@@ -147,7 +147,7 @@ class _Targets(DefaultLoadPlanner):
         self._objects = objects
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        # ``read_items`` numbers the chunks of a key in the order in which they were wanted.
+        # ``read_items`` numbers the chunks of a key in the order in which they were needed.
         assert index.index is not None
         return self._wanted[index.fqn][index.index][1]
 

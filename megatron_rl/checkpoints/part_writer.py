@@ -1,4 +1,4 @@
-"""What one rank writes of a checkpoint: copied by its caller, written by threads beside it.
+"""What one rank writes of a checkpoint: copied by its caller, written by threads.
 
 The caller's values are copied into blocks of host memory; from then on they may change. Threads
 write the blocks into files, force these to the disk, and leave a receipt that names every file and
@@ -21,9 +21,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megatron_rl.checkpoints.chunks import Chunk, Place, Range
+from megatron_rl.checkpoints.chunks import ArrayLocation, Chunk, Range
 from megatron_rl.checkpoints.directory import to_disk
-from megatron_rl.checkpoints.receipt import Receipt, Stored, receipt_path, to_json
+from megatron_rl.checkpoints.receipt import Receipt, StoredItem, receipt_path, to_json
 
 # Large enough for a disk; a power of 2, in which torch takes page-locked memory.
 BLOCK_BYTES = 2**25
@@ -59,7 +59,7 @@ class Memory:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int, *, pinned: bool) -> Tensor:
-        """A block; others than of this size are given up."""
+        """A block; free blocks of another size are released."""
         with self._lock:
             self._free = [block for block in self._free if block.numel() == num_bytes]
             if self._free:
@@ -122,7 +122,7 @@ class PartWriter:
         """Whether nothing is left to do, or it has failed."""
         return self._last.ident is not None and not self._last.is_alive()
 
-    def copy(self, values: Tensor, start: int, places: Sequence[Place]) -> None:
+    def copy(self, values: Tensor, start: int, places: Sequence[ArrayLocation]) -> None:
         """Takes the elements from ``start`` on of a tensor, one row of ``values``.
 
         Args:
@@ -198,33 +198,33 @@ class PartWriter:
             with _HashedFile(self._folder / name) as file:
                 stored = self._write_blocks(self._queues[number], file, name)
             self._receipts[number] = Receipt({name: file.digest()}, stored)
-        except Exception as error:  # noqa: BLE001 (told by ``error``, raised by who asks for it)
+        except Exception as error:  # noqa: BLE001 (kept in ``error``, raised by the caller)
             self.error = self.error or error
             self._drop(self._queues[number])
 
     def _write_blocks(
         self, blocks: queue.SimpleQueue[_Block | None], file: _HashedFile, name: str
-    ) -> list[Stored]:
-        stored: list[Stored] = []
+    ) -> list[StoredItem]:
+        stored: list[StoredItem] = []
         while (block := blocks.get()) is not None:
             if block.copied is not None:
-                # Copies into page-locked memory are only queued; the event is behind those of this
+                # Copies into page-locked memory are only queued; the event is after those of this
                 # block.
                 block.copied.synchronize()
             for key, data in block.objects:
-                stored.append(Stored(key, None, name, file.position, len(data)))
+                stored.append(StoredItem(key, None, name, file.position, len(data)))
                 file.write(data)
             for chunk, span, dtype in block.chunks:
                 begin = file.position
                 values = _values(block.memory, span, dtype, chunk)
                 torch.save(values, cast(IO[bytes], file))
-                stored.append(Stored(chunk.key, chunk, name, begin, file.position - begin))
+                stored.append(StoredItem(chunk.key, chunk, name, begin, file.position - begin))
             self._give_back(block)
         blocks.put(None)  # for ``_drop``: the file may still be refused when it is closed
         return stored
 
     def _drop(self, blocks: queue.SimpleQueue[_Block | None]) -> None:
-        """Takes what still comes, so that nobody waits for room."""
+        """Takes what still comes, so that no caller waits for room."""
         # For the block that was being written. There may have been none (the file could not be
         # opened, or closed): then the part may take one block more than it should.
         self._room.release()
@@ -252,7 +252,7 @@ class PartWriter:
         for name, data in self._small_files:
             _write_file(self._folder / name, data)
             receipt.digests[name] = xxhash.xxh3_128(data).hexdigest()
-        # Complete when it has its name: whoever sees it may read it.
+        # Complete when it has its name: then it may be read.
         path = receipt_path(self._folder, self._rank)
         partial = path.with_name(f"{path.name}.tmp")
         _write_file(partial, to_json(receipt))

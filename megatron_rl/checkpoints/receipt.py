@@ -1,6 +1,6 @@
-"""What a rank has written of a checkpoint, told by its threads to the process that seals it.
+"""What a rank has written of a checkpoint, for the process that seals it.
 
-A receipt is a file beside the parts, which goes when the checkpoint is sealed.
+A receipt is a file next to the parts; sealing the checkpoint removes it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PREFIX = ".written-"
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredItem:
     """Where a chunk, or an object (``chunk`` None), lies; ``offset`` and ``length`` in bytes."""
 
     key: str
@@ -34,7 +34,7 @@ class Receipt:
     is in them, arrays before objects when it has been read."""
 
     digests: dict[str, str] = field(default_factory=dict)
-    stored: list[Stored] = field(default_factory=list)
+    stored: list[StoredItem] = field(default_factory=list)
 
     def add(self, other: Receipt) -> None:
         """Also what ``other`` names."""
@@ -43,7 +43,7 @@ class Receipt:
 
 
 def receipt_path(folder: Path, rank: int) -> Path:
-    """Where a rank says what it has written."""
+    """The file of a rank's receipt."""
     return folder / f"{_PREFIX}{rank:05d}"
 
 
@@ -69,7 +69,7 @@ def from_json(data: bytes) -> Receipt:
     receipt = Receipt(content["digests"])
     for key, array_shape, dtype, offsets, sizes, *place in content["arrays"]:
         chunk = Chunk(key, tuple(array_shape), getattr(torch, dtype), tuple(offsets), tuple(sizes))
-        receipt.stored.append(Stored(key, chunk, *place))
+        receipt.stored.append(StoredItem(key, chunk, *place))
     for key, *place in content["objects"]:
-        receipt.stored.append(Stored(key, None, *place))
+        receipt.stored.append(StoredItem(key, None, *place))
     return receipt

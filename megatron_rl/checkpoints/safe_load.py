@@ -63,7 +63,7 @@ DAMAGED = (
     LookupError,
     RuntimeError,
 )
-REMEDY = "it could run any program and was not read; take a checkpoint from somebody you trust"
+REMEDY = "it could run any program and was not read; take a checkpoint from a source you trust"
 
 
 class UnsafeError(ValueError):

@@ -19,7 +19,7 @@ Gather = Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True)
-class _Report:
+class _SaveReport:
     """How far a rank is. ``error``: why it will not get further; ``is_user``: he can mend it."""
 
     written: bool
@@ -28,7 +28,7 @@ class _Report:
     is_user: bool = False
 
 
-class Saving:
+class CheckpointSave:
     """What ``Policy.start_save`` returns on every rank.
 
     Args:
@@ -87,8 +87,8 @@ class Saving:
         if self._info is not None:
             self._sealer.join(max(0.0, ends_at - monotonic()))
 
-    def _reports(self, gather: Gather) -> list[_Report]:
-        reports: list[_Report] = gather(self._report())
+    def _reports(self, gather: Gather) -> list[_SaveReport]:
+        reports: list[_SaveReport] = gather(self._report())
         for rank, report in enumerate(reports):
             if report.error is None:
                 continue
@@ -101,21 +101,21 @@ class Saving:
             )
         return reports
 
-    def _report(self) -> _Report:
+    def _report(self) -> _SaveReport:
         written = self._writer.done
         error = self._writer.error or self._error
         if error is None:
-            return _Report(written, self._sealed)
+            return _SaveReport(written, self._sealed)
         partial = self.path.with_name(self.path.name + PARTIAL)
         # Raised once more, so that ``room_for`` turns what a full disk has caused into an error of
         # the user's.
         try:
             with disk.room_for(partial, self._num_bytes, f"the checkpoint {self.path.name}"):
                 raise error
-        except Exception as raised:  # noqa: BLE001 (told to all ranks, which raise it)
+        except Exception as raised:  # noqa: BLE001 (sent to all ranks, which raise it)
             is_user = isinstance(raised, ValueError)
             text = str(raised) if is_user else _named(raised)
-            return _Report(written, False, text, is_user)
+            return _SaveReport(written, False, text, is_user)
 
     def _seal(self) -> None:
         assert self._info is not None
@@ -124,7 +124,7 @@ class Saving:
                 if self._after is not None:
                     self._after()
                 self._sealed = True
-        except Exception as error:  # noqa: BLE001 (told by ``check``)
+        except Exception as error:  # noqa: BLE001 (raised by ``check``)
             self._error = error
 
 

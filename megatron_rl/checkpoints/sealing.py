@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_rl.checkpoints import directory
 from megatron_rl.checkpoints.chunks import Chunk
-from megatron_rl.checkpoints.receipt import Receipt, Stored, from_json, receipt_path
+from megatron_rl.checkpoints.receipt import Receipt, StoredItem, from_json, receipt_path
 from megatron_rl.checkpoints.safe_load import INDEX
 
 _FIRST_WAIT_S = 0.01
@@ -60,7 +60,7 @@ def seal(path: Path, num_ranks: int, info: Mapping[str, Any], cancelled: threadi
     return True
 
 
-def index(stored: Sequence[Stored]) -> Metadata:
+def index(stored: Sequence[StoredItem]) -> Metadata:
     """torch's index of a distributed checkpoint; every array is there once and whole.
 
     It has two tables: of each key the array with the rectangles that it is stored in, and of each

@@ -24,8 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from megatron_rl.config.cli.foreign_keys import RENAMED_OPTIONS, name_here, not_supported
-from megatron_rl.config.cli.hydra_words import answer
+from megatron_rl.config.cli.foreign_keys import name_here, not_supported
 from megatron_rl.config.cli.overrides import group_problem, is_group, options_of, parse
 from megatron_rl.errors import ConfigError, RegistrationError, close_names, did_you_mean
 
@@ -148,8 +147,22 @@ def validate(schema: type[Schema], values: dict[str, Any], where: str) -> Schema
     try:
         return schema.model_validate_json(json.dumps(values))
     except ValidationError as error:
-        known = sorted(set(known_keys(schema)))
-        raise ConfigError([_describe(detail, known) for detail in error.errors()], where) from None
+        raise ConfigError(_problems(schema, error.errors()), where) from None
+
+
+def check_given(schema: type[BaseModel], values: dict[str, Any], where: str) -> None:
+    """As ``validate``, but a key without a value is no problem: to look at what is not complete."""
+    try:
+        schema.model_validate_json(json.dumps(values))
+    except ValidationError as error:
+        wrong = [detail for detail in error.errors() if detail["type"] != "missing"]
+        if wrong:
+            raise ConfigError(_problems(schema, wrong), where) from None
+
+
+def _problems(schema: type[BaseModel], details: Sequence[ErrorDetails]) -> list[str]:
+    known = sorted(set(known_keys(schema)))
+    return [_describe(detail, known) for detail in details]
 
 
 def change_value(values: dict[str, Any], text: str) -> None:
@@ -175,18 +188,6 @@ def change_value(values: dict[str, Any], text: str) -> None:
     if isinstance(node.get(leaf), dict):
         raise ConfigError([f"{text}: {leaf} is a section here; name its keys"], "the overrides")
     node[leaf] = parsed.value()
-
-
-def check_given(schema: type[BaseModel], values: dict[str, Any], where: str) -> None:
-    """As ``validate``, but a key without a value is no problem: to look at what is not complete."""
-    try:
-        schema.model_validate_json(json.dumps(values))
-    except ValidationError as error:
-        known = sorted(set(known_keys(schema)))
-        wrong = [detail for detail in error.errors() if detail["type"] != "missing"]
-        problems = [_describe(detail, known) for detail in wrong]
-        if problems:
-            raise ConfigError(problems, where) from None
 
 
 def known_keys(schema: Any, prefix: str = "") -> Iterator[str]:
@@ -287,9 +288,6 @@ def _permissive(text: str, override: Override, groups: Sequence[Path]) -> str:
     """
     key = override.key_or_group
     option = override.value()
-    way = answer(key)
-    if way is not None:
-        raise ConfigError([f"{text}: {way}"], "the overrides")
     problem = group_problem(text, override, groups)
     if problem is not None:
         raise ConfigError([problem], "the overrides")
@@ -326,9 +324,6 @@ def _unknown_root(name: str, groups: Sequence[Path]) -> str:
 
 
 def _unknown_option(group: str, option: str, groups: Sequence[Path]) -> str:
-    new = RENAMED_OPTIONS.get((group, option))
-    if new is not None:
-        return f"{group}={option}: no such option; it is {group}={new} now"
     options = options_of(group, groups)
     hint = not_supported(option)
     if hint:

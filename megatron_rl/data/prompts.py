@@ -24,15 +24,16 @@ from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.rows import Draft, Problems, Rows, lookup, read_rows
 from megatron_rl.types import Prompt
 
+_ENCODED_AT_ONCE = 4096  # texts
 _LONG_REMEDY = "raise the limit, shorten the row, or set data.on_long_prompt=drop"
 
 
 @dataclass(frozen=True)
-class Source:
+class PromptSource:
     """The prompts of one entry of ``data.train`` or ``data.eval``, in the order of the source.
 
     ``num_rows`` were read, and ``dropped`` counts those that were left out by their reason.
-    Example: ``Source("train.jsonl", prompts, 2000, {"longer than 1024 tokens": 12})``.
+    Example: ``PromptSource("train.jsonl", prompts, 2000, {"longer than 1024 tokens": 12})``.
     """
 
     name: str
@@ -65,7 +66,7 @@ def load_sources(
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
     vision: VisionProcessor | None = None,
-) -> list[Source]:
+) -> list[PromptSource]:
     """The prompts of each entry, in the order of the source.
 
     Args:
@@ -109,8 +110,20 @@ def load_sources(
             num_rows += num_rows_read
         shown = name if len(files[name]) == 1 else f"{name} ({len(files[name])} files)"
         dropped = {f"longer than {max_prompt_tokens} tokens": num_rows - len(prompts)}
-        sources.append(Source(shown, tuple(prompts), num_rows, dropped))
+        sources.append(PromptSource(shown, tuple(prompts), num_rows, dropped))
     return sources
+
+
+def _encoded(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool
+) -> list[list[int]]:
+    """The token ids of each text."""
+    encoded: list[list[int]] = []
+    # Some at a time: what the tokenizer knows of each token beside its id is many times as large.
+    for start in range(0, len(texts), _ENCODED_AT_ONCE):
+        some = list(texts[start : start + _ENCODED_AT_ONCE])
+        encoded += tokenizer(some, add_special_tokens=add_special_tokens)["input_ids"]
+    return encoded
 
 
 def _load_file(
@@ -130,7 +143,7 @@ def _load_file(
     problems.raise_if_any()
     refuse_constant_template(name, [repr(draft.prompt) for draft in drafts], texts)
     # A template writes its own special tokens; the tokenizer must not add them once more.
-    encoded = tokenizer(texts, add_special_tokens=not config.apply_chat_template)["input_ids"]
+    encoded = _encoded(texts, tokenizer, add_special_tokens=not config.apply_chat_template)
     if vision is not None:
         rows = zip(drafts, encoded, texts, strict=True)
         encoded = [_expanded(draft, ids, text, vision, problems) for draft, ids, text in rows]

@@ -16,7 +16,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader, WeightedLoader
 from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.prompt_file import join
-from megatron_rl.data.prompts import Source, load_sources, without_overlap
+from megatron_rl.data.prompts import PromptSource, load_sources, without_overlap
 from megatron_rl.data.rows import interleaved
 from megatron_rl.errors import shortened
 from megatron_rl.types import Prompt
@@ -36,8 +36,8 @@ class Data:
     Example: ``data.train[0].summary()`` says what was read, dropped and kept.
     """
 
-    train: tuple[Source, ...]
-    held_out: tuple[Source, ...]
+    train: tuple[PromptSource, ...]
+    held_out: tuple[PromptSource, ...]
 
     @property
     def train_prompts(self) -> Sequence[Prompt]:
@@ -119,7 +119,7 @@ def training_stream(data: Data, config: Config) -> PromptLoader | WeightedLoader
     return WeightedLoader(sources, weights, seed=config.seed, shuffle=shuffle)
 
 
-def _without(source: Source, held_out: Sequence[Prompt]) -> Source:
+def _without(source: PromptSource, held_out: Sequence[Prompt]) -> PromptSource:
     kept = tuple(without_overlap(source.prompts, held_out))
     dropped = {**source.dropped, _OVERLAP: len(source.prompts) - len(kept)}
     return replace(source, prompts=kept, dropped=dropped)
@@ -189,5 +189,5 @@ def _uids(prompts: Sequence[Prompt]) -> str:
     return ", ".join(shown)
 
 
-def _prompts(sources: Iterable[Source]) -> Sequence[Prompt]:
+def _prompts(sources: Iterable[PromptSource]) -> Sequence[Prompt]:
     return join([source.prompts for source in sources])

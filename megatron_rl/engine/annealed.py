@@ -93,7 +93,7 @@ class AnnealedSlots(SlotProcessor):
 
     def apply(self, logits: Tensor, ctx: LogitsContext) -> Tensor:
         slots = ctx.expanded_idx_mapping.long()
-        # The prompt is behind its last token at position prompt_len - 1, where the first response
+        # The prompt is after its last token at position prompt_len - 1, where the first response
         # token is drawn.
         num_tokens = ctx.pos + 1 - self._states.prompt_len.gpu[slots]
         _divide_(logits, self._on_device[slots], num_tokens)
@@ -113,6 +113,6 @@ class AnnealedLogits:
         """Requests come from this process, which has checked them."""
 
 
-# Each runner asks for a class of its interface.
+# Each runner requires a class of its own interface.
 ABCMeta.register(RowProcessor, AnnealedLogits)
 ABCMeta.register(SlotProcessor, AnnealedLogits)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.engine.requests import Sight
-from megatron_rl.engine.weights.filling import WITHOUT_WEIGHTS
+from megatron_rl.engine.requests import MultimodalConfig
+from megatron_rl.engine.weights.lazy_loading import WITHOUT_WEIGHTS
 from megatron_rl.runtime.launch import NO_LIMIT
 
 # rollout.quantization -> what vLLM calls it; its own "fp8" is an old name for the same.
@@ -25,15 +25,15 @@ def engine_arguments(
     model_path: str,
     config: RolloutConfig,
     seed: int,
-    sight: Sight | None = None,
+    multimodal: MultimodalConfig | None = None,
     *,
     without_weights: bool = False,
 ) -> dict[str, Any]:
     """Keyword arguments of ``vllm.LLM`` for one rank.
 
-    ``seed``: of the engine's own generator; requests bring seeds of their own. ``sight``: None
+    ``seed``: of the engine's own generator; requests bring seeds of their own. ``multimodal``: None
     where no prompt has images. ``without_weights``: arbitrary numbers in place of those in the
-    files, which nobody reads.
+    files, which are not read.
     """
     max_tokens = config.max_prompt_tokens + config.max_response_tokens
     arguments: dict[str, Any] = {
@@ -61,12 +61,12 @@ def engine_arguments(
         arguments["logits_processors"] = [_ANNEALED_LOGITS]
     if without_weights:
         arguments["load_format"] = WITHOUT_WEIGHTS
-    if sight is not None:
-        arguments["limit_mm_per_prompt"] = {"image": sight.max_images, "video": 0}
+    if multimodal is not None:
+        arguments["limit_mm_per_prompt"] = {"image": multimodal.max_images, "video": 0}
         # The limits of the policy; the model's own may allow images of 16 thousand tokens, for
         # which vLLM would keep memory.
-        arguments["mm_processor_kwargs"] = {"size": dict(sight.processor.size_limits)}
-        arguments["skip_tokenizer_init"] = False  # its processor of images wants one
+        arguments["mm_processor_kwargs"] = {"size": dict(multimodal.processor.size_limits)}
+        arguments["skip_tokenizer_init"] = False  # its processor of images needs one
     if config.max_num_seqs is not None:
         arguments["max_num_seqs"] = config.max_num_seqs
     if config.kv_cache_gib is not None:

@@ -17,9 +17,9 @@ from torch import Tensor
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.engine.arguments import engine_arguments
 from megatron_rl.engine.refusals import building
-from megatron_rl.engine.requests import Sight, check_request, request
+from megatron_rl.engine.request_tracking import RequestTracker
+from megatron_rl.engine.requests import MultimodalConfig, check_request, request
 from megatron_rl.engine.requirements import check_start
-from megatron_rl.engine.running import Running
 from megatron_rl.engine.sampling import eos_token_ids, scoring
 from megatron_rl.engine.shared_memory import private_segments
 from megatron_rl.engine.side_effects import (
@@ -28,7 +28,7 @@ from megatron_rl.engine.side_effects import (
     unlink_broadcast_buffer,
 )
 from megatron_rl.engine.streams import EngineStream
-from megatron_rl.engine.weights import filling
+from megatron_rl.engine.weights import lazy_loading
 from megatron_rl.engine.weights.stream import CheckedStream, expected_tensors
 from megatron_rl.protocols import ENGINE_PARTS, NOTHING, Transfer
 from megatron_rl.runtime.guard.activity import ACTIVITY
@@ -66,11 +66,11 @@ class VllmEngine:
         *,
         seed: int,
         launch_id: str,
-        sight: Sight | None = None,
-        awaited: filling.Shapes | None = None,
+        multimodal: MultimodalConfig | None = None,
+        expected: lazy_loading.Shapes | None = None,
     ) -> None:
-        """Collective. ``launch_id``: unique to the launch, equal on its ranks. ``sight``: None
-        where no prompt has images. ``awaited``: the tensors (as ``expected_tensors`` gives them)
+        """Collective. ``launch_id``: unique to the launch, equal on its ranks. ``multimodal``: None
+        where no prompt has images. ``expected``: the tensors (as ``expected_tensors`` gives them)
         that a weight sync brings before the first prompt, so that the files are not read; where
         a sync does not reach every weight of the engine they are, and the reason is logged.
 
@@ -93,14 +93,14 @@ class VllmEngine:
         self.num_replicas = world_size // config.ranks
         self.weight_version = 0
         self._config = config
-        self._sight = sight
+        self._multimodal = multimodal
         self._seed = seed
         self._num_unseeded = 0
         self._failure: str | None = None
-        self._expected = awaited or expected_tensors(Path(model_path))
-        self._running = Running(eos_token_ids(Path(model_path)), sight)
+        self._expected = expected or expected_tensors(Path(model_path))
+        self._tracker = RequestTracker(eos_token_ids(Path(model_path)), multimodal)
         self._asleep: set[str] = set()
-        self._boxes: list[Shard] | None = None
+        self._shards: list[Shard] | None = None
         self._can_sleep = torch.cuda.is_available() and config.sleep_level > 0
         if config.sleep_level > 0 and not self._can_sleep and rank == 0:
             logger.warning(
@@ -108,9 +108,9 @@ class VllmEngine:
                 config.sleep_level,
             )
         check_start(config)
-        self._is_filled = awaited is None or not filling.can_wait_for_sync(config)
+        self._is_filled = expected is None or not lazy_loading.can_wait_for_sync(config)
         self._stream, self._llm = self._build(model_path, launch_id)
-        # What it works on at a time, and some to go on with until more is handed out.
+        # What it works on at a time, and some to continue with until more is handed out.
         at_a_time = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
         self.capacity = at_a_time * 9 // 8 + 1
         _ALIVE.append(self._llm)
@@ -120,7 +120,8 @@ class VllmEngine:
     def _read_what_no_sync_fills(self) -> None:
         """Collective: the files after all, where a rank finds weights that no sync reaches."""
         with self._working() as llm:
-            if not filling.all_reached(llm.collective_rpc("unreached", args=(self._expected,))[0]):
+            reason = llm.collective_rpc("unreached", args=(self._expected,))[0]
+            if not lazy_loading.all_reached(reason):
                 llm.collective_rpc("load_files")
                 self._is_filled = True
 
@@ -128,13 +129,13 @@ class VllmEngine:
         """vLLM and the stream that it was built in."""
         seed = self._seed + self.replica
         arguments = engine_arguments(
-            model_path, self._config, seed, self._sight, without_weights=not self._is_filled
+            model_path, self._config, seed, self._multimodal, without_weights=not self._is_filled
         )
         with undisturbed_process(), preserved_random_state(), ExitStack() as stack:
             prepare_import()
             from vllm import LLM  # after prepare_import, whose settings it reads
 
-            filling.register_loader()
+            lazy_loading.register_loader()
             # vLLM learns of streams that are set after its import, so the stream comes now.
             stream = EngineStream()
             stack.enter_context(stream.entered())
@@ -156,8 +157,8 @@ class VllmEngine:
         sampling: Sampling,
         so_far: Mapping[int, Sequence[int]] = NOTHING,
     ) -> list[int]:
-        """Begins some of the responses to a prompt, by their numbers, or goes on with them behind
-        the tokens ``so_far``; returns a ticket for each.
+        """Begins some of the responses to a prompt, by their numbers, or continues them after
+        the tokens ``so_far``; returns a request id for each.
 
         With a seed, response j to a prompt depends on (seed, prompt uid, j) and the weights alone;
         without one, on the calls before. That holds on one kind of machine: on GPUs vLLM samples
@@ -179,45 +180,45 @@ class VllmEngine:
         with self._working() as llm:
             seeded = replace(sampling, seed=seed)
             there = {number: so_far.get(number, ()) for number in responses}
-            return self._running.begin(llm, prompt, seeded, there)
+            return self._tracker.begin(llm, prompt, seeded, there)
 
     def poll(self) -> list[tuple[int, Completion]]:
-        """Works for a moment; tickets and completions of the responses that ended in it. With
+        """Works for a moment; request ids and completions of the responses that ended in it. With
         nothing to do it returns at once. After an exception nothing is open any more.
 
         Raises:
             RuntimeError: vLLM read another prompt than it was given.
         """
         with self._working() as llm:
-            return self._running.stepped(llm, self.weight_version)
+            return self._tracker.stepped(llm, self.weight_version)
 
-    def abort(self, tickets: Sequence[int]) -> int:
+    def abort(self, request_ids: Sequence[int]) -> int:
         """Ends responses without an answer; returns the tokens that are thrown away."""
         with self._working() as llm:
-            return self._running.drop(llm, tickets)
+            return self._tracker.drop(llm, request_ids)
 
-    def pause(self, tickets: Sequence[int]) -> list[Completion]:
+    def pause(self, request_ids: Sequence[int]) -> list[Completion]:
         """Ends responses that are open; returns what each has got since ``submit``."""
         with self._working() as llm:
-            return self._running.pause(llm, tickets, self.weight_version)
+            return self._tracker.pause(llm, request_ids, self.weight_version)
 
     def running_lengths(self) -> dict[int, int]:
-        """By ticket, of every response that has not ended, its tokens since ``submit``."""
-        return self._running.lengths(self._llm)
+        """By request id, of every response that has not ended, its tokens since ``submit``."""
+        return self._tracker.lengths(self._llm)
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
         """All responses to some prompts, on every rank of the replica: for those who have the
         engine alone and wait. Raises what ``submit`` and ``poll`` do."""
         every = range(sampling.num_responses)
         try:
-            tickets = [self.submit(prompt, every, sampling) for prompt in prompts]
+            request_ids = [self.submit(prompt, every, sampling) for prompt in prompts]
         except Exception:
-            self.abort(self._running.tickets)
+            self.abort(self._tracker.request_ids)
             raise
         ended: dict[int, Completion] = {}
-        while self._running.tickets:
+        while self._tracker.request_ids:
             ended.update(self.poll())
-        return [[ended[ticket] for ticket in of_prompt] for of_prompt in tickets]
+        return [[ended[request_id] for request_id in of_prompt] for of_prompt in request_ids]
 
     def score(
         self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()
@@ -235,7 +236,7 @@ class VllmEngine:
                 f" {self._config.max_prompt_tokens}; raise it"
             )
         requests = [
-            request(tokens, pictures, self._sight, "score")
+            request(tokens, pictures, self._multimodal, "score")
             for tokens, pictures in zip_longest(sequences, images, fillvalue=())
         ]
         with self._working() as llm:
@@ -275,7 +276,7 @@ class VllmEngine:
             if confirm is not None:
                 confirm()
 
-    def weight_boxes(self) -> list[Shard]:
+    def weight_shards(self) -> list[Shard]:
         """The slices of the checkpoint's tensors that this rank holds, and where.
 
         Recorded from vLLM's own loaders; the weights stay as they are.
@@ -285,30 +286,21 @@ class VllmEngine:
                 it.
         """
         self._require_usable(("weights",))
-        if self._boxes is None:
+        if self._shards is None:
             with self._working() as llm:
-                self._boxes = llm.collective_rpc("discover_boxes", args=(self._expected,))[0]
-        return self._boxes
-
-    def declare_boxes(self, boxes: list[Shard]) -> None:
-        """Makes ``weight_boxes`` return these where it cannot record them.
-
-        Keys are the names of vLLM's parameters.
-        """
-        with self._working() as llm:
-            llm.collective_rpc("declare_boxes", args=(boxes,))
-        self._boxes = boxes
+                self._shards = llm.collective_rpc("discover_shards", args=(self._expected,))[0]
+        return self._shards
 
     def update_weights(self, transfer: Transfer, version: int) -> None:
         """Collective. Replaces all weights by what ``transfer(parameter, written)`` writes.
 
-        It writes to the boxes of ``weight_boxes``, which was called before: ``parameter(key)`` is
-        the tensor to write to, ``written(key)`` says that its last box is in place. Any exception
+        It writes to the shards of ``weight_shards``, which was called before: ``parameter(key)`` is
+        the tensor to write to, ``written(key)`` says that its last shard is in place. Any exception
         leaves the engine unusable.
         """
         self._require_usable(("weights",))
         with self._updating(version) as llm:
-            llm.collective_rpc("receive_boxes", args=(transfer,))
+            llm.collective_rpc("receive_shards", args=(transfer,))
 
     @contextmanager
     def _working(self) -> Iterator[LLM]:
@@ -334,7 +326,7 @@ class VllmEngine:
     def _drop_cache(self) -> None:
         """Keys and values of the old weights would be reused for every prompt that shares a block
         with an earlier one, and features of the old tower for every image that comes again."""
-        if self._sight is not None:
+        if self._multimodal is not None:
             self._llm.llm_engine.reset_encoder_cache()
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache although no request is running")

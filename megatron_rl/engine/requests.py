@@ -15,29 +15,34 @@ from megatron_rl.types import Image, Prompt, Sampling
 
 
 @dataclass(frozen=True)
-class Sight:
+class MultimodalConfig:
     """What an engine is built with whose prompts have images: the processor of the policy, and the
     most images of a prompt.
 
-    Example: ``Sight(processor, max_images=2)``.
+    Example: ``MultimodalConfig(processor, max_images=2)``.
     """
 
     processor: ImageProcessor
     max_images: int
 
 
-def sight_of(prompts: Iterable[Prompt], processor: ImageProcessor | None) -> Sight | None:
+def multimodal_config(
+    prompts: Iterable[Prompt], processor: ImageProcessor | None
+) -> MultimodalConfig | None:
     """For an engine that is to answer ``prompts``; None where none of them has an image."""
     most = max((len(prompt.images) for prompt in prompts), default=0)
-    return None if processor is None or most == 0 else Sight(processor, most)
+    return None if processor is None or most == 0 else MultimodalConfig(processor, most)
 
 
 def request(
-    token_ids: Sequence[int], images: Sequence[Image], sight: Sight | None, what: str
+    token_ids: Sequence[int],
+    images: Sequence[Image],
+    multimodal: MultimodalConfig | None,
+    what: str,
 ) -> dict[str, Any]:
     """The request for a prompt whose image tokens are expanded, to an engine in this process.
     Raises as ``as_asked`` does."""
-    asked: dict[str, Any] = {"prompt_token_ids": as_asked(token_ids, images, sight, what)}
+    asked: dict[str, Any] = {"prompt_token_ids": as_asked(token_ids, images, multimodal, what)}
     if images:
         asked["multi_modal_data"] = {"image": [image.rgb() for image in images]}
         asked["multi_modal_uuids"] = {"image": [image.digest for image in images]}
@@ -45,11 +50,14 @@ def request(
 
 
 def served_request(
-    token_ids: Sequence[int], images: Sequence[Image], sight: Sight | None, what: str
+    token_ids: Sequence[int],
+    images: Sequence[Image],
+    multimodal: MultimodalConfig | None,
+    what: str,
 ) -> dict[str, Any]:
     """The same to a server; with images it is to say what it made of their tokens. Raises as
     ``as_asked`` does."""
-    asked: dict[str, Any] = {"token_ids": as_asked(token_ids, images, sight, what)}
+    asked: dict[str, Any] = {"token_ids": as_asked(token_ids, images, multimodal, what)}
     if images:
         asked["content_parts"] = [
             {"type": "image_url", "url": _as_url(image), "uuid": image.digest} for image in images
@@ -68,11 +76,14 @@ def _as_url(image: Image) -> str:
 
 
 def as_asked(
-    token_ids: Sequence[int], images: Sequence[Image], sight: Sight | None, what: str
+    token_ids: Sequence[int],
+    images: Sequence[Image],
+    multimodal: MultimodalConfig | None,
+    what: str,
 ) -> list[int]:
-    """The token ids of a prompt as vLLM wants them.
+    """The token ids of a prompt as vLLM needs them.
 
-    vLLM wants one token an image and expands it itself: given the expanded ids it would expand them
+    vLLM needs one token an image and expands it itself: given the expanded ids it would expand them
     once more, and given too few images it would read image tokens as text, without an error. So
     both are compared here. It knows images by name and keeps their features under it: the name is
     the digest of the file.
@@ -81,16 +92,16 @@ def as_asked(
         ValueError: the engine was built without images or for fewer, or the image tokens are not
             those of the images; names ``what``.
     """
-    most = sight.max_images if sight is not None else 0
+    most = multimodal.max_images if multimodal is not None else 0
     if len(images) > most:
         raise ValueError(
             f"{what}: has {len(images)} images, the engine was built for {most} in a prompt; build"
             " it for the most"
         )
-    if sight is None:
+    if multimodal is None:
         return list(token_ids)
     try:
-        return sight.processor.collapsed(token_ids, images)
+        return multimodal.processor.collapsed(token_ids, images)
     except ValueError as error:
         raise ValueError(
             f"{what}: its tokens are not those of its images: {error}; load it with the"
@@ -125,8 +136,8 @@ def check_request(prompt: Prompt, sampling: Sampling, config: RolloutConfig) -> 
             )
         if sampling.temperature != 1.0:
             raise ValueError(
-                f"sampling: the temperature is annealed, and {sampling.temperature:g} beside it;"
-                " set it to 1"
+                f"sampling: the temperature is annealed, and the constant one is"
+                f" {sampling.temperature:g}; set it to 1"
             )
     if len(prompt.token_ids) > config.max_prompt_tokens:
         raise ValueError(

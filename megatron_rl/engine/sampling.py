@@ -45,8 +45,8 @@ def request_seed(seed: int, prompt_uid: str) -> int:
 
 
 def sampling_values(sampling: Sampling, seed: int, eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """The request for one response, which ``seed`` is of, as plain data: what vLLM in this process
-    and a server of vLLM are asked alike.
+    """The request for one response, which ``seed`` belongs to, as plain data: the same for vLLM in
+    this process and for a vLLM server.
 
     It ends with one of ``eos_token_ids`` or ``stop_token_ids`` (kept as its last token),
     with a ``stop`` string (its tokens are kept), or at the length limit. Logprobs are those of the

@@ -3,7 +3,7 @@
 Under the external launcher vLLM gives them one constant name: two jobs on a host collide, and a
 killed job leaves segments that stop the next one. Here each launch has names of its own, and a name
 exists only while the engine starts: once every rank has mapped a segment, the name is not needed. A
-lock file, locked for that time, tells a live launch from a dead one.
+lock file, locked for that time, distinguishes a live launch from a dead one.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from megatron_rl.data.multimodal.vision import vision_of
 from megatron_rl.data.shared import shared_data
 from megatron_rl.data.tokenizer import load_tokenizer, text_of
 from megatron_rl.engine.engine import VllmEngine
-from megatron_rl.engine.requests import Sight, sight_of
+from megatron_rl.engine.requests import MultimodalConfig, multimodal_config
 from megatron_rl.engine.weights.stream import expected_tensors
 from megatron_rl.evaluation.evaluation_folder import PROMPTS, EvaluationFolder
 from megatron_rl.evaluation.evaluation_source import Evaluation, StoredWeights, Weights
@@ -73,8 +73,8 @@ def evaluate(
         if unanswered:
             left.append((weights, unanswered))
     if left:
-        sight = sight_of(prompts, vision)
-        engine = _engine(config, left[0][0], sight, world, display)
+        multimodal = multimodal_config(prompts, vision)
+        engine = build_engine(config, left[0][0], multimodal, world, display)
         asking = Asking(
             config=config,
             sampling=evaluation_sampling(config, stop_token_ids(tokenizer.eos_token_id)),
@@ -95,8 +95,12 @@ def without_training(config: Config) -> Config:
     return config.model_copy(update={"data": config.data.model_copy(update={"train": ()})})
 
 
-def _engine(
-    config: Config, first: Weights, sight: Sight | None, world: World, display: Display
+def build_engine(
+    config: Config,
+    first: Weights,
+    multimodal: MultimodalConfig | None,
+    world: World,
+    display: Display,
 ) -> VllmEngine:
     """The engine, once for all weights. It reads the files of ``model.path`` only where these are
     the first to be asked."""
@@ -111,11 +115,28 @@ def _engine(
             config.rollout.model_copy(update={"sleep_level": 0}),
             seed=config.seed,
             launch_id=world.launch_id,
-            sight=sight,
-            awaited=awaited,
+            multimodal=multimodal,
+            expected=awaited,
         )
     world.begin_training()
     return engine
+
+
+def load_weights(
+    config: Config, weights: Weights, engine: VllmEngine, world: World, display: Display
+) -> None:
+    """Collective. Every rank reads the tensors and gives them to its engine, in place."""
+    model = Path(config.model.path)
+    if weights.path == model:  # the engine was built with them
+        return
+    wrong = None
+    if weights.is_checkpoint and config.checkpoint.verify:
+        wrong = digest_problem(world, weights.path)
+    if wrong is not None:
+        raise ValueError(f"{weights.path}: {wrong}; leave step {weights.step} out by --steps")
+    stored = StoredWeights(weights, model, getattr(torch, config.rollout.dtype))
+    with display.phase(f"reading the weights of step {weights.step}"):
+        GatherSync(stored, engine, config.weight_sync.verify).sync(weights.step)
 
 
 @dataclass
@@ -138,7 +159,7 @@ class Asking:
         replicas change one (on GPUs as far as kernels do not depend on what is beside it).
         """
         began = monotonic()
-        self._load(weights)
+        load_weights(self.config, weights, self.engine, self.world, self.display)
         size = self.prompts_at_a_time or self._portion
         for start in range(0, len(prompts), size):
             portion = prompts[start : start + size]
@@ -164,21 +185,6 @@ class Asking:
         """Prompts that fill all engines ``_FILLINGS`` times."""
         responses = _FILLINGS * self.engine.num_replicas * self.engine.capacity
         return max(1, responses // self.sampling.num_responses)
-
-    def _load(self, weights: Weights) -> None:
-        """Collective. Every rank reads the tensors and gives them to its engine, in place."""
-        config = self.config
-        model = Path(config.model.path)
-        if weights.path == model:  # the first to be asked: the engine was built with them
-            return
-        wrong = None
-        if weights.is_checkpoint and config.checkpoint.verify:
-            wrong = digest_problem(self.world, weights.path)
-        if wrong is not None:
-            raise ValueError(f"{weights.path}: {wrong}; leave step {weights.step} out by --steps")
-        stored = StoredWeights(weights, model, getattr(torch, config.rollout.dtype))
-        with self.display.phase(f"reading the weights of step {weights.step}"):
-            GatherSync(stored, self.engine, config.weight_sync.verify).sync(weights.step)
 
     def _slices(self, step: int, responses: Responses) -> Iterator[list[AnswerRow]]:
         """Collective: rows for the file, a slice at a time on rank 0; empty ones elsewhere."""

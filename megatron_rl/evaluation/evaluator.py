@@ -63,7 +63,7 @@ def build_evaluator(
 ) -> Evaluator:
     """Held-out prompts are answered by the engine alone."""
     prompts = data.held_out_prompts[: config.evaluation.num_prompts]
-    if method.needs.given:
+    if "is_demonstration" in method.reads:
         prompts = [without_given(prompt) for prompt in prompts]
     sampling = evaluation_sampling(config, stop_ids)
     return Evaluator(config.evaluation, sampler, prompts, sampling)

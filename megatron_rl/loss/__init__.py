@@ -7,7 +7,7 @@ from megatron_rl.loss.batch import (
     Credit,
     EstimatorNeeds,
     LossResult,
-    Needs,
+    MethodRequirements,
     ResponseBatch,
     TokenBatch,
 )
@@ -27,7 +27,7 @@ __all__ = [
     "Evidence",
     "LossResult",
     "Method",
-    "Needs",
+    "MethodRequirements",
     "ResponseBatch",
     "Terms",
     "TokenBatch",

@@ -1,27 +1,27 @@
 """Functions that a method chooses by name, and the decorators that enter them into the tables.
 
 A signature says everything: arguments before the star are inputs, each named after a field or
-property of ``Evidence`` (per response) or ``Terms`` (per token); keyword-only arguments after it
-are knobs, whose types and defaults become the schema of a yaml (``register.py``). What a function
-needs of the batch, and where it is defined, stands in its decorator.
+property of ``Evidence`` (per response) or ``Terms`` (per token), or after a column that a signal
+gives (``megatron_rl/signals``); keyword-only arguments after it are knobs, whose types and defaults
+become the schema of a yaml (``register.py``). What a function needs of the batch, and where it is
+defined, stands in its decorator.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
-from megatron_rl.loss.batch import EstimatorNeeds
-from megatron_rl.loss.per_response import evidence
+from megatron_rl.loss.batch import EstimatorNeeds, Knobs
 from megatron_rl.loss.per_response.evidence import Evidence
 from megatron_rl.loss.per_token.terms import OPTIONAL, Terms
 
 Function = Callable[..., Any]  # a tensor, or ``Clipped``
-Knobs = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,9 @@ class Form:
     source: type
     whole: str  # name of the source itself as an input
     leading: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()  # of the names, those that a batch may lack
 
-    @property
+    @cached_property
     def names(self) -> set[str]:
         """Every input that a function may name."""
         computed = {key for key, value in vars(self.source).items() if isinstance(value, property)}
@@ -49,25 +50,33 @@ class Form:
         return (*self.leading, self.whole)
 
     def inputs_of(self, function: Function) -> tuple[str, ...]:
-        """The names of a function's inputs; the usual ones where it calls them otherwise."""
+        """The names of a function's inputs; the usual ones where it calls all of them otherwise."""
+        leading = inspect.Parameter.POSITIONAL_OR_KEYWORD
         parameters = inspect.signature(function).parameters.values()
-        given = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
-        return given if given and self.names.issuperset(given) else self.usual
+        # What has a default is meant as a knob, and refused where the knobs are read.
+        given = tuple(p.name for p in parameters if p.kind is leading and p.default is p.empty)
+        return given if self.names & {*given} else self.usual
+
+    def reads_of(self, inputs: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
+        """The columns among the inputs of a function, and ``others``."""
+        columns = [name for name in inputs if name not in self.names or name in self.optional]
+        return tuple(dict.fromkeys([*columns, *others]))
 
 
 PER_RESPONSE = Form(Evidence, "evidence")
 SHAPING = Form(Evidence, "evidence", ("advantages",))
-PER_TOKEN = Form(Terms, "terms")
-TOKEN_SHAPING = Form(Terms, "terms", ("advantages",))
+PER_TOKEN = Form(Terms, "terms", (), OPTIONAL)
+TOKEN_SHAPING = Form(Terms, "terms", ("advantages",), OPTIONAL)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A function under a name of a method's yaml."""
+    """A function under a name of a method's yaml. ``reads``: the columns that it reads."""
 
     function: Function
     inputs: tuple[str, ...]
     form: Form
+    reads: tuple[str, ...]
 
     def __call__(self, source: Evidence | Terms, knobs: Knobs, *leading: Tensor) -> Any:
         """The function's value, whatever a plug-in returns.
@@ -78,7 +87,8 @@ class Choice:
         given[self.form.whole] = source
         for name in self.inputs:
             if name not in given:
-                given[name] = getattr(source, name)
+                known = name in self.form.names
+                given[name] = getattr(source, name) if known else source.column(name)
         return self.function(*[given[name] for name in self.inputs], **knobs)
 
 
@@ -90,21 +100,7 @@ class Estimator(Choice):
 
 
 @dataclass(frozen=True)
-class Shaper(Choice):
-    """Advantages and evidence -> advantages."""
-
-    reads: tuple[str, ...] = ()  # optional fields of ResponseBatch
-
-
-@dataclass(frozen=True)
-class OfTokens(Choice):
-    """A function of ``Terms``. ``reads``: optional fields of TokenBatch, by their names."""
-
-    reads: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class PolicyLoss(OfTokens):
+class PolicyLoss(Choice):
     """Terms -> what is minimized, per token."""
 
     sequence_ratio: bool  # log_ratio is the response's mean, not the token's
@@ -112,32 +108,24 @@ class PolicyLoss(OfTokens):
 
 
 ESTIMATORS: dict[str, Estimator] = {}
-SHAPERS: dict[str, Shaper] = {}
-TOKEN_SHAPERS: dict[str, OfTokens] = {}
+SHAPERS: dict[str, Choice] = {}
+TOKEN_SHAPERS: dict[str, Choice] = {}
 POLICY_LOSSES: dict[str, PolicyLoss] = {}
-AGGREGATIONS: dict[str, OfTokens] = {}
+AGGREGATIONS: dict[str, Choice] = {}
 KL_WEIGHTS: dict[str, Choice] = {}
 CORRECTIONS: dict[str, Choice] = {}
 
 
+def choice(form: Form, function: Function, reads: Sequence[str] = ()) -> Choice:
+    """``function`` as one of ``form``, which reads ``reads`` beside its inputs."""
+    inputs = form.inputs_of(function)
+    return Choice(function, inputs, form, form.reads_of(inputs, reads))
+
+
 def enter_estimator(name: str, function: Function, needs: EstimatorNeeds) -> None:
     """Makes an estimator callable by name; its knobs are described in ``register.py``."""
-    inputs = PER_RESPONSE.inputs_of(function)
-    ESTIMATORS[name] = Estimator(function, inputs, PER_RESPONSE, needs)
-
-
-def enter_shaper(name: str, function: Function, reads: Sequence[str] = ()) -> None:
-    """Makes a shaper callable by name."""
-    inputs = SHAPING.inputs_of(function)
-    named = [name for name in evidence.OPTIONAL if name in inputs and name not in reads]
-    SHAPERS[name] = Shaper(function, inputs, SHAPING, (*reads, *named))
-
-
-def enter_token_shaper(name: str, function: Function, reads: Sequence[str] = ()) -> None:
-    """Makes a token shaper callable by name."""
-    inputs = TOKEN_SHAPING.inputs_of(function)
-    read = token_reads(inputs, reads)
-    TOKEN_SHAPERS[name] = OfTokens(function, inputs, TOKEN_SHAPING, read)
+    found = choice(PER_RESPONSE, function, needs.reads)
+    ESTIMATORS[name] = Estimator(function, found.inputs, found.form, found.reads, needs)
 
 
 def enter_policy_loss(
@@ -148,14 +136,10 @@ def enter_policy_loss(
     reads: Sequence[str] = (),
 ) -> None:
     """Makes a policy loss callable by name."""
-    inputs = PER_TOKEN.inputs_of(function)
-    read = token_reads(inputs, reads)
-    POLICY_LOSSES[name] = PolicyLoss(function, inputs, PER_TOKEN, read, sequence_ratio, clips)
-
-
-def token_reads(inputs: Collection[str], others: Collection[str]) -> tuple[str, ...]:
-    """The optional fields of TokenBatch among the inputs of a function, and ``others``."""
-    return tuple(name for name in OPTIONAL if name in inputs or name in others)
+    found = choice(PER_TOKEN, function, reads)
+    POLICY_LOSSES[name] = PolicyLoss(
+        function, found.inputs, found.form, found.reads, sequence_ratio, clips
+    )
 
 
 def _name(function: Function) -> str:
@@ -174,13 +158,13 @@ def estimator(**needs: Any) -> Callable[[Function], Function]:
 
 def shaper(function: Function) -> Function:
     """Enters advantages -> advantages under the function's name."""
-    enter_shaper(_name(function), function)
+    SHAPERS[_name(function)] = choice(SHAPING, function)
     return function
 
 
 def token_shaper(function: Function) -> Function:
     """Enters advantages of tokens -> advantages of tokens under the function's name."""
-    enter_token_shaper(_name(function), function)
+    TOKEN_SHAPERS[_name(function)] = choice(TOKEN_SHAPING, function)
     return function
 
 
@@ -198,15 +182,13 @@ def policy_loss(
 
 def aggregation(function: Function) -> Function:
     """Enters the weight of each token under the function's name."""
-    inputs = PER_TOKEN.inputs_of(function)
-    AGGREGATIONS[_name(function)] = OfTokens(function, inputs, PER_TOKEN, token_reads(inputs, ()))
+    AGGREGATIONS[_name(function)] = choice(PER_TOKEN, function)
     return function
 
 
 def kl_weight(function: Function) -> Function:
     """Enters the factor of kl.coef at each response under the function's name."""
-    inputs = PER_RESPONSE.inputs_of(function)
-    KL_WEIGHTS[_name(function)] = Choice(function, inputs, PER_RESPONSE)
+    KL_WEIGHTS[_name(function)] = choice(PER_RESPONSE, function)
     return function
 
 
@@ -214,7 +196,7 @@ def correction(name: str) -> Callable[[Function], Function]:
     """Enters weights of the policy term, chosen by ``mismatch.kind``, under ``name``."""
 
     def enter(function: Function) -> Function:
-        CORRECTIONS[name] = Choice(function, PER_TOKEN.inputs_of(function), PER_TOKEN)
+        CORRECTIONS[name] = choice(PER_TOKEN, function)
         return function
 
     return enter

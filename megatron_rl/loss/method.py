@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Collection, Sequence
+from dataclasses import fields
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,20 +11,26 @@ from torch import Tensor
 
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.method import MethodConfig
-from megatron_rl.loss.batch import Credit, LossResult, Needs, ResponseBatch, TokenBatch
+from megatron_rl.config.pieces import Piece
+from megatron_rl.loss.batch import (
+    Credit,
+    Knobs,
+    LossResult,
+    MethodRequirements,
+    Readings,
+    ResponseBatch,
+    TokenBatch,
+)
 from megatron_rl.loss.choices import ESTIMATORS
 from megatron_rl.loss.per_response import filters
-from megatron_rl.loss.per_response.credit import CreditPlan, credit, reads_of, tail_of
-from megatron_rl.loss.per_response.tails import FIELDS as CONFIDENCES
-from megatron_rl.loss.per_response.tails import tail_confidence
-from megatron_rl.loss.per_token import kl
-from megatron_rl.loss.per_token.entropy_anchor import find_peaks
+from megatron_rl.loss.per_response.credit import CreditPlan, credit, reads_of
 from megatron_rl.loss.per_token.terms import SequenceSum
 from megatron_rl.loss.per_token.token_loss import LossPlan, token_loss, token_reads_of
 from megatron_rl.loss.per_token.whole_responses import SequenceGather
 from megatron_rl.loss.segments import lifted, segments_of
 
-OF_OLD_LOGPROBS = {"mean_logprobs", "sum_logprobs", "kl", *CONFIDENCES}
+# What every run gives, or makes room for by ``MethodRequirements``: no signals.
+FIELDS = {field.name for field in fields(TokenBatch)}
 
 
 def load_method(
@@ -46,7 +52,10 @@ def load_method(
 
 
 class Method:
-    """A method's two functions, ``credit`` (per response) and ``loss`` (per token), and its needs.
+    """A method's two functions, ``credit`` (per response) and ``loss`` (per token).
+
+    ``reads``: the columns that they read, which signals give, each with who reads it. ``needs``:
+    what else the method asks of a run.
 
     ``response_limit`` (tokens) stands in for ``aggregate.norm_len: null`` and
     ``reward_shaping.overlong.max_tokens: null``; without either a ValueError comes from ``loss``
@@ -59,7 +68,12 @@ class Method:
         self.response_limit = response_limit
         self._credit_plan = _credit_plan(config)
         self._loss_plan = _loss_plan(config, response_limit)
-        self.needs = _needs(config, self._credit_plan, self._loss_plan)
+        reads = [*reads_of(self._credit_plan).items(), *token_reads_of(self._loss_plan).items()]
+        self.reads: Readings = {}
+        for name, readings in reads:
+            if name not in FIELDS:
+                self.reads.setdefault(name, []).extend(readings)
+        self.needs = _requirements(config, {name for name, _ in reads})
 
     def credit(self, batch: ResponseBatch) -> Credit:
         """Advantages, KL weights and kept rows of a whole rollout step.
@@ -149,73 +163,6 @@ class Method:
         one_group = torch.zeros(len(correct), dtype=torch.int64)
         return bool(self.wants_groups(torch.tensor(correct), one_group).all())
 
-    def response_statistics(
-        self,
-        old_logprobs: Float[Tensor, " tokens"],
-        ref_logprobs: Float[Tensor, " tokens"] | None,
-        response_index: Int[Tensor, " tokens"],
-        loss_mask: Bool[Tensor, " tokens"],
-        num_responses: int,
-    ) -> dict[str, Float[Tensor, " responses"]]:
-        """The fields of ResponseBatch that come from logprobs, as far as the method reads them.
-
-        They go in by name: ``ResponseBatch(..., **method.response_statistics(...))``. The tokens
-        are those of all responses. Asked for where ``needs.response_statistics``.
-        """
-
-        reads = reads_of(self._credit_plan)
-        old = lifted(old_logprobs.detach())
-
-        def total(values: Tensor) -> Tensor:
-            kept = torch.where(loss_mask, values, torch.zeros_like(values))
-            # [responses], from [tokens].
-            sums = torch.zeros(num_responses, dtype=values.dtype, device=values.device)
-            return sums.index_add(0, response_index, kept)
-
-        statistics: dict[str, Tensor] = {}
-        if {"mean_logprobs", "sum_logprobs"} & reads.keys():
-            sums = total(old)
-            # Of a response without kept tokens the mean is 0 / 1.
-            num_tokens = total(torch.ones_like(old)).clamp(min=1)
-            statistics = {"sum_logprobs": sums, "mean_logprobs": sums / num_tokens}
-        if "response_confidence" in reads:
-            tail = tail_of(self._credit_plan)
-            kept, rows = old[loss_mask], response_index[loss_mask]
-            confidence = tail_confidence(kept, rows, num_responses, tail=tail)
-            statistics["response_confidence"] = confidence
-        if "kl" in reads and ref_logprobs is not None:
-            estimate = kl.ESTIMATORS[self.config.kl.estimator]
-            statistics["kl"] = total(estimate(old, lifted(ref_logprobs.detach()).to(old.dtype)))
-        return statistics
-
-    def prompt_statistics(
-        self,
-        logprobs: Float[Tensor, " tokens"],
-        response_index: Int[Tensor, " tokens"],
-        num_responses: int,
-    ) -> dict[str, Float[Tensor, " responses"]]:
-        """The fields of ResponseBatch that come from the old policy's logprobs of prompts.
-
-        The tokens are those of the prompts of all responses, but the first of each, which nothing
-        predicts. Asked for where ``needs.prompt_logprobs``.
-        """
-        tail = tail_of(self._credit_plan)
-        logprobs = lifted(logprobs.detach())
-        confidence = tail_confidence(logprobs, response_index, num_responses, tail=tail)
-        return {"prompt_confidence": confidence}
-
-    def peaks(
-        self, nucleus_entropies: Float[Tensor, " tokens"], anchor: float | None
-    ) -> Float[Tensor, "4"]:
-        """TokenBatch.peaks of a minibatch, from the entropies of all its loss tokens under the
-        current weights: threshold, number and mean of the peak tokens, and the ``anchor``, where
-        None stands for that mean. Asked for where ``needs.nucleus``, before each update."""
-        knobs = self.config.entropy_anchor
-        assert knobs is not None
-        found = find_peaks(nucleus_entropies, knobs.quantile)
-        start = found.mean if anchor is None else anchor
-        return torch.tensor([*found, start], dtype=torch.float64)
-
 
 def _prefixed(override: str) -> str:
     """The override below the key ``method``, keeping Hydra's prefix."""
@@ -248,12 +195,6 @@ def _credit_plan(config: MethodConfig) -> CreditPlan:
 
 def _loss_plan(config: MethodConfig, response_limit: int | None) -> LossPlan:
     kl_aggregate = config.kl.aggregate or config.aggregate
-    anchor = config.entropy_anchor
-    of_self = config.self_reward
-    perception = None
-    if config.perception is not None:
-        # These two say how images are masked and which policy sees them: not of the loss.
-        perception = config.perception.model_dump(exclude={"mask_ratio", "masked"})
     return LossPlan(
         policy_loss=config.policy_loss.name,
         policy_knobs=config.policy_loss.knobs,
@@ -267,51 +208,24 @@ def _loss_plan(config: MethodConfig, response_limit: int | None) -> LossPlan:
         mismatch_cap=config.mismatch.cap,
         response_limit=response_limit,
         token_shaping=tuple((name, choice.knobs) for name, choice in config.token_shaping.items()),
-        entropy_anchor=None if anchor is None else anchor.coef,
-        self_reward=None if of_self is None else (of_self.alpha, of_self.beta),
-        perception=perception,
+        entropy_anchor=_knobs(config.entropy_anchor),
+        self_reward=_knobs(config.self_reward),
+        perception=_knobs(config.perception),
     )
 
 
-def _needs(config: MethodConfig, plan: CreditPlan, loss_plan: LossPlan) -> Needs:
-    coefficients = _kl_coef(config)
-    reads = reads_of(plan).keys()
+def _knobs(section: Piece | None) -> Knobs | None:
+    return None if section is None else section.model_dump()
+
+
+def _requirements(config: MethodConfig, reads: Collection[str]) -> MethodRequirements:
     dynamic = config.filters.dynamic_sampling
-    entropy: Literal["none", "metric", "value", "grad"] = "none"
-    # The most that anything asks for: a gradient, a value, or only a figure.
-    if config.entropy.coef:
-        entropy = "grad"
-    elif "entropy" in token_reads_of(loss_plan):
-        entropy = "value"
-    elif config.entropy.metric:
-        entropy = "metric"
-    min_group = ESTIMATORS[plan.estimator].needs.min_group
+    min_group = ESTIMATORS[config.estimator.name].needs.min_group
     # The name of the knob that has the number.
     if isinstance(min_group, str):
-        min_group = plan.estimator_knobs[min_group]
-    token_reads = token_reads_of(loss_plan)
-    perception = config.perception
-    # The policy tells ``is_argmax`` only with the most likely tokens: one is enough.
-    top_k = int("is_argmax" in token_reads)
-    if "topk_logprobs" in token_reads:
-        top_k = loss_plan.policy_knobs["top_k"]
-    return Needs(
-        ref_logprobs=any(coefficients) or "kl" in reads or "ref_logprobs" in token_reads,
-        entropy=entropy,
-        top_k=top_k,
-        visual_entropy="visual_entropy" in reads,
-        history="visits" in reads,
-        progress="progress" in reads,
-        response_statistics=bool(reads & OF_OLD_LOGPROBS),
-        prompt_logprobs="prompt_confidence" in reads,
-        correct=coefficients[0] != coefficients[1] or "correct" in token_reads,
-        group_accuracy="group_accuracy" in token_reads,
-        log_ratio_sums="log_ratio_sums" in token_reads,
-        nucleus=0.0 if config.entropy_anchor is None else config.entropy_anchor.top_p,
-        end_token=None if config.self_reward is None else config.self_reward.token_id,
-        mask_ratio=None if perception is None else perception.mask_ratio,
-        masked_in_update=perception is not None and perception.masked == "current",
-        given="given" in token_reads,
+        min_group = config.estimator.knobs[min_group]
+    return MethodRequirements(
+        ref_logprobs=any(_kl_coef(config)) or bool({"kl", "ref_logprobs"} & {*reads}),
         dynamic_sampling=dynamic is not None,
         max_sampling_tries=1 if dynamic is None else dynamic.max_tries,
         token_ids=config.reward_shaping.repetition is not None,

@@ -17,20 +17,18 @@ from megatron_rl.errors import RegistrationError
 from megatron_rl.loss import choices
 from megatron_rl.loss.batch import EstimatorNeeds
 from megatron_rl.loss.choices import Function
-from megatron_rl.loss.per_response import advantages, evidence, histories, shaping, tails
+from megatron_rl.loss.per_response import advantages, histories, shaping
 from megatron_rl.loss.per_token import (
     aggregate,
-    given_responses,
+    demonstrations,
     kl,
     mismatch,
     policy_losses,
     response_losses,
     token_advantages,
 )
-from megatron_rl.loss.per_token.terms import OPTIONAL
 
 PLAIN = EstimatorNeeds()
-READABLE = ("mean_logprobs", "sum_logprobs", "visual_entropy", "kl", *evidence.OPTIONAL)
 # Their decorators have filled the tables below.
 FILES = (
     advantages,
@@ -39,7 +37,7 @@ FILES = (
     token_advantages,
     policy_losses,
     response_losses,
-    given_responses,
+    demonstrations,
     aggregate,
     kl,
     mismatch,
@@ -103,7 +101,6 @@ def register_estimator(
     """
 
     def register(function: Function) -> Function:
-        _check_reads(f"estimator {name}", needs.reads)
         inputs = choices.PER_RESPONSE.inputs_of(function)
         schema = registry.register_piece("estimator", method.ESTIMATORS, name, function, inputs)
         if isinstance(needs.min_group, str) and needs.min_group not in schema.model_fields:
@@ -128,22 +125,17 @@ def register_shaper(name: str, *, reads: Sequence[str] = ()) -> Callable[[Functi
             return advantages.clamp(-limit, limit)
 
     Args:
-        reads: optional fields of ResponseBatch that the function reads (``READABLE``).
+        reads: columns that a function of ``evidence`` reads by ``evidence.column(name)``; those
+            that it names as inputs are known. Signals give them (``megatron_rl/signals``).
 
     Raises:
-        RegistrationError: the name is taken, a knob has no type, or ``reads`` is not understood.
+        RegistrationError: the name is taken, or a knob has no type.
     """
 
     def register(function: Function) -> Function:
-        _check_reads(f"shaper {name}", reads)
         inputs = choices.SHAPING.inputs_of(function)
-        schema = registry.register_piece("shaper", method.SHAPERS, name, function, inputs)
-        if {*tails.FIELDS} & {*inputs, *reads} and "tail" not in schema.model_fields:
-            del method.SHAPERS[name]
-            raise RegistrationError(
-                f"shaper {name}: reads confidences, so it needs the knob tail: float"
-            )
-        choices.enter_shaper(name, function, reads)
+        registry.register_piece("shaper", method.SHAPERS, name, function, inputs)
+        choices.SHAPERS[name] = choices.choice(choices.SHAPING, function, reads)
         return function
 
     return register
@@ -161,22 +153,17 @@ def register_token_shaper(
             return advantages * (1 + scale * entropy)
 
     Args:
-        reads: optional fields of TokenBatch that a function of ``terms`` reads (``OPTIONAL`` of
-            ``terms.py``); those that it names as inputs are known.
+        reads: columns that a function of ``terms`` reads by ``terms.column(name)``, and fields that
+            may be missing (``OPTIONAL`` of ``terms.py``); those that it names as inputs are known.
 
     Raises:
-        RegistrationError: the name is taken, a knob has no type, or ``reads`` is not understood.
+        RegistrationError: the name is taken, or a knob has no type.
     """
 
     def register(function: Function) -> Function:
         inputs = choices.TOKEN_SHAPING.inputs_of(function)
-        if "topk_logprobs" in (*inputs, *reads):
-            raise RegistrationError(
-                f"token shaper {name}: reads topk_logprobs, which a policy loss alone is given"
-            )
-        _check_reads(f"token shaper {name}", reads, OPTIONAL)
         registry.register_piece("token shaper", method.TOKEN_SHAPERS, name, function, inputs)
-        choices.enter_token_shaper(name, function, reads)
+        choices.TOKEN_SHAPERS[name] = choices.choice(choices.TOKEN_SHAPING, function, reads)
         return function
 
     return register
@@ -201,22 +188,14 @@ def register_policy_loss(
         reads: as for ``register_token_shaper``.
 
     Raises:
-        RegistrationError: the name is taken, a knob has no type, ``clips`` lacks its two knobs, or
-            ``reads`` is not understood.
+        RegistrationError: the name is taken, a knob has no type, or ``clips`` lacks its two knobs.
     """
 
     def register(function: Function) -> Function:
-        _check_reads(f"policy loss {name}", reads, OPTIONAL)
         inputs = choices.PER_TOKEN.inputs_of(function)
         schema = registry.register_piece(
             "policy loss", method.POLICY_LOSSES, name, function, inputs
         )
-        read = choices.token_reads(inputs, reads)
-        if "topk_logprobs" in read and "top_k" not in schema.model_fields:
-            del method.POLICY_LOSSES[name]
-            raise RegistrationError(
-                f"policy loss {name}: reads topk_logprobs, so it needs the knob top_k: int"
-            )
         floats = [knob for knob, info in schema.model_fields.items() if info.annotation is float]
         if clips and not {"low", "high"} <= set(floats):
             del method.POLICY_LOSSES[name]
@@ -227,18 +206,6 @@ def register_policy_loss(
         return function
 
     return register
-
-
-def _check_reads(subject: str, reads: Sequence[str], readable: Sequence[str] = READABLE) -> None:
-    always = "rewards, correct, lengths and groups"
-    if readable is OPTIONAL:
-        always = "logprobs, log_ratio, advantages and loss_mask"
-    for field in reads:
-        if field not in readable:
-            raise RegistrationError(
-                f"{subject}: reads {field!r}, which is none of {', '.join(readable)}; {always} are"
-                " always there"
-            )
 
 
 _describe_own()

@@ -171,7 +171,7 @@ def common(hf: Any, **more: Any) -> Architecture:
             f"config.json of {hf.model_type}: layer_types has {sorted(layer_types)}; "
             "only 'full_attention' is supported, give another model"
         )
-    # A family with experts adds their sizes itself, beside their tensors.
+    # A family with experts adds their sizes itself, in addition to their tensors.
     sizes = asdict(model_sizes({key: getattr(hf, key, None) for key in DENSE_SIZES}))
     fields: dict[str, Any] = {
         "family": hf.model_type,

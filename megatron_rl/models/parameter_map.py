@@ -20,7 +20,7 @@ HEAD = Slot("output_layer.weight", "vocab", ("lm_head.weight",))
 TIED_HEAD = Slot("output_layer.weight", "vocab", ("model.embed_tokens.weight",))
 # The tower's parameters have one name on both sides.
 VISION = "visual."
-# Transformer Engine fuses a norm into the linear layer behind it: its name there -> its own name.
+# Transformer Engine fuses a norm into the linear layer after it: its name there -> its own name.
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -179,7 +179,7 @@ def shards(
     """The shards that tensor-parallel rank ``rank`` of ``size`` has in ``parameter``, from top to
     bottom, without ``key`` and ``dtype``, which their owner knows. The parameter is contiguous.
 
-    Example: the second of two ranks has rows 32..63 of k_proj behind 64 rows of q_proj, at hidden
+    Example: the second of two ranks has rows 32..63 of k_proj after 64 rows of q_proj, at hidden
     size 64: ``Shard("model.layers.0.self_attn.k_proj.weight", (64, 64), (32, 0), (32, 64), 4096,
     (64, 1))``.
     """
@@ -222,7 +222,7 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def slices(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
-    """The index that cuts a hyper-rectangle out of a tensor."""
+    """The index that cuts a slice out of a tensor."""
     return tuple(slice(first, first + length) for first, length in zip(start, shape, strict=True))
 
 

@@ -22,7 +22,7 @@ from megatron_rl.policy.batches.work_model import WorkModel
 from megatron_rl.policy.hardware import this_machine
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import available_gib
-from megatron_rl.weight_sync.fleet.held import NUM_HELD
+from megatron_rl.weight_sync.fleet.weight_history import NUM_VERSIONS
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +72,11 @@ def plan(config: Config, world_size: int, room: Room, *, fused: bool) -> list[me
 
 
 def _beside_servers(stage: memory.StageMemory, config: Config) -> memory.StageMemory:
-    """No engine; in its place, in lockstep behind the policy, what ``HeldWeights`` holds."""
+    """No engine; in its place, in lockstep behind the policy, what ``WeightHistory`` holds."""
     held = config.source.staleness > 0 and config.source.schedule == "lockstep"
     return replace(
         stage,
-        engine_weights=NUM_HELD * stage.weights if held else 0,
+        engine_weights=NUM_VERSIONS * stage.weights if held else 0,
         engine_sampler=0,
         engine_unquantized=0,
         kv_cache=0,

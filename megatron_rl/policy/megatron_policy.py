@@ -13,15 +13,16 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from megatron_rl.checkpoints.part_writer import Memory
-from megatron_rl.checkpoints.saving import Saving
+from megatron_rl.checkpoints.saving import CheckpointSave
 from megatron_rl.config.rules.layout_rules import layout_problems
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.models import read_architecture
 from megatron_rl.models.base import vision_problems
 from megatron_rl.models.parameter_map import padded_vocab
+from megatron_rl.passes import LocalBatch, Outputs, TokenLoss, TokenScores, UpdateResult
 from megatron_rl.policy import optimizer as optim_room
 from megatron_rl.policy import parallel as groups
-from megatron_rl.policy import remedies
+from megatron_rl.policy import patches
 from megatron_rl.policy.batches.batching import Batching
 from megatron_rl.policy.batches.microbatches import multiples, prompt_places
 from megatron_rl.policy.batches.work_model import WorkModel
@@ -29,9 +30,11 @@ from megatron_rl.policy.hardware import this_machine
 from megatron_rl.policy.model import build_chunks, transformer_config
 from megatron_rl.policy.not_finite import check_weights
 from megatron_rl.policy.passes.forward import (
+    PROMPT_LOGPROBS,
     Passes,
-    ScoreBoard,
+    ScoreBuffer,
     Totals,
+    all_outputs,
     finish_param_gather,
     loss_consumer,
     reduce_totals,
@@ -49,10 +52,9 @@ from megatron_rl.policy.state.offload import (
     release_caches,
     training_tensors,
 )
-from megatron_rl.policy.state.shards import held_shards, key
-from megatron_rl.protocols import Entropy
+from megatron_rl.policy.state.shards import key, parameter_shards
 from megatron_rl.runtime.device import device, platform
-from megatron_rl.types import SequenceBatch, Shard, Share, TokenLoss, TokenScores, UpdateResult
+from megatron_rl.types import SequenceBatch, Shard
 
 Values = Mapping[str, Any]
 After = Callable[[], None] | None
@@ -81,11 +83,10 @@ class MegatronPolicy:
         self.arch, self.hf_config = read_architecture(self.path)
         problems = layout_problems(self.arch, parallel, dist.get_world_size())
         problems += vision_problems(self.arch, model, precision)
-        problems += settings.problems(self.arch.vocab_size)
         if problems:
             raise ValueError("\n".join(problems))
         weights.check_directory(self.path, self.arch)
-        remedies.apply()
+        patches.apply()
         self.ranks = groups.initialize(parallel)
         self.parallel = parallel
         self.optim = optim
@@ -123,7 +124,7 @@ class MegatronPolicy:
             model,
             self.settings.max_sequence_tokens,
         )
-        self.held = weights.held_parameters(self.modules, self.arch, self.ranks, self.vocab_rows)
+        self.held = weights.local_parameters(self.modules, self.arch, self.ranks, self.vocab_rows)
         if self.settings.read_weights:
             finite = self.settings.require_finite
             weights.load(self.held, self.arch, self.path, self.ranks, require_finite=finite)
@@ -194,9 +195,11 @@ class MegatronPolicy:
         """Interleaved pipelines take micro-batches in groups of one a stage."""
         return self.ranks.pipeline if self.parallel.virtual_pipeline is not None else 1
 
-    def score(self, share: Share, **asked: bool) -> TokenScores:
+    def score(
+        self, batch: LocalBatch, outputs: Outputs = (), *, reference: bool = False
+    ) -> TokenScores:
         """See protocols.Policy."""
-        return self.score_microbatches(share.batch, share.microbatches, **asked)
+        return self.score_microbatches(*batch.work, outputs, reference=reference)
 
     def score_alone(
         self, batch: SequenceBatch, *, reference: bool = False, temperature: float | None = None
@@ -210,45 +213,48 @@ class MegatronPolicy:
         self,
         batch: SequenceBatch,
         microbatches: Sequence[Sequence[int]],
+        outputs: Outputs = (),
         *,
         reference: bool = False,
-        prompts: bool = False,
-        nucleus: bool = False,
         temperature: float | None = None,
     ) -> TokenScores:
-        """Collective: ``score`` of a ``Share`` by its fields. ``batch`` is that of THIS
+        """Collective: ``score`` of a ``LocalBatch`` by its fields. ``batch`` is that of THIS
         data-parallel rank, which may have rows of ``batch`` that it does not name: they score 0.
         All ranks pass equally many micro-batches; one may be empty. ``temperature``: instead of
         that of the settings."""
         self._offload.require("weights")
-        # Entropies of the reference are read by nobody.
-        entropy: Entropy = "value" if self.settings.entropy != "none" and not reference else "none"
+        prompts = any(output.name == PROMPT_LOGPROBS for output in outputs)
         places = prompt_places(batch, microbatches) if prompts else None
-        board = self._board(batch, entropy, places, nucleus)
+        buffer = self._buffer(batch, outputs, places)
         passes = self._passes if temperature is None else self._passes_at(temperature)
         with self._weights(reference), logprob_format(self.config, self.precision), platform():
             packed = self.batching.packed(batch, microbatches, prompts=prompts)
-            share = self.settings.nucleus if nucleus else 0.0
-            board.fill(passes, packed, entropy=entropy, nucleus=share)
-        return board.read()
+            buffer.fill(passes, packed, outputs)
+        return buffer.read()
 
-    def update(self, share: Share, loss: TokenLoss, *, with_scores: bool = False) -> UpdateResult:
+    def update(
+        self,
+        batch: LocalBatch,
+        loss: TokenLoss,
+        outputs: Outputs = (),
+        *,
+        scores: Outputs | None = None,
+    ) -> UpdateResult:
         """See protocols.Policy."""
-        return self.update_microbatches(
-            share.batch, share.microbatches, loss, with_scores=with_scores
-        )
+        return self.update_microbatches(*batch.work, loss, outputs, scores=scores)
 
     def update_microbatches(
         self,
         batch: SequenceBatch,
         microbatches: Sequence[Sequence[int]],
         loss: TokenLoss,
+        outputs: Outputs = (),
         *,
-        with_scores: bool = False,
+        scores: Outputs | None = None,
     ) -> UpdateResult:
-        """Collective: ``update`` of a ``Share`` by its fields, as in ``score_microbatches``."""
-        board = self._board(batch, self.settings.entropy) if with_scores else None
-        totals = self.backward(batch, microbatches, loss, board=board)
+        """Collective: ``update`` of a ``LocalBatch`` by its fields."""
+        buffer = None if scores is None else self._buffer(batch, scores)
+        totals = self.backward(batch, microbatches, loss, outputs, buffer=buffer)
         rate = optim_room.learning_rate(
             self.optimizer_steps, self.optim, self.total_optimizer_steps
         )
@@ -261,7 +267,7 @@ class MegatronPolicy:
             learning_rate=rate,
             skipped=skipped,
             metrics=totals.metrics,
-            scores=None if board is None else board.read(),
+            scores=None if buffer is None else buffer.read(),
         )
 
     def backward(
@@ -269,33 +275,28 @@ class MegatronPolicy:
         batch: SequenceBatch,
         microbatches: Sequence[Sequence[int]],
         loss: TokenLoss,
+        outputs: Outputs = (),
         *,
-        board: ScoreBoard | None = None,
+        buffer: ScoreBuffer | None = None,
     ) -> Totals:
-        """Collective: loss and metrics of the minibatch. The first half of an update.
-
-        Leaves its gradient in the parameters, and the scores of its tokens on the board. A
-        reference pass in between may take the gradient's memory.
-        """
+        """Collective: loss and metrics of the minibatch, the first half of an update. Its gradient
+        stays in the parameters, until a reference pass takes that memory."""
         self._offload.require("weights", "gradients", "optimizer")
-        entropy = self.settings.entropy
-        in_loss = entropy == "grad" or self.settings.entropy_in_loss
-        if board is None and not in_loss:
-            entropy = "none"  # nobody would read them
         with platform():
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            consume = loss_consumer(loss, self.ranks, entropy=in_loss, board=board)
+            consume = loss_consumer(loss, outputs, self.ranks, buffer)
             packed = self.batching.packed(batch, microbatches)
-            settings = self.settings
-            wanted = {"entropy": entropy, "top_k": settings.top_k, "nucleus": settings.nucleus}
-            collected = self._passes.run(packed, consume, backward=True, **wanted)
+            every = outputs if buffer is None else all_outputs(outputs, buffer.outputs)
+            collected = self._passes.run(packed, consume, every, backward=True)
         return reduce_totals(collected, self.ranks)
 
-    def _board(self, batch: SequenceBatch, entropy: Entropy, *more: Any) -> ScoreBoard:
+    def _buffer(
+        self, batch: SequenceBatch, outputs: Outputs, prompt_places: Tensor | None = None
+    ) -> ScoreBuffer:
         num_tokens = int(batch.response_lengths.sum())
-        return ScoreBoard(num_tokens, entropy != "none", self.ranks, self.device, *more)
+        return ScoreBuffer(num_tokens, outputs, self.ranks, self.device, prompt_places)
 
     @property
     def gathered_bytes_sent(self) -> int:
@@ -309,8 +310,7 @@ class MegatronPolicy:
         yield from self._gather.run(plain)
 
     def gathered_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Collective: the gradients left by ``backward``, by HF name, whole on every rank; zeros of
-        what is not trained."""
+        """Collective: the gradients of ``backward``, by HF name, whole; zeros of what is frozen."""
         with platform():
             optim_room.whole_gradients(self.chunks)
         yield from self._gather.run(optim_room.gradient)
@@ -321,10 +321,10 @@ class MegatronPolicy:
         with platform():
             return optim_room.gradient_norm(self.optimizer)
 
-    def weight_boxes(self) -> list[Shard]:
+    def weight_shards(self) -> list[Shard]:
         """The parts of HF tensors that this rank holds, for a planned weight sync; the keys are
         those of ``weight``."""
-        return held_shards(self.held)
+        return parameter_shards(self.held)
 
     def weight(self, name: str) -> Tensor:
         """This rank's parameter of that key, as it is now (after ``wait_for_param_gather``). Raises
@@ -382,7 +382,7 @@ class MegatronPolicy:
 
     def start_save(
         self, path: Path, extra: Values, about: Values | None = None, after: After = None
-    ) -> Saving:
+    ) -> CheckpointSave:
         """See protocols.Policy."""
         self._offload.require("weights", "gradients", "optimizer")
         return checkpoint.start(self, path, extra, about, after)

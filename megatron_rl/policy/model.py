@@ -143,7 +143,7 @@ def expert_fields(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any
         moe_router_dtype="fp32",
     )
     if parallel.expert_tensor > 1 and not torch.cuda.is_available():
-        # gloo has no all-gather of unequal sizes, which the other dispatcher needs. This one wants
+        # gloo has no all-gather of unequal sizes, which the other dispatcher needs. This one needs
         # micro-batches of one length, which a pipeline does not get.
         fields["moe_token_dispatcher_type"] = "allgather"
         if parallel.pipeline > 1:
@@ -190,7 +190,7 @@ def transformer_config(
         # pipeline of two stages; unbatched and overlapped is right for every layout.
         batch_p2p_comm=False,
         overlap_p2p_comm=interleaved,
-        # Also asked of dense models: megatron refuses its default with lengths that vary.
+        # Required for dense models too: megatron refuses its default with lengths that vary.
         moe_token_dispatcher_type="alltoall",
         mrope_section=list(arch.mrope_section) or None,
         calculate_per_token_loss=True,  # DDP reads it when it wraps a model
@@ -246,8 +246,8 @@ def mark_experts(model: torch.nn.Module) -> None:
     stand on every tensor rank (``parallel.expert`` and ``expert_tensor`` 1, ``tensor`` not): each
     of these sends its own part of the tokens through them, and would keep its own gradient.
     """
-    everybody = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    if parallel_state.get_expert_data_parallel_world_size() == everybody:
+    all_ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    if parallel_state.get_expert_data_parallel_world_size() == all_ranks:
         return
     for name, parameter in model.named_parameters():
         if ".experts." in name:

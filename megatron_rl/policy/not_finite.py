@@ -65,5 +65,5 @@ def check_weights(
     raise NonFiniteError(
         f"step {step}: weights of {len(names)} tensors are not finite ({rate}): {shown}; they are"
         " neither given to the engine, nor saved, nor exported. Lower optim.learning_rate, or clip"
-        " gradients (optim.clip_grad); resume=auto goes on from the last checkpoint"
+        " gradients (optim.clip_grad); resume=auto resumes from the last checkpoint"
     )

@@ -100,7 +100,7 @@ def _step_with_ready_gradients(optimizer: MegatronOptimizer) -> None:
     """Collective: the step of every part, then the new weights gathered once.
 
     Each distributed part (dense parameters, experts) gathers the weights of all chunks after its
-    own step, those of the other parts too. Only the last of these gathers sees all new weights; the
+    own step, those of the other parts too. Only the last of these gathers has all new weights; the
     ones before it are left out.
     """
     chained = getattr(optimizer, "chained_optimizers", [optimizer])

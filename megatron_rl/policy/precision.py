@@ -78,7 +78,7 @@ def optimizer_config(
             exp_avg_dtype=moments,
             exp_avg_sq_dtype=moments,
             main_grads_dtype=torch.float32 if precision.grad_reduce_in_float32 else dtype,
-            # Whole float32 weights. Their lower halves beside the bfloat16 ones take less memory,
+            # Whole float32 weights. Their lower halves next to the bfloat16 ones take less memory,
             # but megatron then writes no checkpoint that another layout can read.
             store_param_remainders=False,
         )
@@ -112,7 +112,7 @@ def token_multiple(precision: PrecisionConfig) -> int:
 def logprob_format(config: TransformerConfig, precision: PrecisionConfig) -> Iterator[None]:
     """During a pass without gradient: no FP8 where ``precision.fp8.logprobs`` is bfloat16.
 
-    megatron asks ``config`` at every forward; weights that are kept in FP8 are read as bfloat16
+    megatron reads ``config`` at every forward; weights that are kept in FP8 are read as bfloat16
     then.
     """
     if precision.fp8 is None or precision.fp8.logprobs == "same":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.policy.state.host_memory import HostBuffer
-from megatron_rl.policy.state.weights import Held
+from megatron_rl.policy.state.weights import LocalParameter
 
 Name = tuple[int, str]  # number of the chunk, name of the parameter in it
 
@@ -27,7 +27,7 @@ class Frozen:
     host: HostBuffer
     gradients: Tensor
     dtype: torch.dtype
-    held: tuple[Held, ...]
+    held: tuple[LocalParameter, ...]
     starts: tuple[int, ...]
 
     @property
@@ -35,7 +35,7 @@ class Frozen:
         """The first bytes under the gradients, as many as the host holds."""
         return self.gradients.view(torch.uint8)[: self.host.num_bytes]
 
-    def views(self, flat: Tensor) -> Iterator[tuple[Held, Tensor]]:
+    def views(self, flat: Tensor) -> Iterator[tuple[LocalParameter, Tensor]]:
         """Each parameter with its part of ``flat``, the bytes of all."""
         values = flat.view(self.dtype)
         for item, start in zip(self.held, self.starts, strict=True):
@@ -43,7 +43,7 @@ class Frozen:
 
 
 class Reference:
-    """The weights as they are when this is built, beside those that are trained.
+    """The starting weights: those of the policy when this is built.
 
     In a reference pass the parameters point to other memory; the trained weights stay where they
     are and are never copied. ``staged`` False (host and device are one): they point to the host's
@@ -52,7 +52,9 @@ class Reference:
     zeros behind.
     """
 
-    def __init__(self, held: Sequence[Held], chunks: Sequence[Any], *, staged: bool) -> None:
+    def __init__(
+        self, held: Sequence[LocalParameter], chunks: Sequence[Any], *, staged: bool
+    ) -> None:
         self.bytes_moved = 0  # between host and device, in all passes
         self._staged = staged
         buffers: list[Any] = []
@@ -143,7 +145,7 @@ class Reference:
             torch.cuda.synchronize()
 
 
-def _lay_out(held: Sequence[Held], buffer: Any, *, pinned: bool) -> Frozen:
+def _lay_out(held: Sequence[LocalParameter], buffer: Any, *, pinned: bool) -> Frozen:
     places = buffer.param_index_map
     in_buffer = tuple(item for item in held if item.tensor in places)
     num_bytes = buffer.grad_data.numel() * buffer.param_dtype.itemsize

@@ -21,7 +21,7 @@ WandbMode = Literal["offline", "online"]
 @dataclass(frozen=True)
 class WandbSettings:
     """Where a run stands in wandb. ``mode``: ``offline`` needs no account and writes below
-    ``run_dir/wandb``; ``group`` holds the runs of one cell of a comparison."""
+    ``run_dir/wandb``; ``group`` holds the runs of one variant of a comparison."""
 
     project: str
     mode: WandbMode

@@ -158,7 +158,7 @@ class WeightedReward:
         if remote:
             pool = self._start_pool({str(names[row]) for row in remote})
             assert pool is not None
-            replies = pool.judge([(names[row], tasks[row], responses[row]) for row in remote])
+            replies = pool.verify([(names[row], tasks[row], responses[row]) for row in remote])
             for row, reply in zip(remote, replies, strict=True):
                 judged[row] = reply
         return judged
@@ -183,7 +183,7 @@ class WeightedReward:
             pool = self._start_pool(())
             assert pool is not None
             pairs = zip(tasks, responses, strict=True)
-            replies = pool.judge([(None, task, response) for task, response in pairs])
+            replies = pool.verify([(None, task, response) for task, response in pairs])
             for values, reply in zip(judged, replies, strict=True):
                 values["format"] = reply["format"]
                 values["problem"] = values["problem"] or reply["problem"]

@@ -40,7 +40,7 @@ from typing import Any
 
 from megatron_rl.rewards.base import Task
 from megatron_rl.rewards.workers.messages import Setup
-from megatron_rl.rewards.workers.server import Lane, Server
+from megatron_rl.rewards.workers.server import Lane, WorkerServer
 
 _START_TIMEOUT_S = 600.0  # its import may load a model
 MAX_FAILED_CALLS = 3
@@ -55,7 +55,7 @@ class FunctionCaller:
     def __init__(self, setup: Setup, *, timeout_s: float) -> None:
         self._setup = setup
         self._timeout_s = timeout_s
-        self._server = Server(setup)
+        self._server = WorkerServer(setup)
         self._lane: Lane | None = None
         self._failed_calls = 0
         self._failed_responses = 0

@@ -40,7 +40,7 @@ class _NotShared(ValueError):
     """RE2 lacks this construct, or gives it another meaning."""
 
 
-class Pattern:
+class ResponsePattern:
     """One pattern, applied to responses."""
 
     def __init__(self, pattern: str) -> None:
@@ -190,5 +190,5 @@ def _character(point: int) -> str:
 
 
 @functools.cache
-def compile_pattern(pattern: str) -> Pattern:
-    return Pattern(pattern)
+def compile_pattern(pattern: str) -> ResponsePattern:
+    return ResponsePattern(pattern)

@@ -12,7 +12,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.loader import PromptLoader, WeightedLoader
 from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.reading import Data
-from megatron_rl.engine.requests import sight_of
+from megatron_rl.engine.requests import multimodal_config
 from megatron_rl.engine.sampling import eos_token_ids
 from megatron_rl.engine.serving.client import (
     RequestFailedError,
@@ -43,7 +43,7 @@ from megatron_rl.scheduling.batches import Rules
 from megatron_rl.types import Completion, Prompt, Sampling, Score, TransferOptions
 from megatron_rl.weight_sync.fleet.commands import HttpServer, InFlight, switch_weights
 from megatron_rl.weight_sync.fleet.fleet import FleetSync
-from megatron_rl.weight_sync.fleet.held import HeldWeights
+from megatron_rl.weight_sync.fleet.weight_history import WeightHistory
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,9 @@ def build_servers(config: Config, world: World, display: Display, parts: SourceP
             ServerClient,
             secret=secret,
             eos_token_ids=eos_token_ids(Path(config.model.path)),
-            sight=sight_of([*parts.data.train_prompts, *parts.data.held_out_prompts], parts.vision),
+            multimodal=multimodal_config(
+                [*parts.data.train_prompts, *parts.data.held_out_prompts], parts.vision
+            ),
         ),
         lost=ServerLostError,
         unreachable=ServerUnreachableError,
@@ -103,7 +105,7 @@ def build_servers(config: Config, world: World, display: Display, parts: SourceP
     )
     rules = source_rules(config, parts.method)
     # What waits for servers when the policy has changed is of the versions before.
-    held = HeldWeights(parts.weights) if rules.lockstep and rules.staleness else None
+    held = WeightHistory(parts.weights) if rules.lockstep and rules.staleness else None
     # In lockstep the steps of a run follow from its settings.
     is_recorded = not rules.lockstep and config.source.record_gib > 0
 

@@ -64,7 +64,7 @@ def exchange_rows(held: TokenRows, route: Route, world: World) -> TokenRows:
     columns = {}
     for name, values in outgoing.columns.items():
         buffer = torch.from_numpy(np.empty(sum(received), dtype=values.dtype))
-        with world.attendance.collective() if world.attendance else nullcontext():
+        with world.watchdog.collective() if world.watchdog else nullcontext():
             # What comes in is named before what goes out, tensors and sizes alike.
             dist.all_to_all_single(
                 buffer, torch.from_numpy(values), received, sent, group=world.control_group

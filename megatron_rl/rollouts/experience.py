@@ -13,9 +13,10 @@ from torch import Tensor
 from megatron_rl.annealing import Annealing
 from megatron_rl.data.token_rows import RowNumbers, TokenRows
 from megatron_rl.loss import Credit
+from megatron_rl.passes import LocalBatch, TokenScores
 from megatron_rl.rollouts import given
 from megatron_rl.rollouts.ownership import Ranks
-from megatron_rl.types import Completion, Prompt, Score, SequenceLengths, Share, TokenScores
+from megatron_rl.types import Completion, Prompt, Score, SequenceLengths
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,18 @@ class Experience:
 
     What is one number a response is equal on every rank. Tokens lie where ``responses.holders``
     says: first where they were sampled, from ``Learner.score`` on with their owners (see
-    ``trainer/placement.py``). That fills in the last four fields. All tensors are on the host:
-    credit and bookkeeping run there, and a micro-batch takes what it needs to the device.
+    ``trainer/placement.py``). All tensors are on the host: credit and bookkeeping run there, and a
+    micro-batch takes what it needs to the device.
+
+    Attributes:
+        progress: share of the run's steps that there are up to this one.
+        num_sampled: tokens of each response that the sampler drew; None: all of them.
+        local: what this rank does of a pass over all rows; its rows are those of
+            ``responses.tokens``. Filled in by ``Learner.score``, as is all that follows.
+        ref: scores of the reference; None: the method needs none.
+        old: of the policy before the step; None: see ``on_policy``.
+        token_columns: what signals give, of the tokens of ``local``.
+        columns: what they give of all responses; in an update with those of its minibatch.
     """
 
     responses: Responses
@@ -112,27 +123,28 @@ class Experience:
     seconds: Mapping[str, float] = field(default_factory=dict)  # by phase: rollout, reward
     source_metrics: Mapping[str, float] = field(default_factory=dict)  # ages, servers
     annealing: Annealing | None = None  # by which the tokens were sampled
-    progress: float | None = None  # see ``ResponseBatch``; None: nobody has said
-    step: int = 0  # of the run; 0: nobody has said
-    share: Share | None = None  # of a pass over all rows; rows as in ``responses.tokens``
+    progress: float = 0.0
+    step: int = 0
+    num_sampled: Int[Tensor, " responses"] | None = None
+    local: LocalBatch | None = None
     credit: Credit | None = None
-    # Of the rows of ``share``, as are the next.
-    ref: TokenScores | None = None  # None: the method needs none
-    old: TokenScores | None = None  # None: see ``on_policy``
-    masked: TokenScores | None = None  # behind masked images; None: nobody asked before the updates
-    mask_seed: int | None = None  # see ``masked_images.mask_seed``; None: the method masks nothing
-    # Of all rows, of the minibatch at work: see ``Learner.update``; None: the method reads none.
-    log_ratio_sums: Float[Tensor, " responses"] | None = None
-    peaks: Float[Tensor, "4"] | None = None  # of that minibatch, see ``Method.peaks``
-    end_start: Float[Tensor, ""] | None = None  # see ``TokenBatch``
+    ref: TokenScores | None = None
+    old: TokenScores | None = None
+    token_columns: Mapping[str, Tensor] = field(default_factory=dict)
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def dated(self, step: int, num_steps: int) -> Experience:
-        """As that of a step of a run to ``num_steps``: what a method may ask of time."""
+    def at_step(self, step: int, num_steps: int) -> Experience:
+        """As that of a step of a run to ``num_steps``: what a method may read of time."""
         return replace(self, step=step, progress=step / num_steps)
 
     @property
     def num_groups(self) -> int:
         return self.responses.num_groups
+
+    @property
+    def loss_tokens(self) -> Int[Tensor, " responses"]:
+        """Tokens of each response that losses and their denominators count."""
+        return self.sequences.response_lengths if self.num_sampled is None else self.num_sampled
 
     @property
     def on_policy(self) -> bool:
@@ -147,14 +159,14 @@ class Experience:
 
     @property
     def scored_tokens(self) -> TokenRows:
-        """The rows of this rank with the logprobs that they were scored with as further columns,
-        ``old_logprobs``, ``ref_logprobs`` and ``masked_logprobs``."""
+        """The rows of this rank with further columns: ``old_logprobs`` and ``ref_logprobs``, as far
+        as they were scored, and those of signals."""
         tokens = self.responses.tokens
         columns = dict(tokens.columns)
-        for name in ("old", "ref", "masked"):
-            scores: TokenScores | None = getattr(self, name)
+        for name, scores in (("old_logprobs", self.old), ("ref_logprobs", self.ref)):
             if scores is not None:
-                columns[f"{name}_logprobs"] = scores.logprobs.numpy()
+                columns[name] = scores.logprobs.numpy()
+        columns |= {name: values.numpy() for name, values in self.token_columns.items()}
         return replace(tokens, columns=columns)
 
 

@@ -70,7 +70,7 @@ class GivenFirst:
     def __init__(self, engine: Answers, encode: Encode) -> None:
         self._engine = engine
         self._encode = encode
-        self._given: dict[int, Completion] = {}  # by ticket, below 0, of what is to end
+        self._given: dict[int, Completion] = {}  # by request_id, below 0, of what is to end
         self._sampled: set[int] = set()
         self._next = -1
 
@@ -102,14 +102,14 @@ class GivenFirst:
         others = [number for number in responses if number >= len(given)]
         sampled = self._engine.submit(prompt, others, sampling, so_far) if others else []
         self._sampled.update(sampled)
-        tickets = dict(zip(others, sampled, strict=True))
+        request_ids = dict(zip(others, sampled, strict=True))
         for number in responses:
             if number < len(given):
                 ids = given[number]
-                tickets[number] = self._next
+                request_ids[number] = self._next
                 self._given[self._next] = Completion(ids, [0.0] * len(ids), False, VERSION)
                 self._next -= 1
-        return [tickets[number] for number in responses]
+        return [request_ids[number] for number in responses]
 
     def poll(self) -> list[tuple[int, Completion]]:
         """See protocols.Answers."""
@@ -117,22 +117,22 @@ class GivenFirst:
         self._given = {}
         if self._sampled:
             of_engine = self._engine.poll()
-            self._sampled -= {ticket for ticket, _ in of_engine}
+            self._sampled -= {request_id for request_id, _ in of_engine}
             ended += of_engine
         return ended
 
-    def abort(self, tickets: Sequence[int]) -> int:
+    def abort(self, request_ids: Sequence[int]) -> int:
         """See protocols.Answers. A given response takes no sampling, so none is thrown away."""
-        for ticket in tickets:
-            self._given.pop(ticket, None)
-        stopped = [ticket for ticket in tickets if ticket in self._sampled]
+        for request_id in request_ids:
+            self._given.pop(request_id, None)
+        stopped = [request_id for request_id in request_ids if request_id in self._sampled]
         self._sampled -= set(stopped)
         return self._engine.abort(stopped)
 
-    def pause(self, tickets: Sequence[int]) -> list[Completion]:
+    def pause(self, request_ids: Sequence[int]) -> list[Completion]:
         """See protocols.Answers. Only what the engine samples can be open."""
-        self._sampled -= set(tickets)
-        return self._engine.pause(tickets)
+        self._sampled -= set(request_ids)
+        return self._engine.pause(request_ids)
 
     def running_lengths(self) -> dict[int, int]:
         """See protocols.Answers."""

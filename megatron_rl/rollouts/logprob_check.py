@@ -18,9 +18,10 @@ from torch import Tensor
 
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.errors import WeightSyncError
+from megatron_rl.passes import TokenScores
 from megatron_rl.protocols import WeightSync
 from megatron_rl.runtime.launch import World
-from megatron_rl.types import Image, Prompt, SequenceBatch, SyncReport, TokenScores
+from megatron_rl.types import Image, Prompt, SequenceBatch, SyncReport
 
 NUM_SEQUENCES = 4
 MAX_TOKENS = 64

@@ -10,6 +10,7 @@ from statistics import fmean
 
 import numpy as np
 
+from megatron_rl.passes import TokenScores, UpdateResult
 from megatron_rl.rollouts.annealed import temperature_metrics
 from megatron_rl.rollouts.experience import Experience
 from megatron_rl.rollouts.partials import (
@@ -20,7 +21,7 @@ from megatron_rl.rollouts.partials import (
     token_mean,
 )
 from megatron_rl.runtime.launch import World
-from megatron_rl.types import SyncReport, TokenScores, UpdateResult, largest
+from megatron_rl.types import SyncReport, largest
 
 
 class Clock:
@@ -90,8 +91,9 @@ def token_metrics(experience: Experience, old: TokenScores, world: World) -> dic
     tokens = experience.responses.tokens
     sampler_logprobs = tokens.columns["sampler_logprobs"]
     partials = mismatch_partials(old.logprobs.numpy(), sampler_logprobs, tokens.lengths)
-    if old.entropy is not None:
-        entropies = response_sums(old.entropy.numpy(), tokens.lengths)
+    entropy = old.columns.get("entropy")
+    if entropy is not None:
+        entropies = response_sums(entropy.numpy(), tokens.lengths)
         partials = np.column_stack([partials, entropies])
     rows = _sampled(experience)
     table = of_all_rows(experience.responses, partials, world)
@@ -99,7 +101,7 @@ def token_metrics(experience: Experience, old: TokenScores, world: World) -> dic
     table = table[rows]
     lengths = experience.responses.lengths[rows]
     metrics = mismatch_of_partials(table[:, :4], int(lengths.sum()))
-    if old.entropy is not None:
+    if entropy is not None:
         metrics["rollout/entropy"] = token_mean(table[:, 4], lengths)
     return metrics
 

@@ -38,7 +38,7 @@ from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import Completion, Image, Prompt, Sampling, Score, SyncReport
 from megatron_rl.weight_sync.fleet.fleet import FleetSync
-from megatron_rl.weight_sync.fleet.held import HeldWeights
+from megatron_rl.weight_sync.fleet.weight_history import WeightHistory
 
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class ServerParts:
     world: World
     policy: CheckedWeights
     fleet: FleetSync
-    held: HeldWeights | None
+    held: WeightHistory | None
     dispatcher: Callable[[Mapping[str, Any] | None], ServerDispatcher]
     prompts: PromptStream
     sampling: ServerSampling

@@ -92,7 +92,7 @@ class Replica:
         self._judge = judge
         self._number = number
         self._num_ranks = num_ranks
-        self._requests: dict[int, Request] = {}  # by ticket, of what runs
+        self._requests: dict[int, Request] = {}  # by request_id, of what runs
         self._told_standing = time.monotonic()
         self._limit: int | None = None
 
@@ -107,10 +107,12 @@ class Replica:
         stop = set(task.stop)
         if task.is_end:
             stop.update(self._requests.values())
-        tickets = [ticket for ticket, request in self._requests.items() if request in stop]
-        self.num_tokens += self._engine.abort(tickets)
-        for ticket in tickets:
-            del self._requests[ticket]
+        request_ids = [
+            request_id for request_id, request in self._requests.items() if request in stop
+        ]
+        self.num_tokens += self._engine.abort(request_ids)
+        for request_id in request_ids:
+            del self._requests[request_id]
         by_group: dict[int, list[Request]] = {}
         for request in task.begin:
             by_group.setdefault(request.group, []).append(request)
@@ -119,15 +121,15 @@ class Replica:
             there = {request.response: order.so_far(request) for request in requests}
             so_far = {number: each.token_ids for number, each in there.items() if each is not None}
             sampling = order.sampling_of(group)
-            tickets = self._engine.submit(order.prompts(group), responses, sampling, so_far)
-            self._requests.update(zip(tickets, requests, strict=True))
+            request_ids = self._engine.submit(order.prompts(group), responses, sampling, so_far)
+            self._requests.update(zip(request_ids, requests, strict=True))
 
     def work(self, order: Ordered[Any]) -> list[Event]:
         """The engine works for a moment; what rank 0 is to hear of it from this rank."""
         events: list[Event] = []
         replica = self._engine.replica
-        for ticket, new in self._engine.poll() if self._requests else ():
-            request = self._requests.pop(ticket)
+        for request_id, new in self._engine.poll() if self._requests else ():
+            request = self._requests.pop(request_id)
             completion = joined(order.so_far(request), new)
             if len(self.completions) % self._num_ranks == self._number:
                 self._judge.give(request, order.prompts(request.group), completion)
@@ -153,11 +155,13 @@ class Replica:
         if self._limit is None:
             return []
         lengths = self._engine.running_lengths()
-        tickets = [ticket for ticket in self._requests if lengths[ticket] >= self._limit]
-        if not tickets:
+        request_ids = [
+            request_id for request_id in self._requests if lengths[request_id] >= self._limit
+        ]
+        if not request_ids:
             return []
-        requests = [self._requests.pop(ticket) for ticket in tickets]
-        for request, new in zip(requests, self._engine.pause(tickets), strict=True):
+        requests = [self._requests.pop(request_id) for request_id in request_ids]
+        for request, new in zip(requests, self._engine.pause(request_ids), strict=True):
             self.paused[request] = joined(order.so_far(request), new)
             self.num_tokens += len(new.token_ids)
         return requests

@@ -56,7 +56,7 @@ from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.guard import failure
 from megatron_rl.runtime.guard.failed_host import FAILED_HOST
 from megatron_rl.runtime.launch import World
-from megatron_rl.signals.histories import Histories
+from megatron_rl.signals import Signals
 
 # How long a run that ends by an error waits for the checkpoint that is being written.
 _LAST_WRITE_S = 60.0
@@ -66,12 +66,15 @@ logger = logging.getLogger(__name__)
 class RunFolder:
     """Created on every rank; only rank 0 touches the disk, but for the shards of a checkpoint."""
 
-    def __init__(self, config: Config, world: World, display: Display) -> None:
+    def __init__(
+        self, config: Config, world: World, display: Display, signals: Signals | None = None
+    ) -> None:
         self._config = config
         self._world = world
         self._display = display
         self.path = Path(config.run_dir)
-        self.histories = Histories()  # the learner's; in every checkpoint
+        # Those of the learner: their state is in every checkpoint.
+        self.signals = signals or Signals()
         self._writers: list[Callable[[Metrics], None]] = []
         self._wandb: WandbRun | None = None
         self._start: Start | None = None
@@ -150,8 +153,7 @@ class RunFolder:
             "step": step,
             "rollouts": source.state(),
             "random_states": states,
-            "histories": self.histories.state(),
-            "starts": dict(self.histories.starts),
+            "signals": self.signals.state(),
         }
         path = step_path(self.path / CHECKPOINTS, step)
         keep = partial(self._keep, copy(self.scores))
@@ -265,11 +267,11 @@ class RunFolder:
             print(f"finished: {results(self._config, self.scores)}", flush=True)
 
     def _restore_data(self, source: RolloutSource, extra: Mapping[str, Any]) -> None:
-        """The position in the prompts, and what is remembered of them; the start of them and
-        nothing where others are allowed."""
+        """The position in the prompts, and the state of the signals; the start of them where others
+        are allowed."""
         try:
             source.restore(extra["rollouts"])
-            self.histories.restore_all(extra)
+            self.signals.restore(extra["signals"])
         except ValueError as error:
             if self._config.resume.changed != "allow":
                 raise

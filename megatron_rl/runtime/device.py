@@ -14,14 +14,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-# Every name of torch.cuda that is replaced inside the scope, and why.
-REASONS = {
-    "current_device": "gradient buffers, receive buffers and rotary tables are allocated on it",
-    "synchronize": "called before and after pipeline shapes of variable length are exchanged",
-    "Stream": "the all-to-all of tokens to experts makes a side stream for its copies",
-    "current_stream": "that all-to-all waits for the current stream before it reads the counts",
-}
-
 
 class _CpuEvent:
     """On the CPU everything recorded has already happened."""
@@ -40,9 +32,14 @@ class _CpuStream:
         return _CpuEvent()
 
 
+# Every name of torch.cuda that is replaced inside the scope.
 STAND_INS: dict[str, Any] = {
+    # Gradient buffers, receive buffers and rotary tables are allocated on it.
     "current_device": lambda: "cpu",
+    # Called before and after pipeline shapes of variable length are exchanged.
     "synchronize": lambda *_: None,
+    # The all-to-all of tokens to experts makes a side stream for its copies, and waits for the
+    # current one before it reads the counts.
     "Stream": _CpuStream,
     "current_stream": lambda *_: _CpuStream(),
 }

@@ -73,7 +73,7 @@ def word_sums(data: Tensor) -> Tensor:
     """Row and column sums of the data as a matrix of 64-bit words, on any device.
 
     uint8[n] -> uint8[8 r + 4096 + tail], 0.2 % of the data: the sums of the ``r`` whole rows of 512
-    words and of the 512 columns modulo 2^64, then the tail behind the last whole row as it is.
+    words and of the 512 columns modulo 2^64, then the tail after the last whole row as it is.
 
     Detected: every change in the tail, and elsewhere every change of up to three words, within one
     row or within one column, and every exchange of two words. Undetected: only changes that cancel

@@ -70,7 +70,7 @@ def room_for(folder: Path, needed: int, what: str) -> Iterator[None]:
         raise ValueError(
             f"no space left on the disk of {folder}: {what} takes {as_text(needed)},"
             f" {as_text(free_bytes(folder))} are free ({first_line(error)}); make room and start"
-            " again: the run goes on from its last whole checkpoint, what was half written is"
+            " again: the run resumes from its last whole checkpoint, what was half written is"
             " removed"
         ) from error
 

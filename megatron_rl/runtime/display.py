@@ -29,7 +29,7 @@ class Progress:
     """
 
     num_done: int
-    num_wanted: int  # responses that are done or asked for so far
+    num_wanted: int  # responses that are done or requested so far
     num_tokens: int
     longest: int  # tokens of the longest response that is not done
     age: int = 0  # updates since the oldest weights, or the oldest response, of what is under way
@@ -98,7 +98,7 @@ class Display:
             self.line(f"{text}: {duration(seconds)}")
 
     def generating(self, what: str) -> Callable[[Progress], None]:
-        """A function that is called as a generation goes on.
+        """A function to be called during a generation.
 
         A log gets a line every ``LOG_EVERY_S`` seconds, so nothing of a short generation.
 

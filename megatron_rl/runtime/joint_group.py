@@ -26,13 +26,13 @@ class JointGroupError(RuntimeError):
     wrong, and where."""
 
 
-class Meeting:
-    """Lets processes begin a collective step only when all of them are there and well, so that none
-    hangs in it; and tells the first of them how it ended for the others. A step has a name of its
-    own; a problem is a text, "" means none.
+class Barrier:
+    """A barrier that processes pass only when all of them are there and well, so that none hangs in
+    the collective step after it; afterwards the first process learns how the step ended for the
+    others. A step has a name of its own; a problem is a text, "" means none.
 
-    Every text is signed with the secret of the run: who does not know it is not let in, and lets
-    nobody in. Signed is what is said, and not what is moved: see ``join_group``.
+    Every text is signed with the secret of the run: a process without it is not admitted. Only
+    these control messages are signed, not tensor data: see ``join_group``.
     """
 
     def __init__(self, store: dist.Store, secret: str = "") -> None:
@@ -41,46 +41,46 @@ class Meeting:
         self.secret = secret
         self._keys: deque[list[str]] = deque()  # of the steps that have begun, by the first
 
-    def arrive(self, step: str, rank: int, problem: str = "") -> None:
-        """All but the first: waits for the verdict of ``open``. Raises JointGroupError when any
+    def wait(self, step: str, rank: int, problem: str = "") -> None:
+        """All but the first: waits for the verdict of ``release``. Raises JointGroupError when any
         process has a problem."""
-        self._say(f"{step}/{rank}", problem)
-        verdict = self._hear(f"{step}/verdict")
+        self._write(f"{step}/{rank}", problem)
+        verdict = self._read(f"{step}/verdict")
         if verdict:
             raise JointGroupError(verdict)
 
-    def open(
+    def release(
         self, step: str, ranks: Sequence[int], absent: Callable[[], Mapping[int, str]]
     ) -> dict[int, str]:
         """The first: waits until all ``ranks`` arrived, or ``absent()`` says which of them will not
         and why. Returns the problems by rank; where there are any, the step does not begin."""
         keys = [f"{step}/{rank}" for rank in ranks]
         problems: Mapping[int, str] = {}
-        # ``check`` does not wait, as ``get`` would: meanwhile somebody may turn out to be absent.
+        # ``check`` does not wait, as ``get`` would: meanwhile a process may turn out to be absent.
         while not problems and not self.store.check(keys):
             problems = absent()
             time.sleep(POLL_S)
         problems = problems or self._texts(keys, ranks)
-        self._say(f"{step}/verdict", together(problems))
+        self._write(f"{step}/verdict", combined(problems))
         ends = [f"{step}/end/{rank}" for rank in ranks]
         self._keys.append([*keys, *ends, f"{step}/verdict"])
         self._forget()
         return {rank: problem for rank, problem in problems.items() if problem}
 
     def _forget(self) -> None:
-        """Of a run of many steps the store has what was said in the last two: somebody may still
-        be on the way out of the one before."""
+        """Of many steps the store keeps the messages of the last two: a process may still be
+        leaving the one before."""
         while len(self._keys) > 2:
             for key in self._keys.popleft():
                 self.store.delete_key(key)
 
-    def has_come(self, step: str, rank: int) -> bool:
+    def has_arrived(self, step: str, rank: int) -> bool:
         """The first: whether a process waits for the step to begin."""
         return self.store.check([f"{step}/{rank}"])
 
     def report(self, step: str, rank: int, problem: str) -> None:
         """All but the first: how the step ended."""
-        self._say(f"{step}/end/{rank}", problem)
+        self._write(f"{step}/end/{rank}", problem)
 
     def has_reported(self, step: str, ranks: Sequence[int]) -> bool:
         """Whether ``reports`` need not wait."""
@@ -91,13 +91,13 @@ class Meeting:
         return self._texts([f"{step}/end/{rank}" for rank in ranks], ranks)
 
     def _texts(self, keys: Sequence[str], ranks: Sequence[int]) -> dict[int, str]:
-        return {rank: self._hear(key) for rank, key in zip(ranks, keys, strict=True)}
+        return {rank: self._read(key) for rank, key in zip(ranks, keys, strict=True)}
 
-    def _say(self, key: str, text: str) -> None:
+    def _write(self, key: str, text: str) -> None:
         self.store.set(key, signature(self.secret, f"{key} {text}") + text)
 
-    def _hear(self, key: str) -> str:
-        """Waits for the text. Who signs it with another secret is a problem, as if it said so."""
+    def _read(self, key: str) -> str:
+        """Waits for the text. One that is signed with another secret counts as a problem."""
         message = self.store.get(key).decode()
         text = message[SIGNATURE_LENGTH:]
         expected = signature(self.secret, f"{key} {text}")
@@ -114,7 +114,7 @@ def signature(secret: str, text: str) -> str:
     return hmac.new(secret.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
-def together(problems: Mapping[int, str]) -> str:
+def combined(problems: Mapping[int, str]) -> str:
     """The problems of several ranks as one, equal ones once."""
     ranks: dict[str, list[int]] = {}
     for rank, problem in problems.items():
@@ -125,7 +125,7 @@ def together(problems: Mapping[int, str]) -> str:
     )
 
 
-def host_store(address: str, timeout_s: float) -> dist.TCPStore:
+def serve_store(address: str, timeout_s: float) -> dist.TCPStore:
     """A store served by this process at a free port (``.port``). Not through torch's rendezvous:
     under torchrun that would look for the agent's store instead of serving one."""
     return dist.TCPStore(
@@ -133,12 +133,12 @@ def host_store(address: str, timeout_s: float) -> dist.TCPStore:
     )
 
 
-def visit_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
+def connect_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
     """The store that another process serves."""
     return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
-def patience_s(timeout_s: float) -> float:
+def peer_timeout_s(timeout_s: float) -> float:
     """How long a process waits for another inside of a command of ``timeout_s`` seconds: when one
     is lost, the others must have the time left to say so."""
     return timeout_s / 2
@@ -151,15 +151,15 @@ def join_group(
     host's memory, NCCL for that of a GPU. Their addresses are in the store under names that follow
     from the secret, so a process with another one does not get in by mistake.
 
-    This keeps no attacker out: the store asks nobody for a password, lists its keys, and lets
-    everybody who reaches its port read, set and delete them. In a closed network only.
+    This keeps no attacker out: the store has no password, lists its keys, and lets any
+    process that reaches its port read, set and delete them. In a closed network only.
 
-    ``timeout_s``: of the commands that the group is used in; see ``patience_s``.
+    ``timeout_s``: of the commands that the group is used in; see ``peer_timeout_s``.
 
     torch.distributed must be initialized, in each process with whatever world it has; its functions
     take the group like any other.
     """
-    timeout = timedelta(seconds=patience_s(timeout_s))
+    timeout = timedelta(seconds=peer_timeout_s(timeout_s))
     store = dist.PrefixStore(signature(secret, "group"), store)
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from megatron_rl.runtime.guard import failure
 from megatron_rl.runtime.guard.activity import ACTIVITY
-from megatron_rl.runtime.guard.attendance import Attendance
+from megatron_rl.runtime.guard.collective_watchdog import CollectiveWatchdog
 from megatron_rl.runtime.guard.failure import Peer
 from megatron_rl.runtime.guard.failure import exit_process as exit_process
 from megatron_rl.runtime.guard.failure import report as report
@@ -59,7 +59,7 @@ class World:
     launch_id: str  # unique to this launch, equal on its ranks
     control_group: Any = None
     local_size: int = 1  # ranks on this machine; neighbors in rank order
-    attendance: Attendance | None = None
+    watchdog: CollectiveWatchdog | None = None
     heartbeat: Heartbeat | None = None
 
     def watch(self, stall_s: float, folder: Path) -> None:
@@ -82,7 +82,7 @@ class World:
         """``value`` of every rank, in rank order."""
         if self.size == 1:
             return [value]
-        with self.attendance.collective() if self.attendance else nullcontext():
+        with self.watchdog.collective() if self.watchdog else nullcontext():
             gathered = gather_objects(value, self.control_group)
         ACTIVITY.note("a collective of control")
         return gathered
@@ -110,7 +110,7 @@ class World:
         """What ``action`` returns or raises on rank 0, on every rank."""
         if self.size == 1:
             return action()
-        with self.attendance.collective() if self.attendance else nullcontext():
+        with self.watchdog.collective() if self.watchdog else nullcontext():
             return from_first_rank(action, self.control_group)
 
 
@@ -144,7 +144,7 @@ def _sendable(error: Exception) -> Exception:
     """``error``; in its place one that says the same where pickle cannot carry it to other ranks.
 
     pickle writes the class and ``args``, and reads by calling the one with the other. A class whose
-    constructor wants more than its text is written and cannot be read: then only the ranks that
+    constructor needs more than its text is written and cannot be read: then only the ranks that
     have no part in the error would fail, and with a TypeError.
     """
     try:
@@ -155,9 +155,9 @@ def _sendable(error: Exception) -> Exception:
         # What callers tell apart: the user's errors, and those of a connection.
         kinds = (ValueError, ConnectionError, OSError, RuntimeError)
         kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
-        said = kind(text)
-        said.__cause__ = error
-        return said
+        plain = kind(text)
+        plain.__cause__ = error
+        return plain
     return error
 
 
@@ -169,9 +169,9 @@ def start(timeout_s: float = NO_LIMIT.total_seconds()) -> World:
             CUDA.
     """
     # CUDA reads it when it starts. The backward of a layer that is cut over ranks starts a
-    # collective, then a matrix product that is to run beside it. One queue of work to the device
-    # keeps this order; with several the product can come first and fill the device. A value of the
-    # user stays.
+    # collective, then a matrix product that is to run at the same time. One queue of work to the
+    # device keeps this order; with several the product can come first and fill the device. A value
+    # of the user stays.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     on_gpu = torch.cuda.is_available()
     if on_gpu:
@@ -193,9 +193,9 @@ def start(timeout_s: float = NO_LIMIT.total_seconds()) -> World:
     peers = [Peer(other, host, pid) for other, (_, host, pid) in enumerate(cards)]
     failure.joined(rank, peers)
     launch_id = cards[0][0]
-    attendance = Attendance(rank, size) if size > 1 else None
-    heartbeat = Heartbeat(rank, peers, attendance)
-    return World(rank, size, local_rank, launch_id, control, local_size, attendance, heartbeat)
+    watchdog = CollectiveWatchdog(rank, size) if size > 1 else None
+    heartbeat = Heartbeat(rank, peers, watchdog)
+    return World(rank, size, local_rank, launch_id, control, local_size, watchdog, heartbeat)
 
 
 def lift_time_limits() -> None:

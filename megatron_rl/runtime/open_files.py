@@ -14,8 +14,8 @@ _ENOUGH = 2**20
 
 
 def raise_limit(pid: int) -> int:
-    """Raises the soft limit of the process to its hard limit, as everybody may; returns the soft
-    limit of now."""
+    """Raises the soft limit of the process to its hard limit, which needs no privilege; returns the
+    soft limit of now."""
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     wanted = _ENOUGH
     if hard != resource.RLIM_INFINITY:

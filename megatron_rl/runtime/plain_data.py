@@ -1,7 +1,7 @@
 """Messages between programs as plain data with a schema: JSON, checked as it is read.
 
-A pickle runs whatever program its sender likes. Between a trainer and the workers of a server
-nothing travels that is more than text, numbers and lists.
+A pickle runs any program that its sender chooses. Between a trainer and the workers of a server
+only text, numbers and lists are sent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Schema = Any  # a type that pydantic knows: ``tuple[str, ...]``, a NamedTuple, a
 
 
 class MalformedMessageError(RuntimeError):
-    """Somebody sent what is not of the schema. The message says what, and what was wanted."""
+    """A message is not of the schema. The text says what was sent and what was expected."""
 
 
 @cache

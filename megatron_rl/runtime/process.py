@@ -44,7 +44,7 @@ def prepare() -> None:
         raise_limit_of_torchrun()
     answer_termination()
     # Last: a rank that has arrived answers SIGTERM, see ``failure.say_or_follow``.
-    STATE.ballot.arrive()
+    STATE.first_failure.arrive()
 
 
 @contextmanager

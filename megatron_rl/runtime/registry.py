@@ -1,12 +1,12 @@
 """Servers that wait for a run, in a folder that trainer and servers see: ``run_dir/servers``.
 
 A server has one file there, ``<name>.json``, and writes it again and again: each time with the next
-number of ``beat``. Clocks of machines differ, so nobody compares them: whoever looks counts by its
+number of ``beat``. Clocks of machines differ, so they are not compared: the trainer counts by its
 own clock how long a number has not changed, and after ``lease_s`` of that the server counts as
-gone. A removed file tells a server that it is not wanted any more.
+gone. A removed file means to the server that it is not needed any more.
 
 ``secret`` is the run's: a request to a server, and the workers that take weights, prove that they
-know it. Who can read the folder can take part, and nobody else.
+know it. Only processes that can read the folder can take part.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Registration:
-    """What a server says of itself.
+    """The content of a server's file.
 
     ``url``: as the trainer reaches it; ``beat``: how often it has written this; ``lease_s``: silent
     for longer, it is gone.
@@ -44,7 +44,7 @@ class Registration:
 
 
 def run_secret(folder: Path) -> str:
-    """The secret of the run, made by whoever asks first; only the owner can read it.
+    """The secret of the run, made at the first use; only the owner can read it.
 
     Raises:
         ValueError: others can read it, or it is empty.
@@ -52,13 +52,13 @@ def run_secret(folder: Path) -> str:
     path = folder / SECRET
     folder.mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        # Made aside: whoever sees ``path`` reads a whole secret, and of several that make one at
+        # Made aside: a reader of ``path`` gets a whole secret, and of several that make one at
         # the same time the first gives the name.
         aside = folder / f"{SECRET}.{secrets.token_hex(4)}"
         aside.touch(mode=0o600)
         aside.write_text(secrets.token_hex(_SECRET_BYTES) + "\n", encoding="ascii")
         try:
-            os.link(aside, path)  # fails where somebody else was first
+            os.link(aside, path)  # fails where another process was first
         except FileExistsError:
             logger.debug("%s was made by another process", path)
         finally:
@@ -75,7 +75,7 @@ def run_secret(folder: Path) -> str:
 
 
 class Lease:
-    """A server's own file. ``is_held`` turns false when somebody has removed it. Files of others
+    """A server's own file. ``is_held`` turns false when the trainer has removed it. Files of others
     that name its address are of servers that were killed there, and removed."""
 
     def __init__(self, folder: Path, name: str, url: str, lease_s: float) -> None:
@@ -101,7 +101,7 @@ class Lease:
             self._write()
 
     def end(self) -> None:
-        """The server will not answer any more."""
+        """Removes the file: the server ends."""
         self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:

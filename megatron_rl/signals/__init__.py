@@ -1,0 +1,24 @@
+"""Quantities that methods read, one file each; see ``base.Signal``.
+
+Importing this package registers those of all its files; a plug-in registers further ones while it
+is imported.
+"""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from megatron_rl.signals.base import Columns, Setup, Signal, StepView
+from megatron_rl.signals.registry import Signals, register_signal, signals_of
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
+
+__all__ = [
+    "Columns",
+    "Setup",
+    "Signal",
+    "Signals",
+    "StepView",
+    "register_signal",
+    "signals_of",
+]

@@ -1,25 +1,59 @@
-"""Responses seen once more behind prompts with masked images, for methods that ask how likely they
+"""Responses seen once more behind prompts with masked images, for methods that read how likely they
 are there.
 
-The policy is given a second sequence for each response: the same tokens, other pixels. To it they
-are prompts and responses like all, in the micro-batch of the plain ones. What comes back is taken
-apart here.
+In an update the policy is given a second sequence for each response: the same tokens, other pixels.
+To it they are prompts and responses like all, in the micro-batch of the plain ones. What comes back
+is taken apart here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Literal
 
 import torch
-from torch import Tensor
 
+from megatron_rl.config.schema import Config
 from megatron_rl.data.multimodal.masks import masked
-from megatron_rl.loss import Method
-from megatron_rl.types import Image, Prompt, SequenceBatch, Share, TokenScores, TokenView
+from megatron_rl.passes import LocalBatch, TokenScores, TokenView
+from megatron_rl.signals.base import Columns, Signal, StepView
+from megatron_rl.signals.registry import register_signal
+from megatron_rl.types import Image, Prompt, SequenceBatch
 
-OF_TOKENS = ("index", "logprobs", "entropy", "topk_logprobs", "is_argmax", "nucleus_entropy")
+
+@register_signal
+class MaskedImages(Signal):
+    """``masked_logprobs``: of the same tokens, each patch of an image black with probability
+    ``mask_ratio``; ``masked``: of the current policy with gradient, or of the old one without."""
+
+    about = "images in prompts, and each response once more behind masked ones"
+    token_columns = ("masked_logprobs",)
+
+    def __init__(self, *, mask_ratio: float, masked: Literal["current", "old"], seed: int) -> None:
+        self._ratio = mask_ratio
+        self._in_update = masked == "current"
+        self._seed = seed
+
+    def check(self, prompts: Iterable[Prompt], config: Config) -> None:
+        if not any(prompt.images for prompt in prompts):
+            raise ValueError(
+                f"method {config.method.name} masks the images of prompts, and no prompt of"
+                " data.train has one; name their column (data.columns.images), or choose another"
+                " method"
+            )
+
+    def after_rollout(self, view: StepView) -> Columns:
+        if self._in_update:
+            return {}
+        seed = mask_seed(self._seed, view.experience.step)
+        scores = view.score(batch=with_masked_images(view.local, self._ratio, seed))
+        return {"masked_logprobs": scores.logprobs}
+
+    def extend(self, batch: LocalBatch, step: int) -> MaskedCopies | None:
+        if not self._in_update:
+            return None
+        return MaskedCopies.of(batch, self._ratio, mask_seed(self._seed, step))
 
 
 def mask_seed(seed: int, step: int) -> int:
@@ -27,25 +61,25 @@ def mask_seed(seed: int, step: int) -> int:
     return hash((seed, step)) % 2**63
 
 
-def with_masked_images(share: Share, ratio: float, seed: int) -> Share:
-    """``share`` with a ``MaskedImage`` in place of each image; one without any stays as it is."""
-    images = share.batch.images
+def with_masked_images(local: LocalBatch, ratio: float, seed: int) -> LocalBatch:
+    """``local`` with a ``MaskedImage`` in place of each image; one without any stays as it is."""
+    images = local.batch.images
     if images is None:
-        return share
+        return local
     hidden = {image.digest: masked(image, ratio, seed) for row in images for image in row}
 
     def of_row(row: tuple[Image, ...]) -> tuple[Image, ...]:
         return tuple(hidden[image.digest] for image in row)
 
-    batch = replace(share.batch, images=tuple(map(of_row, images)))
-    return Share(batch, share.microbatches)
+    batch = replace(local.batch, images=tuple(map(of_row, images)))
+    return replace(local, batch=batch)
 
 
-def with_masked_copies(share: Share, ratio: float, seed: int) -> Share:
-    """``share`` with ``with_masked_images`` behind it: row i has its copy at i + number of rows, in
+def _with_copies(local: LocalBatch, ratio: float, seed: int) -> LocalBatch:
+    """``local`` with ``with_masked_images`` behind it: row i has its copy at i + number of rows, in
     the same micro-batch, behind all plain rows."""
-    plain = share.batch
-    copies = with_masked_images(share, ratio, seed).batch
+    plain = local.batch
+    copies = with_masked_images(local, ratio, seed).batch
     num_rows = plain.num_responses
     prompt_index = None
     if plain.prompt_index is not None:
@@ -64,48 +98,34 @@ def with_masked_copies(share: Share, ratio: float, seed: int) -> Share:
         temperatures=None if plain.temperatures is None else plain.temperatures.repeat(2),
     )
     microbatches = []
-    for rows in share.microbatches:
+    for rows in local.microbatches:
         copied = [row + num_rows for row in rows]
         microbatches.append([*rows, *copied])
-    return Share(both, microbatches)
+    rows = None if local.rows is None else local.rows.repeat(2)
+    return LocalBatch(both, microbatches, rows)
 
 
 @dataclass(frozen=True)
 class MaskedCopies:
-    """Of the response tokens of a batch and its copies. ``num_tokens``: without the copies."""
+    """A batch with its copies behind it. ``num_tokens``: the response tokens without them."""
 
+    batch: LocalBatch
     num_tokens: int
 
-    def without(self, scores: TokenScores) -> TokenScores:
-        """Of the responses as they are."""
-        entropy = scores.entropy
-        kept = None if entropy is None else entropy[: self.num_tokens]
-        return TokenScores(scores.logprobs[: self.num_tokens], kept)
+    @classmethod
+    def of(cls, local: LocalBatch, ratio: float, seed: int) -> MaskedCopies:
+        return cls(_with_copies(local, ratio, seed), int(local.batch.response_lengths.sum()))
 
-    def split(self, view: TokenView) -> tuple[TokenView, TokenView]:
-        """The view of the plain batch, and that of the copies, token by token the same."""
+    def without(self, scores: TokenScores) -> TokenScores:
+        """See ``Extension``."""
+        return scores.map(lambda values: values[: self.num_tokens])
+
+    def split(self, view: TokenView) -> tuple[TokenView, Columns]:
+        """See ``Extension``: of each token what its copy has."""
         half = len(view.index) // 2
         assert torch.equal(view.index[half:], view.index[:half] + self.num_tokens), (
             "tokens and their copies lie on different ranks"
         )
-        plain = _cut(view, slice(0, half))
-        copies = _cut(view, slice(half, None))
-        return plain, replace(copies, index=copies.index - self.num_tokens)
-
-
-def _cut(view: TokenView, tokens: slice) -> TokenView:
-    cut: dict[str, Any] = {}
-    for name in OF_TOKENS:
-        values: Tensor | None = getattr(view, name)
-        cut[name] = None if values is None else values[tokens]
-    return replace(view, **cut)
-
-
-def check_images(prompts: Iterable[Prompt], method: Method) -> None:
-    """Raises ValueError where the method masks images and no prompt has any."""
-    if method.needs.mask_ratio is None or any(prompt.images for prompt in prompts):
-        return
-    raise ValueError(
-        f"method {method.name} masks the images of prompts, and no prompt of data.train has one;"
-        " name their column (data.columns.images), or choose another method"
-    )
+        plain = view.select(view.index[:half], lambda values: values[:half])
+        columns = {**plain.columns, "masked_logprobs": view.logprobs[half:]}
+        return replace(plain, columns=columns), {}

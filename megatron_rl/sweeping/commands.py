@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.sweeping.cells import Cell
+from megatron_rl.sweeping.trials import Trial
 
 _MARK = "megatron_rl.sweep"
 
 
-def local(cell: Cell, nproc: int, options: Sequence[str] = ()) -> list[str]:
+def local(trial: Trial, nproc: int, options: Sequence[str] = ()) -> list[str]:
     """torchrun with one run of ``nproc`` processes.
 
     Args:
         options: options of ``megatron_rl.train``.
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    program = ["-m", "megatron_rl.train", *options, *cell.overrides]
+    program = ["-m", "megatron_rl.train", *options, *trial.overrides]
     return [*torchrun, f"--nproc-per-node={nproc}", *program]
 
 
@@ -43,11 +43,11 @@ class Slurm:
     at_a_time: int | None = None
     options: Sequence[str] = ()
 
-    def command(self, cells: Sequence[Cell], file: Path) -> list[str]:
-        """sbatch with the script of examples/slurm: a job for one cell, an array for several.
+    def command(self, trials: Sequence[Trial], file: Path) -> list[str]:
+        """sbatch with the script of examples/slurm: a job for one trial, an array for several.
 
         Args:
-            file: what ``write_cells`` writes; task N of the array runs its line N, from 0 on.
+            file: what ``write_trials`` writes; task N of the array runs its line N, from 0 on.
 
         Raises:
             ValueError: there is no batch script beside an installed package.
@@ -59,11 +59,11 @@ class Slurm:
             )
         of_script = [str(script), "--nproc", str(self.nproc), *self.options]
         own = [f"--comment={self._comment}"]
-        if len(cells) == 1:
-            return ["sbatch", *own, *self.sbatch, *of_script, *cells[0].overrides]
+        if len(trials) == 1:
+            return ["sbatch", *own, *self.sbatch, *of_script, *trials[0].overrides]
         limit = "" if self.at_a_time is None else f"%{self.at_a_time}"
-        own.append(f"--array=0-{len(cells) - 1}{limit}")
-        return ["sbatch", *own, *self.sbatch, *of_script, "--cells", str(file)]
+        own.append(f"--array=0-{len(trials) - 1}{limit}")
+        return ["sbatch", *own, *self.sbatch, *of_script, "--trials", str(file)]
 
     @property
     def _comment(self) -> str:
@@ -97,23 +97,23 @@ class Slurm:
     def new_file(self) -> Path:
         """A name that no earlier array uses: its tasks read their lines when they start."""
         number = 1
-        while (file := self.out.resolve() / f"cells.{number}.txt").exists():
+        while (file := self.out.resolve() / f"trials.{number}.txt").exists():
             number += 1
         return file
 
 
-def write_cells(file: Path, cells: Sequence[Cell]) -> None:
-    """One line a cell: its overrides as words of a shell.
+def write_trials(file: Path, trials: Sequence[Trial]) -> None:
+    """One line a trial: its overrides as words of a shell.
 
     Raises:
         ValueError: an override goes over several lines.
     """
     lines = []
-    for cell in cells:
-        line = shlex.join(cell.overrides)
+    for trial in trials:
+        line = shlex.join(trial.overrides)
         if "\n" in line:
             raise ValueError(
-                f"--sbatch: an override of {cell.name} has a line break; write it as \\n"
+                f"--sbatch: an override of {trial.name} has a line break; write it as \\n"
             )
         lines.append(f"{line}\n")
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""``sweep.json`` in the folder of a sweep: which cells it has, for other programs."""
+"""``sweep.json`` in the folder of a sweep: which trials it has, for other programs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.checkpoints.directory import PARTIAL
-from megatron_rl.sweeping.cells import Cell
+from megatron_rl.sweeping.trials import Trial
 
 NAME = "sweep.json"
 
 
-def write(out: Path, cells: Sequence[Cell], words: Sequence[str]) -> None:
+def write(out: Path, trials: Sequence[Trial], words: Sequence[str]) -> None:
     """Describes the sweep of the newest start.
 
     ``name``; ``created``, of the first start into this folder; ``command``; ``keys`` that differ;
-    ``cells``: ``name`` (its folder), ``label`` (without the seed), ``seed``, ``values`` of the keys
-    as they were typed, ``same_as``: the cell that was run for it, or null.
+    ``trials``: ``name`` (its folder), ``label`` (without the seed), ``seed``, ``values`` of the
+    keys as they were typed, ``same_as``: the trial that was run for it, or null.
 
     Raises:
         ValueError: the folder cannot be written, or has a file of this name that is another.
@@ -28,15 +28,15 @@ def write(out: Path, cells: Sequence[Cell], words: Sequence[str]) -> None:
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     keys: dict[str, None] = {}  # a set in the order of the command line
     entries = []
-    for cell in cells:
-        values = _values(cell)
+    for trial in trials:
+        values = _values(trial)
         keys |= dict.fromkeys(values)
         entry = {
-            "name": cell.name,
-            "label": cell.label,
-            "seed": cell.config.seed,
+            "name": trial.name,
+            "label": trial.label,
+            "seed": trial.config.seed,
             "values": values,
-            "same_as": cell.same_as,
+            "same_as": trial.same_as,
         }
         entries.append(entry)
     content = {
@@ -44,7 +44,7 @@ def write(out: Path, cells: Sequence[Cell], words: Sequence[str]) -> None:
         "created": _created(file) or now,
         "command": shlex.join(["python", "-m", "megatron_rl.sweep", *words]),
         "keys": list(keys),
-        "cells": entries,
+        "trials": entries,
     }
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -63,8 +63,8 @@ def sweep_name(out: Path) -> str:
     return out.resolve().name
 
 
-def _values(cell: Cell) -> dict[str, str]:
-    pairs = [text.lstrip("+").partition("=") for text in cell.differing]
+def _values(trial: Trial) -> dict[str, str]:
+    pairs = [text.lstrip("+").partition("=") for text in trial.differing]
     return {key: value for key, _, value in pairs}
 
 

@@ -18,15 +18,15 @@ from megatron_rl.run.start import REQUEUE
 from megatron_rl.runtime.display import duration
 from megatron_rl.runtime.guard import lock
 from megatron_rl.runtime.guard.parent import die_with_parent
-from megatron_rl.sweeping.cells import Cell, is_finished
 from megatron_rl.sweeping.failures import Failure, failure_of
 from megatron_rl.sweeping.machine import Share, environment
+from megatron_rl.sweeping.trials import Trial, is_finished
 
 CONSOLE = "console.log"
 _POLL_S = 0.2
 _STOP_S = 60  # how long stopped runs may take to end
 
-Command = Callable[[Cell], Sequence[str]]
+Command = Callable[[Trial], Sequence[str]]
 
 
 class Stopped(Exception):
@@ -101,7 +101,7 @@ def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 class Live:
     """A run that was started here, in the share with the number ``slot``."""
 
-    cell: Cell
+    trial: Trial
     process: subprocess.Popen[bytes]
     slot: int
     error_file: Path
@@ -110,8 +110,8 @@ class Live:
 
 
 @dataclass
-class Outcome:
-    """What became of the cells, by name: each is in one of these, or was not reached."""
+class SweepOutcome:
+    """What became of the trials, by name: each is in one of these, or was not reached."""
 
     done: list[str] = field(default_factory=list)
     failed: dict[str, Failure] = field(default_factory=dict)
@@ -120,18 +120,18 @@ class Outcome:
 
 
 class Runner:
-    """Runs cells with one command each, as many at a time as there are shares."""
+    """Runs trials with one command each, as many at a time as there are shares."""
 
     def __init__(self, command: Command, shares: Sequence[Share]) -> None:
         self._command = command
         self._shares = shares
         self._has_logs = len(shares) > 1
         self._live: list[Live] = []
-        self._waiting: deque[Cell] = deque()
+        self._waiting: deque[Trial] = deque()
         self._scratch = Path()
-        self.outcome = Outcome()
+        self.outcome = SweepOutcome()
 
-    def run(self, cells: Sequence[Cell]) -> Outcome:
+    def run(self, trials: Sequence[Trial]) -> SweepOutcome:
         """Runs what is not finished, in the order given.
 
         A run that fails stops no other. One whose folder another live run holds is left to that.
@@ -141,7 +141,7 @@ class Runner:
             ValueError: there is no such program.
             Stopped: a signal came; the runs were stopped.
         """
-        self._waiting.extend(cells)
+        self._waiting.extend(trials)
         with tempfile.TemporaryDirectory(prefix="megatron_rl_sweep_") as scratch:
             self._scratch = Path(scratch)
             with noted_signals() as came:
@@ -156,41 +156,41 @@ class Runner:
                     stop([live.process for live in self._live])
         if came:
             raise Stopped(came[0])
-        self._look_again(cells)
+        self._look_again(trials)
         return self.outcome
 
     def _fill(self, came: Sequence[str]) -> None:
-        """Starts runs in the free shares. Looks at ``came`` before each: whether a cell is finished
-        takes a while to see, and a signal may come meanwhile."""
+        """Starts runs in the free shares. Looks at ``came`` before each: whether a trial is
+        finished takes a while to see, and a signal may come meanwhile."""
         while self._waiting and len(self._live) < len(self._shares) and not came:
-            cell = self._waiting.popleft()
-            if is_finished(cell.config):
-                self.outcome.done.append(cell.name)
-                self._say(cell, "finished before")
-            elif holder := lock.holder(cell.folder):
-                self.outcome.elsewhere[cell.name] = holder
-                self._say(cell, f"is running elsewhere ({holder}) and left to that")
+            trial = self._waiting.popleft()
+            if is_finished(trial.config):
+                self.outcome.done.append(trial.name)
+                self._say(trial, "finished before")
+            elif holder := lock.holder(trial.folder):
+                self.outcome.elsewhere[trial.name] = holder
+                self._say(trial, f"is running elsewhere ({holder}) and left to that")
             else:
-                self._start(cell)
+                self._start(trial)
 
-    def _start(self, cell: Cell) -> None:
+    def _start(self, trial: Trial) -> None:
         # The first share that no run has; a run keeps its own, since it has the GPUs of it.
         taken = {live.slot for live in self._live}
         slot = min(set(range(len(self._shares))) - taken)
-        error_file = self._scratch / f"{cell.name}.json"
-        log = cell.folder / CONSOLE if self._has_logs else None
-        words = self._command(cell)
+        error_file = self._scratch / f"{trial.name}.json"
+        log = trial.folder / CONSOLE if self._has_logs else None
+        words = self._command(trial)
         if log is not None:
             try:
-                cell.folder.mkdir(parents=True, exist_ok=True)
+                trial.folder.mkdir(parents=True, exist_ok=True)
                 with log.open("a", encoding="utf-8") as file:
                     file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())}\n")
             except OSError as error:
                 raise ValueError(f"{log}: cannot be written ({error.strerror})") from None
         variables = environment(self._shares[slot], str(error_file))
         process = start_process(words, variables, log)
-        self._live.append(Live(cell, process, slot, error_file, log, time.monotonic()))
-        self._say(cell, "started" if log is None else f"started, output in {log}")
+        self._live.append(Live(trial, process, slot, error_file, log, time.monotonic()))
+        self._say(trial, "started" if log is None else f"started, output in {log}")
 
     def _reap(self) -> None:
         """Looks after the runs that have ended."""
@@ -201,36 +201,36 @@ class Runner:
                 self._note_end(live, code)
 
     def _note_end(self, live: Live, code: int) -> None:
-        cell = live.cell
+        trial = live.trial
         took = duration(time.monotonic() - live.since)
         # A run that was stopped on request ends with 0 as well; exit codes of ranks do not survive
         # torchrun, so it leaves a file.
-        if code == 0 and (cell.folder / REQUEUE).is_file():
-            self.outcome.stopped.append(cell.name)
-            self._say(cell, f"was stopped on request after {took}")
+        if code == 0 and (trial.folder / REQUEUE).is_file():
+            self.outcome.stopped.append(trial.name)
+            self._say(trial, f"was stopped on request after {took}")
         elif code == 0:
-            self.outcome.done.append(cell.name)
-            self._say(cell, f"finished in {took}")
-        elif holder := lock.holder(cell.folder):
+            self.outcome.done.append(trial.name)
+            self._say(trial, f"finished in {took}")
+        elif holder := lock.holder(trial.folder):
             # Another start took the folder between our look at it and the run's, which was refused.
-            self.outcome.elsewhere[cell.name] = holder
-            self._say(cell, f"is running elsewhere ({holder}) and left to that")
+            self.outcome.elsewhere[trial.name] = holder
+            self._say(trial, f"is running elsewhere ({holder}) and left to that")
         else:
             failure = failure_of(code, live.error_file, live.log)
-            self.outcome.failed[cell.name] = failure
-            self._say(cell, f"failed after {took}: {failure.code_text}")
+            self.outcome.failed[trial.name] = failure
+            self._say(trial, f"failed after {took}: {failure.code_text}")
             if live.log is not None:  # without a log its output is on the console already
                 for line in failure.lines:
                     print(f"    {line}", file=sys.stderr, flush=True)
 
-    def _look_again(self, cells: Sequence[Cell]) -> None:
+    def _look_again(self, trials: Sequence[Trial]) -> None:
         """Counts what another start has finished meanwhile."""
-        for cell in cells:
-            if cell.name in self.outcome.elsewhere and is_finished(cell.config):
-                del self.outcome.elsewhere[cell.name]
-                self.outcome.done.append(cell.name)
+        for trial in trials:
+            if trial.name in self.outcome.elsewhere and is_finished(trial.config):
+                del self.outcome.elsewhere[trial.name]
+                self.outcome.done.append(trial.name)
 
-    def _say(self, cell: Cell, what: str) -> None:
+    def _say(self, trial: Trial, what: str) -> None:
         outcome = self.outcome
         numbers = Counter(
             done=len(outcome.done),
@@ -241,5 +241,5 @@ class Runner:
             left=len(self._waiting),
         )
         progress = ", ".join(f"{count} {name}" for name, count in numbers.items() if count)
-        stream = sys.stderr if cell.name in outcome.failed else sys.stdout
-        print(f"--- {cell.folder}: {what} [{progress}]", file=stream, flush=True)
+        stream = sys.stderr if trial.name in outcome.failed else sys.stdout
+        print(f"--- {trial.folder}: {what} [{progress}]", file=stream, flush=True)

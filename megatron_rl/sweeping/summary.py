@@ -9,12 +9,12 @@ from megatron_rl.reporting.intervals import Interval, bootstrap, student
 from megatron_rl.reporting.metrics_file import read_metrics, series
 from megatron_rl.reporting.report import table
 from megatron_rl.run.start import METRICS
-from megatron_rl.sweeping.cells import Cell
+from megatron_rl.sweeping.trials import Trial
 
 Scores = Mapping[str, Mapping[int, float]]  # combination without its seed -> seed -> value
 
 
-def summary(cells: Sequence[Cell], finished: Iterable[str], metrics: Sequence[str]) -> str:
+def summary(trials: Sequence[Trial], finished: Iterable[str], metrics: Sequence[str]) -> str:
     """A table for each metric, then what is not in it.
 
     A row is a combination without its seed: the number of finished runs, mean and population
@@ -22,40 +22,40 @@ def summary(cells: Sequence[Cell], finished: Iterable[str], metrics: Sequence[st
     to the first combination at equal seed with 95 % intervals.
 
     Args:
-        finished: the names of the cells that are; a mean with runs of other lengths says nothing.
+        finished: the names of the trials that are; a mean with runs of other lengths says nothing.
     """
     done = set(finished)
-    parts = [_table(last_values(cells, done, metric), metric) for metric in metrics]
-    missing = [cell.name for cell in cells if not cell.same_as and cell.name not in done]
+    parts = [_table(last_values(trials, done, metric), metric) for metric in metrics]
+    missing = [trial.name for trial in trials if not trial.same_as and trial.name not in done]
     notes = []
     if missing:
         notes.append(f"not in the table, because not finished: {', '.join(missing)}")
-    notes += [f"{cell.name}: the same run as {cell.same_as}" for cell in cells if cell.same_as]
+    notes += [f"{trial.name}: the same run as {trial.same_as}" for trial in trials if trial.same_as]
     if notes:
         parts.append("\n".join(notes))
     return "\n\n".join(parts)
 
 
-def last_values(cells: Sequence[Cell], finished: set[str], metric: str) -> Scores:
+def last_values(trials: Sequence[Trial], finished: set[str], metric: str) -> Scores:
     """The last value of every finished run that has the metric.
 
     A combination whose runs are all those of another one has no row of its own.
     """
-    by_name = {cell.name: cell for cell in cells}
-    rows = {cell.label for cell in cells if not cell.same_as}
-    # A cell that was not run itself still counts in its row, by the values of the run for it: with
+    by_name = {trial.name: trial for trial in trials}
+    rows = {trial.label for trial in trials if not trial.same_as}
+    # A trial that was not run itself still counts in its row, by the values of the run for it: with
     # method=grpo,dapo clip=0.2,0.3 a combination may equal the default of another.
     scores: dict[str, dict[int, float]] = {}
-    for cell in cells:
-        if cell.label not in rows:
+    for trial in trials:
+        if trial.label not in rows:
             continue
-        of_label = scores.setdefault(cell.label, {})
-        run = by_name[cell.same_as or cell.name]
+        of_label = scores.setdefault(trial.label, {})
+        run = by_name[trial.same_as or trial.name]
         file = run.folder / METRICS
         if run.name in finished and file.is_file():
             _, values = series(read_metrics(file), metric)
             if values:
-                of_label[cell.config.seed] = values[-1]
+                of_label[trial.config.seed] = values[-1]
     return scores
 
 

@@ -10,18 +10,17 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.rules.checks import num_optimizer_steps
-from megatron_rl.config.schema import Config, RolloutConfig
+from megatron_rl.config.schema import Config
 from megatron_rl.data.multimodal.vision import VisionProcessor, vision_of
 from megatron_rl.data.reading import Data, training_stream
 from megatron_rl.data.shared import shared_data
 from megatron_rl.data.tokenizer import load_tokenizer, text_of
 from megatron_rl.engine.engine import VllmEngine
-from megatron_rl.engine.requests import Sight, sight_of
+from megatron_rl.engine.requests import MultimodalConfig, multimodal_config
 from megatron_rl.engine.weights.recorder import UndiscoveredError
 from megatron_rl.engine.weights.stream import expected_tensors
 from megatron_rl.evaluation.evaluator import AnswersPrompts, build_evaluator
 from megatron_rl.loss import Method
-from megatron_rl.models import Architecture
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.protocols import RolloutSource, WeightSync
@@ -55,24 +54,14 @@ from megatron_rl.runtime.guard.signals import StopRequest
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import Ledger, memory_in_use
 from megatron_rl.scheduling.partial import PartialRules
-from megatron_rl.signals.histories import Histories
-from megatron_rl.signals.masked_images import check_images
-from megatron_rl.signals.visual_entropies import FILE, with_visual_entropy
+from megatron_rl.signals import Setup, Signals, signals_of
 from megatron_rl.trainer.bundle import write_bundle
 from megatron_rl.trainer.health import Health
 from megatron_rl.trainer.learner import Learner, MinibatchPlan
-from megatron_rl.trainer.objective import (
-    check_prompt_logprobs,
-    check_visual_entropy,
-    token_settings,
-    tokens_per_microbatch,
-)
 from megatron_rl.trainer.placement import Placement
 from megatron_rl.trainer.trainer import Trainer
 from megatron_rl.types import TransferOptions
 from megatron_rl.weight_sync.gather import GatherSync
-from megatron_rl.weight_sync.planner.engine_tables import ModelShape, RolloutLayout, rollout_shards
-from megatron_rl.weight_sync.planner.shards import expand
 from megatron_rl.weight_sync.reshard import ReshardSync
 
 Decode = Callable[[Sequence[int]], str]
@@ -89,22 +78,22 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
         data = shared_data(config, world, tokenizer, vision)
         reward = build_reward(config.reward, lambda prompt: prompt.text)
         reward.check([*data.train_prompts, *data.held_out_prompts])
-    method = build_method(config, data)
+    method, signals = build_method(config, data)
     stop_ids = stop_token_ids(tokenizer.eos_token_id)
-    encode = given_encoder(config, method, data, tokenizer, world) if method.needs.given else None
+    encode = demonstration_encoder(config, method, data, tokenizer, world)
     loader = training_stream(data, config)
-    folder = RunFolder(config, world, display)
+    folder = RunFolder(config, world, display, signals)
     start = folder.prepare(data_fingerprint(loader.state()))
     if config.logging.rank_files and not world.is_main:
         rank_log.to_file(Path(config.run_dir) / LOGS, world.rank, world.launch_id)
     world.from_main(lambda: check_before_build(config, start, method.needs.ref_logprobs))
-    if method.needs.visual_entropy and vision is not None:
-        with display.phase("visual entropy of the images"):
-            file = Path(config.run_dir) / FILE
-            data = with_visual_entropy(data, Path(config.model.path), vision, file, world)
-        loader = training_stream(data, config)
+    with display.phase("preparing what the method reads", announced=False):
+        setup = Setup(Path(config.model.path), Path(config.run_dir), vision, world)
+        data = signals.prepare(data, setup)
+    loader = training_stream(data, config)
     with display.phase("building the policy", name="policy"):
-        policy = build_policy(config, method, vision, read_weights=start.checkpoint is None)
+        fresh = start.checkpoint is None
+        policy = build_policy(config, method, signals, vision, read_weights=fresh)
     decode = text_of(tokenizer)
     sampling = rollout_sampling(config, stop_ids)
     parts = SourceParts(
@@ -131,7 +120,7 @@ def build_trainer(config: Config, world: World, display: Display) -> Trainer:
     return Trainer(
         config=config.trainer,
         source=source,
-        learner=build_learner(config, world, policy, method, folder.histories),
+        learner=build_learner(config, world, policy, method, signals),
         evaluator=build_evaluator(config, sampler, data, method, stop_ids),
         folder=folder,
         world=world,
@@ -146,9 +135,9 @@ def build_colocated(
     """Collective. Engines in the processes of the policy, and what answers held-out prompts."""
     data = parts.data
     policy = parts.policy
-    sight = sight_of([*data.train_prompts, *data.held_out_prompts], parts.vision)
+    multimodal = multimodal_config([*data.train_prompts, *data.held_out_prompts], parts.vision)
     with display.phase("building the rollout engine", name="engine"):
-        engine, weight_sync = build_engine(config, world, policy, sight)
+        engine, weight_sync = build_engine(config, world, policy, multimodal)
     answers = engine if parts.encode is None else GivenFirst(engine, parts.encode)
     sampler = Sampler(answers, parts.reward, parts.decode, world, display)
     rollouts = build_rollouts(config, parts, sampler)
@@ -186,11 +175,11 @@ def build_rollouts(config: Config, parts: SourceParts, sampler: Sampler) -> Coll
     )
 
 
-def build_method(config: Config, data: Data) -> Method:
-    """The method of the run.
+def build_method(config: Config, data: Data) -> tuple[Method, Signals]:
+    """The method of the run, and the signals that give what it reads.
 
     Raises:
-        ValueError: the groups are too small for it, or the prompts lack what it reads.
+        ValueError: the groups are too small for it, or what it reads cannot be given.
     """
     method = Method(config.method, response_limit=config.rollout.max_response_tokens)
     if config.batch.responses_per_prompt < method.needs.min_group:
@@ -199,20 +188,21 @@ def build_method(config: Config, data: Data) -> Method:
             f" {method.name} compares the responses of a prompt and needs at least"
             f" {method.needs.min_group}"
         )
-    check_visual_entropy(data.train_prompts, method)
-    check_prompt_logprobs(data.train_prompts, method)
-    check_images(data.train_prompts, method)
-    return method
+    signals = signals_of(method, config.seed)
+    signals.check(data.train_prompts, config)
+    return method, signals
 
 
-def given_encoder(
+def demonstration_encoder(
     config: Config, method: Method, data: Data, tokenizer: PreTrainedTokenizerBase, world: World
-) -> Encode:
-    """Collective. Makes tokens of the responses that prompts carry.
+) -> Encode | None:
+    """Collective. Makes tokens of the responses that prompts carry; None: the method reads none.
 
     Raises:
         ValueError: the source of the run asks engines alone, or see ``check_given``.
     """
+    if "is_demonstration" not in method.reads:
+        return None
     asked = [name for name, hook in config.rollout_hooks.items() if hook.resamples]
     if config.source.is_servers or config.source.is_partial or asked:
         raise ValueError(
@@ -243,26 +233,35 @@ def build_hooks(config: Config, world: World) -> RolloutHooks | None:
 
 
 def build_policy(
-    config: Config, method: Method, vision: VisionProcessor | None = None, read_weights: bool = True
+    config: Config,
+    method: Method,
+    signals: Signals,
+    vision: VisionProcessor | None = None,
+    read_weights: bool = True,
 ) -> MegatronPolicy:
     """Collective. The policy, with the weights of ``model.path`` or those a checkpoint brings."""
     if not read_weights:
         logger.info("policy: the weights are those of the checkpoint, the model is not read")
     rollout = config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    longest += method.needs.end_token is not None
+    longest += signals.extra_tokens
     settings = PolicySettings(
         temperature=rollout.temperature,
-        keep_reference=method.needs.ref_logprobs,
+        keep_reference=method.needs.ref_logprobs or signals.needs("ref"),
         total_optimizer_steps=num_optimizer_steps(config),
         max_sequence_tokens=longest,
-        tokens_per_microbatch=tokens_per_microbatch(config.batch, method),
+        tokens_per_microbatch=tokens_per_microbatch(config),
         share_prompts=config.batch.share_prompts,
-        **token_settings(method),
         image_processor=vision,
         read_weights=read_weights,
     )
     return MegatronPolicy(config.model, config.parallel, config.precision, config.optim, settings)
+
+
+def tokens_per_microbatch(config: Config) -> int:
+    """The tokens of plain sequences that a micro-batch may have: half of its tokens where each
+    sequence is seen once more."""
+    return config.batch.tokens_per_microbatch // config.method.sequences_per_response
 
 
 def build_learner(
@@ -270,20 +269,20 @@ def build_learner(
     world: World,
     policy: MegatronPolicy,
     method: Method,
-    histories: Histories,
+    signals: Signals,
 ) -> Learner:
     """The learner and what watches over it."""
     fp8 = config.precision.fp8
     return Learner(
         policy=policy,
         method=method,
+        signals=signals,
         health=Health(
             config.nonfinite, config.mismatch_limits, partial(write_bundle, config, world, policy)
         ),
         plan=build_minibatch_plan(config),
         placement=Placement(policy.batching, world),
         update_matches_score=fp8 is None or fp8.logprobs == "same",
-        histories=histories,
     )
 
 
@@ -296,7 +295,7 @@ def build_minibatch_plan(config: Config) -> MinibatchPlan:
 
 
 def build_engine(
-    config: Config, world: World, policy: MegatronPolicy, sight: Sight | None = None
+    config: Config, world: World, policy: MegatronPolicy, multimodal: MultimodalConfig | None = None
 ) -> tuple[VllmEngine, WeightSync]:
     """Collective. The engine takes its memory when it is built: the policy makes room for it as it
     does in every step, and gets it back."""
@@ -306,8 +305,8 @@ def build_engine(
         config.rollout,
         seed=config.seed,
         launch_id=world.launch_id,
-        sight=sight,
-        awaited=world.from_main(lambda: expected_tensors(Path(config.model.path))),
+        multimodal=multimodal,
+        expected=world.from_main(lambda: expected_tensors(Path(config.model.path))),
     )
     # Before the engine sleeps: a plan looks at its weights.
     weight_sync = build_sync(config, policy, engine, world)
@@ -329,22 +328,24 @@ def build_sync(
     and its cost is logged.
 
     Raises:
-        ValueError: policy and engine do not fit each other, or reshard was asked for and no plan is
-            possible for the architecture.
+        ValueError: policy and engine do not fit each other, or reshard was asked for and vLLM's
+            loader of this model cannot be recorded.
     """
     settings = config.weight_sync
     gather = GatherSync(policy, engine, verify=settings.verify)
     if config.sync_method == "gather":
         return gather
+    problem = ""
     try:
-        origin = find_shards(engine, policy.arch, config.rollout, world.rank)
-        problem = ""
-    except ValueError as error:
-        if settings.method == "reshard":
-            raise
+        engine.weight_shards()
+    except UndiscoveredError as error:
         problem = str(error)
     problems = [text for text in world.all_gather(problem) if text]
     if problems:
+        if settings.method == "reshard":
+            raise ValueError(
+                f"weight_sync.method = reshard: {problems[0]}; set weight_sync.method=gather"
+            )
         if world.is_main:
             logger.info("weight sync: weight_sync.method = auto is gather here: %s", problems[0])
         return gather
@@ -357,29 +358,8 @@ def build_sync(
         across = plan.bytes_by_link["across_nodes"]
         sizes = (plan.bytes_sent, across, plan.gather_bytes, plan.bytes_local)
         logger.info(
-            "weight sync: what the engine wants is %s; each sync sends %.1f MiB between processes,"
-            " %.1f of them across nodes, both the least possible (gathering: %.1f), and copies"
-            " %.1f MiB inside them",
-            origin,
+            "weight sync: each sync sends %.1f MiB between processes, %.1f of them across nodes,"
+            " both the least possible (gathering: %.1f), and copies %.1f MiB inside them",
             *(size / 2**20 for size in sizes),
         )
     return sync
-
-
-def find_shards(engine: VllmEngine, arch: Architecture, rollout: RolloutConfig, rank: int) -> str:
-    """Lets the engine find out what it wants, or tells it by the declared table; returns which of
-    the two, in words."""
-    try:
-        engine.weight_boxes()
-    except UndiscoveredError as error:
-        try:
-            layout = RolloutLayout.of(rollout, engine.num_replicas)
-            shape = ModelShape.of(arch, rollout.dtype)
-        except ValueError as unknown:
-            raise ValueError(
-                f"weight_sync.method = reshard: {error}, and {unknown};"
-                " set weight_sync.method=gather"
-            ) from error
-        engine.declare_boxes(expand(rollout_shards(shape, layout, rank)))
-        return f"declared ({error})"
-    return "recorded from its loaders"

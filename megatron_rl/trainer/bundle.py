@@ -26,21 +26,15 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.sequences import response_tokens, sequence_batch
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.loss import Credit
-from megatron_rl.protocols import Placing
+from megatron_rl.passes import LocalBatch, TokenScores, UpdateResult
+from megatron_rl.protocols import BatchSharding
 from megatron_rl.rollouts.annealed import policy_temperatures
 from megatron_rl.rollouts.exchange import gathered_on_main
 from megatron_rl.rollouts.experience import Experience, Responses
 from megatron_rl.runtime import random_state
 from megatron_rl.runtime.launch import World
 from megatron_rl.trainer.health import Minibatch
-from megatron_rl.types import (
-    Image,
-    SequenceBatch,
-    SequenceLengths,
-    Share,
-    TokenScores,
-    UpdateResult,
-)
+from megatron_rl.types import Image, SequenceBatch, SequenceLengths
 
 BATCH = "batch.safetensors"
 FACTS = "bundle.json"
@@ -48,13 +42,16 @@ CONFIG = "config.json"
 RANDOM = "random_states.pt"
 WEIGHTS = "weights"
 IMAGES = "images"
+# What signals have given stands under these names in the tensors.
+COLUMN = "column."
+TOKEN_COLUMN = "token_column."
 
 
 class BundledPolicy(Protocol):
     """What a bundle asks of the policy."""
 
     @property
-    def batching(self) -> Placing: ...
+    def batching(self) -> BatchSharding: ...
 
     def export(self, path: Path) -> None:
         """See protocols.Policy."""
@@ -142,8 +139,8 @@ def _tensors(experience: Experience, tokens: TokenRows) -> dict[str, Tensor]:
     )
     credit = experience.credit
     assert credit is not None
-    logprobs = {
-        name: torch.from_numpy(values)
+    of_tokens = {
+        (TOKEN_COLUMN if name in experience.token_columns else "") + name: torch.from_numpy(values)
         for name, values in tokens.columns.items()
         if name != "token_ids"
     }
@@ -156,14 +153,13 @@ def _tensors(experience: Experience, tokens: TokenRows) -> dict[str, Tensor]:
         "rewards": experience.rewards,
         "correct": experience.correct,
         "truncated": experience.truncated,
-        **logprobs,
+        **of_tokens,
+        **{COLUMN + name: values for name, values in experience.columns.items()},
         "advantages": credit.advantages,
         "kl_weights": credit.kl_weights,
         "keep": credit.keep,
         "temperatures": policy_temperatures(experience.annealing, experience.responses.lengths),
-        "log_ratio_sums": experience.log_ratio_sums,
-        "peaks": experience.peaks,
-        "end_start": experience.end_start,
+        "num_sampled": experience.num_sampled,
         "weight_versions": torch.from_numpy(experience.responses.weight_versions),
     }
     # A copy each: safetensors refuses tensors that share memory.
@@ -195,7 +191,7 @@ def read_bundle(path: Path) -> Bundle:
         step=facts["step"],
         number=facts["minibatch"],
         world_size=facts["world_size"],
-        experience=_restored(load_file(path / BATCH), _read_images(path, facts)),
+        experience=_restored(load_file(path / BATCH), _read_images(path, facts), facts["step"]),
         rows=facts["rows"],
         splits=facts["splits"],
         uids=facts["uids"],
@@ -231,9 +227,9 @@ def _read_images(path: Path, facts: dict[str, Any]) -> tuple[tuple[Image, ...], 
 
 
 def _restored(
-    tensors: dict[str, Tensor], images: tuple[tuple[Image, ...], ...] | None
+    tensors: dict[str, Tensor], images: tuple[tuple[Image, ...], ...] | None, step: int
 ) -> Experience:
-    """On every rank with the tokens of all rows; ``splits`` says which micro-batches its ``share``
+    """On every rank with the tokens of all rows; ``splits`` says which micro-batches its ``local``
     has."""
     sequences = SequenceBatch(
         tensors["token_ids"],
@@ -249,6 +245,8 @@ def _restored(
         "token_ids": response_tokens(sequences).numpy(),
         "sampler_logprobs": tensors["sampler_logprobs"].numpy(),
     }
+    if "sampled" in tensors:
+        columns["sampled"] = tensors["sampled"].numpy()
     responses = Responses(
         prompts=(),
         group_ids=tensors["group_ids"].numpy(),
@@ -261,7 +259,7 @@ def _restored(
     )
 
     def scores(name: str) -> TokenScores | None:
-        return TokenScores(tensors[name], None) if name in tensors else None
+        return TokenScores(tensors[name]) if name in tensors else None
 
     return Experience(
         responses=responses,
@@ -272,12 +270,20 @@ def _restored(
         rewards=tensors["rewards"],
         correct=tensors["correct"],
         truncated=tensors["truncated"],
-        share=Share(sequences, []),
+        step=step,
+        local=LocalBatch(sequences, [], torch.arange(num_rows)),
         credit=Credit(tensors["advantages"], tensors["kl_weights"], tensors["keep"], {}),
         ref=scores("ref_logprobs"),
         old=scores("old_logprobs"),
-        masked=scores("masked_logprobs"),
-        log_ratio_sums=tensors.get("log_ratio_sums"),
-        peaks=tensors.get("peaks"),
-        end_start=tensors.get("end_start"),
+        num_sampled=tensors.get("num_sampled"),
+        token_columns=_below(TOKEN_COLUMN, tensors),
+        columns=_below(COLUMN, tensors),
     )
+
+
+def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(prefix): values
+        for name, values in tensors.items()
+        if name.startswith(prefix)
+    }

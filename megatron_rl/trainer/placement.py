@@ -4,9 +4,9 @@ Every rank knows the lengths of all rows, so every rank plans alike which data-p
 on which row, and no message says so. A row goes to the first rank of that data-parallel rank, its
 owner, and from there to those that hold the other parts of the same model: never to the world.
 
-The plan of a pass over all rows gives each row its home for the step, where its scores stay. A
+The plan of a pass over all rows gives each row its owner for the step, where its scores stay. A
 minibatch has a plan of its own: which rows it has is known after the credit only, and a later epoch
-mixes the groups anew. Rows that it wants elsewhere are lent for that update, with their scores.
+mixes the groups anew. Rows that it wants elsewhere are copied for that update, with their scores.
 That keeps every pass balanced by its own plan, and costs at most 16 bytes for a token and pass.
 """
 
@@ -18,75 +18,73 @@ from itertools import chain
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.data.token_rows import TokenRows
-from megatron_rl.protocols import Placing
+from megatron_rl.passes import LocalBatch
+from megatron_rl.protocols import BatchSharding
 from megatron_rl.rollouts.annealed import policy_temperatures
 from megatron_rl.rollouts.exchange import exchange_rows
 from megatron_rl.rollouts.experience import Experience
 from megatron_rl.rollouts.ownership import Route, owning_ranks
-from megatron_rl.rollouts.partials import response_sums
 from megatron_rl.runtime.launch import World
-from megatron_rl.types import Share
 
 Plan = Sequence[Sequence[Sequence[int]]]
 
 
 @dataclass(frozen=True)
 class Placed:
-    """The rows that this rank works on in a pass: their tokens, and the share that they form."""
+    """The rows that this rank works on in a pass: their tokens, and the batch that they form."""
 
     tokens: TokenRows
-    share: Share
+    local: LocalBatch
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Brings rows to the ranks that work on them. ``placing``: the policy's."""
+    """Brings rows to the ranks that work on them. ``sharding``: the policy's."""
 
-    placing: Placing
+    sharding: BatchSharding
     world: World
 
-    def at_home(self, experience: Experience) -> Experience:
-        """Collective: ``experience`` with its tokens on their owners, and the share of a pass over
+    def to_owners(self, experience: Experience) -> Experience:
+        """Collective: ``experience`` with its tokens on their owners, and the batch of a pass over
         all rows."""
         responses = experience.responses
         everything = range(len(responses))
-        plan = self.placing.plan(experience.sequences, everything)
-        owners = owning_ranks([plan], len(responses), self.placing.owners)
+        plan = self.sharding.plan(experience.sequences, everything)
+        owners = owning_ranks([plan], len(responses), self.sharding.owners)
         route = Route(responses.lengths, responses.holders, owners)
         placed = self._placed(experience, plan, exchange_rows(responses.tokens, route, self.world))
         responses = replace(responses, tokens=placed.tokens, holders=owners)
-        return replace(experience, responses=responses, share=placed.share)
+        return replace(experience, responses=responses, local=placed.local)
 
-    def lent(self, experience: Experience, rows: Sequence[int]) -> Placed:
-        """Collective: what a pass over ``rows`` of an experience at home needs."""
+    def rebalanced_for(self, experience: Experience, rows: Sequence[int]) -> Placed:
+        """Collective: what a pass over ``rows`` needs, of an experience that is with its owners."""
         tokens = experience.scored_tokens
-        share = experience.share
-        assert share is not None, "rows are lent from home: call at_home first"
+        local = experience.local
+        assert local is not None, "rows come from their owners: call to_owners first"
         if len(rows) == len(experience.responses):
-            return Placed(tokens, share)
-        plan = self.placing.plan(experience.sequences, rows)
+            return Placed(tokens, local)
+        plan = self.sharding.plan(experience.sequences, rows)
         route = self._route(experience, plan, rows)
         stays = np.array_equal(route.source, route.target)
         if not stays:
             tokens = exchange_rows(tokens, route, self.world)
-        return self._placed(experience, plan, tokens, given=stays)
+        return self._placed(experience, plan, tokens, everywhere=stays)
 
-    def response_sums(
-        self, placed: Placed, values: Float[np.ndarray, " tokens"], num_rows: int
-    ) -> Float[Tensor, " rows"]:
-        """Collective: the float64 sum of ``values`` over each row of a pass, on every rank; 0 of
-        rows that are not in it. Each is summed by its owner, in the order of its tokens."""
-        rows = placed.tokens.rows if self._owns else placed.tokens.rows[:0]
-        sums = response_sums(values, placed.tokens.lengths)
-        table = np.zeros(num_rows)
-        for held, of_held in self.world.all_gather((rows, sums[: len(rows)])):
-            table[held] = of_held
-        return torch.from_numpy(table)
+    def of_all_rows(
+        self, rows: Int[np.ndarray, " rows"], values: np.ndarray, num_rows: int
+    ) -> Float[np.ndarray, "all_rows columns"]:
+        """Collective: ``values`` ``[rows, columns]`` of the rows that ranks work on in a pass, told
+        by their owners; 0 of rows that are not in it."""
+        num_told = len(rows) if self._owns else 0
+        table = np.zeros((num_rows, values.shape[1]))
+        for owned, of_owned in self.world.all_gather((rows[:num_told], values[:num_told])):
+            table[owned] = of_owned
+        return table
 
     def of_all_tokens(self, values: Float[Tensor, " tokens"]) -> Float[Tensor, " all_tokens"]:
         """Collective: ``values`` of the tokens that ranks work on in a pass, each once, in the
@@ -95,24 +93,24 @@ class Placement:
         return torch.from_numpy(np.concatenate(self.world.all_gather(own.numpy())))
 
     def _route(self, experience: Experience, plan: Plan, rows: Sequence[int]) -> Route:
-        """From home to where ``plan`` wants ``rows``; the others go nowhere."""
+        """From their owners to where ``plan`` wants ``rows``; the others go nowhere."""
         responses = experience.responses
         nobody = np.full(len(responses), -1)
         source = nobody.copy()
         source[rows] = responses.holders[rows]
         target = nobody.copy()
-        target[rows] = owning_ranks([plan], len(responses), self.placing.owners)[rows]
+        target[rows] = owning_ranks([plan], len(responses), self.sharding.owners)[rows]
         return Route(responses.lengths, source, target)
 
     def _placed(
-        self, experience: Experience, plan: Plan, held: TokenRows, *, given: bool = False
+        self, experience: Experience, plan: Plan, held: TokenRows, *, everywhere: bool = False
     ) -> Placed:
-        """``held``: the rows of the plan on their owners, or (``given``) on all that work on
-        them."""
-        microbatches = plan[self.placing.data_rank]
+        """``held``: the rows of the plan on their owners, or (``everywhere``) on all that
+        work on them."""
+        microbatches = plan[self.sharding.data_rank]
         own = np.array(sorted(chain.from_iterable(microbatches)), dtype=np.int64)
         lengths = experience.responses.lengths[own]
-        if given or self._owns:
+        if everywhere or self._owns:
             tokens = held.take(own)
         else:
             # Not the owner: room for what it gives below.
@@ -121,9 +119,9 @@ class Placement:
                 name: np.empty(num_tokens, values.dtype) for name, values in held.columns.items()
             }
             tokens = TokenRows(own, lengths, columns)
-        if not given:
+        if not everywhere:
             for values in tokens.columns.values():
-                self.placing.give(torch.from_numpy(values))
+                self.sharding.give(torch.from_numpy(values))
         prompts = [experience.responses.prompts[row] for row in own]
         views = tokens.views("token_ids")
         batch = sequence_batch(
@@ -133,10 +131,10 @@ class Placement:
         )
         temperatures = policy_temperatures(experience.annealing, lengths)
         batch = replace(batch, temperatures=temperatures)
-        # By their places in the share, whose rows are in increasing order.
+        # By their places in the batch, whose rows are in increasing order.
         places = [np.searchsorted(own, rows).tolist() for rows in microbatches]
-        return Placed(tokens, Share(batch, places))
+        return Placed(tokens, LocalBatch(batch, places, torch.from_numpy(own)))
 
     @property
     def _owns(self) -> bool:
-        return self.placing.owners[self.placing.data_rank] == self.world.rank
+        return self.sharding.owners[self.sharding.data_rank] == self.world.rank

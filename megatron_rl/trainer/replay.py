@@ -42,8 +42,7 @@ from megatron_rl.run.saved_settings import is_run, read_config
 from megatron_rl.run.start import CHECKPOINTS, METRICS
 from megatron_rl.runtime import random_state
 from megatron_rl.runtime.launch import World
-from megatron_rl.signals.histories import Histories
-from megatron_rl.signals.visual_entropies import FILE, with_visual_entropy
+from megatron_rl.signals import Setup
 from megatron_rl.trainer.build import build_learner, build_method, build_policy
 from megatron_rl.types import Prompt
 
@@ -161,19 +160,16 @@ class ReplayedRun:
         vision = vision_of(config.model.path, config.data)
         data = shared_data(config, world, tokenizer, vision)
         _check_data(route, data_fingerprint(training_stream(data, config).state()))
-        method = build_method(config, data)
-        if method.needs.visual_entropy and vision is not None:
-            file = route.run / FILE
-            data = with_visual_entropy(data, Path(config.model.path), vision, file, world)
+        method, signals = build_method(config, data)
+        data = signals.prepare(data, Setup(Path(config.model.path), route.run, vision, world))
         self._prompts = {prompt.uid: prompt for prompt in data.train_prompts}
-        self.policy = build_policy(config, method, vision)
-        histories = Histories()
+        self.policy = build_policy(config, method, signals, vision)
         if route.checkpoint is not None:
             extra = self.policy.load(route.checkpoint)
-            histories.restore_all(extra)
+            signals.restore(extra["signals"])
             states = extra["random_states"]
             random_state.restore(states[world.rank % len(states)])
-        self._learner = build_learner(config, world, self.policy, method, histories)
+        self._learner = build_learner(config, world, self.policy, method, signals)
         rows = world.from_main(lambda: read_metrics(route.run / METRICS))
         self._rows: dict[int, Row] = {int(row["step"] or 0): row for row in rows}
 
@@ -186,7 +182,7 @@ class ReplayedRun:
         recorded = read_step(self._route.record, step)
         self._check_settings(recorded)
         experience = recorded.experience(self._prompt, is_main=self._world.is_main)
-        scored = self._learner.score(experience.dated(step, self._config.trainer.num_steps))
+        scored = self._learner.score(experience.at_step(step, self._config.trainer.num_steps))
         found = rollout_metrics(scored) | self._learner.update(step, scored)
         metrics = {name: _as_written(value) for name, value in found.items()}
         row = self._rows.get(step)

@@ -83,8 +83,8 @@ class Trainer:
             experience = self.source.next(step)
             with self.source.training():
                 with clock("logprob"):
-                    dated = experience.dated(step, self.config.num_steps)
-                    experience = self.learner.score(dated)
+                    experience = experience.at_step(step, self.config.num_steps)
+                    experience = self.learner.score(experience)
                 with clock("update"):
                     metrics = self.learner.update(step, experience)
             with clock("sync"):

@@ -67,7 +67,7 @@ def pack(
     for chunk in message.chunks:
         (landing,) = chunk.landings
         end = chunk.begin  # elements of the bucket that are packed
-        block = typed[end : end + math.prod(chunk.rect.shape)].view(chunk.rect.shape)
+        block = typed[end : end + math.prod(chunk.region.shape)].view(chunk.region.shape)
         values = strided(source(landing.view.key), landing.view)
         for to_rows, from_rows in _rows(block, values, sums):
             to_rows.copy_(from_rows)
@@ -87,10 +87,10 @@ def unpack(
     """Scatters the bytes of a bucket into the local parameters; ``done(key)`` after each view."""
     typed = buffer.view(getattr(torch, message.stream.dtype))
     for chunk in message.chunks:
-        block = typed[chunk.begin : chunk.begin + math.prod(chunk.rect.shape)]
-        block = block.view(chunk.rect.shape)
+        block = typed[chunk.begin : chunk.begin + math.prod(chunk.region.shape)]
+        block = block.view(chunk.region.shape)
         for landing in chunk.landings:
-            row = landing.window[0].start  # of the chunk: those before it are read, or not wanted
+            row = landing.window[0].start  # of the chunk: those before it are read, or not needed
             place = strided(target(landing.view.key), landing.view)
             for to_rows, from_rows in _rows(place, block[landing.window], sums):
                 row += from_rows.shape[0]

@@ -23,9 +23,9 @@ from megatron_rl.runtime.digest import (
 from megatron_rl.weight_sync.collectives import all_gather
 from megatron_rl.weight_sync.failure import HALF_UPDATED
 from megatron_rl.weight_sync.planner.program import Message
-from megatron_rl.weight_sync.planner.rects import slices
 from megatron_rl.weight_sync.planner.schedule import BucketId, Stream
 from megatron_rl.weight_sync.planner.shards import ITEMSIZE
+from megatron_rl.weight_sync.planner.slices import slice_text
 
 MAX_NAMES_SHOWN = 8
 
@@ -82,7 +82,7 @@ def _wrong_streams(
     own = [(stream, digest.hexdigest()) for stream, digest in digests.items()]
     everyone = [dict(pairs) for pairs in all_gather(own, list[tuple[Stream, str]], group)]
     wrong = set()
-    for of_rank in everyone:  # each stream is there twice, told by its source and by its target
+    for of_rank in everyone:  # each stream is there twice, from its source and from its target
         for stream, digest in of_rank.items():
             if everyone[stream.source][stream] != digest:
                 wrong.add(stream)
@@ -107,11 +107,11 @@ def _places(message: Message, low: int, high: int) -> Iterator[str]:
     itemsize = ITEMSIZE[message.stream.dtype]
     for chunk in message.chunks:
         first = itemsize * chunk.begin
-        last = first + itemsize * math.prod(chunk.rect.shape)
+        last = first + itemsize * math.prod(chunk.region.shape)
         if first < high and low < last:
             yield (
                 f"from rank {message.stream.source} to rank {message.stream.target}:"
-                f" {chunk.tensor}{slices(chunk.rect)}"
+                f" {chunk.tensor}{slice_text(chunk.region)}"
             )
 
 

@@ -1,6 +1,6 @@
-"""What one rank knows, made known to all: values, and failures.
+"""Values and errors of one rank, sent to all ranks.
 
-Other ranks may be workers of a server that somebody else has started, so values are plain data with
+Other ranks may be workers of a server that was started separately, so values are plain data with
 a schema (``runtime/plain_data.py``), never pickles.
 """
 
@@ -69,7 +69,7 @@ def raise_everywhere(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Collective: when any rank has an error, every rank raises it, so that none goes on alone or
+    """Collective: when any rank has an error, every rank raises it, so that none continues alone or
     hangs.
 
     Raises:

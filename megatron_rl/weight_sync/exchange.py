@@ -1,5 +1,5 @@
-"""What every rank has and wants, made known to all: who plays which role, then each role once, with
-each tensor's name once."""
+"""The shards that every rank has and needs, sent to all: which rank has which role, then each role
+once, with each tensor's name once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SOURCE = 0
 TARGET = 1
 
 
-class DescribedGroup(NamedTuple):
+class EncodedGroup(NamedTuple):
     """One group of shards: of which group of tensors, and its geometry."""
 
     column: int
@@ -29,28 +29,28 @@ class DescribedGroup(NamedTuple):
     dtype: str
 
 
-class Described(NamedTuple):
-    """Shards without their places, as a message: names that nobody has told before, groups of
-    tensors as numbers among all names told so far, and the groups of shards."""
+class EncodedGroups(NamedTuple):
+    """Shards without their places, as a message: names that were not sent before, groups of
+    tensors as numbers among all names sent so far, and the groups of shards."""
 
     new_names: list[str]
     columns: list[list[int]]
-    rows: list[DescribedGroup]
+    rows: list[EncodedGroup]
 
 
-class Names:
-    """The names told so far; every rank hears them in the same order."""
+class NameTable:
+    """The names sent so far, in the same order on every rank."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.numbers: dict[str, int] = {}
 
-    def describe(self, groups: Groups) -> Described:
+    def encode(self, groups: Groups) -> EncodedGroups:
         """What another rank needs to build the groups again."""
         # Groups that are other slices of the same tensors have the same names: each tuple of names
-        # is told once, as numbers.
+        # is sent once, as numbers.
         columns: dict[tuple[str, ...], int] = {}
-        # ``understand`` gives new names their numbers, on every rank; this rank numbers them in the
+        # ``decode`` gives new names their numbers, on every rank; this rank numbers them in the
         # same way, and remembers nothing.
         numbers = dict(self.numbers)
         new_names = []
@@ -66,17 +66,17 @@ class Names:
         for group in groups:
             shard = group.shard
             column = columns[group.names]
-            rows.append(DescribedGroup(column, shard.full, shard.start, shard.shape, shard.dtype))
-        return Described(new_names, lists, rows)
+            rows.append(EncodedGroup(column, shard.full, shard.start, shard.shape, shard.dtype))
+        return EncodedGroups(new_names, lists, rows)
 
-    def understand(self, described: Described) -> list[ShardGroup]:
+    def decode(self, message: EncodedGroups) -> list[ShardGroup]:
         """The groups, without their places; remembers the new names."""
-        for name in described.new_names:
+        for name in message.new_names:
             self.numbers[name] = len(self.names)
             self.names.append(name)
-        columns = [tuple(self.names[i] for i in column) for column in described.columns]
+        columns = [tuple(self.names[i] for i in column) for column in message.columns]
         groups = []
-        for column, full, start, shape, dtype in described.rows:
+        for column, full, start, shape, dtype in message.rows:
             geometry = Shard("", full, start, shape, offset=0, stride=(), dtype=dtype)
             groups.append(ShardGroup(columns[column], (), geometry))
         return groups
@@ -86,7 +86,9 @@ def digest(groups: Groups) -> str:
     """Equal for equal shards, wherever they lie; empty for none."""
     if not groups:
         return ""
-    geometry = [(group.names, group.shard.full, group.rect, group.shard.dtype) for group in groups]
+    geometry = [
+        (group.names, group.shard.full, group.region, group.shard.dtype) for group in groups
+    ]
     return xxhash.xxh3_128_hexdigest(repr(geometry).encode())
 
 
@@ -98,7 +100,7 @@ def exchange(
     own = (sources, targets)
     rank = dist.get_rank(group)
     everyone = all_gather([digest(groups) for groups in own], list[str], group)
-    names = Names()
+    names = NameTable()
     roles: dict[str, Groups] = {"": ()}
     # The loops are the same on every rank, for all know all digests: so are the broadcasts.
     # Targets first: each of them names nearly all tensors, so the others only count them.
@@ -106,11 +108,11 @@ def exchange(
         for owner, digests in enumerate(everyone):
             if digests[side] in roles:
                 continue
-            described = None
+            message = None
             if rank == owner:
-                described = names.describe(own[side])
-            described = broadcast(described, Described, owner, group)
-            roles[digests[side]] = names.understand(described)
+                message = names.encode(own[side])
+            message = broadcast(message, EncodedGroups, owner, group)
+            roles[digests[side]] = names.decode(message)
     all_sources: dict[int, Groups] = {}
     all_targets: dict[int, Groups] = {}
     for number, digests in enumerate(everyone):

@@ -1,4 +1,4 @@
-"""How far a weight sync got: one scale for every way to sync, and one place for its words."""
+"""How far a weight sync got: the same stages for every way to sync, and their words in messages."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ HALF_UPDATED = (
 
 
 class Stage(IntEnum):
-    """How far this rank is. It decides who has to be told of a failure, and what the engine still
-    holds: up to READYING nothing has moved and the old weights serve on."""
+    """How far this rank is. It decides which ranks have to learn of a failure, and what the engine
+    still holds: up to READYING nothing has moved and the old weights serve on."""
 
     NOT_BEGUN = 0
     INVITED = 1  # servers only: the server is paused and its workers are called
     READYING = 2  # every rank checks what it is to send; a problem is raised on all of them
     OPENING = 3  # the engine opens its parameters; peers may be waiting for this rank
-    GATHERING = 4  # gather only: inside a collective of the policy, where peers cannot be told
+    GATHERING = 4  # gather only: inside a collective of the policy, where peers cannot be notified
     MOVING = 5  # an engine may hold old and new weights
     COMPARING = 6  # received against sent; a difference is raised on every rank
     FINISHING = 7  # all weights are in place and right, the engine processes the last of them
@@ -31,10 +31,10 @@ class Stage(IntEnum):
 
 
 @dataclass
-class Progress:
+class SyncProgress:
     """The sync to one weight version, as far as this rank got.
 
-    Example: ``str(Progress(3, Stage.MOVING))`` is "the update to weight version 3 failed".
+    Example: ``str(SyncProgress(3, Stage.MOVING))`` is "the update to weight version 3 failed".
     """
 
     version: int
@@ -46,7 +46,7 @@ class Progress:
         elif not self.stage.moved:
             outcome = "did not begin"
         elif self.stage is Stage.COMPLETE:
-            outcome = "is complete, but the server did not go on"
+            outcome = "is complete, but the server did not resume"
         else:
             outcome = "failed"
         return f"the update to weight version {self.version} {outcome}"

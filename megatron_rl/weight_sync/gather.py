@@ -1,5 +1,5 @@
 """The plain weight sync: every rank gathers every tensor whole, and its engine cuts out what it
-wants.
+needs.
 
 Simple, and the reference for any faster one.
 """
@@ -16,7 +16,7 @@ from megatron_rl.runtime.digest import kind_on, quick_digest
 from megatron_rl.types import SyncReport
 from megatron_rl.weight_sync.checks import verify_tensors
 from megatron_rl.weight_sync.collectives import raise_everywhere
-from megatron_rl.weight_sync.failure import Progress, Stage
+from megatron_rl.weight_sync.failure import Stage, SyncProgress
 
 
 class GatherSync:
@@ -33,19 +33,19 @@ class GatherSync:
         """Collective. ``bytes_total`` is the size of the weights, ``bytes_sent`` what this rank
         gave to the policy's gathers for others.
 
-        Where an engine refuses, its rank goes on gathering so that no peer waits, then all ranks
+        Where an engine refuses, its rank continues gathering so that no peer waits, then all ranks
         raise; where the policy fails in the middle of a gather, only a rank that ends can free the
         others.
 
         Raises:
             WeightSyncError: on every rank: the tensors of two of them differ, or are not what the
-                model wants; names the tensors. The engine then refuses to generate, unless it had
+                model needs; names the tensors. The engine then refuses to generate, unless it had
                 taken nothing yet.
         """
         start = time.perf_counter()
         sent_before = self._policy.gathered_bytes_sent
-        progress = Progress(version, Stage.OPENING)
-        stream = _Stream(self._policy.gathered_weights(), progress, self._verify)
+        progress = SyncProgress(version, Stage.OPENING)
+        stream = _TensorStream(self._policy.gathered_weights(), progress, self._verify)
 
         def confirm() -> None:
             progress.stage = Stage.COMPARING
@@ -70,11 +70,11 @@ class GatherSync:
         return SyncReport(version, stream.num_tensors, sent_bytes, stream.num_bytes, seconds)
 
 
-class _Stream:
-    """The gathered tensors on their way to the engine: counted, and digested where asked for."""
+class _TensorStream:
+    """The gathered tensors on their way to the engine: counted, and digested if requested."""
 
     def __init__(
-        self, weights: Iterator[tuple[str, Tensor]], progress: Progress, digested: bool
+        self, weights: Iterator[tuple[str, Tensor]], progress: SyncProgress, digested: bool
     ) -> None:
         self.weights = weights
         self.progress = progress

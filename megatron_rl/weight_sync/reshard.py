@@ -17,7 +17,7 @@ from megatron_rl.protocols import Parameters, WeightSink, WeightSource
 from megatron_rl.types import SyncReport, TransferOptions
 from megatron_rl.weight_sync.collectives import all_gather
 from megatron_rl.weight_sync.exchange import Groups, digest, exchange
-from megatron_rl.weight_sync.failure import Progress, Stage
+from megatron_rl.weight_sync.failure import Stage, SyncProgress
 from megatron_rl.weight_sync.planner.plan import Machines, Plan, PlanSettings, make_plan
 from megatron_rl.weight_sync.planner.program import compile_program
 from megatron_rl.weight_sync.planner.shards import collect
@@ -51,8 +51,8 @@ class ReshardSync:
         self._source = source
         self._sink = sink
         self._verify = options.verify
-        own_sources = [] if source is None else collect(source.weight_boxes())
-        own_targets = [] if sink is None else collect(sink.weight_boxes())
+        own_sources = [] if source is None else collect(source.weight_shards())
+        own_targets = [] if sink is None else collect(sink.weight_shards())
         self.num_tensors = len(set().union(*(shards.names for shards in own_targets)))
         sources, targets = exchange(own_sources, own_targets, group)
         settings = PlanSettings(
@@ -83,11 +83,10 @@ class ReshardSync:
                 differs from what was sent; names ranks, tensors and slices. On the ranks that
                 notice it: a peer is gone. The engine is then unusable.
         """
-        return self.carry_out(Progress(version))
+        return self.carry_out(SyncProgress(version))
 
-    def carry_out(self, progress: Progress) -> SyncReport:
-        """``sync`` for a caller who wants to know how far it got: ``progress`` tells, also when
-        this raises."""
+    def carry_out(self, progress: SyncProgress) -> SyncReport:
+        """``sync`` that records in ``progress`` how far it got, also when this raises."""
         start = time.perf_counter()
         progress.stage = Stage.READYING
         self._ready()
@@ -112,7 +111,7 @@ class ReshardSync:
 
     def _transfer(
         self,
-        progress: Progress,
+        progress: SyncProgress,
         reports: list[TransportReport],
         parameter: Parameters,
         written: Callable[[str], None],
@@ -126,7 +125,7 @@ class ReshardSync:
         reports.append(report)
 
     def _ready(self) -> None:
-        """Collective: the training side has what the plan wants of it. Raises on every rank, before
+        """Collective: the training side has what the plan needs of it. Raises on every rank, before
         anything moves."""
         failed = None
         try:
@@ -139,7 +138,7 @@ class ReshardSync:
     def _tell_peers(self, stage: Stage, error: Exception) -> None:
         """Collective where the error is of this rank alone: peers must not wait for it."""
         if stage is Stage.OPENING:  # they are sending already: this rank's messages keep their turn
-            # With ``failed`` it asks for no parameter.
+            # With ``failed`` it reads no parameter.
             self._transport.run(_no_target, _no_target, failed=error)
         elif stage is Stage.FINISHING:
             self._transport.raise_everywhere(error)
@@ -173,7 +172,7 @@ def _no_target(key: str) -> Tensor:
 
 
 def _machines(gpus_per_node: int | None, group: dist.ProcessGroup | None) -> Machines:
-    """Collective: which ranks share a node, as each rank sees its own."""
+    """Collective: which ranks share a node, as each rank reports its own."""
     own: int | str = platform.node()
     if gpus_per_node:
         own = dist.get_rank(group) // gpus_per_node

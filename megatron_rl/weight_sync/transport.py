@@ -32,7 +32,7 @@ class TransportReport:
     receive buffers.
 
     ``checksums``: of the pieces of every bucket, one after the other, as it left or arrived here,
-    when asked for; on the host, or on their way there.
+    if requested; on the host, or on their way there.
     """
 
     bytes_sent: int
@@ -42,7 +42,7 @@ class TransportReport:
     checksums: Mapping[BucketId, Tensor] = field(default_factory=dict)
 
 
-class _Form(NamedTuple):
+class _ParameterForm(NamedTuple):
     """What of a parameter must stay as it was when the program was compiled or first run."""
 
     dtype: str
@@ -70,13 +70,13 @@ class Transport:
         self.group = group
         self.kind = kind or kind_on(device)
         self.staging: list[Tensor] = []
-        self.forms: dict[tuple[str, str], _Form] = {}
+        self.forms: dict[tuple[str, str], _ParameterForm] = {}
         self.messages: dict[BucketId, Message] = {}
         for step in program.rounds:
             for message in (*step.sends, *step.receives):
                 self.messages[message.bucket] = message
         if dist.is_initialized():
-            # NCCL wants all ranks in the first operation of a group on a device; a round may have
+            # NCCL needs all ranks in the first operation of a group on a device; a round may have
             # only two.
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
@@ -108,7 +108,7 @@ class Transport:
         # the run takes.
         staging = self.staging or self.buffers()
         self.staging = []
-        run = _Run(self, staging, source, target, written, checked)
+        run = _TransportRun(self, staging, source, target, written, checked)
         run.error = failed
         with torch.no_grad():
             report = run.all()
@@ -164,7 +164,7 @@ class Transport:
         place = parameter.device.type
         if side == "rollout" and place == "cpu":
             place = self.device.type  # staged weights lie in the memory of the host
-        form = _Form(dtype, shape, parameter.stride(), place)
+        form = _ParameterForm(dtype, shape, parameter.stride(), place)
         # The plan knows dtype and device; shape and strides are those of the first run.
         first_form = form._replace(dtype=planned.dtype, device=self.device.type)
         expected = self.forms.setdefault((side, key), first_form)
@@ -202,7 +202,7 @@ class _Flight(NamedTuple):
     incoming: list[tuple[Message, Tensor]]
 
 
-class _Run:
+class _TransportRun:
     """The state of one run: rounds under way, staging memory in use, writes still to come."""
 
     def __init__(

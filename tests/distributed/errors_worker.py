@@ -39,9 +39,9 @@ def fail(case: str, rank: int, mine: int) -> None:
 
 def attend_late(world, rank: int) -> None:
     """Ranks are waited for, with the first line after 5 s instead of 30."""
-    from megatron_rl.runtime.guard import attendance
+    from megatron_rl.runtime.guard import collective_watchdog
 
-    attendance.FIRST_S = 5.0
+    collective_watchdog.FIRST_S = 5.0
     world.barrier()
     if world.rank == rank:
         time.sleep(9)

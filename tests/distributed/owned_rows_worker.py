@@ -24,6 +24,7 @@ from megatron_rl.rollouts.rollouts import Rollouts, Sampler
 from megatron_rl.rollouts.step_end import StepEnd
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
+from megatron_rl.signals import signals_of
 from megatron_rl.trainer.health import Health
 from megatron_rl.trainer.learner import Learner, MinibatchPlan
 from megatron_rl.trainer.placement import Placement
@@ -90,7 +91,7 @@ def parts(
     path: Path, layout: dict[str, Any], scale: int, budget: int
 ) -> tuple[Rollouts, Learner, MegatronPolicy]:
     world = world_of_all()
-    limits = {"max_sequence_tokens": 250, "tokens_per_microbatch": budget, "entropy": "value"}
+    limits = {"max_sequence_tokens": 250, "tokens_per_microbatch": budget}
     policy = tiny_policy(path, layout, **limits)
     num_replicas = policy.data_parallel_size
     engine = SeededEngine(dist.get_rank() * num_replicas // world.size, num_replicas, scale)
@@ -106,13 +107,17 @@ def parts(
     )
     plan = MinibatchPlan(prompts_per_minibatch=3, epochs_per_rollout=2, seed=3)
     placement = Placement(policy.batching, world)
-    return rollouts, Learner(policy, method, health, plan, placement, True), policy
+    return (
+        rollouts,
+        Learner(policy, method, signals_of(method), health, plan, placement, True),
+        policy,
+    )
 
 
 def check_tokens(experience: Experience, engine: SeededEngine) -> None:
     """What lies here is what was sampled, and the batch has it behind the prompts."""
     tokens = experience.responses.tokens
-    batch = experience.share.batch
+    batch = experience.local.batch
     for place, (row, ids) in enumerate(zip(tokens.rows, tokens.views("token_ids"), strict=True)):
         prompt = PROMPTS[row // SAMPLING.num_responses]
         sampled = engine._response(prompt, row % SAMPLING.num_responses)
@@ -137,7 +142,7 @@ def on_rank_0(rollouts: Rollouts, learner: Learner, experience: Experience) -> d
 
 def num_lent(learner: Learner, experience: Experience) -> int:
     """Rows of the minibatches that do not lie where the update wants them."""
-    plan = learner.placement.placing.plan
+    plan = learner.placement.sharding.plan
     moved = 0
     for rows in learner.plan.minibatches(1, experience):
         route = learner.placement._route(experience, plan(experience.sequences, rows), rows)

@@ -94,7 +94,7 @@ def check(name: str, wait_before: str | None, group: dist.ProcessGroup) -> None:
         device_config=SimpleNamespace(device=torch.device("cpu")),
         model_config=SimpleNamespace(dtype=torch.float32),
     )
-    # What weight_boxes finds out from a loader: all parameters, written whole.
+    # What weight_shards finds out from a loader: all parameters, written whole.
     receiver = ShardReceiver(model, config)
     receiver.keys = {f"{layer}.weight" for layer in LAYERS}
     receiver.receive(write_all(LAYERS if rank == 0 else LAYERS[::-1], wait_before, group))

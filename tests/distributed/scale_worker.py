@@ -17,9 +17,10 @@ from megatron_rl.config.rules.layout_rules import stage_layers
 from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.models import Architecture
+from megatron_rl.passes import LossOutput, TokenView
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
-from megatron_rl.types import LossOutput, SequenceBatch, Shard, TokenView
+from megatron_rl.types import SequenceBatch, Shard
 from megatron_rl.weight_sync.planner.shards import expand
 from tests.distributed.big_models import CASES, Case, train_layout, write_narrow
 from tests.distributed.fake_world import Answers, Record, fake_world
@@ -124,7 +125,7 @@ def check_shards(case: Case, rank: int, policy: MegatronPolicy, folder: Path) ->
     shape = shape_from_hf(json.loads((folder / "config.json").read_text()))
     layout = train_layout(policy.parallel, case.ranks, DIVISIBLE_BY)
     declared = expand(train_shards(shape, layout, rank))
-    live = policy.weight_boxes()
+    live = policy.weight_shards()
     assert sorted(map(place, declared)) == sorted(map(place, live)), f"{case.name}, rank {rank}"
     print(f"OK {case.name}, rank {rank}, shards: {len(live)}", flush=True)
 

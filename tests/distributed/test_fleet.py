@@ -13,17 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.runtime.joint_group import Meeting, join_group, leave_group, visit_store
+from megatron_rl.runtime.joint_group import Barrier, connect_store, join_group, leave_group
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import TransferOptions
 from megatron_rl.weight_sync.fleet.fleet import FleetReport, FleetSync
-from megatron_rl.weight_sync.planner.engine_tables import rollout_shards
 from megatron_rl.weight_sync.reshard import ReshardSync
 from tests.distributed.test_nodes import MODEL, R, T
 from tests.distributed.transport_faults import Sink, Source
 from tests.ranks import on_ranks
 from tests.unit.weight_sync.slow_layouts import UNWRITTEN, hf_tensors, megatron_shards, vllm_shards
 from tests.unit.weight_sync.training_tables import train_shards
+from tools.planning.engine_tables import rollout_shards
 
 TRAINERS = 2
 TRAIN = T(tp=TRAINERS)
@@ -90,23 +90,23 @@ class Worker:
         first = info["first_rank"]
         self.rank = first + (dist.get_rank() - self.layout.first_rank) % self.layout.tp
         self.sink.replica = first
-        store = visit_store(info["address"], info["port"], OPTIONS.timeout_s)
-        self.meeting = Meeting(store, SECRET)
-        self.meeting.arrive("init", self.rank)
+        store = connect_store(info["address"], info["port"], OPTIONS.timeout_s)
+        self.barrier = Barrier(store, SECRET)
+        self.barrier.wait("init", self.rank)
         options = TransferOptions(**info["options"])
         self.group = join_group(store, self.rank, info["size"], options.timeout_s, SECRET)
         self.sync = ReshardSync(None, self.sink, options, gpus_per_node=None, group=self.group)
-        self.meeting.report("init", self.rank, "")
+        self.barrier.report("init", self.rank, "")
 
     def update(self, info: Mapping[str, Any]) -> None:
-        self.meeting.arrive(info["step"], self.rank)
+        self.barrier.wait(info["step"], self.rank)
         problem = ""
         try:
             self.sync.sync(info["version"])
         except RuntimeError as error:
             problem = str(error)
             self.leave(error)
-        self.meeting.report(info["step"], self.rank, problem)
+        self.barrier.report(info["step"], self.rank, problem)
 
     def leave(self, error: Exception | None = None) -> None:
         self.sync = None
@@ -126,7 +126,7 @@ class Worker:
         self.sink.count = lambda key: os._exit(0)  # with the first parameter
 
 
-class Trainer:
+class TrainingSide:
     """The trainer's end, and what it has pushed so far."""
 
     def __init__(self, addresses: Mapping[str, list[Any]], control: Any) -> None:
@@ -153,7 +153,7 @@ class Trainer:
             getattr(self.servers[name], command)()
 
 
-def started(tp: int, nodes: str) -> Trainer | Worker:
+def started(tp: int, nodes: str) -> TrainingSide | Worker:
     """This rank's part: servers a, b, c of ``tp`` workers each, on these nodes. Only trainers
     return at once, workers when they are told to end."""
     layout = R(tp=tp, dp=len(nodes), first_rank=TRAINERS)
@@ -170,7 +170,7 @@ def started(tp: int, nodes: str) -> Trainer | Worker:
         worker.serve()
         return worker
     served = addresses[TRAINERS:]
-    return Trainer(
+    return TrainingSide(
         {name: served[i * tp : (i + 1) * tp] for i, name in enumerate("abc"[: len(nodes)])}, control
     )
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import LostPeerError
-from megatron_rl.runtime.joint_group import host_store, join_group, leave_group, visit_store
+from megatron_rl.runtime.joint_group import connect_store, join_group, leave_group, serve_store
 from megatron_rl.weight_sync.collectives import raise_everywhere
 from tests.ranks import on_ranks
 
@@ -16,10 +16,10 @@ TIMEOUT_S = 30.0
 
 def joined() -> dist.ProcessGroup:
     rank = dist.get_rank()
-    store = host_store("127.0.0.1", TIMEOUT_S) if rank == 0 else None
+    store = serve_store("127.0.0.1", TIMEOUT_S) if rank == 0 else None
     ports = [None if store is None else store.port]
     dist.broadcast_object_list(ports)
-    store = store or visit_store("127.0.0.1", ports[0], TIMEOUT_S)
+    store = store or connect_store("127.0.0.1", ports[0], TIMEOUT_S)
     group = join_group(store, rank, 3, TIMEOUT_S)
     dist.all_reduce(torch.zeros(1), group=group)
     return group

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from megatron_rl.loss import load_method
+from megatron_rl.passes import TokenScores
 from megatron_rl.rollouts.partials import of_all_rows, response_sums
-from megatron_rl.types import TokenScores
+from megatron_rl.signals import signals_of
 from tests import zoo
 from tests.distributed.owned_rows_worker import ONE_ROW, num_lent, parts
 from tests.ranks import call
@@ -23,20 +24,22 @@ def sums(path: Path, layout: dict[str, Any]) -> dict[str, Any]:
     """Of each minibatch: its rows, and what its loss is given. The old logprobs are set to -1, so
     that the policy has moved by its own logprobs and one a token."""
     rollouts, learner, policy = parts(path, layout, 1, ONE_ROW)
-    learner = replace(learner, method=load_method("pacs"))
+    method = load_method("pacs")
+    signals = signals_of(method)
+    (signal,) = signals.members
+    learner = replace(learner, method=method, signals=signals)
     scored = learner.score(rollouts.collect(1))
     assert scored.old is not None
     moved = scored.old.logprobs.numpy() + 1
     lengths = scored.responses.tokens.lengths
     world = learner.placement.world
     plain = of_all_rows(scored.responses, response_sums(moved, lengths)[:, None], world)
-    experience = replace(scored, old=TokenScores(torch.full_like(scored.old.logprobs, -1), None))
+    experience = replace(scored, old=TokenScores(torch.full_like(scored.old.logprobs, -1)))
     minibatches = []
     for rows in learner.plan.minibatches(1, experience):
-        placed = learner.placement.lent(experience, rows)
-        found = learner._log_ratio_sums(experience, placed)
-        assert found is not None
-        minibatches.append((list(rows), found.tolist()))
+        placed = learner.placement.rebalanced_for(experience, rows)
+        found = signal.before_minibatch(learner.view(experience, placed, rows))
+        minibatches.append((list(rows), found["log_ratio_sums"].tolist()))
     learner.update(1, scored)  # the same sums reach the loss of every minibatch
     report = {"plain": plain[:, 0].tolist(), "minibatches": minibatches}
     report["lent"] = num_lent(learner, experience)

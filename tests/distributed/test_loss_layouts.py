@@ -74,6 +74,9 @@ def columns_of(group: dist.ProcessGroup | None) -> Callable[[torch.Tensor], torc
     return gather
 
 
+ROWS = ("rewards", "correct", "group_ids", "response_tokens")
+
+
 def gathered(rows: list[Row]) -> ResponseBatch:
     """This rank's prompts, then all ranks' in canonical order."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -82,18 +85,15 @@ def gathered(rows: list[Row]) -> ResponseBatch:
     mine = response_batch(
         [row for row in rows if row.group in prompts[rank * share : (rank + 1) * share]]
     )
+    tensors = {name: value for name, value in vars(mine).items() if name in ROWS}
     parts: list[dict[str, torch.Tensor]] = [{} for _ in range(world)]
-    dist.all_gather_object(
-        parts, {field.name: getattr(mine, field.name) for field in dataclasses.fields(mine)}
-    )
-    return ResponseBatch(
-        **{
-            key: torch.cat([part[key] for part in parts])
-            if isinstance(value, torch.Tensor)
-            else value
-            for key, value in parts[0].items()
-        }
-    )
+    dist.all_gather_object(parts, {**tensors, **mine.columns})
+    whole = {
+        key: torch.cat([part[key] for part in parts]) if value.ndim else value
+        for key, value in parts[0].items()
+    }
+    columns = {name: whole[name] for name in mine.columns}
+    return ResponseBatch(**{name: whole[name] for name in ROWS}, columns=columns)
 
 
 def part_of(batch: TokenBatch, at: torch.Tensor, num_rows: int) -> TokenBatch:
@@ -107,10 +107,11 @@ def part_of(batch: TokenBatch, at: torch.Tensor, num_rows: int) -> TokenBatch:
     lengths = torch.bincount(batch.response_index, minlength=num_rows)
     # What follows a response is known where its last token is.
     ends_here = torch.isin(lengths.cumsum(0) - 1, at)
-    for name in ("end_index", "end_logprobs"):
-        fields[name] = fields[name][ends_here]
+    ends = {name: batch.columns[name][ends_here] for name in ("end_index", "end_logprobs")}
     return TokenBatch(
         **fields,
+        token_columns={name: each.detach()[at] for name, each in batch.token_columns.items()},
+        columns={**batch.columns, **ends},
         response_loss_tokens=lengths,
         num_responses=num_rows,
         num_tokens=batch.logprobs.numel(),

@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from megatron_rl.types import TransferOptions
 from megatron_rl.weight_sync import transport as transport_module
-from megatron_rl.weight_sync.planner.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.reshard import ReshardSync
 from tests.distributed.transport_faults import Sink, Source
 from tests.ranks import on_ranks
 from tests.unit.weight_sync.slow_layouts import UNWRITTEN, hf_tensors, megatron_shards, vllm_shards
 from tests.unit.weight_sync.training_tables import TrainLayout, train_shards
+from tools.planning.engine_tables import ModelShape, RolloutLayout, rollout_shards
 
 MODEL = ModelShape(
     layers=4, hidden=16, heads=8, kv_heads=2, head_dim=4, ffn=24, vocab=90, dtype="float32"
@@ -59,14 +59,14 @@ def synced(train: TrainLayout, rollout: RolloutLayout, gpus_per_node: int, dtype
     options = TransferOptions(bucket_mib=1, cast=dtype != MODEL.dtype)
     sync = ReshardSync(source, sink, options, gpus_per_node=gpus_per_node)
     crossed: Counter[bool] = Counter()
-    packed = transport_module._Run.packed
+    packed = transport_module._TransportRun.packed
 
     def counted(run, message, buffer):
         ends = message.stream
         crossed[ends.source // gpus_per_node != ends.target // gpus_per_node] += buffer.numel()
         packed(run, message, buffer)
 
-    transport_module._Run.packed = counted
+    transport_module._TransportRun.packed = counted
     for version in (1, 2):
         sync.sync(version)
         if sink is not None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_rl.loss import load_method
+from megatron_rl.signals import signals_of
 from tests import zoo
 from tests.distributed.owned_rows_worker import ONE_ROW, num_lent, parts
 from tests.ranks import call
@@ -18,18 +19,19 @@ from tests.ranks import call
 def peaks(path: Path, layout: dict[str, Any]) -> dict[str, Any]:
     """Of each minibatch, and plainly from the entropies of rows one after another."""
     rollouts, learner, policy = parts(path, layout, 1, ONE_ROW)
-    policy.settings = replace(policy.settings, nucleus=0.8)
-    learner = replace(learner, method=load_method("siren", response_limit=200))
+    method = load_method("siren", response_limit=200)
+    signals = signals_of(method)
+    (signal,) = signals.members
+    learner = replace(learner, method=method, signals=signals)
     scored = learner.score(rollouts.collect(1))
     found = []
     for rows in learner.plan.minibatches(1, scored):
-        placed = learner.placement.lent(scored, rows)
-        values = learner._peaks(placed)
-        assert values is not None
-        found.append(values.tolist())
-    anchor = learner.histories.starts["peak_entropy"]
+        placed = learner.placement.rebalanced_for(scored, rows)
+        columns = signal.before_minibatch(learner.view(scored, placed, rows))
+        found.append(columns["peaks"].tolist())
+    anchor = signal.state()["anchor"]
     metrics = learner.update(1, scored)
-    assert learner.histories.starts["peak_entropy"] == anchor
+    assert signal.state()["anchor"] == anchor
     report = {"peaks": found, "lent": num_lent(learner, scored), "anchor": anchor}
     report["metrics"] = metrics
     policy.close()

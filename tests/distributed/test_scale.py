@@ -23,13 +23,13 @@ from megatron_rl.planning.advice import describe, problems
 from megatron_rl.planning.at_start import plan as memory_plan
 from megatron_rl.planning.parameter_counts import stage_counts
 from megatron_rl.planning.phases import Room
-from megatron_rl.weight_sync.planner.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.planner.plan import Machines, PlanSettings, make_plan
 from tests.distributed.big_models import CASES, CONFIGS, Case, train_layout, write_config
 from tests.distributed.fake_world import Kind
 from tests.distributed.step_formula import Messages, Place, Step, Work, differences
 from tests.launch import REPO, run
 from tests.unit.weight_sync.training_tables import shape_from_hf, train_shards
+from tools.planning.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from tools.planning.sync_time import Links, least_seconds, simulated_seconds
 
 CORE = [case for case in CASES if not case.full]

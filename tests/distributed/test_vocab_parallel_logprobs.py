@@ -115,10 +115,10 @@ def test_two_ranks_find_the_tokens_of_one(vocab_size: int, top_k: int):
     def found(weight: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
         inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
         values = token_values(*inputs, targets, Head(0.8, vocab_size, 5, group, "value", top_k))
-        assert values.topk_logprobs is not None and values.is_argmax is not None
-        loss = (factors * values.topk_logprobs).sum() + values.logprobs.sum()
+        topk_logprobs, is_argmax = (values.columns[key] for key in ("topk_logprobs", "is_argmax"))
+        loss = (factors * topk_logprobs).sum() + values.logprobs.sum()
         gradients = torch.autograd.grad(loss, inputs)
-        return [values.topk_logprobs.detach(), values.is_argmax, values.logprobs, *gradients]
+        return [topk_logprobs.detach(), is_argmax, values.logprobs, *gradients]
 
     one = found(weight, None)
     two = found(weight.chunk(2)[dist.get_rank()], dist.group.WORLD)
@@ -168,11 +168,11 @@ def test_two_ranks_find_the_nucleus_of_one(
 
     def found(weight: Tensor, group: dist.ProcessGroup | None, plain: bool = False) -> list[Tensor]:
         inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-        head = Head(0.8, vocab_size, 5, group, "none", nucleus=top_p)
+        head = Head(0.8, vocab_size, 5, group, "none")
         if plain:
             values = plain_nucleus_entropy(inputs[0] @ inputs[1][:vocab_size].t() / 0.8, top_p)
         else:
-            values = nucleus_entropy(*inputs, head)
+            values = nucleus_entropy(*inputs, head, top_p)
         return [values.detach(), *torch.autograd.grad((factors * values).sum(), inputs)]
 
     wanted = found(weight, None, plain=True)
@@ -194,8 +194,8 @@ def test_two_ranks_find_the_nucleus_of_one(
 def test_equally_likely_tokens_are_in_the_nucleus_together():
     """Probabilities 0.5, 0.125 four times: with 0.6 the second of the four would do."""
     logits = torch.tensor([[0.5, *[0.125] * 4]], dtype=torch.float64).log()
-    head = Head(1.0, 5, 5, None, "none", nucleus=0.6)
-    found = nucleus_entropy(logits, torch.eye(5, dtype=torch.float64), head)
+    head = Head(1.0, 5, 5, None, "none")
+    found = nucleus_entropy(logits, torch.eye(5, dtype=torch.float64), head, 0.6)
     assert found.item() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(8), rel=1e-12)
-    empty = nucleus_entropy(logits[:0], torch.eye(5, dtype=torch.float64), head)
+    empty = nucleus_entropy(logits[:0], torch.eye(5, dtype=torch.float64), head, 0.6)
     assert empty.shape == (0,)

@@ -12,7 +12,6 @@ from megatron_rl.errors import WeightSyncError
 from megatron_rl.runtime.digest import Kind
 from megatron_rl.types import TransferOptions
 from megatron_rl.weight_sync.exchange import exchange
-from megatron_rl.weight_sync.planner.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.planner.plan import Machines, Plan, PlanSettings, make_plan
 from megatron_rl.weight_sync.planner.program import compile_program
 from megatron_rl.weight_sync.planner.shards import ShardGroup
@@ -29,6 +28,8 @@ from tests.distributed.transport_faults import (
 )
 from tests.unit.weight_sync.slow_layouts import UNWRITTEN, hf_tensors, megatron_shards, vllm_shards
 from tests.unit.weight_sync.training_tables import TrainLayout, train_shards
+from tools.planning.engine_tables import ModelShape, RolloutLayout, rollout_shards
+from tools.planning.plan_figures import peak_staging_bytes
 
 DENSE = ModelShape(
     layers=4,
@@ -137,7 +138,7 @@ def run_case(number: int, case: Case) -> None:
     totals = torch.tensor([report.bytes_sent, report.bytes_received, report.bytes_copied])
     dist.all_reduce(totals)
     assert totals.tolist() == [plan.lower_bound, plan.lower_bound, plan.bytes_local]
-    planned = plan.schedule.peak_staging_bytes.get(dist.get_rank(), 0)
+    planned = peak_staging_bytes(plan.schedule).get(dist.get_rank(), 0)
     rounding = 15 * len(transport.messages)
     most = 2 * rounds_in_flight * bucket_bytes + rounding
     assert planned <= report.peak_staging_bytes <= most

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from megatron_rl.errors import WeightSyncError
 from megatron_rl.types import Shard
 from megatron_rl.weight_sync import transport as transport_module
-from megatron_rl.weight_sync.planner.rects import slices
 from megatron_rl.weight_sync.planner.shards import ShardGroup, expand
+from megatron_rl.weight_sync.planner.slices import slice_text
 from megatron_rl.weight_sync.reshard import ReshardSync
 
 Tensors = dict[str, torch.Tensor]
@@ -31,7 +31,7 @@ class Source:
         self.parameters = parameters
         self.groups = groups
 
-    def weight_boxes(self) -> list[Shard]:
+    def weight_shards(self) -> list[Shard]:
         return expand(self.groups)
 
     def wait_for_param_gather(self) -> None: ...
@@ -82,7 +82,7 @@ def no_room(sync: ReshardSync) -> None:
 def changed_on_the_wire(sync: ReshardSync) -> None:
     """The first byte of the first bucket of one rank: the slice it belongs to is named with both
     ranks."""
-    packed, hit = transport_module._Run.packed, []
+    packed, hit = transport_module._TransportRun.packed, []
     sender = min(sync.plan.streams).source
 
     def tampered(run, message, buffer):
@@ -92,10 +92,10 @@ def changed_on_the_wire(sync: ReshardSync) -> None:
             chunk = message.chunks[0]
             hit.append(
                 f"from rank {message.stream.source} to rank {message.stream.target}:"
-                f" {chunk.tensor}{slices(chunk.rect)}"
+                f" {chunk.tensor}{slice_text(chunk.region)}"
             )
 
-    transport_module._Run.packed = tampered
+    transport_module._TransportRun.packed = tampered
     everyone = [None] * dist.get_world_size()
     try:
         sync.sync(5)
@@ -106,7 +106,7 @@ def changed_on_the_wire(sync: ReshardSync) -> None:
     else:
         raise AssertionError("changed bytes were accepted")
     finally:
-        transport_module._Run.packed = packed
+        transport_module._TransportRun.packed = packed
 
 
 def raised_in_the_middle(sync: ReshardSync, source: Source | None, sink: Sink | None) -> None:

@@ -22,7 +22,8 @@ from megatron_rl.runtime import launch
 from megatron_rl.trainer.build import build_engine, build_method, build_policy
 from megatron_rl.types import Completion, Prompt, Sampling, TransferOptions
 from megatron_rl.weight_sync.fleet.commands import HttpServer
-from megatron_rl.weight_sync.fleet.server import ServerSync
+from megatron_rl.weight_sync.fleet.controller import ServersError
+from tests.pushes import OneServer
 
 URL, SECRET = sys.argv[1:3]
 VERSION = 4
@@ -134,10 +135,10 @@ def main() -> None:
     data = shared_data(config, world, load_tokenizer(config.model.path), None)
     policy = build_policy(config, build_method(config, data))
     engine, _ = build_engine(config, world, policy)
-    connect = partial(ServerSync, policy, HttpServer(URL, secret=SECRET), world, OPTIONS)
+    connect = partial(OneServer, policy, HttpServer(URL, secret=SECRET), world, OPTIONS)
     try:
         connect(secret="another one")
-    except ValueError as error:
+    except ServersError as error:
         assert "does not know the secret" in str(error), error
     else:
         raise AssertionError("workers that know another secret were let in")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from megatron_rl.signals.histories import Histories
 from torch import Tensor
 
 from megatron_rl.config.load import compose, validate
@@ -24,7 +25,6 @@ from megatron_rl.rollouts.exchange import token_rows
 from megatron_rl.rollouts.experience import Responses, experience_of
 from megatron_rl.rollouts.rollouts import rollout_sampling, sampling_seed, stop_token_ids
 from megatron_rl.runtime import launch
-from megatron_rl.signals.histories import Histories
 from megatron_rl.trainer.build import build_engine, build_learner, build_method, build_policy
 
 DELAY = int(sys.argv[1])

@@ -22,8 +22,8 @@ from megatron_rl.rollouts.rollouts import stop_token_ids
 from megatron_rl.runtime.digest import combined_digest, tensor_digest
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import exit_process, reported, start
+from megatron_rl.signals import signals_of
 from megatron_rl.trainer.build import build_trainer
-from megatron_rl.trainer.objective import token_settings
 from megatron_rl.trainer.trainer import Trainer
 
 
@@ -35,14 +35,17 @@ def weights_digest(trainer: Trainer) -> str:
 def with_method(trainer: Trainer, config: Config, name: str) -> Trainer:
     """The same policy and engine, learning by another method."""
     method = load_method(name, response_limit=config.rollout.max_response_tokens)
-    policy = trainer.learner.policy
-    policy.settings = replace(policy.settings, **token_settings(method))
     source = trainer.source
     # As the trainer of a method that trains on responses which prompts carry is built.
-    answers = GivenFirst(source.engine, encode_of(config)) if method.needs.given else source.engine
+    answers = source.engine
+    if "is_demonstration" in method.reads:
+        answers = GivenFirst(answers, encode_of(config))
     source.rollouts.sampler.streaming._engine = answers
     source.rollouts = replace(source.rollouts, method=method)
-    return replace(trainer, learner=replace(trainer.learner, method=method))
+    return replace(
+        trainer,
+        learner=replace(trainer.learner, method=method, signals=signals_of(method, config.seed)),
+    )
 
 
 def encode_of(config: Config) -> Encode:

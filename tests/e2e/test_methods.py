@@ -16,7 +16,7 @@ from tests.launch import launch
 
 NAMES = sorted(path.stem for path in (conf_dir() / "method").glob("*.yaml"))
 # Those that mask images are run by test_vision.
-ALL = [name for name in NAMES if load_method(name).needs.mask_ratio is None]
+ALL = [name for name in NAMES if load_method(name).config.perception is None]
 CORE = ["dapo", "a_grae", "apo", "durian", "archer"]
 
 

@@ -23,18 +23,10 @@ pytestmark = [
 ]
 START_S = 120
 LOOK = """JSON.stringify({
-    figures: [...document.querySelectorAll('figure')].map(figure => {
-        const box = figure.querySelector('svg').getBoundingClientRect();
-        const shapes = [...figure.querySelectorAll('path')].map(path => path.getBBox());
-        return [box.width, box.height, shapes.filter(shape => shape.width > 20).length];
-    }),
-    legend: [...document.querySelectorAll('.legend svg')].map(
-        svg => svg.getBoundingClientRect().width),
+    figures: [...document.querySelectorAll('img')].map(
+        image => [image.clientWidth, image.clientHeight, image.naturalWidth]),
+    tables: document.querySelectorAll('table').length,
     wide: document.documentElement.scrollWidth - document.documentElement.clientWidth,
-    page: getComputedStyle(document.body).backgroundColor,
-    ink: getComputedStyle(document.querySelector('figure text')).fill,
-    targets: [...document.querySelectorAll('nav a')].every(
-        link => document.querySelector(link.getAttribute('href'))),
 })"""
 
 
@@ -75,11 +67,11 @@ class Browser:
         return said
 
 
-async def seen(page: Path, scratch: Path, scheme: str, width: int) -> tuple[list[str], dict]:
-    """(complaints, what ``LOOK`` says) of a page in light or dark."""
+async def seen(page: Path, scratch: Path, width: int) -> tuple[list[str], dict]:
+    """(complaints, what ``LOOK`` says) of a page."""
     assert CHROMIUM is not None
     words = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]
-    profile = scratch / f"profile-{scheme}-{width}"
+    profile = scratch / f"profile-{width}"
     command = [CHROMIUM, *words, f"--user-data-dir={profile}", "about:blank"]
     with (scratch / "chromium.log").open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -90,17 +82,15 @@ async def seen(page: Path, scratch: Path, scheme: str, width: int) -> tuple[list
                 tabs = await answer.json(content_type=None)
             (tab,) = [each for each in tabs if each["type"] == "page"]
             async with session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0) as socket:
-                return await look_at(Browser(socket), page, scheme, width)
+                return await look_at(Browser(socket), page, width)
     finally:
         process.terminate()
         process.wait(30)
 
 
-async def look_at(browser: Browser, page: Path, scheme: str, width: int) -> tuple[list[str], dict]:
+async def look_at(browser: Browser, page: Path, width: int) -> tuple[list[str], dict]:
     for domain in ("Runtime", "Log", "Page", "Network"):
         await browser.ask(f"{domain}.enable")
-    features = [{"name": "prefers-color-scheme", "value": scheme}]
-    await browser.ask("Emulation.setEmulatedMedia", features=features)
     await browser.ask(
         "Emulation.setDeviceMetricsOverride",
         width=width,
@@ -132,24 +122,14 @@ def page(tmp_path_factory) -> Path:
     return place / "report" / "index.html"
 
 
-@pytest.mark.parametrize(
-    ("scheme", "width", "background", "ink"),
-    [
-        ("light", 1400, "rgb(255, 255, 255)", "rgb(27, 30, 35)"),
-        ("dark", 1400, "rgb(21, 24, 28)", "rgb(232, 234, 237)"),
-        ("light", 420, "rgb(255, 255, 255)", "rgb(27, 30, 35)"),
-    ],
-)
-def test_a_browser_shows_the_page(page, tmp_path, scheme, width, background, ink):
-    complaints, look = asyncio.run(seen(page, tmp_path, scheme, width))
+@pytest.mark.parametrize("width", [1400, 420])
+def test_a_browser_shows_the_page(page, tmp_path, width):
+    complaints, look = asyncio.run(seen(page, tmp_path, width))
     assert complaints == []
-    assert len(look["figures"]) == 22
-    for across, down, shapes in look["figures"]:
-        assert across > 300 and down > 150 and shapes >= 4, look["figures"]
-    assert min(look["legend"]) > 20 and len(look["legend"]) == 2
+    assert len(look["figures"]) == 7 and look["tables"] == 5
+    for across, down, pixels in look["figures"]:
+        assert across > 300 and down > 150 and pixels > 900, look["figures"]
     assert look["wide"] <= 0  # tables scroll in their boxes, the page does not
-    assert (look["page"], look["ink"]) == (background, ink)
-    assert look["targets"]
 
 
 def test_a_complaint_of_the_browser_is_noticed(page, tmp_path):
@@ -157,5 +137,5 @@ def test_a_complaint_of_the_browser_is_noticed(page, tmp_path):
     text = page.read_text().replace("</body>", "<script>document.title = 1</script></body>")
     broken = tmp_path / "broken.html"
     broken.write_text(text)
-    complaints, _ = asyncio.run(seen(broken, tmp_path, "light", 1400))
+    complaints, _ = asyncio.run(seen(broken, tmp_path, 1400))
     assert len(complaints) == 1 and "Content Security Policy" in complaints[0]

@@ -118,7 +118,7 @@ def goes_on_to_four_steps(folder: Path, run_dir: Path, four_steps: Path) -> None
 
 @pytest.mark.full
 def test_a_sample_of_a_run_answers_as_its_last_evaluation_did(folder, four_steps):
-    """The newest checkpoint is converted, and one engine over both processes answers greedily."""
+    """The newest checkpoint is read, and one engine over both processes answers greedily."""
     done = launch("megatron_rl.sample", 2, [four_steps, "--num-prompts", "8"], 200)
     accuracy = rows(four_steps)[-1]["eval/accuracy"]
     assert f"{round(accuracy * 8)} of 8 answers are correct" in done.stdout, done.stdout

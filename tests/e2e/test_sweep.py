@@ -93,13 +93,13 @@ def test_a_killed_sweep_goes_on_and_its_runs_are_pairs(tmp_path):
     table = [line.split() for line in done.stdout.splitlines() if line.startswith("method=")]
     assert [row[2] for row in table] == ["2", "2"] and table[1][6] == "2", done.stdout
     content = json.loads((out / "sweep.json").read_text())
-    assert [cell["same_as"] for cell in content["cells"]].count(None) == 4
+    assert [trial["same_as"] for trial in content["trials"]].count(None) == 4
     check_pairs(out)
     check_report(out, tmp_path)
 
 
 def check_report(out: Path, scratch: Path) -> None:
-    """Of a sweep that was killed and went on: both methods with both seeds, figures that a browser
+    """The report of a sweep that was killed and resumed: both methods, figures that a browser
     draws, and nothing that it complains of."""
     folder = scratch / "report"
     assert report.main([str(out), "--out", str(folder)]) == 0
@@ -107,10 +107,9 @@ def check_report(out: Path, scratch: Path) -> None:
     assert "grpo" in text and "a_grae" in text
     if CHROMIUM is None:
         pytest.skip("the report was written; no chromium to open it: apt-get install chromium")
-    complaints, look = asyncio.run(seen(folder / "index.html", scratch, "light", 1400))
+    complaints, look = asyncio.run(seen(folder / "index.html", scratch, 1400))
     assert complaints == []
-    assert len(look["legend"]) == 2
-    assert len(look["figures"]) > 10
+    assert len(look["figures"]) >= 5
     assert all(across > 300 and down > 150 for across, down, _ in look["figures"])
 
 

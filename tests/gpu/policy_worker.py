@@ -19,11 +19,11 @@ from megatron_rl.config.load import compose, validate
 from megatron_rl.config.rules.hardware import machine_problems
 from megatron_rl.config.schema import Config
 from megatron_rl.data.sequences import sequence_batch
+from megatron_rl.passes import LossOutput, TokenView
 from megatron_rl.policy.hardware import this_machine
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.runtime import launch
-from megatron_rl.types import LossOutput, TokenView
 
 FOLDER = Path(sys.argv[1])
 PRECISIONS = ("bf16", "fp8_delayed", "fp8_tensorwise", "fp8_blockwise", "mxfp8")

@@ -57,11 +57,11 @@ def each_request_has_its_own(
             annealing = (None, ANNEALING, OTHER)[number % 3]
             length = max_tokens - number % 4  # rows of the batch move when one ends
             wanted = small.sampling(annealing=annealing, max_response_tokens=length)
-            for ticket in engine.submit(prompt, range(2), wanted):
-                asked[ticket] = (prompt, annealing)
+            for request_id in engine.submit(prompt, range(2), wanted):
+                asked[request_id] = (prompt, annealing)
         changes = []
-        for ticket, completion in ended(engine, len(asked)).items():
-            prompt, annealing = asked[ticket]
+        for request_id, completion in ended(engine, len(asked)).items():
+            prompt, annealing = asked[request_id]
             off = gap(model, prompt, [completion], annealing)
             assert off <= BOUND, off
             if annealing is not None:
@@ -76,8 +76,8 @@ def a_response_goes_on_where_it_was(
     wanted = small.sampling(annealing=ANNEALING, num_responses=1, max_response_tokens=max_tokens)
     (whole,) = engine.generate([prompt], wanted)[0]
     first = len(whole.token_ids) // 2
-    (ticket,) = engine.submit(prompt, [0], wanted, {0: whole.token_ids[:first]})
-    rest = ended(engine, 1)[ticket]
+    (request_id,) = engine.submit(prompt, [0], wanted, {0: whole.token_ids[:first]})
+    rest = ended(engine, 1)[request_id]
     together = Completion(
         [*whole.token_ids[:first], *rest.token_ids],
         [*whole.sampler_logprobs[:first], *rest.sampler_logprobs],

@@ -73,7 +73,7 @@ def errors() -> None:
     both = small.sampling(annealing=cases.ANNEALING, temperature=0.7)
     for engine, wanted, message in (
         (plain, annealed, "an annealed temperature needs rollout.anneal.start"),
-        (ENGINE, both, "the temperature is annealed, and 0.7 beside it"),
+        (ENGINE, both, "the temperature is annealed, and the constant one is 0.7"),
     ):
         try:
             engine.generate(PROMPTS, wanted)

@@ -13,11 +13,11 @@ from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.engine.weights import worker
 from megatron_rl.errors import WeightSyncError
+from megatron_rl.passes import LossOutput, TokenView
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.rollouts.logprob_check import LogprobCheck, check_sequences
 from megatron_rl.runtime import launch
-from megatron_rl.types import LossOutput, TokenView
 from megatron_rl.weight_sync.gather import GatherSync
 from tests import zoo
 from tests.numerics import rollout_models as small

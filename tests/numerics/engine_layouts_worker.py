@@ -61,7 +61,7 @@ def whole_experts_are_filled(arch: str, layout: dict[str, int], cut: dict[str, A
         both_syncs_agree(policy, engine, arch, loaded, loaded.take())
         holds_what_is_planned(engine, policy.arch)
         first = "experts.0.gate_proj"
-        mine = [shard for shard in engine.weight_boxes() if first in shard.name]
+        mine = [shard for shard in engine.weight_shards() if first in shard.name]
         assert all(shard.shape == shard.full for shard in mine), "whole"
         assert bool(mine) == (WORLD.rank % cut["tensor"] == 0), "on the first tensor rank alone"
     finally:
@@ -92,7 +92,7 @@ def gap(engine: Any, arch: str, seed: int) -> float:
 
 def holds_what_is_planned(engine: Any, arch: Any) -> None:
     """The numbers of this rank's layers are those of the memory plan."""
-    shards = [each for each in engine.weight_boxes() if each.name.startswith("model.layers.")]
+    shards = [each for each in engine.weight_shards() if each.name.startswith("model.layers.")]
     held = sum(math.prod(shard.shape) for shard in shards)
     config = engine._config
     ends = engine_counts(replace(arch, num_layers=0), config)

@@ -16,12 +16,14 @@ from torch import Tensor
 from megatron_rl.data.sequences import response_tokens
 from megatron_rl.data.token_rows import TokenRows
 from megatron_rl.loss import Credit, load_method
+from megatron_rl.passes import LocalBatch, TokenScores
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.rollouts.experience import Experience, Responses
-from megatron_rl.trainer.objective import MinibatchLoss, on_cpu
-from megatron_rl.types import SequenceBatch, SequenceLengths, TokenScores
+from megatron_rl.signals import signals_of
+from megatron_rl.trainer.minibatch_loss import MinibatchLoss
+from megatron_rl.types import SequenceBatch, SequenceLengths
 from tests import zoo
-from tests.numerics.policy_reference import NUM_ROWS, make_batch
+from tests.numerics.policy_reference import ENTROPY, NUM_ROWS, make_batch
 from tests.numerics.simulated_device import SimulatedDevice
 from tests.zoo import tiny_policy
 
@@ -72,8 +74,8 @@ def scored(batch: SequenceBatch) -> Experience:
         correct=rewards > 0.5,
         truncated=torch.zeros(NUM_ROWS, dtype=torch.bool),
         credit=credit,
-        ref=TokenScores(ref, None),
-        old=TokenScores(old, None),
+        ref=TokenScores(ref),
+        old=TokenScores(old),
     )
 
 
@@ -92,6 +94,7 @@ def trips(policy: MegatronPolicy, fused: bool) -> dict[str, Any]:
     batch = replace(make_batch(), prompt_index=None)
     experience = scored(batch)
     method = load_method("grpo", ["mismatch.kind=tis", "entropy.coef=0.01"])
+    signals = signals_of(method)
     device = SimulatedDevice(VENDOR)
     for tensors in policy.training_tensors.values():
         for tensor in tensors():
@@ -99,13 +102,15 @@ def trips(policy: MegatronPolicy, fused: bool) -> dict[str, Any]:
                 device.put(tensor)
 
     def logprobs(split: list[list[int]]) -> TokenScores:
-        return on_cpu(policy.score_microbatches(batch, split))
+        return policy.score_microbatches(batch, split, ENTROPY).map(torch.Tensor.cpu)
 
     def update(split: list[list[int]]) -> None:
-        loss = MinibatchLoss(method, experience, range(NUM_ROWS), experience.scored_tokens)
-        result = policy.update_microbatches(batch, split, loss, with_scores=True)
+        local = LocalBatch(batch, split)
+        tokens = experience.scored_tokens
+        loss = MinibatchLoss(method, signals, experience, range(NUM_ROWS), tokens, local)
+        result = policy.update(local, loss, signals.update_outputs, scores=ENTROPY)
         assert result.scores is not None
-        on_cpu(result.scores)
+        result.scores.map(torch.Tensor.cpu)
 
     policy.config.apply_rope_fusion = fused
     figures: dict[str, Any] = {}

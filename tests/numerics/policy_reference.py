@@ -10,9 +10,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_rl.types import LossOutput, SequenceBatch, TokenView
+from megatron_rl.passes import LossOutput, Output, TokenView
+from megatron_rl.types import SequenceBatch
 
 TEMPERATURE = 0.7
+ENTROPY = (Output("entropy", gradient=True),)  # what ``ClippedLoss`` reads
 NUM_ROWS = 6
 
 
@@ -91,7 +93,9 @@ class ClippedLoss:
         return ((token + 0.1 * log_ratio[ids] ** 2) * weight).sum()
 
     def __call__(self, view: TokenView) -> LossOutput:
-        loss = self.contribution(view.index, view.logprobs, view.entropy, view.sequence_sum)
+        loss = self.contribution(
+            view.index, view.logprobs, view.columns.get("entropy"), view.sequence_sum
+        )
         last = view.index.max().float() if len(view.index) else torch.tensor(-1.0)
         return LossOutput(loss, {"tokens": torch.tensor(float(len(view.index))), "index_max": last})
 

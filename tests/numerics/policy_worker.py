@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from megatron_rl.passes import TokenScores
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.policy.passes.forward import Passes, ScoreBoard
+from megatron_rl.policy.passes.forward import Passes, ScoreBuffer
 from megatron_rl.runtime.device import platform
-from megatron_rl.types import TokenScores
 from tests import zoo
 from tests.numerics.policy_cases import Case, optim
 from tests.numerics.policy_reference import (
+    ENTROPY,
     NUM_ROWS,
     ClippedLoss,
     gradients,
@@ -68,7 +69,7 @@ class Logits(Passes):
     """Collects the logits of whole sequences instead of logprobs."""
 
     def _finish(
-        self, chunk: Any, microbatch: Any, consume: Any, entropy: Any, output: torch.Tensor
+        self, chunk: Any, microbatch: Any, consume: Any, outputs: Any, output: torch.Tensor
     ) -> Any:
         module = chunk
         while hasattr(module, "module"):
@@ -89,9 +90,7 @@ def logits_error(policy: MegatronPolicy, wanted: dict[str, Any]) -> float:
     passes = Logits(policy.chunks, policy.ranks, policy.arch.vocab_size, 1.0)
     with platform():
         rows = [[row] for row in range(NUM_ROWS)] + [[]] * (-NUM_ROWS % policy.microbatch_multiple)
-        collected = passes.run(
-            policy.batching.packed(wanted["batch"], rows), None, backward=False, entropy="none"
-        )
+        collected = passes.run(policy.batching.packed(wanted["batch"], rows), None, backward=False)
     worst = 0.0
     for (positions, logits), want in zip(collected, wanted["logits"], strict=False):
         real = positions < len(want)
@@ -112,10 +111,10 @@ def compare(case: Case, path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     batch, ways = wanted["batch"], splits(policy)
     first = None
     for name, split in ways.items():
-        got = zoo.of_all_rows(policy.score_microbatches(batch, split))
+        got = zoo.of_all_rows(policy.score_microbatches(batch, split, ENTROPY))
         figures[f"logprobs_{name}"] = float((got.logprobs - wanted["logprobs"]).abs().max())
-        figures[f"entropy_{name}"] = float((got.entropy - wanted["entropy"]).abs().max())
-        totals = policy.backward(batch, split, wanted["loss"])
+        figures[f"entropy_{name}"] = float((got.columns["entropy"] - wanted["entropy"]).abs().max())
+        totals = policy.backward(batch, split, wanted["loss"], ENTROPY)
         figures[f"loss_{name}"] = abs(totals.loss - wanted["value"]) / abs(wanted["value"])
         figures[f"metrics_{name}"] = totals.metrics
         if not case.sharded_gradients:
@@ -141,7 +140,8 @@ def parts(tensors: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def same(mine: TokenScores, other: TokenScores) -> bool:
-    return torch.equal(mine.logprobs, other.logprobs) and torch.equal(mine.entropy, other.entropy)
+    pairs = [(mine.logprobs, other.logprobs), (mine.columns["entropy"], other.columns["entropy"])]
+    return all(torch.equal(*pair) for pair in pairs)
 
 
 def after_update(
@@ -154,7 +154,7 @@ def after_update(
     """One optimizer step against torch's AdamW on the same gradients; the reference weights must
     not move. ``before``: the scores of a pass of their own over ``split``."""
     batch = wanted["batch"]
-    result = policy.update_microbatches(batch, split, wanted["loss"], with_scores=True)
+    result = policy.update_microbatches(batch, split, wanted["loss"], ENTROPY, scores=ENTROPY)
     weights = {
         key: torch.nn.Parameter(value.clone())
         for key, value in stored.items()
@@ -176,10 +176,10 @@ def after_update(
     norm = sum(float(g.square().sum()) for g in wanted["gradients"].values()) ** 0.5
     kept = policy.score_microbatches(batch, split, reference=True)
     kept = zoo.of_all_rows(kept).logprobs
-    now = zoo.of_all_rows(policy.score_microbatches(batch, split))
-    board = ScoreBoard(len(now.logprobs), True, policy.ranks, policy.device)
-    policy.backward(batch, split, wanted["loss"], board=board)
-    again = zoo.of_all_rows(board.read())
+    now = zoo.of_all_rows(policy.score_microbatches(batch, split, ENTROPY))
+    buffer = ScoreBuffer(len(now.logprobs), ENTROPY, policy.ranks, policy.device)
+    policy.backward(batch, split, wanted["loss"], ENTROPY, buffer=buffer)
+    again = zoo.of_all_rows(buffer.read())
     assert result.scores is not None
     own = zoo.of_all_rows(result.scores)
     return dict(

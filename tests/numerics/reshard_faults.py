@@ -6,17 +6,20 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron_rl.config.load import compose, validate
+from megatron_rl.config.schema import Config
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.engine.weights import worker
 from megatron_rl.engine.weights.recorder import record_shards
 from megatron_rl.errors import WeightSyncError
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.trainer.build import find_shards
+from megatron_rl.protocols import WeightSync
+from megatron_rl.trainer.build import build_sync
 from megatron_rl.types import Shard
 from megatron_rl.weight_sync import transport
+from megatron_rl.weight_sync.gather import GatherSync
 from tests.numerics import rollout_models as small
 from tests.numerics.reshard_parts import (
     GREEDY,
@@ -53,8 +56,8 @@ class Tampered:
         self.shard: Callable[[Shard], Shard | None] = lambda shard: shard
         self.value: Callable[[str, Tensor], Tensor] = lambda key, tensor: tensor
 
-    def weight_boxes(self) -> list[Shard]:
-        shards = self.policy.weight_boxes()
+    def weight_shards(self) -> list[Shard]:
+        shards = self.policy.weight_shards()
         if WORLD.rank != 1:
             return shards
         changed = [self.shard(shard) for shard in shards]
@@ -115,9 +118,9 @@ def unusable(engine: VllmEngine, *words: str) -> None:
 
 def changed_byte_is_named_and_the_engine_refuses() -> None:
     engine, policy = engine_of("llama", 1), policy_of("llama", {"pipeline": 2})
-    sync, packed = planned(policy, engine), transport._Run.packed
+    sync, packed = planned(policy, engine), transport._TransportRun.packed
     if WORLD.rank == 1:
-        transport._Run.packed = lambda run, message, buffer: (
+        transport._TransportRun.packed = lambda run, message, buffer: (
             packed(run, message, buffer),
             buffer.bitwise_xor_(1),
         )
@@ -129,7 +132,7 @@ def changed_byte_is_named_and_the_engine_refuses() -> None:
             "from rank 1 to rank 0: model.",
         )
     finally:
-        transport._Run.packed = packed
+        transport._TransportRun.packed = packed
         policy.close()
     unusable(engine, "the update to weight version 5 failed", "from rank 1 to rank 0")
 
@@ -159,7 +162,7 @@ def rank_raises_in_the_middle() -> None:
 def incomplete_transfer_is_refused() -> None:
     """One parameter is never written."""
     engine = engine_of("qwen2_tied", 1)
-    keys = sorted({shard.key for shard in engine.weight_boxes()})[1:]
+    keys = sorted({shard.key for shard in engine.weight_shards()})[1:]
 
     def all_but_one(parameter: Callable[[str], Tensor], written: Callable[[str], None]) -> None:
         for key in keys:
@@ -202,22 +205,23 @@ def rank_dies_in_the_middle() -> None:
     assert engine.weight_version == 11
 
 
-def declared_shards_serve_where_nothing_was_recorded() -> None:
-    """A loader that computes: the declared table takes its place, and the result is the same."""
+def a_loader_that_computes_means_gather() -> None:
+    """vLLM's loader cannot be recorded: ``auto`` is gather then, and reshard is refused."""
     engine, policy = engine_of("qwen3_moe", 1), policy_of("qwen3_moe", {"expert": 2})
-    planned(policy, engine).sync(7)
-    want = answers(engine)[:2]
-    recorded, engine._boxes = engine._boxes, None
+    paths = ["model.path=-", "data.train=-", "data.eval=-", "precision=fp32", "rollout=vllm_cpu"]
+
+    def build(*overrides: str) -> WeightSync:
+        config = validate(Config, compose("config", [*paths, *overrides]), "test")
+        return build_sync(config, policy, engine, WORLD)
+
+    recorded, engine._shards = engine._shards, None
     record, worker.record_shards = worker.record_shards, computing
     try:
-        origin = find_shards(engine, policy.arch, small.engine_config(), WORLD.rank)
+        assert isinstance(build(), GatherSync)
+        words = ("weight_sync.method=gather", "computes what it copies")
+        refused(lambda: build("weight_sync.method=reshard"), ValueError, *words)
     finally:
-        worker.record_shards = record
-    assert origin.startswith("declared (") and engine._boxes != recorded
-    start = load_file(path_of("qwen3_moe", START) / "model.safetensors")
-    engine.load_weights(iter(start.items()), 8)
-    planned(policy, engine).sync(9)
-    assert answers(engine) == (*want, {9})
+        engine._shards, worker.record_shards = recorded, record
     policy.close()
 
 
@@ -230,7 +234,7 @@ def biases_that_a_kernel_widened_take_part() -> None:
         for seed in (START, OTHER)
     )
     want, before = answers(new), answers(old)
-    shards = old.weight_boxes()
+    shards = old.weight_shards()
     assert answers(old) == before, "looking for the shards changed the weights"
     assert any(shard.key.endswith("bias") for shard in shards)
     assert {shard.dtype for shard in shards} == {"bfloat16"}

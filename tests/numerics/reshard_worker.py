@@ -21,7 +21,6 @@ from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.types import Shard
 from megatron_rl.weight_sync.gather import GatherSync
-from megatron_rl.weight_sync.planner.engine_tables import RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.planner.shards import expand
 from tests.numerics import reshard_faults
 from tests.numerics import rollout_models as small
@@ -38,6 +37,7 @@ from tests.numerics.reshard_parts import (
     policy_of,
 )
 from tests.unit.weight_sync.training_tables import TrainLayout, shape_from_hf, train_shards
+from tools.planning.engine_tables import RolloutLayout, rollout_shards
 
 SHORT = {"tensor": "tp", "pipeline": "pp", "context": "cp", "expert": "ep", "expert_tensor": "etp"}
 
@@ -83,7 +83,7 @@ def check_shards(
     sizes = {SHORT[key]: value for key, value in layout.items()}
     train = TrainLayout(**sizes, dp=WORLD.size // ranks, vocab_multiple=64)
     rollout = RolloutLayout(tp=tensor, dp=WORLD.size // tensor)
-    sources, targets = policy.weight_boxes(), engine.weight_boxes()
+    sources, targets = policy.weight_shards(), engine.weight_shards()
     for live, table in (
         (sources, train_shards(shape, train, WORLD.rank)),
         (targets, rollout_shards(shape, rollout, WORLD.rank)),

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.engine.engine import VllmEngine
-from megatron_rl.engine.requests import Sight
+from megatron_rl.engine.requests import MultimodalConfig
 from megatron_rl.engine.weights.stream import expected_tensors
 from megatron_rl.runtime import launch
 from megatron_rl.types import Completion, Image, Prompt
@@ -28,7 +28,11 @@ MODEL = write_model(PATH)
 VISION = VisionProcessor(PATH, max_pixels=20 * 784)
 CONFIG = small.engine_config(max_prompt_tokens=100, max_response_tokens=16)
 ENGINE = VllmEngine(
-    str(PATH), CONFIG, seed=0, launch_id=WORLD.launch_id, sight=Sight(VISION, max_images=2)
+    str(PATH),
+    CONFIG,
+    seed=0,
+    launch_id=WORLD.launch_id,
+    multimodal=MultimodalConfig(VISION, max_images=2),
 )
 PAD = VISION.image_token_id
 BOUND = 5e-6  # nats of one token; both sides compute in float32
@@ -103,16 +107,16 @@ def a_response_goes_on_behind_its_images_and_tokens() -> None:
     longer = replace(SAMPLING, max_response_tokens=16)
     num_paused = 0
     for asked in PROMPTS:
-        tickets = ENGINE.submit(asked, list(there), longer, there)
+        request_ids = ENGINE.submit(asked, list(there), longer, there)
         found = dict(ENGINE.poll())
         paused = list(ENGINE.running_lengths())[-1:]
         num_paused += len(paused)
         found.update(zip(paused, ENGINE.pause(paused), strict=True))
         while ENGINE.running_lengths():
             found.update(ENGINE.poll())
-        assert found.keys() == set(tickets)
-        for ticket, before in zip(tickets, there.values(), strict=True):
-            new = found[ticket]
+        assert found.keys() == set(request_ids)
+        for request_id, before in zip(request_ids, there.values(), strict=True):
+            new = found[request_id]
             assert 0 < len(new.token_ids) <= longer.max_response_tokens - len(before)
             want = their_logprobs(asked, [*before, *new.token_ids])[len(before) :]
             assert (torch.tensor(new.sampler_logprobs) - want).abs().max() <= BOUND
@@ -196,7 +200,7 @@ def a_gathered_sync_leaves_nothing_of_the_old_tower() -> None:
 
 def a_planned_sync_leaves_nothing_of_the_old_tower() -> None:
     """Without the remedy the old features are used on, without an error."""
-    boxes = ENGINE.weight_boxes()
+    boxes = ENGINE.weight_shards()
     ENGINE.generate(PROMPTS, SAMPLING)
     weights = change_the_tower(9)
 
@@ -218,9 +222,14 @@ def a_planned_sync_leaves_nothing_of_the_old_tower() -> None:
 def an_engine_without_files_sees_after_a_sync() -> None:
     """What the model computes for itself (how an image is normalized) is in no file and no sync."""
     awaited = expected_tensors(PATH)
-    sight = Sight(VISION, max_images=2)
+    multimodal = MultimodalConfig(VISION, max_images=2)
     engine = VllmEngine(
-        str(PATH), CONFIG, seed=0, launch_id=WORLD.launch_id, sight=sight, awaited=awaited
+        str(PATH),
+        CONFIG,
+        seed=0,
+        launch_id=WORLD.launch_id,
+        multimodal=multimodal,
+        expected=awaited,
     )
     weights = change_the_tower(5)
     try:

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron_rl.annealing import Annealing
+from megatron_rl.passes import Output
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.types import SequenceBatch
 from tests import zoo
 from tests.numerics.policy_reference import (
+    ENTROPY,
     TEMPERATURE,
     ClippedLoss,
     gradients,
@@ -36,6 +38,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 BOUND = 1e-5  # nats of one token
 RELATIVE = 2e-6
+
+PROMPTS = Output("prompt_logprobs")
 
 
 def annealed_batch() -> SequenceBatch:
@@ -72,21 +76,21 @@ def scores_and_gradients(path: Path, layout: dict[str, Any], base: Tensor) -> di
     loss = ClippedLoss(batch, base)
     found: dict[str, Any] = {"cuts": []}
     for cut in cuts(policy):
-        totals = policy.backward(batch, cut, loss)
+        totals = policy.backward(batch, cut, loss, ENTROPY)
         gradient = {key: value.clone() for key, value in policy.gathered_gradients()}
         found["cuts"].append((totals.loss, gradient))
     (rows, *_) = cuts(policy)
-    scores = policy.score_microbatches(batch, rows, prompts=True)
-    found |= {"logprobs": scores.logprobs, "entropy": scores.entropy}
-    found["prompts"] = scores.prompt_logprobs
+    scores = policy.score_microbatches(batch, rows, [*ENTROPY, PROMPTS])
+    found |= {"logprobs": scores.logprobs, "entropy": scores.columns["entropy"]}
+    found["prompts"] = scores.columns["prompt_logprobs"]
     reference = policy.score_microbatches(batch, rows, reference=True)
     found["reference"] = reference.logprobs
     without = replace(batch, temperatures=None)
     found["without"] = policy.score_microbatches(without, rows).logprobs
     constant = replace(batch, temperatures=torch.full_like(batch.temperatures, TEMPERATURE))
     found["constant"] = policy.score_microbatches(constant, rows).logprobs
-    at_1 = policy.score_microbatches(without, rows, prompts=True, temperature=1.0)
-    found["prompts_at_1"] = at_1.prompt_logprobs
+    at_1 = policy.score_microbatches(without, rows, [PROMPTS], temperature=1.0)
+    found["prompts_at_1"] = at_1.columns["prompt_logprobs"]
     policy.close()
     return found
 

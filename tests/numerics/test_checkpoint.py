@@ -24,7 +24,7 @@ from tests.numerics.checkpoint_arrays import same_arrays
 from tests.numerics.policy_state import record
 from tests.numerics.small_policy import OVERLAPPED, SHARDED, Case, build, trajectory, update
 from tests.ranks import call
-from tools.bench import gathered_checkpoint
+from tools.bench import megatron_checkpoint
 
 STEP_0 = "step_000000"
 STEP_2 = "step_000002"
@@ -294,7 +294,7 @@ def gathered(models: Path, folder: Path, case: Case) -> None:
     update(policy, 1)
     plain = folder / "plain"
     shares = folder / "shares"
-    gathered_checkpoint.save(policy, plain, {"step": 2}, digests=False)
+    megatron_checkpoint.save(policy, plain, {"step": 2}, digests=False)
     policy.save(shares, {"step": 2})
     want = trajectory(policy, range(2, 4))
     if dist.get_rank() == 0:
@@ -302,7 +302,7 @@ def gathered(models: Path, folder: Path, case: Case) -> None:
     dist.barrier()
     for load in (
         lambda: policy.load(plain),
-        lambda: gathered_checkpoint.load(policy, shares),
+        lambda: megatron_checkpoint.load(policy, shares),
         lambda: policy.load(shares),
     ):
         update(policy, 7)  # whatever was there must be replaced

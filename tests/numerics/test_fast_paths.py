@@ -19,12 +19,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron_rl.passes import LossOutput, TokenView
 from megatron_rl.policy import model as model_room
-from megatron_rl.policy import remedies
+from megatron_rl.policy import patches
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.passes.attention import zigzag
-from megatron_rl.policy.state.shards import held_shards
-from megatron_rl.types import LossOutput, SequenceBatch, TokenView
+from megatron_rl.policy.state.shards import parameter_shards
+from megatron_rl.types import SequenceBatch
 from tests.numerics.policy_reference import make_batch, relative_error
 from tests.ranks import on_ranks
 from tests.zoo import of_all_rows, tiny_policy
@@ -58,7 +59,7 @@ def figures(
     gradient = {key: value.clone() for key, value in policy.gathered_gradients()}
     shards = {
         (shard.name, shard.start, shard.shape, shard.offset, shard.stride)
-        for shard in held_shards(policy.held)
+        for shard in parameter_shards(policy.held)
     }
     weights = dict(policy.gathered_weights())
     policy.close()
@@ -96,7 +97,7 @@ def test_random_states_of_cuda_change_no_number(hf_models: Path):
     """A sequence-parallel forward enters fork() at the embedding and around the layers. What is
     installed where there is a CUDA device lets it through, and changes no number."""
     plain = figures(hf_models / "qwen2", SEQUENCE)
-    real = remedies.apply
+    real = patches.apply
 
     def apply_with_cuda() -> None:
         # As a new process: nobody has made a tracker yet.
@@ -105,7 +106,7 @@ def test_random_states_of_cuda_change_no_number(hf_models: Path):
         with mock.patch.object(torch.cuda, "is_available", return_value=True):
             real()
 
-    with mock.patch.object(remedies, "apply", apply_with_cuda):
+    with mock.patch.object(patches, "apply", apply_with_cuda):
         equal(figures(hf_models / "qwen2", SEQUENCE), plain)
 
 

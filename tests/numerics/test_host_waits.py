@@ -14,7 +14,7 @@ from tests.ranks import call
 
 LAYERS, MICROBATCHES = (2, 4), (2, 4)
 # Logprobs and entropies of all tokens, read once when the pass is over.
-SCORES = {"objective.py:on_cpu: cpu": 2}
+SCORES = {"passes.py:map: cpu": 2}
 # Once an update: losses and metrics of all micro-batches, and the gradient norm (the sum that
 # megatron makes on the host is only for layers without fused kernels).
 UPDATE = {
@@ -73,8 +73,8 @@ def test_copies_to_the_device_are_queued(figures):
         assert {place: four[place] - two[place] for place in two} == {
             "microbatches.py:pack": 2 * 4,
             "microbatches.py:_packing": 2 * 1,
-            "objective.py:tokens": 2 * 4,
-            "objective.py:<dictcomp>": 0,
+            "minibatch_loss.py:tokens": 2 * 4,
+            "minibatch_loss.py:<dictcomp>": 0,
             "forward.py:read": 0,
             "attention.py:group": 2 * 2,  # not with Transformer Engine
         }

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from megatron_rl.loss import Credit, TokenBatch, load_method
+from megatron_rl.loss.per_token.entropy_anchor import find_peaks
 from megatron_rl.loss.segments import group_accuracy
+from megatron_rl.passes import LocalBatch, Output, TokenScores
 from megatron_rl.policy.passes import forward
 from megatron_rl.rollouts.experience import Experience
-from megatron_rl.trainer.objective import MinibatchLoss, token_settings
-from megatron_rl.types import SequenceBatch, Share, TokenScores
+from megatron_rl.signals import Signals, signals_of
+from megatron_rl.trainer.minibatch_loss import MinibatchLoss
+from megatron_rl.types import SequenceBatch
 from tests import zoo
 from tests.numerics.host_waits_worker import scored
 from tests.numerics.policy_reference import (
@@ -49,8 +52,8 @@ def experience_of(batch: SequenceBatch, logprobs: Tensor) -> Experience:
         scored(batch),
         correct=CORRECT,
         credit=Credit(advantages, torch.ones(NUM_ROWS), every, {}),
-        old=TokenScores(logprobs + 0.3 * noise[0], None),
-        ref=TokenScores(logprobs + 0.2 * noise[1], None),
+        old=TokenScores(logprobs + 0.3 * noise[0]),
+        ref=TokenScores(logprobs + 0.2 * noise[1]),
     )
 
 
@@ -73,18 +76,22 @@ def token_batch(
         advantages=experience.credit.advantages.double(),
         kl_weights=torch.ones(NUM_ROWS, dtype=torch.float64),
         ref_logprobs=experience.ref.logprobs.double(),
-        entropy=-(logp.exp() * logp).sum(-1),
-        topk_logprobs=topk.values,
-        is_argmax=topk.indices[:, 0] == tokens,
         correct=experience.correct,
         group_ids=experience.group_ids,
-        log_ratio_sums=sums_of(experience, logprobs.detach()),
-        group_accuracy=group_accuracy(experience.correct, experience.group_ids),
-        nucleus_entropy=nucleus,
-        peaks=plain_peaks(nucleus.detach()),
-        end_logprobs=torch.log_softmax(ends / TEMPERATURE, -1)[:, 0],
-        end_index=torch.arange(NUM_ROWS),
-        end_start=torch.tensor(START, dtype=torch.float64),
+        token_columns={
+            "entropy": -(logp.exp() * logp).sum(-1),
+            "topk_logprobs": topk.values,
+            "is_argmax": topk.indices[:, 0] == tokens,
+            "nucleus_entropy": nucleus,
+        },
+        columns={
+            "log_ratio_sums": sums_of(experience, logprobs.detach()),
+            "group_accuracy": group_accuracy(experience.correct, experience.group_ids),
+            "peaks": plain_peaks(nucleus.detach()),
+            "end_logprobs": torch.log_softmax(ends / TEMPERATURE, -1)[:, 0],
+            "end_index": torch.arange(NUM_ROWS),
+            "end_start": torch.tensor(START, dtype=torch.float64),
+        },
     )
 
 
@@ -151,6 +158,10 @@ def plain_answers(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def nucleus_of(signals: Signals) -> list[Output]:
+    return [output for output in signals.update_outputs if output.name == "nucleus_entropy"]
+
+
 def compare(
     path: Path, layout: dict[str, Any], answers: dict[str, dict[str, Any]], one_cut: bool = False
 ) -> None:
@@ -159,31 +170,34 @@ def compare(
     batch = make_batch()
     for number, (name, wanted) in enumerate(answers.items()):
         method = load_method(name, response_limit=LIMIT)
-        policy = zoo.tiny_policy(path, layout, **token_settings(method))
+        signals = signals_of(method)
+        policy = zoo.tiny_policy(path, layout)
         cuts = list(splits(policy).items())
         for cut, split in cuts[number % 3 :][:1] if one_cut else cuts:
             what = f"{name}, {cut}"
             experience = wanted["experience"]
             rows = range(NUM_ROWS)
-            with_nucleus = bool(method.needs.nucleus)
-            scores = policy.score_microbatches(batch, split, nucleus=with_nucleus)
+            scores = policy.score_microbatches(batch, split, nucleus_of(signals))
             scores = zoo.of_all_rows(scores)
-            sums = sums_of(experience, scores.logprobs)
-            placed = replace(experience, log_ratio_sums=sums)
-            if scores.nucleus_entropy is not None:
-                placed = replace(placed, peaks=method.peaks(scores.nucleus_entropy, START))
-            if method.needs.end_token is not None:
-                placed = replace(placed, end_start=torch.tensor(START, dtype=torch.float64))
-            loss = MinibatchLoss(method, placed, rows, experience.scored_tokens)
-            share = loss.share(Share(batch, split))
-            totals = policy.backward(share.batch, share.microbatches, loss)
+            accuracy = group_accuracy(experience.correct, experience.group_ids)
+            columns = {
+                "log_ratio_sums": sums_of(experience, scores.logprobs),
+                "group_accuracy": accuracy,
+                "end_start": torch.tensor(START, dtype=torch.float64),
+            }
+            if "nucleus_entropy" in scores.columns:
+                found = find_peaks(scores.columns["nucleus_entropy"], 0.8)
+                columns["peaks"] = torch.tensor([*found, START], dtype=torch.float64)
+            placed = replace(experience, columns=columns)
+            local = LocalBatch(batch, split, torch.arange(NUM_ROWS))
+            loss = MinibatchLoss(method, signals, placed, rows, experience.scored_tokens, local)
+            totals = policy.backward(*loss.batch.work, loss, signals.update_outputs)
             wanted_loss = pytest.approx(wanted["loss"], rel=1e-6, abs=1e-6)
             assert totals.loss == wanted_loss, what
             for key, value in totals.metrics.items():
-                if key != "entropy/mean" or method.needs.entropy != "none":
-                    assert value == pytest.approx(wanted["metrics"][key], rel=2e-6, abs=1e-6), (
-                        f"{what}: {key}"
-                    )
+                assert value == pytest.approx(wanted["metrics"][key], rel=2e-6, abs=1e-6), (
+                    f"{what}: {key}"
+                )
             found = dict(policy.gathered_gradients())
             error = relative_error(found, wanted["gradients"])
             assert error <= 2e-6, f"{what}: gradients off by {error}"

@@ -50,14 +50,14 @@ def expected(path: Path) -> dict[str, torch.Tensor]:
     arch, _ = read_architecture(path)
     tensors = load_file(path / "model.safetensors")
     found = {}
-    for slab in megatron_format.slabs(arch, arch.vocab_size):
-        parameter = slab.parameter
+    for item in megatron_format.layer_tensors(arch, arch.vocab_size):
+        parameter = item.parameter
         expert = (
             "" if parameter.expert is None else f"mlp.experts.local_experts.{parameter.expert}."
         )
         layer = "" if parameter.layer is None else f"decoder.layers.{parameter.layer}."
         whole = megatron_format.to_megatron(
-            slab, arch, {name: tensors[name] for name in parameter.names}
+            item, arch, {name: tensors[name] for name in parameter.names}
         )
         found[f"{layer}{expert}{parameter.slot.megatron}"] = whole
     return found

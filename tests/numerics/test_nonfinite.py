@@ -19,9 +19,10 @@ from torch import Tensor
 from megatron_rl.checkpoints import directory, part_reader
 from megatron_rl.checkpoints.safe_load import load_plain
 from megatron_rl.errors import NonFiniteError
+from megatron_rl.passes import LossOutput, TokenView
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.optimizer import create_state
-from megatron_rl.types import LossOutput, SequenceBatch, TokenView
+from megatron_rl.types import SequenceBatch
 from tests.numerics.policy_reference import make_batch
 from tests.numerics.policy_state import record
 from tests.ranks import on_ranks

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.loss import Method, ResponseBatch, TokenBatch, load_method
+from megatron_rl.passes import LossOutput, TokenView
 from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.types import LossOutput, SequenceBatch, TokenView
+from megatron_rl.types import SequenceBatch
 from tests.numerics.policy_cases import AGGREGATIONS, METHOD_NAMES, TABLE
 from tests.numerics.policy_reference import make_batch, relative_error
 from tests.ranks import call

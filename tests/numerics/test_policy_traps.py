@@ -1,4 +1,4 @@
-"""Each remedy of the policy is still needed, and cures what it is there for (real megatron-core,
+"""Each patch of the policy is still needed, and cures what it is there for (real megatron-core,
 two ranks)."""
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from megatron_rl.policy import megatron_policy, optimizer, remedies
+from megatron_rl.passes import LossOutput, TokenView
+from megatron_rl.policy import megatron_policy, optimizer, patches
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.runtime import device as torch_cpu
 from megatron_rl.runtime.device import REASONS, STAND_INS
-from megatron_rl.types import LossOutput, SequenceBatch, TokenView
+from megatron_rl.types import SequenceBatch
 from tests import zoo
 from tests.numerics.policy_reference import make_batch, scores
 from tests.ranks import on_ranks
@@ -38,7 +39,7 @@ def rows(policy: MegatronPolicy, batch: SequenceBatch) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def without_stand_in(name: str) -> Iterator[None]:
+def without_replacement(name: str) -> Iterator[None]:
     kept = {key: value for key, value in torch_cpu.STAND_INS.items() if key != name}
     with mock.patch.object(torch_cpu, "STAND_INS", kept):
         yield
@@ -65,19 +66,19 @@ def without_branch(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def without_remedy(name: str) -> Iterator[None]:
     """megatron as it is shipped, for one name."""
-    remedies.apply()  # notes what megatron has there
-    remedy = next(remedy for remedy in remedies.REMEDIES if remedy.name == name)
-    rest = tuple(other for other in remedies.REMEDIES if other is not remedy)
-    installed = getattr(remedy.module, name)
-    if remedies.ORIGINALS[remedy] is remedies.ABSENT:
-        delattr(remedy.module, name)
+    patches.apply()  # notes what megatron has there
+    patch = next(patch for patch in patches.PATCHES if patch.name == name)
+    rest = tuple(other for other in patches.PATCHES if other is not patch)
+    installed = getattr(patch.module, name)
+    if patches.ORIGINALS[patch] is patches.ABSENT:
+        delattr(patch.module, name)
     else:
-        setattr(remedy.module, name, remedies.ORIGINALS[remedy])
+        setattr(patch.module, name, patches.ORIGINALS[patch])
     try:
-        with mock.patch.object(remedies, "REMEDIES", rest):
+        with mock.patch.object(patches, "PATCHES", rest):
             yield
     finally:
-        setattr(remedy.module, name, installed)
+        setattr(patch.module, name, installed)
 
 
 def whole_run(folder: Path, model: str, layout: dict[str, Any], **more: Any) -> None:
@@ -122,23 +123,22 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 # What is taken away, and the scenario that fails then.
 TAKEN_AWAY: dict[str, tuple[Callable[[str], Any], str, str]] = {
-    "stand_in current_device": (without_stand_in, "current_device", "dense"),
-    "stand_in synchronize": (without_stand_in, "synchronize", "pipeline"),
-    "stand_in Stream": (without_stand_in, "Stream", "experts"),
-    "stand_in current_stream": (without_stand_in, "current_stream", "experts"),
+    "replacement current_device": (without_replacement, "current_device", "dense"),
+    "replacement synchronize": (without_replacement, "synchronize", "pipeline"),
+    "replacement Stream": (without_replacement, "Stream", "experts"),
+    "replacement current_stream": (without_replacement, "current_stream", "experts"),
     "branch device": (without_branch, "device", "dense"),
     "branch cuda": (without_branch, "cuda", "pipeline"),
     "branch type": (without_branch, "type", "bfloat16"),
-    "remedy te_general_gemm": (without_remedy, "te_general_gemm", "experts"),
-    "remedy maybe_move_tensor_to_cpu": (without_remedy, "maybe_move_tensor_to_cpu", "experts"),
-    "remedy _get_cuda_rng_state": (without_remedy, "_get_cuda_rng_state", "recompute"),
-    "remedy _set_cuda_rng_state": (without_remedy, "_set_cuda_rng_state", "recompute"),
+    "patch te_general_gemm": (without_remedy, "te_general_gemm", "experts"),
+    "patch maybe_move_tensor_to_cpu": (without_remedy, "maybe_move_tensor_to_cpu", "experts"),
+    "patch _get_cuda_rng_state": (without_remedy, "_get_cuda_rng_state", "recompute"),
+    "patch _set_cuda_rng_state": (without_remedy, "_set_cuda_rng_state", "recompute"),
 }
 
 
 def test_every_stand_in_is_listed_and_tried():
-    assert set(REASONS) == set(STAND_INS)
-    tried = {label.split()[1] for label in TAKEN_AWAY if label.startswith("stand_in")}
+    tried = {label.split()[1] for label in TAKEN_AWAY if label.startswith("replacement")}
     assert tried == set(STAND_INS)
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.loss import ResponseBatch, load_method
+from megatron_rl.passes import Output
+from megatron_rl.signals import signals_of
 from tests import zoo
 from tests.distributed.owned_rows_worker import ONE_ROW, parts
 from tests.numerics.policy_reference import TEMPERATURE, make_batch, sequences
@@ -30,6 +32,8 @@ EVERY = [
     pytest.param(name, marks=() if name in ("one rank", "context") else pytest.mark.full)
     for name in LAYOUTS
 ]
+
+PROMPTS = [Output("prompt_logprobs")]
 
 
 def plain_logprobs(model: torch.nn.Module, ids: Tensor) -> Tensor:
@@ -58,13 +62,12 @@ def compare(path: Path, layout: dict[str, Any]) -> None:
         policy = zoo.tiny_policy(path, layout, share_prompts=share)
         for cut, split in splits(policy).items():
             what = f"{cut}, shared {share}"
-            found = zoo.of_all_rows(policy.score_microbatches(batch, split, prompts=True))
-            assert found.prompt_logprobs is not None
-            error = (found.prompt_logprobs[predicted] - wanted).abs().max()
+            found = zoo.of_all_rows(policy.score_microbatches(batch, split, PROMPTS))
+            error = (found.columns["prompt_logprobs"][predicted] - wanted).abs().max()
             assert error < 1e-5, f"{what}: prompts off by {error}"
             error = (found.logprobs - responses).abs().max()
             assert error < 1e-5, f"{what}: responses off by {error}"
-        assert policy.score_microbatches(batch, split).prompt_logprobs is None
+        assert not policy.score_microbatches(batch, split).columns
         policy.close()
 
 
@@ -78,7 +81,7 @@ def credits(path: Path, layout: dict[str, Any]) -> list[float]:
     """ARM's advantages of a step, by the real learner; rank 0 checks them by hand."""
     rollouts, learner, policy = parts(path, layout, 1, ONE_ROW)
     method = load_method("arm")
-    scored = replace(learner, method=method).score(rollouts.collect(1))
+    scored = replace(learner, method=method, signals=signals_of(method)).score(rollouts.collect(1))
     policy.close()
     assert scored.credit is not None
     return scored.credit.advantages.tolist()
@@ -89,13 +92,16 @@ def plain_credits(path: Path) -> Tensor:
     rollouts, learner, policy = parts(path, {}, 1, ONE_ROW)
     experience = learner.score(rollouts.collect(1))
     policy.close()
-    assert experience.share is not None
-    batch = experience.share.batch
+    assert experience.local is not None
+    batch = experience.local.batch
     hf = zoo.tiny_model(MODEL, layers=2)
 
     def confidence(logprobs: Tensor) -> float:
         tail = logprobs.sort().values[: max(1, -(-len(logprobs) // 5))]
         return tail.mean().exp().item()
+
+    def of_rows(rows: list[Tensor]) -> Tensor:
+        return torch.tensor([confidence(row) for row in rows])
 
     whole = [plain_logprobs(hf, ids) for ids in sequences(batch)]
     by_row = list(zip(whole, batch.prompt_lengths.tolist(), strict=True))
@@ -105,8 +111,12 @@ def plain_credits(path: Path) -> Tensor:
             correct=experience.correct,
             group_ids=experience.group_ids,
             response_tokens=experience.sequences.response_lengths,
-            prompt_confidence=torch.tensor([confidence(row[: p - 1]) for row, p in by_row]),
-            response_confidence=torch.tensor([confidence(row[p - 1 :]) for row, p in by_row]),
+            columns={
+                "prompt_confidence": torch.tensor([confidence(row[: p - 1]) for row, p in by_row]),
+                "response_confidence": torch.tensor(
+                    [confidence(row[p - 1 :]) for row, p in by_row]
+                ),
+            },
         )
     )
     return credit.advantages
@@ -137,7 +147,7 @@ def test_the_gap_is_felt(small: tuple[Path, list[float]]) -> None:
 def without_gap(path: Path) -> list[float]:
     rollouts, learner, policy = parts(path, {}, 1, ONE_ROW)
     method = load_method("arm", ["shaping.confidence_gap=null"])
-    scored = replace(learner, method=method).score(rollouts.collect(1))
+    scored = replace(learner, method=method, signals=signals_of(method)).score(rollouts.collect(1))
     policy.close()
     assert scored.credit is not None
     return scored.credit.advantages.tolist()

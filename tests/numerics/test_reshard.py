@@ -12,7 +12,7 @@ from tests.numerics.rollout_models import verdict
 
 WORKER = Path(__file__).parent / "reshard_worker.py"
 FAULTS = (
-    "declared_shards_serve_where_nothing_was_recorded",
+    "a_loader_that_computes_means_gather",
     "misfits_are_refused_before_anything_moves",
     "changed_byte_is_named_and_the_engine_refuses",
     "incomplete_transfer_is_refused",

@@ -8,11 +8,10 @@ import pytest
 from megatron_rl.weight_sync.fleet.commands import HttpServer
 from tests.launch import REPO, launch
 from tests.numerics import rollout_models as small
-from tests.numerics.server import ask, serving, with_entry_point
+from tests.numerics.server import ask, serving
 
 pytestmark = pytest.mark.full
 WORKER = Path(__file__).parent / "server_worker.py"
-IN_PROCESS = Path(__file__).parent / "async_engine_worker.py"
 
 
 CASES = (
@@ -57,8 +56,3 @@ def test_example_pushes_a_checkpoint(tmp_path):
         small.build("llama", 2), small.make_prompts(3), groups, lambda logits: logits
     )
     assert gap <= 1e-4 and "bytes (least possible: " in output, (gap, output)
-
-
-def test_async_engine_of_the_same_process(tmp_path):
-    output = launch(IN_PROCESS, 1, [tmp_path], timeout=200, env=with_entry_point(tmp_path)).stdout
-    assert not small.verdict(output, "async_engine"), output

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from megatron_rl.data.multimodal.masks import masked
 from megatron_rl.loss import Credit, Method, TokenBatch, load_method
+from megatron_rl.passes import LocalBatch, TokenScores
 from megatron_rl.rollouts.experience import Experience
-from megatron_rl.signals.masked_images import with_masked_images
-from megatron_rl.trainer import objective
-from megatron_rl.trainer.objective import MinibatchLoss, token_settings
-from megatron_rl.types import Image, SequenceBatch, Share, TokenScores
+from megatron_rl.signals import masked_images, signals_of
+from megatron_rl.signals.masked_images import mask_seed, with_masked_images
+from megatron_rl.trainer.minibatch_loss import MinibatchLoss
+from megatron_rl.types import Image, SequenceBatch
 from tests import zoo
 from tests.numerics.host_waits_worker import scored
 from tests.numerics.policy_reference import NUM_ROWS, TEMPERATURE, relative_error, sequences
@@ -27,7 +28,8 @@ from tests.numerics.seeing import hf_logits, published_name, seeing_batch, seein
 from tests.ranks import call
 
 MODEL = "qwen2_5_vl"
-SEED = 11
+RUN_SEED, STEP = 11, 3
+SEED = mask_seed(RUN_SEED, STEP)
 # Terms large enough that none hides behind another; an entropy of the policy's own beside them.
 TERMS = ["perception.gamma=0.5", "perception.eta=0.3", "perception.eta_masked=0.2"]
 CASES = {
@@ -65,10 +67,10 @@ def experience_of(batch: SequenceBatch, logprobs: Tensor, masked_logprobs: Tenso
     return replace(
         scored(batch),
         credit=Credit(advantages, torch.ones(NUM_ROWS), every, {}),
-        old=TokenScores(logprobs + 0.3 * noise[0], None),
-        ref=TokenScores(logprobs + 0.2 * noise[1], None),
-        masked=TokenScores(masked_logprobs, None),
-        mask_seed=SEED,
+        old=TokenScores(logprobs + 0.3 * noise[0]),
+        ref=TokenScores(logprobs + 0.2 * noise[1]),
+        token_columns={"masked_logprobs": masked_logprobs},
+        step=STEP,
     )
 
 
@@ -78,7 +80,7 @@ def plain_answer(case: str) -> dict[str, Any]:
     model = zoo.tiny_model(MODEL)
     method = papo(case)
     logp = plain_logp(model, batch, None)
-    hidden = plain_logp(model, batch, method.needs.mask_ratio)
+    hidden = plain_logp(model, batch, method.config.perception.mask_ratio)
     tokens = torch.from_numpy(scored(batch).responses.tokens.columns["token_ids"]).long()
     logprobs = logp.gather(1, tokens[:, None])[:, 0]
     of_masked = hidden.gather(1, tokens[:, None])[:, 0]
@@ -93,13 +95,15 @@ def plain_answer(case: str) -> dict[str, Any]:
             advantages=experience.credit.advantages.double(),
             kl_weights=torch.ones(NUM_ROWS, dtype=torch.float64),
             ref_logprobs=experience.ref.logprobs.double(),
-            entropy=-(logp.exp() * logp).sum(-1),
-            masked_logprobs=of_masked.detach() if case == "old" else of_masked,
+            token_columns={
+                "entropy": -(logp.exp() * logp).sum(-1),
+                "masked_logprobs": of_masked.detach() if case == "old" else of_masked,
+            },
         )
     )
     result.loss.backward()
     return {
-        "experience": experience if case == "old" else replace(experience, masked=None),
+        "experience": experience if case == "old" else replace(experience, token_columns={}),
         "logprobs": logprobs.detach(),
         "masked": of_masked.detach(),
         "loss": result.loss.item(),
@@ -113,19 +117,22 @@ def compare(path: Path, layout: dict[str, Any], answers: dict[str, dict[str, Any
     batch = seeing_batch()
     for case, wanted in answers.items():
         method = papo(case)
-        policy = seeing_policy(path, layout, **token_settings(method))
+        signals = signals_of(method, RUN_SEED)
+        policy = seeing_policy(path, layout)
         for cut, split in splits(policy).items():
             what = f"{case}, {cut}"
-            assert method.needs.mask_ratio is not None
-            hidden = with_masked_images(Share(batch, split), method.needs.mask_ratio, SEED)
+            assert method.config.perception is not None
+            ratio = method.config.perception.mask_ratio
+            hidden = with_masked_images(LocalBatch(batch, split), ratio, SEED)
             scores = zoo.of_all_rows(policy.score(hidden))
             torch.testing.assert_close(
                 scores.logprobs.double(), wanted["masked"], rtol=0, atol=5e-6, msg=what
             )
             experience = wanted["experience"]
-            loss = MinibatchLoss(method, experience, range(NUM_ROWS), experience.scored_tokens)
-            share = loss.share(Share(batch, split))
-            totals = policy.backward(share.batch, share.microbatches, loss)
+            local = LocalBatch(batch, split, torch.arange(NUM_ROWS))
+            tokens = experience.scored_tokens
+            loss = MinibatchLoss(method, signals, experience, range(NUM_ROWS), tokens, local)
+            totals = policy.backward(*loss.batch.work, loss, signals.update_outputs)
             assert totals.loss == pytest.approx(wanted["loss"], rel=1e-6, abs=1e-6), what
             for key, value in totals.metrics.items():
                 assert value == pytest.approx(wanted["metrics"][key], rel=5e-6, abs=1e-6), (
@@ -173,17 +180,17 @@ def test_layouts_agree_with_transformers(
 
 
 def differ_with_one_prompt(path: Path, answers: dict[str, dict[str, Any]]) -> None:
-    plain = objective.with_masked_copies
+    plain = masked_images._with_copies
 
-    def same_prompts(share: Share, ratio: float, seed: int) -> Share:
+    def same_prompts(share: LocalBatch, ratio: float, seed: int) -> LocalBatch:
         """The planted bug: a copy behind its row borrows the prompt that sees the image."""
         both = plain(share, ratio, seed)
         assert share.batch.prompt_index is not None
         prompt_index = share.batch.prompt_index.repeat(2)
-        return Share(replace(both.batch, prompt_index=prompt_index), both.microbatches)
+        return LocalBatch(replace(both.batch, prompt_index=prompt_index), both.microbatches)
 
     with (
-        mock.patch.object(objective, "with_masked_copies", same_prompts),
+        mock.patch.object(masked_images, "_with_copies", same_prompts),
         pytest.raises(AssertionError, match="current, each"),
     ):
         compare(path, {}, answers)

@@ -21,7 +21,7 @@ from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.passes import vision
 from megatron_rl.types import Image
 from tests import zoo
-from tests.numerics.policy_reference import relative_error
+from tests.numerics.policy_reference import ENTROPY, relative_error
 from tests.numerics.seeing import (
     PROCESSOR,
     SQUARE,
@@ -108,7 +108,7 @@ def test_the_tower_has_the_whole_gradient_once(
     if kind != "averaged":
         marked(kind)(policy)
     with mock.patch.object(model, "embed", embed):
-        policy.backward(wanted["batch"], [list(range(6))], wanted["loss"])
+        policy.backward(wanted["batch"], [list(range(6))], wanted["loss"], ENTROPY)
     assert (on_both_ranks_alike(policy) > 1e-3) == apart
     if times is not None:
         found = tower_gradients(policy)
@@ -237,7 +237,9 @@ def two_updates(path: Path, remedy: bool) -> float:
         vision, "_black_image", vision._black_image if remedy else lambda tower: nothing
     ):
         for _ in range(2):
-            result = policy.update_microbatches(wanted["batch"], rows_of(policy), wanted["loss"])
+            result = policy.update_microbatches(
+                wanted["batch"], rows_of(policy), wanted["loss"], ENTROPY
+            )
     return result.grad_norm
 
 
@@ -262,13 +264,13 @@ def test_a_frozen_tower_is_in_neither_optimizer_nor_norm(
     assert float((before - wanted["logprobs"]).abs().max()) <= 5e-6
     language = {name: value for name, value in wanted["gradients"].items() if not is_visual(name)}
     if not policy.parallel.distributed_optimizer:
-        policy.backward(batch, rows_of(policy), wanted["loss"])
+        policy.backward(batch, rows_of(policy), wanted["loss"], ENTROPY)
         found = dict(policy.gathered_gradients())
         assert all(not found[name].any() for name in found if is_visual(name))
         learned = {name: found[name] for name in language}
         assert relative_error(learned, language) <= 2e-6
         assert_no_tower(policy)
-    result = policy.update_microbatches(batch, rows_of(policy), wanted["loss"])
+    result = policy.update_microbatches(batch, rows_of(policy), wanted["loss"], ENTROPY)
     norm = sum(float(value.square().sum()) for value in language.values()) ** 0.5
     assert result.grad_norm == pytest.approx(norm, rel=2e-6)
     after = dict(policy.gathered_weights())

@@ -20,10 +20,10 @@ from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.runtime import launch
 from megatron_rl.types import Completion, Prompt, TransferOptions
 from megatron_rl.weight_sync.fleet.commands import HttpServer
-from megatron_rl.weight_sync.fleet.server import ServerSync
 from tests import zoo
 from tests.numerics import rollout_models as small
 from tests.numerics.seeing import hf_logprobs
+from tests.pushes import OneServer
 from tests.unit.data.pictures import image
 
 URL, FOLDER = sys.argv[1], Path(sys.argv[2])
@@ -91,7 +91,7 @@ def gap_on_all(model: Path) -> float:
 def change_the_tower(policy: MegatronPolicy) -> Path:
     """Returns a directory with the new weights."""
     with torch.no_grad():
-        for key in {box.key for box in policy.weight_boxes() if box.name.startswith("visual.")}:
+        for key in {box.key for box in policy.weight_shards() if box.name.startswith("visual.")}:
             policy.weight(key).mul_(1.5)
     path = FOLDER / f"changed{len(list(FOLDER.glob('changed*')))}"
     WORLD.barrier()
@@ -110,7 +110,7 @@ def a_push_leaves_nothing_of_the_old_tower() -> None:
     }
     for version, (name, server) in enumerate(servers.items(), start=1):
         changed = change_the_tower(policy)
-        sync = ServerSync(policy, server, WORLD, TransferOptions(bucket_mib=1))
+        sync = OneServer(policy, server, WORLD, TransferOptions(bucket_mib=1))
         sync.sync(version)
         sync.close()
         gaps[name] = gap_on_all(changed)

@@ -14,12 +14,13 @@ import torch
 from megatron_rl.data.multimodal.vision import VisionProcessor
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.engine.engine import VllmEngine
-from megatron_rl.engine.requests import Sight
+from megatron_rl.engine.requests import MultimodalConfig
+from megatron_rl.passes import LocalBatch, LossOutput, TokenView
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.protocols import WeightSync
 from megatron_rl.runtime import launch
 from megatron_rl.runtime.device import device
-from megatron_rl.types import Image, LossOutput, Prompt, Share, TokenView, TransferOptions
+from megatron_rl.types import Image, Prompt, TransferOptions
 from megatron_rl.weight_sync.gather import GatherSync
 from megatron_rl.weight_sync.reshard import ReshardSync
 from tests import zoo
@@ -110,7 +111,7 @@ def agree(path: Path, engine: VllmEngine, method: str, layout: dict) -> None:
         }
         responses = torch.cat([torch.tensor(list(response)) for _, response in rows])
         plan = policy.batching.plan(batch, range(len(rows)))
-        share = Share(batch, plan[policy.data_parallel_rank])
+        share = LocalBatch(batch, plan[policy.data_parallel_rank])
         policy.update(share, odd_tokens_are_good(responses))
     policy.close()
 
@@ -122,7 +123,7 @@ if __name__ == "__main__":
         small.engine_config(tensor=2, max_prompt_tokens=100),
         seed=0,
         launch_id=WORLD.launch_id,
-        sight=Sight(VisionProcessor(model), 2),
+        multimodal=MultimodalConfig(VisionProcessor(model), 2),
     )
     small.run_cases(
         {

@@ -123,7 +123,7 @@ def filled_by_first_sync(arch: str) -> None:
     that has read them; before, it refuses."""
     tensors = expected_tensors(path_of(arch, 1))
     with reads() as before:
-        engine = start(arch, 1, awaited=tensors)
+        engine = start(arch, 1, expected=tensors)
     assert not before, f"weights were read: {before}"
     for version, seed in ((1, 1), (2, 2)):
         with contextlib.suppress(RuntimeError):
@@ -141,7 +141,7 @@ def unreached_reads_files(arch: str) -> None:
     tensors = dict(expected_tensors(path_of(arch, 1)))
     del tensors["model.layers.1.input_layernorm.weight"]
     with collected_logs() as lines:
-        engine = start(arch, 1, awaited=tensors)
+        engine = start(arch, 1, expected=tensors)
     assert any("model.layers.1.input_layernorm.weight" in line for line in lines), lines
     assert gap_to_fresh(engine, arch, 1) == 0.0
 

@@ -199,7 +199,7 @@ def forward_and_backward(tensor: int, folder: Path) -> Counter[str]:
         for chunk in policy.chunks:
             chunk.zero_grad_buffer()
         batch = moved(packed, fake)
-        policy._passes.run([batch], consume, backward=True, entropy="none")
+        policy._passes.run([batch], consume, backward=True)
     (logprobs,) = found
     assert (logprobs.device.type, logprobs.dtype) == ("cuda", torch.float32)
     assert logprobs.shape == (sum(RESPONSES),)

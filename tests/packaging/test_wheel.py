@@ -61,7 +61,7 @@ def test_every_module_is_inside_and_nothing_else(wheel):
         for name in zipfile.ZipFile(wheel).namelist()
         if ".dist-info/" not in name and not name.startswith("megatron_rl/conf/")
     }
-    files = [*(REPO / "megatron_rl").rglob("*.py"), *(REPO / "megatron_rl").rglob("*.jinja")]
+    files = (REPO / "megatron_rl").rglob("*.py")
     assert names == {str(path.relative_to(REPO)) for path in files}
 
 

@@ -357,7 +357,7 @@ def answer(*callers: str) -> None:
 
 def main() -> None:
     together = len(sys.argv) > 2
-    answer("transformer_engine", *(["megatron_rl.policy.remedies"] if together else []))
+    answer("transformer_engine", *(["megatron_rl.policy.patches"] if together else []))
     model_room.this_machine = lambda: Machine(
         (9, 0), transformer_engine.__version__, "transformer_engine"
     )

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from tests.trials import looks
@@ -146,68 +147,29 @@ def fault(
     return Case(name, "faults", title, play, expected, "torchrun 2", limit_s, needs=tuple(needs))
 
 
-def killed_ranks() -> list[Case]:
-    """A rank is killed."""
-    kill = signal.SIGKILL
+def cases() -> list[Case]:
+    kill, term, hang_up = signal.SIGKILL, signal.SIGTERM, signal.SIGHUP
     dead = Dies(("SIGKILL|signal 9|killed",))
-    return [
-        fault("b01", "SIGKILL of rank 1 in a step", signalled("step", to_rank(1, kill)), dead),
-        fault("b02", "SIGKILL of rank 0 in a step", signalled("step", to_rank(0, kill)), dead),
-        fault(
-            "b03",
-            "SIGKILL of rank 1 while it saves",
-            signalled("checkpoint", to_rank(1, kill)),
-            dead,
-        ),
-        fault(
-            "b03r", "the same, then started again", killed_saving_and_again, Ends(("resumed from",))
-        ),
-        fault(
-            "b04",
-            "SIGKILL of rank 1 in the build",
-            signalled("build", to_rank(1, kill)),
-            dead,
-        ),
-    ]
-
-
-def stops() -> list[Case]:
-    """A run is asked to stop."""
+    resumed = Ends(("resumed from",))
     quiet = Dies(codes=(1, 130, -2, -15, 143, 129, -1), consequences=())
-    return [
-        fault("b05", "SIGTERM of torchrun", signalled("step", to_torchrun(signal.SIGTERM)), quiet),
-        fault(
-            "b05b",
-            "SIGHUP of torchrun (the terminal closes)",
-            signalled("step", to_torchrun(signal.SIGHUP)),
-            quiet,
-        ),
-        fault("b20", "SIGTERM of all ranks", signalled("step", to_ranks(signal.SIGTERM)), quiet),
-        fault("b06", "Ctrl-C in a step", signalled("step", to_group(signal.SIGINT)), quiet),
-        fault("b06b", "Ctrl-C in the build", signalled("build", to_group(signal.SIGINT)), quiet),
-        fault("b07", "USR1 of the ranks", preempted, Ends(("saved step",))),
-        fault(
-            "b07b",
-            "USR1 of torchrun's group",
-            signalled("step", to_group(signal.SIGUSR1)),
-            Dies(codes=(-10, 1), consequences=()),
-            Ends(),
-        ),
-    ]
-
-
-def silence() -> list[Case]:
-    """A rank stands still, workers or torchrun itself are killed."""
-    kill = signal.SIGKILL
+    by_user = Dies(codes=(-10, 1), consequences=())
     alone = Dies(codes=(-9,), consequences=())
+    waits = Ends((r"wait[^\n]*rank|rank[^\n]*wait",))
+    step, build, save = (partial(signalled, moment) for moment in ("step", "build", "checkpoint"))
     return [
-        fault(
-            "b08",
-            "rank 1 stands still for 45 s",
-            stopped_for_a_while,
-            Ends((r"wait[^\n]*rank|rank[^\n]*wait",)),
-            limit_s=240,
-        ).arguing(
+        fault("b01", "SIGKILL of rank 1 in a step", step(to_rank(1, kill)), dead),
+        fault("b02", "SIGKILL of rank 0 in a step", step(to_rank(0, kill)), dead),
+        fault("b03", "SIGKILL of rank 1 while it saves", save(to_rank(1, kill)), dead),
+        fault("b03r", "the same, then started again", killed_saving_and_again, resumed),
+        fault("b04", "SIGKILL of rank 1 in the build", build(to_rank(1, kill)), dead),
+        fault("b05", "SIGTERM of torchrun", step(to_torchrun(term)), quiet),
+        fault("b05b", "the terminal closes", step(to_torchrun(hang_up)), quiet),
+        fault("b20", "SIGTERM of all ranks", step(to_ranks(term)), quiet),
+        fault("b06", "Ctrl-C in a step", step(to_group(signal.SIGINT)), quiet),
+        fault("b06b", "Ctrl-C in the build", build(to_group(signal.SIGINT)), quiet),
+        fault("b07", "USR1 of the ranks", preempted, Ends(("saved step",))),
+        fault("b07b", "USR1 of the group", step(to_group(signal.SIGUSR1)), by_user, Ends()),
+        fault("b08", "rank 1 stands still", stopped_for_a_while, waits, limit_s=240).arguing(
             "a rank that is only slow cannot be told from one that stands still without a"
             " heartbeat; the run waits, and goes on unharmed"
         ),
@@ -218,20 +180,6 @@ def silence() -> list[Case]:
             Ends(("server of the verifiers ended",)),
             limit_s=200,
         ),
-        fault(
-            "b17",
-            "SIGKILL of torchrun alone",
-            signalled("step", to_torchrun(kill)),
-            alone,
-        ),
-        fault(
-            "b17b",
-            "SIGKILL of torchrun in the build",
-            signalled("build", to_torchrun(kill)),
-            alone,
-        ),
+        fault("b17", "SIGKILL of torchrun alone", step(to_torchrun(kill)), alone),
+        fault("b17b", "SIGKILL of torchrun in the build", build(to_torchrun(kill)), alone),
     ]
-
-
-def cases() -> list[Case]:
-    return [*killed_ranks(), *stops(), *silence()]

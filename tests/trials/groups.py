@@ -5,56 +5,28 @@ from __future__ import annotations
 from collections import Counter
 
 from tests.trials import (
-    config_cases,
-    config_choice_cases,
-    conversion_cases,
-    damage_cases,
-    data_cases,
-    data_format_cases,
-    data_set_cases,
     fault_cases,
     journey_cases,
     lost_cases,
     machine_cases,
     method_cases,
-    model_cases,
-    model_folder_cases,
-    own_code_cases,
+    passing_cases,
     resume_cases,
-    reward_cases,
-    reward_program_cases,
-    sample_cases,
-    server_cases,
-    tensor_cases,
     tool_cases,
 )
 from tests.trials.place import Case
 
-NAMES = ("config", "data", "model", "rewards", "resume", "lost", "faults", "journeys")
+NAMES = ("passing", "resume", "lost", "faults", "journeys")
 ALONE = ("lost", "faults")  # these load the machine, or look at moments of a run
 MODULES = (
-    config_cases,
-    config_choice_cases,
-    data_cases,
-    data_format_cases,
-    data_set_cases,
-    model_cases,
-    model_folder_cases,
-    tensor_cases,
-    reward_cases,
-    reward_program_cases,
+    passing_cases,
     resume_cases,
-    damage_cases,
     lost_cases,
     fault_cases,
     machine_cases,
     journey_cases,
     method_cases,
-    sample_cases,
-    own_code_cases,
-    conversion_cases,
     tool_cases,
-    server_cases,
 )
 
 

@@ -1,15 +1,13 @@
-"""What people do with it: methods, models and layouts, sweeps, samples, plug-ins, keeping the
-best."""
+"""What people do with it: number formats, layouts, samples, code of their own, keeping the best.
+
+The first commands and sweeps, as the documents print them, are run by tests/test_commands.py.
+"""
 
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from tests.launch import REPO
 from tests.trials import looks
 from tests.trials.makers import finished_run, looked_at
 from tests.trials.material import plain_rows, small, toy, toy_alone, write_rows
@@ -41,7 +39,7 @@ def samples(place: Place) -> Outcome:
     run_dir = place.folder / "run"
     data = place.material.rows()
     more = ("trainer.num_steps=2", "logging.log_samples=4")
-    outcome = place.warm(small(place.material.model("llama"), data, run_dir, *more))
+    outcome = place.train(small(place.material.model("llama"), data, run_dir, *more))
     rows = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     texts = [json.dumps(row) for row in rows if row.get("step") == 1]
     asked = [prompt["prompt"] for prompt in plain_rows(12)]
@@ -55,38 +53,7 @@ def ended_in_time(place: Place) -> Outcome:
     """Progress: where results go, how many prompts there are."""
     run_dir = place.folder / "run"
     words = toy_alone(place.material, run_dir, "trainer.num_steps=3")
-    return looked_at(place.warm(words), run_dir, 3)
-
-
-def sweep_words(place: Place, *more: str) -> list[str]:
-    """README's sweep, on the toy."""
-    words = toy(place.material, Path("unused"))
-    common = [word for word in words if not word.startswith("run_dir=")]
-    sweep = [sys.executable, "-m", "megatron_rl.sweep", "--nproc", "2"]
-    out = ["--out", str(place.folder / "runs")]
-    return [*sweep, *out, *common, "checkpoint.every_steps=1", *more]
-
-
-def swept(place: Place) -> Outcome:
-    outcome = place.command(sweep_words(place, "method=grpo,dr_grpo", "seed=1,2"))
-    count = len(list((place.folder / "runs").glob("*/export")))
-    return outcome.noting([] if count == 4 else [f"{count} of 4 runs have an export"])
-
-
-def swept_again(place: Place) -> Outcome:
-    """One run is unfinished; the finished ones are left alone."""
-    words = sweep_words(place, "seed=1,2")
-    first = place.command(words)
-    if first.code != 0:
-        return first
-    done, unfinished = sorted((place.folder / "runs").iterdir())[:2]
-    export = done / "export" / "model.safetensors"
-    before = export.stat().st_mtime_ns
-    shutil.rmtree(unfinished)
-    outcome = place.command(words)
-    wrong = [] if (unfinished / "export").is_dir() else ["the unfinished run was not finished"]
-    poor = [] if export.stat().st_mtime_ns == before else ["a finished run was started again"]
-    return outcome.noting(wrong, poor)
+    return looked_at(place.train(words), run_dir, 3)
 
 
 def layouts(place: Place) -> Outcome:
@@ -129,7 +96,7 @@ def best(place: Place) -> Outcome:
         "checkpoint.keep_best=true",
         "evaluation.every_steps=1",
     )
-    outcome = looked_at(place.warm(toy_alone(place.material, run_dir, *more)), run_dir, 6)
+    outcome = looked_at(place.train(toy_alone(place.material, run_dir, *more)), run_dir, 6)
     if outcome.code != 0:
         return outcome
     scores = {
@@ -153,7 +120,7 @@ def early_stop(place: Place) -> Outcome:
         "evaluation.every_steps=1",
         "evaluation.stop_after=3",
     )
-    outcome = place.warm(toy_alone(place.material, run_dir, *more))
+    outcome = place.train(toy_alone(place.material, run_dir, *more))
     steps = len(looks.metrics(run_dir)) - 1
     wrong = [] if 0 < steps < 10 else [f"stopped after {steps} steps"]
     if outcome.code == 0:
@@ -164,7 +131,7 @@ def early_stop(place: Place) -> Outcome:
 def periodic(place: Place) -> Outcome:
     run_dir = place.folder / "run"
     more = ("trainer.num_steps=4", "checkpoint.export_every_steps=2")
-    outcome = looked_at(place.warm(toy_alone(place.material, run_dir, *more)), run_dir, 4)
+    outcome = looked_at(place.train(toy_alone(place.material, run_dir, *more)), run_dir, 4)
     if outcome.code != 0:
         return outcome
     return outcome.noting(looks.files(run_dir, "exports/step_000002/*.safetensors"))
@@ -174,111 +141,59 @@ def go_on_from_export(place: Place) -> Outcome:
     source = finished_run(place)
     run_dir = place.folder / "run"
     words = toy_alone(place.material, run_dir, f"model.path={source / 'export'}")
-    return looked_at(place.warm(words), run_dir)
+    return looked_at(place.train(words), run_dir)
 
 
-def replayed(place: Place) -> Outcome:
-    """A run that stops on numbers that are not finite leaves what computes the step again."""
+METHOD = """
+name: mine
+estimator: {name: zscore}
+policy_loss: {name: ppo_clip}
+aggregate: {name: token_mean}
+kl: {coef: 0.0}
+"""
+
+
+def own_method(place: Place) -> Outcome:
+    """A method in a folder of the user's."""
+    folder = place.folder / "conf" / "method"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text(METHOD)
+    words = ("--config-dir", str(folder.parent), "method=mine")
     run_dir = place.folder / "run"
-    more = (
-        "optim.learning_rate=1e30",
-        "trainer.num_steps=20",
-        "nonfinite.stop_after=3",
-        "mismatch_limits.abort_above=null",
-        "weight_sync.logprob_check_every=0",
-    )
-    stopped = place.warm(toy_alone(place.material, run_dir, *more))
-    bundles = sorted((run_dir / "nonfinite").glob("*")) if (run_dir / "nonfinite").is_dir() else []
-    if stopped.code == 0 or not bundles:
-        return stopped.noting(["it did not stop, or left no bundle in run_dir/nonfinite"])
-    return place.command([sys.executable, REPO / "tools" / "replay_step.py", bundles[0]])
+    return looked_at(place.train(toy_alone(place.material, run_dir, *words)), run_dir)
 
 
-def quickstart(place: Place) -> Outcome:
-    """README's first command, three steps."""
+def no_judge(place: Place) -> Outcome:
+    """A reward function that always raises."""
+    file = place.folder / "mine.py"
+    file.write_text("def f(tasks, responses):\n    raise RuntimeError('no judge')\n")
+    words = ("reward.verifier=auto", "reward.answer_pattern=null", "trainer.num_steps=5")
     run_dir = place.folder / "run"
-    script = REPO / "examples" / "quickstart_cpu" / "run.sh"
-    words = [f"run_dir={run_dir}", "trainer.num_steps=3", "evaluation.num_prompts=8"]
-    return looked_at(place.command(["bash", script, *words]), run_dir, 3)
-
-
-def first_days() -> list[Case]:
-    """The first command, number formats, what a run says and leaves."""
-    return [
-        case(
-            "jrn_quickstart",
-            "the quickstart, three steps",
-            quickstart,
-            Ends(),
-            how="command",
-            limit_s=600,
-            needs=() if (REPO / ".venv").is_dir() else (".venv",),
-        ),
-        case(
-            "jrn_dapo_gives_up",
-            "dynamic sampling on a task that nothing solves",
-            gives_up,
-            Refused(("dynamic_sampling|groups", "samples"), before="", within_s=120),
-            how="torchrun 2",
-        ),
-        case("jrn_bf16", "bfloat16 on processors", in_bfloat16, Ends(), how="torchrun 2"),
-        case("jrn_samples", "what samples.jsonl holds", samples, Ends()),
-        case(
-            "jrn_progress",
-            "what a run says of itself",
-            ended_in_time,
-            Ends((r"\b8 prompts|prompts[^\n]*\b8\b", "run_dir|/run\\b", "export")),
-        ),
-    ]
-
-
-def sweeps_and_layouts() -> list[Case]:
-    """Sweeps, and one folder with several layouts."""
-    return [
-        case(
-            "jrn_sweep",
-            "README's sweep: two methods, two seeds",
-            swept,
-            Ends(("combination",)),
-            how="command",
-            limit_s=300,
-        ),
-        case(
-            "jrn_sweep_again",
-            "a sweep that was stopped, again",
-            swept_again,
-            Ends(("combination",)),
-            how="command",
-            limit_s=240,
-        ),
-        case(
-            "jrn_layouts",
-            "four layouts in one folder",
-            layouts,
-            Ends(("resumed from",)),
-            how="torchrun 2",
-            limit_s=200,
-        ),
-    ]
-
-
-def keeping() -> list[Case]:
-    """Checkpoints and exports that are kept, and what goes on from them."""
-    said = (r"finished|ends at|done",)
-    return [
-        case("jrn_keep_best", "the best checkpoint is kept", best, Ends()),
-        case("jrn_early_stop", "early stop", early_stop, Ends(("stop",))),
-        case("jrn_periodic", "an export every two steps", periodic, Ends()),
-        case("jrn_from_export", "go on from an export", go_on_from_export, Ends(said)),
-        case(
-            "jrn_replay",
-            "a step that is not finite is computed again",
-            replayed,
-            Ends(("nan|not finite|inf",)),
-            limit_s=200,
-        ),
-    ]
+    function = f"reward.function={file}:f"
+    return looked_at(place.train(toy_alone(place.material, run_dir, *words, function)), run_dir)
 
 
 def cases() -> list[Case]:
-    return [*first_days(), *sweeps_and_layouts(), *keeping()]
+    given_up = Refused(("dynamic_sampling|groups", "samples"), before="", within_s=120)
+    progress = Ends((r"\b8 prompts|prompts[^\n]*\b8\b", "run_dir|/run\\b", "export"))
+    judged = (
+        Refused((r"reward\.function", "no judge"), before="", within_s=90),
+        Ends(("no judge",)),
+    )
+    resumed = Ends(("resumed from",))
+    both = "torchrun 2"
+    return [
+        case("jrn_dapo_gives_up", "a task that nothing solves", gives_up, given_up, how=both),
+        case("jrn_bf16", "bfloat16 on processors", in_bfloat16, Ends(), how=both),
+        case("jrn_samples", "what samples.jsonl holds", samples, Ends()),
+        case("jrn_progress", "what a run says of itself", ended_in_time, progress),
+        case("jrn_layouts", "four in one folder", layouts, resumed, how=both, limit_s=200),
+        case("jrn_config_dir", "a method from --config-dir", own_method, Ends()),
+        case("jrn_reward_raises", "a reward that always raises", no_judge, *judged),
+        case("jrn_keep_best", "the best checkpoint is kept", best, Ends()),
+        case("jrn_early_stop", "early stop", early_stop, Ends(("stop",))),
+        case("jrn_periodic", "an export every two steps", periodic, Ends()),
+        case(
+            "jrn_from_export", "from an export", go_on_from_export, Ends(("finished|ends at|done",))
+        ),
+    ]

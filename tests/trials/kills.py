@@ -56,11 +56,8 @@ def command(material: Material, run_dir: Path) -> list[str]:
 
 
 def place_of(material: Material, folder: Path) -> Place:
-    def no_server() -> None:
-        raise AssertionError("no warm server here: every start is a real one")
-
     folder.mkdir(exist_ok=True)
-    return Place(folder, material, no_server, LIMIT_S)  # type: ignore[arg-type]
+    return Place(folder, material, LIMIT_S)
 
 
 def disturbed(

@@ -109,12 +109,6 @@ def same_metrics(first: Path, second: Path) -> list[str]:
     return found[:3]
 
 
-def config(run_dir: Path) -> dict[str, Any]:
-    """``config.json`` of a run; empty where there is none."""
-    file = run_dir / "config.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-
-
 def shown(values: Sequence[Any]) -> str:
     text = ", ".join(str(value) for value in values[:6])
     return text + (f", ... ({len(values)})" if len(values) > 6 else "")

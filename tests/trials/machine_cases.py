@@ -51,7 +51,7 @@ def two_runs(place: Place) -> Outcome:
     run_dir = place.folder / "run"
     first = begun(place, "trainer.num_steps=300")
     in_a_step(first, run_dir)
-    second = Place(place.folder, place.material, place.server, place.limit_s)
+    second = Place(place.folder, place.material, place.limit_s)
     words = torchrun(2, toy(place.material, run_dir, *LONG, "trainer.num_steps=300"))
     outcome = second.start(words, log="second.txt").finish(60)
     ended = first.finish(120)
@@ -62,7 +62,7 @@ def two_runs(place: Place) -> Outcome:
 def two_at_once(place: Place) -> Outcome:
     """Both started in the same moment: one trains, the other is refused."""
     run_dir = place.folder / "run"
-    other = Place(place.folder, place.material, place.server, place.limit_s)
+    other = Place(place.folder, place.material, place.limit_s)
     words = torchrun(2, toy(place.material, run_dir, *LONG, "trainer.num_steps=100"))
     running = [place.start(words, log="one.txt"), other.start(words, log="two.txt")]
     outcomes = [run.finish(120) for run in running]
@@ -153,115 +153,38 @@ def model_removed(place: Place) -> Outcome:
     return running.finish(90)
 
 
-def little() -> list[Case]:
-    """Little memory, few files, a port that is taken."""
-    root = ("root",)
-    return [
-        fault("b10", "ulimit -v of 9 GB", shell("ulimit -v 9000000;"), Ends()),
-        fault("b10b", "ulimit -v of 5 GB", shell("ulimit -v 5000000;"), Ends(), Dies(("memory",))),
-        fault(
-            "b10c",
-            "ulimit -v of 2.6 GB",
-            shell("ulimit -v 2600000;"),
-            Dies(("memory",)),
-            Refused(("memory",), before="", fault=True),
-        ),
-        fault("b10d", "64 open files", shell("ulimit -n 64;"), Ends(), Dies(("open files",))),
-        fault(
-            "b11b",
-            "/dev/shm of 20 MiB",
-            small_shared_memory,
-            Dies(("/dev/shm", "MiB|shared memory")),
-            Refused(("/dev/shm",), before=""),
-            needs=root,
-        ),
-        fault(
-            "b12",
-            "the master's port is taken",
-            port_taken,
-            Dies(("address already in use|EADDRINUSE", "port"), fault=True),
-        ),
-        fault("b12b", "no home folder", shell("export HOME=/nonexistent;"), Ends()),
-    ]
-
-
-def full_disks() -> list[Case]:
-    """Two runs in one folder, and disks without room."""
+def cases() -> list[Case]:
+    """``root``: what only the administrator of a machine can bring about."""
     root = ("root",)
     space = "no space|disk full|full|room"
+    memory, files = Dies(("memory",)), Dies(("open files",))
+    fault_of_memory = Refused(("memory",), before="", fault=True)
+    shared = (Dies(("/dev/shm", "MiB|shared memory")), Refused(("/dev/shm",), before=""))
+    port = Dies(("address already in use|EADDRINUSE", "port"), fault=True)
+    held = ("run_dir|/run", "pid|process|lives|running|held|another")
+    full = Refused((space,), before="", within_s=120)
+    at_start, too_small = (Refused((space, f"run_dir|/disk{more}")) for more in ("", "|checkpoint"))
+    no_folder = Refused(("run_dir|/run",))
+    unwritable = Refused(("run_dir|/run", "read.only|write|permission"))
+    run_away = Refused(("/run",), before="", within_s=120)
+    model_away = Refused(("/model",), before="", within_s=120)
+    resumed = Ends(("resumed from",))
     return [
-        fault(
-            "b13",
-            "a second run in the folder of a live one",
-            two_runs,
-            Refused(("run_dir|/run", "pid|process|lives|running|held|another")),
-        ),
-        fault(
-            "b13b",
-            "two runs started at once in one folder",
-            two_at_once,
-            Refused(("run_dir|/run", "pid|process|lives|running|held|another"), within_s=120),
-        ),
-        fault(
-            "b14",
-            "the disk fills while it trains",
-            disk_full,
-            Refused((space,), before="", within_s=120, fault=False),
-            needs=root,
-        ),
-        fault(
-            "b14r",
-            "the same, room is made, started again",
-            disk_full_again,
-            Ends(("resumed from",)),
-            needs=root,
-            limit_s=200,
-        ),
-        fault(
-            "b14b",
-            "the disk is full at the start",
-            disk_full_start,
-            Refused((space, "run_dir|/disk")),
-            needs=root,
-        ),
-        fault(
-            "b14c",
-            "no room for one checkpoint",
-            disk_too_small,
-            Refused((space, "run_dir|/disk|checkpoint")),
-            needs=root,
-        ),
+        fault("b10", "ulimit -v of 9 GB", shell("ulimit -v 9000000;"), Ends()),
+        fault("b10b", "ulimit -v of 5 GB", shell("ulimit -v 5000000;"), Ends(), memory),
+        fault("b10c", "2.6 GB", shell("ulimit -v 2600000;"), memory, fault_of_memory),
+        fault("b10d", "64 open files", shell("ulimit -n 64;"), Ends(), files),
+        fault("b11b", "/dev/shm of 20 MiB", small_shared_memory, *shared, needs=root),
+        fault("b12", "the master's port is taken", port_taken, port),
+        fault("b12b", "no home folder", shell("export HOME=/nonexistent;"), Ends()),
+        fault("b13", "a second run in the folder of a live one", two_runs, Refused(held)),
+        fault("b13b", "two at once in one folder", two_at_once, Refused(held, within_s=120)),
+        fault("b14", "the disk fills while it trains", disk_full, full, needs=root),
+        fault("b14r", "then room is made", disk_full_again, resumed, needs=root, limit_s=200),
+        fault("b14b", "the disk is full at the start", disk_full_start, at_start, needs=root),
+        fault("b14c", "no room for one checkpoint", disk_too_small, too_small, needs=root),
+        fault("b15", "run_dir is a file", run_dir_is_a_file, no_folder),
+        fault("b15b", "run_dir cannot be written", read_only, unwritable, needs=root),
+        fault("b16", "the run folder is moved away", folder_removed, run_away, Ends()),
+        fault("b19", "the model is moved away", model_removed, model_away, Ends()),
     ]
-
-
-def folders() -> list[Case]:
-    """Folders that are none, or go away."""
-    root = ("root",)
-    return [
-        fault("b15", "run_dir is a file", run_dir_is_a_file, Refused(("run_dir|/run",))),
-        fault(
-            "b15b",
-            "run_dir cannot be written",
-            read_only,
-            Refused(("run_dir|/run", "read.only|write|permission")),
-            needs=root,
-        ),
-        fault(
-            "b16",
-            "the run folder is moved away",
-            folder_removed,
-            Refused(("/run",), before="", within_s=120),
-            Ends(),
-        ),
-        fault(
-            "b19",
-            "the model is moved away",
-            model_removed,
-            Refused(("/model",), before="", within_s=120),
-            Ends(),
-        ),
-    ]
-
-
-def cases() -> list[Case]:
-    return [*little(), *full_disks(), *folders()]

@@ -20,7 +20,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 TEXT = "what is the sum of one and two and three? the answer is 42. 0 1 2 3 4 5 6 7 8 9 + - = #### "
-FAMILIES = ("llama", "qwen2", "mixtral")
 
 
 class Material:

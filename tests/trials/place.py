@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
+from tests import warm
 from tests.launch import REPO
 from tests.trials.material import Material
 from tests.trials.verdicts import Expected, Outcome
-from tests.trials.warm import WarmServer, argv_of
 
 MARK = "MEGATRON_RL_TRIAL"
 SETTINGS = {
@@ -43,7 +42,7 @@ def torchrun(nproc: int, overrides: Sequence[object], *options: str) -> list[str
     """The command a user types."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher += [f"--nproc-per-node={nproc}", *options, "-m", "megatron_rl.train"]
-    return [*launcher, *argv_of(overrides)]
+    return [*launcher, *map(str, overrides)]
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,6 @@ class Place:
 
     folder: Path
     material: Material
-    server: Callable[[], WarmServer]
     limit_s: float
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -92,7 +90,7 @@ class Place:
         file = self.folder / log
         with file.open("a") as output:
             process = subprocess.Popen(
-                argv_of(words),
+                list(map(str, words)),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -102,47 +100,22 @@ class Place:
             )
         return Running(process, file, file.stat().st_size, time.monotonic(), self)
 
-    def warm(self, overrides: Sequence[object], *, env: Mapping[str, str] | None = None) -> Outcome:
-        """``megatron_rl.train.main`` in a fork of an interpreter that has imported the engines."""
-        return self._fork({"argv": argv_of(overrides)}, env)
+    def train(self, overrides: Sequence[object]) -> Outcome:
+        """``megatron_rl.train`` without torchrun, by a Python whose imports are done."""
+        return self.command([warm.python(), "-m", "megatron_rl.train", *overrides])
 
-    def score(self, request: Mapping[str, Any]) -> Outcome:
-        """``build_reward`` and ``score``, as ``tests.trials.direct`` does."""
-        return self._fork({"score": dict(request)}, None)
-
-    def _fork(self, request: dict[str, Any], env: Mapping[str, str] | None) -> Outcome:
-        log = self.folder / "log.txt"
-        before = log.stat().st_size if log.exists() else 0
-        name = uuid.uuid4().hex
-        request |= {"id": name, "log": str(log), "cwd": str(self.folder)}
-        request["env"] = {MARK: self.mark, **(env or {})}
-        started = time.monotonic()
-        session = self.server().begin(request)
-        code = self.server().wait(name, self.limit_s)
-        seconds = time.monotonic() - started
-        if code is None:
-            end_all(lambda pid: _marked(pid, self.mark) or _session(pid) == session)
-            self.server().wait(name, 20)
-        text = _read_from(log, before)
-        left = self.left_behind(session)
-        return Outcome(code, text, seconds, left=left)
-
-    def left_behind(self, session: int | None = None) -> tuple[str, ...]:
+    def left_behind(self) -> tuple[str, ...]:
         """Processes of this case that still live (they are ended)."""
-
-        def ours(pid: int) -> bool:
-            return _marked(pid, self.mark) or (session is not None and _session(pid) == session)
-
         deadline = time.monotonic() + GRACE_S
         while True:
-            left = [pid for pid in _processes() if ours(pid)]
+            left = marked_processes(self.mark)
             if not left:
                 return ()
             if time.monotonic() > deadline:
                 break
             time.sleep(0.05)
         words = tuple(sorted({f"process {_command_line(pid)}" for pid in left}))
-        end_all(ours)
+        end_all(lambda pid: _marked(pid, self.mark))
         return words
 
     @contextmanager
@@ -212,11 +185,11 @@ class Case:
     """One row of the table.
 
     Args:
-        name: how it is chosen on the command line, e.g. ``dat_utf16``.
+        name: how it is chosen on the command line, e.g. ``res_more``.
         title: what is tried, in a few words.
         play: makes the input, runs it, looks at what it left.
         expected: what may happen; one of them is enough.
-        how: torchrun, warm, direct or command.
+        how: torchrun, warm or command.
         argued: why a poor verdict is accepted.
         needs: what the machine must have (root, bwrap), else the case is not counted.
     """
@@ -282,11 +255,6 @@ def _stat(pid: int) -> list[str]:
     except OSError:
         return []
     return text.rpartition(")")[2].split()
-
-
-def _session(pid: int) -> int | None:
-    fields = _stat(pid)
-    return int(fields[3]) if fields and fields[0] != "Z" else None
 
 
 def _parent(pid: int) -> int | None:

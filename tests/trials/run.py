@@ -1,8 +1,8 @@
 """Repeats the trials of users and faults as real runs, and judges each.
 
     python -m tests.trials.run                                  # everything
-    python -m tests.trials.run --group data --group model
-    python -m tests.trials.run --case dat_utf16 --case cfg1* --show
+    python -m tests.trials.run --group resume --group faults
+    python -m tests.trials.run --case res_more --case jrn_sync* --show
     python -m tests.trials.run --record tests/trials/RECORD.md
 
 Prints a line a case and a table by group. Exit code 1: any verdict is bad, or more than 5 % are
@@ -18,44 +18,28 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.launch import REPO
+from tests import warm
 from tests.trials import groups
 from tests.trials.material import Material
-from tests.trials.place import Case, Place, environment, shared_segments
+from tests.trials.place import SETTINGS, Case, Place, shared_segments
 from tests.trials.record import Row, record, table
 from tests.trials.verdicts import Outcome, Verdict, first_words, judge
-from tests.trials.warm import WarmServer
 
 MAX_POOR = 0.05
 
 
 class Program:
-    """One launch of the trials: the folder, the shared inputs, the warm server (made when
-    needed)."""
+    """One launch of the trials: the folder and the shared inputs."""
 
     def __init__(self, folder: Path, *, show: bool = False, alone: bool = True) -> None:
         """``alone``: one case at a time, so that what a case leaves in /dev/shm can be told."""
         self.folder, self.show, self.alone = folder, show, alone
         self.material = Material(folder / "shared")
-        self._server: WarmServer | None = None
-        self._lock = threading.Lock()
-
-    def server(self) -> WarmServer:
-        with self._lock:
-            if self._server is None:
-                log = self.folder / "server.txt"
-                self._server = WarmServer(environment(), REPO, log)
-            return self._server
-
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
 
     def judged(self, case: Case) -> Row:
         """Runs one case in a folder of its own and removes the folder when the verdict is good."""
@@ -64,7 +48,7 @@ class Program:
             return Row(case, Verdict("not counted", (f"needs {', '.join(missing)}",)), 0.0, "")
         folder = self.folder / case.name
         folder.mkdir()
-        place = Place(folder, self.material, self.server, case.limit_s)
+        place = Place(folder, self.material, case.limit_s)
         before = shared_segments()
         started = time.monotonic()
         try:
@@ -120,15 +104,14 @@ def run(cases: Sequence[Case], folder: Path, jobs: int = 1, *, show: bool = Fals
         rows[case.name] = row
         print(row.line(), flush=True)
 
-    try:
-        with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(one, shared))
-        program.alone = True
-        for case in cases:
-            if case not in shared:
-                one(case)
-    finally:
-        program.close()
+    os.environ.update(SETTINGS)
+    warm.python()  # before there are threads
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one, shared))
+    program.alone = True
+    for case in cases:
+        if case not in shared:
+            one(case)
     left = sorted(shared_segments() - before)
     if left:
         print(f"left in /dev/shm by these cases, or by other work: {', '.join(left)}")
@@ -164,6 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         rows = run(cases, folder, options.jobs, show=options.show)
+    warm.close()
     seconds = time.monotonic() - started
     print(table(rows))
     print(f"{len(rows)} cases in {seconds / 60:.1f} min")

@@ -1,199 +1,97 @@
-"""Commands beside training: conversions, plans, configuration, weights for a server."""
+"""Commands beside training, where they meet something odd. As the documents print them they are run
+by tests/test_commands.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
 from pathlib import Path
 
 from tests.launch import REPO
-from tests.trials.makers import refused, tool
-from tests.trials.material import small, toy_alone
+from tests.trials.machine_cases import filled
+from tests.trials.makers import CODES, finished_run, refused, tool
 from tests.trials.place import Case, Place
-from tests.trials.verdicts import Ends, Expected, Refused
+from tests.trials.verdicts import Ends, Outcome, Refused
 
-MEMORY = REPO / "tools" / "plan_memory.py"
-SYNC = REPO / "tools" / "plan_sync.py"
+CONVERT = REPO / "tools" / "convert_checkpoint.py"
+PUSH = REPO / "examples" / "vllm_server" / "push.py"
+ENGINE = (
+    "rollout.dtype=float32 rollout.max_response_tokens=4 rollout.max_prompt_tokens=32"
+    " rollout.kv_cache_gib=0.03125"
+).split()
 
 
-def large(place: Place) -> Path:
+def large(place: Place) -> list[object]:
+    """A plan for a model of 72B on 8 GPUs."""
     from tests.e2e.toy import write_large_config
 
-    return place.material.made("large", write_large_config)
+    plan = [REPO / "tools" / "plan_memory.py", "--world-size", 8, "--gpu-gib", 80]
+    model = f"model.path={place.material.made('large', write_large_config)}"
+    return [*plan, model, "parallel=tp8", "rollout.tensor=8"]
 
 
-def memory(
-    name: str,
-    title: str,
-    world: int,
-    gpu_gib: float,
-    words: Callable[[Place], Sequence[str]],
-    *expected: Expected,
-) -> Case:
-    def line(place: Place) -> list[object]:
-        return [MEMORY, "--world-size", world, "--gpu-gib", gpu_gib, *words(place)]
-
-    return tool(name, title, line, *expected)
+def sampled(model: Path, prompt: str) -> list[object]:
+    return ["-m", "megatron_rl.sample", model, "--prompt", prompt, *ENGINE]
 
 
-def sync(name: str, title: str, words: Sequence[str], *expected: Expected) -> Case:
-    return tool(name, title, lambda place: [SYNC, *words], *expected)
+def pushed(place: Place, *more: str) -> list[object]:
+    """Weights for a server that is not there."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", PUSH]
+    server = ["--server", "http://127.0.0.1:9", "--tensor", "2", "--version", "1"]
+    return [*launcher, *server, "--model", place.material.model("qwen2"), *more]
 
 
-def memory_plans() -> list[Case]:
-    """Whether a model of 72B fits."""
-    model = lambda place: f"model.path={large(place)}"  # noqa: E731
-    return [
-        memory(
-            "jrn_memory_fits",
-            "72B on 64 large GPUs",
-            64,
-            141,
-            lambda place: [model(place), "parallel=tp8", "parallel.pipeline=4", "rollout.tensor=8"],
-            Ends(("GiB",)),
-        ),
-        memory(
-            "jrn_memory_large",
-            "72B on 8 GPUs",
-            8,
-            80,
-            lambda place: [model(place), "parallel=tp8", "rollout.tensor=8"],
-            Ends(("does not fit", "optimizer"), codes=(1,)),
-        ),
-        memory("jrn_memory_none", "no model", 8, 80, lambda place: [], refused(r"model\.path")),
-        memory(
-            "jrn_memory_seven",
-            "7 processes",
-            7,
-            80,
-            lambda place: [model(place), "parallel=tp8"],
-            refused("7"),
-        ),
-        memory(
-            "jrn_memory_zero", "no GPU", 0, 80, lambda place: [model(place)], refused("world-size")
-        ),
-    ]
+def full_target(place: Place) -> Outcome:
+    with place.mounted(place.folder / "disk", 1) as disk:
+        filled(place, disk)
+        words = [CONVERT, "to-megatron", place.material.model("llama"), disk / "out"]
+        return place.command([sys.executable, *words])
 
 
-def sync_plans() -> list[Case]:
-    """How weights would move."""
-    layout = ["--train", "tp=8,pp=4,dp=2", "--rollout", "tp=8,dp=8"]
-    return [
-        sync("jrn_sync_72b", "72B", ["--model", "72b", *layout], Ends()),
-        sync("jrn_sync_json", "as JSON", ["--model", "72b", *layout, "--json"], Ends((r"\{",))),
-        sync(
-            "jrn_sync_moe",
-            "a mixture of experts",
-            "--model qwen3-235b-a22b --train tp=4,pp=2,dp=4,ep=8 --rollout tp=8,dp=4".split(),
-            Ends(),
-            refused("layers|94"),
-        ),
-        sync(
-            "jrn_sync_model", "a model nobody knows", ["--model", "nope", *layout], refused("nope")
-        ),
-        sync(
-            "jrn_sync_layout",
-            "a layout that does not divide",
-            ["--model", "72b", "--train", "tp=7,pp=4,dp=2", "--rollout", "tp=8,dp=7"],
-            refused("tp|7"),
-        ),
-        sync(
-            "jrn_sync_word",
-            "a word that is no layout",
-            ["--model", "72b", "--train", "tensor=8", "--rollout", "tp=8"],
-            refused("tensor"),
-        ),
-        sync(
-            "jrn_sync_ranks",
-            "sides of different sizes",
-            ["--model", "72b", "--train", "tp=8,pp=1,dp=1", "--rollout", "tp=8,dp=2"],
-            refused("8|16"),
-        ),
-    ]
-
-
-def configuration() -> list[Case]:
-    """The configuration, printed, and the help of each command."""
-    train = ("-m", "megatron_rl.train")
-    job = (*train, "--cfg", "job")
-    return [
-        tool(
-            "jrn_cfg",
-            "--cfg job",
-            lambda place: [
-                *train,
-                "--cfg",
-                "job",
-                *toy_alone(place.material, place.folder / "run"),
-            ],
-            Ends(("learning_rate",)),
-        ),
-        tool(
-            "jrn_cfg_typo",
-            "--cfg job with an unknown key",
-            lambda place: [*job, "optim.lr=3"],
-            refused(r"optim\.lr", "learning_rate"),
-        ),
-        tool(
-            "jrn_cfg_bare",
-            "--cfg job without anything",
-            lambda place: job,
-            Ends(("num_steps",)),
-        ),
-        tool(
-            "jrn_help",
-            "--help of the trainer",
-            lambda place: [*train, "--help"],
-            Ends(("method", "--cfg"), within_s=15),
-        ),
-        tool(
-            "jrn_help_sweep",
-            "--help of the sweep",
-            lambda place: ["-m", "megatron_rl.sweep", "--help"],
-            Ends(("--out",), within_s=15),
-        ),
-        tool(
-            "jrn_help_sample",
-            "--help of sample",
-            lambda place: ["-m", "megatron_rl.sample", "--help"],
-            Ends(("SOURCE",), within_s=15),
-        ),
-    ]
-
-
-def sweeps() -> list[Case]:
-    """Sweeps that cannot run, and a model of a kind that is not trained."""
-    sweep = ("-m", "megatron_rl.sweep", "--nproc", "2", "--out")
-    three_seeds = ("model.path=m", "data.train=a.jsonl", "data.eval=a.jsonl", "seed=1,1,2")
-    return [
-        tool(
-            "jrn_sweep_typo",
-            "a sweep with a typo",
-            lambda place: [*sweep, place.folder / "runs", "method=gpro,dapo"],
-            refused("gpro", "grpo"),
-        ),
-        tool(
-            "jrn_sweep_twice",
-            "a sweep with the same run twice",
-            lambda place: [*sweep, place.folder / "runs", *three_seeds],
-            refused("twice|seed=1"),
-        ),
-        tool(
-            "jrn_vision",
-            "a vision model by its configuration",
-            vision,
-            Refused(("Qwen2VL", "support")),
-        ),
-    ]
-
-
-def vision(place: Place) -> list[object]:
-    model = place.material.copy_of("llama", place.folder / "model")
-    (model / "config.json").write_text(
-        '{"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl",'
-        ' "vision_config": {}}'
-    )
-    return ["-m", "megatron_rl.train", *small(model, place.material.rows(), place.folder / "run")]
+def shown(program: str, *says: str) -> Case:
+    """Its help, soon."""
+    line = ["-m", f"megatron_rl.{program}", "--help"]
+    name = f"jrn_help_{program}"
+    return tool(name, f"--help of {program}", lambda place: line, Ends(says, within_s=15))
 
 
 def cases() -> list[Case]:
-    return [*memory_plans(), *sync_plans(), *configuration(), *sweeps()]
+    too_large = Ends(("does not fit", "optimizer"), codes=(1,))
+    away = Refused(("127.0.0.1:9", "server|reach|connect"), before="", codes=CODES)
+    no_model = Refused(("/nowhere",), before="", codes=CODES)
+    too_long = Refused(("max_prompt_tokens|longer",), before="", codes=CODES)
+    full = refused("no space|room|full|out")
+    long = "1 + " * 500
+    return [
+        tool("jrn_memory_large", "72B on 8 GPUs", large, too_large),
+        tool(
+            "jrn_sample_export",
+            "sample from an export",
+            lambda place: sampled(finished_run(place) / "export", "a"),
+            Ends(),
+        ),
+        tool(
+            "jrn_sample_long",
+            "a prompt longer than the engine takes",
+            lambda place: sampled(place.material.model("llama"), long),
+            too_long,
+        ),
+        tool("jrn_server_away", "a server that is not there", pushed, away),
+        tool(
+            "jrn_push_model",
+            "a model that is not there",
+            lambda place: pushed(place, "--model", "/nowhere"),
+            no_model,
+        ),
+        Case(
+            "jrn_convert_full",
+            "journeys",
+            "a target without room",
+            full_target,
+            (full,),
+            "command",
+            needs=("root",),
+        ),
+        shown("train", "method", "--cfg"),
+        shown("sweep", "--out"),
+        shown("sample", "SOURCE"),
+    ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 MAX_LINES = 15
 ERROR = re.compile(
-    r"^(?:\S+: )?(?:\[rank \d+\] )?error: |^plan_sync: --?\w|^plan_sync: \w+=", re.MULTILINE
+    r"^(?:\S+: )?(?:\[rank \d+\] )?error: |^plan_sync: (?:--?\w|\w+=|\w+ layout: )", re.MULTILINE
 )
 # What a message must say besides the key or the file: something to do. Deliberately generous in its
 # words, for the wording belongs to the package; a bare "invalid value" does not pass.

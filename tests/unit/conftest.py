@@ -36,12 +36,14 @@ def fresh_registries() -> Iterator[None]:
     from megatron_rl.loss import choices
     from megatron_rl.rollouts import hooks as trainer_hooks
     from megatron_rl.rollouts import resampling
+    from megatron_rl.signals import registry as signals
 
     method.ESTIMATORS.complete()  # or the package's own would be taken away with the plug-ins
     tables = [method.ESTIMATORS, method.SHAPERS, method.TOKEN_SHAPERS, method.POLICY_LOSSES]
     tables += [choices.ESTIMATORS, choices.SHAPERS, choices.TOKEN_SHAPERS, choices.POLICY_LOSSES]
     tables += [hooks.ROLLOUT_HOOKS.complete()]
     tables += [trainer_hooks._hooks, resampling._makers, families.FAMILIES, plugins._sources]
+    tables += [signals._SIGNALS]
     before = [table.copy() for table in tables]
     loaded, folders = list(plugins._loaded), list(load._plugin_dirs)
     yield

@@ -71,7 +71,7 @@ def the_engine_can_sleep(patch: Patch, folder: Any) -> None:
     patch.setattr(dist, "is_initialized", lambda: True)
     patch.setattr(dist, "get_rank", lambda: 2)
     patch.setattr(dist, "get_world_size", lambda: 4)
-    patch.setattr(engine.filling, "register_loader", lambda: None)
+    patch.setattr(engine.lazy_loading, "register_loader", lambda: None)
     patch.setattr(engine, "expected_tensors", lambda _: {})
     patch.setattr(engine, "EngineStream", lambda: SimpleNamespace(entered=nullcontext))
     patch.setattr(engine, "private_segments", refuse)

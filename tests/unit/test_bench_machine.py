@@ -59,6 +59,3 @@ def test_variants_take_turns_and_change_their_order():
     variants = {name: lambda name=name: order.append(name) or len(order) for name in "abc"}
     assert machine.in_turns(variants, 2) == {"a": [1, 6], "b": [2, 5], "c": [3, 4]}
     assert "".join(order) == "abccba"
-    order.clear()
-    machine.in_turns(variants, 2, same_order=True)
-    assert "".join(order) == "abcabc"

@@ -86,7 +86,7 @@ def nccl_beside_gloo(patch: Patch, _: Any) -> None:
 
     patch.setattr(launch, "prepare", lambda: None)
     patch.setattr(launch, "join", lambda backend, timeout_s: seen.update(backend=backend))
-    patch.setattr(launch, "Attendance", lambda rank, size: None)
+    patch.setattr(launch, "CollectiveWatchdog", lambda rank, size: None)
     patch.setattr(failure, "joined", lambda rank, peers: None)
     patch.setattr(torch.cuda, "set_device", lambda index: seen.update(device=index))
     patch.setattr(
@@ -120,7 +120,7 @@ def a_joint_group_has_nccl_too(patch: Patch, _: Any) -> None:
     patch.setattr(dist, "get_rank", lambda: 0)
     group = join_group(store, 0, 1, 7.0)
     ((_, rank, size, options),) = made
-    # Half of the limit of a command, see ``patience_s``.
+    # Half of the limit of a command, see ``peer_timeout_s``.
     assert (rank, size, options._timeout.total_seconds()) == (0, 1, 3.5)
     on_gpu, on_host = (group._get_backend(torch.device(kind)) for kind in ("cuda", "cpu"))
     assert on_gpu is not on_host
@@ -160,21 +160,21 @@ def the_smallest_device_and_host_count(patch: Patch, _: Any) -> None:
     assert at_start.smallest_room(world) == Room("cuda", 79.0, 64.0)
 
 
-@asked_at("policy.remedies:_without_cuda")
-@asked_at("policy.remedies:")
+@asked_at("policy.patches:_without_cuda")
+@asked_at("policy.patches:")
 def no_remedy_for_a_cpu_is_installed(patch: Patch, _: Any) -> None:
     from megatron.core.tensor_parallel import random as megatron_random
 
-    from megatron_rl.policy import remedies
+    from megatron_rl.policy import patches
 
-    assert not remedies._without_cuda()
-    needed = [remedy.name for remedy in remedies.REMEDIES if remedy.needed()]
+    assert not patches._without_cuda()
+    needed = [patch_.name for patch_ in patches.PATCHES if patch_.needed()]
     assert set(needed) <= {"te_general_gemm"}, needed
     # A new process, where nobody has made a tracker yet.
-    patch.setattr(remedies, "REMEDIES", ())
+    patch.setattr(patches, "PATCHES", ())
     patch.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER", None)
     patch.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False)
-    remedies.apply()
+    patches.apply()
     tracker = megatron_random.get_cuda_rng_tracker()
     with tracker.fork(), tracker.fork(megatron_random.get_expert_parallel_rng_tracker_name()):
         pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from megatron_rl.plugins import load_plugins, loaded, sources
 from megatron_rl.rollouts.experience import Response
 from megatron_rl.rollouts.hooks import RolloutHooks, edited
 from megatron_rl.runtime.launch import World
+from megatron_rl.signals import signals_of
 from megatron_rl.types import Completion, Prompt, Score
 from tests.launch import REPO
 
@@ -49,6 +51,23 @@ def test_the_estimator_cuts_the_z_score():
     wider = load_method("clipped_grpo", ["eps=0", "estimator.limit=3"])
     advantages = wider.credit(batch([1, 0, 0, 0, 0, 0, 0, 0], [5] * 8)).advantages
     assert advantages[0].item() == pytest.approx(math.sqrt(7), abs=1e-15)
+
+
+def test_the_signal_remembers_the_mean_reward(tmp_path):
+    """Rewards of mean 1/2, then 1: baselines 0 and (1 - 0.8) / 2 = 0.1, then 0.1 + 0.2 * 0.9."""
+    load("moving_baseline")
+    method = load_method("grpo", ["estimator={name: above_earlier, momentum: 0.8}"])
+    (signal,) = signals_of(method).members
+    found = []
+    for rewards in ([1.0, 0.0], [1.0, 1.0]):
+        columns = signal.after_rollout(None)
+        credit = method.credit(replace(batch(rewards, [5, 5]), columns=columns))
+        signal.after_credit(None, credit)
+        found.append(credit.advantages.tolist())
+    assert found[0] == [1, 0] and found[1] == pytest.approx([0.9, 0.9])
+    again = signals_of(method)
+    again.restore({signal.name: signal.state()})
+    assert again.members[0].after_rollout(None)["baseline"].item() == pytest.approx(0.28)
 
 
 def test_the_shaper_takes_from_long_correct_responses():

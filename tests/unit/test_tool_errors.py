@@ -41,7 +41,6 @@ MEMORY = ["experiment=qwen2_5_7b_8gpu", "model.path=/nowhere"]
             ["to-hf", "{folder}/none", "{folder}/x"],
             "none is not a directory; give a checkpoint",
         ),
-        ("bench.pack_wheels", ["join", "{folder}/none", "{folder}/x"], "none/manifest.json"),
     ],
 )
 def test_a_mistake_is_one_message(tmp_path, capsys, monkeypatch, tool, words, message):

@@ -5,12 +5,13 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 
-from megatron_rl.types import SequenceBatch, TokenScores
+from megatron_rl.passes import TokenScores
+from megatron_rl.types import SequenceBatch
 
 
 def test_a_wrong_dtype_raises():
     with pytest.raises(TypeCheckError):
-        TokenScores(logprobs=torch.zeros(3, dtype=torch.int64), entropy=None)
+        TokenScores(logprobs=torch.zeros(3, dtype=torch.int64))
 
 
 def test_two_different_sizes_under_one_name_raise():

@@ -1,37 +1,40 @@
-"""What writing and reading a checkpoint costs every rank: gathered, as it was, against shares.
+"""What a training checkpoint costs every rank: ours against megatron-core's own.
 
     torchrun --standalone --nproc-per-node 2 tools/bench/checkpoint.py --folder DIR
 
 A random model in data parallel with a distributed optimizer (its float32 weights and both moments
-are in the checkpoint). Ways of writing, in turns:
+are in the checkpoint). Ways of writing, in turns; "waited" returns when all is on the disk:
 
-gathered          megatron gathers the optimizer, the first rank writes; see gathered_checkpoint.py
-shares, waited    every rank writes its share, two blocks of host memory at a time
-shares, behind    the same, copied first and written by threads; nothing else runs meanwhile
+shares               every rank writes its share, with digests; ours
+megatron             its fully parallel save, in the kind that any layout reads: gathered first
+megatron, same layout   the kind that no other tensor or pipeline layout reads: nothing gathered
 
-Bytes are those of the files a rank wrote. Memory is the highest resident set above that before the
-call, by the parameters of the rank, of a first write, which is not counted otherwise: the blocks of
-host memory are kept for the next one. "blocks" is the time until the caller goes on, "whole" until
-the checkpoint is sealed; their ratio is the share of the write that a step waits for. Processor
-seconds say more where other programs take the cores: those of the thread that calls, until it goes
-on, and of all threads of the rank. Files go to the disk of --folder (fsync) in every way. Reading:
-seconds and bytes that the process asked the system for, from files that are in its cache.
+"behind": the same, written while the caller goes on, by threads (ours, from copies) or by forked
+processes (megatron's, which share the pages of the trainer).
+
+Bytes are those of all files. Memory: of a first write, not counted otherwise, in which the policy
+is updated meanwhile, as a run does; resident memory of a rank above that before, at the most, and
+the private pages of the processes it forked, which grow as the update changes what they share; by
+the parameters of the rank. "blocks" is the time until the caller goes on, "whole" until the
+checkpoint can be loaded. Processor seconds say more where other programs take the cores: of the
+rank and of all its children. Files go to the disk of --folder (fsync) in every way; they are read
+from the system's cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
-import json
 import shutil
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gathered_checkpoint
 import torch
 from gpu_model import (
     SHAPE_1B,
@@ -40,10 +43,11 @@ from gpu_model import (
     policy_gradient,
     random_batch,
     read_config,
-    table,
+    show,
     write_model,
 )
-from machine import Watch, description, in_turns, resident_bytes, restart_peak, spread
+from machine import Watch, description, in_turns, own_seconds, resident_bytes, restart_peak, spread
+from megatron_checkpoint import FullyParallel
 
 from megatron_rl.checkpoints.part_writer import Memory
 from megatron_rl.policy.megatron_policy import MegatronPolicy
@@ -54,77 +58,122 @@ SHAPE = SHAPE_1B | dict(layers=6, hidden=1024, ffn=2816, heads=16, kv_heads=4, v
 MAX_TOKENS = 128
 
 
+# Of a distributed optimizer's state.
+SAME_LAYOUT = "dp_reshardable"
+
+
 @dataclass(frozen=True)
 class Cost:
     """Of one call, on every rank."""
 
     blocks_s: float
     whole_s: float
-    caller_cpu_s: list[float]  # of the thread that calls, until it goes on
     cpu_s: list[float]
     peak_bytes: list[int]
-    file_bytes: list[int] = field(default_factory=list)
+    forked_bytes: list[int]
+    file_bytes: int = 0
 
 
-def read_bytes() -> int:
-    """What this process has asked the system to read, from the disk or its cache."""
-    text = Path("/proc/self/io").read_text(encoding="ascii")
-    return int(text.partition("rchar:")[2].split()[0])
+class Forked:
+    """In its ``with``: the most private memory that descendants of this process had at a time."""
+
+    def __init__(self) -> None:
+        self.most_bytes = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> Forked:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(0.02):
+            self.most_bytes = max(self.most_bytes, sum(map(private_bytes, descendants("self"))))
 
 
-def measured(world: World, begin: Callable[[], Callable[[], object]]) -> Cost:
-    """``begin`` returns when the caller may go on, and what it returns when all is done."""
+def descendants(process: str) -> Iterator[str]:
+    for task in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # one that has just ended
+            for child in task.read_text(encoding="ascii").split():
+                yield child
+                yield from descendants(child)
+
+
+def private_bytes(process: str) -> int:
+    """0 for a process that has just ended."""
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{process}/smaps_rollup").read_text(encoding="ascii")
+        lines = [line for line in text.splitlines() if line.startswith("Private_")]
+        return sum(int(line.split()[1]) for line in lines) * 1024
+    return 0
+
+
+def measured(
+    world: World,
+    begin: Callable[[], Callable[[], object]],
+    meanwhile: Callable[[], object] | None = None,
+) -> Cost:
+    """``begin`` returns when the caller may go on, and what it returns when all is done.
+    ``meanwhile`` runs in between, and memory is watched."""
     gc.collect()
     world.barrier()
     restart_peak()
     before = resident_bytes("VmRSS")
-    cpu = time.process_time()
-    caller = time.thread_time()
+    cpu = own_seconds()
+    watched = Forked() if meanwhile is not None else None
     start = time.perf_counter()
-    end = begin()
-    caller = time.thread_time() - caller
-    blocks = time.perf_counter() - start
-    end()
+    with watched or contextlib.nullcontext():
+        end = begin()
+        blocks = time.perf_counter() - start
+        if meanwhile is not None:
+            meanwhile()
+        end()
     whole = time.perf_counter() - start
-    rows = world.all_gather(
-        (blocks, whole, caller, time.process_time() - cpu, resident_bytes("VmHWM") - before)
-    )
+    forked = 0 if watched is None else watched.most_bytes
+    peak = resident_bytes("VmHWM") - before
+    rows = world.all_gather((blocks, whole, own_seconds() - cpu, peak, forked))
     return Cost(
         max(row[0] for row in rows),
         max(row[1] for row in rows),
-        [row[2] for row in rows],
-        [row[3] for row in rows],
-        [row[4] for row in rows],
+        *([row[number] for row in rows] for number in (2, 3, 4)),
     )
 
 
 class Ways:
-    """The ways of writing one policy's checkpoint below ``folder``."""
+    """The ways of writing one policy's checkpoint below ``folder``.
 
-    def __init__(self, world: World, policy: MegatronPolicy, folder: Path) -> None:
+    Args:
+        update: changes all of the policy's state.
+    """
+
+    def __init__(
+        self, world: World, policy: MegatronPolicy, folder: Path, update: Callable[[], object]
+    ) -> None:
         self._world = world
         self._policy = policy
         self._folder = folder
+        self._update = update
+        self._any = FullyParallel(policy)
+        self._same = FullyParallel(policy, SAME_LAYOUT)
 
     def writing(self, *, fresh: bool = False) -> dict[str, Callable[[], Cost]]:
-        """``fresh``: with no memory kept from an earlier write."""
+        """``fresh``: with no memory kept from an earlier write, and memory watched."""
         begins: dict[str, Callable[[Path], Callable[[], object]]] = {
-            "gathered": self._gathered,
-            "shares, waited": self._waited,
+            "shares, waited": lambda path: _done(self._policy.save(path, {"step": 1})),
             "shares, behind": self._behind,
+            "megatron, waited": lambda path: _done(self._any.save(path)),
+            "megatron, behind": self._any.start_save,
+            "megatron, same layout, waited": lambda path: _done(self._same.save(path)),
+            "megatron, same layout, behind": self._same.start_save,
         }
         return {name: partial(self._written, name, begin, fresh) for name, begin in begins.items()}
 
     def path(self, name: str) -> Path:
-        return self._folder / name.replace(", ", "_") / "step_000001"
-
-    def _gathered(self, path: Path) -> Callable[[], object]:
-        gathered_checkpoint.save(self._policy, path, {"step": 1})
-        return lambda: None
-
-    def _waited(self, path: Path) -> Callable[[], object]:
-        self._policy.save(path, {"step": 1})
-        return lambda: None
+        return self._folder / name.replace(", ", "_").replace(" ", "_") / "step_000001"
 
     def _behind(self, path: Path) -> Callable[[], object]:
         saving = self._policy.start_save(path, {"step": 1})
@@ -136,61 +185,59 @@ class Ways:
         if fresh:
             self._policy.checkpoint_memory = Memory()
         path = self.path(name)
-        self._world.from_main(lambda: shutil.rmtree(path.parent, ignore_errors=True))
-        cost = measured(self._world, partial(begin, path))
-        sizes = [
-            sum(file.stat().st_size for file in path.glob(f"__{rank}_*"))
-            for rank in range(self._world.size)
-        ]
-        return replace(cost, file_bytes=sizes)
 
-    def reading(self) -> dict[str, Callable[[], tuple[Cost, list[int]]]]:
-        gathered, shares = self.path("gathered"), self.path("shares, behind")
+        def clear() -> None:
+            shutil.rmtree(path.parent, ignore_errors=True)
+            path.mkdir(parents=True)
+
+        self._world.from_main(clear)
+        # A save that is waited for ends before anything changes.
+        is_behind = name.endswith("behind")
+        update = self._update if is_behind else _nothing
+        cost = measured(self._world, partial(begin, path), update if fresh else None)
+        return replace(cost, file_bytes=sum(file.stat().st_size for file in path.iterdir()))
+
+    def reading(self) -> dict[str, Callable[[], Cost]]:
+        loads = {
+            "shares, behind": self._policy.load,
+            "megatron, behind": self._any.load,
+            "megatron, same layout, behind": self._same.load,
+        }
         return {
-            "gathered": partial(
-                self._read, partial(gathered_checkpoint.load, self._policy, gathered)
-            ),
-            "shares": partial(self._read, partial(self._policy.load, shares)),
-            "shares, of what was gathered": partial(
-                self._read, partial(self._policy.load, gathered)
-            ),
+            name.removesuffix(", behind"): partial(self._read, load, self.path(name))
+            for name, load in loads.items()
         }
 
-    def _read(self, load: Callable[[], object]) -> tuple[Cost, list[int]]:
-        before = read_bytes()
+    def _read(self, load: Callable[[Path], object], path: Path) -> Cost:
+        return measured(self._world, lambda: _done(load(path)))
 
-        def begin() -> Callable[[], object]:
-            load()
-            return lambda: None
 
-        cost = measured(self._world, begin)
-        return cost, self._world.all_gather(read_bytes() - before)
+def _done(result: object) -> Callable[[], object]:
+    return lambda: result
+
+
+def _nothing() -> None:
+    pass
 
 
 def writing_row(name: str, first: Cost, costs: list[Cost], parameters: int) -> dict[str, Any]:
-    last = costs[-1]
-    total = sum(last.file_bytes)
     return {
         "way": name,
-        "MB by rank": " / ".join(f"{size / 1e6:.0f}" for size in last.file_bytes),
-        "% by rank": " / ".join(f"{100 * size / total:.1f}" for size in last.file_bytes),
-        "peak B/parameter": f"{max(first.peak_bytes) / parameters:.2f}",
+        "MB": f"{costs[-1].file_bytes / 1e6:.0f}",
+        "B/parameter of the rank": f"{max(first.peak_bytes) / parameters:.2f}",
+        "of its forks": f"{max(first.forked_bytes) / parameters:.2f}",
         "blocks s": spread([cost.blocks_s for cost in costs]).text(),
         "whole s": spread([cost.whole_s for cost in costs]).text(),
-        "blocks / whole %": spread([100 * cost.blocks_s / cost.whole_s for cost in costs]).text(0),
-        "processor s of the caller": spread([max(cost.caller_cpu_s) for cost in costs]).text(),
-        "of a rank": spread([max(cost.cpu_s) for cost in costs]).text(),
+        "processor s of a rank": spread([max(cost.cpu_s) for cost in costs]).text(),
     }
 
 
-def reading_row(name: str, costs: list[tuple[Cost, list[int]]], parameters: int) -> dict[str, Any]:
-    peaks = [max(cost.peak_bytes) / parameters for cost, _ in costs]
+def reading_row(name: str, costs: list[Cost], parameters: int) -> dict[str, Any]:
     return {
         "way": name,
-        "MB read by rank": " / ".join(f"{size / 1e6:.0f}" for size in costs[-1][1]),
-        "peak B/parameter": spread(peaks).text(),
-        "s": spread([cost.whole_s for cost, _ in costs]).text(),
-        "processor s a rank": spread([max(cost.cpu_s) for cost, _ in costs]).text(),
+        "peak B/parameter": spread([max(cost.peak_bytes) / parameters for cost in costs]).text(),
+        "s": spread([cost.whole_s for cost in costs]).text(),
+        "processor s of a rank": spread([max(cost.cpu_s) for cost in costs]).text(),
     }
 
 
@@ -212,12 +259,14 @@ def main() -> None:
     model = world.from_main(lambda: write_model(options))
     overrides = ["parallel=single", "parallel.distributed_optimizer=true"]
     overrides += [f"precision={options.precision}", f"precision.params={options.params}"]
+    overrides += options.override
     policy = build_policy(read_config(model, *overrides), MAX_TOKENS)
     parameters = sum(item.numel() for module in policy.modules for item in module.parameters())
     rows = random_batch(2 * world.size, MAX_TOKENS // 2, options.vocab)
     own = list(range(2 * world.rank, 2 * world.rank + 2))
-    policy.update_microbatches(rows, [own], policy_gradient)
-    ways = Ways(world, policy, options.folder / "written")
+    update = partial(policy.update_microbatches, rows, [own], policy_gradient)
+    update()
+    ways = Ways(world, policy, options.folder / "written", update)
     first = in_turns(ways.writing(fresh=True), 1)
     written = in_turns(ways.writing(), options.repeats)
     read = in_turns(ways.reading(), options.repeats)
@@ -227,11 +276,11 @@ def main() -> None:
             writing_row(name, first[name][0], costs, parameters) for name, costs in written.items()
         ]
         reading = [reading_row(name, costs, parameters) for name, costs in read.items()]
-        print(description(), "; torch", torch.__version__, "; ", load, sep="")
-        print(f"{parameters / 1e6:.1f} million parameters in {options.params}, {world.size} ranks")
-        print(f"\n{table(writing)}\n\n{table(reading)}", flush=True)
-        if options.json is not None:
-            options.json.write_text(json.dumps([*writing, *reading], indent=1), encoding="utf-8")
+        print(description(), "; torch ", torch.__version__, "; ", load, sep="")
+        print(
+            f"{parameters / 1e6:.1f} million parameters in {options.params}, {world.size} ranks\n"
+        )
+        show([writing, reading], options)
     launch.exit_process(0)
 
 

@@ -36,14 +36,8 @@ import torch
 from machine import Watch
 
 HERE = Path(__file__).resolve().parent
-VERSIONS = (
-    "torch",
-    "megatron-core",
-    "vllm",
-    "transformer-engine",
-    "transformer-engine-torch",
-    "transformers",
-)
+ENGINES = ("transformer-engine", "transformer-engine-torch")
+VERSIONS = ("torch", "megatron-core", "vllm", *ENGINES, "transformers")
 TINY = "--layers 2 --hidden 128 --ffn 192 --heads 4 --kv-heads 2 --vocab 256"
 
 
@@ -274,15 +268,8 @@ def main() -> int:
         sizes = shlex.split(part.arguments) + shlex.split(
             (part.tiny or "") if options.dry_run else ""
         )
-        command = [
-            sys.executable,
-            HERE / part.program,
-            "--folder",
-            options.folder,
-            "--json",
-            results,
-            *sizes,
-        ]
+        command = [sys.executable, HERE / part.program, "--folder", options.folder]
+        command += ["--json", results, *sizes]
         print(f"## {part.name}: {shlex.join(map(str, command))}", flush=True)
         return run(
             part.name, command, results, min(options.limit_s, part.limit_s or options.limit_s)

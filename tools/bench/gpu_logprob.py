@@ -14,19 +14,34 @@ a GPU yet.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import torch
-from gpu_model import SHAPE_8B, add_options, seconds, show
-from logprob import FUNCTIONS
+from gpu_model import SHAPE_8B, add_options, leave_row, row_of_process, seconds, show
+from torch import Tensor
 
+from megatron_rl.policy.passes.logprobs import response_logprobs
 from megatron_rl.runtime import launch
 from megatron_rl.runtime.device import device, platform
 
-ROW = "ROW "
+
+def full(hidden: Tensor, weight: Tensor, targets: Tensor, _: int) -> Tensor:
+    logits = (hidden @ weight.t()).float()
+    return torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
+
+
+def megatron(hidden: Tensor, weight: Tensor, targets: Tensor, _: int) -> Tensor:
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    logits = (hidden @ weight.t()).float()[:, None]
+    return -vocab_parallel_cross_entropy(logits, targets[:, None])[:, 0]
+
+
+def chunked(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    settings = dict(temperature=1.0, vocab_size=weight.shape[0], chunk_tokens=chunk, group=None)
+    return response_logprobs(hidden, weight, targets, **settings)[0]
+
+
+FUNCTIONS = {"full": full, "megatron": megatron, "chunked": chunked}
 
 
 def measure(variant: str, mode: str, options: argparse.Namespace) -> dict[str, object]:
@@ -71,35 +86,21 @@ def measure(variant: str, mode: str, options: argparse.Namespace) -> dict[str, o
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Response logprobs on this machine.")
-    add_options(parser, {name: SHAPE_8B[name] for name in ("hidden", "vocab")})
+    shape = {name: SHAPE_8B[name] for name in ("hidden", "vocab")}
+    add_options(parser, shape, has_config=False)
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--chunks", default="256,1024", help="rows of a chunk, separated by commas")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(ROW + json.dumps(measure(*options.one, options)), flush=True)
-        launch.exit_process(0)
-    rows = []
-    variants = [name for name in FUNCTIONS if name != "chunked"] + [
-        f"chunked_{chunk}" for chunk in options.chunks.split(",")
+        leave_row(measure(*options.one, options))
+    variants = [f"chunked_{chunk}" for chunk in options.chunks.split(",")]
+    rows = [
+        {"pass": mode, "variant": variant, **row_of_process(variant, mode)}
+        for mode in ("no_grad", "train")
+        for variant in ("full", "megatron", *variants)
     ]
-    for mode in ("no_grad", "train"):
-        for variant in variants:
-            command = [sys.executable, Path(__file__), *sys.argv[1:], "--one", variant, mode]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-            found = [
-                json.loads(line.removeprefix(ROW))
-                for line in done.stdout.splitlines()
-                if line.startswith(ROW)
-            ]
-            rows += found or [
-                {
-                    "pass": mode,
-                    "variant": variant,
-                    "outcome": f"the process ended with code {done.returncode}",
-                }
-            ]
     show([rows], options)
 
 

@@ -6,11 +6,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import subprocess
+import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import transformers
@@ -21,13 +24,16 @@ from megatron_rl.config.rules.hardware import machine_problems
 from megatron_rl.config.schema import Config
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.errors import ConfigError
+from megatron_rl.passes import LossOutput, TokenView
 from megatron_rl.policy.hardware import this_machine
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.policy.settings import PolicySettings
+from megatron_rl.runtime import launch
 from megatron_rl.runtime.device import device
-from megatron_rl.types import LossOutput, SequenceBatch, TokenView
+from megatron_rl.types import SequenceBatch
 
 EOS = 2
+ROW = "ROW "  # begins the line with what a process has measured
 # Without CUDA the programs run all the same, with small sizes, to show that they are sound.
 CPU_OVERRIDES = ("precision=fp32", "rollout=vllm_cpu")
 
@@ -36,26 +42,25 @@ SHAPE_8B = dict(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=1
 SHAPE_1B = dict(layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=8, vocab=128256)
 
 
-def add_options(parser: argparse.ArgumentParser, shape: dict[str, int]) -> None:
+def add_options(
+    parser: argparse.ArgumentParser, shape: dict[str, int], *, has_config: bool = True
+) -> None:
     """What all programs take: the shape of the model (``shape``: its default), a folder, a file for
-    the results."""
+    the results, and, where there is a configuration, overrides of it."""
     for name, value in shape.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--folder", type=Path, required=True, help="where models are written, once")
     parser.add_argument("--json", type=Path, help="also write the rows of all tables there")
+    if has_config:
+        several = "key=value of the configuration, may be given several times"
+        parser.add_argument("--override", action="append", default=[], help=several)
 
 
 def write_model(options: argparse.Namespace) -> Path:
     """A HF directory with random weights in bfloat16, one safetensors file a layer. An existing one
     of these sizes is used again."""
-    sizes = [
-        options.layers,
-        options.hidden,
-        options.ffn,
-        options.heads,
-        options.kv_heads,
-        options.vocab,
-    ]
+    names = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
+    sizes = [getattr(options, name) for name in names]
     path: Path = options.folder / f"llama_{'_'.join(map(str, sizes))}"
     if (path / "model.safetensors.index.json").is_file():
         return path
@@ -187,6 +192,22 @@ def place(filename: str, line: int) -> str:
     ``"core/optimizer/clip_grads.py:90"``.
     """
     return f"{'/'.join(Path(filename).parts[-3:])}:{line}"
+
+
+def leave_row(row: Mapping[str, object]) -> NoReturn:
+    """The last of a process that ``row_of_process`` has started."""
+    print(ROW + json.dumps(row), flush=True)
+    launch.exit_process(0)
+
+
+def row_of_process(*one: str) -> dict[str, object]:
+    """The row that this program leaves, run again with ``--one``; without one its ``outcome``."""
+    command = [sys.executable, *sys.argv, "--one", *one]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    for line in done.stdout.splitlines():
+        if line.startswith(ROW):
+            return json.loads(line.removeprefix(ROW))
+    return {"outcome": f"the process ended with code {done.returncode}"}
 
 
 def show(tables: list[list[dict[str, object]]], options: argparse.Namespace) -> None:

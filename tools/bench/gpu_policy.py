@@ -14,20 +14,18 @@ ten kernels of one update that take the device longest. This program has not run
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from gpu_model import (
     SHAPE_8B,
     add_options,
     build_policy,
+    leave_row,
     policy_gradient,
     random_batch,
     read_config,
+    row_of_process,
     seconds,
     show,
     write_model,
@@ -38,7 +36,6 @@ from megatron_rl.runtime import launch
 from megatron_rl.runtime.device import device
 
 PRECISIONS = "bf16,fp8_delayed,fp8_tensorwise,fp8_blockwise,mxfp8"
-ROW = "ROW "
 
 
 def product_tflops(size: int = 8192) -> float:
@@ -113,6 +110,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
             write_model(options),
             f"precision={options.one}",
             f"batch.tokens_per_microbatch={options.length * 2}",
+            *options.override,
         )
     except ConfigError as error:
         return row | {"refused": error.problems[0]}
@@ -163,23 +161,9 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(ROW + json.dumps(measure(options)), flush=True)
-        launch.exit_process(0)
-    rows = []
-    for name in options.precisions.split(","):
-        done = subprocess.run(
-            [sys.executable, Path(__file__), *sys.argv[1:], "--one", name],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        found = [
-            json.loads(line.removeprefix(ROW))
-            for line in done.stdout.splitlines()
-            if line.startswith(ROW)
-        ]
-        rows += found or [
-            {"precision": name, "refused": f"the process ended with code {done.returncode}"}
-        ]
+        leave_row(measure(options))
+    names = options.precisions.split(",")
+    rows = [{"precision": name, **row_of_process(name)} for name in names]
     kernels = [kernel for row in rows for kernel in row.pop("kernels", [])]
     show([against_bf16(rows), *([kernels] if kernels else [])], options)
 

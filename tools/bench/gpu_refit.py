@@ -55,12 +55,6 @@ def main() -> None:
     add_options(parser, SHAPE_8B)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--offload", default="optimizer,gradients,weights")
-    parser.add_argument(
-        "--override",
-        action="append",
-        default=[],
-        help="key=value of the configuration, may be given several times",
-    )
     options = parser.parse_args()
     world = launch.start()
     model = world.from_main(lambda: write_model(options))

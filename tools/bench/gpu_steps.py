@@ -150,21 +150,9 @@ def main() -> None:
         description="Whole steps of reinforcement learning on this machine."
     )
     add_options(parser, SHAPE_1B)
-    for name, value in dict(
-        steps=12,
-        nproc=1,
-        prompts=32,
-        prompt_tokens=128,
-        response_tokens=1024,
-        tokens_per_microbatch=16384,
-    ).items():
+    sizes = dict(steps=12, nproc=1, prompts=32, prompt_tokens=128, response_tokens=1024)
+    for name, value in (sizes | {"tokens_per_microbatch": 16384}).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
-    parser.add_argument(
-        "--override",
-        action="append",
-        default=[],
-        help="key=value of the configuration, may be given several times",
-    )
     options = parser.parse_args()
     if options.steps <= WARM_STEPS:
         sys.exit(
@@ -173,15 +161,8 @@ def main() -> None:
         )
     model = write_model(options)
     write_tokenizer(model)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={options.nproc}",
-        "-m",
-        "megatron_rl.train",
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={options.nproc}", "-m", "megatron_rl.train"]
     search = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
     metrics = options.folder / "steps" / "metrics.jsonl"
     metrics.unlink(missing_ok=True)

@@ -26,19 +26,8 @@ def run(
 ) -> tuple[list[dict[str, object]], bool]:
     """The outcomes of one run of pytest, and whether it ended well."""
     report.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-m",
-        "gpu",
-        "-p",
-        "no:cacheprovider",
-        tests,
-        f"--junitxml={report}",
-    ]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    command += [tests, f"--junitxml={report}"]
     done = subprocess.run(command, cwd=REPO, env={**os.environ, **variables})
     rows = outcomes(report.read_text(encoding="utf-8")) if report.is_file() else []
     added = ", ".join(f"{name}={value}" for name, value in variables.items())

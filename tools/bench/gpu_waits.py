@@ -37,12 +37,6 @@ def main() -> None:
     add_options(parser, SHAPE_8B | {"layers": 4})
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument(
-        "--override",
-        action="append",
-        default=[],
-        help="key=value of the configuration, may be given several times",
-    )
     options = parser.parse_args()
     launch.start()
     config = read_config(

@@ -173,16 +173,13 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(median, low, high)
 
 
-def in_turns(
-    variants: Mapping[Key, Callable[[], Value]], rounds: int, *, same_order: bool = False
-) -> dict[Key, list[Value]]:
+def in_turns(variants: Mapping[Key, Callable[[], Value]], rounds: int) -> dict[Key, list[Value]]:
     """What every variant returned, ``rounds`` times. They take turns, every second round backwards,
-    so that a change of the machine meets all of them; ``same_order`` for variants that read what an
-    earlier one wrote."""
+    so that a change of the machine meets all of them."""
     results: dict[Key, list[Value]] = {name: [] for name in variants}
     for number in range(rounds):
         names = list(variants)
-        if number % 2 and not same_order:
+        if number % 2:
             names.reverse()
         for name in names:
             results[name].append(variants[name]())

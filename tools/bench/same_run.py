@@ -14,6 +14,8 @@ seconds.
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -21,10 +23,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from machine import Watch, description, spread
-from whole_runs import ENVIRONMENT, LIMIT_S, Rows, add_run_options, metrics, parsed, torchrun
 
 REPO = Path(__file__).resolve().parent.parent.parent
 MEASURED = ("time/", "throughput/", "memory/")
+LIMIT_S = 1800  # of one run
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+Rows = list[dict[str, float]]  # of each step, and of evaluations
 
 
 def check_out(commit: str, folder: Path) -> None:
@@ -38,14 +48,17 @@ def check_out(commit: str, folder: Path) -> None:
 
 def run(tree: Path, run_dir: Path, nproc: int, words: Sequence[str]) -> Rows:
     """The metrics of one run, a row a step."""
-    program = [sys.executable, "-m", *torchrun(nproc), *words, f"run_dir={run_dir}"]
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    program += [f"--nproc-per-node={nproc}", "-m", "megatron_rl.train", *words]
+    program.append(f"run_dir={run_dir}")
     environment = {**ENVIRONMENT, "PYTHONPATH": str(tree)}
     done = subprocess.run(
         program, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S
     )
     if done.returncode:
         sys.exit(f"{tree}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr}")
-    return metrics(run_dir)
+    lines = (run_dir / "metrics.jsonl").read_text("utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def difference(first: Rows, other: Rows) -> str:
@@ -88,11 +101,18 @@ def parsed_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_run_options(parser)
+    parser.add_argument("--model", type=Path, required=True, help="folder of the model")
+    parser.add_argument("--warmup", type=int, default=5, help="first steps that do not count")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--commits", nargs="+", required=True, metavar="COMMIT")
     parser.add_argument("--nproc", type=int, default=2, help="processes of a run")
     parser.add_argument("--turns", type=int, default=2, help="runs of each commit")
-    return parsed(parser)
+    options = parser.parse_args()
+    if not (options.model / "config.json").is_file():
+        parser.error(f"--model {options.model}: no config.json there; give a folder that has one")
+    if not any(word.startswith("experiment=") for word in options.overrides):
+        options.overrides.insert(0, "experiment=quickstart_cpu")
+    return options
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ TESTS = {
     "self_reward": "test_self_reward",
     "entropy_anchor": "test_entropy_anchor",
     "perception": "test_perception",
-    "given_responses": "test_given_responses",
+    "demonstrations": "test_demonstrations",
     "aggregate": "test_aggregate",
     "mismatch": "test_mismatch",
     "terms": "test_token_loss",

@@ -160,8 +160,8 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
             "usable = buckets.count > 0",
         ),
         (
-            "batch.mean_logprobs if normalize else batch.sum_logprobs",
-            "batch.sum_logprobs if normalize else batch.mean_logprobs",
+            '"mean_logprobs" if normalize else "sum_logprobs")',
+            '"sum_logprobs" if normalize else "mean_logprobs")',
         ),
     ],
     ("advantages", "quarters"): [

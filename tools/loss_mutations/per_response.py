@@ -127,7 +127,7 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("rewards.mean().clamp(0, 1)", "rewards.mean()"),
         ("rewards.mean().clamp(0, 1)", "shaped.mean().clamp(0, 1)"),
         ("shaped = rewards - coefficient", "shaped = rewards + coefficient"),
-        ("coefficient * kl_weights * batch.kl", "coefficient * batch.kl"),
+        ("coefficient * kl_weights * batch", "coefficient * batch"),
     ],
     ("credit", "metrics"): [
         (

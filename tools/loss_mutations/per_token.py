@@ -120,7 +120,7 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
             "kl = perception_kl(logprobs, masked_logprobs.detach()",
         ),
     ],
-    ("given_responses", "dph"): [
+    ("demonstrations", "dph"): [
         ("torch.expm1(log_u) - log_u", "torch.expm1(log_u) + log_u"),
         ("torch.expm1(log_u) - log_u", "torch.expm1(-log_u) + log_u"),
         ("(grown + 2) * torch.log1p(grown / 2)", "torch.log1p(grown / 2)"),
@@ -131,7 +131,7 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("held = eta * ", "held = "),
         ("torch.where(given, held, per_token)", "torch.where(given, held + per_token, per_token)"),
     ],
-    ("given_responses", "rl_plus"): [
+    ("demonstrations", "rl_plus"): [
         ("old + (old + 1) / 2", "old + (probability + 1) / 2"),
         ("2 * probability / (old", "2 * old / (old"),
         ("1 - probability.detach()", "1 - probability"),
@@ -139,7 +139,7 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("** gamma  #", "** (2 * gamma)  #"),
         ("torch.where(given, learned, per_token)", "torch.where(given, learned, learned)"),
     ],
-    ("given_responses", "bounds"): [
+    ("demonstrations", "bounds"): [
         ("lower.masked_fill(given, -torch.inf)", "lower.masked_fill(given, torch.inf)"),
         ("upper.masked_fill(given, torch.inf)", "upper.masked_fill(~given, torch.inf)"),
         ("lower.masked_fill(given, -torch.inf)", "lower"),
@@ -242,10 +242,10 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("token_advantages", "zero_variance"): [
         ("responses.maximum(entropy) - entropy", "entropy.max() - entropy"),
         ("responses.maximum(entropy) - entropy", "responses.maximum(entropy)"),
-        ("group_accuracy == 0, -alpha * missed", "group_accuracy == 0, alpha * missed"),
-        ("group_accuracy == 0, -alpha * missed", "group_accuracy < 1, -alpha * missed"),
-        ("group_accuracy == 1, alpha * entropy", "group_accuracy == 1, advantages + entropy"),
-        ("group_accuracy == 1, alpha * entropy", "group_accuracy > 0, alpha * entropy"),
+        ("accuracy == 0, -alpha * missed", "accuracy == 0, alpha * missed"),
+        ("accuracy == 0, -alpha * missed", "accuracy < 1, -alpha * missed"),
+        ("accuracy == 1, alpha * entropy", "accuracy == 1, advantages + entropy"),
+        ("accuracy == 1, alpha * entropy", "accuracy > 0, alpha * entropy"),
     ],
     ("token_advantages", "entropy_bonus"): [
         ("advantages.abs() / kappa", "advantages / kappa"),
@@ -271,7 +271,10 @@ BUGS: dict[tuple[str, str], list[tuple[str, str]]] = {
             "per_response = plan.kl_coef[0] * per_response",
             "per_response = plan.kl_coef[0] * torch.ones_like(per_response)",
         ),
-        ("where_correct(correct, *plan.kl_coef", "where_correct(~correct, *plan.kl_coef"),
+        (
+            "where_correct(terms.correct, *plan.kl_coef",
+            "where_correct(~terms.correct, *plan.kl_coef",
+        ),
         ("if plan.kl_aggregate != plan.aggregate:", "if False:"),
     ],
     ("token_loss", "token shaping"): [

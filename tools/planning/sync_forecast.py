@@ -9,17 +9,13 @@ from dataclasses import dataclass, replace
 from megatron_rl.config.schema import Config
 from megatron_rl.models import Architecture
 from megatron_rl.types import Shard
-from megatron_rl.weight_sync.planner.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.planner.plan import Machines, Plan, PlanSettings, make_plan
 from megatron_rl.weight_sync.planner.roles import Side
 from megatron_rl.weight_sync.planner.shards import ShardGroup
+from tools.planning.engine_tables import ModelShape, RolloutLayout, rollout_shards
+from tools.planning.plan_figures import num_peers
 from tools.planning.sync_time import Links, least_seconds, simulated_seconds
-from tools.planning.training_shards import (
-    Place,
-    TrainingLayout,
-    place_of,
-    training_shards,
-)
+from tools.planning.training_shards import Place, TrainingLayout, place_of, training_shards
 
 
 @dataclass(frozen=True)
@@ -79,11 +75,7 @@ def forecast(config: Config, arch: Architecture, ranks: Ranks, links: Links) -> 
 
 
 def publication(
-    sources: Side,
-    targets: Side,
-    servers: Sequence[range],
-    settings: PlanSettings,
-    links: Links,
+    sources: Side, targets: Side, servers: Sequence[range], settings: PlanSettings, links: Links
 ) -> tuple[Plan, float]:
     """New weights for all ``servers`` (the ranks of each): the plan, and its seconds.
 
@@ -99,7 +91,7 @@ def _forecast(way: str, plan: Plan, seconds: float, links: Links) -> SyncForecas
         way,
         plan.bytes_by_link["across_nodes"] / 1e9,
         plan.node_ratio,
-        int(plan.flows.num_peers().max(initial=0)),
+        int(num_peers(plan.flows).max(initial=0)),
         seconds,
         least_seconds(plan, links),
     )

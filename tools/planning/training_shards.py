@@ -20,8 +20,8 @@ from megatron_rl.models.parameter_map import (
     shards,
     vision_parameters,
 )
-from megatron_rl.weight_sync.planner.engine_tables import RolloutLayout, full_names
 from megatron_rl.weight_sync.planner.shards import ShardGroup
+from tools.planning.engine_tables import RolloutLayout, full_names
 
 # Short names, as planners write layouts -> keys of the configuration.
 SHORT_NAMES = {

@@ -17,7 +17,7 @@ from typing import NoReturn
 import yaml
 
 from megatron_rl.config.cli import completion
-from megatron_rl.config.cli.hydra_words import SWEEP
+from megatron_rl.config.cli.overrides import SWEEP
 from megatron_rl.config.load import check_given, compose, conf_dir
 from megatron_rl.config.schema import Config
 from megatron_rl.plugins import add_plugin_option, load_plugins

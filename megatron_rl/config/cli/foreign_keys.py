@@ -1,4 +1,4 @@
-"""Keys that users know from elsewhere, their names here, and what this project does not do."""
+"""Keys of other systems with their names here, and what this project does not support."""
 
 from __future__ import annotations
 
@@ -43,21 +43,6 @@ NAMES_HERE: Mapping[str, str] = {
     "project_name": "logging.wandb_project",
 }
 
-# A key of an earlier version -> the key that took its place.
-RENAMED: Mapping[str, str] = {
-    "trainer.updates_per_rollout": "trainer.epochs_per_rollout",
-    "weight_sync.path": "weight_sync.method",
-    "weight_sync.in_flight": "weight_sync.rounds_in_flight",
-    "weight_sync.canary_every": "weight_sync.logprob_check_every",
-    "weight_sync.canary_tolerance": "weight_sync.logprob_check_tolerance",
-    "memory.refuse": "memory.enforce",
-    "mismatch_alarm.warn_above": "mismatch_limits.warn_above",
-    "mismatch_alarm.abort_above": "mismatch_limits.abort_above",
-}
-
-# (group, option of an earlier version) -> the option that took its place.
-RENAMED_OPTIONS: Mapping[tuple[str, str], str] = {("data", "jsonl"): "default"}
-
 # Words of a key (between dots and underscores) -> what to say. README has the same list.
 NOT_SUPPORTED = (
     (r"q?lora|peft|dora|adapters?", "adapters (LoRA) are not supported: all weights are trained"),
@@ -98,11 +83,11 @@ NOT_SUPPORTED = (
 
 
 def name_here(key: str) -> str | None:
-    """The key here: of an earlier version by the whole key, of other systems by its last part.
+    """The key here that does what a key of another system does, by its last part.
 
-    Examples: ``memory.refuse`` is ``memory.enforce``, ``optim.lr`` is ``optim.learning_rate``.
+    Example: ``optim.lr`` is ``optim.learning_rate``.
     """
-    return RENAMED.get(key) or NAMES_HERE.get(key.rsplit(".", 1)[-1])
+    return NAMES_HERE.get(key.rsplit(".", 1)[-1])
 
 
 def not_supported(key: str, value: Any = None) -> str | None:

@@ -1,17 +1,49 @@
-"""What is wrong with an override as the user typed it, and what to type instead."""
+"""Overrides in Hydra's grammar: how a value is written as one, and what is wrong with one."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override
+from hydra.core.override_parser.types import ChoiceSweep, Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from megatron_rl.config.cli.hydra_words import SWEEP
-from megatron_rl.config.cli.quoting import override as quoted_override
+SWEEP = "python -m megatron_rl.sweep"
+_NOT_LAUNCHED_BY_HYDRA = (
+    "Hydra composes the configuration, torchrun launches: run_dir=DIR is the folder of a run, "
+    "sbatch examples/slurm/train.sbatch starts it on Slurm, "
+    f"{SWEEP} --out DIR starts combinations of values, logging.KEY sets what is logged, "
+    "--config-dir DIR adds groups; see conf/README.md"
+)
+# A start of an interpolation, with the backslashes before it: two of them stand for one there.
+_INTERPOLATION = re.compile(r"(\\*)\$\{")
+
+
+def as_override(key: str, value: str) -> str:
+    """``key=value``, quoted where Hydra would read the value as something else than this text.
+
+    Example: ``as_override("run_dir", "runs/a")`` gives ``run_dir=runs/a``, and
+    ``as_override("run_dir", "runs/seed=1")`` gives ``run_dir='runs/seed=1'``.
+
+    Raises:
+        ValueError: ``???``, which stands for a missing value and has no other spelling.
+    """
+    if value == "???":
+        raise ValueError(
+            f"{key} = {value!r}: the configuration keeps this text for a missing value"
+        )
+    plain = f"{key}={value}"
+    return plain if _reads_as(plain, value) else f"{key}={quoted(value)}"
+
+
+def quoted(value: str) -> str:
+    """The text in single quotes of Hydra's grammar, without a meaning for ``${``."""
+    # ``${`` becomes ``\${``, and each backslash before it two: ``\${`` becomes ``\\\${``.
+    literal = _INTERPOLATION.sub(lambda start: start[1] * 2 + r"\${", value)
+    return QuotedString(literal, Quote.single).with_quotes()
 
 
 def typed(key: str, value: str) -> str:
@@ -19,21 +51,20 @@ def typed(key: str, value: str) -> str:
 
     Example: ``typed("data.answer_after", "####")`` is ``'data.answer_after="####"'``.
     """
-    plain = f"{key}={value}"
-    if _reads_as(plain, value):
-        return shlex.quote(plain)
     doubled = f'{key}="{value}"'  # in the single quotes of a shell these are easier to read
-    if _reads_as(doubled, value):
+    needs_quotes = not _reads_as(f"{key}={value}", value)
+    if needs_quotes and _reads_as(doubled, value):
         return shlex.quote(doubled)
-    return shlex.quote(quoted_override(key, value))
+    return shlex.quote(as_override(key, value))
 
 
 def _reads_as(text: str, value: str) -> bool:
+    """Whether Hydra reads the override as this text, and not as an interpolation of it."""
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException:
         return False
-    return not override.is_sweep_override() and override.value() == value
+    return "${" not in value and not override.is_sweep_override() and override.value() == value
 
 
 def parse(text: str, groups: Sequence[Path]) -> Override:
@@ -50,6 +81,8 @@ def parse(text: str, groups: Sequence[Path]) -> Override:
         raise ValueError(_unreadable(text)) from error
     if override.is_sweep_override():
         raise ValueError(_several(text, override, groups))
+    if re.match(r"hydra([./]|$)", override.key_or_group):
+        raise ValueError(f"{text}: {_NOT_LAUNCHED_BY_HYDRA}")
     return override
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from megatron_rl.engine.requests import Sight, check_expansion, served_request
+from megatron_rl.engine.requests import MultimodalConfig, check_expansion, served_request
 from megatron_rl.engine.sampling import request_seed, sampling_values
 from megatron_rl.runtime.plain_data import MalformedMessageError, decoded
 from megatron_rl.types import Completion, Image, Prompt, Sampling, VersionSpan
@@ -30,11 +30,11 @@ class ServerLostError(ConnectionError):
 
 
 class ServerUnreachableError(ServerLostError):
-    """Nobody took a request: the server is gone, whatever it was asked."""
+    """There is no connection to the server, for any request."""
 
 
 class RequestFailedError(ServerLostError):
-    """A server that goes on has failed at this request."""
+    """A server that is still running has failed at this request."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class _TokenLogprob:
 
 
 @dataclass(frozen=True)
-class _Logprobs:
+class _ChoiceLogprobs:
     content: list[_TokenLogprob]
 
 
@@ -55,16 +55,16 @@ class _Span:
 
 
 @dataclass(frozen=True)
-class _Choice:
+class _GeneratedChoice:
     finish_reason: str | None
     token_ids: list[int]
-    logprobs: _Logprobs
+    logprobs: _ChoiceLogprobs
     weight_versions: list[_Span]
 
 
 @dataclass(frozen=True)
 class _Generated:
-    choices: list[_Choice]
+    choices: list[_GeneratedChoice]
     prompt_token_ids: list[int] | None = None
 
 
@@ -74,7 +74,7 @@ class _PromptLogprob:
 
 
 @dataclass(frozen=True)
-class _Scored:
+class _ScoredPrompt:
     prompt_logprobs: list[dict[str, _PromptLogprob] | None]
 
 
@@ -82,11 +82,15 @@ class ServerClient:
     """One server, for the event loop in which it is constructed."""
 
     def __init__(
-        self, url: str, secret: str, eos_token_ids: Sequence[int], sight: Sight | None = None
+        self,
+        url: str,
+        secret: str,
+        eos_token_ids: Sequence[int],
+        multimodal: MultimodalConfig | None = None,
     ) -> None:
-        """``secret``: of the run; ``eos_token_ids``: of the model; ``sight``: None where no prompt
-        has images."""
-        self._sight = sight
+        """``secret``: of the run; ``eos_token_ids``: of the model; ``multimodal``: None where no
+        prompt has images."""
+        self._multimodal = multimodal
         self.url = url.rstrip("/")
         self._eos_token_ids = eos_token_ids
         # No limit of connections or of time: the server queues requests, and a long response may
@@ -115,7 +119,7 @@ class ServerClient:
         seed = request_seed(sampling.seed, prompt.uid) + response
         values = sampling_values(sampling, seed, self._eos_token_ids)
         what = f"prompt {prompt.uid}"
-        asked = served_request(prompt.token_ids, prompt.images, self._sight, what)
+        asked = served_request(prompt.token_ids, prompt.images, self._multimodal, what)
         body = {**asked, "sampling_params": values}
         answer: _Generated = await self._post(GENERATE, body, _Generated, what)
         if prompt.images:
@@ -138,9 +142,9 @@ class ServerClient:
             "prompt_logprobs": 0,
             "detokenize": False,
         }
-        asked = served_request(token_ids, images, self._sight, "score")
+        asked = served_request(token_ids, images, self._multimodal, "score")
         body = {**asked, "sampling_params": values}
-        answer: _Scored = await self._post(GENERATE, body, _Scored, "score")
+        answer: _ScoredPrompt = await self._post(GENERATE, body, _ScoredPrompt, "score")
         by_token = answer.prompt_logprobs[1:]
         return [
             scores[str(token)].logprob
@@ -158,7 +162,7 @@ class ServerClient:
             try:
                 status, text = await self._posted(url, body)
             except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
-                if self._session.closed:  # nobody wants the answer of this server any more
+                if self._session.closed:  # the answer of this server is not needed any more
                     raise
                 # The server may have closed a kept connection when the request was on its way.
                 status, text = await self._posted(url, body)
@@ -183,7 +187,7 @@ class ServerClient:
             return answer.status, await answer.read()
 
 
-def _completion(url: str, choice: _Choice) -> Completion:
+def _completion(url: str, choice: _GeneratedChoice) -> Completion:
     """Raises ServerLostError where the server samples with weights that no trainer has sent."""
     content = choice.logprobs.content
     if [token.token_id for token in content] != choice.token_ids:

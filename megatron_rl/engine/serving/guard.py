@@ -1,6 +1,6 @@
-r"""A server of vLLM that answers nobody but its own run.
+r"""A vLLM server that answers its own run alone.
 
-vLLM asks for its API key (VLLM_API_KEY) before it generates, but its commands to pause, to take
+vLLM requires its API key (VLLM_API_KEY) before it generates, but its commands to pause, to take
 weights or to run a function in its workers are open. This closes them, with the same key::
 
     python -m vllm.entrypoints.openai.api_server \
@@ -23,7 +23,7 @@ App = Callable[[Scope, Callable[[], Awaitable[Message]], Send], Awaitable[None]]
 
 class RequireSecret:
     """ASGI middleware: a request without ``Authorization: Bearer <VLLM_API_KEY>`` gets 401,
-    whatever it asks for."""
+    on every path."""
 
     def __init__(self, app: App) -> None:
         """Raises ValueError where there is no key."""

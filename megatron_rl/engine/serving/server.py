@@ -23,7 +23,7 @@ import torch
 
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.engine.arguments import engine_arguments
-from megatron_rl.engine.requests import Sight
+from megatron_rl.engine.requests import MultimodalConfig
 from megatron_rl.engine.requirements import require_vllm
 from megatron_rl.runtime.guard.parent import die_with_parent
 from megatron_rl.runtime.registry import FOLDER, Lease, run_secret
@@ -47,7 +47,7 @@ _OF_THE_LIBRARY = {
 def server_command(
     model_path: str,
     config: RolloutConfig,
-    sight: Sight | None = None,
+    multimodal: MultimodalConfig | None = None,
     *,
     seed: int,
     host: str,
@@ -55,10 +55,10 @@ def server_command(
 ) -> list[str]:
     """The command that starts vLLM's own server with the settings of ``rollout``.
 
-    It answers token ids with token ids, takes weights from a trainer, and wants the secret of the
+    It answers token ids with token ids, takes weights from a trainer, and needs the secret of the
     run with every request.
     """
-    arguments = engine_arguments(model_path, config, seed, sight)
+    arguments = engine_arguments(model_path, config, seed, multimodal)
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     words += ["--host", host, "--port", str(port)]
     for name, value in arguments.items():
@@ -94,7 +94,7 @@ def start_server(
         "VLLM_NO_USAGE_STATS": "1",
     }
     if not torch.cuda.is_available():
-        # Else every worker wants a NUMA node of its own, and small functions are compiled.
+        # Else every worker needs a NUMA node of its own, and small functions are compiled.
         own |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
     return subprocess.Popen(
         command,
@@ -116,7 +116,7 @@ def end_server(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port(host: str) -> int:
-    """One that nobody listens on at the moment."""
+    """A port that is not in use at the moment."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
@@ -139,10 +139,10 @@ def serve(
     run_dir: Path,
     address: Address,
     environment: Mapping[str, str],
-    sight: Sight | None = None,
+    multimodal: MultimodalConfig | None = None,
 ) -> None:
-    """Runs a server and keeps its registration alive until the server ends, this process is told
-    to, or the trainer has removed the registration. ``sight``: None where no prompt has images.
+    """Runs a server and renews its registration until the server ends, this process is told to end,
+    or the trainer has removed the registration. ``multimodal``: None where no prompt has images.
 
     Raises:
         ValueError: the server did not start, or it ended.
@@ -155,7 +155,7 @@ def serve(
     command = server_command(
         config.model.path,
         config.rollout,
-        sight,
+        multimodal,
         seed=config.seed,
         host=address.host,
         port=port,

@@ -1,5 +1,5 @@
-"""New weights of a worker's model beside those that it runs with: they come while it samples, and
-take their place later, in one go."""
+"""New weights of a worker's model, staged next to those in use: they arrive while it samples and
+replace the old ones later, all at once."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ class StagedWeights:
         self._receiver.receive(self._copy)
 
     def _copy(self, parameter: Parameters, written: Callable[[str], None]) -> None:
-        # Layer by layer: one that is open has memory of the device beside that of its old weights,
-        # and they may have come in another order (first parts of all experts, then second ones).
+        # Layer by layer: one that is open has memory of the device in addition to that of its old
+        # weights, and they may have come in another order (first parts of all experts, then second
+        # ones).
         for key in sorted(self._tensors, key=_layer):
             parameter(key).copy_(self._tensors[key])
             written(key)

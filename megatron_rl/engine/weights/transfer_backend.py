@@ -2,8 +2,8 @@
 each worker just the slices it keeps.
 
 vLLM calls ``init_transfer_engine`` once for a trainer and ``update_weights`` for each update, on
-every worker. An update replaces the weights while the engine is paused; or it stages them beside
-those, in a thread, while the engine samples, and another one puts them in place.
+every worker. An update replaces the weights while the engine is paused; or it stages them next
+to those, in a thread, while the engine samples, and another one puts them in place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from megatron_rl.engine.weights.stream import expected_tensors
 from megatron_rl.engine.weights.worker import ShardReceiver
 from megatron_rl.errors import LostPeerError
 from megatron_rl.protocols import Transfer
-from megatron_rl.runtime.joint_group import Meeting, join_group, leave_group, visit_store
+from megatron_rl.runtime.joint_group import Barrier, connect_store, join_group, leave_group
 from megatron_rl.types import Shard, SyncReport, TransferOptions
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class InitInfo(WeightTransferInitInfo):
 
     address: str
     port: int
-    first_rank: int  # of the workers in the joint group, behind the ranks of the trainer
+    first_rank: int  # of the workers in the joint group, after the ranks of the trainer
     size: int
     device: str  # kind of the trainer's: cpu, cuda
     options: TransferOptions  # as a dictionary where it comes out of a message
@@ -67,16 +67,9 @@ class UpdateInfo(WeightTransferUpdateInfo):
     kind: Literal["replace", "stage", "switch"] = "replace"
 
 
-class Sync(Protocol):
-    """The receiving end of a planned weight sync."""
-
-    def sync(self, version: int) -> SyncReport:
-        """Collective over trainer and workers: the worker's weights are replaced."""
-
-
 class WorkerSink:
     """One worker's end of a planned sync. ``replica``: of all engines in the joint group; set anew
-    at each connection. ``staged``: weights beside those in use; ``is_staging``: what comes goes
+    at each connection. ``staged``: weights next to those in use; ``is_staging``: what comes goes
     there. ``failure``: why its model must not run until an update is complete."""
 
     def __init__(self, receiver: ShardReceiver, shards: list[Shard]) -> None:
@@ -87,7 +80,7 @@ class WorkerSink:
         self.replica = 0
         self.failure = ""
 
-    def weight_boxes(self) -> list[Shard]:
+    def weight_shards(self) -> list[Shard]:
         """Recorded from the loaders of vLLM."""
         return self.shards
 
@@ -118,6 +111,8 @@ class WorkerSink:
         self.failure = ""
 
 
+# Collective over trainer and workers: replaces the worker's weights by those of a version.
+Sync = Callable[[int], SyncReport]
 Connect = Callable[[WorkerSink, dist.ProcessGroup, TransferOptions], Sync]
 
 
@@ -148,17 +143,17 @@ class ShardTransferEngine(WeightTransferEngine):
             + parallel.rank
         )
         timeout_s = init_info.options.timeout_s
-        store = visit_store(init_info.address, init_info.port, timeout_s)
+        store = connect_store(init_info.address, init_info.port, timeout_s)
         secret = envs.VLLM_API_KEY or ""
-        self.meeting = Meeting(store, secret)
+        self.barrier = Barrier(store, secret)
         with self._reported("init"):
-            self.meeting.arrive("init", self.rank, self._discover(init_info))
+            self.barrier.wait("init", self.rank, self._discover(init_info))
             self.group = join_group(store, self.rank, init_info.size, timeout_s, secret)
             self.sync = type(self).connect(self.sink, self.group, init_info.options)
 
     @contextmanager
     def _reported(self, step: str) -> Iterator[None]:
-        """Tells the trainer how the step ended, if it is still there. Nothing is raised: an
+        """Reports to the trainer, if it is still there, how the step ended. Nothing is raised: an
         executor of vLLM with several workers that meets an exception takes the answers still to
         come for those to its next command."""
         problem = ""
@@ -172,12 +167,12 @@ class ShardTransferEngine(WeightTransferEngine):
             if not is_whole or is_staging or isinstance(error, LostPeerError):
                 self._leave(error)  # so that no peer waits for this worker
         try:
-            self.meeting.report(step, self.rank, problem)
+            self.barrier.report(step, self.rank, problem)
         except RuntimeError as error:  # of the store
             logger.error("weight transfer: the trainer is gone (%s)", error)
 
     def _discover(self, init_info: InitInfo) -> str:
-        """Finds out once what this worker wants; returns why it cannot take it."""
+        """Finds out once what this worker needs; returns why it cannot take it."""
         path = Path(self.model_config.model)
         if not path.is_dir():
             return (
@@ -208,8 +203,8 @@ class ShardTransferEngine(WeightTransferEngine):
         """Takes part in one sync, or puts in place what came with an earlier one."""
         if self.sink is None:
             raise ValueError(
-                "weight update: no trainer has connected to this engine; construct ServerSync of"
-                " megatron_rl in the trainer"
+                "weight update: no trainer has connected to this engine; push to it with FleetSync"
+                " of megatron_rl in the trainer"
             )
         self._end_staging()
         if update_info.kind == "switch":
@@ -228,15 +223,15 @@ class ShardTransferEngine(WeightTransferEngine):
             problem = ""
             if self.sync is None:
                 problem = self.sink.failure or (
-                    "the trainer has left, or its connection was refused; construct a new"
-                    " ServerSync of megatron_rl there"
+                    "the trainer has left, or its connection was refused; push again with FleetSync"
+                    " of megatron_rl there"
                 )
-            self.meeting.arrive(update_info.step, self.rank, problem)
+            self.barrier.wait(update_info.step, self.rank, problem)
             assert self.sync is not None, "a step with a problem does not begin"
-            self.sync.sync(update_info.version)
+            self.sync(update_info.version)
 
     def _stage(self, update_info: UpdateInfo) -> None:
-        """In a thread of its own: the engine samples meanwhile."""
+        """In a thread of its own: the engine samples at the same time."""
         assert self.sink is not None, "a trainer has connected"
         self.sink.is_staging = True
         try:
@@ -257,7 +252,7 @@ class ShardTransferEngine(WeightTransferEngine):
         assert self.sink is not None, "a trainer has connected"
         try:
             self.sink.switch(version)
-        except Exception as error:  # noqa: BLE001 (said whenever the model is to run)
+        except Exception as error:  # noqa: BLE001 (raised when the model is to run)
             logger.error("weight transfer: %s", error)
 
     def finish_weight_update(self) -> None:
@@ -313,8 +308,8 @@ def end_updates_of_lost_trainers(engine: WeightTransferEngine) -> None:
 
 
 def refuse_half_updated(engine: WeightTransferEngine, sink: WorkerSink) -> None:
-    """Of the worker that owns ``engine``: while the sink has a failure, whatever it is asked to
-    execute raises. Not as a hook of the model: a CUDA graph of the whole model is replayed without
+    """Of the worker that owns ``engine``: while the sink has a failure, every execution
+    raises. Not as a hook of the model: a CUDA graph of the whole model is replayed without
     calling the model."""
     from vllm.v1.worker.gpu_worker import Worker
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
 
 
 class ShardReceiver:
-    """The weights of one worker's model as shards: which it wants, and how they are replaced."""
+    """The weights of one worker's model as shards: which it needs, and how they are replaced."""
 
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
         self.model = model
@@ -39,7 +39,12 @@ class ShardReceiver:
                 dict(loadable(self.model)),
                 self.vllm_config.model_config.dtype,
             )
-            self._keep(shards)
+            tensors = dict(loadable(self.model))
+            self.keys = {shard.key for shard in shards}
+            self.padded = partly_filled(shards, tensors)
+            self.forms = {
+                key: torch.empty_like(tensors[key].data, device="meta") for key in self.keys
+            }
         return shards
 
     def unreached(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -47,7 +52,7 @@ class ShardReceiver:
         values that they were built with.
 
         Raises:
-            UndiscoveredError: the loader computes with the tensors, so nobody knows.
+            UndiscoveredError: the loader computes with the tensors, so it is unknown.
         """
         # A tied weight has several names and is loaded under any of them: each name -> the first.
         names = {id(tensor): name for name, tensor in self.model.named_parameters()}
@@ -68,18 +73,6 @@ class ShardReceiver:
         loader = DefaultModelLoader(replace(self.vllm_config.load_config, load_format="auto"))
         return loader.get_all_weights(self.vllm_config.model_config, self.model)
 
-    def declare(self, shards: Sequence[Shard]) -> None:
-        """What ``discover`` would find, from elsewhere."""
-        with reloading(self.vllm_config, self.model, complete=False):
-            self._keep(shards)
-
-    def _keep(self, shards: Sequence[Shard]) -> None:
-        """Inside of a reload."""
-        tensors = dict(loadable(self.model))
-        self.keys = {shard.key for shard in shards}
-        self.padded = partly_filled(shards, tensors)
-        self.forms = {key: torch.empty_like(tensors[key].data, device="meta") for key in self.keys}
-
     @torch.no_grad()
     def receive(self, transfer: Transfer) -> None:
         """Replace all weights: ``transfer`` writes the shards found by ``discover``; a layer is
@@ -97,7 +90,7 @@ class ShardReceiver:
 
 
 class WeightReceiver:
-    """Mixed into the worker class of the engine (``worker_extension_cls``), beside its
+    """Mixed into the worker class of the engine (``worker_extension_cls``), next to its
     ``reload_weights``."""
 
     model_runner: Any  # of the worker class
@@ -121,7 +114,7 @@ class WeightReceiver:
                 device=runner.device,
             )
 
-    def discover_boxes(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Shard]:
+    def discover_shards(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Shard]:
         """See ``ShardReceiver.discover``."""
         return self.shard_receiver().discover(shapes)
 
@@ -137,11 +130,7 @@ class WeightReceiver:
         """Reads all weights from the files of the model."""
         self.receive_weights(self.shard_receiver().stored())
 
-    def declare_boxes(self, shards: Sequence[Shard]) -> None:
-        """See ``ShardReceiver.declare``."""
-        self.shard_receiver().declare(shards)
-
-    def receive_boxes(self, transfer: Transfer) -> None:
+    def receive_shards(self, transfer: Transfer) -> None:
         """See ``ShardReceiver.receive``."""
         self.shard_receiver().receive(transfer)
 
@@ -266,7 +255,7 @@ def processing_is_collective(vllm_config: Any) -> bool:
 
 
 class OpenLayers:
-    """The layers of a model in a reload, opened for writing when first asked for and processed when
+    """The layers of a model in a reload, opened for writing at the first use and processed when
     complete."""
 
     def __init__(

@@ -273,14 +273,11 @@ def durian(
     groups = evidence.groups
     total = group * zscore(rewards, groups, evidence.eps, evidence.ddof)
     if perceptual:
-        entropy = evidence.batch.visual_entropy
-        assert entropy is not None
+        entropy = evidence.column("visual_entropy")
         buckets = quarters(groups.mean(entropy.to(rewards.dtype)))
         total = total + perceptual * _bucketed(rewards, groups, buckets, evidence.eps)
     if reasoning:
-        batch = evidence.batch
-        confidence = batch.mean_logprobs if normalize else batch.sum_logprobs
-        assert confidence is not None
+        confidence = evidence.column("mean_logprobs" if normalize else "sum_logprobs")
         buckets = quantile_bins(groups.mean(confidence.to(rewards.dtype)), reasoning_bins)
         total = total + reasoning * _bucketed(rewards, groups, buckets, evidence.eps)
     return total

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl.loss.batch import Credit, ResponseBatch
-from megatron_rl.loss.choices import ESTIMATORS, KL_WEIGHTS, SHAPERS, Knobs
-from megatron_rl.loss.per_response import filters, histories, tails
+from megatron_rl.loss.batch import Credit, Knobs, Reading, Readings, ResponseBatch
+from megatron_rl.loss.choices import ESTIMATORS, KL_WEIGHTS, SHAPERS
+from megatron_rl.loss.per_response import filters
 from megatron_rl.loss.per_response.advantages import ONE, zscore
 from megatron_rl.loss.per_response.evidence import Evidence
 from megatron_rl.loss.segments import Segments, lifted, segments_of, where_correct
@@ -32,34 +33,34 @@ class CreditPlan:
     curiosity: Knobs | None = None
 
 
-def reads_of(plan: CreditPlan) -> dict[str, tuple[str, str]]:
-    """Optional fields of ResponseBatch that a plan reads, each with (who reads it, remedy)."""
-    fields: dict[str, tuple[str, str]] = {}
+def reads_of(plan: CreditPlan) -> Readings:
+    """The columns of ResponseBatch that a plan reads, each with who reads it."""
+    found: Readings = {}
+
+    def add(columns: Iterable[str], reading: Reading) -> None:
+        for name in columns:
+            found.setdefault(name, []).append(reading)
+
     name = plan.estimator
-    needs = ESTIMATORS[name].needs
-    if needs.reads_by_knob is not None:
-        for field, knob in needs.reads_by_knob(**plan.estimator_knobs).items():
+    chosen = ESTIMATORS[name]
+    add(chosen.reads, Reading(f"estimator {name}", plan.estimator_knobs))
+    if chosen.needs.reads_by_knob is not None:
+        for column, knob in chosen.needs.reads_by_knob(**plan.estimator_knobs).items():
             remedy = f"give it, or set estimator.{knob}=0"
-            fields[field] = (f"estimator {name} with {knob} > 0", remedy)
+            reader = f"estimator {name} with {knob} > 0"
+            add([column], Reading(reader, plan.estimator_knobs, remedy))
+    for shaper, knobs in plan.shaping:
+        add(SHAPERS[shaper].reads, Reading(f"shaper {shaper}", knobs))
+    weigh, knobs = plan.kl_weights
+    add(KL_WEIGHTS[weigh].reads, Reading(f"KL weight {weigh}", knobs))
     if plan.kl_in_reward and any(plan.kl_coef):
-        fields["kl"] = ("kl.placement = reward", "give it, or set kl.placement=loss")
+        remedy = "give it, or set kl.placement=loss"
+        add(["kl"], Reading("kl.placement = reward", {}, remedy))
     if plan.curiosity is not None:
-        reader = ("reward_shaping.curiosity", "give it, or set reward_shaping.curiosity=null")
-        fields |= dict.fromkeys(("mean_logprobs", "progress"), reader)
-    for field in needs.reads:
-        fields[field] = (f"estimator {name}", "give it")
-    for shaper, _ in plan.shaping:
-        for field in SHAPERS[shaper].reads:
-            fields[field] = (f"shaper {shaper}", "give it")
-    return fields
-
-
-def tail_of(plan: CreditPlan) -> float:
-    """The share of tokens whose confidence the plan reads."""
-    (tail,) = (
-        knobs["tail"] for name, knobs in plan.shaping if {*tails.FIELDS} & {*SHAPERS[name].reads}
-    )
-    return tail
+        remedy = "give it, or set reward_shaping.curiosity=null"
+        curious = Reading("reward_shaping.curiosity", plan.curiosity, remedy)
+        add(["mean_logprobs", "progress"], curious)
+    return found
 
 
 def credit(batch: ResponseBatch, plan: CreditPlan) -> Credit:
@@ -83,10 +84,10 @@ def credit(batch: ResponseBatch, plan: CreditPlan) -> Credit:
     )
     weigh, knobs = plan.kl_weights
     kl_weights = KL_WEIGHTS[weigh](evidence, knobs)
-    if plan.kl_in_reward and batch.kl is not None:
+    if plan.kl_in_reward and any(plan.kl_coef):
         # Only what estimators see: accuracy, omega and successes stay those of the plain rewards.
         coefficient = where_correct(batch.correct, *plan.kl_coef, rewards.dtype)
-        shaped = rewards - coefficient * kl_weights * batch.kl.to(rewards.dtype)
+        shaped = rewards - coefficient * kl_weights * batch.columns["kl"].to(rewards.dtype)
         evidence = replace(evidence, rewards=shaped)
     bonus = _bonus(evidence, plan)
     if bonus is not None:
@@ -102,27 +103,17 @@ def credit(batch: ResponseBatch, plan: CreditPlan) -> Credit:
     of_batch = metrics(evidence, advantages, kl_weights, keep)
     if bonus is not None:
         of_batch["credit/curiosity_bonus_mean"] = bonus.mean()
-    return Credit(advantages, kl_weights, keep, of_batch, _history(evidence, plan))
+    return Credit(advantages, kl_weights, keep, of_batch, evidence.rewards)
 
 
 def _bonus(evidence: Evidence, plan: CreditPlan) -> Tensor | None:
     """What is added to the rewards that estimators see."""
     if plan.curiosity is None:
         return None
-    batch = evidence.batch
-    assert batch.mean_logprobs is not None and batch.progress is not None
     rewards = evidence.plain_rewards
-    logprobs = batch.mean_logprobs.to(rewards.dtype)
-    return filters.curiosity_bonus(rewards, logprobs, batch.progress, **plan.curiosity)
-
-
-def _history(evidence: Evidence, plan: CreditPlan) -> dict[str, Tensor] | None:
-    """What is to be remembered of each response's prompt, where the method reads it."""
-    if not {*histories.FIELDS} & reads_of(plan).keys():
-        return None
-    earlier = (evidence.visits, evidence.history_mean, evidence.history_var)
-    values = histories.after_visit(evidence.rewards, evidence.groups, *earlier)
-    return dict(zip(histories.FIELDS, values, strict=True))
+    logprobs = evidence.column("mean_logprobs").to(rewards.dtype)
+    progress = evidence.column("progress").item()
+    return filters.curiosity_bonus(rewards, logprobs, progress, **plan.curiosity)
 
 
 def metrics(
@@ -202,9 +193,12 @@ def check(batch: ResponseBatch, rewards: Tensor, groups: Segments, plan: CreditP
     _check_group_size(int(groups.count.min()), plan)
     if ESTIMATORS[plan.estimator].needs.unit_rewards:
         _check_unit_rewards(plan.estimator, float(rewards.min()), float(rewards.max()))
-    for field, (reader, remedy) in reads_of(plan).items():
-        if getattr(batch, field) is None:
-            raise ValueError(f"ResponseBatch.{field} is missing, but {reader} reads it; {remedy}")
+    for name, (reading, *_) in reads_of(plan).items():
+        if name not in batch.columns:
+            raise ValueError(
+                f"ResponseBatch.columns has no {name}, but {reading.reader} reads it;"
+                f" {reading.remedy}"
+            )
 
 
 def _check_group_size(smallest: int, plan: CreditPlan) -> None:

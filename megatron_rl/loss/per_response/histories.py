@@ -2,7 +2,7 @@
 
 A visit is one group of responses. Per prompt: how many visits there were, and the mean and the
 variance of their rewards, merged visit by visit. All is computed in float64, so that what a
-checkpoint holds goes on exactly.
+checkpoint holds is resumed exactly.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from megatron_rl.loss.choices import estimator
 from megatron_rl.loss.per_response.advantages import over
 from megatron_rl.loss.segments import Segments
 
-FIELDS = ("visits", "history_mean", "history_var")  # of ResponseBatch
 ROUNDING = 1e-12  # two float64 means of the same rewards differ by less of themselves
 
 
-@estimator(reads=FIELDS)
+@estimator()
 def smoothed(
     rewards: Float[Tensor, " responses"],
     groups: Segments,

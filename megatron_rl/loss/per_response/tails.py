@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-FIELDS = ("prompt_confidence", "response_confidence")  # of ResponseBatch
 ROUNDING = 1e-9  # share * tokens that is whole but for its last bit is not rounded up
 
 

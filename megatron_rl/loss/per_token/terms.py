@@ -14,27 +14,16 @@ from megatron_rl.loss.per_token.whole_responses import SequenceGather, WholeResp
 from megatron_rl.loss.segments import lifted
 
 SequenceSum = Callable[[Tensor], Tensor]
-# Properties of Terms that are an optional field of TokenBatch. Who names one is given it; the
-# trainer learns from ``Needs`` what to provide.
-OPTIONAL = (
-    "entropy",
-    "correct",
-    "group_ids",
-    "group_accuracy",
-    "topk_logprobs",
-    "is_argmax",
-    "log_ratio_sums",
-    "ref_logprobs",
-    "given",
-)
+# Properties of Terms that a batch may lack: who names one reads it, as if it were a column.
+OPTIONAL = ("entropy", "correct", "group_ids", "ref_logprobs")
 
 
 @dataclass(frozen=True)
 class Terms:
     """The tokens of a micro-batch in float32 or float64, with the denominators of the minibatch.
 
-    A function that names a field or property is given it. ``logprobs`` and ``log_ratio`` (current
-    minus old) are 0 outside the mask, so that nothing there reaches a value or a gradient;
+    A function that names a field, property or column is given it. ``logprobs`` and ``log_ratio``
+    (current minus old) are 0 outside the mask, so that nothing there reaches a value or a gradient;
     ``advantages`` stand at each token. ``sequence_sum`` adds per-response sums over the ranks that
     share a response; ``sequence_gather`` is that of ``WholeResponses``.
     """
@@ -74,22 +63,20 @@ class Terms:
     @property
     def entropy(self) -> Float[Tensor, " tokens"]:
         """Of the current policy, in nats, 0 outside the mask, detached."""
-        assert self.batch.entropy is not None
-        entropy = lifted(self.batch.entropy.detach()).to(self.dtype)
-        return entropy.masked_fill(~self.loss_mask, 0)
+        return self.column("entropy").detach()
 
-    @property
-    def topk_logprobs(self) -> Float[Tensor, "tokens top_k"]:
-        """Of the most likely tokens, 0 outside the mask, with gradient."""
-        assert self.batch.topk_logprobs is not None
-        logprobs = lifted(self.batch.topk_logprobs).to(self.dtype)
-        return logprobs.masked_fill(~self.loss_mask[:, None], 0)
-
-    @property
-    def is_argmax(self) -> Bool[Tensor, " tokens"]:
-        """Where no token is more likely than the sampled one."""
-        assert self.batch.is_argmax is not None
-        return self.batch.is_argmax
+    def column(self, name: str) -> Tensor:
+        """What a signal gives under ``name``, floats in ``dtype``; of tokens 0 outside the mask."""
+        per_token = name in self.batch.token_columns
+        values = self.batch.token_columns[name] if per_token else self.batch.columns[name]
+        if not values.is_floating_point():
+            return values
+        values = lifted(values).to(self.dtype)
+        if not per_token:
+            return values
+        # Rows of a token, e.g. its most likely tokens, are filled as a whole.
+        outside = ~self.loss_mask.reshape(-1, *[1] * (values.ndim - 1))
+        return values.masked_fill(outside, 0)
 
     @property
     def correct(self) -> Bool[Tensor, " responses"]:
@@ -103,29 +90,11 @@ class Terms:
         return self.batch.group_ids
 
     @property
-    def log_ratio_sums(self) -> Float[Tensor, " responses"]:
-        """Of log_ratio over each response, whose tokens may lie elsewhere."""
-        assert self.batch.log_ratio_sums is not None
-        return self.batch.log_ratio_sums.to(self.dtype)
-
-    @property
     def ref_logprobs(self) -> Float[Tensor, " tokens"]:
         """Of the reference, 0 outside the mask."""
         assert self.batch.ref_logprobs is not None
         logprobs = lifted(self.batch.ref_logprobs).to(self.dtype)
         return logprobs.masked_fill(~self.loss_mask, 0)
-
-    @property
-    def given(self) -> Bool[Tensor, " tokens"]:
-        """Whether the response came with the prompt, at each token."""
-        assert self.batch.given is not None
-        return self.batch.given[self.response_index]
-
-    @property
-    def group_accuracy(self) -> Float[Tensor, " tokens"]:
-        """Share of correct responses of the prompt, at each token."""
-        assert self.batch.group_accuracy is not None
-        return self.batch.group_accuracy.to(self.dtype)[self.response_index]
 
     @property
     def responses(self) -> WholeResponses:

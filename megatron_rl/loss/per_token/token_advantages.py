@@ -9,7 +9,7 @@ is one function here: inputs before the star, named after ``Terms``, knobs after
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
@@ -21,7 +21,8 @@ from megatron_rl.loss.per_token.whole_responses import WholeResponses
 def zero_variance(
     advantages: Float[Tensor, " tokens"],
     entropy: Float[Tensor, " tokens"],
-    group_accuracy: Float[Tensor, " tokens"],
+    group_accuracy: Float[Tensor, " responses"],
+    response_index: Int[Tensor, " tokens"],
     responses: WholeResponses,
     *,
     alpha: NonNegativeFloat = 0.1,
@@ -32,9 +33,10 @@ def zero_variance(
     It replaces whatever A was in groups of one outcome.
     Source: RL-ZVP (arXiv 2509.21880) eq. 5.
     """
+    accuracy = group_accuracy[response_index]
     missed = responses.maximum(entropy) - entropy
-    shaped = torch.where(group_accuracy == 1, alpha * entropy, advantages)
-    return torch.where(group_accuracy == 0, -alpha * missed, shaped)
+    shaped = torch.where(accuracy == 1, alpha * entropy, advantages)
+    return torch.where(accuracy == 0, -alpha * missed, shaped)
 
 
 @token_shaper

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,13 +10,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from megatron_rl.loss.batch import LossResult, TokenBatch
+from megatron_rl.loss.batch import Knobs, LossResult, Reading, Readings, TokenBatch
 from megatron_rl.loss.choices import (
     AGGREGATIONS,
     CORRECTIONS,
     POLICY_LOSSES,
     TOKEN_SHAPERS,
-    Knobs,
 )
 from megatron_rl.loss.per_token import aggregate, kl, self_reward
 from megatron_rl.loss.per_token import policy_losses as losses
@@ -25,7 +24,7 @@ from megatron_rl.loss.per_token.perception import perception_loss
 from megatron_rl.loss.per_token.response_losses import Clipped
 from megatron_rl.loss.per_token.terms import SequenceSum, Terms, terms_of
 from megatron_rl.loss.per_token.whole_responses import SequenceGather
-from megatron_rl.loss.segments import lifted, where_correct
+from megatron_rl.loss.segments import where_correct
 
 
 @dataclass(frozen=True)
@@ -43,27 +42,43 @@ class LossPlan:
     mismatch_cap: float
     response_limit: int | None = None
     token_shaping: tuple[tuple[str, Knobs], ...] = ()
-    entropy_anchor: float | None = None  # the coefficient
-    self_reward: tuple[float, float] | None = None  # alpha, beta
+    entropy_anchor: Knobs | None = None
+    self_reward: Knobs | None = None
     perception: Knobs | None = None
 
 
-def token_reads_of(plan: LossPlan) -> dict[str, str]:
-    """Optional fields of TokenBatch that the chosen functions read, each with who reads it."""
-    fields: dict[str, str] = {}
-    for name, _ in plan.token_shaping:
-        fields |= dict.fromkeys(TOKEN_SHAPERS[name].reads, f"token shaper {name}")
+def token_reads_of(plan: LossPlan) -> Readings:
+    """The columns of TokenBatch, and those of its fields that it may lack, that the chosen
+    functions read, each with who reads it."""
+    found: Readings = {}
+
+    def add(columns: Iterable[str], reader: str, knobs: Knobs, remedy: str = "give it") -> None:
+        for column in columns:
+            found.setdefault(column, []).append(Reading(reader, knobs, remedy))
+
+    for name, knobs in plan.token_shaping:
+        add(TOKEN_SHAPERS[name].reads, f"token shaper {name}", knobs)
+    for name, knobs in (plan.aggregate, plan.kl_aggregate):
+        add(AGGREGATIONS[name].reads, f"aggregation {name}", knobs)
+    name = plan.policy_loss
+    add(POLICY_LOSSES[name].reads, f"policy loss {name}", plan.policy_knobs)
+    if plan.entropy_coef:
+        remedy = "give it, or set entropy.coef=0"
+        add(["entropy"], "entropy.coef", {"gradient": True}, remedy)
     if plan.entropy_anchor is not None:
-        fields |= dict.fromkeys(("nucleus_entropy", "peaks"), "entropy_anchor")
+        add(["nucleus_entropy", "peaks"], "entropy_anchor", plan.entropy_anchor)
     if plan.self_reward is not None:
-        fields |= dict.fromkeys(("end_logprobs", "end_index", "end_start"), "self_reward")
-        fields["correct"] = "self_reward"
+        columns = ("end_logprobs", "end_index", "end_start", "correct")
+        add(columns, "self_reward", plan.self_reward)
     if plan.perception is not None:
-        fields["masked_logprobs"] = "perception"
-    for name in (plan.aggregate[0], plan.kl_aggregate[0]):
-        fields |= dict.fromkeys(AGGREGATIONS[name].reads, f"aggregation {name}")
-    reads = POLICY_LOSSES[plan.policy_loss].reads
-    return fields | dict.fromkeys(reads, f"policy loss {plan.policy_loss}")
+        add(["masked_logprobs"], "perception", plan.perception)
+    if any(plan.kl_coef):
+        add(["ref_logprobs"], "kl.coef", {}, "give it, or set kl.coef=0")
+    if plan.kl_coef[0] != plan.kl_coef[1]:
+        add(["correct"], "kl.coef_positive beside kl.coef_negative", {})
+    if plan.mismatch != "none":
+        add(["sampler_logprobs"], f"mismatch.kind = {plan.mismatch}", {})
+    return found
 
 
 def token_loss(
@@ -78,9 +93,11 @@ def token_loss(
     Raises:
         ValueError: the batch lacks what the method reads.
     """
-    for field, reader in token_reads_of(plan).items():
-        if getattr(batch, field) is None:
-            raise ValueError(f"TokenBatch.{field} is missing, but {reader} reads it; give it")
+    for name, (reading, *_) in token_reads_of(plan).items():
+        if not batch.has(name):
+            raise ValueError(
+                f"TokenBatch has no {name}, but {reading.reader} reads it; {reading.remedy}"
+            )
     terms = terms_of(batch, sequence_sum, plan.response_limit, sequence_gather)
     weights = token_weights(terms, plan.aggregate)
     terms = replace(terms, advantages=token_advantages(terms, plan))
@@ -94,17 +111,12 @@ def token_loss(
     metrics = ratio_metrics(terms, log_ratio.detach(), bounds)
     if plan.token_shaping:
         metrics["policy/token_advantage_mean"] = terms.mean(terms.advantages)
-    if batch.entropy is not None:
-        entropy = lifted(batch.entropy)
+    if batch.has("entropy"):
+        entropy = terms.column("entropy")
         metrics["entropy/mean"] = terms.mean(entropy)
         if plan.entropy_coef:
             bonus = aggregate.weighted_sum(entropy, weights, batch.loss_mask)
             loss = loss - plan.entropy_coef * bonus
-    elif plan.entropy_coef:
-        raise ValueError(
-            "TokenBatch.entropy is missing, but entropy.coef is not 0; give it, or set"
-            " entropy.coef=0"
-        )
     for term, reported in other_terms(terms, plan, weights):
         loss = loss + term
         metrics |= reported
@@ -185,15 +197,8 @@ def kl_term(
     batch = terms.batch
     zero = terms.logprobs.new_zeros(())
     if batch.ref_logprobs is None:
-        if any(plan.kl_coef):
-            raise ValueError(
-                "TokenBatch.ref_logprobs is missing, but the KL coefficient is not 0; give it, or"
-                " set kl.coef=0"
-            )
         return zero, None
-    # Filled, not multiplied: outside of the mask may be NaN, which times 0 stays NaN.
-    ref_logprobs = lifted(batch.ref_logprobs).to(terms.dtype).masked_fill(~terms.loss_mask, 0)
-    divergence = kl.ESTIMATORS[plan.kl_estimator](terms.logprobs, ref_logprobs)
+    divergence = kl.ESTIMATORS[plan.kl_estimator](terms.logprobs, terms.ref_logprobs)
     if not any(plan.kl_coef):
         # No KL in the loss: a metric alone.
         return zero, divergence
@@ -226,12 +231,10 @@ def other_terms(
 
 def anchor_term(terms: Terms, plan: LossPlan) -> tuple[Float[Tensor, ""], Float[Tensor, ""]] | None:
     """The pull of the entropy to its start, and the mean that it is of; None without one."""
-    batch = terms.batch
     if plan.entropy_anchor is None:
         return None
-    assert batch.nucleus_entropy is not None and batch.peaks is not None
-    entropy = lifted(batch.nucleus_entropy).to(terms.dtype).masked_fill(~terms.loss_mask, 0)
-    return anchored(entropy, batch.peaks, terms.loss_mask, coef=plan.entropy_anchor)
+    columns = (terms.column(name) for name in ("nucleus_entropy", "peaks"))
+    return anchored(*columns, terms.loss_mask, coef=plan.entropy_anchor["coef"])
 
 
 def self_reward_term(
@@ -239,17 +242,16 @@ def self_reward_term(
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]] | None:
     """What the policy's reward for itself is off by, and the share where it is right; None without
     one."""
-    batch = terms.batch
     if plan.self_reward is None:
         return None
-    assert batch.end_logprobs is not None and batch.end_start is not None
-    alpha, beta = plan.self_reward
-    logprobs = lifted(batch.end_logprobs).to(terms.dtype)
-    correct = terms.correct[batch.end_index]
-    off = self_reward.self_reward_loss(logprobs, batch.end_start, correct, beta=beta)
-    right = self_reward.agrees(logprobs, batch.end_start, correct, beta=beta)
+    beta = plan.self_reward["beta"]
+    logprobs = terms.column("end_logprobs")
+    start = terms.column("end_start")
+    correct = terms.correct[terms.column("end_index")]
+    off = self_reward.self_reward_loss(logprobs, start, correct, beta=beta)
+    right = self_reward.agrees(logprobs, start, correct, beta=beta)
     num = max(terms.num_responses, 1)
-    return alpha * off.sum() / num, right.to(terms.dtype).sum() / num
+    return plan.self_reward["alpha"] * off.sum() / num, right.to(terms.dtype).sum() / num
 
 
 def perception_term(
@@ -257,29 +259,25 @@ def perception_term(
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""]] | None:
     """What the masked images are for, the mean of its KL, and the mean -logprob that they leave;
     None without one."""
-    batch = terms.batch
     if plan.perception is None:
         return None
-    assert batch.masked_logprobs is not None
-    masked = lifted(batch.masked_logprobs).to(terms.dtype).masked_fill(~terms.loss_mask, 0)
-    per_token, divergence = perception_loss(terms.logprobs, masked, **plan.perception)
+    # These two say how images are masked and which policy sees them: not of the loss.
+    signal = ("mask_ratio", "masked")
+    knobs = {name: value for name, value in plan.perception.items() if name not in signal}
+    masked = terms.column("masked_logprobs")
+    per_token, divergence = perception_loss(terms.logprobs, masked, **knobs)
     total = aggregate.weighted_sum(per_token, weights, terms.loss_mask)
     return total, terms.mean(divergence), terms.mean(-masked)
 
 
 def _kl_coefficients(terms: Terms, plan: LossPlan) -> Float[Tensor, " tokens"]:
     """kl.coef, or that of the response's sign, times its KL weight, at each token."""
-    correct = terms.batch.correct
     per_response = terms.batch.kl_weights.to(terms.dtype)
     if plan.kl_coef[0] == plan.kl_coef[1]:
         per_response = plan.kl_coef[0] * per_response
-    elif correct is None:
-        raise ValueError(
-            "TokenBatch.correct is missing, but kl.coef_positive and kl.coef_negative differ;"
-            " give it"
-        )
     else:
-        per_response = where_correct(correct, *plan.kl_coef, per_response.dtype) * per_response
+        signed = where_correct(terms.correct, *plan.kl_coef, per_response.dtype)
+        per_response = signed * per_response
     # From [responses] to [tokens].
     return per_response[terms.response_index]
 
@@ -289,13 +287,10 @@ def mismatch_weights(terms: Terms, plan: LossPlan) -> Float[Tensor, " tokens"] |
     correction."""
     if plan.mismatch == "none":
         return None
-    if terms.batch.sampler_logprobs is None:
-        raise ValueError(
-            f"TokenBatch.sampler_logprobs is missing, but mismatch.kind = {plan.mismatch} reads it;"
-            " give it"
-        )
     weights = CORRECTIONS[plan.mismatch](terms, {"cap": plan.mismatch_cap})
-    return weights if terms.batch.given is None else weights.masked_fill(terms.given, 1)
+    if not terms.batch.has("is_demonstration"):
+        return weights
+    return weights.masked_fill(terms.column("is_demonstration")[terms.response_index], 1)
 
 
 def ratio_metrics(terms: Terms, log_ratio: Tensor, bounds: Bounds | None) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from megatron_rl.types import SequenceBatch, Sequences
 @dataclass(frozen=True)
 class Batching:
     """Plans micro-batches for all data-parallel ranks alike, and packs those of this rank.
-    Implements ``protocols.Placing``.
+    Implements ``protocols.BatchSharding``.
 
     Attributes:
         tokens_per_microbatch: most tokens (prompt + response) of one micro-batch.
@@ -45,16 +45,16 @@ class Batching:
 
     @property
     def data_rank(self) -> int:
-        """See protocols.Placing."""
+        """See protocols.BatchSharding."""
         return self.ranks.data_rank
 
     @property
     def owners(self) -> Sequence[int]:
-        """See protocols.Placing."""
+        """See protocols.BatchSharding."""
         return self.ranks.replica_roots
 
     def plan(self, sequences: Sequences, rows: Sequence[int]) -> Plan:
-        """See protocols.Placing. A micro-batch may be empty.
+        """See protocols.BatchSharding. A micro-batch may be empty.
 
         Raises:
             ValueError: a row alone has more tokens than a micro-batch may have.
@@ -85,7 +85,7 @@ class Batching:
         )
 
     def give(self, values: Tensor) -> None:
-        """See protocols.Placing."""
+        """See protocols.BatchSharding."""
         if self.ranks.replica_group is not None:
             dist.broadcast(values, self.owners[self.data_rank], group=self.ranks.replica_group)
 

@@ -119,7 +119,7 @@ def padded_lengths(
 
 
 @dataclass(frozen=True)
-class _Sequences:
+class _PackedRows:
     """The rows of a micro-batch, and where each finds its prompt: see ``borrowed_prompts``."""
 
     batch: SequenceBatch
@@ -203,7 +203,7 @@ class Packer:
         )
 
     def _temperatures(self, batch: SequenceBatch, index: Tensor) -> Tensor | None:
-        """``index``: see ``Microbatch``; that of a prompt token is behind those of responses."""
+        """``index``: see ``Microbatch``; that of a prompt token is after those of responses."""
         if batch.temperatures is None:
             return None
         is_prompt = index >= len(batch.temperatures)
@@ -222,7 +222,7 @@ class Packer:
     def _look(
         self,
         packing: Packing,
-        sequences: _Sequences,
+        sequences: _PackedRows,
         padded: Tensor,
         everywhere: _Layout,
         layout: _Layout,
@@ -237,7 +237,7 @@ class Packer:
         packing.rope_positions = to_device(positions[:, None], self.device)
         packing.images = sights.placed(starts[layout.sequence] + layout.position, self.device)
 
-    def _packing(self, sequences: _Sequences, layout: _Layout, padded: Tensor) -> Packing:
+    def _packing(self, sequences: _PackedRows, layout: _Layout, padded: Tensor) -> Packing:
         boundaries = layout.starts
         sharing: dict[str, Any] = {}
         if sequences.shared.any():
@@ -259,7 +259,7 @@ class Packer:
         )
 
 
-def _sequences(batch: SequenceBatch, rows: Sequence[int], share: bool) -> _Sequences:
+def _sequences(batch: SequenceBatch, rows: Sequence[int], share: bool) -> _PackedRows:
     chosen = torch.tensor(list(rows))
     is_short = (batch.prompt_lengths[chosen] < 1) | (batch.response_lengths[chosen] < 1)
     if is_short.any():
@@ -267,33 +267,33 @@ def _sequences(batch: SequenceBatch, rows: Sequence[int], share: bool) -> _Seque
             f"packing: row {int(chosen[is_short][0])} has an empty prompt or response; every"
             " sequence needs at least one token of each"
         )
-    return _Sequences(batch, chosen, *borrowed_prompts(batch, chosen, share))
+    return _PackedRows(batch, chosen, *borrowed_prompts(batch, chosen, share))
 
 
-def _layout(sequences: _Sequences, padded: Tensor) -> _Layout:
+def _layout(sequences: _PackedRows, padded: Tensor) -> _Layout:
     """The padded tokens of all context ranks."""
     starts = torch.nn.functional.pad(padded.cumsum(0), (1, 0))
     sequence = torch.repeat_interleave(torch.arange(len(padded)), padded)
-    # A sequence that borrows its prompt begins at the position behind it.
+    # A sequence that borrows its prompt begins at the position after it.
     position = torch.arange(len(sequence)) - (starts[:-1] - sequences.shared)[sequence]
     return _Layout(sequence, position, starts)
 
 
-def _token_ids(sequences: _Sequences, layout: _Layout) -> Tensor:
+def _token_ids(sequences: _PackedRows, layout: _Layout) -> Tensor:
     """Ids of the packed tokens, 0 for padding."""
     token_ids = sequences.batch.token_ids
     source = sequences.batch.offsets[sequences.chosen][layout.sequence] + layout.position
-    # Padding behind the last sequence would read beyond the batch.
+    # Padding after the last sequence would read beyond the batch.
     stored = token_ids[source.clamp(max=token_ids.numel() - 1)]
     return torch.where(layout.position < sequences.lengths[layout.sequence], stored, 0)
 
 
 def _predictions(
-    sequences: _Sequences, layout: _Layout, prompts_too: bool
+    sequences: _PackedRows, layout: _Layout, prompts_too: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(rows, targets, index)`` of a Microbatch, in the order of the sequences.
 
-    A packed token predicts the one behind it, from the last of the prompt to the last but one of
+    A packed token predicts the one after it, from the last of the prompt to the last but one of
     the response. The first token of a response whose prompt is packed elsewhere is predicted
     there: one row then predicts for several sequences.
     """

@@ -329,7 +329,7 @@ def _exchange(
     room_of_slow = budget - np.bincount(given_from, tokens_given, len(slow))
     room_of_fast = budget - np.bincount(taken_from, tokens_taken, len(fast))
     alone = np.bincount(given_from)[given_from] == 1
-    # Behind the rows of the fast rank stand its micro-batches, which may give nothing.
+    # After the rows of the fast rank stand its micro-batches, which may give nothing.
     num_taken = len(taken)
     into = np.concatenate([taken_from, np.arange(len(fast))])
     nothing = np.zeros(len(fast), dtype=np.int64)

@@ -63,7 +63,7 @@ class WorkModel:
     def work(self, tokens: Integers, context: Integers | int = 0) -> Integers:
         """Of ``tokens`` tokens that follow ``context`` others; work of the context itself not
         counted."""
-        # n tokens behind c others attend to (c + n)^2 - c^2 = n (n + 2 c) pairs, halved as all are.
+        # n tokens after c others attend to (c + n)^2 - c^2 = n (n + 2 c) pairs, halved as all are.
         return tokens + tokens * (tokens + 2 * context) // self.crossover_tokens
 
 

@@ -36,7 +36,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 @dataclass(frozen=True)
-class Group:
+class AttentionCall:
     """``count`` sequences of similar length that share one call of attention.
 
     ``tokens``: places among the packed tokens, ``length`` for each sequence; the unused end of a
@@ -67,10 +67,10 @@ class Packing(PackedSeqParams):
     images: PlacedImages | None = None
 
     @cached_property
-    def groups(self) -> tuple[list[Group], Tensor]:
+    def groups(self) -> tuple[list[AttentionCall], Tensor]:
         """``group`` of this packing, on the device of its boundaries.
 
-        Computed for the first layer that asks: attention of Transformer Engine never does.
+        Computed for the first layer that needs them: attention of Transformer Engine never does.
         """
         shared = torch.zeros_like(self.lengths) if self.shared is None else self.shared
         owner = torch.arange(len(self.lengths)) if self.owner is None else self.owner
@@ -79,7 +79,7 @@ class Packing(PackedSeqParams):
 
 def group(
     own: Tensor, shared: Tensor, owner: Tensor, device: torch.device
-) -> tuple[list[Group], Tensor]:
+) -> tuple[list[AttentionCall], Tensor]:
     """The groups of packed sequences, and ``restore``: where each packed token's result is.
 
     Sequence i packs ``own[i]`` tokens; before them it has the first ``shared[i]`` tokens of
@@ -93,7 +93,7 @@ def group(
     order = torch.argsort(lengths, descending=True, stable=True)
     starts = torch.nn.functional.pad(own.cumsum(0), (1, 0))
     sizes = lengths[order].tolist()
-    groups: list[Group] = []
+    groups: list[AttentionCall] = []
     restore = torch.empty(int(starts[-1]), dtype=torch.long)
     first = 0  # of the group, in ``order``
     offset = 0  # of its results, among those of all groups
@@ -105,7 +105,7 @@ def group(
         rows = order[first:last]
         column = torch.arange(longest)[None]
         position = torch.minimum(column, lengths[rows, None] - 1)
-        # Token p of a sequence: in its owner's prompt, or, behind the prompt, among its own tokens,
+        # Token p of a sequence: in its owner's prompt, or, after the prompt, among its own tokens,
         # the first of which has position ``shared``.
         is_borrowed = position < shared[rows, None]
         own_starts = (starts[:-1] - shared)[rows, None]
@@ -114,7 +114,7 @@ def group(
         is_kept = ~is_borrowed & (column < lengths[rows, None])
         place = torch.arange(tokens.numel()).view(tokens.shape)
         restore[tokens[is_kept]] = offset + place[is_kept]
-        groups.append(Group(to_device(tokens.flatten(), device), len(rows), longest))
+        groups.append(AttentionCall(to_device(tokens.flatten(), device), len(rows), longest))
         offset += tokens.numel()
         first = last
     return groups, to_device(restore, device)

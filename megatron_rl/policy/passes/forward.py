@@ -16,17 +16,17 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.passes import Output, Outputs, TokenLoss, TokenScores, TokenView
 from megatron_rl.policy.batches.microbatches import Microbatch
 from megatron_rl.policy.parallel import Ranks
-from megatron_rl.policy.passes.head import Head
+from megatron_rl.policy.passes.head import Entropy, Head
 from megatron_rl.policy.passes.logprobs import LOGPROB_CHUNK_TOKENS, TokenValues, token_values
-from megatron_rl.policy.passes.nucleus import nucleus_entropy
-from megatron_rl.protocols import Entropy
 from megatron_rl.runtime.guard.activity import ACTIVITY
 from megatron_rl.runtime.launch import gather_objects
 from megatron_rl.runtime.transfer import to_device
-from megatron_rl.types import TokenLoss, TokenScores, TokenView, largest
+from megatron_rl.types import largest
 
+PROMPT_LOGPROBS = "prompt_logprobs"
 Consume = Callable[[Microbatch, TokenValues], tuple[Tensor, Any]]
 
 
@@ -71,10 +71,21 @@ def sequence_gather(ranks: Ranks, num_places: int) -> Callable[[Tensor], Tensor]
     return gather
 
 
-class ScoreBoard:
-    """Logprobs, and entropies if wanted, of all response tokens of a batch, written where they are
-    computed: by tensor rank 0 of the last stage, on the context rank that holds the token. Prompt
-    tokens stand behind them, at ``microbatches.prompt_places``.
+def all_outputs(one: Outputs, other: Outputs) -> Outputs:
+    """Those of both, each once; with gradient where one of them wants it."""
+    found: dict[str, Output] = {}
+    for output in (*one, *other):
+        earlier = found.get(output.name, output)
+        assert earlier.value == output.value, f"one pass gives {output.name} of one setting"
+        gradient = earlier.gradient or output.gradient
+        found[output.name] = replace(earlier, gradient=gradient)
+    return tuple(found.values())
+
+
+class ScoreBuffer:
+    """Logprobs and outputs of all response tokens of a batch, written where they are computed: by
+    tensor rank 0 of the last stage, on the context rank that holds the token. Prompt tokens stand
+    behind them, at ``microbatches.prompt_places``.
 
     The host knows the places of the tokens: they go to the device in one copy, after the last
     micro-batch.
@@ -83,18 +94,19 @@ class ScoreBoard:
     def __init__(
         self,
         num_tokens: int,
-        entropy: bool,
+        outputs: Outputs,
         ranks: Ranks,
         device: torch.device,
         prompt_places: Tensor | None = None,
-        nucleus: bool = False,
     ) -> None:
+        self.outputs = outputs
         self._num_tokens = num_tokens
-        self._names = ["logprobs"] + ["entropy"] * entropy + ["nucleus_entropy"] * nucleus
+        self._names = [output.name for output in outputs if output.name != PROMPT_LOGPROBS]
         self._prompt_places = prompt_places
         if prompt_places is not None:
             num_tokens += len(prompt_places)
-        self._values = torch.zeros(len(self._names), num_tokens, dtype=torch.float32, device=device)
+        num_rows = 1 + len(self._names)
+        self._values = torch.zeros(num_rows, num_tokens, dtype=torch.float32, device=device)
         self._writes = ranks.tensor_rank == 0
         self._group = ranks.replica_group
         self._places: list[Tensor] = []
@@ -103,8 +115,7 @@ class ScoreBoard:
     def write(self, microbatch: Microbatch, values: TokenValues) -> None:
         if not self._writes:
             return
-        rows = [getattr(values, name) for name in self._names]
-        assert all(row is not None for row in rows), "values were wanted and not computed"
+        rows = [values.logprobs, *(values.columns[name] for name in self._names)]
         self._places.append(microbatch.index)
         self._written.append(torch.stack([values.detach().float() for values in rows]))
 
@@ -115,26 +126,21 @@ class ScoreBoard:
             self._values[:, places] = torch.cat(self._written, dim=1)
         if self._group is not None:
             dist.all_reduce(self._values, group=self._group)
-        of_responses = dict(zip(self._names, self._values[:, : self._num_tokens], strict=True))
-        of_prompts = None
+        logprobs, *others = self._values[:, : self._num_tokens]
+        columns = dict(zip(self._names, others, strict=True))
         if self._prompt_places is not None:
-            of_prompts = self._values[0, to_device(self._prompt_places, self._values.device)]
-        return TokenScores(
-            logprobs=of_responses["logprobs"],
-            entropy=of_responses.get("entropy"),
-            nucleus_entropy=of_responses.get("nucleus_entropy"),
-            prompt_logprobs=of_prompts,
-        )
+            places = to_device(self._prompt_places, self._values.device)
+            columns[PROMPT_LOGPROBS] = self._values[0, places]
+        return TokenScores(logprobs, columns)
 
-    def fill(self, passes: Passes, microbatches: Sequence[Microbatch], **wanted: Any) -> None:
-        """Collective: a pass without gradient over ``microbatches``; ``wanted``: see
-        ``Passes.run``."""
+    def fill(self, passes: Passes, microbatches: Sequence[Microbatch], outputs: Outputs) -> None:
+        """Collective: a pass without gradient over ``microbatches``."""
 
         def consume(microbatch: Microbatch, values: TokenValues) -> tuple[Tensor, Any]:
             self.write(microbatch, values)
             return values.logprobs.new_zeros(()), None
 
-        passes.run(microbatches, consume, backward=False, **wanted)
+        passes.run(microbatches, consume, outputs, backward=False)
 
 
 @dataclass
@@ -175,22 +181,19 @@ class Passes:
         self,
         microbatches: Sequence[Microbatch],
         consume: Consume,
+        outputs: Outputs = (),
         *,
         backward: bool,
-        entropy: Entropy,
-        top_k: int = 0,
-        nucleus: float = 0.0,
     ) -> list[Any]:
         """Collective: what ``consume`` collected for each micro-batch, in order (nothing before the
-        last stage). ``entropy``, ``top_k``, ``nucleus``: see ``Head``."""
+        last stage)."""
         lengths = {microbatch.token_ids.shape[1] for microbatch in microbatches}
         told = self.ranks.pipeline == 1 or self.chunks[0].config.variable_seq_lengths
         assert told or len(lengths) == 1, (
             f"pipeline stages expect micro-batches of one length: {lengths}"
         )
         iterators = [iter(microbatches) for _ in self.chunks]
-        head = replace(self._head(entropy, top_k), nucleus=nucleus)
-        step = partial(self._step, consume=consume, head=head)
+        step = partial(self._step, consume=consume, outputs=outputs)
         with torch.set_grad_enabled(backward):
             return self.schedule(
                 forward_step_func=step,
@@ -203,13 +206,28 @@ class Passes:
                 forward_only=not backward,
             )
 
-    def _head(self, entropy: Entropy, top_k: int) -> Head:
+    def _head(self, microbatch: Microbatch, outputs: Outputs) -> Head:
+        entropy: Entropy = "none"
+        top_k = 0
+        for output in outputs:
+            if output.name == "entropy":
+                entropy = "grad" if output.gradient else "value"
+            elif output.name in ("topk_logprobs", "is_argmax"):
+                # One most likely token is enough to know whether it was sampled.
+                top_k = max(top_k, int(output.value), 1)
+            elif output.compute is None and output.name != PROMPT_LOGPROBS:
+                raise ValueError(
+                    f"output {output.name}: the policy computes no such quantity; give it a"
+                    " function (Output.compute)"
+                )
+        temperature = microbatch.temperatures
+        if temperature is None:
+            temperature = self.temperature
         group = self.ranks.tensor_group if self.ranks.tensor > 1 else None
-        chunk_tokens = LOGPROB_CHUNK_TOKENS
-        return Head(self.temperature, self.vocab_size, chunk_tokens, group, entropy, top_k)
+        return Head(temperature, self.vocab_size, LOGPROB_CHUNK_TOKENS, group, entropy, top_k)
 
     def _step(
-        self, iterator: Any, chunk: torch.nn.Module, *, consume: Consume, head: Head
+        self, iterator: Any, chunk: torch.nn.Module, *, consume: Consume, outputs: Outputs
     ) -> tuple[Tensor, Callable[..., Any]]:
         microbatch: Microbatch = next(iterator)
         ACTIVITY.note("a micro-batch of the policy")
@@ -220,14 +238,14 @@ class Passes:
             packed_seq_params=microbatch.packing,
             **({"fp32_output": False} if _casts(chunk) else {}),
         )
-        return output, partial(self._finish, chunk, microbatch, consume, head)
+        return output, partial(self._finish, chunk, microbatch, consume, outputs)
 
     def _finish(
         self,
         chunk: torch.nn.Module,
         microbatch: Microbatch,
         consume: Consume,
-        head: Head,
+        outputs: Outputs,
         output: Tensor,
     ) -> tuple[Tensor, Tensor, Any]:
         """Last stage only: states -> logprobs of response tokens -> loss. Megatron expects (loss,
@@ -236,17 +254,20 @@ class Passes:
         _wait_for(chunk, weight)
         hidden = output.squeeze(1)
         states = hidden.index_select(0, microbatch.rows).to(weight.dtype)
-        if microbatch.temperatures is not None:
-            head = replace(head, temperature=microbatch.temperatures)
+        head = self._head(microbatch, outputs)
         values = token_values(states, weight, microbatch.targets, head)
-        if head.nucleus:
-            values = replace(values, nucleus_entropy=nucleus_entropy(states, weight, head))
+        computed = {
+            each.name: each.compute(states, weight, head, each.value)
+            for each in outputs
+            if each.compute is not None
+        }
+        values = TokenValues(values.logprobs, {**values.columns, **computed})
         loss, data = consume(microbatch, values)
         # Without response tokens the graph must still reach every stage: the pipeline waits for a
         # gradient.
         connected = loss + hidden[:0].sum() + weight[:0].sum() + values.logprobs.sum() * 0
-        if values.nucleus_entropy is not None:
-            connected = connected + values.nucleus_entropy.sum() * 0
+        for column in computed.values():
+            connected = connected + column.sum() * 0
         return connected, torch.zeros([], dtype=torch.int, device=loss.device), data
 
 
@@ -287,25 +308,22 @@ def finish_param_gather(chunks: Sequence[Any]) -> None:
 
 
 def loss_consumer(
-    loss: TokenLoss, ranks: Ranks, *, entropy: bool, board: ScoreBoard | None
+    loss: TokenLoss, outputs: Outputs, ranks: Ranks, buffer: ScoreBuffer | None
 ) -> Consume:
     """``consume`` for an update: the contribution of a micro-batch, and what it adds to the totals.
-    ``entropy``: the loss gets it."""
+    ``outputs``: those that the loss gets."""
     over_context = sequence_sum(ranks)
 
     def consume(microbatch: Microbatch, values: TokenValues) -> tuple[Tensor, Any]:
         if microbatch.empty:
             return values.logprobs.new_zeros(()), None
-        if board is not None:
-            board.write(microbatch, values)
+        if buffer is not None:
+            buffer.write(microbatch, values)
         view = TokenView(
             microbatch.index,
             values.logprobs,
-            values.entropy if entropy else None,
+            {output.name: values.columns[output.name] for output in outputs},
             sequence_sum=over_context,
-            topk_logprobs=values.topk_logprobs,
-            is_argmax=values.is_argmax,
-            nucleus_entropy=values.nucleus_entropy,
             # A context rank has at most one response token for each token it works on.
             sequence_gather=sequence_gather(ranks, microbatch.token_ids.shape[1]),
         )

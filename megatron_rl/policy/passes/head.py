@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from megatron_rl.protocols import Entropy
+Entropy = Literal["none", "value", "grad"]
 
 
 @dataclass(frozen=True)
 class Head:
     """How states become a distribution, and what is wanted of it beside logprobs: the settings of
-    ``response_logprobs``, ``top_k`` tokens (0: none), and the probability ``nucleus`` whose entropy
-    ``nucleus.py`` computes (0: none). ``temperature``: one, or that of each token."""
+    ``response_logprobs``, and ``top_k`` tokens (0: none). ``temperature``: one, or that of each
+    token."""
 
     temperature: float | Float[Tensor, " t"]
     vocab_size: int
@@ -23,7 +24,6 @@ class Head:
     group: dist.ProcessGroup | None
     entropy: Entropy
     top_k: int = 0
-    nucleus: float = 0.0
 
     @property
     def rank(self) -> int:

@@ -8,17 +8,16 @@ once more, in one reused buffer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from megatron_rl.policy.passes.head import Head
-from megatron_rl.protocols import Entropy
+from megatron_rl.policy.passes.head import Entropy, Head
 
 # Response tokens whose logits are alive at a time in a pass of the policy. A chunk of 256 would
 # stay in the cache of a GPU, but every chunk reads the weight once a product and, in backward,
@@ -80,18 +79,15 @@ def response_logprobs(
     )
     head = Head(temperature, vocab_size, chunk_tokens, group, entropy)
     values = token_values(hidden, weight, targets, head)
-    return values.logprobs, values.entropy
+    return values.logprobs, values.columns.get("entropy")
 
 
 @dataclass(frozen=True)
 class TokenValues:
-    """What ``token_values`` computes, in nats; ``is_argmax``: no token is more likely."""
+    """What a pass computes of tokens: logprobs in nats, and outputs by their names."""
 
     logprobs: Float[Tensor, " t"]
-    entropy: Float[Tensor, " t"] | None = None
-    topk_logprobs: Float[Tensor, "t k"] | None = None
-    is_argmax: Bool[Tensor, " t"] | None = None
-    nucleus_entropy: Float[Tensor, " t"] | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def token_values(
@@ -100,10 +96,11 @@ def token_values(
     targets: Int[Tensor, " t"],
     head: Head,
 ) -> TokenValues:
-    """``response_logprobs`` with the most likely tokens.
+    """``response_logprobs`` with the columns ``entropy``, ``topk_logprobs`` and ``is_argmax``, as
+    ``head`` wants them.
 
-    ``topk_logprobs``: of the ``top_k`` most likely tokens, most likely first, with gradient; which
-    of two equally likely tokens is the k-th is not said.
+    ``is_argmax``: no token is more likely. ``topk_logprobs``: of the ``top_k`` most likely tokens,
+    most likely first, with gradient; which of two equally likely tokens is the k-th is not said.
 
     Raises:
         ValueError: the vocabulary has fewer than ``top_k`` tokens.
@@ -113,12 +110,12 @@ def token_values(
             f"token_values: top_k is {head.top_k}, but the vocabulary has {head.vocab_size} tokens"
         )
     logprobs, entropies, topk, is_argmax = _Logprobs.apply(hidden, weight, targets, head)
-    return TokenValues(
-        logprobs,
-        None if head.entropy == "none" else entropies,
-        topk if head.top_k else None,
-        is_argmax if head.top_k else None,
-    )
+    columns = {}
+    if head.entropy != "none":
+        columns["entropy"] = entropies
+    if head.top_k:
+        columns |= {"topk_logprobs": topk, "is_argmax": is_argmax}
+    return TokenValues(logprobs, columns)
 
 
 class _Logprobs(torch.autograd.Function):

@@ -20,10 +20,13 @@ _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def nucleus_entropy(
-    hidden: Float[Tensor, "t h"], weight: Float[Tensor, "v_local h"], head: Head
+    hidden: Float[Tensor, "t h"],
+    weight: Float[Tensor, "v_local h"],
+    head: Head,
+    probability: float,
 ) -> Float[Tensor, " t"]:
     """-sum_v q_v log q_v in nats, with gradient, over the smallest set of most likely tokens whose
-    probability reaches ``head.nucleus``; q = p / (probability of the set).
+    probability reaches ``probability``; q = p / (probability of the set).
 
     Tokens as likely as the least likely of the set belong to it. The set has no gradient: it is
     taken as given. ``hidden``, ``weight`` and ``head`` are those of ``logprobs.token_values``, and
@@ -31,12 +34,14 @@ def nucleus_entropy(
     Source: SIREN (arXiv 2509.25133).
     """
     targets = torch.zeros(hidden.shape[0], dtype=torch.int64, device=hidden.device)
-    return _NucleusEntropy.apply(hidden, weight, targets, head)
+    return _NucleusEntropy.apply(hidden, weight, targets, head, probability)
 
 
 class _NucleusEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head, probability: float
+    ) -> Tensor:
         chunks = Chunks(hidden, weight, targets, head)
         # Rows: largest logit, threshold of exp(x - largest), log of the sum of the set, entropy.
         found = torch.zeros(4, hidden.shape[0], dtype=chunks.dtype, device=hidden.device)
@@ -44,7 +49,7 @@ class _NucleusEntropy(torch.autograd.Function):
             maximum, threshold, log_sum, entropy = found[:, rows]
             _largest(x, maximum, head.group)
             x.sub_(maximum[:, None]).exp_()
-            threshold.copy_(_threshold(x, head))
+            threshold.copy_(_threshold(x, probability, head.group))
             _keep_(x, threshold)
             sums = torch.stack([x.sum(1), _entropy_sum(x)])
             _add(sums, head.group)
@@ -66,7 +71,7 @@ class _NucleusEntropy(torch.autograd.Function):
             x.sub_(maximum[:, None])
             _gradient_(x, threshold, log_sum, entropy, outer)
             gradients.add(rows, x)
-        return (*gradients.whole(head.group), None, None)
+        return (*gradients.whole(head.group), None, None, None)
 
 
 def _largest(x: Tensor, out: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -78,19 +83,19 @@ def _largest(x: Tensor, out: Tensor, group: dist.ProcessGroup | None) -> None:
         dist.all_reduce(out, op=dist.ReduceOp.MAX, group=group)
 
 
-def _threshold(weights: Tensor, head: Head) -> Tensor:
-    """The largest number such that the weights from it on sum up to the share ``head.nucleus`` of
-    all. They are in [0, 1], where numbers are ordered like their bits: one bit is found at a time,
-    the highest first."""
+def _threshold(weights: Tensor, share: float, group: dist.ProcessGroup | None) -> Tensor:
+    """The largest number such that the weights from it on sum up to ``share`` of all. They are in
+    [0, 1], where numbers are ordered like their bits: one bit is found at a time, the highest
+    first."""
     bits = _BITS[weights.dtype]
     found = torch.zeros(weights.shape[0], dtype=bits, device=weights.device)
     # A threshold of 0 takes all.
-    wanted = head.nucleus * _sum_from(weights, found.view(weights.dtype), head.group)
+    wanted = share * _sum_from(weights, found.view(weights.dtype), group)
     # No weight is above 1, so no bit above those of 1 is needed.
     highest = int(torch.ones((), dtype=weights.dtype).view(bits)).bit_length()
     for bit in reversed(range(highest)):
         tried = found | (1 << bit)
-        reached = _sum_from(weights, tried.view(weights.dtype), head.group) >= wanted
+        reached = _sum_from(weights, tried.view(weights.dtype), group) >= wanted
         found = torch.where(reached, tried, found)
     return found.view(weights.dtype)
 

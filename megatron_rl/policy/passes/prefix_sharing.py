@@ -73,7 +73,7 @@ def plan_shared_prompts(
 
 @dataclass(frozen=True)
 class _PartCosts:
-    """Cost of a part = that of its prompt, once, and that of each response behind the prompt."""
+    """Cost of a part = that of its prompt, once, and that of each response after the prompt."""
 
     of_prompt: Integers
     of_response: Integers

@@ -161,7 +161,7 @@ def rope_positions(is_image: Tensor, length: int, grids: Sequence[Grid]) -> Int[
     each image, in tokens.
 
     Text counts on by one in all three. An image stands at the next number, its rows and columns
-    count from there, and text goes on behind its longer side.
+    count from there, and text continues after its longer side.
 
     Example, an image of 1 row and 2 columns between two tokens: time 0 1 1 3, row 0 1 1 3, column
     0 1 2 3.

@@ -35,7 +35,7 @@ from megatron_rl.checkpoints.part_writer import (
     Settings,
     saved_bytes,
 )
-from megatron_rl.checkpoints.saving import Saving
+from megatron_rl.checkpoints.saving import CheckpointSave
 from megatron_rl.config.number_formats import format_name
 from megatron_rl.config.schema import ModelConfig, ParallelConfig
 from megatron_rl.models import Architecture
@@ -105,7 +105,7 @@ def start(
     after: Callable[[], None] | None = None,
     *,
     blocks: int | None = None,
-) -> Saving:
+) -> CheckpointSave:
     """Collective: has threads write the directory ``path``, as a whole or not at all, replacing an
     older one. Returns when the state is copied and may change.
 
@@ -123,7 +123,7 @@ def start(
         writer = _begin(policy, partial, extra, blocks)
         writer.close()
     info = {**describe(policy), **(about or {})} if dist.get_rank() == 0 else None
-    return Saving(path, writer, _bytes(policy), dist.get_world_size(), info, after)
+    return CheckpointSave(path, writer, _bytes(policy), dist.get_world_size(), info, after)
 
 
 def _begin(

@@ -101,7 +101,7 @@ def _of_experts(stored: Any, state: Any) -> Any:
 
 
 def _rates(group: Mapping[str, Any]) -> tuple[float, float]:
-    """What tells megatron's groups of parameters apart."""
+    """What distinguishes megatron's groups of parameters."""
     return group["wd_mult"], group["lr_mult"]
 
 
@@ -208,7 +208,7 @@ class _Shared:
 def _on_all_ranks(action: Callable[[], None]) -> None:
     """Collective: the first rank's error is raised on every rank.
 
-    One that went on alone would wait in the next collective.
+    One that continued alone would wait in the next collective.
     """
     error: Exception | None = None
     try:

@@ -30,7 +30,7 @@ from megatron_rl.models.parameter_map import (
     vision_parameters,
 )
 from megatron_rl.policy.parallel import Ranks
-from megatron_rl.policy.state.weights import Held
+from megatron_rl.policy.state.weights import LocalParameter
 from megatron_rl.runtime.launch import gather_objects
 
 
@@ -76,7 +76,7 @@ class Gather:
     """
 
     def __init__(
-        self, held: Sequence[Held], arch: Architecture, ranks: Ranks, vocab_rows: int
+        self, held: Sequence[LocalParameter], arch: Architecture, ranks: Ranks, vocab_rows: int
     ) -> None:
         self.ranks = ranks
         self.own = {item.parameter: item.tensor for item in held}
@@ -95,7 +95,7 @@ class Gather:
                 self.units.append(self._expert_unit(stage, layer))
         self.units.append(self._dense_unit(ranks.pipeline - 1, after))
 
-    def _stage_of_layers(self, held: Sequence[Held]) -> dict[int, int]:
+    def _stage_of_layers(self, held: Sequence[LocalParameter]) -> dict[int, int]:
         """Collective over pipeline stages."""
         own = {item.parameter.layer for item in held if item.parameter.layer is not None}
         by_stage = gather_objects(sorted(own), self.ranks.pipeline_group)

@@ -36,19 +36,11 @@ def rounded(num_bytes: int) -> int:
     return 1 << max(0, num_bytes - 1).bit_length()
 
 
-def pinned_bytes(num_bytes: int) -> int:
-    """Bytes that a page-locked ``HostBuffer`` takes from the system.
-
-    They are less than 128 KiB more than it holds.
-    """
-    return sum(rounded(size) for size in block_sizes(num_bytes))
-
-
 class HostBuffer:
     """``num_bytes`` of host memory, uninitialized.
 
     ``pinned``: page-locked, in blocks, so that a CUDA device copies from and to it while the host
-    goes on. Otherwise one block.
+    continues. Otherwise one block.
     """
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:

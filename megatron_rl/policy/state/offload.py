@@ -14,7 +14,7 @@ from megatron_rl.policy.state.host_memory import HostBuffer
 
 
 @dataclass
-class Stored:
+class OffloadedStorage:
     """A storage that was emptied, and a copy of its bytes (None: it comes back as zeros)."""
 
     storage: torch.UntypedStorage
@@ -39,7 +39,7 @@ class Offload:
         self._tensors = tensors
         self._dropped = dropped
         self._device = device
-        self._away: dict[str, list[Stored]] = {}
+        self._away: dict[str, list[OffloadedStorage]] = {}
         # Kept between steps: pinning memory takes longer than the copy.
         self._hosts: dict[tuple[str, int], HostBuffer] = {}
 
@@ -119,16 +119,16 @@ class Offload:
                 storages.setdefault(storage._cdata, storage)
         return list(storages.values())
 
-    def _store(self, part: str, number: int, storage: torch.UntypedStorage) -> Stored:
+    def _store(self, part: str, number: int, storage: torch.UntypedStorage) -> OffloadedStorage:
         num_bytes = storage.nbytes()
         if part in self._dropped:
-            return Stored(storage, num_bytes, None)
+            return OffloadedStorage(storage, num_bytes, None)
         host = self._hosts.get((part, number))
         if host is None or host.num_bytes != num_bytes:
             host = HostBuffer(num_bytes, pinned=self._device.type == "cuda")
             self._hosts[part, number] = host
         host.take(_bytes(storage))
-        return Stored(storage, num_bytes, host)
+        return OffloadedStorage(storage, num_bytes, host)
 
 
 def training_tensors(

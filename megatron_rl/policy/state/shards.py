@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_rl.policy.state.weights import Held
+from megatron_rl.policy.state.weights import LocalParameter
 from megatron_rl.types import Shard
 
 
-def key(item: Held) -> str:
+def key(item: LocalParameter) -> str:
     """``<chunk>:<name of the parameter in the chunk>``."""
     return f"{item.chunk}:{item.name}"
 
 
-def held_shards(held: Sequence[Held]) -> list[Shard]:
+def parameter_shards(held: Sequence[LocalParameter]) -> list[Shard]:
     """The shards of all parameters. The head of a tied model, where a stage has a copy of it, holds
     the embedding; padding of the vocabulary is in no shard.
 

@@ -14,13 +14,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from megatron_rl.checkpoints.chunks import Box, Place, Range, even_ranges
+from megatron_rl.checkpoints.chunks import ArrayLocation, Box, Range, even_ranges
 from megatron_rl.policy.optimizer import parts
 
 Shard = ShardedTensor | ShardedTensorFactory
 STATE = "optimizer.state."
 REFERENCE = "reference."
-# Float32 weights beside others: of a distributed optimizer, and of one that every rank has whole.
+# Names of float32 master weights: of a distributed optimizer, and of one that every rank has whole.
 MASTERS = ("param", "fp32_param")
 
 
@@ -65,10 +65,10 @@ class StoredParameter:
     reads: Mapping[int, Range]
     is_expert: bool
 
-    def place(self, dtype: torch.dtype, prefix: str = "") -> Place:
-        """Of what belongs to the parameter, under the parameter's key behind ``prefix``."""
+    def place(self, dtype: torch.dtype, prefix: str = "") -> ArrayLocation:
+        """Of what belongs to the parameter, under the parameter's key after ``prefix``."""
         key = prefix + self.key
-        return Place(key, self.array_shape, dtype, self.boxes, self.may_differ)
+        return ArrayLocation(key, self.array_shape, dtype, self.boxes, self.may_differ)
 
 
 def data_parallel_group(*, is_expert: bool, device: torch.device) -> Any:

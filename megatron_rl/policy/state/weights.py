@@ -49,7 +49,7 @@ MAX_NAMES_SHOWN = 4
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalParameter:
     """One parameter of this rank, and the shards of HF tensors in it.
 
     ``name`` is its name in the chunk.
@@ -62,9 +62,9 @@ class Held:
     shards: list[Shard]
 
 
-def held_parameters(
+def local_parameters(
     chunks: Sequence[torch.nn.Module], arch: Architecture, ranks: Ranks, vocab_rows: int
-) -> list[Held]:
+) -> list[LocalParameter]:
     """Every parameter of this rank's chunks with the shards of HF-named tensors that it holds."""
     held = []
     for index, chunk in enumerate(chunks):
@@ -84,7 +84,7 @@ def held_parameters(
             )
             _mark(tensor, parameter, arch, vocab_rows)
             inside = shards(parameter, arch, vocab_rows, rank, size)
-            held.append(Held(index, name, tensor, parameter, inside))
+            held.append(LocalParameter(index, name, tensor, parameter, inside))
     return held
 
 
@@ -141,7 +141,7 @@ def check_directory(path: Path, arch: Architecture) -> None:
 
 
 def load(
-    held: Sequence[Held],
+    held: Sequence[LocalParameter],
     arch: Architecture,
     path: Path,
     ranks: Ranks | None = None,
@@ -168,7 +168,7 @@ def load(
     except ValueError as error:
         problem = str(error)
     everyone = gather_objects((problem, counts))
-    problems = [said for said, _ in everyone if said is not None]
+    problems = [text for text, _ in everyone if text is not None]
     if problems:
         raise ValueError(problems[0])
     if ranks is not None:
@@ -177,18 +177,18 @@ def load(
         _refuse_not_finite(path, [found for _, found in everyone])
 
 
-def _copies_group(item: Held, ranks: Ranks) -> Any:
+def _copies_group(item: LocalParameter, ranks: Ranks) -> Any:
     """The ranks that hold the same values of this parameter."""
     return ranks.copies_group if item.parameter.expert is None else ranks.expert_copies_group
 
 
-def _reads(item: Held, ranks: Ranks) -> bool:
+def _reads(item: LocalParameter, ranks: Ranks) -> bool:
     """Whether this rank reads the parameter: the first that holds it. In FP8 each rank does: the
-    optimizer's copy takes the numbers of before the rounding, which nobody can send."""
+    optimizer's copy takes the numbers before rounding, which cannot be sent."""
     return is_float8tensor(item.tensor) or dist.get_rank(_copies_group(item, ranks)) == 0
 
 
-def _copy_to_others(held: Sequence[Held], ranks: Ranks) -> None:
+def _copy_to_others(held: Sequence[LocalParameter], ranks: Ranks) -> None:
     """Collective over the ranks that hold the same parameters."""
     with torch.no_grad():
         for item in held:
@@ -199,7 +199,7 @@ def _copy_to_others(held: Sequence[Held], ranks: Ranks) -> None:
             ACTIVITY.note("sending the policy's weights")
 
 
-def _fill(held: Sequence[Held], arch: Architecture, path: Path) -> dict[ShardKey, int]:
+def _fill(held: Sequence[LocalParameter], arch: Architecture, path: Path) -> dict[ShardKey, int]:
     """Reads every shard of these parameters.
 
     Returns how many values of a shard are not finite, where any are.

@@ -1,2 +1,1 @@
-"""Several runs beside each other: cells of equal settings, their differences, curves and samples,
-as one page of HTML and its twin in Markdown."""
+"""Several runs side by side: variants of equal settings, their differences, curves and samples."""

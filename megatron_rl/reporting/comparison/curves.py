@@ -1,20 +1,18 @@
-"""Values over steps of a run and of a cell, with gaps where a value is missing."""
+"""Values over steps of a run and of a variant, with gaps where a value is missing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil
 
 import numpy as np
 
-from megatron_rl.reporting.comparison.cells import Cell, all_runs
 from megatron_rl.reporting.comparison.runs import Run
+from megatron_rl.reporting.comparison.variants import Variant, all_runs
 from megatron_rl.reporting.metrics_file import Row, is_held_out
 from megatron_rl.reporting.pass_at_k import PASS_AT, pass_at_ks
 
 SMOOTHING = 20  # a curve of training is a moving mean over 1 / SMOOTHING of its steps
-MAX_POINTS = 400  # longer curves are means of neighboring steps: an eye sees no more
 
 
 @dataclass(frozen=True)
@@ -27,9 +25,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Band:
-    """Of a cell: median, smallest and largest value of its runs that have one at ``x``.
+    """Spread of a variant: median, smallest and largest value of its runs that have one at ``x``.
 
-    ``singles``: the run of each; ``raw``: of a cell with one run, that before smoothing.
+    Attributes:
+        singles: the curve of each run.
+        raw: of a variant with one run, its values before smoothing.
     """
 
     x: np.ndarray
@@ -53,30 +53,28 @@ def run_curve(run: Run, key: str) -> Curve:
     return Curve(np.array(steps), np.array(y, dtype=float))
 
 
-def smoothing_width(cells: Sequence[Cell]) -> int:
+def smoothing_width(variants: Sequence[Variant]) -> int:
     """Steps of the moving mean, the same for all curves of training; 1 = none."""
-    longest = max(run.steps_done for run in all_runs(cells))
+    longest = max(run.steps_done for run in all_runs(variants))
     return max(1, longest // SMOOTHING)
 
 
-def cell_band(cell: Cell, key: str, width: int) -> Band | None:
-    """The curves of a cell; None where no run has a value.
+def variant_band(variant: Variant, key: str, width: int) -> Band | None:
+    """The curves of a variant; None where no run has a value.
 
     Args:
         width: steps of the moving mean, not used for held-out metrics.
     """
-    curves = [run_curve(run, key) for run in cell.runs]
+    curves = [run_curve(run, key) for run in variant.runs]
     curves = [curve for curve in curves if np.isfinite(curve.y).any()]
     if not curves:
         return None
     if is_held_out(key):
         return band_of(curves)
-    # Smoothed first: the width of the mean is in steps, not in points of a thinned curve.
-    smoothed = [Curve(curve.x, moving_mean(curve.y, width)) for curve in curves]
-    band = band_of([thinned(curve) for curve in smoothed])
+    band = band_of([Curve(curve.x, moving_mean(curve.y, width)) for curve in curves])
     if len(curves) > 1 or width == 1:
         return band
-    return replace(band, raw=thinned(curves[0]))
+    return replace(band, raw=curves[0])
 
 
 def band_of(curves: Sequence[Curve]) -> Band:
@@ -111,19 +109,6 @@ def moving_mean(values: np.ndarray, width: int) -> np.ndarray:
     return smoothed
 
 
-def thinned(curve: Curve) -> Curve:
-    """At most ``MAX_POINTS`` points: means over equal stretches of steps, a gap where no step of a
-    stretch has a value."""
-    count = len(curve.x)
-    if count <= MAX_POINTS:
-        return curve
-    stretch = ceil(count / MAX_POINTS)
-    parts = [slice(first, first + stretch) for first in range(0, count, stretch)]
-    x = [float(curve.x[part].mean()) for part in parts]
-    y = [_finite_mean(curve.y[part]) for part in parts]
-    return Curve(np.array(x), np.array(y))
-
-
 def pass_curve(run: Run) -> Curve | None:
     """pass@k over k at the last evaluation: that after the training where there is one, else that
     of the training; None where it has fewer than two k."""
@@ -136,17 +121,12 @@ def pass_curve(run: Run) -> Curve | None:
     return None
 
 
-def pass_band(cell: Cell) -> Band | None:
-    """pass@k over k of the runs of a cell; None where none has several k."""
-    curves = [curve for run in cell.counted if (curve := pass_curve(run)) is not None]
+def pass_band(variant: Variant) -> Band | None:
+    """pass@k over k of the runs of a variant; None where none has several k."""
+    curves = [curve for run in variant.counted if (curve := pass_curve(run)) is not None]
     return band_of(curves) if curves else None
 
 
 def _last_with_several_k(rows: Sequence[Row]) -> Row | None:
     fitting = [row for row in rows if len(pass_at_ks([row])) > 1]
     return fitting[-1] if fitting else None
-
-
-def _finite_mean(values: np.ndarray) -> float:
-    finite = values[np.isfinite(values)]
-    return float(finite.mean()) if len(finite) else float("nan")

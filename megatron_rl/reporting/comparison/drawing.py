@@ -1,4 +1,4 @@
-"""Bands of cells on axes, in colors that people with defective color vision tell apart."""
+"""Bands of variants on axes, in colors that people with defective color vision tell apart."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from megatron_rl.reporting.comparison.curves import Band, Curve
+from megatron_rl.reporting.comparison.curves import Band
 
 Dash = tuple[float, tuple[float, ...]]  # offset, lengths on and off in points
 
-# Text and the baseline: black in PNG, the color of the page's text in SVG (``svg.py``). It is no
-# color that anything else has.
-INK = "#010203"
+INK = "#000000"  # text and the baseline
 # Okabe and Ito 2008, Color Universal Design, without yellow, which a white page swallows.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _SOLID: Dash = (0.0, ())
@@ -24,13 +22,13 @@ _DASHES = (_SOLID, (0.0, (6.0, 1.5)), (0.0, (1.5, 1.2)), (0.0, (6.0, 1.5, 1.5, 1
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h", "*", "p")
 _MARKS = 7  # on a curve of training
 _HELD_OUT_MARKS = 16
-MAX_BANDS = 4  # cells whose bands can be told apart in one set of axes
+MAX_BANDS = 4  # variants whose bands can be told apart in one set of axes
 MAX_SINGLES = 10  # runs whose single curves can
 
 
 @dataclass(frozen=True)
 class Style:
-    """Color, dash and marker of a cell, the same in every figure."""
+    """Color, dash and marker of a variant, the same in every figure."""
 
     color: str
     dash: Dash
@@ -39,7 +37,7 @@ class Style:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A cell's band and how it is drawn; ``order``: its place in the legend."""
+    """A variant's band and how it is drawn; ``order``: its place in the legend."""
 
     label: str
     style: Style
@@ -48,31 +46,31 @@ class Drawn:
 
 
 def style_of(order: int) -> Style:
-    """The style of the cell at this place. The first, the baseline, has the color of the text; of
-    the others colors and dashes together repeat after 24, and markers before that."""
+    """The style of the variant at this place. The first, the baseline, has the color of the text;
+    of the others colors and dashes together repeat after 24, and markers before that."""
     if order == 0:
         return Style(INK, _SOLID, _MARKERS[0])
-    # Dashes go on with the colors, so that neighbors differ in both, and are moved by one at each
-    # turn of the colors: cells 1 and 7 are both blue, with dash 0 and dash 1.
+    # Dashes advance with the colors, so that neighbors differ in both, and are moved by one at each
+    # turn of the colors: variants 1 and 7 are both blue, with dash 0 and dash 1.
     turn, color = divmod(order - 1, len(_COLORS))
     dash = _DASHES[(color + turn) % len(_DASHES)]
     return Style(_COLORS[color], dash, _MARKERS[order % len(_MARKERS)])
 
 
-def draw_cells(axes: Axes, cells: Sequence[Drawn], *, held_out: bool) -> None:
+def draw_variants(axes: Axes, variants: Sequence[Drawn], *, held_out: bool) -> None:
     """Medians strong; bands and single runs faint, where few enough to be told apart."""
-    bands = len(cells) <= MAX_BANDS
-    singles = sum(len(cell.band.singles) for cell in cells) <= MAX_SINGLES
-    for cell in cells:
-        draw_spread(axes, cell, bands=bands, singles=singles)
-    for cell in cells:  # above the spread of all cells
-        draw_median(axes, cell, _HELD_OUT_MARKS if held_out else _MARKS)
+    bands = len(variants) <= MAX_BANDS
+    singles = sum(len(variant.band.singles) for variant in variants) <= MAX_SINGLES
+    for variant in variants:
+        _draw_spread(axes, variant, bands=bands, singles=singles)
+    for variant in variants:  # above the spread of all variants
+        _draw_median(axes, variant, _HELD_OUT_MARKS if held_out else _MARKS)
 
 
-def draw_spread(axes: Axes, cell: Drawn, *, bands: bool, singles: bool) -> None:
-    """What lies around the median of a cell."""
-    band = cell.band
-    color = cell.style.color
+def _draw_spread(axes: Axes, variant: Drawn, *, bands: bool, singles: bool) -> None:
+    """What lies around the median of a variant."""
+    band = variant.band
+    color = variant.style.color
     if band.raw is not None:
         axes.plot(band.raw.x, band.raw.y, color=color, alpha=0.25, linewidth=0.8)
     if len(band.singles) < 2:
@@ -84,29 +82,23 @@ def draw_spread(axes: Axes, cell: Drawn, *, bands: bool, singles: bool) -> None:
             axes.plot(curve.x, curve.y, color=color, alpha=0.3, linewidth=0.8)
 
 
-def draw_median(axes: Axes, cell: Drawn, num_marks: int) -> None:
-    """With so many markers (0: none), which do not stand at one place for all cells."""
-    curve = Curve(cell.band.x, cell.band.median)
-    alone = _alone(curve.y)
-    axes.plot(curve.x[alone], curve.y[alone], "o", color=cell.style.color, markersize=2)
-    # 70 steps and 7 marks: the first cell has its marks at 0, 10, 20, ..., the next at 2, 12, ...
-    every = max(1, len(curve.x) // max(1, num_marks))
-    first_mark = cell.order * 2 % every
-    # Marks and dashes tell cells apart; a facet has one cell, and needs none.
-    dash = _SOLID
-    marker = ""
-    if num_marks:
-        dash = cell.style.dash
-        marker = cell.style.marker
+def _draw_median(axes: Axes, variant: Drawn, num_marks: int) -> None:
+    """With so many markers, which do not stand at one place for all variants."""
+    x = variant.band.x
+    median = variant.band.median
+    alone = _alone(median)
+    axes.plot(x[alone], median[alone], "o", color=variant.style.color, markersize=2)
+    # 70 steps, 7 marks: the first variant has its marks at 0, 10, 20, ..., the next at 2, 12, ...
+    every = max(1, len(x) // num_marks)
     axes.plot(
-        curve.x,
-        curve.y,
-        color=cell.style.color,
-        linestyle=dash,
+        x,
+        median,
+        color=variant.style.color,
+        linestyle=variant.style.dash,
         linewidth=1.8,
-        marker=marker,
+        marker=variant.style.marker,
         markersize=4.5,
-        markevery=(first_mark, every),
+        markevery=(variant.order * 2 % every, every),
     )
 
 
@@ -128,21 +120,18 @@ def finish(axes: Axes, x_label: str, y_label: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def show_zero(every_axes: Sequence[Axes]) -> None:
-    """Axes of one scale, of values that are not negative, begin at zero where that is near.
-
-    Setting the first is enough: axes of one scale share their limits.
-    """
-    low = min(axes.dataLim.y0 for axes in every_axes)
-    high = max(axes.dataLim.y1 for axes in every_axes)
+def show_zero(axes: Axes) -> None:
+    """Values that are not negative begin at zero where that is near."""
+    low = axes.dataLim.y0
+    high = axes.dataLim.y1
     if high == 0 and low == 0:  # nothing but zeros, of what is a share most of the time
-        every_axes[0].set_ylim(0, 1)
+        axes.set_ylim(0, 1)
     elif 0 <= low < high / 2:
-        every_axes[0].set_ylim(bottom=0)
+        axes.set_ylim(bottom=0)
 
 
 def legend_line(style: Style) -> Line2D:
-    """What stands for a cell in a legend."""
+    """What stands for a variant in a legend."""
     return Line2D(
         [0, 1],
         [0, 0],

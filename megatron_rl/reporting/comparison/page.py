@@ -1,33 +1,24 @@
-"""The page and its twin: what stands in them, and writing both."""
+"""The page of a comparison: ``report.md``, and ``index.html``, the same text as one file."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
-import jinja2
+from markdown_it import MarkdownIt
 
-from megatron_rl.reporting.comparison.cells import Cell, all_runs
 from megatron_rl.reporting.comparison.curves import SMOOTHING, smoothing_width
-from megatron_rl.reporting.comparison.figures import (
-    MANY,
-    InlineFigure,
-    Picture,
-    as_svg,
-    legend_svg,
-    pictures_of,
-    write_png,
-)
+from megatron_rl.reporting.comparison.figures import panels_to_draw, write_png
 from megatron_rl.reporting.comparison.panels import HEADINGS
 from megatron_rl.reporting.comparison.samples import Sample, samples_of
 from megatron_rl.reporting.comparison.scores import LAST_ROWS, last_value
 from megatron_rl.reporting.comparison.tables import (
-    Link,
+    Entry,
     Table,
     cost_table,
     differing_versions,
@@ -37,137 +28,103 @@ from megatron_rl.reporting.comparison.tables import (
     settings_table,
     versions_table,
 )
+from megatron_rl.reporting.comparison.variants import Variant, all_runs
 
 HTML = "index.html"
 MARKDOWN = "report.md"
 FIGURES = "figures"
-_TEMPLATES = Path(__file__).parent
 _HOW_TO_READ = (
     "Values are those of the last evaluation; of a metric of training the mean of its last "
-    f"{LAST_ROWS} steps. Only finished runs count, where a cell has any. A difference is the mean "
-    "over common seeds of cell minus baseline; where no seed is common, means are compared "
+    f"{LAST_ROWS} steps. Only finished runs count, where a variant has any. A difference is the "
+    "mean over common seeds of variant minus baseline; where no seed is common, means are compared "
     "unpaired (Welch). Student's interval decides the word: with a handful of seeds the bootstrap "
     "is too narrow. The best mean is the largest over all evaluations, and as such too good."
 )
+_PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>TITLE</title><link rel="icon" href="data:,">
+<style>
+body { margin: 0 auto; max-width: 90rem; padding: 0 1rem 4rem; font: 15px/1.5 sans-serif;
+  background: #fff; color: #1b1e23; overflow-wrap: anywhere; }
+h2 { margin-top: 2.4rem; border-top: 1px solid #d5dae0; }
+table { display: block; overflow-x: auto; border-collapse: collapse; font-size: 0.9rem; }
+th, td { padding: 0.3rem 0.55rem; border-bottom: 1px solid #d5dae0; text-align: left;
+  vertical-align: top; overflow-wrap: normal; }
+img { max-width: 100%; }
+pre { padding: 0.5rem; background: #f4f6f8; white-space: pre-wrap; }
+</style></head><body>
+BODY</body></html>
+"""
 
 
-@dataclass(frozen=True)
-class Report:
-    """All that both forms show but the figures."""
-
-    title: str
-    summary: str
-    metrics: tuple[tuple[str, Table], ...]  # (key, its table)
-    evaluation: Table | None
-    cost: Table
-    runs: Table
-    settings: Table
-    versions: Table
-    samples: tuple[tuple[str, tuple[Sample, ...]], ...]  # (cell and run, samples)
-    notes: tuple[str, ...]
-
-
-def report_of(
-    cells: Sequence[Cell],
+def write_report(
+    variants: Sequence[Variant],
     metrics: Sequence[str],
-    title: str,
-    problems: Sequence[str],
+    out: Path,
     *,
+    title: str,
+    problems: Sequence[str] = (),
     with_links: bool = True,
-) -> Report:
-    """The content of a report.
+) -> tuple[str, list[str]]:
+    """Writes ``index.html``, ``report.md`` and ``figures/*.png`` into ``out``.
+
+    The same runs give the same bytes. Figures of an earlier report there are replaced or removed.
 
     Args:
-        cells: the baseline first.
+        variants: the baseline first.
         metrics: keys of the tables of methods.
         problems: what could not be read, one sentence each.
         with_links: to the files of the runs, where they lie now.
-    """
-    samples = []
-    damaged = []
-    for cell in cells:
-        run = cell.counted[0]
-        found, wrong = samples_of(run)
-        damaged += [f"{run.name}: {problem}" for problem in wrong]
-        if found:
-            samples.append((f"{cell.label} ({run.name})", tuple(found)))
-    return Report(
-        title=title,
-        summary=_summary(cells),
-        metrics=tuple((metric, method_table(cells, metric)) for metric in metrics),
-        evaluation=evaluation_table(cells),
-        cost=cost_table(cells),
-        runs=runs_table(cells, metrics[0], with_links),
-        settings=settings_table(cells),
-        versions=versions_table(cells),
-        samples=tuple(samples),
-        notes=(*problems, *damaged, *_notes(cells, metrics)),
-    )
 
-
-def write_report(report: Report, cells: Sequence[Cell], out: Path) -> list[Path]:
-    """``index.html``, ``report.md`` and ``figures/*.png`` in ``out``; returns what was written.
-
-    The same runs give the same bytes. Figures of an earlier report there are replaced or removed.
+    Returns:
+        One sentence on what was compared, and notes on single runs.
     """
     out.mkdir(parents=True, exist_ok=True)
-    pictures = pictures_of(cells)
-    written = [out / HTML, out / MARKDOWN]
-    svgs = {}
-    files = {}
-    for heading in HEADINGS:
-        path = out / FIGURES / _png_name(heading)
-        path.unlink(missing_ok=True)
-        of_heading = [picture for picture in pictures if picture.heading == heading]
-        if of_heading:
-            write_png(of_heading, cells, path)
-            written.append(path)
-            svgs[heading] = _svgs(of_heading, heading)
-            files[heading] = f"{FIGURES}/{path.name}"
-    environment = _environment()
-    common = {
-        "report": report,
-        "many": len(cells) > MANY,
-        "labels": [cell.label for cell in cells],
-        "how_to_read": _HOW_TO_READ,
-        "curves": _curves_text(cells),
-        "relative": lambda link: relative(link, out),
-    }
-    legend = [legend_svg(order) for order in range(len(cells))]
-    page = environment.get_template("report.html.jinja")
-    (out / HTML).write_text(page.render(**common, figures=svgs, legend=legend), encoding="utf-8")
-    twin = environment.get_template("report.md.jinja")
-    (out / MARKDOWN).write_text(twin.render(**common, figures=files), encoding="utf-8")
-    return written
+    summary = _summary(variants)
+    notes = [*problems, *_notes(variants, metrics)]
+    lines = [*_heading(1, title), plain_markdown(summary), ""]
+    lines += [*_heading(2, "Methods"), plain_markdown(_HOW_TO_READ), ""]
+    for metric in metrics:
+        lines += [*_heading(3, metric), *_table_lines(method_table(variants, metric), out)]
+    evaluation = evaluation_table(variants)
+    if evaluation:
+        lines += [*_heading(2, "Evaluated after the training"), *_table_lines(evaluation, out)]
+    lines += [*_heading(2, "Cost"), *_table_lines(cost_table(variants), out)]
+    lines += [*_heading(2, "Curves"), plain_markdown(_curves_text(variants)), ""]
+    for heading, file in _write_figures(variants, out):
+        lines += [*_heading(3, heading), f"![{heading}]({file})", ""]
+    runs = runs_table(variants, metrics[0], with_links)
+    lines += [*_heading(2, "Runs"), *_table_lines(runs, out)]
+    lines += [*_heading(2, "Settings that differ"), *_table_lines(settings_table(variants), out)]
+    lines += [*_heading(2, "Versions"), *_table_lines(versions_table(variants), out)]
+    shown, damaged = _sample_lines(variants)
+    notes += damaged
+    if shown:
+        lines += [*_heading(2, "Samples"), *shown]
+    if notes:
+        lines += [*_heading(2, "Notes"), *(f"- {plain_markdown(note)}" for note in notes), ""]
+    markdown = "\n".join(lines)
+    (out / MARKDOWN).write_text(markdown, encoding="utf-8")
+    (out / HTML).write_text(html_of(markdown, out), encoding="utf-8")
+    return summary, notes
 
 
-def _environment() -> jinja2.Environment:
-    """Templates of this folder. Whatever is put into a page of HTML is escaped."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
-        autoescape=jinja2.select_autoescape(["html.jinja"]),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {
-        "anchor": anchor,
-        "plain": plain_markdown,
-        "fenced": fenced,
-        "numeric": _is_numeric,
-    }
-    return environment
+def html_of(markdown: str, folder: Path) -> str:
+    """``report.md`` as one page that needs no other file: figures of ``folder`` are inside it."""
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
 
+    # Text of a run cannot look like this: its quotes are escaped.
+    def inline(match: re.Match[str]) -> str:
+        return f'src="data:image/png;base64,{b64encode((folder / match[1]).read_bytes()).decode()}"'
 
-def anchor(text: str) -> str:
-    """A name for a link within the page."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-
-
-def relative(link: Link, out: Path) -> str:
-    """The address of a file as seen from the report."""
-    return quote(Path(os.path.relpath(link.path, out)).as_posix())
+    body = re.sub(rf'src="({FIGURES}/[a-z0-9-]+\.png)"', inline, body)
+    heading = re.search("<h1>(.*?)</h1>", body, re.DOTALL)
+    title = heading[1] if heading else "Report"
+    # One pass: a title that holds the word BODY stays as it is.
+    return re.sub("TITLE|BODY", lambda match: title if match[0] == "TITLE" else body, _PAGE)
 
 
 def plain_markdown(text: str) -> str:
@@ -187,31 +144,82 @@ def fenced(text: str) -> str:
     return f"{fence}text\n{text}\n{fence}"
 
 
-def _is_numeric(text: str) -> bool:
-    """Whether a cell is set as a number: ``0.5``, ``+1,234``, ``0.1 to 0.3``, ``-`` for none."""
-    return re.match(r"^[+-]?[\d,.]+(e[+-]?\d+)?( |$)|^-$", text) is not None
+def _heading(level: int, text: str) -> list[str]:
+    return [f"{'#' * level} {plain_markdown(text)}", ""]
 
 
-def _png_name(heading: str) -> str:
-    return f"{anchor(heading)}.png"
+def _table_lines(table: Table, out: Path) -> Iterator[str]:
+    """A table with its caption above; links are relative to the report."""
+    if table.caption:
+        yield from (plain_markdown(table.caption), "")
+    yield _row([plain_markdown(column) for column in table.columns])
+    yield f"|{'---|' * len(table.columns)}"
+    for row in table.rows:
+        yield _row([_entry(entry, out) for entry in row])
+    yield ""
 
 
-def _svgs(pictures: Sequence[Picture], heading: str) -> list[tuple[Picture, InlineFigure]]:
-    """Pictures of one heading, each with its figure; headings make the ids of a page unique."""
-    drawn = []
-    for number, picture in enumerate(pictures):
-        drawn.append((picture, as_svg(picture, f"{anchor(heading)}{number}")))
-    return drawn
+def _row(entries: Sequence[str]) -> str:
+    return f"| {' | '.join(entries)} |"
 
 
-def _summary(cells: Sequence[Cell]) -> str:
-    runs = all_runs(cells)
+def _entry(entry: Entry, out: Path) -> str:
+    if isinstance(entry, str):
+        return plain_markdown(entry)
+    links = []
+    for link in entry:
+        address = quote(Path(os.path.relpath(link.path, out)).as_posix())
+        links.append(f"[{plain_markdown(link.text)}](<{address}>)")
+    return " ".join(links)
+
+
+def _write_figures(variants: Sequence[Variant], out: Path) -> Iterator[tuple[str, str]]:
+    """Writes one PNG a heading that has a metric; yields heading and path from ``out``."""
+    drawable = panels_to_draw(variants)
+    for heading in HEADINGS:
+        name = re.sub(r"[^a-z0-9]+", "-", heading.lower())
+        path = out / FIGURES / f"{name}.png"
+        path.unlink(missing_ok=True)
+        panels = [panel for panel in drawable if panel.heading == heading]
+        if panels:
+            write_png(panels, variants, path)
+            yield heading, f"{FIGURES}/{path.name}"
+
+
+def _sample_lines(variants: Sequence[Variant]) -> tuple[list[str], list[str]]:
+    """Samples of one run of each variant, and what is wrong with the files."""
+    lines = []
+    damaged = []
+    for variant in variants:
+        run = variant.counted[0]
+        samples, wrong = samples_of(run)
+        damaged += [f"{run.name}: {problem}" for problem in wrong]
+        if samples:
+            lines += _heading(3, f"{variant.label} ({run.name})")
+        for sample in samples:
+            lines += [plain_markdown(_sample_text(sample)), ""]
+            for text in (sample.prompt, sample.response, sample.answer):
+                lines += [fenced(text), ""]
+    return lines, damaged
+
+
+def _sample_text(sample: Sample) -> str:
+    verdict = "right" if sample.correct else "wrong"
+    cut = ", cut by the length limit" if sample.truncated else ""
+    return (
+        f"Step {sample.step}, {verdict}, reward {sample.reward}{cut}. Prompt, response, right"
+        " answer:"
+    )
+
+
+def _summary(variants: Sequence[Variant]) -> str:
+    runs = all_runs(variants)
     finished = sum(run.finished for run in runs)
     steps = sorted({run.steps_wanted for run in runs})
     return (
-        f"{_counted(len(runs), 'run')} in {_counted(len(cells), 'cell')} of equal settings, "
+        f"{_counted(len(runs), 'run')} in {_counted(len(variants), 'variant')} of equal settings, "
         f"{finished} finished; steps of a run: {' or '.join(map(str, steps))}. "
-        f"Baseline: {cells[0].label}."
+        f"Baseline: {variants[0].label}."
     )
 
 
@@ -219,55 +227,55 @@ def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _curves_text(cells: Sequence[Cell]) -> str:
+def _curves_text(variants: Sequence[Variant]) -> str:
     """How the curves are to be read."""
-    width = smoothing_width(cells)
+    width = smoothing_width(variants)
     smoothing = ""
     if width > 1:
         smoothing = (
             f" Curves of training are moving means over {width} steps (1/{SMOOTHING} of the "
-            "longest run); of a cell with one run the unsmoothed values stand behind."
+            "longest run); of a variant with one run the unsmoothed values stand behind."
         )
     return (
-        "Strong: median over the runs of a cell that have a value at the step. Band: smallest to "
-        "largest, where at most four cells share the axes. Faint: single runs, where few."
+        "Strong: median over the runs of a variant that have a value at the step. Band: smallest "
+        "to largest, where at most four variants share the axes. Faint: single runs, where few."
         f"{smoothing} A value that is missing or not finite is a gap."
     )
 
 
-def _notes(cells: Sequence[Cell], metrics: Sequence[str]) -> list[str]:
+def _notes(variants: Sequence[Variant], metrics: Sequence[str]) -> list[str]:
     """What a reader of the tables must know of the runs, one sentence each."""
     notes: list[str] = []
-    for cell in cells:
-        notes += _notes_on_runs(cell)
+    for variant in variants:
+        notes += _notes_on_runs(variant)
     for metric in metrics:
-        for cell in cells:
-            names = [run.name for run in cell.counted if last_value(run, metric) is None]
+        for variant in variants:
+            names = [run.name for run in variant.counted if last_value(run, metric) is None]
             if names:
                 notes.append(f"{metric}: no last value in {', '.join(names)}; not counted")
-    if differing := differing_versions(cells):
+    if differing := differing_versions(variants):
         keys = ", ".join(key.removeprefix("versions.") for key in differing)
         notes.append(f"not the same in all runs: {keys}; see the versions")
-    if len(cells) > 2:
+    if len(variants) > 2:
         notes.append(
-            f"{len(cells) - 1} cells are compared with the baseline and the intervals are not"
-            " widened for that: of cells that do not differ, about one comparison in twenty says"
+            f"{len(variants) - 1} variants are compared with the baseline and the intervals are not"
+            " widened for that: of variants that do not differ, about one comparison in twenty says"
             " higher or lower by chance"
         )
     return notes
 
 
-def _notes_on_runs(cell: Cell) -> list[str]:
+def _notes_on_runs(variant: Variant) -> list[str]:
     """Runs that are not finished, and seeds of several runs."""
     notes = []
-    for run in cell.runs:
+    for run in variant.runs:
         if run.finished:
             continue
         note = f"{run.name}: unfinished, {run.steps_done} of {run.steps_wanted} steps"
-        if cell.has_finished:
+        if variant.has_finished:
             note += "; not counted in the tables"
         notes.append(note)
-    if cell.repeated_seeds:
-        seeds = ", ".join(map(str, cell.repeated_seeds))
-        notes.append(f"{cell.label}: several runs of seed {seeds}; their mean counts once")
+    if variant.repeated_seeds:
+        seeds = ", ".join(map(str, variant.repeated_seeds))
+        notes.append(f"{variant.label}: several runs of seed {seeds}; their mean counts once")
     return notes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_rl.reporting.comparison.cells import Cell, all_runs
+from megatron_rl.reporting.comparison.variants import Variant, all_runs
 from megatron_rl.reporting.metrics_file import Row, is_held_out
 from megatron_rl.reporting.pass_at_k import PASS_AT, pass_at_ks
 
@@ -75,14 +75,14 @@ HEADINGS = (HELD_OUT, PASS, REWARD, LENGTH, EXPLORATION, CLIPPING, SPEED)
 _LEFT_OUT_IF_ZERO = ("policy/clip_down_positive_share", "policy/clip_up_negative_share")
 
 
-def panels_of(cells: Sequence[Cell]) -> list[Panel]:
+def panels_of(variants: Sequence[Variant]) -> list[Panel]:
     """Those of which some run has a value, in the order of ``HEADINGS``.
 
     Accuracy of each data source and pass@k are added as the runs have them.
     """
     trained: list[Row] = []
     later: list[Row] = []
-    for run in all_runs(cells):
+    for run in all_runs(variants):
         trained += run.rows
         later += run.evaluation
     present: set[str] = set()

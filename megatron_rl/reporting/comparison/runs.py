@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -211,21 +212,11 @@ def _record(path: Path) -> dict[str, Any]:
     return record
 
 
-def natural(text: str) -> list[tuple[int, int | str]]:
+def natural(text: str) -> list[tuple[int, str]]:
     """A key that sorts numbers within names by their value.
 
     Example: ``seed-2`` before ``seed-10``.
     """
-    # A part is (0, number) or (1, character), since a number and a text cannot be compared. The
-    # character behind the text ends digits that stand at its end.
-    parts: list[tuple[int, int | str]] = []
-    digits = ""
-    for character in f"{text}\0":
-        if character.isdecimal() and character.isascii():
-            digits += character
-            continue
-        if digits:
-            parts.append((0, int(digits)))
-            digits = ""
-        parts.append((1, character))
-    return parts
+    # Even places hold text, odd ones digits, so that like is compared with like.
+    parts = re.split("([0-9]+)", text)
+    return [(int(part), "") if place % 2 else (0, part) for place, part in enumerate(parts)]

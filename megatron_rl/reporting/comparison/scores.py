@@ -1,4 +1,4 @@
-"""What a cell reached, what it cost, and how it differs from the baseline."""
+"""What a variant reached, what it cost, and how it differs from the baseline."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from statistics import fmean, median
 import numpy as np
 from scipy import stats
 
-from megatron_rl.reporting.comparison.cells import Cell
 from megatron_rl.reporting.comparison.runs import Run
+from megatron_rl.reporting.comparison.variants import Variant
 from megatron_rl.reporting.intervals import Interval, bootstrap, student
 from megatron_rl.reporting.metrics_file import is_held_out, series
 
@@ -22,8 +22,8 @@ _LARGER_IS_BETTER = ("eval/accuracy", "eval/pass_at_", "eval/maj_at_", "eval/rew
 
 
 @dataclass(frozen=True)
-class Score:
-    """A metric of the counted runs of a cell.
+class VariantScore:
+    """A metric of the counted runs of a variant.
 
     ``values``: of each seed, the mean over its runs; ``steps``: at which they were taken;
     ``best``: (step, mean over the runs) where that is largest, None where larger is not better.
@@ -45,7 +45,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Mean of a cell minus that of the baseline, with two 95 % intervals.
+    """Mean of a variant minus that of the baseline, with two 95 % intervals.
 
     ``num_pairs``: common seeds; 0 where there are none, and the means are compared unpaired.
     """
@@ -69,7 +69,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Cost:
-    """Means over the counted runs of a cell. None: no run says."""
+    """Means over the counted runs of a variant. None: no run says."""
 
     steps: float
     response_tokens: float | None  # of the responses that were trained
@@ -80,11 +80,11 @@ class Cost:
     processes: tuple[int, ...]
 
 
-def score(cell: Cell, metric: str) -> Score | None:
+def score(variant: Variant, metric: str) -> VariantScore | None:
     """None where no counted run has a finite value."""
     by_seed: dict[int, list[float]] = {}
     steps = set()
-    for run in cell.counted:
+    for run in variant.counted:
         last = last_value(run, metric)
         if last is not None:
             steps.add(last[0])
@@ -92,7 +92,7 @@ def score(cell: Cell, metric: str) -> Score | None:
     if not by_seed:
         return None
     values = {seed: fmean(found) for seed, found in sorted(by_seed.items())}
-    return Score(values, tuple(sorted(steps)), _best(cell.counted, metric))
+    return VariantScore(values, tuple(sorted(steps)), _best(variant.counted, metric))
 
 
 def last_value(run: Run, metric: str) -> tuple[int, float] | None:
@@ -111,14 +111,14 @@ def last_value(run: Run, metric: str) -> tuple[int, float] | None:
     return (step, fmean(values)) if values else None
 
 
-def compare(cell: Score, baseline: Score) -> Comparison:
+def compare(variant: VariantScore, baseline: VariantScore) -> Comparison:
     """Paired over common seeds; Welch's interval of the difference of means where there are
     none."""
-    common = sorted(cell.values.keys() & baseline.values.keys())
+    common = sorted(variant.values.keys() & baseline.values.keys())
     if common:
-        differences = [cell.values[seed] - baseline.values[seed] for seed in common]
+        differences = [variant.values[seed] - baseline.values[seed] for seed in common]
         return Comparison(len(common), bootstrap(differences, LEVEL), student(differences, LEVEL))
-    values = list(cell.values.values())
+    values = list(variant.values.values())
     others = list(baseline.values.values())
     return Comparison(0, _bootstrap_unpaired(values, others), welch(values, others))
 
@@ -154,9 +154,9 @@ def _bootstrap_unpaired(values: Sequence[float], others: Sequence[float]) -> Int
     return Interval(mean, float(low), float(high))
 
 
-def cost(cell: Cell) -> Cost:
-    """What the counted runs of a cell took."""
-    runs = cell.counted
+def cost(variant: Variant) -> Cost:
+    """What the counted runs of a variant took."""
+    runs = variant.counted
     return Cost(
         steps=fmean(_num_steps(run) for run in runs),
         response_tokens=_mean([_tokens(run, sampled=False) for run in runs]),

@@ -7,14 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor, isfinite, log10
 
-from megatron_rl.reporting.comparison.cells import (
-    Cell,
-    all_runs,
-    distinct,
-    setting_keys,
-    shown,
-    varying_keys,
-)
 from megatron_rl.reporting.comparison.panels import some
 from megatron_rl.reporting.comparison.runs import (
     ABSENT,
@@ -24,7 +16,22 @@ from megatron_rl.reporting.comparison.runs import (
     SAMPLES,
     Run,
 )
-from megatron_rl.reporting.comparison.scores import Comparison, Cost, Score, compare, cost, score
+from megatron_rl.reporting.comparison.scores import (
+    Comparison,
+    Cost,
+    VariantScore,
+    compare,
+    cost,
+    score,
+)
+from megatron_rl.reporting.comparison.variants import (
+    Variant,
+    all_runs,
+    distinct,
+    setting_keys,
+    shown,
+    varying_keys,
+)
 from megatron_rl.reporting.evaluation import HIGH, LOW
 from megatron_rl.reporting.intervals import Interval
 from megatron_rl.reporting.metrics import metric as metric_of
@@ -94,21 +101,21 @@ def seconds_text(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
-def method_table(cells: Sequence[Cell], metric: str) -> Table:
-    """One row a cell; the first cell is the baseline."""
-    scores = [score(cell, metric) for cell in cells]
+def method_table(variants: Sequence[Variant], metric: str) -> Table:
+    """One row a variant; the first variant is the baseline."""
+    scores = [score(variant, metric) for variant in variants]
     baseline = scores[0]
     digits = digits_of([own.mean for own in scores if own is not None])
     rows = []
-    for cell, own in zip(cells, scores, strict=True):
-        if cell is cells[0]:
+    for variant, own in zip(variants, scores, strict=True):
+        if variant is variants[0]:
             contrast = ("baseline", *_NO_CONTRAST[1:])
         elif own is None or baseline is None:
             contrast = _NO_CONTRAST
         else:
             contrast = _contrast(compare(own, baseline), digits)
         rows.append(
-            (cell.label, _seeds(cell), *_reached(own, digits), *contrast, _best(own, digits))
+            (variant.label, _seeds(variant), *_reached(own, digits), *contrast, _best(own, digits))
         )
     columns = (
         "method",
@@ -130,7 +137,7 @@ def method_table(cells: Sequence[Cell], metric: str) -> Table:
     return Table(columns, tuple(rows), f"{meaning}{unit}")
 
 
-def _reached(own: Score | None, digits: int) -> tuple[str, str, str, str]:
+def _reached(own: VariantScore | None, digits: int) -> tuple[str, str, str, str]:
     """Step, mean, smallest to largest, and the interval of the mean."""
     if own is None:
         return (NOTHING, NOTHING, NOTHING, NOTHING)
@@ -143,7 +150,7 @@ def _reached(own: Score | None, digits: int) -> tuple[str, str, str, str]:
     )
 
 
-def _best(own: Score | None, digits: int) -> str:
+def _best(own: VariantScore | None, digits: int) -> str:
     if own is None or own.best is None:
         return NOTHING
     step, mean = own.best
@@ -164,20 +171,23 @@ def _contrast(comparison: Comparison, digits: int) -> tuple[str, str, str, str, 
     )
 
 
-def _seeds(cell: Cell) -> str:
+def _seeds(variant: Variant) -> str:
     """How many seeds count, and what is said of the others."""
-    seeds = len({run.seed for run in cell.counted})
-    if not cell.has_finished:
+    seeds = len({run.seed for run in variant.counted})
+    if not variant.has_finished:
         return f"{seeds}, none finished"
-    left = len(cell.runs) - len(cell.counted)
+    left = len(variant.runs) - len(variant.counted)
     return f"{seeds} ({left} unfinished not counted)" if left else str(seeds)
 
 
-def cost_table(cells: Sequence[Cell]) -> Table:
-    """What a run of each cell took, in the mean."""
-    costs = [cost(cell) for cell in cells]
+def cost_table(variants: Sequence[Variant]) -> Table:
+    """What a run of each variant took, in the mean."""
+    costs = [cost(variant) for variant in variants]
     first = costs[0]
-    rows = [(cell.label, *_cost_row(own, first)) for cell, own in zip(cells, costs, strict=True)]
+    rows = [
+        (variant.label, *_cost_row(own, first))
+        for variant, own in zip(variants, costs, strict=True)
+    ]
     columns = (
         "method",
         "steps",
@@ -218,10 +228,10 @@ def _count(value: float | None) -> str:
     return NOTHING if value is None else f"{value:,.0f}"
 
 
-def evaluation_table(cells: Sequence[Cell]) -> Table | None:
+def evaluation_table(variants: Sequence[Variant]) -> Table | None:
     """What an evaluation after the training found at its last step, with its own intervals; None
     where no run has one."""
-    last = [run.evaluation[-1] for run in all_runs(cells) if run.evaluation]
+    last = [run.evaluation[-1] for run in all_runs(variants) if run.evaluation]
     if not last:
         return None
     majorities: set[str] = set()
@@ -230,12 +240,12 @@ def evaluation_table(cells: Sequence[Cell]) -> Table | None:
     passes = [f"{PASS_AT}{k}" for k in some(pass_at_ks(last))]
     keys = ["eval/accuracy", *sorted(majorities), *passes]
     rows = []
-    for cell in cells:
-        for run in cell.runs:
+    for variant in variants:
+        for run in variant.runs:
             if run.evaluation:
                 row = run.evaluation[-1]
                 values = [_with_bounds(row, key) for key in keys]
-                rows.append((run.name, cell.label, str(run.seed), str(row["step"]), *values))
+                rows.append((run.name, variant.label, str(run.seed), str(row["step"]), *values))
     return Table(
         ("run", "method", "seed", "step", *keys),
         tuple(rows),
@@ -255,18 +265,18 @@ def _with_bounds(row: Row, key: str) -> str:
     return f"{value} [{low}, {high}]"
 
 
-def runs_table(cells: Sequence[Cell], metric: str, with_links: bool) -> Table:
+def runs_table(variants: Sequence[Variant], metric: str, with_links: bool) -> Table:
     """Every run with its state and, with links, its files."""
     rows = []
-    for cell in cells:
-        for run in cell.runs:
+    for variant in variants:
+        for run in variant.runs:
             state = "finished" if run.finished else "unfinished"
-            last = score(Cell(cell.label, (run,)), metric)
+            last = score(Variant(variant.label, (run,)), metric)
             value = NOTHING
             if last is not None:
                 value = number(last.mean, digits_of([last.mean]))
             steps = f"{run.steps_done} / {run.steps_wanted}"
-            row = (run.name, cell.label, str(run.seed), steps, state, value)
+            row = (run.name, variant.label, str(run.seed), steps, state, value)
             rows.append((*row, _files(run)) if with_links else row)
     columns = ("run", "method", "seed", "steps", "state", f"last {metric}")
     return Table((*columns, "files") if with_links else columns, tuple(rows))
@@ -278,19 +288,19 @@ def _files(run: Run) -> tuple[Link, ...]:
     return tuple(Link(name, str(run.path(name))) for name in present)
 
 
-def settings_table(cells: Sequence[Cell]) -> Table:
-    """Settings that are not the same in all runs, one column a cell."""
-    runs = all_runs(cells)
-    seeds = [", ".join(str(run.seed) for run in cell.runs) for cell in cells]
+def settings_table(variants: Sequence[Variant]) -> Table:
+    """Settings that are not the same in all runs, one column a variant."""
+    runs = all_runs(variants)
+    seeds = [", ".join(str(run.seed) for run in variant.runs) for variant in variants]
     rows: list[tuple[Entry, ...]] = [("seed", *seeds)]
     for key in _grouped(varying_keys(runs)):
-        of_cells = [" | ".join(map(_setting, cell.values(key))) for cell in cells]
-        rows.append((key, *of_cells))
+        of_variants = [" | ".join(map(_setting, variant.values(key))) for variant in variants]
+        rows.append((key, *of_variants))
     return Table(
-        ("setting", *(cell.label for cell in cells)),
+        ("setting", *(variant.label for variant in variants)),
         tuple(rows),
         "Settings that are equal in all runs are left out, and so are those of folders, logging and"
-        " checkpoints. A dash: there is no such setting in this cell.",
+        " checkpoints. A dash: there is no such setting in this variant.",
     )
 
 
@@ -304,9 +314,9 @@ def _setting(value: object) -> str:
     return NOTHING if value == ABSENT else shown(value)
 
 
-def versions_table(cells: Sequence[Cell]) -> Table:
+def versions_table(variants: Sequence[Variant]) -> Table:
     """Commit, libraries, plug-ins, model and data as the runs recorded them."""
-    runs = all_runs(cells)
+    runs = all_runs(variants)
     rows = []
     for key in _version_keys(runs):
         values = [run.settings.get(key) for run in runs]
@@ -327,9 +337,9 @@ def versions_table(cells: Sequence[Cell]) -> Table:
     )
 
 
-def differing_versions(cells: Sequence[Cell]) -> list[str]:
+def differing_versions(variants: Sequence[Variant]) -> list[str]:
     """Commit and libraries that are not the same in all runs."""
-    runs = all_runs(cells)
+    runs = all_runs(variants)
     differing = []
     for key in _version_keys(runs):
         values = [run.settings.get(key) for run in runs]

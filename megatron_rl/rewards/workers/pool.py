@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_rl.rewards.base import Task
 from megatron_rl.rewards.workers.messages import Setup
-from megatron_rl.rewards.workers.server import Lane, Server
+from megatron_rl.rewards.workers.server import Lane, WorkerServer
 from megatron_rl.runtime.guard.activity import ACTIVITY
 
 _GRACE_S = 1.0  # the worker's own timer acts first
@@ -51,7 +51,7 @@ class WorkerPool:
         self._setup = setup
         self._num_workers = num_workers
         self._step_timeout_s = step_timeout_s
-        self._server = Server(setup)
+        self._server = WorkerServer(setup)
         self._work: dict[Lane, _Work] = {}
         self._selector: selectors.BaseSelector = selectors.DefaultSelector()
         self.restarts = 0
@@ -72,7 +72,7 @@ class WorkerPool:
             self._drop(lane)
         self._server.close()
 
-    def judge(self, items: Sequence[Item]) -> list[Reply]:
+    def verify(self, items: Sequence[Item]) -> list[Reply]:
         """One reply an item: ``accuracy``, ``format``, ``problem``.
 
         Takes at most ``step_timeout_s`` and a second.
@@ -82,7 +82,7 @@ class WorkerPool:
             RuntimeError: the workers cannot be started.
         """
         self.start()
-        batch = Batch(items, self._step_timeout_s)
+        batch = PendingResponses(items, self._step_timeout_s)
         waiting_since = time.monotonic()
         while batch.unanswered:
             now = time.monotonic()
@@ -101,7 +101,7 @@ class WorkerPool:
             self._stop_overdue(batch)
         return batch.replies
 
-    def _hand_out(self, batch: Batch, now: float) -> None:
+    def _hand_out(self, batch: PendingResponses, now: float) -> None:
         # Small enough that the last rows of a batch do not all wait behind one worker.
         share = min(_MAX_CHUNK, math.ceil(len(batch.waiting) / self._num_workers))
         for lane, work in self._work.items():
@@ -110,7 +110,7 @@ class WorkerPool:
                 work.since = now
                 lane.queue([batch.items[row] for row in work.rows])
 
-    def _exchange(self, batch: Batch, patience_s: float) -> None:
+    def _exchange(self, batch: PendingResponses, patience_s: float) -> None:
         """Writes and reads what does not block; waits for that for at most ``patience_s``."""
         for lane in list(self._work):
             if lane.wants_to_write and not lane.write():
@@ -129,7 +129,7 @@ class WorkerPool:
             for reply in replies or ():
                 self._take(lane, reply, batch)
 
-    def _take(self, lane: Lane, reply: Reply, batch: Batch) -> None:
+    def _take(self, lane: Lane, reply: Reply, batch: PendingResponses) -> None:
         work = self._work[lane]
         work.since = time.monotonic()
         ACTIVITY.note("judging responses")
@@ -147,11 +147,11 @@ class WorkerPool:
                 batch.waiting.extendleft(reversed(work.rows))
                 self._replace(lane)
 
-    def _lost(self, lane: Lane, batch: Batch) -> None:
+    def _lost(self, lane: Lane, batch: PendingResponses) -> None:
         """Replaces a worker that ended by itself or was killed from outside."""
         self._return(lane, batch, "the process that judged it died")
 
-    def _stop_overdue(self, batch: Batch) -> None:
+    def _stop_overdue(self, batch: PendingResponses) -> None:
         limit_s = self._setup.options.timeout_s
         now = time.monotonic()
         within = f"within reward.timeout_s = {limit_s:g} s"
@@ -160,7 +160,7 @@ class WorkerPool:
                 problem = f"no verdict {within}, and its worker had to be killed"
                 self._return(lane, batch, problem)
 
-    def _return(self, lane: Lane, batch: Batch, problem: str) -> None:
+    def _return(self, lane: Lane, batch: PendingResponses, problem: str) -> None:
         """Replaces a worker and hands out its rows again, one at a time.
 
         Which of them it was judging is unknown, because verdicts are sent some at a time.
@@ -173,7 +173,7 @@ class WorkerPool:
             batch.waiting.extendleft(reversed(rows))
         self._replace(lane)
 
-    def _give_up(self, batch: Batch) -> None:
+    def _give_up(self, batch: PendingResponses) -> None:
         for lane, work in list(self._work.items()):
             if work.rows:
                 self._replace(lane)
@@ -182,7 +182,7 @@ class WorkerPool:
             if not reply:
                 batch.answer(row, _not_judged(problem))
 
-    def _patience(self, batch: Batch, now: float) -> float:
+    def _patience(self, batch: PendingResponses, now: float) -> float:
         """Seconds until the next limit."""
         ends = [now + 1.0]
         if batch.ends_at is not None:
@@ -210,7 +210,7 @@ class WorkerPool:
         lane.kill()
 
 
-class Batch:
+class PendingResponses:
     """Items to judge, and their replies so far."""
 
     def __init__(self, items: Sequence[Item], step_timeout_s: float) -> None:

@@ -93,7 +93,7 @@ class Lane:
         self.sock.close()
 
 
-class Server:
+class WorkerServer:
     """One server process, started in the background, and again when it is gone.
 
     ``restarts`` counts how often it was gone.

@@ -35,11 +35,11 @@ def main(control: socket.socket) -> None:
     if frame is None:  # the trainer has ended already
         return
     setup: Setup = pickle.loads(frame)
-    judge = None
+    verifier = None
     refusal = None
     try:
         if setup.function is None:
-            judge = _load_judge(setup)
+            verifier = _load_verifier(setup)
     except ValueError as error:
         refusal = str(error)
     except Exception as error:  # noqa: BLE001 - of a plug-in's verifier; said by the trainer
@@ -60,13 +60,13 @@ def main(control: socket.socket) -> None:
             os.setsid()  # so that the trainer can kill it and what it starts by its group
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             send(lane, {"pid": os.getpid()})
-            code = refuse(lane, refusal) if refusal else _serve(lane, setup, judge)
+            code = refuse(lane, refusal) if refusal else _serve(lane, setup, verifier)
             sys.stdout.flush()
             os._exit(code)
         lane.close()
 
 
-def _serve(lane: socket.socket, setup: Setup, judge: Any) -> int:
+def _serve(lane: socket.socket, setup: Setup, verifier: Any) -> int:
     """Answers requests until the trainer closes the lane; returns the exit code."""
     if setup.function is not None:
         from megatron_rl.rewards.workers.function_worker import serve_function
@@ -77,7 +77,7 @@ def _serve(lane: socket.socket, setup: Setup, judge: Any) -> int:
         verdicts: list[dict[str, Any]] = []
         sent_at = time.monotonic()
         for name, task, response in pickle.loads(frame):
-            verdicts.append(judge.judge(name, task, response))
+            verdicts.append(verifier.verify(name, task, response))
             last = bool(verdicts[-1].get("last"))
             if last or time.monotonic() > sent_at + _GATHER_S:
                 send(lane, *verdicts)
@@ -89,16 +89,16 @@ def _serve(lane: socket.socket, setup: Setup, judge: Any) -> int:
     return 0
 
 
-def _load_judge(setup: Setup) -> Any:
-    """The judge with all its imports done.
+def _load_verifier(setup: Setup) -> Any:
+    """The verifiers of a pool with all their imports done.
 
     Raises:
         ValueError: a plug-in cannot be imported here, or does not register what it should.
     """
-    from megatron_rl.rewards.workers.judge import Judge
+    from megatron_rl.rewards.workers.response_verifier import ResponseVerifier
 
     load_plugins(setup.plugins)
-    return Judge(setup)
+    return ResponseVerifier(setup)
 
 
 if __name__ == "__main__":

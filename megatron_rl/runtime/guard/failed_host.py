@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_rl.runtime.guard.ballot import bounded, create
+from megatron_rl.runtime.guard.first_failure import bounded, create
 
 FAILED_HOST = "failed_host"  # in the folder of a run
 
@@ -16,7 +16,7 @@ FAILED_HOST = "failed_host"  # in the folder of a run
 def write(file: Path | None, host: str) -> None:
     """Notes the machine, unless one is noted already; empty: no machine is known to be at fault.
 
-    ``file``: None where nobody reads it. A disk that does not answer is not waited for.
+    ``file``: None where it is not read. A disk that does not answer is not waited for.
     """
     if file is not None:
         bounded(lambda: create(file, host + "\n"))

@@ -1,6 +1,6 @@
 """How a launch ends when something goes wrong: the rank that fails first reports it, once.
 
-The first rank to fail (``runtime/guard/ballot.py``) prints its error as the last thing on the
+The first rank to fail (``guard/first_failure.py``) prints its error as the last thing on the
 screen, writes it into the file that torchrun reads (TORCHELASTIC_ERROR_FILE), and exits. The others
 wait until torchrun ends them: if one of them exited earlier, torchrun would end the first one
 before its message is out. Errors that only follow from another rank's end (a broken connection)
@@ -26,8 +26,8 @@ from types import FrameType
 
 from megatron_rl.errors import first_line
 from megatron_rl.runtime.guard import failed_host
-from megatron_rl.runtime.guard.ballot import Ballot, alive
 from megatron_rl.runtime.guard.error_chain import chain
+from megatron_rl.runtime.guard.first_failure import FirstFailure, alive
 
 _MAX_LINES = 12
 _NAMED = 8  # ranks in a message
@@ -61,7 +61,7 @@ class Peer:
 
 
 @dataclass(frozen=True)
-class Message:
+class FailureMessage:
     """``text`` is shown and written into the error file, ``traceback`` is shown above it."""
 
     text: str
@@ -75,29 +75,29 @@ class State:
         self.rank = int(os.environ.get("RANK", "0"))
         self.peers: list[Peer] = []
         self.saved_step: int | None = None
-        self.ballot = _ballot_of_launch()
+        self.first_failure = _first_failure_of_launch()
         self.reporting = threading.Lock()  # held from the first error on, never released
         self.terminated = threading.Event()
         self.console: int | None = None  # where stderr was before it went to a file of this rank
-        # Of the heartbeat, once there is one: how other machines learn of a failure said here (None
-        # where there are none), and that this rank ends as it should.
+        # Of the heartbeat, once there is one: how other machines learn of a failure reported here
+        # (None where there are none), and that this rank ends as it should.
         self.announce: Callable[[str], None] | None = None
         self.goodbye: Callable[[], None] | None = None
         self.failed_host: Path | None = None  # see ``runtime/guard/failed_host.py``
 
 
-def _ballot_of_launch() -> Ballot:
-    """The ballot of the ranks that torchrun started with this one."""
+def _first_failure_of_launch() -> FirstFailure:
+    """The first_failure of the ranks that torchrun started with this one."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if size == 1:
-        return Ballot(None, None, local_size)
+        return FirstFailure(None, None, local_size)
     # torchrun gives each rank a file <folder of this start>/<local rank>/error.json.
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
-        return Ballot(None, _first_of_all_machines, local_size)
+        return FirstFailure(None, _first_of_all_machines, local_size)
     elsewhere = _first_of_all_machines if size > local_size else None
-    return Ballot(Path(file).parent.parent, elsewhere, local_size)
+    return FirstFailure(Path(file).parent.parent, elsewhere, local_size)
 
 
 def _first_of_all_machines() -> bool:
@@ -116,7 +116,7 @@ def _first_of_all_machines() -> bool:
         me = f"{socket.gethostname()}:{os.getpid()}"
         return store.compare_set(f"megatron_rl/first_failure/{start}", "", me) == me.encode()
     except (RuntimeError, ValueError, KeyError):
-        return True  # without a store nobody else is known to be first
+        return True  # without a store no other process is known to be first
 
 
 STATE = State()
@@ -163,8 +163,8 @@ def report(error: BaseException, rank: int | None = None) -> int:
     if not STATE.reporting.acquire(blocking=False):
         threading.Event().wait()  # for ever: the thread that answers SIGTERM ends the process
     if isinstance(error, KeyboardInterrupt):
-        if STATE.ballot.win():
-            say(Message(f"interrupted{unsaved()}"))
+        if STATE.first_failure.claim():
+            say(FailureMessage(f"interrupted{unsaved()}"))
         return 1
     gone: list[Peer] = []
     message = describe(error)
@@ -174,7 +174,7 @@ def report(error: BaseException, rank: int | None = None) -> int:
         if not gone:
             host = None
         else:
-            message = Message(f"error: {without_word(gone)}{unsaved()}")
+            message = FailureMessage(f"error: {without_word(gone)}{unsaved()}")
     return say_or_follow(message, by_others=bool(gone), host=host)
 
 
@@ -188,20 +188,24 @@ def _hold_signals() -> None:
     signal.signal(signal.SIGINT, note)
 
 
-def say_or_follow(message: Message, *, by_others: bool = False, host: str | None = None) -> int:
+def say_or_follow(
+    message: FailureMessage, *, by_others: bool = False, host: str | None = None
+) -> int:
     """Prints ``message`` or follows the first rank; returns the exit code.
 
     Args:
         by_others: ranks of this machine have failed before this one.
         host: the machine at fault; None where it is not known.
     """
-    ballot = STATE.ballot
-    while not ballot.win():
-        if ballot.lost_elsewhere:
+    first_failure = STATE.first_failure
+    while not first_failure.claim():
+        if first_failure.lost_elsewhere:
             write_error_file("another machine of the launch failed first, and says why")
             return _follow(_FOLLOW_ELSEWHERE_S)
-        heard = ballot.wait(lambda: ballot.decided() or not ballot.pending(), _WINNER_S)
-        if ballot.decided():
+        heard = first_failure.wait(
+            lambda: first_failure.decided() or not first_failure.pending(), _WINNER_S
+        )
+        if first_failure.decided():
             return _follow()
         if not heard:
             break  # the winner lives and stays silent: better two messages than none
@@ -211,13 +215,13 @@ def say_or_follow(message: Message, *, by_others: bool = False, host: str | None
     if by_others:
         return _follow()
     # A rank that torchrun ends before it has arrived appears as one more failure in the summary.
-    ballot.wait(ballot.complete, _ARRIVE_S)
+    first_failure.wait(first_failure.complete, _ARRIVE_S)
     return 1
 
 
-def say_on_this_machine(message: Message) -> int:
+def say_on_this_machine(message: FailureMessage) -> int:
     """As ``say_or_follow`` for a message that every machine of the launch says."""
-    if not STATE.ballot.win_here():
+    if not STATE.first_failure.claim_here():
         return _follow()
     say(message)
     return 1
@@ -229,13 +233,13 @@ def _follow(seconds: float = _FOLLOW_S) -> int:
     torchrun sends none on other machines than that of the failed rank: there the first rank exits
     before the others.
     """
-    ended = STATE.ballot.wait(STATE.terminated.is_set, seconds)
-    if ended and not STATE.ballot.lost_elsewhere:
+    ended = STATE.first_failure.wait(STATE.terminated.is_set, seconds)
+    if ended and not STATE.first_failure.lost_elsewhere:
         return 0
     return 1
 
 
-def say(message: Message) -> None:
+def say(message: FailureMessage) -> None:
     """Prints the message as the last on the screen, and writes it into torchrun's file."""
     sys.stdout.flush()
     text = message.traceback + message.text + "\n"
@@ -244,7 +248,7 @@ def say(message: Message) -> None:
     if STATE.console is not None:
         os.write(STATE.console, text.encode())
     write_error_file(message.text)
-    STATE.ballot.said()
+    STATE.first_failure.mark_reported()
     if STATE.announce is not None:
         STATE.announce(message.text)
 
@@ -261,21 +265,21 @@ def write_error_file(text: str) -> None:
         sys.stderr.write(f"(not written to {file}: {error.strerror})\n")
 
 
-def describe(error: BaseException) -> Message:
+def describe(error: BaseException) -> FailureMessage:
     """The message of an exception, with a traceback if it is a fault of the program."""
     shortage = _out_of_memory(error) or _out_of_files(error)
     if shortage:
-        return Message(f"error: {shortage}")
+        return FailureMessage(f"error: {shortage}")
     if isinstance(error, FileNotFoundError) and error.filename is not None:
-        return Message(
+        return FailureMessage(
             f"error: {error.filename}: no such file or folder. If it was moved or deleted while the"
             " program ran, put it back and start again (resume=auto: from the last checkpoint)"
         )
     of_the_user = isinstance(error, ValueError | FileNotFoundError)
     if of_the_user and not isinstance(error, UnicodeError):
-        return Message(_first_lines(f"error: {error}"))
+        return FailureMessage(_first_lines(f"error: {error}"))
     text = f"[rank {STATE.rank}] error: {type(error).__name__}: {error}"
-    return Message(_first_lines(text), "".join(traceback.format_exception(error)))
+    return FailureMessage(_first_lines(text), "".join(traceback.format_exception(error)))
 
 
 def _first_lines(text: str) -> str:
@@ -357,13 +361,13 @@ def is_consequence(error: BaseException) -> bool:
 def _wait_for_cause() -> list[Peer]:
     """Waits until another rank reports; returns the ranks of this machine that died silently: none
     where a rank has reported, or all live."""
-    ballot = STATE.ballot
+    first_failure = STATE.first_failure
 
     def heard() -> bool:
-        return ballot.decided() or ballot.pending()
+        return first_failure.decided() or first_failure.pending()
 
-    if len(STATE.peers) > 1 and not ballot.wait(heard, _CAUSE_S):
-        ballot.wait(lambda: heard() or bool(gone_ranks()), _GONE_S)
+    if len(STATE.peers) > 1 and not first_failure.wait(heard, _CAUSE_S):
+        first_failure.wait(lambda: heard() or bool(gone_ranks()), _GONE_S)
     return [] if heard() else gone_ranks()
 
 

@@ -1,4 +1,4 @@
-"""Ends a launch that cannot go on; one that can may wait for as long as it takes.
+"""Ends a launch that cannot continue; one that can may wait for as long as it takes.
 
 No collective has a time limit of its own (``launch.NO_LIMIT``): a rank may wait hours for the
 longest response of another. What ends a launch is seen by a thread of every rank:
@@ -32,23 +32,23 @@ import torch.distributed as dist
 from megatron_rl.errors import first_line
 from megatron_rl.runtime.guard import failed_host, failure, stacks
 from megatron_rl.runtime.guard.activity import ACTIVITY
-from megatron_rl.runtime.guard.attendance import Attendance, connect
-from megatron_rl.runtime.guard.ballot import bounded, state_of
-from megatron_rl.runtime.guard.failure import STATE, Message, Peer
+from megatron_rl.runtime.guard.collective_watchdog import CollectiveWatchdog, connect
+from megatron_rl.runtime.guard.failure import STATE, FailureMessage, Peer
+from megatron_rl.runtime.guard.first_failure import bounded, state_of
 
 logger = logging.getLogger(__name__)
 
 BEAT_S = 2.0
-STOPPED_S = 8.0  # a rank that is stopped for so long does not go on
+STOPPED_S = 8.0  # a rank that is stopped for so long does not continue
 SILENT_S = 20.0  # a machine that gives no sign for so long is lost
 # Libraries that are loaded from a slow disk stop all threads of a process for longer than that.
 STARTING_SILENT_S = 300.0
 STALL_S = 1800.0  # until trainer.stall_limit_s is known
 _ANSWER_S = BEAT_S + 1  # until every rank has seen a stall and written its stacks
-LINGER_S = 2 * BEAT_S + 1  # a cause that is said here goes out to other machines meanwhile
+LINGER_S = 2 * BEAT_S + 1  # a cause reported here reaches other machines meanwhile
 
-# Numbers in the store are read by adding 0: ``get`` would wait for a key that nobody has written.
-_ALARM = "megatron_rl/alarm"  # above 0: there is a cause or a stall. All that a beat has to ask for
+# Numbers in the store are read by adding 0: ``get`` would wait for a key that was not written.
+_ALARM = "megatron_rl/alarm"  # above 0: there is a cause or a stall. All that a beat has to read
 _CAUSE = "megatron_rl/cause"
 _STALL = "megatron_rl/stall"
 _DONE = "megatron_rl/done"  # count of all activity
@@ -73,8 +73,10 @@ class Heartbeat:
     """One per process. Its limits ``stall_s`` and ``silent_s`` and ``folder``, where stacks go, may
     be set at any time."""
 
-    def __init__(self, rank: int, peers: Sequence[Peer], attendance: Attendance | None) -> None:
-        """``attendance``: None in a world of one, which has no store."""
+    def __init__(
+        self, rank: int, peers: Sequence[Peer], watchdog: CollectiveWatchdog | None
+    ) -> None:
+        """``watchdog``: None in a world of one, which has no store."""
         here = socket.gethostname()
         hosts = list(dict.fromkeys(peer.host for peer in peers))
         self.stall_s = STALL_S
@@ -85,7 +87,7 @@ class Heartbeat:
         self._local = [peer for peer in peers if peer.host == here and peer.rank != rank]
         self._here = here
         self._next = hosts[(hosts.index(here) + 1) % len(hosts)]
-        self._attendance = attendance
+        self._watchdog = watchdog
         self._stopped: dict[int, Count] = {}
         self._next_beats = Count()
         self._launch_done = Count()
@@ -97,13 +99,13 @@ class Heartbeat:
         STATE.announce = self._announce if self._next != here else None
         stacks.answer_signal()
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
-        if attendance is not None:
+        if watchdog is not None:
             threading.Thread(target=self._guard, name="heartbeat guard", daemon=True).start()
 
     def _run(self) -> None:
         store: dist.TCPStore | None = None
         try:
-            store = connect() if self._attendance is not None else None
+            store = connect() if self._watchdog is not None else None
             while True:
                 time.sleep(BEAT_S)
                 if store is None:
@@ -134,8 +136,8 @@ class Heartbeat:
         store.add(_beats_of(self._here), 1)
         if store.add(_ALARM, 0):
             self._answer(store)
-        if self._attendance is not None:
-            self._attendance.look(store)
+        if self._watchdog is not None:
+            self._watchdog.check(store)
         self._look_at_neighbors(store)
         if self._next != self._here:
             silent_s = self._next_beats.seen(store.add(_beats_of(self._next), 0))
@@ -180,7 +182,7 @@ class Heartbeat:
             self._raise(store, self._asked(store, idle_s), "")
 
     def _asked(self, store: dist.TCPStore, idle_s: float) -> str:
-        """The message of a stall, after all ranks have said where they stand."""
+        """The message of a stall, after all ranks have reported where they are."""
         self._answer_stall(store)
         places: dict[int, str] = {}
         deadline = time.monotonic() + 2 * BEAT_S
@@ -207,7 +209,7 @@ class Heartbeat:
         store.set(_place_of(self._rank), stacks.place())
         time.sleep(_ANSWER_S)
         # A thread cannot write where the main thread never lets go of the interpreter; a handler in
-        # C can. The first rank of the machine that does answer asks the others.
+        # C can. The first rank of the machine that does answer signals the others.
         self._deaf = [peer for peer in self._local if not store.check([_place_of(peer.rank)])]
         if all(peer.rank > self._rank for peer in self._local if peer not in self._deaf):
             for peer in self._deaf:
@@ -237,7 +239,7 @@ class Heartbeat:
         # What was not saved belongs to the first line: a stall has one more for each place.
         first, *more = cause.splitlines()
         text = "\n".join([f"error: {first}{failure.unsaved()}", *more])
-        code = failure.say_on_this_machine(Message(text))
+        code = failure.say_on_this_machine(FailureMessage(text))
         for peer in self._local:
             if state_of(peer.pid) == "T" or peer in self._deaf:
                 with contextlib.suppress(ProcessLookupError):
@@ -265,10 +267,10 @@ class Heartbeat:
         def tell() -> bool:
             try:
                 return connect().add(_FINISHED, 1) > 0
-            except RuntimeError:  # everybody else has gone already
+            except RuntimeError:  # all others have gone already
                 return False
 
-        if self._attendance is not None:
+        if self._watchdog is not None:
             bounded(tell)
 
 

@@ -6,8 +6,9 @@ blocks.
 
 Network file systems: NFSv4 has these locks in its protocol, NFSv3 through lockd; both then hold
 between hosts. Not covered: mounts with ``nolock`` or ``local_lock`` (the lock is seen on its own
-host only), file systems without locks such as Lustre mounted without ``flock`` (said in a warning),
-a server that restarts and does not give the lock back, and a folder removed under a live run.
+host only), file systems without locks such as Lustre mounted without ``flock`` (logged as a
+warning), a server that restarts and does not give the lock back, and a folder removed under a live
+run.
 """
 
 from __future__ import annotations
@@ -98,9 +99,9 @@ def _refusal(folder: Path, holder: str, error: OSError) -> Exception:
 
 
 def holder(folder: Path) -> str | None:
-    """Who of all other processes holds ``folder``, as text; None where nobody does.
+    """Who of all other processes holds ``folder``, as text; None where none does.
 
-    Also None where the file system has no locks. Takes no lock, so that it is in nobody's way;
+    Also None where the file system has no locks. Takes no lock, so that it blocks no other process;
     not for a process that holds ``folder`` itself, which would lose it.
     """
     path = folder / NAME

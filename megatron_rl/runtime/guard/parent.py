@@ -21,7 +21,7 @@ _PARENT = os.getppid()
 def end_with_it() -> None:
     """Makes the kernel kill this process when its parent ends, however that ends.
 
-    SIGKILL and not SIGTERM: a rank that nobody supervises must not write another byte into a folder
+    SIGKILL and not SIGTERM: an unsupervised rank must not write another byte into a folder
     that the next start of the run already uses. What is on the disk stays whole, as after any kill.
     """
     die_with_parent()

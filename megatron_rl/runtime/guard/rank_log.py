@@ -12,8 +12,8 @@ from megatron_rl.runtime.guard.failure import STATE
 
 def to_file(folder: Path, rank: int, launch_id: str) -> None:
     """From now on both streams of this process, libraries in C and children included, go to
-    ``folder/rank_N.log``, behind those of earlier starts. The first failure of a launch is said on
-    the console all the same (``failure.say``).
+    ``folder/rank_N.log``, after those of earlier starts. The first failure of a launch is reported
+    on the console all the same (``failure.say``).
 
     Raises:
         OSError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Preemption: SIGUSR1 asks for a checkpoint and a regular end at the next step boundary.
+"""Preemption: SIGUSR1 requests a checkpoint and a regular end at the next step boundary.
 
 SIGTERM saves nothing: it ends a rank at once (``runtime/guard/termination.py``), also one that
 waits inside a collective for ranks that are gone.

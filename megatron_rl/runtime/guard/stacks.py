@@ -13,16 +13,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_rl.runtime.guard.activity import ACTIVITY
-from megatron_rl.runtime.guard.attendance import in_words
+from megatron_rl.runtime.guard.collective_watchdog import rank_list
 
 SIGNAL = signal.SIGUSR2
 _SHOWN = 6  # different places
-_WAITING = ("launch.py", "attendance.py")  # the collectives of control: their caller says more
+_WAITING = (
+    "launch.py",
+    "collective_watchdog.py",
+)  # the collectives of control: their caller says more
 
 
 def answer_signal() -> None:
     """From now on ``kill -USR2 PID`` makes this process write the stacks of all its threads to its
-    stderr and go on, also where the main thread is inside a library."""
+    stderr and continue, also where the main thread is inside a library."""
     faulthandler.register(SIGNAL, all_threads=True)
 
 
@@ -54,7 +57,7 @@ def place() -> str:
     Examples: ``rollouts.py:120 (run); last: generating``, ``waits in trainer.py:72 (run); last:
     ...`` for a rank that is in a collective of control.
     """
-    # Not of the thread that asks, which is mostly that of the heartbeat.
+    # Not of the calling thread, which is mostly that of the heartbeat.
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = list(traceback.extract_stack(frame))
     own = [each for each in stack if "megatron_rl" in Path(each.filename).parts] or stack
@@ -68,13 +71,13 @@ def place() -> str:
 
 
 def stall_message(idle_s: float, places: Mapping[int, str], folder: Path | None) -> str:
-    """What is said of a launch that hangs: the ranks by the places where they stand."""
+    """The message for a launch that hangs: the ranks, grouped by where they are."""
     by_place: dict[str, list[int]] = {}
     for rank, where in sorted(places.items()):
         by_place.setdefault(where, []).append(rank)
     # The fewest first: the many wait for them.
     groups = sorted(by_place.items(), key=lambda item: len(item[1]))
-    lines = [f"  {in_words(ranks)}: {where}" for where, ranks in groups[:_SHOWN]]
+    lines = [f"  {rank_list(ranks)}: {where}" for where, ranks in groups[:_SHOWN]]
     if len(groups) > _SHOWN:
         lines.append(f"  and {len(groups) - _SHOWN} more places")
     written = ""

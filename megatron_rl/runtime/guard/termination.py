@@ -13,7 +13,7 @@ import threading
 from types import FrameType
 
 from megatron_rl.runtime.guard import failure
-from megatron_rl.runtime.guard.failure import STATE, Message, exit_process
+from megatron_rl.runtime.guard.failure import STATE, FailureMessage, exit_process
 
 
 def answer_termination() -> None:
@@ -51,7 +51,7 @@ def _answer(reading: int) -> None:
     if gone:
         text = f"error: {failure.without_word(gone)}"
         host = socket.gethostname()
-    message = Message(text + failure.unsaved())
+    message = FailureMessage(text + failure.unsaved())
     code = failure.say_or_follow(message, by_others=bool(gone), host=host)
     if code != 0:  # 0: another rank of this machine has failed
         code = 128 + signal.SIGTERM  # as a shell says it

@@ -1,4 +1,4 @@
-"""Commands to an engine outside of this launch; over HTTP to a server of vLLM."""
+"""Commands to a vLLM server over HTTP."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from http.client import (
     HTTPSConnection,
     IncompleteRead,
 )
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode, urlsplit
 from urllib.request import HTTPHandler, HTTPSHandler, ProxyHandler, Request, build_opener
 
 InFlight = Literal["wait", "abort", "keep"]
 PORTS = {"http": 80, "https": 443}
-# A machine without power answers nothing at all, not even that nobody listens there. One that lives
-# takes a connection at once, however long its command then takes.
+# A machine without power does not even refuse a connection. A running one takes it at once, however
+# long its command then takes.
 CONNECT_S = 10.0
 _SHOWN = 1000  # characters of an error
 REMEDIES = {
@@ -30,63 +30,16 @@ REMEDIES = {
 
 
 class NotReachedError(ConnectionError):
-    """There is no connection to the server, so it has heard nothing."""
-
-
-class Server(Protocol):
-    """Commands to an engine outside of this launch. Each returns when it is carried out, and raises
-    ConnectionError when it is not; NotReachedError when the engine did not hear of it."""
-
-    def address(self) -> str:
-        """Of this machine, as the engine sees it."""
-
-    def num_workers(self) -> int:
-        """Of all replicas."""
-
-    def pause(self, in_flight: InFlight) -> None:
-        """No request is scheduled until ``resume``. Requests under way are waited for, aborted, or
-        kept for later."""
-
-    def resume(self) -> None:
-        """Schedules requests again."""
-
-    def init_transfer(self, info: Mapping[str, Any]) -> None:
-        """Every worker calls ``init_transfer_engine`` of its backend."""
-
-    def update(self, info: Mapping[str, Any]) -> None:
-        """Every worker takes part in one update."""
-
-    def stage(self, info: Mapping[str, Any]) -> None:
-        """Every worker begins to take part in an update that touches no weights in use, while
-        requests are answered; it may not be over when this returns."""
-
-    def switch(self, version: int) -> None:
-        """Every worker puts staged weights in the place of the old ones, while the engine is
-        paused; ``finish`` is to follow."""
-
-    def alive(self) -> None:
-        """The engine works."""
-
-    def cancel(self) -> None:
-        """Ends an update that was refused."""
-
-    def finish(self, version: int) -> None:
-        """Drops all keys and values computed with the old weights, those of a KV connector too, and
-        stamps the version on what follows."""
-
-
-def switch_weights(server: Server, version: int, in_flight: InFlight) -> None:
-    """A server whose workers have all of ``version`` staged goes on with it. Raises ConnectionError
-    where it does not."""
-    server.pause(in_flight)
-    server.switch(version)
-    server.finish(version)
-    server.resume()
+    """There is no connection to the server, so it has received nothing."""
 
 
 class HttpServer:
-    """An OpenAI server of vLLM, started with VLLM_SERVER_DEV_MODE=1 and ``--weight-transfer-config
-    '{"backend": "megatron_rl"}'``."""
+    """Commands to an OpenAI server of vLLM that was started with VLLM_SERVER_DEV_MODE=1 and
+    ``--weight-transfer-config '{"backend": "megatron_rl"}'``.
+
+    Each command returns when it is carried out. It raises ConnectionError when it is not, and
+    NotReachedError when the server cannot have received it.
+    """
 
     def __init__(self, url: str, timeout_s: float = 300.0, secret: str = "") -> None:
         """``url``: such as http://127.0.0.1:8000. ``timeout_s``: for one command, and for requests
@@ -129,6 +82,7 @@ class HttpServer:
             ) from error
 
     def address(self) -> str:
+        """Of this machine, as the server sees it."""
         try:
             url = urlsplit(self.url)
             address = (url.hostname, url.port or PORTS[url.scheme])
@@ -145,6 +99,7 @@ class HttpServer:
             ) from error
 
     def num_workers(self) -> int:
+        """Workers of all replicas of the server."""
         answer = self.call("get_world_size", method="GET")
         if not isinstance(answer, dict) or "world_size" not in answer:
             raise ConnectionError(
@@ -154,35 +109,48 @@ class HttpServer:
         return answer["world_size"]
 
     def pause(self, in_flight: InFlight) -> None:
+        """No request is scheduled until ``resume``. Requests under way are waited for, aborted, or
+        kept for later."""
         self.call("pause", mode=in_flight)
 
     def resume(self) -> None:
+        """Schedules requests again."""
         self.call("resume")
 
     def init_transfer(self, info: Mapping[str, Any]) -> None:
+        """Every worker calls ``init_transfer_engine`` of its backend."""
         self.call("init_weight_transfer_engine", {"init_info": info})
 
     def update(self, info: Mapping[str, Any]) -> None:
+        """Every worker takes part in one update."""
         self.call("start_weight_update")
         self.call("update_weights", {"update_info": info})
 
     def stage(self, info: Mapping[str, Any]) -> None:
+        """Every worker begins to take part in an update that touches no weights in use, while
+        requests are answered; it may not be over when this returns."""
         self.update({**info, "kind": "stage"})
-        # vLLM's part is over; the update goes on in threads of the workers.
+        # vLLM's part is over; the update continues in threads of the workers.
         self.call("finish_weight_update")
 
     def switch(self, version: int) -> None:
+        """Every worker puts staged weights in the place of the old ones, while the server is
+        paused; ``finish`` has to follow."""
         self.update({"step": "", "version": version, "kind": "switch"})
 
     def alive(self) -> None:
+        """Raises ConnectionError where the server is not healthy."""
         self.call("health", method="GET")
 
     def cancel(self) -> None:
+        """Ends an update that was refused."""
         # vLLM has no command that cancels. An update that is finished without a version keeps the
         # old one, and the next may start.
         self.call("finish_weight_update")
 
     def finish(self, version: int) -> None:
+        """Drops all keys and values computed with the old weights, those of a KV connector too, and
+        sets the version of the weights."""
         self.call("finish_weight_update", {"weight_version": str(version)})
         # Requests that were kept are computed again from their first token, with the new weights.
         answer = self.call(
@@ -192,6 +160,15 @@ class HttpServer:
             raise ConnectionError(f"{self.url}: the server did not drop its prefix cache")
         # Features of images that the old tower made; no running request holds any now.
         self.call("reset_encoder_cache")
+
+
+def switch_weights(server: HttpServer, version: int, in_flight: InFlight) -> None:
+    """Makes a server whose workers have all of ``version`` staged continue with it. Raises
+    ConnectionError where it does not."""
+    server.pause(in_flight)
+    server.switch(version)
+    server.finish(version)
+    server.resume()
 
 
 def _words(error: HTTPError) -> str:

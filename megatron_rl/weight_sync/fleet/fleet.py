@@ -3,7 +3,7 @@
 All servers of a publication are one group with the trainer, under one plan: what several of them
 want is passed on from node to node. The group lasts while its servers stay the same. One that is
 lost in the middle of an update ends it for all; the others are pushed to again, together, without
-it. Where nobody knows who is at fault, they are pushed to in halves, and again, until it is alone.
+it. Where the faulty one is unknown, they are pushed to in halves, and again, until it is alone.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from megatron_rl.errors import WeightSyncError, first_line
 from megatron_rl.protocols import WeightSource
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import SyncReport, TransferOptions
-from megatron_rl.weight_sync.fleet.commands import HttpServer, InFlight, Server
-from megatron_rl.weight_sync.fleet.host import ServersError
-from megatron_rl.weight_sync.fleet.joint import JointSync, Trainer
+from megatron_rl.weight_sync.fleet.commands import HttpServer, InFlight
+from megatron_rl.weight_sync.fleet.controller import ServersError
+from megatron_rl.weight_sync.fleet.joint import JointSync, TrainingSide
 from megatron_rl.weight_sync.reshard import Plans
 
 Names = tuple[str, ...]
@@ -38,7 +38,7 @@ class FleetReport:
 
 
 @dataclass
-class _Round:
+class _FleetRound:
     """What a round has brought so far."""
 
     servers: Mapping[str, str]
@@ -61,8 +61,15 @@ class _Round:
 
 @dataclass
 class FleetSync:
-    """The trainer's end of the weight syncs to all servers. ``make_server``: from a URL, its
-    commands; rank 0 alone calls them."""
+    """The trainer's end of the weight syncs to all servers.
+
+    Attributes:
+        source: the policy's weights.
+        secret: of the run; workers know it from the server's VLLM_API_KEY.
+        in_flight_requests: what becomes of requests under way when a server is paused.
+        device: where the policy's weights are; the servers' must be of the same kind.
+        make_server: makes the commands of a server from its URL; rank 0 alone calls them.
+    """
 
     source: WeightSource
     world: World
@@ -70,7 +77,7 @@ class FleetSync:
     options: TransferOptions
     in_flight_requests: InFlight
     device: torch.device | str
-    make_server: Callable[[str], Server] | None = None
+    make_server: Callable[[str], HttpServer] | None = None
     plans: Plans = field(default_factory=dict)
     _groups: dict[Names, JointSync] = field(default_factory=dict)
     # Servers that could not be in one group with those of another number.
@@ -80,15 +87,15 @@ class FleetSync:
         self, version: int, servers: Mapping[str, str], *, staged: bool = False
     ) -> FleetReport:
         """Collective over the trainer's ranks: these servers have the weights of the source when it
-        returns, or are in ``lost``. ``staged``: beside those they sample with, which takes no time
+        returns, or are in ``lost``. ``staged``: next to those they sample with, which takes no time
         of theirs. ``servers``: URLs by name, equal on every rank; one that is named for the first
         time is connected.
 
         Raises:
             ValueError: a training parameter changed its dtype or shape.
         """
-        done = _Round(servers, staged)
-        waiting = self._teams(servers)
+        done = _FleetRound(servers, staged)
+        waiting = self._push_groups(servers)
         while waiting:
             waiting = [*self._push(version, waiting[0], done), *waiting[1:]]
         for name in done.lost:
@@ -101,16 +108,16 @@ class FleetSync:
             if not set(names) <= set(servers):
                 self._groups.pop(names).close()
 
-    def _teams(self, servers: Mapping[str, str]) -> list[Names]:
+    def _push_groups(self, servers: Mapping[str, str]) -> list[Names]:
         """All servers that may be in one group, which is all of them unless some did not fit. In
         one order, whatever they came in: names begin with that of the machine, so like servers on
         like machines have the plan that was made for others."""
-        teams: dict[int, list[str]] = {}
+        groups: dict[int, list[str]] = {}
         for name in sorted(servers):
-            teams.setdefault(self._apart.get(name, 0), []).append(name)
-        return [tuple(names) for names in teams.values()]
+            groups.setdefault(self._apart.get(name, 0), []).append(name)
+        return [tuple(names) for names in groups.values()]
 
-    def _push(self, version: int, names: Names, done: _Round) -> list[Names]:
+    def _push(self, version: int, names: Names, done: _FleetRound) -> list[Names]:
         """One attempt. Returns whom to try again, and with whom."""
         try:
             group = self._connected({name: done.servers[name] for name in names})
@@ -143,7 +150,7 @@ class FleetSync:
             if not set(others).isdisjoint(names):
                 self._groups.pop(others).close()
         make = self.make_server or self._http_server
-        trainer = Trainer(
+        trainer = TrainingSide(
             self.source,
             self.world,
             self.options,
@@ -157,12 +164,12 @@ class FleetSync:
             del self.plans[shape]
         return self._groups[names]
 
-    def _http_server(self, url: str) -> Server:
+    def _http_server(self, url: str) -> HttpServer:
         return HttpServer(url, self.options.timeout_s, self.secret)
 
 
 def _again(
-    names: Names, updated: Sequence[str], lost: Mapping[str, str], problem: str, done: _Round
+    names: Names, updated: Sequence[str], lost: Mapping[str, str], problem: str, done: _FleetRound
 ) -> list[Names]:
     """After an attempt with ``names``: who is to be tried again, in which groups."""
     done.updated |= set(updated)

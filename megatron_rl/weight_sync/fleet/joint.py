@@ -14,19 +14,24 @@ import torch.distributed as dist
 
 from megatron_rl.errors import LostPeerError, WeightSyncError
 from megatron_rl.protocols import WeightSource
-from megatron_rl.runtime.joint_group import join_group, leave_group, visit_store
+from megatron_rl.runtime.joint_group import connect_store, join_group, leave_group
 from megatron_rl.runtime.launch import World
 from megatron_rl.types import SyncReport, TransferOptions
-from megatron_rl.weight_sync.failure import Progress, Stage
-from megatron_rl.weight_sync.fleet.commands import InFlight, Server
-from megatron_rl.weight_sync.fleet.host import Ends, Host, ServersError, said
-from megatron_rl.weight_sync.fleet.update_kinds import Beside, InPlace, UpdateKind
+from megatron_rl.weight_sync.failure import Stage, SyncProgress
+from megatron_rl.weight_sync.fleet.commands import HttpServer, InFlight
+from megatron_rl.weight_sync.fleet.controller import (
+    FleetController,
+    ServersError,
+    StepOutcome,
+    problem_text,
+)
+from megatron_rl.weight_sync.fleet.update_kinds import InPlaceUpdate, StagedUpdate, UpdateKind
 from megatron_rl.weight_sync.planner.plan import Plan
 from megatron_rl.weight_sync.reshard import Plans, ReshardSync
 
 
 @dataclass(frozen=True)
-class Trainer:
+class TrainingSide:
     """The training side of all joint syncs. ``device``: where the policy's weights are; ``secret``:
     of the run; ``plans``: those made for other servers, one for servers that are cut alike is not
     made again."""
@@ -41,16 +46,23 @@ class Trainer:
 
 
 @dataclass(frozen=True)
-class Pushed:
-    """How an update ended. ``updated``: the servers that serve the new weights; ``lost``: those
-    that are at fault, and why; ``undone``: the others, paused, whose weights are old, new or both
-    (where new ones were staged they go on with the old ones); ``problem``: what stopped it;
-    ``stage``: how far it got; ``report``: where all weights arrived."""
+class PushResult:
+    """How an update ended.
+
+    Attributes:
+        stage: how far it got.
+        updated: the servers that serve the new weights.
+        lost: those that are at fault, and why.
+        unfinished: the others, paused, whose weights are old, new or both; where new weights were
+            staged they continue with the old ones.
+        problem: what stopped the update; empty where nothing did.
+        report: where all weights arrived.
+    """
 
     stage: Stage
     updated: tuple[str, ...] = ()
     lost: Mapping[str, str] = field(default_factory=dict)
-    undone: tuple[str, ...] = ()
+    unfinished: tuple[str, ...] = ()
     problem: str = ""
     report: SyncReport | None = None
 
@@ -62,7 +74,7 @@ class JointSync:
     or, where new weights are staged, their old ones throughout.
     """
 
-    def __init__(self, trainer: Trainer, servers: Mapping[str, Server]) -> None:
+    def __init__(self, trainer: TrainingSide, servers: Mapping[str, HttpServer]) -> None:
         """Collective over the trainer's ranks. ``servers``: by name, used by rank 0 alone.
 
         Raises, on every rank:
@@ -72,8 +84,8 @@ class JointSync:
         self.names = tuple(servers)
         self._trainer = trainer
         self._world = trainer.world
-        self._host = Host(servers, trainer.options, trainer.secret)
-        self._kind: UpdateKind = InPlace(trainer.in_flight_requests)  # of the last update
+        self._controller = FleetController(servers, trainer.options, trainer.secret)
+        self._kind: UpdateKind = InPlaceUpdate(trainer.in_flight_requests)  # of the last update
         self._group: dist.ProcessGroup | None = None
         self._sync: ReshardSync | None = None
         try:
@@ -82,14 +94,10 @@ class JointSync:
             self.close(error)
             raise
 
-    @property
-    def is_connected(self) -> bool:
-        return self._sync is not None
-
     def _connect(self) -> Plan:
         """Collective over the trainer's ranks: one group with the workers, and the plan."""
         place = self._world.from_main(
-            lambda: self._host.invite(self._world.size, self._trainer.device.type)
+            lambda: self._controller.connect(self._world.size, self._trainer.device.type)
         )
         failed: Exception | None = None
         try:
@@ -98,7 +106,7 @@ class JointSync:
             failed = error
             self._leave(error)  # so that no peer waits for this rank
         problems = self._world.all_gather("" if failed is None else str(failed))
-        ends = self._world.from_main(self._host.ends)
+        ends = self._world.from_main(self._controller.ends)
         if ends.lost:
             raise ServersError(ends.lost) from failed
         if failed is not None:
@@ -113,7 +121,7 @@ class JointSync:
     def _join(self, address: str, port: int, size: int) -> None:
         trainer = self._trainer
         timeout_s = trainer.options.timeout_s
-        store = visit_store(address, port, timeout_s)
+        store = connect_store(address, port, timeout_s)
         self._group = join_group(store, self._world.rank, size, timeout_s, trainer.secret)
         self._sync = ReshardSync(
             trainer.source,
@@ -125,37 +133,37 @@ class JointSync:
             plans=trainer.plans,
         )
 
-    def sync(self, version: int, *, staged: bool = False) -> Pushed:
-        """Collective over the trainer's ranks. ``staged``: the new weights wait beside the old ones
-        for a command (``commands.switch_weights``). In the report ``bytes_sent``: what this rank
-        sent; ``bytes_total``: what the workers were sent, by whomever.
+    def sync(self, version: int, *, staged: bool = False) -> PushResult:
+        """Collective over the trainer's ranks. ``staged``: the new weights wait next to the old
+        ones for a command (``commands.switch_weights``). In the report ``bytes_sent``: what this
+        rank sent; ``bytes_total``: what the workers were sent, by whomever.
 
-        Raises, on every rank, when nothing has moved and all servers go on with their old weights:
-            ValueError: a training parameter changed its dtype or shape.
-            WeightSyncError: a rank is not ready.
+        Raises, on every rank, when nothing has moved and all servers continue with their old
+            weights: ValueError: a training parameter changed its dtype or shape. WeightSyncError: a
+            rank is not ready.
         """
         assert self._sync is not None, "it is connected"
         start = time.perf_counter()
-        progress = Progress(version)
-        kind = Beside() if staged else InPlace(self._trainer.in_flight_requests)
+        progress = SyncProgress(version)
+        kind = StagedUpdate() if staged else InPlaceUpdate(self._trainer.in_flight_requests)
         self._kind = kind
-        lost = self._world.from_main(lambda: self._host.begin(kind))
+        lost = self._world.from_main(lambda: self._controller.begin(kind))
         if lost:
             return self._stopped(progress, lost)
         progress.stage = Stage.INVITED
         try:
-            self._world.from_main(lambda: self._host.begin_update(version, kind))
+            self._world.from_main(lambda: self._controller.begin_update(version, kind))
         except RuntimeError as error:  # of the servers, of the store
             self._leave(error)
             lost = error.lost if isinstance(error, ServersError) else {}
             return self._stopped(progress, lost, str(error))
         report, problem = self._carry_out(progress)
-        ends = self._world.from_main(self._host.ends)
+        ends = self._world.from_main(self._controller.ends)
         if report is None:
             return self._stopped(progress, ends.lost, problem)
         return self._finish(progress, ends, report, start)
 
-    def _carry_out(self, progress: Progress) -> tuple[SyncReport | None, str]:
+    def _carry_out(self, progress: SyncProgress) -> tuple[SyncReport | None, str]:
         """Collective over the trainer's ranks: the report of this one, and no problem; or, on every
         rank, no report and what stopped the update."""
         assert self._sync is not None
@@ -178,26 +186,28 @@ class JointSync:
             return report, ""
         if all(refused for refused, _ in everyone):
             # Workers too have raised, and nothing has moved.
-            lost = self._world.from_main(lambda: self._host.call_off(self._kind))
+            lost = self._world.from_main(lambda: self._controller.call_off(self._kind))
             if not lost and failed is not None:
                 raise failed
-            problems.append(said(lost))
+            problems.append(problem_text(lost))
         self._leave(failed)
         return None, "; ".join(problems)
 
-    def _finish(self, progress: Progress, ends: Ends, report: SyncReport, start: float) -> Pushed:
-        """Collective: servers without a problem go on with the new weights."""
+    def _finish(
+        self, progress: SyncProgress, ends: StepOutcome, report: SyncReport, start: float
+    ) -> PushResult:
+        """Collective: servers without a problem continue with the new weights."""
         failed = ends.lost | ends.problems
         lost = {name: f"{progress}: {why}" for name, why in ends.lost.items()}
-        undone = {name: f"{progress}: {why}" for name, why in ends.problems.items()}
+        unfinished = {name: f"{progress}: {why}" for name, why in ends.problems.items()}
         done = [name for name in self.names if name not in failed]
         if done:
             progress.stage = Stage.COMPLETE
             stuck = self._world.from_main(
-                lambda: self._host.end_update(progress.version, self._kind, done)
+                lambda: self._controller.end_update(progress.version, self._kind, done)
             )
             lost |= {name: f"{progress}: {why}" for name, why in stuck.items()}
-        if lost or undone:
+        if lost or unfinished:
             self._leave()
         report = replace(
             report,
@@ -205,36 +215,38 @@ class JointSync:
             bytes_total=self.plan.bytes_sent,
             seconds=time.perf_counter() - start,
         )
-        return Pushed(
+        return PushResult(
             progress.stage,
             updated=tuple(name for name in done if name not in lost),
             lost=lost,
-            undone=tuple(undone),
-            problem=said(lost | undone),
+            unfinished=tuple(unfinished),
+            problem=problem_text(lost | unfinished),
             report=report,
         )
 
-    def _stopped(self, progress: Progress, lost: Mapping[str, str], problem: str = "") -> Pushed:
-        return Pushed(
+    def _stopped(
+        self, progress: SyncProgress, lost: Mapping[str, str], problem: str = ""
+    ) -> PushResult:
+        return PushResult(
             progress.stage,
             lost={name: f"{progress}: {why}" for name, why in lost.items()},
-            undone=tuple(name for name in self.names if name not in lost),
-            problem=f"{progress}: {problem or said(lost)}",
+            unfinished=tuple(name for name in self.names if name not in lost),
+            problem=f"{progress}: {problem or problem_text(lost)}",
         )
 
-    def release(self, pushed: Pushed) -> None:
+    def release(self, pushed: PushResult) -> None:
         """Collective, the end of this sync after an update that some servers did not get: those
-        that are undone may be pushed to by another. Where one may not, it says so then."""
+        that are unfinished may be pushed to by another. Where one may not, it says so then."""
         self._leave()
-        if pushed.stage is not Stage.NOT_BEGUN and pushed.undone:
-            self._world.from_main(lambda: self._host.release(self._kind, pushed.undone))
+        if pushed.stage is not Stage.NOT_BEGUN and pushed.unfinished:
+            self._world.from_main(lambda: self._controller.release(self._kind, pushed.unfinished))
         self.close()
 
     def close(self, error: BaseException | None = None) -> None:
         """Collective over the trainer's ranks: leaves the group. The servers serve on. May be
         called again, and after a failure."""
         self._leave(error)
-        self._host.close()
+        self._controller.close()
 
     def _leave(self, error: BaseException | None = None) -> None:
         self._sync = None

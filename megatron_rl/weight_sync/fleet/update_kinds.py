@@ -1,48 +1,30 @@
-"""What a server does around an update: it stands still while its weights are replaced, or samples
-on while new ones are staged beside them."""
+"""The two kinds of update of a server: paused while its weights are replaced, or sampling while new
+weights are staged in the memory of the host."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from megatron_rl.weight_sync.fleet.commands import InFlight, NotReachedError, Server
+from megatron_rl.weight_sync.fleet.commands import HttpServer, InFlight, NotReachedError
 
 POLL_S = 0.02
 _LOOK_EVERY_S = 2.0
 
 
-class UpdateKind(Protocol):
-    """The commands that one server gets, in this order; each raises ConnectionError."""
-
-    def begin(self, server: Server) -> None:
-        """Before its workers are called. A server that cannot is to serve on."""
-
-    def carry_out(
-        self, server: Server, info: Mapping[str, Any], has_ended: Callable[[], bool]
-    ) -> None:
-        """Returns when its workers have ended their part; ``has_ended``: whether they say so,
-        raises ConnectionError where they do not in time."""
-
-    def end(self, server: Server, version: int) -> None:
-        """All weights have arrived."""
-
-    def call_off(self, server: Server) -> None:
-        """Nothing has moved, and nothing will."""
-
-    def release(self, server: Server) -> None:
-        """It broke off; another update may follow."""
-
-
 @dataclass(frozen=True)
-class InPlace:
-    """The server is paused from ``begin`` to ``end``, and then has the new weights."""
+class InPlaceUpdate:
+    """The server is paused from ``begin`` to ``end``, and then has the new weights.
+
+    The commands of an update, in this order; each raises ConnectionError.
+    """
 
     in_flight: InFlight
 
-    def begin(self, server: Server) -> None:
+    def begin(self, server: HttpServer) -> None:
+        """Before its workers are called. A server that cannot is to serve on."""
         try:
             server.pause(self.in_flight)
         except NotReachedError:
@@ -55,32 +37,37 @@ class InPlace:
             raise
 
     def carry_out(
-        self, server: Server, info: Mapping[str, Any], has_ended: Callable[[], bool]
+        self, server: HttpServer, info: Mapping[str, Any], has_ended: Callable[[], bool]
     ) -> None:
+        """Returns when its workers have ended their part; ``has_ended``: whether they say so,
+        raises ConnectionError where they do not in time."""
         server.update(info)
 
-    def end(self, server: Server, version: int) -> None:
+    def end(self, server: HttpServer, version: int) -> None:
+        """All weights have arrived."""
         server.finish(version)
         server.resume()
 
-    def call_off(self, server: Server) -> None:
+    def call_off(self, server: HttpServer) -> None:
+        """Nothing has moved, and nothing will."""
         server.cancel()
         server.resume()
 
-    def release(self, server: Server) -> None:
+    def release(self, server: HttpServer) -> None:
+        """It broke off; another update may follow."""
         server.cancel()
 
 
 @dataclass(frozen=True)
-class Beside:
-    """The server samples with its old weights throughout; ``commands.switch_weights`` makes it go
-    on with the new ones."""
+class StagedUpdate:
+    """The server samples with its old weights throughout; ``commands.switch_weights`` makes it
+    continue with the new ones."""
 
-    def begin(self, server: Server) -> None:
+    def begin(self, server: HttpServer) -> None:
         server.alive()
 
     def carry_out(
-        self, server: Server, info: Mapping[str, Any], has_ended: Callable[[], bool]
+        self, server: HttpServer, info: Mapping[str, Any], has_ended: Callable[[], bool]
     ) -> None:
         server.stage(info)
         look_at = time.monotonic() + _LOOK_EVERY_S
@@ -90,8 +77,11 @@ class Beside:
                 look_at = time.monotonic() + _LOOK_EVERY_S
             time.sleep(POLL_S)
 
-    def end(self, server: Server, version: int) -> None: ...
+    def end(self, server: HttpServer, version: int) -> None: ...
 
-    def call_off(self, server: Server) -> None: ...
+    def call_off(self, server: HttpServer) -> None: ...
 
-    def release(self, server: Server) -> None: ...
+    def release(self, server: HttpServer) -> None: ...
+
+
+UpdateKind = InPlaceUpdate | StagedUpdate

@@ -28,7 +28,8 @@ class Edges(NamedTuple):
     """Who sends which flow on to whom, as columns.
 
     ``delay``: rounds of arrivals after the flow's own; ``turn``: 0 for a message into a node or
-    from a source, else the turn, behind the arrivals of a round, in which a mate gets it.
+    from a source, else the turn, after the arrivals of a round, in which a rank of the same node
+    gets it.
     """
 
     flow: np.ndarray
@@ -63,40 +64,8 @@ class Flows:
     next_node: np.ndarray
     hop: int
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Flows)
-            and (self.dtypes, self.fans, self.hop) == (other.dtypes, other.fans, other.hop)
-            and all(
-                np.array_equal(getattr(self, name), getattr(other, name))
-                for name in ("source", "target", "dtype", "fan", "size", "next_node")
-            )
-        )
-
     def __len__(self) -> int:
         return len(self.source)
-
-    @staticmethod
-    def direct(streams: Mapping[Stream, int]) -> Flows:
-        """Streams that nobody passes on, between ranks that are all on one node."""
-        dtypes = tuple(sorted({stream.dtype for stream in streams}))
-        ranks: set[int] = set()
-        rows = []
-        for (source, target, dtype), size in streams.items():
-            ranks |= {source, target}
-            rows.append((source, target, dtypes.index(dtype), size))
-        rows.sort()
-        columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-        return Flows(
-            *columns[:3],
-            fan=np.zeros(len(rows), dtype=np.int64),
-            size=columns[3],
-            dtypes=dtypes,
-            fans=((),),
-            nodes=Nodes.of(ranks, [0] * (1 + max(ranks, default=0))),
-            next_node=np.array([-1]),
-            hop=1,
-        )
 
     @cached_property
     def crosses(self) -> np.ndarray:
@@ -106,7 +75,7 @@ class Flows:
     @cached_property
     def first_turns(self) -> tuple[int, ...]:
         """Of each fan, the first of its ``len - 1`` turns. Fans that share a place have different
-        turns, so that nobody is sent more in a turn than one mate got in one round.
+        turns, so that no rank is sent more in a turn than one rank received in one round.
 
         Example: of the fans (0, 1, 2), (2, 3) and (4, 5) the first has turns 1 and 2, the second,
         which shares place 2 with it, turn 3, and the third turn 1.
@@ -141,9 +110,9 @@ class Flows:
         while len(flow):
             zeros = np.zeros(len(flow), dtype=np.int64)
             rows.append((flow, sender, receiver, zeros + delay, zeros))
-            # Mates get it one round of arrivals later: the turns behind a round pass on what the
+            # Mates get it one round of arrivals later: the turns after a round pass on what the
             # one before it brought, see ``Schedule``.
-            rows += self._to_mates(flow, receiver, delay + 1)
+            rows += self._to_same_node(flow, receiver, delay + 1)
             following = self.next_node[self.nodes.of_rank[receiver]]
             goes_on = following >= 0
             flow = flow[goes_on]
@@ -157,7 +126,7 @@ class Flows:
         order = np.argsort(columns[0], kind="stable")  # by flow
         return Edges(*(column[order] for column in columns))
 
-    def _to_mates(
+    def _to_same_node(
         self, flow: np.ndarray, holder: np.ndarray, delay: int
     ) -> list[tuple[np.ndarray, ...]]:
         rows = []
@@ -169,9 +138,9 @@ class Flows:
             sender = holder[chosen]
             # The number of the sender's place in the fan, whose places are in increasing order.
             own = np.searchsorted(places, self.nodes.position[sender])
-            # A turn is a rotation of the fan: whoever holds something passes it on to the place
-            # ``step`` behind its own, so that nobody sends, or gets, two in one turn. Example: in
-            # the fan (0, 2, 5) place 2 sends to 5, then to 0.
+            # A turn is a rotation of the fan: each holder passes its bytes on to the place
+            # ``step`` after its own, so that no rank sends, or receives, two in one turn. Example:
+            # in the fan (0, 2, 5) place 2 sends to 5, then to 0.
             for step in range(1, len(fan)):
                 place = places[(own + step) % len(fan)]
                 receiver = self.nodes.ranks[self.nodes.of_rank[sender], place]
@@ -199,14 +168,6 @@ class Flows:
         within = self.nodes.same(sender, receiver)
         size = self.size[flow]
         return {SAME_NODE: int(size[within].sum()), ACROSS_NODES: int(size[~within].sum())}
-
-    def num_peers(self) -> np.ndarray:
-        """Rank -> with how many others it exchanges messages."""
-        _, sender, receiver, _, _ = self.edges
-        num_ranks = len(self.nodes.of_rank)
-        # (rank, peer) as one number, both ways around: a pair that talks both ways counts once.
-        pairs = np.concatenate([sender * num_ranks + receiver, receiver * num_ranks + sender])
-        return np.bincount(np.unique(pairs) // num_ranks, minlength=num_ranks)
 
 
 class Part(NamedTuple):

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_rl.weight_sync.planner.rects import (
-    Rect,
+from megatron_rl.weight_sync.planner.slices import (
+    Slice,
     common_parts,
     covered,
     each_inside,
@@ -21,7 +21,7 @@ from megatron_rl.weight_sync.planner.rects import (
     without,
 )
 
-Rects = tuple[Rect, ...]
+Slices = tuple[Slice, ...]
 
 
 @dataclass(frozen=True)
@@ -64,95 +64,102 @@ class Nodes:
 
 
 class Local(NamedTuple):
-    """``rect``, a part of the shard ``within`` of the same place."""
+    """``region``, a part of the shard ``within`` of the same place."""
 
     place: int
-    rect: Rect
-    within: Rect
+    region: Slice
+    within: Slice
 
 
-class FromMates(NamedTuple):
-    """``rect``, wanted at ``place``, a part of the shard ``within`` at each of ``holders``."""
+class FromSameNode(NamedTuple):
+    """``region``, needed at ``place``, a part of the shard ``within`` at each of ``holders``."""
 
     place: int
-    rect: Rect
-    within: Rect
+    region: Slice
+    within: Slice
     holders: tuple[int, ...]
 
 
-class FromAfar(NamedTuple):
-    """``rect``, wanted at each of ``takers`` and held nowhere in the node: a part of the shard
+class FromRemote(NamedTuple):
+    """``region``, needed at each of ``receivers`` and held nowhere in the node: a part of the shard
     ``within`` of others."""
 
-    rect: Rect
-    within: Rect
-    takers: tuple[int, ...]
+    region: Slice
+    within: Slice
+    receivers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Needs:
+class NodeDemand:
     """What the ranks of one node want of one tensor, by its nearest source.
 
-    ``missing``: elements wanted and not held, summed over ranks; ``entering``: elements wanted on
-    the node and held nowhere on it. ``lacking``: a place and a rectangle that nobody has.
+    ``missing``: elements needed and not held, summed over ranks; ``entering``: elements needed on
+    the node and held nowhere on it. ``unavailable``: a place and a slice that no rank has.
     """
 
     local: tuple[Local, ...]
-    from_mates: tuple[FromMates, ...]
-    from_afar: tuple[FromAfar, ...]
+    from_same_node: tuple[FromSameNode, ...]
+    from_remote: tuple[FromRemote, ...]
     missing: int
     entering: int
-    lacking: tuple[int, Rect] | None
+    unavailable: tuple[int, Slice] | None
 
 
 @lru_cache(maxsize=65536)
-def needs(held: tuple[Rects, ...], wanted: tuple[Rects, ...], shards: Rects) -> Needs:
+def node_demand(held: tuple[Slices, ...], wanted: tuple[Slices, ...], shards: Slices) -> NodeDemand:
     """``held``, ``wanted``: of each place of the node; ``shards``: all that exist, anywhere.
 
-    What is wanted in two places of one rank travels once; what a rank has itself is copied; what a
-    mate has is taken from there; the rest crosses into the node once, whoever wants it.
+    What is needed in two places of one rank travels once; what a rank has itself is copied; what a
+    rank of the node has is taken from there; the rest crosses into the node once.
 
     Kept, since nodes and classes repeat; hence tuples all the way down, which can be hashed.
     """
     local = []
-    from_mates = []
-    left: list[list[Rect]] = []
+    from_same_node = []
+    left: list[list[Slice]] = []
     mates = dict.fromkeys(chain.from_iterable(held))  # what they hold, each once
     for place, wishes in enumerate(wanted):
-        missing: list[Rect] = []
-        for rect in wishes:
-            missing += without(rect, missing)
+        missing: list[Slice] = []
+        for region in wishes:
+            missing += without(region, missing)
         for shard in held[place]:
-            local += [Local(place, rect, shard) for rect in each_inside(missing, shard)]
+            local += [Local(place, region, shard) for region in each_inside(missing, shard)]
             missing = each_without(missing, shard)
         for shard in mates:
-            holders = tuple(i for i, rects in enumerate(held) if shard in rects and i != place)
+            holders = tuple(i for i, regions in enumerate(held) if shard in regions and i != place)
             if holders:
                 taken = each_inside(missing, shard)
-                from_mates += [FromMates(place, rect, shard, holders) for rect in taken]
+                from_same_node += [FromSameNode(place, region, shard, holders) for region in taken]
                 missing = each_without(missing, shard)
         left.append(missing)
-    from_afar = []
-    lacking = None
-    for part, takers in common_parts(left):
+    from_remote = []
+    unavailable = None
+    for part, receivers in common_parts(left):
         missing = [part]
         for shard in shards:
-            from_afar += [FromAfar(rect, shard, takers) for rect in each_inside(missing, shard)]
+            from_remote += [
+                FromRemote(region, shard, receivers) for region in each_inside(missing, shard)
+            ]
             missing = each_without(missing, shard)
-        if missing and lacking is None:
-            lacking = (takers[0], missing[0])
-    # Counted from what is held and wanted, not summed over the lists above: the plan is compared
+        if missing and unavailable is None:
+            unavailable = (receivers[0], missing[0])
+    # Counted from what is held and needed, not summed over the lists above: the plan is compared
     # with these bounds.
     missing_elements = 0
     for own, wishes in zip(held, wanted, strict=True):
         missing_elements += covered(wishes) - covered(wishes, own)
     on_node = list(chain.from_iterable(wanted))
     entering = covered(on_node) - covered(on_node, list(mates))
-    return Needs(
-        tuple(local), tuple(from_mates), tuple(from_afar), missing_elements, entering, lacking
+    return NodeDemand(
+        tuple(local),
+        tuple(from_same_node),
+        tuple(from_remote),
+        missing_elements,
+        entering,
+        unavailable,
     )
 
 
-def elements(rect: Rect) -> int:
+def elements(region: Slice) -> int:
     """Number of elements."""
-    return math.prod(rect.shape)
+    return math.prod(region.shape)

@@ -1,4 +1,4 @@
-"""Who sends what to whom: a pure function of the shards that every process has and wants.
+"""Who sends what to whom: a pure function of the shards that every process has and needs.
 
 Tensors that the same ranks have and want in the same way form one class, nodes whose ranks have and
 want the same of a class are alike, and both are planned once: the cost depends on the number of
@@ -17,12 +17,12 @@ from itertools import chain
 import numpy as np
 
 from megatron_rl.weight_sync.planner.flows import LINKS, SAME_PROCESS, Flows, Part, Stream, gathered
-from megatron_rl.weight_sync.planner.nodes import Needs, Nodes, Rects, elements, needs
-from megatron_rl.weight_sync.planner.rects import Rect, covered, intersect, slices, without
+from megatron_rl.weight_sync.planner.nodes import NodeDemand, Nodes, Slices, elements, node_demand
 from megatron_rl.weight_sync.planner.roles import Roles, Side, TensorClass, roles_of, tensor_classes
 from megatron_rl.weight_sync.planner.schedule import Schedule, schedule
 from megatron_rl.weight_sync.planner.senders import Delivery, Senders, Wanted
 from megatron_rl.weight_sync.planner.shards import check_written_once
+from megatron_rl.weight_sync.planner.slices import Slice, covered, intersect, slice_text, without
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Plan:
 
     ``deliveries``: each with the flow of every entry of its ``sources``; None for local copies.
     ``bytes_by_link``: same_process, same_node, across_nodes. ``lower_bound``: bytes that a process
-    wants and does not have, each counted once per process, summed over processes; no plan can send
-    less. ``node_bound``: bytes that are wanted on a node and that no process of it has, each
+    needs and does not have, each counted once per process, summed over processes; no plan can send
+    less. ``node_bound``: bytes that are needed on a node and that no process of it has, each
     counted once per node; no plan can send less across nodes. ``gather_bytes``: what arrives when
     every rollout process receives every tensor whole.
     """
@@ -44,22 +44,6 @@ class Plan:
     lower_bound: int
     node_bound: int
     gather_bytes: int
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Plan)
-            and self.classes == other.classes
-            and self.costs == other.costs
-            and [delivery for delivery, _ in self.deliveries]
-            == [delivery for delivery, _ in other.deliveries]
-            and self.schedule == other.schedule
-        )
-
-    @property
-    def costs(self) -> tuple:
-        """Every figure in bytes."""
-        bounds = (self.lower_bound, self.node_bound, self.gather_bytes)
-        return dict(self.bytes_by_link), bounds
 
     @property
     def flows(self) -> Flows:
@@ -115,11 +99,11 @@ class Machines:
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What a plan follows from beside the shards.
+    """What a plan follows from besides the shards.
 
     ``bucket_bytes``, ``rounds_in_flight``: see ``schedule``. ``machines``: which ranks share a
     node. ``replicas``: groups of ranks that must together want every element of every tensor (None:
-    all ranks that want anything are one). ``ignore``: tensors that rightly nobody wants. ``cast``:
+    all ranks that need anything are one). ``ignore``: tensors that need no receiver. ``cast``:
     floating types may differ, values are cast before they are sent.
     """
 
@@ -136,12 +120,12 @@ def make_plan(sources: Side, targets: Side, settings: PlanSettings) -> Plan:
     its node, else from anywhere, once into each node; among equal sources the senders share the
     load.
 
-    ``sources``, ``targets``: what each rank has, and wants. Deterministic: equal inputs give equal
+    ``sources``, ``targets``: what each rank has, and needs. Deterministic: equal inputs give equal
     plans on every rank.
 
-    Raises ValueError, naming tensor, ranks and slices, for a tensor or an element nobody has or
-    nobody wants, for a shape or dtype that differs, and for an element of a parameter that would be
-    written twice.
+    Raises ValueError, naming tensor, ranks and slices, for a tensor or an element without holder or
+    without receiver, for a shape or dtype that differs, and for an element of a parameter that
+    would be written twice.
     """
     nodes = settings.machines.nodes({*sources, *targets})
     looked_at = set()  # ranks of one role share a sequence: once is enough
@@ -179,7 +163,7 @@ def make_plan(sources: Side, targets: Side, settings: PlanSettings) -> Plan:
     return plan
 
 
-# Many classes have the same few sets of rectangles.
+# Many classes have the same few sets of slices.
 _covered = lru_cache(maxsize=65536)(covered)
 
 
@@ -235,29 +219,29 @@ class _Planner:
         whole = math.prod(tensors.full)
         # Whole tensors to every rank of a replica, less what such a rank has itself.
         self.gather_bytes += size * whole * int(self.gathering.sum())
-        for role, rects in tensors.sources.items():
-            self.gather_bytes -= size * _covered(rects) * int(self.gathering[role + 1])
-        ranks_of: dict[Rect, list[int]] = defaultdict(list)
-        for role, rects in tensors.sources.items():
-            for rect in dict.fromkeys(rects):
-                ranks_of[rect] += self.sides[0].ranks[role]
-        holders = {rect: np.array(sorted(ranks)) for rect, ranks in ranks_of.items()}
+        for role, regions in tensors.sources.items():
+            self.gather_bytes -= size * _covered(regions) * int(self.gathering[role + 1])
+        ranks_of: dict[Slice, list[int]] = defaultdict(list)
+        for role, regions in tensors.sources.items():
+            for region in dict.fromkeys(regions):
+                ranks_of[region] += self.sides[0].ranks[role]
+        holders = {region: np.array(sorted(ranks)) for region, ranks in ranks_of.items()}
         # In the order of their first holders: the same on every rank, as all of a plan must be.
-        shards = tuple(sorted(holders, key=lambda rect: holders[rect][0]))
+        shards = tuple(sorted(holders, key=lambda region: holders[region][0]))
         want = Wanted(number, len(tensors.names), tensors.itemsize, holders)
         for (held, wanted), nodes in self._alike(tensors).items():
-            need = needs(held, wanted, shards)
-            if need.lacking is not None:
-                self._raise_lacking(tensors, need.lacking, nodes, holders)
-            # ``needs`` counts elements of one tensor, on one of these nodes.
-            self.lower_bound += size * need.missing * len(nodes)
-            self.node_bound += size * need.entering * len(nodes)
-            self._deliver(want, tensors, need, nodes)
+            demand = node_demand(held, wanted, shards)
+            if demand.unavailable is not None:
+                self._raise_unavailable(tensors, demand.unavailable, nodes, holders)
+            # ``node_demand`` counts elements of one tensor, on one of these nodes.
+            self.lower_bound += size * demand.missing * len(nodes)
+            self.node_bound += size * demand.entering * len(nodes)
+            self._deliver(want, tensors, demand, nodes)
 
-    def _alike(self, tensors: TensorClass) -> dict[tuple[tuple[Rects, ...], ...], np.ndarray]:
+    def _alike(self, tensors: TensorClass) -> dict[tuple[tuple[Slices, ...], ...], np.ndarray]:
         """``(held, wanted)`` at each place of a node -> the nodes where it is so."""
         num_places = self.kinds.shape[1] // 2
-        kinds: dict[tuple[tuple[Rects, ...], ...], list[int]] = defaultdict(list)
+        kinds: dict[tuple[tuple[Slices, ...], ...], list[int]] = defaultdict(list)
         for kind, roles in enumerate(self.kinds.tolist()):
             held = tuple(tensors.sources.get(role, ()) for role in roles[:num_places])
             wanted = tuple(tensors.targets.get(role, ()) for role in roles[num_places:])
@@ -269,30 +253,34 @@ class _Planner:
             nodes[pattern] = np.sort(np.concatenate(of_each))
         return nodes
 
-    def _deliver(self, want: Wanted, tensors: TensorClass, need: Needs, nodes: np.ndarray) -> None:
+    def _deliver(
+        self, want: Wanted, tensors: TensorClass, demand: NodeDemand, nodes: np.ndarray
+    ) -> None:
         every_tensor = range(want.count)
-        for place, rect, within in need.local:
+        for place, region, within in demand.local:
             ranks = self.nodes.ranks[nodes, place]
-            self.local_bytes += want.itemsize * elements(rect) * want.count * len(ranks)
+            self.local_bytes += want.itemsize * elements(region) * want.count * len(ranks)
             # As a delivery whose only source, a column of one, is the target itself.
-            copies = (want.class_index, rect, within, every_tensor, (), ranks, ranks[:, None])
+            copies = (want.class_index, region, within, every_tensor, (), ranks, ranks[:, None])
             self.local.append(Delivery(*copies))
-        deliveries = [self.senders.from_mates(want, mates, nodes) for mates in need.from_mates]
-        for afar in need.from_afar:
-            deliveries += self.senders.from_afar(want, afar, nodes)
+        deliveries = [
+            self.senders.from_same_node(want, mates, nodes) for mates in demand.from_same_node
+        ]
+        for afar in demand.from_remote:
+            deliveries += self.senders.from_remote(want, afar, nodes)
         for delivery in deliveries:
-            size = want.itemsize * elements(delivery.rect)
+            size = want.itemsize * elements(delivery.region)
             self.deliveries.append((delivery, tensors.dtype, size))
 
     def flows(self, hop: int) -> tuple[tuple[tuple[Delivery, np.ndarray | None], ...], Flows]:
         """All deliveries with the flows of their sources, and the flows."""
         dtypes = tuple(sorted({dtype for _, dtype, _ in self.deliveries}))
-        fans = tuple(sorted({(), *(delivery.takers for delivery, _, _ in self.deliveries)}))
+        fans = tuple(sorted({(), *(delivery.receivers for delivery, _, _ in self.deliveries)}))
         number_of = {fan: number for number, fan in enumerate(fans)}
         parts = []
         for delivery, dtype, size in self.deliveries:
             each = delivery.sources.shape[1]
-            way = (dtypes.index(dtype), number_of[delivery.takers])
+            way = (dtypes.index(dtype), number_of[delivery.receivers])
             for n in range(each):
                 num_tensors = len(delivery.turns[n::each])  # sources take turns, see Delivery
                 ends = (delivery.sources[:, n], delivery.targets)
@@ -323,22 +311,22 @@ class _Planner:
     def _check_wanted(self, tensors: TensorClass) -> None:
         names = tensors.names
         full = tensors.full
-        whole = Rect((0,) * len(full), full)
+        whole = Slice((0,) * len(full), full)
         for side, by_role in zip(self.sides, (tensors.sources, tensors.targets), strict=True):
-            for role, rects in by_role.items():
-                for rect in rects:
-                    if intersect(rect, whole) != rect:
+            for role, regions in by_role.items():
+                for region in regions:
+                    if intersect(region, whole) != region:
                         raise ValueError(
-                            f"{names[0]}: rank {side.ranks[role][0]} names {slices(rect)}, which is"
-                            f" empty or outside of its shape {full}"
+                            f"{names[0]}: rank {side.ranks[role][0]} names {slice_text(region)},"
+                            f" which is empty or outside of its shape {full}"
                         )
         if not tensors.targets and set(names) <= self.ignore:
             return
         for roles, replica in self.replicas.items():
-            wanted: list[Rect] = []
+            wanted: list[Slice] = []
             for role in roles:
                 wanted += tensors.targets.get(role, ())
-            # All rectangles lie inside of the shape, see above: as many elements are all of them.
+            # All slices lie inside of the shape, see above: as many elements are all of them.
             if _covered(tuple(wanted)) == math.prod(full):
                 continue
             lost = without(whole, wanted)
@@ -346,24 +334,24 @@ class _Planner:
             for role in tensors.sources:
                 holders += self.sides[0].ranks[role]
             raise ValueError(
-                f"{names[0]}{slices(lost[0])} (and the same slices of {len(names) - 1} other"
+                f"{names[0]}{slice_text(lost[0])} (and the same slices of {len(names) - 1} other"
                 f" tensors) is held by the training ranks {sorted(holders)} but wanted by none of"
                 f" the rollout ranks {replica}: its update would be lost. Correct the"
                 " recorded layout, or name the tensor in ignore"
             )
 
-    def _raise_lacking(
+    def _raise_unavailable(
         self,
         tensors: TensorClass,
-        lacking: tuple[int, Rect],
+        unavailable: tuple[int, Slice],
         nodes: np.ndarray,
-        holders: Mapping[Rect, np.ndarray],
+        holders: Mapping[Slice, np.ndarray],
     ) -> None:
-        place, rect = lacking
+        place, region = unavailable
         others = sorted({int(rank) for ranks in holders.values() for rank in ranks})
         raise ValueError(
-            f"{tensors.names[0]}{slices(rect)} (and the same slices of {len(tensors.names) - 1}"
-            f" other tensors) is wanted by rank {self.nodes.ranks[nodes[0], place]} but held by no"
-            f" training rank; holders of other parts: {others}. Correct the layout or map the"
-            " missing parameter"
+            f"{tensors.names[0]}{slice_text(region)} (and the same slices of"
+            f" {len(tensors.names) - 1} other tensors) is wanted by rank"
+            f" {self.nodes.ranks[nodes[0], place]} but held by no training rank; holders of other"
+            f" parts: {others}. Correct the layout or map the missing parameter"
         )

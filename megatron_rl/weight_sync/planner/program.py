@@ -13,9 +13,9 @@ import numpy as np
 from megatron_rl.weight_sync.planner.flows import Edges, Stream
 from megatron_rl.weight_sync.planner.nodes import elements
 from megatron_rl.weight_sync.planner.plan import Plan
-from megatron_rl.weight_sync.planner.rects import Rect, cut, intersect, slices
 from megatron_rl.weight_sync.planner.schedule import BucketId
 from megatron_rl.weight_sync.planner.shards import ITEMSIZE, ShardGroup, View, extent, subview
+from megatron_rl.weight_sync.planner.slices import Slice, cut, intersect, slice_text
 
 
 class Landing(NamedTuple):
@@ -26,13 +26,18 @@ class Landing(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """``rect`` of a tensor, in row-major order from element ``begin`` of a bucket. ``landings``: on
-    the sender, the one place it comes from; on the receiver, every place it goes to."""
+class BucketChunk:
+    """One slice of a tensor inside a bucket, in row-major order.
+
+    Attributes:
+        begin: its first element in the bucket.
+        landings: on the sender, the one place it comes from; on the receiver, every place it goes
+            to.
+    """
 
     tensor: str
     begin: int
-    rect: Rect
+    region: Slice
     landings: tuple[Landing, ...]
 
 
@@ -47,7 +52,7 @@ class Message:
     flow: int
     begin: int
     size: int
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[BucketChunk, ...]
     passed_on: bool = False
 
     @property
@@ -56,11 +61,11 @@ class Message:
 
     @property
     def contents(self) -> str:
-        """First and last tensor of the bucket with their slices, for messages."""
+        """First and last tensor of the bucket with their slice_text, for messages."""
         ends = [self.chunks[0]]
         if len(self.chunks) > 1:
             ends.append(self.chunks[-1])
-        return " .. ".join(chunk.tensor + slices(chunk.rect) for chunk in ends)
+        return " .. ".join(chunk.tensor + slice_text(chunk.region) for chunk in ends)
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,8 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Copy:
-    """A rectangle that the process already has: from one of its views to another."""
+class LocalCopy:
+    """A slice that the process already has: from one of its views to another."""
 
     tensor: str
     source: View
@@ -97,12 +102,12 @@ class Program:
     its parameters must be.
 
     ``uses``: target parameter -> number of views that will be written, or read to be passed on, so
-    that its owner can be told when it is complete.
+    that its owner is notified when it is complete.
     """
 
     rank: int
     rounds: tuple[Round, ...]
-    copies: tuple[Copy, ...]
+    copies: tuple[LocalCopy, ...]
     rounds_in_flight: int
     sources: Mapping[str, Extent]
     targets: Mapping[str, Extent]
@@ -116,8 +121,8 @@ class _Member(NamedTuple):
     index: int
 
 
-# tensor -> rectangle -> the shards that are that rectangle (several where a tensor is kept twice)
-_Index = Mapping[str, Mapping[Rect, Sequence[_Member]]]
+# tensor -> slice -> the shards that are that slice (several where a tensor is kept twice)
+_Index = Mapping[str, Mapping[Slice, Sequence[_Member]]]
 
 
 def compile_program(
@@ -140,49 +145,49 @@ def compile_program(
 
 
 def _index(groups: Sequence[ShardGroup]) -> _Index:
-    index: dict[str, dict[Rect, list[_Member]]] = defaultdict(lambda: defaultdict(list))
+    index: dict[str, dict[Slice, list[_Member]]] = defaultdict(lambda: defaultdict(list))
     for group in groups:
         for i, tensor in enumerate(group.names):
-            index[tensor][group.rect].append(_Member(group, i))
+            index[tensor][group.region].append(_Member(group, i))
     return index
 
 
 @dataclass(frozen=True)
 class _Places:
-    """Where the rank has, and wants, the rectangles of tensors."""
+    """Where the rank has, and needs, the slices of tensors."""
 
     at_source: _Index
     at_target: _Index
-    leaving: dict[tuple[str, Rect], tuple[Landing, ...]] = field(default_factory=dict)
+    leaving: dict[tuple[str, Slice], tuple[Landing, ...]] = field(default_factory=dict)
 
-    def source_view(self, tensor: str, within: Rect, rect: Rect) -> View:
+    def source_view(self, tensor: str, within: Slice, region: Slice) -> View:
         """Any of the places where the source shard lies will do."""
         group, index = self.at_source[tensor][within][0]
-        return subview(group, index, rect)
+        return subview(group, index, region)
 
-    def out(self, tensor: str, within: Rect, rect: Rect) -> tuple[Landing, ...]:
-        """Where the sender reads the rectangle; the same for all that it goes to."""
-        if (tensor, rect) not in self.leaving:
-            view = self.source_view(tensor, within, rect)
-            self.leaving[tensor, rect] = (Landing(_window(rect, rect), view),)
-        return self.leaving[tensor, rect]
+    def out(self, tensor: str, within: Slice, region: Slice) -> tuple[Landing, ...]:
+        """Where the sender reads the slice; the same for all that it goes to."""
+        if (tensor, region) not in self.leaving:
+            view = self.source_view(tensor, within, region)
+            self.leaving[tensor, region] = (Landing(_window(region, region), view),)
+        return self.leaving[tensor, region]
 
-    def landings(self, tensor: str, rect: Rect) -> Iterator[tuple[Rect, View]]:
-        """Every place of this process that wants a part of the rectangle, with that part."""
+    def landings(self, tensor: str, region: Slice) -> Iterator[tuple[Slice, View]]:
+        """Every place of this process that needs a part of the slice, with that part."""
         for wanted, members in self.at_target[tensor].items():
-            common = intersect(wanted, rect)
+            common = intersect(wanted, region)
             if common is not None:
                 for group, index in members:
                     yield common, subview(group, index, common)
 
-    def into(self, tensor: str, rect: Rect) -> tuple[Landing, ...]:
-        """Where the receiver writes the rectangle."""
+    def into(self, tensor: str, region: Slice) -> tuple[Landing, ...]:
+        """Where the receiver writes the slice."""
         return tuple(
-            Landing(_window(wanted, rect), view) for wanted, view in self.landings(tensor, rect)
+            Landing(_window(wanted, region), view) for wanted, view in self.landings(tensor, region)
         )
 
 
-def _copies(plan: Plan, rank: int, places: _Places) -> Iterator[Copy]:
+def _copies(plan: Plan, rank: int, places: _Places) -> Iterator[LocalCopy]:
     """What the rank has itself, in the order of the tensor names."""
     rows = []
     for number, (delivery, flows) in enumerate(plan.deliveries):
@@ -192,12 +197,12 @@ def _copies(plan: Plan, rank: int, places: _Places) -> Iterator[Copy]:
             rows += [(tensors.order[i], number, tensors.names[i]) for i in delivery.turns]
     for _, number, tensor in sorted(rows):
         delivery, _ = plan.deliveries[number]
-        for rect, view in places.landings(tensor, delivery.rect):
-            yield Copy(tensor, places.source_view(tensor, delivery.within, rect), view)
+        for region, view in places.landings(tensor, delivery.region):
+            yield LocalCopy(tensor, places.source_view(tensor, delivery.within, region), view)
 
 
 class _Parcels(NamedTuple):
-    """Rectangles of tensors in the order in which they are in a flow, which all of its ranks must
+    """slices of tensors in the order in which they are in a flow, which all of its ranks must
     follow: by tensor, then by delivery."""
 
     delivery: list[int]
@@ -266,7 +271,7 @@ def _rounds(plan: Plan, rank: int, places: _Places) -> Iterator[Round]:
 
 def _contents(
     plan: Plan, rank: int, own: Edges, places: _Places
-) -> dict[tuple[int, int], tuple[Chunk, ...]]:
+) -> dict[tuple[int, int], tuple[BucketChunk, ...]]:
     """``(flow, first byte)`` of each bucket of the rank's edges ``own`` -> its chunks."""
     chosen = np.zeros(len(plan.flows), dtype=bool)
     chosen[own.flow] = True
@@ -279,16 +284,16 @@ def _contents(
     return contents
 
 
-class _Piece(NamedTuple):
+class _ChunkPlan(NamedTuple):
     """A parcel, or a part of one, from element ``begin`` of its bucket."""
 
     begin: int
     tensor: str
-    rect: Rect
-    within: Rect  # the source shard
+    region: Slice
+    within: Slice  # the source shard
 
 
-def _fill(plan: Plan, flow: int, parcels: _Parcels) -> Iterator[tuple[int, list[_Piece]]]:
+def _fill(plan: Plan, flow: int, parcels: _Parcels) -> Iterator[tuple[int, list[_ChunkPlan]]]:
     """``(first byte, pieces)`` of each bucket of a flow: the parcels in their order, one cut in two
     wherever a bucket is full.
 
@@ -302,11 +307,11 @@ def _fill(plan: Plan, flow: int, parcels: _Parcels) -> Iterator[tuple[int, list[
     begin, size = next(waiting)
     room = size // itemsize
     used = 0  # elements of the bucket
-    pieces: list[_Piece] = []
+    pieces: list[_ChunkPlan] = []
     for number, turn in zip(*parcels, strict=True):
         delivery = plan.deliveries[number][0]
         tensor = plan.classes[delivery.class_index].names[turn]
-        left = deque([delivery.rect])
+        left = deque([delivery.region])
         while left:
             if used == room:
                 yield begin, pieces
@@ -314,38 +319,40 @@ def _fill(plan: Plan, flow: int, parcels: _Parcels) -> Iterator[tuple[int, list[
                 room = size // itemsize
                 used = 0
                 pieces = []
-            # Either may be several rectangles; together they keep the row-major order.
+            # Either may be several slices; together they keep the row-major order.
             head, tail = cut(left.popleft(), room - used)
-            for rect in head:
-                pieces.append(_Piece(used, tensor, rect, delivery.within))
-                used += elements(rect)
+            for region in head:
+                pieces.append(_ChunkPlan(used, tensor, region, delivery.within))
+                used += elements(region)
             left.extendleft(reversed(tail))  # in front, and ``extendleft`` turns the order around
     yield begin, pieces
     assert used == room and next(waiting, None) is None, f"flow {flow} holds less than was planned"
 
 
-def _chunk(places: _Places, piece: _Piece, is_source: bool) -> Chunk:
-    begin, tensor, rect, within = piece
+def _chunk(places: _Places, piece: _ChunkPlan, is_source: bool) -> BucketChunk:
+    begin, tensor, region, within = piece
     if is_source:
-        return Chunk(tensor, begin, rect, places.out(tensor, within, rect))
-    return Chunk(tensor, begin, rect, places.into(tensor, rect))
+        return BucketChunk(tensor, begin, region, places.out(tensor, within, region))
+    return BucketChunk(tensor, begin, region, places.into(tensor, region))
 
 
-def _read_again(chunk: Chunk) -> Chunk:
+def _read_again(chunk: BucketChunk) -> BucketChunk:
     """The chunk as it is passed on: read at a place where all of it was written to. There is one:
-    what is passed on is a part of one rectangle that each of its ranks wants."""
-    whole = _window(chunk.rect, chunk.rect)
+    what is passed on is a part of one slice that each of its ranks needs."""
+    whole = _window(chunk.region, chunk.region)
     place = next(landing for landing in chunk.landings if landing.window == whole)
-    return Chunk(chunk.tensor, chunk.begin, chunk.rect, (place,))
+    return BucketChunk(chunk.tensor, chunk.begin, chunk.region, (place,))
 
 
-def _window(rect: Rect, outer: Rect) -> tuple[slice, ...]:
-    """``rect`` as an index into a tensor that holds ``outer``."""
-    firsts = [first - corner for first, corner in zip(rect.start, outer.start, strict=True)]
-    return tuple(slice(first, first + size) for first, size in zip(firsts, rect.shape, strict=True))
+def _window(region: Slice, outer: Slice) -> tuple[slice, ...]:
+    """``region`` as an index into a tensor that holds ``outer``."""
+    firsts = [first - corner for first, corner in zip(region.start, outer.start, strict=True)]
+    return tuple(
+        slice(first, first + size) for first, size in zip(firsts, region.shape, strict=True)
+    )
 
 
-def _count_uses(rounds: Sequence[Round], copies: Sequence[Copy]) -> dict[str, int]:
+def _count_uses(rounds: Sequence[Round], copies: Sequence[LocalCopy]) -> dict[str, int]:
     uses: dict[str, int] = defaultdict(int)
     for step in rounds:
         passed_on = (message for message in step.sends if message.passed_on)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_rl.weight_sync.planner.rects import Rect
 from megatron_rl.weight_sync.planner.shards import ITEMSIZE, ShardGroup, natural
+from megatron_rl.weight_sync.planner.slices import Slice
 
 Side = Mapping[int, Sequence[ShardGroup]]  # rank -> its shards
 # A cast between these is what an engine's own loader does.
@@ -41,11 +41,11 @@ def roles_of(side: Side) -> Roles:
     groups: list[Sequence[ShardGroup]] = []
     ranks: list[list[int]] = []
     for rank in sorted(side):
-        # Nobody else can have this id: ``side`` keeps the sequence alive.
+        # No other object can have this id: ``side`` keeps the sequence alive.
         identity = id(side[rank])
         if identity not in by_identity:
             content = tuple(
-                (group.names, group.shard.full, group.shard.dtype, group.rect)
+                (group.names, group.shard.full, group.shard.dtype, group.region)
                 for group in side[rank]
             )
             # A content that is new gets the next number, and its sequence the place of that number.
@@ -58,28 +58,28 @@ def roles_of(side: Side) -> Roles:
     return Roles(tuple(groups), tuple(map(tuple, ranks)))
 
 
-class Pattern(NamedTuple):
-    """How one role has, or wants, a tensor; what distinguishes one class from another."""
+class ShardPattern(NamedTuple):
+    """How one role has, or needs, a tensor; what distinguishes one class from another."""
 
     is_target: bool
     role: int
     full: tuple[int, ...]
     dtype: str
-    rect: Rect
+    region: Slice
 
 
 @dataclass(frozen=True)
 class TensorClass:
     """Tensors of one shape with the same sources and the same targets. ``order``: their places in
     the order of all names. ``dtype``: in which they travel, that of the engine. ``sources`` and
-    ``targets``: role -> its rectangles."""
+    ``targets``: role -> its slices."""
 
     names: tuple[str, ...]
     order: tuple[int, ...]
     full: tuple[int, ...]
     dtype: str
-    sources: Mapping[int, tuple[Rect, ...]]
-    targets: Mapping[int, tuple[Rect, ...]]
+    sources: Mapping[int, tuple[Slice, ...]]
+    targets: Mapping[int, tuple[Slice, ...]]
 
     @property
     def itemsize(self) -> int:
@@ -87,7 +87,7 @@ class TensorClass:
 
 
 class _Owned(NamedTuple):
-    """A group of shards, with the role that has or wants it."""
+    """A group of shards, with the role that has or needs it."""
 
     is_target: bool
     role: int
@@ -115,12 +115,12 @@ def tensor_classes(sources: Roles, targets: Roles, cast: bool) -> list[TensorCla
     places = {}
     for column in columns:
         places[column] = np.array([place[name] for name in column])
-    numbers: dict[Pattern, int] = {}  # in order of appearance: patterns of sources come first
+    numbers: dict[ShardPattern, int] = {}  # in order of appearance: patterns of sources come first
     tensor_ids = []
     pattern_ids = []
     for is_target, role, group in every_group:
         shard = group.shard
-        pattern = Pattern(is_target, role, shard.full, shard.dtype, group.rect)
+        pattern = ShardPattern(is_target, role, shard.full, shard.dtype, group.region)
         number = numbers.setdefault(pattern, len(numbers))
         column = places[group.names]
         tensor_ids.append(column)
@@ -164,18 +164,18 @@ def _alike(
     return [(np.frombuffer(key, pattern_of.dtype), same) for key, same in members.items()]
 
 
-def _by_role(patterns: Iterable[Pattern]) -> dict[int, tuple[Rect, ...]]:
-    """Role -> its rectangles."""
-    rects: dict[int, list[Rect]] = defaultdict(list)
+def _by_role(patterns: Iterable[ShardPattern]) -> dict[int, tuple[Slice, ...]]:
+    """Role -> its slices."""
+    regions: dict[int, list[Slice]] = defaultdict(list)
     for pattern in patterns:
-        rects[pattern.role].append(pattern.rect)
-    return {role: tuple(own) for role, own in rects.items()}
+        regions[pattern.role].append(pattern.region)
+    return {role: tuple(own) for role, own in regions.items()}
 
 
 def _travels_as(
-    name: str, patterns: Sequence[Pattern], sides: tuple[Roles, Roles], cast: bool
+    name: str, patterns: Sequence[ShardPattern], sides: tuple[Roles, Roles], cast: bool
 ) -> str:
-    """The dtype that the engine wants. Raises ValueError where shapes differ, or dtypes that may
+    """The dtype that the engine needs. Raises ValueError where shapes differ, or dtypes that may
     not."""
     first = patterns[0]
     last = patterns[-1]  # a target: those come last

@@ -3,7 +3,6 @@ bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -26,17 +25,6 @@ class BucketId(NamedTuple):
     begin: int
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """Bytes ``[begin, begin + size)`` of a flow, sent from one end of a stream in one round."""
-
-    round: int
-    stream: Stream
-    flow: int
-    begin: int
-    size: int
-
-
 @dataclass(frozen=True, eq=False)
 class Schedule:
     """The buckets of all flows, as columns: ``flow``, ``arrival`` (round of arrivals at the first
@@ -54,16 +42,6 @@ class Schedule:
     size: np.ndarray
     numbers: np.ndarray
     rounds_in_flight: int
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Schedule)
-            and self.flows == other.flows
-            and all(
-                np.array_equal(getattr(self, name), getattr(other, name))
-                for name in ("flow", "arrival", "begin", "size")
-            )
-        )
 
     @property
     def rounds(self) -> int:
@@ -88,48 +66,8 @@ class Schedule:
         key = (self.arrival[bucket] + edges.delay[edge]) * self.flows.turns + edges.turn[edge]
         return edge, bucket, np.searchsorted(self.numbers, key)
 
-    @property
-    def buckets(self) -> Iterator[Bucket]:
-        """Every bucket on every edge, in the order (round, stream, begin)."""
-        edges = self.flows.edges
-        rows = []
-        for edge, bucket, number in zip(*self.messages(edges), strict=True):
-            flow = int(edges.flow[edge])
-            ends = (int(edges.sender[edge]), int(edges.receiver[edge]))
-            stream = Stream(*ends, self.flows.dtypes[self.flows.dtype[flow]])
-            where = (int(self.begin[bucket]), int(self.size[bucket]))
-            rows.append((int(number), stream, flow, *where))
-        return (Bucket(*row) for row in sorted(rows))
 
-    @cached_property
-    def peak_staging_bytes(self) -> Mapping[int, int]:
-        """Rank -> most bytes under way at once when ``rounds_in_flight`` rounds of the rank
-        overlap. The buffers of the transport are that large where rounds are full, else somewhat
-        larger: later rounds use each again, so it has the size of the largest."""
-        edges = self.flows.edges
-        edge, bucket, number = self.messages(edges)
-        # A rank in a round as one number: sorted, the busy rounds of a rank follow one another.
-        sent = edges.sender[edge] * self.rounds + number
-        received = edges.receiver[edge] * self.rounds + number
-        busy, inverse = np.unique(np.concatenate([sent, received]), return_inverse=True)
-        total = np.zeros(len(busy) + 1, dtype=np.int64)
-        np.add.at(total, inverse + 1, np.tile(self.size[bucket], 2))
-        total = np.cumsum(total)  # before each of the busy rounds
-        rank = busy // max(self.rounds, 1)
-        # A window of busy rounds begins at each of them and ends with those of its rank.
-        ends = np.searchsorted(rank, rank, side="right")
-        last = np.minimum(np.arange(len(busy)) + self.rounds_in_flight, ends)
-        window = total[last] - total[:-1]
-        peaks: dict[int, int] = {}
-        first = np.flatnonzero(np.diff(rank, prepend=-1))
-        for start, end in zip(first, [*first[1:], len(busy)]):
-            peaks[int(rank[start])] = int(window[start:end].max())
-        return peaks
-
-
-def schedule(
-    flows: Flows | Mapping[Stream, int], bucket_bytes: int, rounds_in_flight: int
-) -> Schedule:
+def schedule(flows: Flows, bucket_bytes: int, rounds_in_flight: int) -> Schedule:
     """Cuts each flow into buckets of at most ``bucket_bytes`` and gives each the first rounds with
     room at both ends.
 
@@ -142,8 +80,6 @@ def schedule(
             f"bucket_bytes={bucket_bytes}, rounds_in_flight={rounds_in_flight}: need at least"
             f" {ALIGNMENT} bytes and one round in flight"
         )
-    if not isinstance(flows, Flows):
-        flows = Flows.direct(flows)
     # Rounded down to the alignment: a bucket begins at a slot, so it begins at an element.
     slot = max(ALIGNMENT, bucket_bytes // SLOTS // ALIGNMENT * ALIGNMENT)
     calendar = _Calendar(len(flows.nodes.of_rank), slot, bucket_bytes // slot)
@@ -278,7 +214,7 @@ class _Calendar:
             # A rank whose first free slot lies before the window may still have it.
             known = self.free_from[side, end]
             self.free_from[side, end] = np.where(known >= low, lowest, known)
-            # Behind the last busy slot, which is the first one seen from the end.
+            # After the last busy slot, which is the first one seen from the end.
             highest = high - np.argmax(now[:, ::-1], axis=1)
             self.used_to[side, end] = np.maximum(self.used_to[side, end], highest)
         self._keep(chosen, flows.size[chosen], wanted, np.nonzero(taken), low)

@@ -8,47 +8,43 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.weight_sync.planner.nodes import FromAfar, FromMates, Nodes, elements
-from megatron_rl.weight_sync.planner.rects import Rect, split
+from megatron_rl.weight_sync.planner.nodes import FromRemote, FromSameNode, Nodes, elements
+from megatron_rl.weight_sync.planner.slices import Slice, split
 
 Turns = range  # numbers of the tensors of a class
 
 
 @dataclass(frozen=True, eq=False)
 class Delivery:
-    """``rect`` of the tensors ``turns`` of a class. The n-th of them goes to ``targets[i]`` from
-    ``sources[i, n % k]``, where it is a part of the shard ``within``. ``takers``: the places of the
-    target's node that want it too, the target's own among them; empty where it alone does."""
+    """One slice of several tensors of a class, from senders to first receivers.
+
+    The n-th of the tensors goes to ``targets[i]`` from ``sources[i, n % k]``.
+
+    Attributes:
+        turns: numbers of the tensors in their class.
+        within: the shard at the sender that ``region`` is a part of.
+        receivers: the places of the target's node that want it, the target's own among them; empty
+            where it alone does.
+    """
 
     class_index: int
-    rect: Rect
-    within: Rect
+    region: Slice
+    within: Slice
     turns: Turns
-    takers: tuple[int, ...]
+    receivers: tuple[int, ...]
     targets: np.ndarray  # [targets]
     sources: np.ndarray  # [targets, k]
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Delivery)
-            and self._plain() == other._plain()
-            and np.array_equal(self.targets, other.targets)
-            and np.array_equal(self.sources, other.sources)
-        )
-
-    def _plain(self) -> tuple:
-        return self.class_index, self.rect, self.within, self.turns, self.takers
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a class wants to be delivered: its number, how many tensors it has, bytes of one
-    element, and rectangle -> the ranks that hold it."""
+    """What a class is to be delivered: its number, how many tensors it has, bytes of one
+    element, and slice -> the ranks that hold it."""
 
     class_index: int
     count: int
     itemsize: int
-    holders: dict[Rect, np.ndarray]
+    holders: dict[Slice, np.ndarray]
 
 
 class Senders:
@@ -88,47 +84,49 @@ class Senders:
         # The pair (role, kind) as one number.
         alike = target_role[hears] * (1 + kind.max(initial=0)) + kind_of
         for number in np.unique(alike):
-            takers = hears[alike == number]
+            receivers = hears[alike == number]
             # In the order of their cells, then cut into as many runs as there are groups: a rank
             # hears from cells near its own.
-            takers = takers[np.argsort(self.cell[takers], kind="stable")]
-            num_groups[takers] = min(self.num_cells, len(takers))
-            group[takers] = np.arange(len(takers)) * num_groups[takers] // len(takers)
+            receivers = receivers[np.argsort(self.cell[receivers], kind="stable")]
+            num_groups[receivers] = min(self.num_cells, len(receivers))
+            group[receivers] = np.arange(len(receivers)) * num_groups[receivers] // len(receivers)
         return num_groups, group
 
-    def from_mates(self, want: Wanted, need: FromMates, nodes: np.ndarray) -> Delivery:
+    def from_same_node(self, want: Wanted, demand: FromSameNode, nodes: np.ndarray) -> Delivery:
         """All holders of the node take turns, least loaded first."""
-        # Targets are [nodes], sources [nodes, holders]: every mate that has it.
-        targets = self.nodes.ranks[nodes, need.place]
-        sources = self.nodes.ranks[nodes][:, list(need.holders)]
+        # Targets are [nodes], sources [nodes, holders]: every rank of the same node that has it.
+        targets = self.nodes.ranks[nodes, demand.place]
+        sources = self.nodes.ranks[nodes][:, list(demand.holders)]
         order = np.argsort(self.load[sources], axis=1, kind="stable")
         # Where there are fewer tensors than holders, the first ones send.
         sources = np.take_along_axis(sources, order, axis=1)[:, : want.count]
         delivery = Delivery(
-            want.class_index, need.rect, need.within, range(want.count), (), targets, sources
+            want.class_index, demand.region, demand.within, range(want.count), (), targets, sources
         )
         self._charge(delivery, want.itemsize)
         return delivery
 
-    def from_afar(self, want: Wanted, need: FromAfar, nodes: np.ndarray) -> Iterator[Delivery]:
+    def from_remote(
+        self, want: Wanted, demand: FromRemote, nodes: np.ndarray
+    ) -> Iterator[Delivery]:
         """Once into each node, at the places that want it in turn: tensors as far as they divide
         evenly, then parts of the others. Only the first node of a chain hears from a source."""
         heads = nodes[self.is_head[nodes]]  # the others get it from the node before them
-        takers = need.takers if len(need.takers) > 1 else ()
-        for place, rect, turns in _shares(need, want.count):
+        receivers = demand.receivers if len(demand.receivers) > 1 else ()
+        for place, region, turns in _shares(demand, want.count):
             ranks = self.nodes.ranks[heads, place]
             for num_groups in np.unique(self.num_groups[ranks]):
                 targets = ranks[self.num_groups[ranks] == num_groups]
                 # Where there are fewer tensors than senders, the first ones send.
-                sources = self._choose(want.holders[need.within], targets)[:, : len(turns)]
+                sources = self._choose(want.holders[demand.within], targets)[:, : len(turns)]
                 delivery = Delivery(
-                    want.class_index, rect, need.within, turns, takers, targets, sources
+                    want.class_index, region, demand.within, turns, receivers, targets, sources
                 )
                 self._charge(delivery, want.itemsize)
                 yield delivery
 
     def _charge(self, delivery: Delivery, itemsize: int) -> None:
-        size = itemsize * elements(delivery.rect)
+        size = itemsize * elements(delivery.region)
         each = delivery.sources.shape[1]
         for n in range(each):
             num_tensors = len(delivery.turns[n::each])  # sources take turns, see Delivery
@@ -153,7 +151,9 @@ class Senders:
         # [groups]: how many targets hear from each, and how many holders it has.
         wanted = np.bincount(group, minlength=num_groups)
         held = np.bincount(held_in[holders], minlength=num_groups)
-        if (held[wanted > 0] == 0).any():  # copies are not even: everybody hears from everybody
+        if (
+            held[wanted > 0] == 0
+        ).any():  # copies are not even: every rank may receive from every holder
             group = np.zeros_like(group)
             held_in = np.zeros_like(held_in)
             wanted = np.array([len(targets)])
@@ -186,20 +186,20 @@ class Senders:
         return holders[first[group][:, None] + among % held[group][:, None]]
 
 
-def _shares(need: FromAfar, count: int) -> Iterator[tuple[int, Rect, Turns]]:
-    """``(place, rectangle, tensors)``: the share of each place that wants ``count`` tensors.
+def _shares(demand: FromRemote, count: int) -> Iterator[tuple[int, Slice, Turns]]:
+    """``(place, slice, tensors)``: the share of each place that needs ``count`` tensors.
 
-    Example: of five tensors and the takers 0 and 3, place 0 has tensors 0 and 2 whole, place 3 has
-    1 and 3, and each has one half of tensor 4.
+    Example: of five tensors and the receivers 0 and 3, place 0 has tensors 0 and 2 whole, place 3
+    has 1 and 3, and each has one half of tensor 4.
     """
-    num_takers = len(need.takers)
+    num_takers = len(demand.receivers)
     even = count - count % num_takers
-    parts: list[Rect] = []
+    parts: list[Slice] = []
     if even < count:
-        parts = split(need.rect, num_takers)  # fewer where the rectangle is too small
-    for i, place in enumerate(need.takers):
+        parts = split(demand.region, num_takers)  # fewer where the slice is too small
+    for i, place in enumerate(demand.receivers):
         if even:
-            yield place, need.rect, range(i, even, num_takers)
+            yield place, demand.region, range(i, even, num_takers)
         if i < len(parts):
             yield place, parts[i], range(even, count)
 
@@ -248,6 +248,6 @@ def _chains(nodes: Nodes, is_source: np.ndarray, target_role: np.ndarray) -> np.
         fed = num_sources * len(members) // max(1, num_ranks_pure)
         num_chains = min(max(1, fed), len(members))
         for chain in np.array_split(members, num_chains):
-            # Each node passes on to the one behind it; the last one keeps its -1.
+            # Each node passes on to the one after it; the last one keeps its -1.
             next_node[chain[:-1]] = chain[1:]
     return next_node

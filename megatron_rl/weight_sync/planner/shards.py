@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_rl.types import Shard
-from megatron_rl.weight_sync.planner.rects import Rect, slices
+from megatron_rl.weight_sync.planner.slices import Slice, slice_text
 
 ITEMSIZE = {
     "float32": 4,
@@ -51,8 +51,8 @@ class ShardGroup:
     shard: Shard
 
     @property
-    def rect(self) -> Rect:
-        return Rect(self.shard.start, self.shard.shape)
+    def region(self) -> Slice:
+        return Slice(self.shard.start, self.shard.shape)
 
     def geometry(self) -> ShardGroup:
         """Without the places in parameters: what other processes need to know."""
@@ -86,13 +86,13 @@ def natural(name: str) -> tuple[str | int, ...]:
     return tuple(int(field) if i % 2 else field for i, field in enumerate(fields))
 
 
-def subview(group: ShardGroup, index: int, rect: Rect) -> View:
-    """Where ``rect``, a part of the shard, lies in the parameter ``group.keys[index]``."""
+def subview(group: ShardGroup, index: int, region: Slice) -> View:
+    """Where ``region``, a part of the shard, lies in the parameter ``group.keys[index]``."""
     shard = group.shard
     offset = shard.offset
-    for first, shard_first, step in zip(rect.start, shard.start, shard.stride, strict=True):
+    for first, shard_first, step in zip(region.start, shard.start, shard.stride, strict=True):
         offset += (first - shard_first) * step
-    return View(group.keys[index], offset, rect.shape, shard.stride)
+    return View(group.keys[index], offset, region.shape, shard.stride)
 
 
 def extent(shard: Shard) -> int:
@@ -124,14 +124,14 @@ def runs(shard: Shard) -> tuple[np.ndarray, int]:
     return starts, length
 
 
-class _Writer(NamedTuple):
+class _WrittenShard(NamedTuple):
     """The tensor ``name`` of a group, as it is written to a parameter."""
 
     group: ShardGroup
     name: str
 
     def __str__(self) -> str:
-        return self.name + slices(self.group.rect)
+        return self.name + slice_text(self.group.region)
 
 
 def check_written_once(rank: int, targets: Sequence[ShardGroup]) -> None:
@@ -147,17 +147,19 @@ def check_written_once(rank: int, targets: Sequence[ShardGroup]) -> None:
     # for all the others; else every parameter is looked at by itself.
     if num_named == len(distinct):
         for keys, groups in by_keys.items():
-            _check_parameter(rank, keys[0], [_Writer(group, group.names[0]) for group in groups])
+            _check_parameter(
+                rank, keys[0], [_WrittenShard(group, group.names[0]) for group in groups]
+            )
         return
-    by_key: dict[str, list[_Writer]] = defaultdict(list)
+    by_key: dict[str, list[_WrittenShard]] = defaultdict(list)
     for keys, groups in by_keys.items():
         for index, key in enumerate(keys):
-            by_key[key] += [_Writer(group, group.names[index]) for group in groups]
+            by_key[key] += [_WrittenShard(group, group.names[index]) for group in groups]
     for key, writers in by_key.items():
         _check_parameter(rank, key, writers)
 
 
-def _check_parameter(rank: int, key: str, writers: Sequence[_Writer]) -> None:
+def _check_parameter(rank: int, key: str, writers: Sequence[_WrittenShard]) -> None:
     """Sorted by their first elements, each run must end before the next one starts.
 
     Neighbors are enough: a run that reaches into a later one reaches into the next one, too.

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from megatron_rl.checkpoints.chunks import Box, Place, even_ranges, rectangles
+from megatron_rl.checkpoints.chunks import ArrayLocation, Box, even_ranges, rectangles
 
 
 def numbered(sizes: tuple[int, ...]) -> torch.Tensor:
@@ -49,7 +49,7 @@ def test_an_empty_range_has_no_rectangle_and_a_number_has_one():
 def test_a_tensor_of_two_boxes_is_cut_where_they_meet():
     """As gate and up matrices lie in one tensor of a rank and apart in the array."""
     boxes = (Box((0, 2, 0), (1, 2, 3), first=0), Box((0, 6, 0), (1, 2, 3), first=6))
-    place = Place("gated", (2, 8, 3), torch.float32, boxes)
+    place = ArrayLocation("gated", (2, 8, 3), torch.float32, boxes)
     array = numbered((2, 8, 3))
     local = torch.cat([array[0, 2:4].flatten(), array[0, 6:8].flatten()])
     for start, end in itertools.combinations(range(13), 2):
@@ -63,10 +63,10 @@ def test_a_tensor_of_two_boxes_is_cut_where_they_meet():
 
 def test_a_range_is_cut_where_a_row_ends():
     boxes = (Box((0, 2, 0), (1, 2, 3), first=0), Box((0, 6, 0), (1, 2, 3), first=6))
-    place = Place("gated", (2, 8, 3), torch.float32, boxes)
+    place = ArrayLocation("gated", (2, 8, 3), torch.float32, boxes)
     assert [place.whole_rows(4, count) for count in range(1, 9)] == [1, 2, 2, 2, 5, 5, 5, 8]
     assert place.whole_rows(3, 2) == 2, "less than a row fits"
-    assert Place("number", (), torch.float32, (Box((), ()),)).whole_rows(0, 1) == 1
+    assert ArrayLocation("number", (), torch.float32, (Box((), ()),)).whole_rows(0, 1) == 1
 
 
 def test_shares_are_even_and_cover_every_element_once():

@@ -120,17 +120,6 @@ def test_entries_of_a_folder_are_on_the_disk_before_it_has_its_name(tmp_path, mo
     assert forced == [("weights", True), ("export.tmp-partial", True), (tmp_path.name, True)]
 
 
-def test_a_manifest_of_sizes_alone_is_still_read(tmp_path):
-    path = write(tmp_path, 3)
-    (path / "manifest.json").write_text(
-        json.dumps({"info": {"step": 3}, "files": {"model/shard.bin": 7}})
-    )
-    assert directory.newest_valid(tmp_path) == path and directory.check(path) == {"step": 3}
-    assert directory.damaged(path, directory.file_names(path)) is None
-    truncate(path)
-    assert directory.problem(path) == "model/shard.bin has 4 bytes, 7 were written"
-
-
 def test_what_dead_writers_left_goes_and_what_they_were_replacing_comes_back(tmp_path):
     for step in (1, 2):
         write(tmp_path, step)

@@ -14,16 +14,16 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 
 from megatron_rl.checkpoints import directory, part_writer, sealing
-from megatron_rl.checkpoints.chunks import Box, Place
+from megatron_rl.checkpoints.chunks import ArrayLocation, Box
 from megatron_rl.checkpoints.part_reader import PartReader
 from megatron_rl.checkpoints.part_writer import Memory, PartWriter, Settings
 from megatron_rl.checkpoints.safe_load import SafeReader, UnsafeError, read_index
-from megatron_rl.checkpoints.saving import Saving
+from megatron_rl.checkpoints.saving import CheckpointSave
 from megatron_rl.runtime.digest import file_digest
 from tests.ranks import on_ranks
 
 ARRAY = torch.arange(6 * 5, dtype=torch.float32).view(6, 5) / 7
-WHOLE = Place("whole", (6, 5), torch.float32, (Box((0, 0), (6, 5)),))
+WHOLE = ArrayLocation("whole", (6, 5), torch.float32, (Box((0, 0), (6, 5)),))
 ONE_THREAD = Settings(threads=1, pinned=False, blocks=100)
 
 
@@ -31,17 +31,19 @@ def alone(value):
     return [value]
 
 
-def saving(path: Path, *, settings: Settings = ONE_THREAD, after=None) -> tuple[PartWriter, Saving]:
+def saving(
+    path: Path, *, settings: Settings = ONE_THREAD, after=None
+) -> tuple[PartWriter, CheckpointSave]:
     """A checkpoint of one rank, to be filled and closed."""
     partial = directory.begin(path)
     writer = PartWriter(partial, 0, 10_000, settings, Memory())
-    return writer, Saving(path, writer, 10_000, 1, {"step": 1}, after)
+    return writer, CheckpointSave(path, writer, 10_000, 1, {"step": 1}, after)
 
 
 def written(path: Path, **kwargs) -> Path:
     """The array in two parts, cut in the middle of a row, and beside it what it is rounded to."""
     writer, handle = saving(path, **kwargs)
-    rounded = Place("rounded", (6, 5), torch.bfloat16, WHOLE.boxes)
+    rounded = ArrayLocation("rounded", (6, 5), torch.bfloat16, WHOLE.boxes)
     writer.copy(ARRAY.view(-1)[:13], 0, [WHOLE, rounded])
     writer.copy(ARRAY.view(-1)[13:], 13, [WHOLE, rounded])
     writer.add_object("object", part_writer.saved_bytes([{"scale": torch.ones(2)}]))
@@ -90,11 +92,11 @@ def test_memory_is_bounded_and_used_again(tmp_path, monkeypatch):
 
     monkeypatch.setattr(memory, "take", counted)
     values = torch.arange(100_000, dtype=torch.float32)
-    place = Place("array", (100_000,), torch.float32, (Box((0,), (100_000,)),))
+    place = ArrayLocation("array", (100_000,), torch.float32, (Box((0,), (100_000,)),))
     for step in (1, 2):
         partial = directory.begin(tmp_path / f"step_00000{step}")
         writer = PartWriter(partial, 0, values.nbytes, Settings(2, False, 3), memory)
-        handle = Saving(tmp_path / f"step_00000{step}", writer, 0, 1, {}, None)
+        handle = CheckpointSave(tmp_path / f"step_00000{step}", writer, 0, 1, {}, None)
         writer.copy(values, 0, [place])
         writer.close()
         assert handle.check(alone, wait=True)
@@ -119,7 +121,7 @@ def test_any_range_is_read_into_memory_that_is_there(tmp_path):
 
 def test_a_padded_array_of_another_size_gives_zeros_where_it_ends(tmp_path):
     path = written(tmp_path / "step_000001")
-    longer = Place("whole", (8, 5), torch.float32, (Box((0, 0), (8, 5)),), may_differ=True)
+    longer = ArrayLocation("whole", (8, 5), torch.float32, (Box((0, 0), (8, 5)),), may_differ=True)
     values = torch.full((40,), -1.0)
     reader = PartReader(path, read_index(path))
     reader.want(longer, 0, values)
@@ -130,8 +132,8 @@ def test_a_padded_array_of_another_size_gives_zeros_where_it_ends(tmp_path):
 def test_what_is_not_there_is_named(tmp_path):
     path = written(tmp_path / "step_000001")
     cases = {
-        "has no other": Place("other", (6, 5), torch.float32, WHOLE.boxes),
-        r"whole is \(6, 5\) there and \(8, 5\) here": Place(
+        "has no other": ArrayLocation("other", (6, 5), torch.float32, WHOLE.boxes),
+        r"whole is \(6, 5\) there and \(8, 5\) here": ArrayLocation(
             "whole", (8, 5), torch.float32, (Box((0, 0), (8, 5)),)
         ),
     }
@@ -187,10 +189,10 @@ def test_the_digest_taken_while_writing_is_that_of_the_file(tmp_path):
 def test_nothing_is_sealed_before_every_part_is_there(tmp_path):
     path = tmp_path / "step_000001"
     partial = directory.begin(path)
-    top = Place("whole", (6, 5), torch.float32, (Box((0, 0), (3, 5)),))
-    bottom = Place("whole", (6, 5), torch.float32, (Box((3, 0), (3, 5)),))
+    top = ArrayLocation("whole", (6, 5), torch.float32, (Box((0, 0), (3, 5)),))
+    bottom = ArrayLocation("whole", (6, 5), torch.float32, (Box((3, 0), (3, 5)),))
     first, second = (PartWriter(partial, rank, 100, ONE_THREAD, Memory()) for rank in range(2))
-    handle = Saving(path, first, 100, 2, {}, None)
+    handle = CheckpointSave(path, first, 100, 2, {}, None)
     first.copy(ARRAY.view(-1)[:15], 0, [top])
     first.close()
     first.join()
@@ -235,7 +237,7 @@ def test_a_full_disk_is_said_and_the_older_checkpoint_stays(tmp_path):
     partial = directory.begin(path)
     full_disk(partial, "__0_0.distcp")
     writer = PartWriter(partial, 0, 10_000, Settings(1, False, 1), Memory())
-    handle = Saving(path, writer, 10_000, 1, {}, None)
+    handle = CheckpointSave(path, writer, 10_000, 1, {}, None)
     for _ in range(3):  # more than there is room for: what comes after the error is dropped
         writer.copy(torch.zeros(10_000), 0, [WHOLE])
     writer.close()
@@ -298,9 +300,9 @@ def test_every_rank_learns_that_one_could_not_write(tmp_path):
     dist.barrier()
     partial = path.with_name(path.name + directory.PARTIAL)
     writer = PartWriter(partial, rank, 100, ONE_THREAD, Memory())
-    handle = Saving(path, writer, 100, 2, {} if rank == 0 else None, None)
+    handle = CheckpointSave(path, writer, 100, 2, {} if rank == 0 else None, None)
     boxes = (Box((3 * rank, 0), (3, 5)),)
-    own = Place("whole", (6, 5), torch.float32, boxes)
+    own = ArrayLocation("whole", (6, 5), torch.float32, boxes)
     writer.copy(ARRAY.view(-1)[15 * rank : 15 * rank + 15], 0, [own])
     writer.close()
     with pytest.raises(ValueError, match="no space left on the disk"):
@@ -313,7 +315,7 @@ def write_until_killed(path: Path, begun) -> None:
     writer, _ = saving(path, settings=Settings(1, False, 1))
     begun.set()
     for number in range(10**6):
-        place = Place(f"array {number}", (2**22,), torch.float32, (Box((0,), (2**22,)),))
+        place = ArrayLocation(f"array {number}", (2**22,), torch.float32, (Box((0,), (2**22,)),))
         writer.copy(torch.full((2**22,), float(number)), 0, [place])
 
 

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from megatron_rl.checkpoints import safe_load
-from megatron_rl.checkpoints.megatron_format import Reader
+from megatron_rl.checkpoints.megatron_format import CheckpointReader
 from megatron_rl.runtime import random_state
 
 
@@ -39,18 +39,18 @@ def checkpoint(tmp_path) -> Path:
 
 def test_a_checkpoint_of_torch_passes(checkpoint):
     safe_load.check_files(checkpoint)
-    assert list(Reader(checkpoint).metadata.state_dict_metadata) == ["weight"]
+    assert list(CheckpointReader(checkpoint).metadata.state_dict_metadata) == ["weight"]
 
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])
-@pytest.mark.parametrize("read", [safe_load.check_files, Reader])
+@pytest.mark.parametrize("read", [safe_load.check_files, CheckpointReader])
 def test_a_program_in_a_checkpoint_is_refused_and_does_not_run(checkpoint, tmp_path, name, read):
     evidence = tmp_path / "it_ran"
     if name == ".metadata":
         (checkpoint / name).write_bytes(pickle.dumps(Program(evidence)))
     else:
         torch.save({"optimizer_steps": Program(evidence)}, checkpoint / name)
-    if read is Reader and name == "common.pt":
+    if read is CheckpointReader and name == "common.pt":
         read(checkpoint)  # weights alone are read
     else:
         with pytest.raises(
@@ -66,7 +66,7 @@ def test_a_program_in_a_checkpoint_is_refused_and_does_not_run(checkpoint, tmp_p
 def test_a_pickle_is_read_where_the_user_allows_it(checkpoint, tmp_path):
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Program(tmp_path / "ran")))
     with pytest.raises(AttributeError):  # what the program returns is no index
-        Reader(checkpoint, allow_pickle=True)
+        CheckpointReader(checkpoint, allow_pickle=True)
     assert (tmp_path / "ran").exists()
 
 

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from megatron_rl.checkpoints.chunks import Box, Place
+from megatron_rl.checkpoints.chunks import ArrayLocation, Box
 from megatron_rl.checkpoints.part_reader import PartReader
 from megatron_rl.checkpoints.safe_load import UnsafeError, load_plain, read_index
 from megatron_rl.runtime.device import platform
-from tools.bench.gathered_checkpoint import InProcess
+from tools.bench.megatron_checkpoint import InProcess
 
-WEIGHT = Place("weight", (6,), torch.float32, (Box((0,), (6,)),))
+WEIGHT = ArrayLocation("weight", (6,), torch.float32, (Box((0,), (6,)),))
 
 
 class Program:

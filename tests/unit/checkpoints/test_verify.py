@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from megatron_rl.checkpoints import directory
@@ -63,19 +61,6 @@ def test_missing_and_cut_files_are_all_named(root, capsys):
         f"{path}: manifest.json cannot be read",
         f"{root}/step_000002: no manifest.json (not a checkpoint, or its writer was stopped)",
     ]
-
-
-def test_one_without_digests_is_compared_by_size_and_says_so(root, capsys):
-    path = root / "step_000001"
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"] = {name: entry["bytes"] for name, entry in manifest["files"].items()}
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    change_one_bit(path / "a.distcp")
-    assert main([str(path)]) == 0
-    said = capsys.readouterr().out
-    assert "sizes agree; 3 files have no digest (written before there were any)" in said
-    (path / "a.distcp").write_bytes(b"")
-    assert main([str(path)]) == 1
 
 
 @pytest.mark.parametrize("name", ["", "absent"])

@@ -4,12 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.rules.checks import check
 from megatron_rl.config.rules.hardware import Machine
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
+
+ROWS = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text())
 
 MODEL = {
     "num_attention_heads": 4,
@@ -24,7 +27,6 @@ SMALL = (
     "batch.prompts_per_minibatch=4",
     "batch.tokens_per_microbatch=256",
 )
-GATHERED = ("precision=fp8_blockwise", "precision.fp8.param_gather=true", "method.kl.coef=0")
 
 
 @pytest.fixture
@@ -62,120 +64,7 @@ def test_ranks_may_share_a_key_value_head(run):
 
 @pytest.mark.parametrize(
     ("world_size", "overrides", "key"),
-    [
-        (
-            3,
-            ["parallel=tp2", "batch.prompts_per_minibatch=8"],
-            "parallel: tensor 2 x pipeline 1 x context 1 = 2 does not divide the 3 processes",
-        ),
-        (2, ["rollout.tensor=4"], "rollout.tensor = 4"),
-        (2, ["batch.prompts_per_minibatch=3"], "batch.prompts_per_minibatch = 3"),
-        (
-            4,
-            ["batch.prompts_per_minibatch=1", "batch.responses_per_prompt=2"],
-            "data-parallel ranks",
-        ),
-        (8, ["batch.prompts_per_step=4", "batch.prompts_per_minibatch=4"], "rollout replicas"),
-        (2, ["batch.tokens_per_microbatch=100"], "raise it to 128"),
-        (8, ["parallel.tensor=8"], "4 attention heads"),
-        (3, ["parallel.pipeline=3"], "4 of 4 layers do not divide into 3 stages"),
-        (2, ["parallel.sequence=true"], "parallel.sequence"),
-        (2, ["parallel.virtual_pipeline=2"], "parallel.virtual_pipeline = 2"),
-        (
-            2,
-            ["rollout.max_response_tokens=500", "batch.tokens_per_microbatch=1000"],
-            "512 positions",
-        ),
-        (
-            1,
-            ["precision.adam_moments=bfloat16", "parallel.distributed_optimizer=false"],
-            "needs parallel.distributed_optimizer=true",
-        ),
-        (
-            1,
-            ["rollout.dtype=float32"],
-            "rollout.dtype = float32: the policy's weights are bfloat16",
-        ),
-        (
-            1,
-            ["precision=fp8_tensorwise", "precision.params=float32"],
-            "precision.params = float32: FP8 layers train bfloat16",
-        ),
-        (
-            1,
-            ["precision=fp8_delayed", "precision.fp8.amax_history_len=null"],
-            "precision.fp8.amax_history_len = None: recipe delayed",
-        ),
-        (
-            1,
-            ["precision=mxfp8", "precision.fp8.amax_compute_algo=max"],
-            "precision.fp8.amax_compute_algo = max: only recipe delayed",
-        ),
-        (
-            1,
-            ["precision=fp8_delayed", "precision.fp8.num_layers_at_end_in_bf16=1"],
-            "num_layers_at_end_in_bf16 = 1: recipe delayed",
-        ),
-        (
-            2,
-            ["precision=mxfp8", "parallel=pp2", "precision.fp8.num_layers_at_start_in_bf16=3"],
-            "one pipeline stage has 2 layers",
-        ),
-        (
-            1,
-            ["precision=mxfp8", "precision.fp8.param_gather=true", "method.kl.coef=0"],
-            "not with recipe mxfp8",
-        ),
-        (
-            1,
-            ["precision=fp8_blockwise", "precision.fp8.param_gather=true"],
-            "exchanged with the reference's",
-        ),
-        (1, [*GATHERED, "memory.offload=[weights]"], "leave weights out"),
-        (
-            1,
-            [*GATHERED, "parallel.distributed_optimizer=false"],
-            "param_gather = True: needs parallel.distributed_optimizer",
-        ),
-        (1, ["memory.offload=[weights,optimizer,weights]"], "names a part twice"),
-        (1, ["rollout=vllm_fp8", "method.mismatch.kind=none"], "set method.mismatch.kind=tis"),
-        (
-            1,
-            ["rollout.quantization=fp8", "method.mismatch.kind=tis"],
-            "set mismatch_limits.warn_above",
-        ),
-        (2, ["evaluation.pass_at=[1,4]"], "evaluation.pass_at = 4"),
-        (2, ["data.eval=/nowhere.jsonl"], "data.eval = /nowhere.jsonl"),
-        (2, ["model.path=/nowhere"], "model.path = /nowhere"),
-        (2, ["seed=4294967295", "parallel=single", "rollout.tensor=1"], "give at most 4294967294"),
-        (2, ["checkpoint.keep_every_steps=30"], "checkpoint.keep_every_steps = 30: checkpoints"),
-        (
-            2,
-            ["checkpoint.keep_every_steps=20", "checkpoint.every_steps=0"],
-            "(checkpoint.every_steps; 0 = never)",
-        ),
-        (
-            2,
-            ["checkpoint.keep_best=true", "evaluation.every_steps=0"],
-            "no evaluation during training",
-        ),
-        (
-            2,
-            ["evaluation.stop_after=3", "evaluation.every_steps=0"],
-            "evaluation.stop_after = 3: there is no evaluation",
-        ),
-        (
-            2,
-            ["rollout.tensor=1", "rollout.pipeline=2"],
-            "weight_sync.logprob_check_every = 10: the check scores prompts",
-        ),
-        (
-            2,
-            ["rollout.tensor=2", "rollout.pipeline=2", "weight_sync.logprob_check_every=0"],
-            "rollout.tensor * rollout.pipeline = 4: does not divide the 2 processes",
-        ),
-        (2, ["resume=/nowhere"], "resume.checkpoint = /nowhere"),
-    ],
+    ROWS["each_clash_is_named"],
 )
 def test_each_clash_is_named(run, world_size, overrides, key):
     found = run(world_size, *overrides)

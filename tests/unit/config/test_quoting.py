@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from megatron_rl.config.cli.quoting import override
+from megatron_rl.config.cli.overrides import as_override
 from megatron_rl.config.load import compose
 
 HOSTILE = [
@@ -36,7 +36,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_the_configuration_holds_the_text_that_was_given(text):
-    assert compose("config", [override("run_dir", text)])["run_dir"] == text
+    assert compose("config", [as_override("run_dir", text)])["run_dir"] == text
 
 
 @settings(max_examples=100, deadline=None)
@@ -45,16 +45,16 @@ def test_the_configuration_holds_the_text_that_was_given(text):
 def test_any_text_is_read_back(text):
     if text == "???":
         return
-    value = OverridesParser.create().parse_override(override("k", text)).value()
+    value = OverridesParser.create().parse_override(as_override("k", text)).value()
     plain = value if isinstance(value, str) else value.text
     assert OmegaConf.create({"k": plain}).k == text
 
 
 def test_what_needs_no_quotes_has_none():
-    assert override("run_dir", "/shared/runs/a-1_b.c") == "run_dir=/shared/runs/a-1_b.c"
-    assert override("run_dir", "runs/seed=1") == "run_dir='runs/seed=1'"
+    assert as_override("run_dir", "/shared/runs/a-1_b.c") == "run_dir=/shared/runs/a-1_b.c"
+    assert as_override("run_dir", "runs/seed=1") == "run_dir='runs/seed=1'"
 
 
 def test_the_mark_of_a_missing_value_is_refused():
     with pytest.raises(ValueError, match=r"run_dir = '\?\?\?': .* missing value"):
-        override("run_dir", "???")
+        as_override("run_dir", "???")

@@ -144,13 +144,6 @@ def test_a_name_is_registered_once_in_every_table():
 
 
 def test_wrong_needs_are_refused():
-    with pytest.raises(RegistrationError, match="reads 'images', which is none of mean_logprobs"):
-        register_estimator("mine", needs=EstimatorNeeds(reads=("images",)))(plain)
-    for register in (register_token_shaper, register_policy_loss):
-        with pytest.raises(
-            RegistrationError, match="reads 'kl', which is none of entropy, correct"
-        ):
-            register("mine", reads=("kl",))(lambda terms: terms.log_ratio)
     with pytest.raises(RegistrationError, match="min_group names the knob 'k', which it has not"):
         register_estimator("mine", needs=EstimatorNeeds(min_group="k"))(plain)
     with pytest.raises(RegistrationError, match="needs the knobs low: float and high: float"):
@@ -159,7 +152,7 @@ def test_wrong_needs_are_refused():
     register_policy_loss("mine")(lambda terms: terms.log_ratio)
 
 
-def test_what_a_function_of_tokens_reads_becomes_a_need():
+def test_what_a_function_of_tokens_reads_is_known():
     """Named as an input, or said of one that takes the terms whole."""
 
     def named(advantages: Tensor, entropy: Tensor) -> Tensor:
@@ -175,8 +168,7 @@ def test_what_a_function_of_tokens_reads_becomes_a_need():
         load_method("grpo", [f"token_shaping={chosen}"])
         for chosen in ("{named: {}}", "{whole: {}}", "{}")
     )
-    needs = [method.needs.entropy for method in (by_name, by_whole, plainly)]
-    assert needs == ["value", "value", "metric"]
+    assert [[*method.reads] for method in (by_name, by_whole, plainly)] == [["entropy"]] * 2 + [[]]
     tokens = token_batch(rollout(0), by_name.credit(rows))
     losses = [method.loss(tokens).policy_loss.item() for method in (by_name, by_whole, plainly)]
     assert losses[0] == losses[1] != losses[2]
@@ -184,23 +176,15 @@ def test_what_a_function_of_tokens_reads_becomes_a_need():
 
 def test_needs_reach_the_trainer_and_the_batch():
     def confident(evidence: Evidence, *, k: int = 3) -> Tensor:
-        return evidence.rewards * evidence.batch.mean_logprobs - evidence.batch.kl
+        return evidence.rewards * evidence.column("mean_logprobs") - evidence.column("kl")
 
     needs = EstimatorNeeds(min_group="k", reads=("mean_logprobs", "kl"), unit_rewards=True)
     register_estimator("confident", needs=needs)(confident)
     method = load_method("grpo", ["estimator={name: confident}", "kl.coef=0"])
-    assert (
-        method.needs.min_group,
-        method.needs.response_statistics,
-        method.needs.ref_logprobs,
-    ) == (3, True, True)
-    old = torch.tensor([-1.0, -3.0, -2.0])
-    ids = torch.tensor([0, 0, 1])
-    mask = torch.ones(3, dtype=torch.bool)
-    statistics = method.response_statistics(old, old, ids, mask, 2)
-    assert statistics["mean_logprobs"].tolist() == [-2, -2] and statistics["kl"].tolist() == [0, 0]
+    assert (method.needs.min_group, method.needs.ref_logprobs) == (3, True)
+    assert [*method.reads] == ["mean_logprobs", "kl"]
     rows = response_batch(rollout(0))
-    expected = rows.rewards * rows.mean_logprobs - rows.kl
+    expected = rows.rewards * rows.columns["mean_logprobs"] - rows.columns["kl"]
     assert torch.equal(method.credit(rows).advantages, expected)
     assert "they reach 1.5" in reward_scheme_errors(method.config, 1.0, 0.5)[0]
     with pytest.raises(ConfigError, match="estimator confident needs rewards in \\[0, 1\\]"):
@@ -208,9 +192,9 @@ def test_needs_reach_the_trainer_and_the_batch():
     from dataclasses import replace
 
     with pytest.raises(
-        ValueError, match=r"ResponseBatch\.kl is missing, but estimator confident reads it"
+        ValueError, match=r"ResponseBatch\.columns has no kl, but estimator confident reads it"
     ):
-        method.credit(replace(rows, kl=None))
+        method.credit(replace(rows, columns={"mean_logprobs": rows.rewards}))
     with pytest.raises(
         ValueError, match=r"k = 9 exceeds a group of 4 responses; lower estimator\.k"
     ):

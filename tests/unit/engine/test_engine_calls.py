@@ -11,7 +11,7 @@ import torch
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.engine import engine as engine_module
-from megatron_rl.engine import running as running_module
+from megatron_rl.engine import request_tracking
 from megatron_rl.engine.arguments import VLLM_QUANTIZATION, engine_arguments
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.types import Prompt, Sampling
@@ -96,7 +96,7 @@ def record(monkeypatch):
         ("scoring", lambda: None),
     ):
         monkeypatch.setattr(engine_module, name, value)
-    monkeypatch.setattr(running_module, "vllm_sampling", lambda *arguments: None)
+    monkeypatch.setattr(request_tracking, "vllm_sampling", lambda *arguments: None)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Llm))
     yield RECORDS[-1]
     RECORDS.pop()
@@ -107,8 +107,7 @@ def test_calls_are_made_in_the_stream_of_the_engine(record):
     assert record.current == "policy"
     engine.generate([Prompt("p", (3,), "", "t")], Sampling(1, 4, seed=1))
     assert engine.score([[3, 4]]) == [[-0.25]]
-    engine.weight_boxes()
-    engine.declare_boxes([])
+    engine.weight_shards()
     engine.update_weights(lambda parameter, written: None, 1)
     engine.sleep()
     engine.wake(("weights",))
@@ -123,9 +122,8 @@ def test_calls_are_made_in_the_stream_of_the_engine(record):
         "enqueue",
         "step",
         "generate",
-        "discover_boxes",
-        "declare_boxes",
-        "receive_boxes",
+        "discover_shards",
+        "receive_shards",
         "sleep 2",
         "wake weights",
         "receive_weights",

@@ -12,7 +12,7 @@ import PIL.Image
 import pytest
 from vllm.multimodal.media.image import ImageMediaIO
 
-from megatron_rl.engine.requests import Sight, check_expansion, served_request
+from megatron_rl.engine.requests import MultimodalConfig, check_expansion, served_request
 from megatron_rl.types import Image
 
 PLACE = 7
@@ -28,7 +28,7 @@ class OneToken:
         return list(token_ids)
 
 
-SIGHT = Sight(OneToken(), max_images=2)
+SIGHT = MultimodalConfig(OneToken(), max_images=2)
 
 
 def file(mode: str, kind: str, **options) -> Image:

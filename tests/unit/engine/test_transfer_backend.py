@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import SimpleNamespace
-from unittest.mock import Mock, create_autospec
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,14 +17,12 @@ from torch import nn
 from vllm.config import get_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.worker.gpu_worker import Worker
 
 from megatron_rl import vllm_plugin
-from megatron_rl.engine.async_engine import AsyncEngine
 from megatron_rl.engine.weights import transfer_backend
 from megatron_rl.engine.weights.worker import WeightReceiver
-from megatron_rl.runtime.joint_group import Meeting, host_store
+from megatron_rl.runtime.joint_group import Barrier, serve_store
 from megatron_rl.types import TransferOptions
 
 
@@ -94,7 +90,7 @@ def connect(worker: Worker, store: dist.TCPStore) -> None:
     info = {**place, "device": "cpu", "options": options}
     with ThreadPoolExecutor(1) as thread:
         joined = thread.submit(worker.init_weight_transfer_engine, info)
-        problems = Meeting(store).open("init", [1], dict)
+        problems = Barrier(store).release("init", [1], dict)
         joined.result(timeout=30.0)
     assert "directory of a Hugging Face checkpoint" in problems[1]
 
@@ -103,13 +99,13 @@ def test_an_update_that_a_lost_trainer_began_keeps_out_no_other(worker):
     worker.start_weight_update()
     with pytest.raises(RuntimeError, match="already active"):
         worker.start_weight_update()
-    connect(worker, host_store("127.0.0.1", 20.0))
+    connect(worker, serve_store("127.0.0.1", 20.0))
     worker.start_weight_update()
 
 
 def test_a_worker_whose_trainer_is_gone_raises_nothing(worker, backend, caplog):
     """An exception would leave the answers of the other workers to the next command."""
-    store = host_store("127.0.0.1", 20.0)
+    store = serve_store("127.0.0.1", 20.0)
     connect(worker, store)
     del store  # the trainer was killed
     backend.receive_weights(transfer_backend.UpdateInfo("sync1", 1))
@@ -134,38 +130,6 @@ def test_all_versions_are_staged_in_one_stream(monkeypatch):
             pass
     first, second = used
     assert first is second and first.synchronize.call_count == 2
-
-
-def test_commands_are_those_of_the_engine():
-    """Each call is checked against the signature of AsyncLLM."""
-    llm = create_autospec(AsyncLLM, instance=True)
-    llm.reset_prefix_cache.return_value = True
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    try:
-        engine = AsyncEngine(llm, loop, timeout_s=10.0)
-        engine.pause("abort")
-        engine.init_transfer({"address": "a"})
-        engine.update({"step": "1", "version": 3})
-        engine.cancel()
-        engine.stage({"step": "2", "version": 3})
-        engine.alive()
-        engine.switch(3)
-        engine.finish(3)
-        engine.resume()
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-    llm.finish_weight_update.assert_awaited_with("3")
-    llm.reset_prefix_cache.assert_awaited_once_with(
-        reset_running_requests=True, reset_connector=True
-    )
-    llm.reset_encoder_cache.assert_awaited_once_with()
-    updates = [call.args[0].update_info for call in llm.update_weights.await_args_list]
-    assert [update.get("kind") for update in updates] == [None, "stage", "switch"]
-    llm.check_health.assert_awaited_once_with()
 
 
 def test_weights_are_received_under_the_settings_of_the_engine():

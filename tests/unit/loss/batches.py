@@ -53,17 +53,28 @@ def response_batch(rows: list[Row], dtype: torch.dtype = torch.float64) -> Respo
         correct=torch.tensor([row.correct for row in rows]),
         group_ids=torch.tensor([row.group for row in rows]),
         response_tokens=torch.tensor([row.length for row in rows]),
-        mean_logprobs=torch.tensor([row.mean_logprob for row in rows], dtype=dtype),
-        sum_logprobs=torch.tensor([row.mean_logprob * row.length for row in rows], dtype=dtype),
-        visual_entropy=torch.tensor([row.visual_entropy for row in rows], dtype=dtype),
-        kl=torch.tensor([0.01 * row.length for row in rows], dtype=dtype),
-        progress=PROGRESS,
-        prompt_confidence=torch.tensor([row.prompt_confidence for row in rows], dtype=dtype),
-        response_confidence=torch.tensor([row.response_confidence for row in rows], dtype=dtype),
-        visits=torch.tensor([row.visits for row in rows]),
-        history_mean=torch.tensor([row.history_mean for row in rows], dtype=torch.float64),
-        history_var=torch.tensor([0.2 for row in rows], dtype=torch.float64),
+        columns=response_columns(rows, dtype),
     )
+
+
+def response_columns(rows: list[Row], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """All that signals can give of these rows."""
+
+    def column(values: list[float], dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype)
+
+    return {
+        "mean_logprobs": column([row.mean_logprob for row in rows]),
+        "sum_logprobs": column([row.mean_logprob * row.length for row in rows]),
+        "visual_entropy": column([row.visual_entropy for row in rows]),
+        "kl": column([0.01 * row.length for row in rows]),
+        "progress": torch.tensor(PROGRESS, dtype=torch.float64),
+        "prompt_confidence": column([row.prompt_confidence for row in rows]),
+        "response_confidence": column([row.response_confidence for row in rows]),
+        "visits": torch.tensor([row.visits for row in rows]),
+        "history_mean": column([row.history_mean for row in rows], torch.float64),
+        "history_var": column([0.2 for row in rows], torch.float64),
+    }
 
 
 def token_batch(
@@ -83,6 +94,8 @@ def token_batch(
     source = torch.Generator().manual_seed(seed + 100)
     others = torch.rand(ids.numel(), 4, generator=source, dtype=torch.float64)
     moved = torch.zeros(len(rows), dtype=torch.float64).index_add(0, ids, scale * noise[1])
+    correct = torch.tensor([row.correct for row in rows])
+    groups = torch.tensor([row.group for row in rows])
     return TokenBatch(
         logprobs=(old + scale * noise[1]).to(dtype).requires_grad_(),
         old_logprobs=old.to(dtype),
@@ -92,22 +105,24 @@ def token_batch(
         kl_weights=credit.kl_weights,
         ref_logprobs=(old + scale * noise[2]).to(dtype),
         sampler_logprobs=(old + 0.1 * noise[3]).to(dtype),
-        entropy=(1 + 0.1 * noise[3].abs()).to(dtype),
-        topk_logprobs=-others[:, :3].sort(1).values.to(dtype),
-        is_argmax=others[:, 3] > 0.5,
-        log_ratio_sums=moved,
-        given=torch.tensor([row.given for row in rows]),
-        end_logprobs=torch.tensor([row.end_logprob for row in rows], dtype=dtype),
-        end_index=torch.arange(len(rows)),
-        end_start=torch.tensor(END_START, dtype=torch.float64),
-        masked_logprobs=(old - 3 * others[:, 1]).to(dtype).requires_grad_(),
-        nucleus_entropy=others[:, 0].to(dtype),
-        peaks=torch.tensor(peaks(others[:, 0].to(dtype).tolist()), dtype=torch.float64),
-        correct=torch.tensor([row.correct for row in rows]),
-        group_ids=torch.tensor([row.group for row in rows]),
-        group_accuracy=group_accuracy(
-            torch.tensor([row.correct for row in rows]), torch.tensor([row.group for row in rows])
-        ),
+        correct=correct,
+        group_ids=groups,
+        token_columns={
+            "entropy": (1 + 0.1 * noise[3].abs()).to(dtype),
+            "topk_logprobs": -others[:, :3].sort(1).values.to(dtype),
+            "is_argmax": others[:, 3] > 0.5,
+            "masked_logprobs": (old - 3 * others[:, 1]).to(dtype).requires_grad_(),
+            "nucleus_entropy": others[:, 0].to(dtype),
+        },
+        columns={
+            "log_ratio_sums": moved,
+            "is_demonstration": torch.tensor([row.given for row in rows]),
+            "end_logprobs": torch.tensor([row.end_logprob for row in rows], dtype=dtype),
+            "end_index": torch.arange(len(rows)),
+            "end_start": torch.tensor(END_START, dtype=torch.float64),
+            "peaks": torch.tensor(peaks(others[:, 0].to(dtype).tolist()), dtype=torch.float64),
+            "group_accuracy": group_accuracy(correct, groups),
+        },
     )
 
 

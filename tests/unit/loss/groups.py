@@ -1,9 +1,11 @@
 """Builders and comparison shared by the tests of the loss module."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from megatron_rl.loss import Evidence, ResponseBatch
+from megatron_rl.loss import Evidence, ResponseBatch, TokenBatch
 from megatron_rl.loss.segments import Segments, segments_of
 
 
@@ -18,14 +20,26 @@ def ragged(*groups: list[float]) -> tuple[Tensor, Segments]:
 
 
 def evidence(
-    rewards: Tensor, groups: Segments, *, eps: float = 0.0, ddof: int = 0, **fields: Tensor | None
+    rewards: Tensor, groups: Segments, *, eps: float = 0.0, ddof: int = 0, **columns: Tensor
 ) -> Evidence:
     """For an estimator that takes all of it: no response is correct, and each has one token."""
     wrong = torch.zeros(rewards.shape, dtype=torch.bool)
-    batch = ResponseBatch(rewards, wrong, groups.index, torch.ones_like(groups.index), **fields)
+    lengths = torch.ones_like(groups.index)
+    batch = ResponseBatch(rewards, wrong, groups.index, lengths, columns=columns)
     none_correct = torch.zeros(groups.num, dtype=rewards.dtype)
     omega = rewards.mean().clamp(0, 1)
     return Evidence(batch, rewards, rewards, groups, none_correct, omega, eps, ddof)
+
+
+def changed(batch: TokenBatch, **values: Tensor | None) -> TokenBatch:
+    """With other values of fields or columns; a column that is None is left out."""
+    found = {name: value for name, value in values.items() if name in batch.__dataclass_fields__}
+    for kind in ("token_columns", "columns"):
+        columns = getattr(batch, kind)
+        own = {name: values[name] for name in values.keys() & columns.keys()}
+        merged = {**columns, **own}
+        found[kind] = {name: value for name, value in merged.items() if value is not None}
+    return replace(batch, **found)
 
 
 def flags(*values: int) -> Tensor:

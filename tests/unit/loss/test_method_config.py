@@ -145,11 +145,6 @@ def test_needs_of_the_trainer() -> None:
         "durian",
         "durian_reasoning",
     ]
-    assert [name for name, need in needs.items() if need.visual_entropy] == ["durian"]
-    assert [name for name, need in needs.items() if need.response_statistics] == [
-        "durian",
-        "durian_reasoning",
-    ]
     assert [name for name, need in needs.items() if need.dynamic_sampling] == ["dapo"]
     assert {name: need.min_group for name, need in needs.items()} == {
         "grpo": 2,
@@ -169,20 +164,25 @@ def test_needs_of_the_trainer() -> None:
             "reward_shaping.repetition={}",
         ],
     )
-    assert asked.needs.entropy == "grad" and asked.needs.correct
     assert asked.needs.ref_logprobs and asked.needs.token_ids
-    assert load_method("grpo").needs.entropy == "metric"
-    assert load_method("grpo", ["entropy.metric=false"]).needs.entropy == "none"
-    assert load_method("grpo", ["kl.placement=reward"]).needs.response_statistics
 
 
-def test_methods_that_read_tokens_need_their_entropies() -> None:
-    for name in ("rl_zvp", "entropy_advantage", "archer"):
-        assert load_method(name).needs.entropy == "value"
-        assert load_method(name, ["entropy.metric=false"]).needs.entropy == "value"
-        assert load_method(name, ["entropy.coef=0.01"]).needs.entropy == "grad"
-    without = load_method("rl_zvp", ["token_shaping.zero_variance=null"])
-    assert without.needs.entropy == "metric"
+def test_what_methods_read_is_known_with_its_readers() -> None:
+    read = {name: load_method(name).reads for name in ("grpo", "durian", "durian_reasoning")}
+    assert {name: [*reads] for name, reads in read.items()} == {
+        "grpo": [],
+        "durian": ["visual_entropy", "mean_logprobs"],
+        "durian_reasoning": ["mean_logprobs"],
+    }
+    (reading,) = read["durian"]["visual_entropy"]
+    assert reading.reader == "estimator durian with perceptual > 0"
+    assert "kl" in load_method("grpo", ["kl.placement=reward"]).reads
+    both = load_method("archer", ["entropy.coef=0.01"]).reads["entropy"]
+    assert [each.reader for each in both] == [
+        "aggregation token_mean_by_entropy",
+        "policy loss entropy_clip",
+        "entropy.coef",
+    ]
 
 
 def test_token_shaping_is_strict() -> None:
@@ -227,23 +227,6 @@ def test_dynamic_sampling_keeps_groups_with_both_outcomes() -> None:
     wanted = load_method("dapo").wants_groups(correct, ids).tolist()
     assert wanted == [True, True, False, False, False, False]
     assert load_method("grpo").wants_groups(correct, ids).all()
-
-
-def test_response_statistics_by_hand() -> None:
-    """Tokens -1, -3 (and a masked -9) of response 0, -2 of response 1; the reference is 0.5 lower:
-    k2 = 0.125 a token."""
-    old = vector(-1, -3, -9, -2)
-    ids = torch.tensor([0, 0, 0, 1])
-    mask = flags(1, 1, 0, 1)
-    durian = load_method("durian_reasoning").response_statistics(old, None, ids, mask, 2)
-    same(durian["mean_logprobs"], -2, -2)
-    same(durian["sum_logprobs"], -4, -2)
-    rewarded = load_method("grpo", ["kl.placement=reward", "kl.estimator=k2"]).response_statistics(
-        old, old - 0.5, ids, mask, 2
-    )
-    assert set(rewarded) == {"kl"}
-    same(rewarded["kl"], 0.25, 0.125)
-    assert load_method("grpo").response_statistics(old, None, ids, mask, 2) == {}
 
 
 def test_kl_in_the_reward_leaves_the_loss() -> None:

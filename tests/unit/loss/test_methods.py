@@ -15,6 +15,7 @@ from megatron_rl.config.method import MethodConfig, MismatchConfig
 from megatron_rl.loss import Method, TokenBatch, load_method
 from tests.unit.loss import reference, token_reference
 from tests.unit.loss.batches import LIMIT, per_response, response_batch, rollout, token_batch
+from tests.unit.loss.groups import changed
 from tests.unit.loss.named import NAMED, Choice
 
 HEAD = ("paper", "formula", "depends on", "reduces to", "choices", "released code")
@@ -55,11 +56,10 @@ def test_credit_and_loss_equal_the_plain_reference(name: str) -> None:
 
 def plain_tokens(batch: TokenBatch, rows: list[reference.Row]) -> reference.Tokens:
     """What the plain reference is given of a batch."""
-    assert batch.ref_logprobs is not None and batch.entropy is not None
-    assert batch.is_argmax is not None and batch.nucleus_entropy is not None
-    values = (batch.logprobs, batch.old_logprobs, batch.ref_logprobs, batch.entropy)
-    assert batch.masked_logprobs is not None
-    values += (batch.is_argmax, batch.nucleus_entropy, batch.masked_logprobs)
+    assert batch.ref_logprobs is not None
+    names = ("entropy", "is_argmax", "nucleus_entropy", "masked_logprobs")
+    values = [batch.logprobs, batch.old_logprobs, batch.ref_logprobs]
+    values += [batch.token_columns[name] for name in names]
     return reference.Tokens(*[per_response(each, rows) for each in values])
 
 
@@ -76,11 +76,13 @@ def micro_batches(batch: TokenBatch, num_rows: int, seed: int) -> list[TokenBatc
             if isinstance(value := getattr(batch, item.name), torch.Tensor)
         }
         fields["logprobs"].requires_grad_()
-        for name in ("end_index", "end_logprobs"):
-            fields[name] = fields[name][rows]
+        ends = {name: batch.columns[name][rows] for name in ("end_index", "end_logprobs")}
+        of_tokens = {name: values.detach()[at] for name, values in batch.token_columns.items()}
         parts.append(
             TokenBatch(
                 **fields,
+                token_columns=of_tokens,
+                columns={**batch.columns, **ends},
                 response_loss_tokens=lengths,
                 num_responses=num_rows,
                 num_tokens=at.numel(),
@@ -154,15 +156,13 @@ def test_yaml_head_says_what_the_method_is(name: str) -> None:
 
 def on_policy(batch: TokenBatch) -> tuple[TokenBatch, torch.Tensor]:
     """The same at ratio 1 and at the reference, all of it sampled, and its logprobs."""
-    assert batch.log_ratio_sums is not None and batch.given is not None
     logprobs = batch.old_logprobs.clone().requires_grad_()
-    unmoved = torch.zeros_like(batch.log_ratio_sums)
-    same = dataclasses.replace(
+    same = changed(
         batch,
         logprobs=logprobs,
         ref_logprobs=batch.old_logprobs,
-        log_ratio_sums=unmoved,
-        given=torch.zeros_like(batch.given),
+        log_ratio_sums=torch.zeros_like(batch.columns["log_ratio_sums"]),
+        is_demonstration=torch.zeros_like(batch.columns["is_demonstration"]),
     )
     return same, logprobs
 

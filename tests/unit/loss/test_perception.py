@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor
 from megatron_rl.loss import Method, TokenBatch, load_method
 from megatron_rl.loss.per_token import perception
 from tests.unit.loss.batches import response_batch, rollout, token_batch
-from tests.unit.loss.groups import same, vector
+from tests.unit.loss.groups import changed, same, vector
 
 BOUNDS = {"max_log_ratio": 20.0, "max_kl": 10.0}
 NO_BOUNDS = {"max_log_ratio": 1e9, "max_kl": 1e99}
@@ -82,11 +81,11 @@ def gradients(method: Method, **changes: Tensor) -> tuple[Tensor, Tensor, Tensor
     """The loss of a random rollout, and its gradients at logprobs and masked logprobs."""
     rows = rollout(1)
     batch = token_batch(rows, method.credit(response_batch(rows)))
-    batch = dataclasses.replace(batch, **changes)
+    batch = changed(batch, **changes)
     loss = method.loss(batch).loss
     loss.backward()
-    assert batch.logprobs.grad is not None and batch.masked_logprobs is not None
-    return loss.detach(), batch.logprobs.grad, batch.masked_logprobs.grad
+    assert batch.logprobs.grad is not None
+    return loss.detach(), batch.logprobs.grad, batch.token_columns["masked_logprobs"].grad
 
 
 def test_without_its_terms_it_is_grpo_bit_for_bit() -> None:
@@ -115,8 +114,8 @@ def test_both_kinds_of_masked_logprobs_have_one_gradient_at_the_plain_ones() -> 
     found, slopes, of_masked = gradients(method)
     rows = rollout(1)
     batch = token_batch(rows, method.credit(response_batch(rows)))
-    assert batch.masked_logprobs is not None and of_masked is not None
-    fixed = batch.masked_logprobs.detach()
+    assert of_masked is not None
+    fixed = batch.token_columns["masked_logprobs"].detach()
     held, held_slopes, nothing = gradients(method, masked_logprobs=fixed)
     assert torch.equal(found, held) and torch.equal(slopes, held_slopes) and nothing is None
     difference = fixed - batch.logprobs.detach()
@@ -136,7 +135,7 @@ def test_metrics_by_hand() -> None:
         loss_mask=torch.tensor([True, True, False]),
         advantages=vector(0),
         kl_weights=vector(1),
-        masked_logprobs=vector(-1, -2 + math.log(2), nan).requires_grad_(),
+        token_columns={"masked_logprobs": vector(-1, -2 + math.log(2), nan).requires_grad_()},
     )
     found = {key: value.item() for key, value in method.loss(batch).metrics.items()}
     kl = (1 - math.log(2)) / 2
@@ -148,18 +147,15 @@ def test_metrics_by_hand() -> None:
     assert found["loss/total"] == pytest.approx(wanted)
 
 
-def test_what_it_asks_for() -> None:
-    needs = load_method("papo").needs
-    assert (needs.mask_ratio, needs.masked_in_update, needs.ref_logprobs) == (0.6, True, True)
-    needs = load_method("papo", ["perception.masked=old"]).needs
-    assert (needs.mask_ratio, needs.masked_in_update) == (0.6, False)
-    needs = load_method("grpo").needs
-    assert (needs.mask_ratio, needs.masked_in_update) == (None, False)
+def test_what_it_reads() -> None:
+    method = load_method("papo")
+    assert "masked_logprobs" in method.reads and method.needs.ref_logprobs
+    assert "masked_logprobs" not in load_method("grpo").reads
 
 
 def test_a_batch_without_masked_logprobs_is_refused() -> None:
     method = load_method("papo")
     rows = rollout(1)
     batch = token_batch(rows, method.credit(response_batch(rows)))
-    with pytest.raises(ValueError, match=r"masked_logprobs is missing, but perception reads it"):
-        method.loss(dataclasses.replace(batch, masked_logprobs=None))
+    with pytest.raises(ValueError, match="has no masked_logprobs, but perception reads it"):
+        method.loss(changed(batch, masked_logprobs=None))

@@ -19,12 +19,15 @@ def test_zero_variance_by_hand() -> None:
     """Response 0 is of a group of which all are correct, 1 of one of both outcomes, 2 of one of
     which none is: its largest entropy is 2."""
     entropy = vector(1, 2, 5, 0.5, 2, 1.5)
-    accuracy = vector(1, 1, 0.25, 0, 0, 0)
+    accuracy = vector(1, 0.25, 0)
     advantages = vector(0, 0, -0.7, 9, 9, 9)
     responses = whole([0, 0, 1, 2, 2, 2])
-    found = token_advantages.zero_variance(advantages, entropy, accuracy, responses)
+    index = torch.tensor([0, 0, 1, 2, 2, 2])
+    found = token_advantages.zero_variance(advantages, entropy, accuracy, index, responses)
     same(found, 0.1, 0.2, -0.7, -0.15, 0, -0.05)
-    found = token_advantages.zero_variance(advantages, entropy, accuracy, responses, alpha=1.0)
+    found = token_advantages.zero_variance(
+        advantages, entropy, accuracy, index, responses, alpha=1.0
+    )
     same(found, 1, 2, -0.7, -1.5, 0, -0.5)
 
 

@@ -43,8 +43,16 @@ def batch(**changes: Any) -> TokenBatch:
             "ref_logprobs": vector(-1.5, -2, -2),
             "correct": flags(1, 0),
         }
-        | changes
+        | _in_columns(changes)
     )
+
+
+def _in_columns(changes: dict[str, Any]) -> dict[str, Any]:
+    """Fields, and all else as columns of tokens."""
+    fields = TokenBatch.__dataclass_fields__
+    others = {name: value for name, value in changes.items() if name not in fields}
+    found = {name: value for name, value in changes.items() if name in fields}
+    return found | {"token_columns": others}
 
 
 def run(plan: LossPlan = PLAN, **changes: Any) -> Any:
@@ -238,7 +246,10 @@ def test_token_shaping_has_no_gradient() -> None:
 
 def test_what_a_token_shaper_returns_is_a_constant() -> None:
     """A + logp = 0, -1, -5: the gradient is -(A + logp) w alone."""
-    choices.enter_token_shaper("leaky", lambda advantages, logprobs: advantages + logprobs)
+    leaky = choices.choice(
+        choices.TOKEN_SHAPING, lambda advantages, logprobs: advantages + logprobs
+    )
+    choices.TOKEN_SHAPERS["leaky"] = leaky
     try:
         data = batch()
         shaped = plan(token_shaping=(("leaky", {}),))
@@ -271,19 +282,19 @@ def test_clip_shares_of_bounds_that_differ_by_token() -> None:
 
 def test_missing_fields_are_named() -> None:
     bonus = ("entropy_bonus", {})
-    with pytest.raises(ValueError, match=r"TokenBatch\.entropy is .* token shaper entropy_bonus"):
+    with pytest.raises(ValueError, match=r"has no entropy, .* token shaper entropy_bonus"):
         run(plan(token_shaping=(bonus,)))
-    with pytest.raises(ValueError, match=r"TokenBatch\.entropy is .* policy loss entropy_clip"):
+    with pytest.raises(ValueError, match=r"has no entropy, .* policy loss entropy_clip"):
         run(plan(policy_loss="entropy_clip"))
-    with pytest.raises(ValueError, match=r"group_accuracy is .* token shaper zero_variance"):
+    with pytest.raises(ValueError, match=r"no group_accuracy, .* token shaper zero_variance"):
         run(plan(token_shaping=(("zero_variance", {}),)), entropy=vector(1, 1, 1))
-    with pytest.raises(ValueError, match=r"TokenBatch\.ref_logprobs .* set kl\.coef=0"):
+    with pytest.raises(ValueError, match=r"no ref_logprobs, .* set kl\.coef=0"):
         run(plan(kl_coef=(0.1, 0.1)), ref_logprobs=None)
-    with pytest.raises(ValueError, match=r"TokenBatch\.correct .*coef_positive"):
+    with pytest.raises(ValueError, match=r"no correct, .*coef_positive"):
         run(plan(kl_coef=(0.1, 0.2)), correct=None)
-    with pytest.raises(ValueError, match=r"TokenBatch\.entropy .* entropy\.coef=0"):
+    with pytest.raises(ValueError, match=r"no entropy, .* entropy\.coef=0"):
         run(plan(entropy_coef=0.1))
-    with pytest.raises(ValueError, match=r"TokenBatch\.sampler_logprobs .* tis"):
+    with pytest.raises(ValueError, match=r"no sampler_logprobs, .* tis"):
         run(plan(mismatch="tis"))
     with pytest.raises(ValueError, match=r"aggregate\.norm_len is null"):
         run(plan(aggregate=("seq_mean_token_sum_norm", {"norm_len": None})))

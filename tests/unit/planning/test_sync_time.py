@@ -18,10 +18,10 @@ def whole(key: str = "p") -> list[ShardGroup]:
     return collect([Shard("w", (16,), (0,), (16,), 0, (1,), key, "float32")])
 
 
-def plan(takers: range, gpus_per_node: int, rounds_in_flight: int = 2) -> Plan:
+def plan(receivers: range, gpus_per_node: int, rounds_in_flight: int = 2) -> Plan:
     """From rank 0 to each of the others."""
-    targets = {rank: whole() for rank in takers}
-    replicas = [[rank] for rank in takers]
+    targets = {rank: whole() for rank in receivers}
+    replicas = [[rank] for rank in receivers]
     settings = PlanSettings(32, rounds_in_flight, Machines(gpus_per_node), replicas)
     return make_plan({0: whole()}, targets, settings)
 

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import transformers
+import yaml
 
 from megatron_rl import models as families
 from megatron_rl.models import architecture_from, read_architecture
 from megatron_rl.models.parameter_map import layer_parameters, shards
 from tests.zoo import FAMILIES as TINY
 from tests.zoo import SMALL
+
+ROWS = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text())
 
 FAMILIES_FOLDER = Path(families.__file__).parent
 
@@ -40,29 +43,7 @@ def test_options_of_each_family() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "option", "named"),
-    [
-        ("Qwen2", dict(use_sliding_window=True, sliding_window=16), "use_sliding_window is True"),
-        ("Qwen3", dict(attention_bias=True), "attention_bias is True"),
-        ("Llama", dict(attention_bias=True), "attention_bias is True"),
-        ("Llama", dict(mlp_bias=True), "mlp_bias is True"),
-        ("Llama", dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
-        ("Mistral", dict(sliding_window=16), "sliding_window is 16"),
-        ("Mixtral", dict(sliding_window=16), "sliding_window is 16"),
-        ("Qwen3Moe", dict(norm_topk_prob=False), "norm_topk_prob is False"),
-        ("Qwen3Moe", dict(mlp_only_layers=[0]), r"mlp_only_layers is \[0\]"),
-        (
-            "Llama",
-            dict(
-                rope_parameters={
-                    "rope_type": "yarn",
-                    "rope_theta": 1e4,
-                    "factor": 2.0,
-                    "original_max_position_embeddings": 32,
-                }
-            ),
-            "rope type is 'yarn'",
-        ),
-    ],
+    ROWS["an_option_that_is_not_implemented_is_refused_by_name"],
 )
 def test_an_option_that_is_not_implemented_is_refused_by_name(
     kind: str, option: dict[str, Any], named: str

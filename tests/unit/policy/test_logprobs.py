@@ -222,10 +222,10 @@ def test_most_likely_tokens_by_hand():
         torch.ones(2, 1), weight, torch.tensor([1, 2]), Head(1.0, 3, 8, None, "none", top_k=2)
     )
     wanted = [math.log(5 / 8), math.log(2 / 8)]
-    assert found.topk_logprobs.tolist() == [pytest.approx(wanted, abs=1e-6)] * 2
-    assert found.is_argmax.tolist() == [False, True]
+    assert found.columns["topk_logprobs"].tolist() == [pytest.approx(wanted, abs=1e-6)] * 2
+    assert found.columns["is_argmax"].tolist() == [False, True]
     assert found.logprobs.tolist() == pytest.approx(wanted[::-1], abs=1e-6)
-    assert found.entropy is None
+    assert "entropy" not in found.columns
 
 
 @pytest.mark.parametrize("entropy", ["none", "grad"])
@@ -238,15 +238,15 @@ def test_most_likely_tokens_equal_plain_in_float64(entropy, top_k):
     found = token_values(hidden, weight, targets, Head(0.7, VOCAB, 4, None, entropy, top_k))
     logp = torch.log_softmax(hidden @ weight[:VOCAB].t() / 0.7, -1)
     want = logp.topk(top_k, dim=1)
-    torch.testing.assert_close(found.topk_logprobs, want.values, rtol=0, atol=1e-12)
-    assert torch.equal(found.is_argmax, want.indices[:, 0] == targets)
-    assert found.is_argmax.any() and not found.is_argmax.all()
+    torch.testing.assert_close(found.columns["topk_logprobs"], want.values, rtol=0, atol=1e-12)
+    assert torch.equal(found.columns["is_argmax"], want.indices[:, 0] == targets)
+    assert found.columns["is_argmax"].any() and not found.columns["is_argmax"].all()
     weights = torch.linspace(-1, 2, T * top_k, dtype=torch.float64).reshape(T, top_k)
-    loss = (c[0] * found.logprobs).sum() + (weights * found.topk_logprobs).sum()
+    loss = (c[0] * found.logprobs).sum() + (weights * found.columns["topk_logprobs"]).sum()
     own = logp.gather(1, targets[:, None])[:, 0]
     plainly = (c[0] * own).sum() + (weights * want.values).sum()
     if entropy == "grad":
-        loss = loss + (c[1] * found.entropy).sum()
+        loss = loss + (c[1] * found.columns["entropy"]).sum()
         plainly = plainly - (c[1] * (logp.exp() * logp).sum(-1)).sum()
     for got, expected in zip(
         gradients(loss, hidden, weight), gradients(plainly, hidden, weight), strict=True
@@ -267,23 +267,28 @@ def test_a_temperature_for_each_token(chunk_tokens, entropy):
     hidden, weight, targets, c = inputs()
     hidden.requires_grad_(), weight.requires_grad_()
     falling = torch.linspace(1.3, 0.2, T, dtype=torch.float64)
-    head = Head(falling, VOCAB, chunk_tokens, None, entropy, top_k=3, nucleus=0.8)
+    head = Head(falling, VOCAB, chunk_tokens, None, entropy, top_k=3)
     found = token_values(hidden, weight, targets, head)
     want_logp, want_entropy = plain(hidden, weight, targets, falling[:, None], VOCAB)
     torch.testing.assert_close(found.logprobs, want_logp, rtol=0, atol=1e-12)
     x = hidden @ weight[:VOCAB].t() / falling[:, None]
     want_top = torch.log_softmax(x, -1).topk(3, dim=1).values
-    torch.testing.assert_close(found.topk_logprobs, want_top, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.columns["topk_logprobs"], want_top, rtol=0, atol=1e-12)
     log_q = torch.where(in_nucleus(x, 0.8), x, -torch.inf).log_softmax(1)
     want_nucleus = -(log_q.exp() * log_q.masked_fill(log_q == -torch.inf, 0)).sum(1)
-    nucleus = nucleus_entropy(hidden, weight, head)
+    nucleus = nucleus_entropy(hidden, weight, head, 0.8)
     torch.testing.assert_close(nucleus, want_nucleus, rtol=0, atol=1e-12)
-    loss = (c[0] * (found.logprobs + nucleus)).sum() + (c[1][:, None] * found.topk_logprobs).sum()
+    loss = (c[0] * (found.logprobs + nucleus)).sum() + (
+        c[1][:, None] * found.columns["topk_logprobs"]
+    ).sum()
     want = (c[0] * (want_logp + want_nucleus)).sum() + (c[1][:, None] * want_top).sum()
     if entropy != "none":
-        torch.testing.assert_close(found.entropy, want_entropy, rtol=0, atol=1e-12)
+        torch.testing.assert_close(found.columns["entropy"], want_entropy, rtol=0, atol=1e-12)
     if entropy == "grad":
-        loss, want = loss + (c[1] * found.entropy).sum(), want + (c[1] * want_entropy).sum()
+        loss, want = (
+            loss + (c[1] * found.columns["entropy"]).sum(),
+            want + (c[1] * want_entropy).sum(),
+        )
     for got, expected in zip(
         gradients(loss, hidden, weight), gradients(want, hidden, weight), strict=True
     ):
@@ -307,8 +312,12 @@ def test_the_same_temperature_for_each_token_is_one_for_all(temperature, dtype):
         hidden.requires_grad_(), weight.requires_grad_()
         head = Head(chosen, VOCAB, 4, None, "grad")
         found = token_values(hidden, weight, targets, head)
-        loss = (c[0] * found.logprobs + c[1] * found.entropy).sum()
-        return [found.logprobs, found.entropy, *torch.autograd.grad(loss, [hidden, weight])]
+        loss = (c[0] * found.logprobs + c[1] * found.columns["entropy"]).sum()
+        return [
+            found.logprobs,
+            found.columns["entropy"],
+            *torch.autograd.grad(loss, [hidden, weight]),
+        ]
 
     for one, each in zip(values(temperature), values(torch.full((T,), temperature)), strict=True):
         assert torch.equal(one, each)

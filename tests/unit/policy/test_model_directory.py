@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.checkpoints.hf import HfDirectory
@@ -19,6 +20,8 @@ from megatron_rl.models import FAMILIES, read_architecture
 from megatron_rl.models.parameter_map import local_shape, model_parameters, shards
 from megatron_rl.policy.state import weights
 from tests.e2e.toy import write_model
+
+ROWS = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text())
 
 POINTER = "version 1\noid sha256:4665a5ea423c2713d436b5ee50593a9640e0018c1550b5a0002f74190d6caea8\n"
 
@@ -54,49 +57,7 @@ def change(path: Path, **keys) -> None:
 
 @pytest.mark.parametrize(
     ("keys", "said"),
-    [
-        (
-            {"architectures": ["GPT2LMHeadModel"], "num_attention_heads": "absent"},
-            r"GPT2LMHeadModel.*supported: LlamaForCausalLM",
-        ),
-        (
-            {"architectures": ["Qwen2VLForConditionalGeneration"]},
-            r"Qwen2VLForCond.*supported: ",
-        ),
-        (
-            {"architectures": "Qwen3ForCausalLM"},
-            r"architectures Qwen3ForCausalLM, which.*supported",
-        ),
-        (
-            {"architectures": "absent"},
-            r"architectures \[\], which the policy does not implement; supported",
-        ),
-        (
-            {"rope_theta": "1e4"},
-            r"config\.json: rope_theta is '1e4', not a number above 0; correct the key",
-        ),
-        (
-            {"rope_parameters": {"rope_theta": None, "rms_norm_eps": 0}},
-            r"rms_norm_eps is 0, not a number above 0",
-        ),
-        ({"num_attention_heads": "absent"}, r"config\.json has no num_attention_heads; copy it"),
-        (
-            {"num_attention_heads": "two"},
-            r"has num_attention_heads = 'two'; it must be a whole number of at least 1",
-        ),
-        ({"num_attention_heads": 0}, r"num_attention_heads = 0; it must be"),
-        ({"num_attention_heads": None}, r"num_attention_heads = None; it must be"),
-        ({"num_hidden_layers": 2.5}, r"num_hidden_layers = 2\.5; it must be"),
-        ({"num_key_value_heads": 0}, r"num_key_value_heads = 0; it must be"),
-        ({"vocab_size": "absent"}, r"config\.json has no vocab_size"),
-        ({"hidden_size": True}, r"hidden_size = True; it must be"),
-        ({"rms_norm_eps": "small"}, r"model\.path: .*config\.json: .*; correct the key"),
-        (
-            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            r"quantization_config \(gptq\); quantized weights are not supp",
-        ),
-        ({"compression_config": {"format": "int"}}, r"quantized weights are not supported"),
-    ],
+    ROWS["a_wrong_config_names_file_key_and_remedy"],
 )
 def test_a_wrong_config_names_file_key_and_remedy(model, keys, said):
     change(model, **keys)
@@ -185,7 +146,7 @@ def test_damaged_weights_name_the_file(model, damage, said):
         HfDirectory(model)
 
 
-def held(path: Path) -> tuple[list[weights.Held], object]:
+def held(path: Path) -> tuple[list[weights.LocalParameter], object]:
     """Parameters of the whole model on one rank, without megatron's modules around them."""
     arch, _ = read_architecture(path)
     found = []
@@ -193,7 +154,9 @@ def held(path: Path) -> tuple[list[weights.Held], object]:
         tensor = torch.empty(local_shape(parameter, arch, arch.vocab_size, 1))
         name = parameter.slot.megatron
         found.append(
-            weights.Held(0, name, tensor, parameter, shards(parameter, arch, arch.vocab_size, 0, 1))
+            weights.LocalParameter(
+                0, name, tensor, parameter, shards(parameter, arch, arch.vocab_size, 0, 1)
+            )
         )
     return found, arch
 

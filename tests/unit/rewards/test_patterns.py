@@ -9,7 +9,7 @@ import time
 import pytest
 
 from megatron_rl.rewards.build import build_reward
-from megatron_rl.rewards.patterns import Pattern, linear
+from megatron_rl.rewards.patterns import ResponsePattern, linear
 from tests.unit.rewards.cases import config, hostile_texts, prompt
 
 # Plain R1 pattern on a response that repeats it: 4.4 s for one response with Python's re.
@@ -30,7 +30,7 @@ KILLERS = [
 
 
 def test_the_plain_r1_pattern_is_matched_in_one_pass():
-    pattern = Pattern(R1)
+    pattern = ResponsePattern(R1)
     began = time.monotonic()
     assert not pattern.matches_all(R1_4K) and pattern.matches_all(R1_4K[:-2])
     assert time.monotonic() - began < 0.5
@@ -107,7 +107,7 @@ def test_re2_finds_what_python_finds():
             compiled = re.compile(f"({pattern})", re.DOTALL)
         except re.error:
             continue
-        mine = Pattern(f"({pattern})")
+        mine = ResponsePattern(f"({pattern})")
         searched += mine._search is not None
         whole += mine._whole is not None
         for _ in range(20):
@@ -142,7 +142,7 @@ def test_what_re2_has_otherwise_stays_with_python(pattern):
 
 def test_hostile_texts_match_alike():
     for pattern in (R1, r"<answer>(.*?)</answer>", r"\s*(\d+)\s*", r"(\w+)\W*"):
-        compiled, mine = re.compile(pattern, re.DOTALL), Pattern(pattern)
+        compiled, mine = re.compile(pattern, re.DOTALL), ResponsePattern(pattern)
         assert mine._whole is not None
         for text in hostile_texts(150):
             text = re.sub("[\ud800-\udfff]", "\ufffd", text)[:2000]

@@ -195,7 +195,8 @@ reward.score([prompt()], ["hang"], [False])
 def test_the_workers_import_no_torch(tmp_path):
     """It would cost seconds at each start and most of a memory limit."""
     program = (
-        "import sys\nfrom megatron_rl.rewards.workers import function_worker, judge, worker\n"
+        "import sys\n"
+        "from megatron_rl.rewards.workers import function_worker, response_verifier, worker\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run(

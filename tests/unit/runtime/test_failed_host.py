@@ -7,16 +7,16 @@ import socket
 import pytest
 
 from megatron_rl.runtime.guard import failure
-from megatron_rl.runtime.guard.ballot import Ballot
 from megatron_rl.runtime.guard.failed_host import FAILED_HOST, write
-from megatron_rl.runtime.guard.failure import Message
+from megatron_rl.runtime.guard.failure import FailureMessage
+from megatron_rl.runtime.guard.first_failure import FirstFailure
 
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
     """Where this process, a rank alone, names the machine."""
     monkeypatch.setattr(failure.STATE, "failed_host", tmp_path / FAILED_HOST)
-    monkeypatch.setattr(failure.STATE, "ballot", Ballot(None))
+    monkeypatch.setattr(failure.STATE, "first_failure", FirstFailure(None))
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     return tmp_path / FAILED_HOST
 
@@ -29,11 +29,11 @@ def test_the_machine_that_is_named_first_stays(file):
 
 
 def test_the_first_rank_to_fail_names_a_machine(file):
-    assert failure.say_or_follow(Message("error: x"), host=socket.gethostname()) == 1
+    assert failure.say_or_follow(FailureMessage("error: x"), host=socket.gethostname()) == 1
     assert file.read_text() == f"{socket.gethostname()}\n"
 
 
 def test_a_rank_that_knows_of_no_machine_names_none(file):
     """srun may know one."""
-    failure.say_or_follow(Message("error: Connection closed by peer"))
+    failure.say_or_follow(FailureMessage("error: Connection closed by peer"))
     assert not file.exists()

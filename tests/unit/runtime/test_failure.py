@@ -11,7 +11,12 @@ import torch.distributed as dist
 
 from megatron_rl.errors import concerning
 from megatron_rl.runtime.guard import failure
-from megatron_rl.runtime.guard.failure import Message, describe, is_consequence, write_error_file
+from megatron_rl.runtime.guard.failure import (
+    FailureMessage,
+    describe,
+    is_consequence,
+    write_error_file,
+)
 
 
 def raised(error: BaseException) -> BaseException:
@@ -22,7 +27,7 @@ def raised(error: BaseException) -> BaseException:
 
 @pytest.mark.parametrize("error", [ValueError("a: b; c"), FileNotFoundError("a: b; c")])
 def test_a_user_error_is_its_text(error):
-    assert describe(error) == Message("error: a: b; c")
+    assert describe(error) == FailureMessage("error: a: b; c")
 
 
 @pytest.mark.parametrize(

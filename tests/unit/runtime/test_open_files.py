@@ -12,7 +12,7 @@ import pytest
 from megatron_rl.runtime.open_files import raise_limit
 from tests.launch import REPO, run
 
-PROGRAM = REPO / "tools" / "bench" / "many_ranks.py"
+PROGRAM = REPO / "tests" / "unit" / "runtime" / "many_ranks.py"
 CHILD = """
 import resource, sys
 sys.path.insert(0, sys.argv[1])
@@ -50,7 +50,7 @@ def test_another_process_is_raised_and_a_high_limit_is_left():
 @pytest.mark.timeout(400)
 def test_groups_of_many_ranks_are_made_under_a_low_limit():
     """64 ranks under a limit of 109, as 600 under the usual 1,024."""
-    done = run([sys.executable, str(PROGRAM), "--ranks", "64", "--files", "109"], 300)
+    done = run([sys.executable, str(PROGRAM), "64", "109"], 300)
     assert "Too many open files" in done.stdout
     assert "joined as torch: fails with 64 ranks" in done.stdout
     assert "joined as a run: works with 64 ranks" in done.stdout

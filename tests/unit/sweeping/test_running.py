@@ -16,9 +16,9 @@ import pytest
 from megatron_rl.config.cli.command_line import Root
 from megatron_rl.sweep import main
 from megatron_rl.sweeping import commands
-from megatron_rl.sweeping.cells import Cell, make_cells
 from megatron_rl.sweeping.failures import Failure
 from megatron_rl.sweeping.running import Runner, start_process
+from megatron_rl.sweeping.trials import Trial, make_trials
 from tests.launch import REPO, end
 
 NEEDED = ["model.path=m", "data.train=t", "data.eval=e"]
@@ -28,16 +28,16 @@ HOLD = (
 )
 
 
-def cells(out: Path, *overrides: str) -> list[Cell]:
-    return make_cells([*NEEDED, *overrides], out, Root())
+def trials(out: Path, *overrides: str) -> list[Trial]:
+    return make_trials([*NEEDED, *overrides], out, Root())
 
 
 def program(source: str):
-    """A command for every cell: ``source`` with the cell's folder as ``folder``."""
+    """A command for every trial: ``source`` with the trial's folder as ``folder``."""
 
-    def command(cell: Cell, *_: object, **__: object) -> Sequence[str]:
+    def command(trial: Trial, *_: object, **__: object) -> Sequence[str]:
         head = "import json, os, sys, time\nfrom pathlib import Path\n"
-        head += f"folder = Path({str(cell.folder)!r})\n"
+        head += f"folder = Path({str(trial.folder)!r})\n"
         return [sys.executable, "-c", head + source]
 
     return command
@@ -55,10 +55,10 @@ def test_as_many_run_at_a_time_as_there_are_shares_each_with_its_own(tmp_path):
         "times = [begin, time.time(), os.environ['SHARE']]\n"
         "(folder / 'times').write_text(json.dumps(times))"
     )
-    todo = cells(tmp_path, "seed=1,2,3,4,5")
+    todo = trials(tmp_path, "seed=1,2,3,4,5")
     outcome = Runner(program(source), [{"SHARE": "a"}, {"SHARE": "b"}]).run(todo)
-    assert sorted(outcome.done) == [cell.name for cell in todo]
-    times = [json.loads((cell.folder / "times").read_text()) for cell in todo]
+    assert sorted(outcome.done) == [trial.name for trial in todo]
+    times = [json.loads((trial.folder / "times").read_text()) for trial in todo]
     overlapping = [
         [other for other in times if other[0] <= begin < other[1]] for begin, _, _ in times
     ]
@@ -147,7 +147,7 @@ def test_a_run_that_another_start_was_quicker_to_take_has_not_failed(tmp_path):
     )
     environment = {"PYTHONPATH": str(REPO)}
     try:
-        outcome = Runner(program(source), [environment, environment]).run(cells(tmp_path))
+        outcome = Runner(program(source), [environment, environment]).run(trials(tmp_path))
     finally:
         os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
     assert not outcome.failed and not outcome.done and list(outcome.elsewhere) == ["run"]

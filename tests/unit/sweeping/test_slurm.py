@@ -10,8 +10,8 @@ import pytest
 
 from megatron_rl.config.cli.command_line import Root
 from megatron_rl.sweep import main
-from megatron_rl.sweeping.cells import make_cells
-from megatron_rl.sweeping.commands import Slurm, local, write_cells
+from megatron_rl.sweeping.commands import Slurm, local, write_trials
+from megatron_rl.sweeping.trials import make_trials
 from tests.launch import REPO, end
 from tests.unit.sweeping.test_running import held
 
@@ -19,8 +19,8 @@ NEEDED = ["model.path=m", "data.train=t", "data.eval=e"]
 
 
 def test_a_local_run_is_one_torchrun(tmp_path):
-    (cell,) = make_cells(["seed=2", *NEEDED], tmp_path, Root())
-    assert local(cell, 4, ["--plugin", "a.py"])[1:] == [
+    (trial,) = make_trials(["seed=2", *NEEDED], tmp_path, Root())
+    assert local(trial, 4, ["--plugin", "a.py"])[1:] == [
         "-m",
         "torch.distributed.run",
         "--standalone",
@@ -74,16 +74,16 @@ def test_several_runs_are_one_array_that_reads_their_overrides(tmp_path, slurm):
         "-A",
         "mine",
     ]
-    cells = out / "cells.1.txt"
-    assert words[script + 1 :] == ["--nproc", "8", "--cells", str(cells)]
+    trials = out / "trials.1.txt"
+    assert words[script + 1 :] == ["--nproc", "8", "--trials", str(trials)]
     started = []
     for task in range(3):
         done = batch_script(task, *words[script + 1 :])
         words_of_task = shlex.split(done.stdout)
         first = words_of_task.index("logging.rank_files=true") + 1
         started.append(words_of_task[first:])
-    wanted = make_cells([*NEEDED, suffix, "seed=1,2,3"], out, Root())
-    assert started == [[*cell.overrides, "resume=auto"] for cell in wanted]
+    wanted = make_trials([*NEEDED, suffix, "seed=1,2,3"], out, Root())
+    assert started == [[*trial.overrides, "resume=auto"] for trial in wanted]
 
 
 def batch_script(task: int, *words: str) -> subprocess.CompletedProcess[str]:
@@ -97,7 +97,7 @@ def test_a_single_run_is_a_plain_job(tmp_path, slurm):
     words = asked(slurm)
     assert words[-2:] == ["seed=4", f"run_dir={tmp_path}/out/run"]
     assert not any(word.startswith("--array") for word in words)
-    assert not list((tmp_path / "out").glob("cells*"))
+    assert not list((tmp_path / "out").glob("trials*"))
 
 
 def test_equal_runs_and_those_that_are_alive_are_not_submitted(tmp_path, slurm, capsys):
@@ -107,7 +107,7 @@ def test_equal_runs_and_those_that_are_alive_are_not_submitted(tmp_path, slurm, 
         assert submit(out, *NEEDED, "optim.clip_grad=1,1.0,2,3,4") == 0
     finally:
         end(other)
-    lines = (out / "cells.1.txt").read_text().splitlines()
+    lines = (out / "trials.1.txt").read_text().splitlines()
     assert [line.split()[-1].rpartition("-")[2] for line in lines] == ["1", "3", "4"]
     assert "--array=0-2" in asked(slurm)
     said = capsys.readouterr().out
@@ -127,10 +127,10 @@ def test_an_array_keeps_its_file_when_the_next_is_submitted(tmp_path, slurm):
     """Its tasks read their lines when they start, which may be days later."""
     out = tmp_path / "out"
     assert submit(out, *NEEDED, "seed=1,2") == 0
-    before = (out / "cells.1.txt").read_text()
+    before = (out / "trials.1.txt").read_text()
     assert submit(out, *NEEDED, "seed=3,4,5") == 0
-    assert (out / "cells.1.txt").read_text() == before
-    assert len((out / "cells.2.txt").read_text().splitlines()) == 3
+    assert (out / "trials.1.txt").read_text() == before
+    assert len((out / "trials.2.txt").read_text().splitlines()) == 3
 
 
 def test_what_sbatch_refuses_is_said(tmp_path, slurm, capsys):
@@ -140,18 +140,18 @@ def test_what_sbatch_refuses_is_said(tmp_path, slurm, capsys):
 
 
 def test_an_override_over_several_lines_is_refused(tmp_path):
-    cells = make_cells([*NEEDED, "data.prompt_suffix='a\nb'", "seed=1,2"], tmp_path, Root())
+    trials = make_trials([*NEEDED, "data.prompt_suffix='a\nb'", "seed=1,2"], tmp_path, Root())
     with pytest.raises(ValueError, match="an override of seed-1 has a line break"):
-        write_cells(tmp_path / "cells.txt", cells)
+        write_trials(tmp_path / "trials.txt", trials)
 
 
 def test_options_of_the_training_program_are_those_of_the_script(tmp_path):
     """It refuses one that it does not know."""
-    cells = make_cells([*NEEDED, "seed=1,2"], tmp_path, Root())
+    trials = make_trials([*NEEDED, "seed=1,2"], tmp_path, Root())
     options = ["--plugin", "a.py", "--config-dir", "/groups", "--config-name", "mine"]
-    file = tmp_path / "cells.txt"
-    write_cells(file, cells)
-    words = Slurm(tmp_path, 8, [], None, options).command(cells, file)
+    file = tmp_path / "trials.txt"
+    write_trials(file, trials)
+    words = Slurm(tmp_path, 8, [], None, options).command(trials, file)
     assert "--array=0-1" in words
     printed = shlex.split(batch_script(1, *words[words.index("--nproc") :]).stdout)
     start = printed.index("megatron_rl.train")
@@ -162,7 +162,7 @@ def test_a_dry_run_prints_the_array_and_its_lines(tmp_path, capsys):
     assert submit(tmp_path / "out", "--dry-run", *NEEDED, "seed=1,2") == 0
     command, *lines = capsys.readouterr().out.splitlines()
     assert "--array=0-1" in shlex.split(command)
-    assert lines[0] == f"# {tmp_path}/out/cells.1.txt:"
+    assert lines[0] == f"# {tmp_path}/out/trials.1.txt:"
     assert lines[2].startswith("# 1: ") and "seed=2" in lines[2]
     assert not (tmp_path / "out").exists()
 

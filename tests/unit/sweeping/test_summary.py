@@ -5,27 +5,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.config.cli.command_line import Root
-from megatron_rl.sweeping.cells import Cell, make_cells
 from megatron_rl.sweeping.summary import summary
+from megatron_rl.sweeping.trials import Trial, make_trials
 
 NEEDED = ["model.path=m", "data.train=t", "data.eval=e"]
 ACCURACY = ["eval/accuracy"]
 
 
-def runs(out: Path, scores: Sequence[float], *overrides: str) -> list[Cell]:
+def runs(out: Path, scores: Sequence[float], *overrides: str) -> list[Trial]:
     """Cells of which the first ones have metrics that end in these scores."""
-    cells = make_cells([*NEEDED, *overrides], out, Root())
-    for cell, score in zip(cells, scores, strict=False):
-        cell.folder.mkdir()
+    trials = make_trials([*NEEDED, *overrides], out, Root())
+    for trial, score in zip(trials, scores, strict=False):
+        trial.folder.mkdir()
         lines = [{"step": 0, "eval/accuracy": 0.0}, {"step": 1, "eval/accuracy": score}]
         lines += [{"step": 2, "loss/kl": score / 1000}]
         text = "".join(json.dumps(line) + "\n" for line in lines)
-        (cell.folder / "metrics.jsonl").write_text(text)
-    return cells
+        (trial.folder / "metrics.jsonl").write_text(text)
+    return trials
 
 
-def names(cells: Sequence[Cell]) -> list[str]:
-    return [cell.name for cell in cells]
+def names(trials: Sequence[Trial]) -> list[str]:
+    return [trial.name for trial in trials]
 
 
 def rows(text: str) -> list[list[str]]:
@@ -33,8 +33,8 @@ def rows(text: str) -> list[list[str]]:
 
 
 def test_the_table_averages_over_seeds(tmp_path):
-    cells = runs(tmp_path, (0.2, 0.4, 0.9), "method=grpo,dapo", "seed=1,2")
-    text = summary(cells, names(cells), ACCURACY)
+    trials = runs(tmp_path, (0.2, 0.4, 0.9), "method=grpo,dapo", "seed=1,2")
+    text = summary(trials, names(trials), ACCURACY)
     assert rows(text) == [
         ["method=grpo", "2", "0.300", "+-", "0.100"],
         ["method=dapo", "1", "0.900", "+-", "0.000"],
@@ -46,8 +46,8 @@ def test_pairs_are_compared_at_equal_seed(tmp_path):
     degrees of freedom is 0.2 -+ 4.303 * 0.1 / sqrt(3) = 0.2 -+ 0.248. The bootstrap cannot leave
     the values."""
     scores = (0.1, 0.5, 0.3, 0.4, 0.6, 0.5)
-    cells = runs(tmp_path, scores, "method=grpo,dapo", "seed=1,2,3")
-    text = summary(cells, names(cells), ACCURACY)
+    trials = runs(tmp_path, scores, "method=grpo,dapo", "seed=1,2,3")
+    text = summary(trials, names(trials), ACCURACY)
     assert text.splitlines()[0].split("  ")[-1] == "bootstrap 95 %"
     first, second = rows(text)
     assert len(first) == 5, "the first row is what the others are compared with"
@@ -56,16 +56,16 @@ def test_pairs_are_compared_at_equal_seed(tmp_path):
 
 
 def test_what_is_not_finished_is_named_and_not_averaged(tmp_path):
-    cells = runs(tmp_path, (0.2, 0.4, 0.9, 0.7), "method=grpo,dapo", "seed=1,2")
-    finished = [name for name in names(cells) if name != "method-dapo_seed-1"]
-    text = summary(cells, finished, ACCURACY)
+    trials = runs(tmp_path, (0.2, 0.4, 0.9, 0.7), "method=grpo,dapo", "seed=1,2")
+    finished = [name for name in names(trials) if name != "method-dapo_seed-1"]
+    text = summary(trials, finished, ACCURACY)
     assert rows(text)[1][:5] == ["method=dapo", "1", "0.700", "+-", "0.000"]
     assert text.endswith("not in the table, because not finished: method-dapo_seed-1")
 
 
 def test_the_same_run_has_one_row_and_counts_for_the_seeds_of_its_own(tmp_path):
-    cells = runs(tmp_path, (0.2, 0.4), "optim.clip_grad=1,1.0", "seed=1,2")
-    text = summary(cells, names(cells)[:2], ACCURACY)
+    trials = runs(tmp_path, (0.2, 0.4), "optim.clip_grad=1,1.0", "seed=1,2")
+    text = summary(trials, names(trials)[:2], ACCURACY)
     assert [row[:2] for row in rows(text)[:1]] == [["optim.clip_grad=1", "2"]]
     assert text.splitlines()[-2:] == [
         f"optim.clip_grad-1.0_seed-{seed}: the same run as optim.clip_grad-1_seed-{seed}"
@@ -74,8 +74,8 @@ def test_the_same_run_has_one_row_and_counts_for_the_seeds_of_its_own(tmp_path):
 
 
 def test_several_metrics_are_several_tables_and_one_that_is_missing_is_a_dash(tmp_path):
-    cells = runs(tmp_path, (0.2, 0.4), "method=grpo", "seed=1,2")
+    trials = runs(tmp_path, (0.2, 0.4), "method=grpo", "seed=1,2")
     metrics = ["loss/kl", "eval/pass_at_4"]
-    kl, missing = summary(cells, names(cells), metrics).split("\n\n")
+    kl, missing = summary(trials, names(trials), metrics).split("\n\n")
     assert rows(kl) == [["method=grpo", "2", "3.00e-04", "+-", "1.00e-04"]]
     assert rows(missing) == [["method=grpo", "0", "-"]]

@@ -14,8 +14,8 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.run.run_record import describe
 from megatron_rl.sweep import main
 from megatron_rl.sweeping import commands
-from megatron_rl.sweeping.cells import check, is_finished, make_cells
 from megatron_rl.sweeping.combinations import combinations, run_names
+from megatron_rl.sweeping.trials import check, is_finished, make_trials
 
 NEEDED = ["model.path=m", "data.train=t", "data.eval=e"]
 
@@ -46,7 +46,7 @@ def test_a_dry_run_prints_what_a_shell_reads_as_the_same_words(tmp_path, capsys)
     arguments = ["--nproc", "2", "seed=1,2", "data.prompt_suffix=' think, then'", *NEEDED]
     assert main(["--out", str(out), "--dry-run", *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
-    wanted = [commands.local(cell, 2) for cell in make_cells(arguments[2:], out, Root())]
+    wanted = [commands.local(trial, 2) for trial in make_trials(arguments[2:], out, Root())]
     assert [shlex.split(line) for line in lines] == wanted
     shown = subprocess.run(
         ["bash", "-c", f"printf '%s\\n' {lines[1]}"], capture_output=True, text=True, check=True

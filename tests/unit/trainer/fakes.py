@@ -8,7 +8,6 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,18 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import NonFiniteError
+from megatron_rl.passes import (
+    LocalBatch,
+    Outputs,
+    TokenLoss,
+    TokenScores,
+    TokenView,
+    UpdateResult,
+)
 from megatron_rl.policy.batches.packing_plan import plan_microbatches
 from megatron_rl.policy.passes.prefix_sharing import plan_shared_prompts
 from megatron_rl.protocols import ENGINE_PARTS
+from megatron_rl.runtime.digest import file_digest
 from megatron_rl.types import (
     Completion,
     Prompt,
@@ -26,12 +34,7 @@ from megatron_rl.types import (
     Score,
     SequenceBatch,
     Sequences,
-    Share,
     SyncReport,
-    TokenLoss,
-    TokenScores,
-    TokenView,
-    UpdateResult,
 )
 from tests.engines import Answering
 
@@ -103,9 +106,8 @@ class BanditSaving:
 class BanditPolicy:
     gathered_bytes_sent = 0
 
-    def __init__(self, tokens_per_microbatch: int = 4096, has_entropy: bool = False) -> None:
+    def __init__(self, tokens_per_microbatch: int = 4096) -> None:
         self.batching = BanditBatching(tokens_per_microbatch)
-        self.has_entropy = has_entropy
         self.passes: list[str] = []
         self.logits = torch.zeros(VOCAB, dtype=torch.float64)
         self.learning_rate = 0.5
@@ -125,47 +127,48 @@ class BanditPolicy:
             tokens.append(batch.token_ids[end - (last - first) : end])
         return torch.cat(index), torch.cat(tokens)
 
-    def score(self, share: Share, *, reference: bool = False, nucleus: bool = False) -> TokenScores:
-        """Every token is in the nucleus, so its entropy is that of the policy."""
+    def score(
+        self, batch: LocalBatch, outputs: Outputs = (), *, reference: bool = False
+    ) -> TokenScores:
         self.passes.append("reference" if reference else "score")
-        scores = self._scores(share.batch, reference)
-        if not nucleus:
-            return scores
-        entropies = torch.full_like(scores.logprobs, float(_entropy(self.logits)))
-        return replace(scores, nucleus_entropy=entropies)
+        return self._scores(batch.batch, outputs, reference)
 
     def score_alone(self, batch: SequenceBatch, *, temperature: float = 1.0) -> TokenScores:
         return self._scores(batch)
 
-    def _scores(self, batch: SequenceBatch, reference: bool = False) -> TokenScores:
+    def _scores(
+        self, batch: SequenceBatch, outputs: Outputs = (), reference: bool = False
+    ) -> TokenScores:
+        """Every token is in the nucleus, so its entropy is that of the policy."""
         logits = torch.zeros_like(self.logits) if reference else self.logits
         logprobs = torch.zeros(int(batch.response_lengths.sum()))
         index, tokens = self._view(batch, range(batch.num_responses))
         logprobs[index] = torch.log_softmax(logits, -1)[tokens].float()
-        if reference or not self.has_entropy:
-            return TokenScores(logprobs, None)
-        return TokenScores(logprobs, torch.full_like(logprobs, float(_entropy(logits))))
+        entropies = torch.full_like(logprobs, float(_entropy(logits)))
+        return TokenScores(logprobs, {output.name: entropies for output in outputs})
 
-    def update(self, share: Share, loss: TokenLoss, *, with_scores: bool = False) -> UpdateResult:
+    def update(
+        self,
+        batch: LocalBatch,
+        loss: TokenLoss,
+        outputs: Outputs = (),
+        *,
+        scores: Outputs | None = None,
+    ) -> UpdateResult:
         assert not self.away
         self.passes.append("update")
-        batch, microbatches = share.batch, share.microbatches
-        scores = self._scores(batch) if with_scores else None
+        sequences, microbatches = batch.work
+        scored = None if scores is None else self._scores(sequences, scores)
         self.microbatch_sizes.append([len(members) for members in microbatches])
         logits = self.logits.clone().requires_grad_()
         total = 0.0
         metrics: dict[str, float] = {}
         for members in microbatches:
-            index, tokens = self._view(batch, members)
-            output = loss(
-                TokenView(
-                    index,
-                    torch.log_softmax(logits, -1)[tokens].float(),
-                    None,
-                    lambda sums: sums,
-                    nucleus_entropy=_entropy(logits).expand(len(index)),
-                )
-            )
+            index, tokens = self._view(sequences, members)
+            entropies = _entropy(logits).expand(len(index))
+            columns = {each.name: entropies for each in outputs}
+            logprobs = torch.log_softmax(logits, -1)[tokens].float()
+            output = loss(TokenView(index, logprobs, columns))
             output.loss.backward()
             total += output.loss.item()
             for key, value in output.metrics.items():
@@ -178,7 +181,7 @@ class BanditPolicy:
         skipped = not (math.isfinite(norm) and math.isfinite(total))
         if not skipped:
             self.logits -= self.learning_rate * logits.grad
-        return UpdateResult(total, norm, self.learning_rate, skipped, metrics, scores)
+        return UpdateResult(total, norm, self.learning_rate, skipped, metrics, scored)
 
     def check_weights(self, step: int) -> None:
         if not self.logits.isfinite().all():
@@ -204,7 +207,8 @@ class BanditPolicy:
         assert not self.away
         path.mkdir(parents=True)
         torch.save({"logits": self.logits, "extra": dict(extra)}, path / "state.pt")
-        files = {"state.pt": (path / "state.pt").stat().st_size}
+        state = path / "state.pt"
+        files = {state.name: {"bytes": state.stat().st_size, "xxh3": file_digest(state)}}
         (path / "manifest.json").write_text(json.dumps({"info": dict(about or {}), "files": files}))
 
     def start_save(
@@ -215,7 +219,7 @@ class BanditPolicy:
         after: Callable[[], None] | None = None,
     ) -> BanditSaving:
         state = copy.deepcopy((dict(extra), dict(about or {})))
-        frozen = BanditPolicy(0, False)
+        frozen = BanditPolicy(0)
         frozen.logits = self.logits.clone()
         assert not self.away
         saving = BanditSaving(path, lambda: frozen.save(path, *state), after)

@@ -20,6 +20,7 @@ from megatron_rl.run.run_folder import RunFolder
 from megatron_rl.runtime.display import Display
 from megatron_rl.runtime.launch import World
 from megatron_rl.runtime.memory import Ledger, memory_in_use
+from megatron_rl.signals import signals_of
 from megatron_rl.trainer.bundle import write_bundle
 from megatron_rl.trainer.health import Health
 from megatron_rl.trainer.learner import Learner, MinibatchPlan
@@ -75,11 +76,11 @@ def build_bandit(
     """A trainer whose run goes to ``folder/run``; ``answers``: the right one to every prompt."""
     config = bandit_config(folder / run, overrides)
     chosen = load_method(method, method_overrides)
-    has_entropy = chosen.needs.entropy != "none"
-    policy = BanditPolicy(config.batch.tokens_per_microbatch, has_entropy)
+    signals = signals_of(chosen, config.seed)
+    policy = BanditPolicy(config.batch.tokens_per_microbatch)
     engine = BanditEngine()
     sampler = Sampler(engine, FirstTokenIsAnswer(), words, WORLD, DISPLAY)
-    run_folder = RunFolder(config, WORLD, DISPLAY)
+    run_folder = RunFolder(config, WORLD, DISPLAY, signals)
     rollouts = Rollouts(
         sampler=sampler,
         loader=PromptLoader(prompts(16, answers), seed=config.seed, shuffle=True),
@@ -108,7 +109,7 @@ def build_bandit(
     return Trainer(
         config=config.trainer,
         source=Colocated(rollouts, policy, engine, sync, memory),
-        learner=Learner(policy, chosen, health, plan, placement, True, run_folder.histories),
+        learner=Learner(policy, chosen, signals, health, plan, placement, True),
         evaluator=Evaluator(config.evaluation, sampler, prompts(4), greedy),
         folder=run_folder,
         world=WORLD,

@@ -11,9 +11,10 @@ import torch
 
 from megatron_rl.annealing import Annealing
 from megatron_rl.data.sequences import sequence_batch
+from megatron_rl.passes import LocalBatch
 from megatron_rl.rollouts.annealed import policy_temperatures, sampling_of_step, temperature_metrics
-from megatron_rl.signals.end_token import with_end_token
-from megatron_rl.types import Sampling, Share
+from megatron_rl.signals.end_token import EndTokens
+from megatron_rl.types import Sampling
 
 ANNEALING = Annealing(1.2, 0.1, decay_tokens=2.0, plain_tokens=1, decay_growth=1.0)
 SECOND = 2.2 - math.exp(0.5)  # temperature of the second token in step 1
@@ -50,8 +51,9 @@ def test_metrics_by_hand() -> None:
 def test_the_token_behind_a_response_has_temperature_1() -> None:
     pairs = [((5,), (6, 7)), ((5,), (8,))]
     batch = replace(sequence_batch(pairs), temperatures=torch.tensor([0.9, 0.8, 0.7]))
-    longer = with_end_token(Share(batch, [[0, 1]]), 3).batch
+    longer = EndTokens.of(LocalBatch(batch, [[0, 1]]), 3).batch.batch
     assert longer.temperatures is not None
     assert longer.temperatures.tolist() == pytest.approx([0.9, 0.8, 1, 0.7, 1])
     assert longer.token_ids.tolist() == [5, 6, 7, 3, 5, 8, 3]
-    assert with_end_token(Share(sequence_batch(pairs), [[0, 1]]), 3).batch.temperatures is None
+    plain = EndTokens.of(LocalBatch(sequence_batch(pairs), [[0, 1]]), 3)
+    assert plain.batch.batch.temperatures is None

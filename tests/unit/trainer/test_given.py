@@ -29,20 +29,20 @@ class Numbered(Answering):
         return Completion((number, number), (-1.0, -1.0), False, 3)
 
 
-def ended(engine: GivenFirst, tickets: list[int]) -> list[list[int]]:
-    """The token ids behind ``tickets``, however often one has to ask."""
+def ended(engine: GivenFirst, request_ids: list[int]) -> list[list[int]]:
+    """The token ids behind ``request_ids``, however often one has to ask."""
     found: dict[int, Completion] = {}
-    for _ in range(len(tickets) + 1):
+    for _ in range(len(request_ids) + 1):
         found.update(engine.poll())
-    return [list(found[ticket].token_ids) for ticket in tickets]
+    return [list(found[request_id].token_ids) for request_id in request_ids]
 
 
 def test_given_responses_take_the_first_places() -> None:
     plain = Numbered()
     engine = GivenFirst(plain, ENCODE)
-    tickets = engine.submit(prompt("p", ["ab", [5, 6, 1]]), [3, 0, 1, 2], SAMPLING)
-    assert len(set(tickets)) == 4
-    assert ended(engine, tickets) == [[3, 3], [97, 98, 1], [5, 6, 1], [2, 2]]
+    request_ids = engine.submit(prompt("p", ["ab", [5, 6, 1]]), [3, 0, 1, 2], SAMPLING)
+    assert len(set(request_ids)) == 4
+    assert ended(engine, request_ids) == [[3, 3], [97, 98, 1], [5, 6, 1], [2, 2]]
     assert plain.begun == [("p", 3), ("p", 2)]
     assert ended(engine, engine.submit(prompt("q"), [0, 1], SAMPLING)) == [[0, 0], [1, 1]]
 
@@ -57,21 +57,24 @@ def test_a_given_response_is_marked_as_one() -> None:
 def test_what_is_stopped_does_not_end() -> None:
     plain = Numbered()
     engine = GivenFirst(plain, ENCODE)
-    tickets = engine.submit(prompt("p", ["a", "b"]), [0, 1, 2, 3], SAMPLING)
-    assert engine.abort([tickets[0], tickets[2]]) == 2  # tokens that were sampled in vain
-    assert {ticket for _ in range(3) for ticket, _ in engine.poll()} == {tickets[1], tickets[3]}
+    request_ids = engine.submit(prompt("p", ["a", "b"]), [0, 1, 2, 3], SAMPLING)
+    assert engine.abort([request_ids[0], request_ids[2]]) == 2  # tokens that were sampled in vain
+    assert {request_id for _ in range(3) for request_id, _ in engine.poll()} == {
+        request_ids[1],
+        request_ids[3],
+    }
     assert engine.running_lengths() == {}
 
 
 def test_what_the_engine_samples_is_paused() -> None:
     engine = GivenFirst(Stepwise(), ENCODE)
     long = replace(SAMPLING, max_response_tokens=10_000)
-    tickets = engine.submit(prompt("p4", ["a"]), [0, 1], long)
-    assert tickets[0] in dict(engine.poll())
+    request_ids = engine.submit(prompt("p4", ["a"]), [0, 1], long)
+    assert request_ids[0] in dict(engine.poll())
     lengths = engine.running_lengths()
-    assert list(lengths) == [tickets[1]]
-    (paused,) = engine.pause([tickets[1]])
-    assert len(paused.token_ids) == lengths[tickets[1]]
+    assert list(lengths) == [request_ids[1]]
+    (paused,) = engine.pause([request_ids[1]])
+    assert len(paused.token_ids) == lengths[request_ids[1]]
     assert engine.poll() == []
 
 

@@ -12,10 +12,10 @@ import torch
 
 from megatron_rl.config.schema import MismatchLimits, NonFiniteConfig
 from megatron_rl.errors import NonFiniteError
+from megatron_rl.passes import UpdateResult
 from megatron_rl.rollouts.metrics import update_metrics
 from megatron_rl.trainer.bundle import read_bundle
 from megatron_rl.trainer.health import Health
-from megatron_rl.types import UpdateResult
 from tests.unit.trainer.runs import rows
 
 
@@ -25,9 +25,9 @@ def with_bad_references(trainer, bad):
     score = policy.score
     reference_passes = 0
 
-    def bad_score(share, *, reference=False):
+    def bad_score(batch, outputs=(), *, reference=False):
         nonlocal reference_passes
-        result = score(share, reference=reference)
+        result = score(batch, outputs, reference=reference)
         reference_passes += reference
         if reference and reference_passes in bad:
             result.logprobs.fill_(math.nan)

@@ -83,7 +83,7 @@ def blocks_of_a_step(tokens: int) -> int:
     gc.collect()
     before = sys.getallocatedblocks()
     responses = sampler.run(prompts, Sampling(4, tokens), "test")
-    experience = placement.at_home(experience_of(responses))
+    experience = placement.to_owners(experience_of(responses))
     gc.collect()
     after = sys.getallocatedblocks()
     assert int(experience.responses.lengths.sum()) == 32 * tokens

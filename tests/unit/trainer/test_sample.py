@@ -7,7 +7,8 @@ import json
 import pytest
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.evaluation.sample import find_source, shown
+from megatron_rl.evaluation.evaluation_source import Weights
+from megatron_rl.evaluation.sample import find_sample, shown
 from megatron_rl.rollouts.experience import Response
 from megatron_rl.types import Completion, Prompt, Score
 
@@ -20,33 +21,38 @@ def checkpoint(folder, step):
 
 
 def test_a_run_gives_its_newest_checkpoint_else_its_export_and_its_settings(run):
-    source = find_source(run, [], 2)
-    assert (source.weights, source.is_checkpoint, source.of_run) == (run / "export", False, True)
+    source = find_sample(run, [], 2)
+    assert source.weights == (Weights(0, run / "export"),)
+    assert source.config.model.path == str(run / "export")
     assert source.config.rollout.max_prompt_tokens == 7
     assert source.config.data.prompt_suffix == " think"
     assert source.config.rollout.tensor == 2
     checkpoint(run, 10)
     newest = checkpoint(run, 20)
-    source = find_source(run, ["rollout.max_prompt_tokens=9"], 1)
-    assert (source.weights, source.is_checkpoint) == (newest, True)
+    source = find_sample(run, ["rollout.max_prompt_tokens=9"], 1)
+    assert source.weights == (Weights(20, newest),) and source.weights[0].is_checkpoint
     assert source.config.rollout.max_prompt_tokens == 9
 
 
 def test_one_checkpoint_and_an_export_are_taken_with_the_settings_of_their_run(run):
     older = checkpoint(run, 10)
     checkpoint(run, 20)
-    assert find_source(older, [], 1).weights == older
-    exported = find_source(run / "export", [], 1)
-    assert (exported.weights, exported.is_checkpoint, exported.of_run) == (
-        run / "export",
-        False,
-        True,
-    )
+    assert find_sample(older, [], 1).weights == (Weights(10, older),)
+    exported = find_sample(run / "export", [], 1)
+    assert exported.weights == (Weights(0, run / "export"),)
+    assert exported.config.data.prompt_suffix == " think"
+
+
+def test_several_answers_are_not_greedy_unless_told(run):
+    several = "evaluation.responses_per_prompt=2"
+    assert find_sample(run, [], 1).config.evaluation.temperature == 0
+    assert find_sample(run, [several], 1).config.evaluation.temperature == 1
+    told = find_sample(run, [several, "evaluation.temperature=0.0"], 1)
+    assert told.config.evaluation.temperature == 0
 
 
 def test_a_model_of_its_own_gets_the_defaults_within_its_positions(run):
-    source = find_source(run.parent / "model", ["rollout.dtype=float32"], 1)
-    assert not source.of_run
+    source = find_sample(run.parent / "model", ["rollout.dtype=float32"], 1)
     rollout = source.config.rollout
     assert rollout.max_prompt_tokens + rollout.max_response_tokens == 512
 
@@ -66,18 +72,18 @@ def test_what_is_no_source_says_so(run, name, message):
         run.parent / "stray" / "step_000001"
     )
     with pytest.raises(ValueError, match=message):
-        find_source(run.parent / name, [], 1)
+        find_sample(run.parent / name, [], 1)
 
 
 def test_wrong_overrides_name_the_key(run):
     with pytest.raises(
         ConfigError, match=r"rollout\.dtyp: unknown key; did you mean rollout\.dtype"
     ):
-        find_source(run, ["rollout.dtyp=float32"], 1)
+        find_sample(run, ["rollout.dtyp=float32"], 1)
     with pytest.raises(ConfigError, match="rollout is a section here"):
-        find_source(run, ["rollout=vllm_cpu"], 1)
+        find_sample(run, ["rollout=vllm_cpu"], 1)
     with pytest.raises(ConfigError, match="not an override"):
-        find_source(run, ["rollout.dtype"], 1)
+        find_sample(run, ["rollout.dtype"], 1)
 
 
 def response(text: str, *, correct: bool, truncated: bool = False) -> Response:

@@ -16,15 +16,15 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_rl.weight_sync.planner.flows import Stream
-from megatron_rl.weight_sync.planner.rects import (
-    Rect,
+from megatron_rl.weight_sync.planner.shards import ITEMSIZE, ShardGroup, check_written_once, natural
+from megatron_rl.weight_sync.planner.slices import (
+    Slice,
     covered,
     intersect,
-    slices,
+    slice_text,
     subtract,
     without,
 )
-from megatron_rl.weight_sync.planner.shards import ITEMSIZE, ShardGroup, check_written_once, natural
 
 LINKS = ("same_process", "same_node", "across_nodes")  # nearest first
 SAME_PROCESS, SAME_NODE, ACROSS_NODES = LINKS
@@ -33,12 +33,12 @@ Side = Mapping[int, Sequence[ShardGroup]]  # rank -> its shards
 
 @dataclass(frozen=True)
 class Delivery:
-    """One rectangle, wanted by rank ``target``, of every tensor of a class. Tensor i comes from
+    """One slice, wanted by rank ``target``, of every tensor of a class. Tensor i comes from
     ``sources[i % len(sources)]``, where it is a part of the shard ``within``."""
 
     target: int
-    rect: Rect
-    within: Rect
+    region: Slice
+    within: Slice
     sources: tuple[int, ...]
 
 
@@ -101,7 +101,7 @@ def plain_plan(
     of every tensor (None: all ranks of ``targets`` are one). ``ignore``: tensors that rightly
     nobody wants. Deterministic: equal inputs give equal plans on every rank.
 
-    Raises ValueError, naming tensor, ranks and slices, for a tensor or an element nobody has or
+    Raises ValueError, naming tensor, ranks and slice_text, for a tensor or an element nobody has or
     nobody wants, for a shape or dtype that differs, and for an element of a parameter that would be
     written twice.
     """
@@ -133,7 +133,7 @@ class _Pattern(NamedTuple):
     rank: int
     full: tuple[int, ...]
     dtype: str
-    rect: Rect
+    region: Slice
 
 
 class _Members(NamedTuple):
@@ -169,7 +169,7 @@ def _classes(sources: Side, targets: Side) -> list[_Members]:
     pattern_ids = []
     for is_target, rank, group in every_group:
         shard = group.shard
-        pattern = _Pattern(is_target, rank, shard.full, shard.dtype, group.rect)
+        pattern = _Pattern(is_target, rank, shard.full, shard.dtype, group.region)
         column = places[group.names]
         tensor_ids.append(column)
         pattern_ids.append(np.full(len(column), numbers.setdefault(pattern, len(numbers))))
@@ -193,7 +193,7 @@ def _classes(sources: Side, targets: Side) -> list[_Members]:
     ]
 
 
-# The ranks of a data-parallel group, and the replicas, ask for the same rectangles.
+# The ranks of a data-parallel group, and the replicas, ask for the same slices.
 _covered = lru_cache(maxsize=65536)(covered)
 
 
@@ -222,18 +222,18 @@ class _Planner:
     def solve(self, members: _Members) -> TensorClass:
         """The deliveries of one class."""
         full, dtype = _one_type(members)
-        sources: dict[int, list[Rect]] = defaultdict(list)
-        targets: dict[int, list[Rect]] = defaultdict(list)
+        sources: dict[int, list[Slice]] = defaultdict(list)
+        targets: dict[int, list[Slice]] = defaultdict(list)
         for pattern in members.patterns:
             side = targets if pattern.is_target else sources
-            side[pattern.rank].append(pattern.rect)
+            side[pattern.rank].append(pattern.region)
         self._check_wanted(members.names, full, sources, targets)
         if not targets:
             return TensorClass(members.names, members.order, full, dtype, ())
-        ranks_with: dict[Rect, list[int]] = defaultdict(list)
+        ranks_with: dict[Slice, list[int]] = defaultdict(list)
         for rank in sorted(sources):
-            for rect in sources[rank]:
-                ranks_with[rect].append(rank)
+            for region in sources[rank]:
+                ranks_with[region].append(rank)
         deliveries: list[Delivery] = []
         for target in sorted(targets):
             deliveries += self._bring(target, targets[target], ranks_with, members.names, dtype)
@@ -244,14 +244,14 @@ class _Planner:
         self,
         full: tuple[int, ...],
         size: int,
-        sources: Mapping[int, list[Rect]],
-        targets: Mapping[int, list[Rect]],
+        sources: Mapping[int, list[Slice]],
+        targets: Mapping[int, list[Slice]],
     ) -> None:
         """Adds the lower bound and the bytes of a gather; ``size``: of one element of all tensors
         of the class."""
-        local = {rank: tuple(rects) for rank, rects in sources.items()}
-        for rank, rects in targets.items():
-            wanted = tuple(rects)
+        local = {rank: tuple(regions) for rank, regions in sources.items()}
+        for rank, regions in targets.items():
+            wanted = tuple(regions)
             missing = _covered(wanted) - _covered(wanted, local.get(rank, ()))
             self.lower_bound += size * missing
         for replica in self.replicas:
@@ -262,23 +262,23 @@ class _Planner:
     def _check_wanted(
         self, names: tuple[str, ...], full: tuple[int, ...], sources: Mapping, targets: Mapping
     ) -> None:
-        whole = Rect((0,) * len(full), full)
-        for rank, rects in [*sources.items(), *targets.items()]:
-            for rect in rects:
-                if intersect(rect, whole) != rect:
+        whole = Slice((0,) * len(full), full)
+        for rank, regions in [*sources.items(), *targets.items()]:
+            for region in regions:
+                if intersect(region, whole) != region:
                     raise ValueError(
-                        f"{names[0]}: rank {rank} names {slices(rect)}, which is empty or outside"
-                        f" of its shape {full}"
+                        f"{names[0]}: rank {rank} names {slice_text(region)}, which is empty or"
+                        f" outside of its shape {full}"
                     )
         if not targets and set(names) <= self.ignore:
             return
         for replica in self.replicas:
-            wanted = [rect for rank in replica if rank in targets for rect in targets[rank]]
+            wanted = [region for rank in replica if rank in targets for region in targets[rank]]
             if _covered(tuple(wanted)) == math.prod(full):
                 continue
             lost = without(whole, wanted)
             raise ValueError(
-                f"{names[0]}{slices(lost[0])} (and the same slices of {len(names) - 1} other"
+                f"{names[0]}{slice_text(lost[0])} (and the same slices of {len(names) - 1} other"
                 f" tensors) is held by the training ranks {sorted(sources)} but wanted by none of"
                 f" the rollout ranks {sorted(replica)}: its update would be lost. Correct the"
                 " recorded layout, or name the tensor in ignore"
@@ -287,47 +287,47 @@ class _Planner:
     def _bring(
         self,
         target: int,
-        wanted: Sequence[Rect],
-        ranks_with: Mapping[Rect, list[int]],
+        wanted: Sequence[Slice],
+        ranks_with: Mapping[Slice, list[int]],
         names: tuple[str, ...],
         dtype: str,
     ) -> list[Delivery]:
-        """Disjoint deliveries that cover the wanted rectangles, from the nearest sources."""
-        missing: list[Rect] = []
-        for rect in wanted:  # what is wanted in two places travels once
-            missing += without(rect, missing)
+        """Disjoint deliveries that cover the wanted slices, from the nearest sources."""
+        missing: list[Slice] = []
+        for region in wanted:  # what is wanted in two places travels once
+            missing += without(region, missing)
         deliveries: list[Delivery] = []
-        for link, rect, ranks in self._by_distance(target, ranks_with):
+        for link, region, ranks in self._by_distance(target, ranks_with):
             for wish in missing:
-                common = intersect(wish, rect)
+                common = intersect(wish, region)
                 if common is not None:
                     size = math.prod(common.shape) * ITEMSIZE[dtype]
                     senders = self._share(ranks, target, link, size, len(names), dtype)
-                    deliveries.append(Delivery(target, common, rect, senders))
-            missing = [rest for wish in missing for rest in subtract(wish, rect)]
+                    deliveries.append(Delivery(target, common, region, senders))
+            missing = [rest for wish in missing for rest in subtract(wish, region)]
             if not missing:
                 break
         if missing:
             others = sorted({rank for ranks in ranks_with.values() for rank in ranks})
             raise ValueError(
-                f"{names[0]}{slices(missing[0])} (and the same slices of {len(names) - 1} other"
+                f"{names[0]}{slice_text(missing[0])} (and the same slices of {len(names) - 1} other"
                 f" tensors) is wanted by rank {target} but held by no training rank; holders of"
                 f" other parts: {others}. Correct the layout or map the missing parameter"
             )
         return deliveries
 
     def _by_distance(
-        self, target: int, ranks_with: Mapping[Rect, list[int]]
-    ) -> list[tuple[str, Rect, tuple[int, ...]]]:
+        self, target: int, ranks_with: Mapping[Slice, list[int]]
+    ) -> list[tuple[str, Slice, tuple[int, ...]]]:
         """``(link, shard, the ranks at that distance that have it)``, nearest first; each shard
         once, at its shortest distance."""
-        by_link: dict[str, list[tuple[str, Rect, tuple[int, ...]]]] = {link: [] for link in LINKS}
-        for rect, ranks in ranks_with.items():
+        by_link: dict[str, list[tuple[str, Slice, tuple[int, ...]]]] = {link: [] for link in LINKS}
+        for region, ranks in ranks_with.items():
             at: dict[str, list[int]] = {link: [] for link in LINKS}
             for rank in ranks:
                 at[self.link(rank, target)].append(rank)
             nearest = next(link for link in LINKS if at[link])
-            by_link[nearest].append((nearest, rect, tuple(at[nearest])))
+            by_link[nearest].append((nearest, region, tuple(at[nearest])))
         return [entry for link in LINKS for entry in by_link[link]]
 
     def _share(

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rl.weight_sync.buckets import RunningChecksum, pack, strided, unpack
-from megatron_rl.weight_sync.planner.engine_tables import ModelShape, RolloutLayout
 from megatron_rl.weight_sync.planner.flows import Stream
 from megatron_rl.weight_sync.planner.plan import Plan
 from megatron_rl.weight_sync.planner.program import compile_program
 from megatron_rl.weight_sync.planner.roles import Side
 from megatron_rl.weight_sync.transport import tensors
 from tests.unit.weight_sync.training_tables import TrainLayout
+from tools.planning.engine_tables import ModelShape, RolloutLayout
 
 UNWRITTEN = -77.0  # what a destination holds before the sync, and its vocabulary padding after it
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.weight_sync.planner.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.planner.shards import ShardGroup
+from tools.planning.engine_tables import ModelShape, RolloutLayout, rollout_shards
 
 MODEL = ModelShape(layers=2, hidden=5, heads=4, kv_heads=2, head_dim=3, ffn=8, vocab=130)
 

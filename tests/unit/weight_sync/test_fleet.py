@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.runtime.joint_group import Meeting, visit_store
-from megatron_rl.weight_sync.fleet import host, update_kinds
+from megatron_rl.runtime.joint_group import Barrier, connect_store
+from megatron_rl.weight_sync.fleet import controller, update_kinds
 from megatron_rl.weight_sync.fleet.commands import switch_weights
 from megatron_rl.weight_sync.fleet.fleet import FleetSync
-from megatron_rl.weight_sync.fleet.held import HeldWeights
+from megatron_rl.weight_sync.fleet.weight_history import WeightHistory
 from tests.unit.weight_sync.test_server import (
     OPTIONS,
     WORLD,
@@ -55,8 +55,8 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    monkeypatch.setattr(host, "time", Clock())
-    return host.time
+    monkeypatch.setattr(controller, "time", Clock())
+    return controller.time
 
 
 def named(servers, names):
@@ -81,7 +81,7 @@ def test_the_store_does_not_grow_with_the_run(fleet, servers):
     for version in range(1, 7):
         assert fleet.sync(version, named(servers, "ab")).updated == ("a", "b")
         (group,) = fleet._groups.values()
-        sizes.append(group._host._store.num_keys())
+        sizes.append(group._controller._store.num_keys())
     assert sizes[2:] == sizes[2:3] * 4
 
 
@@ -142,7 +142,7 @@ def test_one_that_does_not_go_on_costs_no_second_push(fleet, servers):
     servers["at b"].resume = failing("resume: timed out")
     report = fleet.sync(1, named(servers, "abc"))
     assert report.updated == ("a", "c")
-    assert "is complete, but the server did not go on: resume: timed out" in report.lost["b"]
+    assert "is complete, but the server did not resume: resume: timed out" in report.lost["b"]
     assert servers["at a"].commands == ["pause keep", "update 1", "finish 1", "resume"]
     assert fleet.sync(2, named(servers, "ac")).updated == ("a", "c")
 
@@ -152,9 +152,9 @@ def test_one_that_falls_silent_is_not_waited_for(fleet, servers, clock):
     answer = threading.Event()
 
     def silent(info):
-        meeting = Meeting(visit_store("127.0.0.1", servers["at b"].info["port"], 20))
+        barrier = Barrier(connect_store("127.0.0.1", servers["at b"].info["port"], 20))
         first = servers["at a"].info["first_rank"]
-        while not all(meeting.has_come(info["step"], first + number) for number in (0, 1)):
+        while not all(barrier.has_arrived(info["step"], first + number) for number in (0, 1)):
             time.sleep(0.01)
         clock.ahead_s = 1000.0
         answer.wait(60)
@@ -175,8 +175,8 @@ class Halves(Worker):
         super().__init__(number)
         self.values = {name: value.bfloat16() for name, value in self.values.items()}
 
-    def weight_boxes(self):
-        return [replace(shard, dtype="bfloat16") for shard in super().weight_boxes()]
+    def weight_shards(self):
+        return [replace(shard, dtype="bfloat16") for shard in super().weight_shards()]
 
 
 def test_those_that_do_not_fit_each_other_are_kept_apart(world, servers):
@@ -231,11 +231,11 @@ def test_one_that_never_says_how_it_ended_is_not_waited_for(fleet, servers, cloc
     fleet.sync(1, named(servers, "ab"), staged=True)
 
     def silent(step, number, action):
-        meeting = Meeting(visit_store("127.0.0.1", servers["at b"].info["port"], 20))
-        meeting.arrive(step, servers["at b"].info["first_rank"] + number)
+        barrier = Barrier(connect_store("127.0.0.1", servers["at b"].info["port"], 20))
+        barrier.wait(step, servers["at b"].info["first_rank"] + number)
         action(number)
         first = servers["at a"].info["first_rank"]
-        while not meeting.has_reported(step, [first, first + 1]):
+        while not barrier.has_reported(step, [first, first + 1]):
             time.sleep(0.01)
         clock.ahead_s = 1000.0
 
@@ -248,10 +248,10 @@ def test_one_that_never_says_how_it_ended_is_not_waited_for(fleet, servers, cloc
             for number in (0, 1):  # nobody waits for it where the test fails
                 rank = servers["at b"].info["first_rank"] + number
                 with contextlib.suppress(RuntimeError):
-                    store = visit_store("127.0.0.1", servers["at b"].info["port"], 1)
-                    Meeting(store).report("sync2", rank, "")
+                    store = connect_store("127.0.0.1", servers["at b"].info["port"], 1)
+                    Barrier(store).report("sync2", rank, "")
     assert report.updated == ("a",)
-    assert "its workers have not said within 20 s how it ended" in report.lost["b"]
+    assert "its workers have not reported within 20 s how it ended" in report.lost["b"]
 
 
 def once_then_gone():
@@ -283,7 +283,7 @@ def test_weights_that_cannot_be_staged_leave_the_old_ones_in_use(fleet, servers)
 
 def test_held_weights_are_those_of_the_last_two_holds(world, servers):
     policy = Policy()
-    held = HeldWeights(policy)
+    held = WeightHistory(policy)
     fleet = FleetSync(held, world, "", OPTIONS, "wait", "cpu", make_server=servers.get)
     held.hold(1)
     before = policy.values["a"].clone()

@@ -8,7 +8,7 @@ from megatron_rl.runtime import digest
 from megatron_rl.runtime.digest import tensor_digest
 from megatron_rl.weight_sync import checks, gather
 from megatron_rl.weight_sync.checks import verify_tensors
-from megatron_rl.weight_sync.failure import Progress, Stage
+from megatron_rl.weight_sync.failure import Stage, SyncProgress
 from megatron_rl.weight_sync.gather import GatherSync
 
 WEIGHTS = {"a": torch.ones(2, 3), "b": torch.zeros(5, dtype=torch.bfloat16)}
@@ -126,11 +126,11 @@ def test_peers_are_told_where_they_can_be(monkeypatch, source, target, told):
         (Stage.READYING, "did not begin"),
         (Stage.OPENING, "failed"),
         (Stage.FINISHING, "failed"),
-        (Stage.COMPLETE, "is complete, but the server did not go on"),
+        (Stage.COMPLETE, "is complete, but the server did not resume"),
     ],
 )
 def test_a_failure_says_how_far_the_sync_got(stage, words):
-    assert str(Progress(3, stage)) == f"the update to weight version 3 {words}"
+    assert str(SyncProgress(3, stage)) == f"the update to weight version 3 {words}"
     assert stage.moved == (words not in ("did not begin", "did not begin, nothing has moved"))
 
 

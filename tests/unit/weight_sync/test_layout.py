@@ -10,10 +10,10 @@ import pytest
 from megatron_rl.models import mixtral
 from megatron_rl.models.base import ATTENTION, DENSE_MLP, QKV_BIAS, Architecture
 from megatron_rl.types import Shard
-from megatron_rl.weight_sync.planner.engine_tables import ModelShape, RolloutLayout, rollout_shards
-from megatron_rl.weight_sync.planner.rects import Rect
 from megatron_rl.weight_sync.planner.shards import ShardGroup, expand, subview
+from megatron_rl.weight_sync.planner.slices import Slice
 from tests.unit.weight_sync.training_tables import TrainLayout, shape_from_hf, train_shards
+from tools.planning.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from tools.planning.training_shards import parse_training, training_shards
 
 # Two query groups of two heads of dimension 3: the fused matrix has rows q0 q1 k0 v0 | q2 q3 k1 v1,
@@ -311,7 +311,7 @@ def test_view_of_a_part_of_a_shard() -> None:
     """Rows 3-4, columns 1-2 of a shard that starts at (2, 0) and lies at offset 7 with row stride
     10: 7 + 10 + 1 = 18."""
     group = ShardGroup(("w",), ("p",), Shard("", (9, 9), (2, 0), (4, 9), 7, (10, 1)))
-    assert subview(group, 0, Rect((3, 1), (2, 2))) == ("p", 18, (2, 2), (10, 1))
+    assert subview(group, 0, Slice((3, 1), (2, 2))) == ("p", 18, (2, 2), (10, 1))
 
 
 DENSE_ARCH = Architecture(

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_rl.weight_sync.fleet.server import ServerSync
+from megatron_rl.weight_sync.fleet.controller import ServersError
+from tests.pushes import OneServer
 from tests.unit.weight_sync.test_server import OPTIONS, WORLD, Policy, TwoWorkers, served
 
 
@@ -28,7 +29,7 @@ def test_nothing_between_trainer_and_workers_is_a_pickle(world, monkeypatch):
     for name in ("_object_to_tensor", "_tensor_to_object"):
         monkeypatch.setattr(distributed_c10d, name, pickled)
     policy, server = Policy(), TwoWorkers()
-    sync = ServerSync(policy, server, world, OPTIONS)
+    sync = OneServer(policy, server, world, OPTIONS)
     sync.sync(1)
     assert torch.equal(served(server)["a"], policy.values["a"])
     policy.values["b"] = policy.values["b"].double()
@@ -39,22 +40,24 @@ def test_nothing_between_trainer_and_workers_is_a_pickle(world, monkeypatch):
 
 def test_a_worker_without_the_secret_is_not_let_in(world):
     policy, server = Policy(), TwoWorkers(secret="of the run")
-    sync = ServerSync(policy, server, world, OPTIONS, secret="of the run")
+    sync = OneServer(policy, server, world, OPTIONS, secret="of the run")
     sync.sync(1)
     assert torch.equal(served(server)["b"], policy.values["b"])
     sync.close()
     for own, theirs in (("of the run", "guessed"), ("of the run", ""), ("", "of another run")):
-        with pytest.raises(ValueError, match="rank 1, 2: it does not know the secret of this run"):
-            ServerSync(policy, TwoWorkers(theirs), world, OPTIONS, secret=own)
+        with pytest.raises(
+            ServersError, match="rank 1, 2: it does not know the secret of this run"
+        ):
+            OneServer(policy, TwoWorkers(theirs), world, OPTIONS, secret=own)
 
 
 def test_servers_that_are_cut_alike_share_a_plan(world):
     plans = {}
     first, second = (
-        ServerSync(Policy(), TwoWorkers(), world, OPTIONS, plans=plans) for _ in range(2)
+        OneServer(Policy(), TwoWorkers(), world, OPTIONS, plans=plans) for _ in range(2)
     )
     assert first.plan is second.plan and len(plans) == 1
-    larger = ServerSync(Policy(), TwoWorkers(), world, replace(OPTIONS, bucket_mib=1), plans=plans)
+    larger = OneServer(Policy(), TwoWorkers(), world, replace(OPTIONS, bucket_mib=1), plans=plans)
     assert larger.plan is not first.plan and len(plans) == 2
     for sync in (first, second, larger):
         assert sync.sync(1).bytes_total == 64

@@ -13,10 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.weight_sync.planner.engine_tables import ModelShape, RolloutLayout, rollout_shards
 from megatron_rl.weight_sync.planner.plan import Machines, Plan, PlanSettings, make_plan
 from megatron_rl.weight_sync.planner.program import compile_program
-from megatron_rl.weight_sync.planner.rects import Rect, common_parts, covered, split
+from megatron_rl.weight_sync.planner.slices import Slice, common_parts, covered, split
 from tests.unit.weight_sync.plain_planner import PlainPlan, plain_plan
 from tests.unit.weight_sync.slow_layouts import (
     UNWRITTEN,
@@ -26,6 +25,8 @@ from tests.unit.weight_sync.slow_layouts import (
     vllm_shards,
 )
 from tests.unit.weight_sync.training_tables import TrainLayout, train_shards
+from tools.planning.engine_tables import ModelShape, RolloutLayout, rollout_shards
+from tools.planning.plan_figures import num_peers
 
 MODEL = ModelShape(
     layers=4, hidden=8, heads=4, kv_heads=2, head_dim=2, ffn=8, vocab=66, dtype="float32"
@@ -80,7 +81,7 @@ def entering(sources: dict, targets: dict, gpus_per_node: int) -> int:
     for mark, side in ((True, targets), (False, sources)):
         for rank, groups in side.items():
             for group in groups:
-                window = tuple(slice(a, a + n) for a, n in zip(*group.rect))
+                window = tuple(slice(a, a + n) for a, n in zip(*group.region))
                 for name in group.names:
                     blank = torch.zeros(group.shard.full, dtype=torch.bool)
                     wanted.setdefault((rank // gpus_per_node, name), blank)[window] = mark
@@ -176,7 +177,7 @@ def test_ranks_hear_from_few_and_share_the_load(rollout_tp: int) -> None:
     rollout = R(tp=rollout_tp, dp=64 // rollout_tp)
     targets = {rank: rollout_shards(model, rollout, rank) for rank in range(64)}
     plan = make_plan(sources, targets, PlanSettings(4096, machines=Machines(8)))
-    assert plan.flows.num_peers().max() <= 8 + 7
+    assert num_peers(plan.flows).max() <= 8 + 7
     sent = np.zeros(64)
     np.add.at(sent, plan.flows.source[plan.flows.crosses], plan.flows.size[plan.flows.crosses])
     assert sent.max() <= 1.2 * sent.mean()
@@ -191,31 +192,37 @@ def test_programs_are_two_views_of_one_plan() -> None:
         for step in program.rounds:
             for each, messages in zip(ends, (step.sends, step.receives)):
                 for message in messages:
-                    contents = [(chunk.tensor, chunk.begin, chunk.rect) for chunk in message.chunks]
+                    contents = [
+                        (chunk.tensor, chunk.begin, chunk.region) for chunk in message.chunks
+                    ]
                     each[step.number, message.stream].append((message.bucket, contents))
     assert ends[0] == ends[1]
 
 
-rects = st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 5), st.integers(1, 5)).map(
-    lambda n: Rect(n[:2], n[2:])
+regions = st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 5), st.integers(1, 5)).map(
+    lambda n: Slice(n[:2], n[2:])
 )
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.lists(rects, min_size=1, max_size=4))
-def test_common_parts_are_disjoint_and_cover(wanted: list[Rect]) -> None:
-    parts = common_parts([[rect] for rect in wanted])
-    assert sum(math.prod(rect.shape) for rect, _ in parts) == covered(wanted)
-    for number, rect in enumerate(wanted):
-        own = [part for part, takers in parts if number in takers]
-        assert sum(math.prod(part.shape) for part in own) == covered(own, [rect]) == covered([rect])
+@given(st.lists(regions, min_size=1, max_size=4))
+def test_common_parts_are_disjoint_and_cover(wanted: list[Slice]) -> None:
+    parts = common_parts([[region] for region in wanted])
+    assert sum(math.prod(region.shape) for region, _ in parts) == covered(wanted)
+    for number, region in enumerate(wanted):
+        own = [part for part, receivers in parts if number in receivers]
+        assert (
+            sum(math.prod(part.shape) for part in own)
+            == covered(own, [region])
+            == covered([region])
+        )
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
-@given(rects, st.integers(1, 9))
-def test_split_covers_evenly(rect: Rect, parts: int) -> None:
-    pieces = split(rect, parts)
-    assert sum(math.prod(piece.shape) for piece in pieces) == covered(pieces, [rect])
-    assert covered(pieces) == covered([rect]) and len(pieces) == min(parts, max(rect.shape))
+@given(regions, st.integers(1, 9))
+def test_split_covers_evenly(region: Slice, parts: int) -> None:
+    pieces = split(region, parts)
+    assert sum(math.prod(piece.shape) for piece in pieces) == covered(pieces, [region])
+    assert covered(pieces) == covered([region]) and len(pieces) == min(parts, max(region.shape))
     longest = [max(piece.shape) for piece in pieces]
-    assert len(pieces) == 1 or max(rect.shape) // len(pieces) <= max(longest)
+    assert len(pieces) == 1 or max(region.shape) // len(pieces) <= max(longest)

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.weight_sync.planner.engine_tables import (
+from megatron_rl.weight_sync.planner.shards import ShardGroup
+from tools.planning.engine_tables import (
     EXPERT_BLOCK,
     EXPERT_NAMES,
     ModelShape,
     ShardTable,
     divide,
 )
-from megatron_rl.weight_sync.planner.shards import ShardGroup
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral")
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.schema import Config
-from megatron_rl.reporting.comparison.cells import Cell, cells_of
 from megatron_rl.reporting.comparison.runs import Found, find_runs
+from megatron_rl.reporting.comparison.variants import Variant, variants_of
 from megatron_rl.run.run_record import differences, flat
 
 EVERY = 5  # steps between evaluations
@@ -145,7 +145,7 @@ def write_grid(
         gain = 0.2 + 0.3 * index / max(1, len(overrides) - 1)
         for seed in seeds:
             write_run(
-                place / f"cell{index}_seed-{seed}",
+                place / f"variant{index}_seed-{seed}",
                 curve_rows(seed, num_steps, gain),
                 samples=[
                     sample(step, correct, f"<b>{correct}</b> {step}")
@@ -164,10 +164,10 @@ def found_in(*places: Path) -> Found:
     return find_runs(places, lambda content: dict(flat(content)))
 
 
-def cells_in(*places: Path) -> list[Cell]:
-    """``cells_of`` as the program calls it."""
+def variants_in(*places: Path) -> list[Variant]:
+    """``variants_of`` as the program calls it."""
 
     def alike(first: dict[str, Any], other: dict[str, Any]) -> bool:
         return all(change.key == "seed" for change in differences(first, other))
 
-    return cells_of(found_in(*places).runs, alike)
+    return variants_of(found_in(*places).runs, alike)

@@ -7,20 +7,18 @@ import pytest
 from matplotlib.figure import Figure
 
 from megatron_rl.reporting.comparison.curves import (
-    MAX_POINTS,
     Curve,
     band_of,
-    cell_band,
     moving_mean,
     pass_band,
     run_curve,
     smoothing_width,
-    thinned,
+    variant_band,
 )
-from megatron_rl.reporting.comparison.drawing import Drawn, draw_cells, style_of
+from megatron_rl.reporting.comparison.drawing import Drawn, draw_variants, style_of
 from megatron_rl.reporting.comparison.panels import panels_of
 from megatron_rl.reporting.comparison.scores import last_value
-from tests.unit.reporting.comparison.made_runs import cells_in, curve_rows, write_run
+from tests.unit.reporting.comparison.made_runs import curve_rows, variants_in, write_run
 
 NAN = float("nan")
 ACCURACY = "eval/accuracy"
@@ -39,14 +37,14 @@ def test_a_value_that_is_missing_or_null_is_a_gap(tmp_path):
         {"step": 4, "reward/mean": 4.0, ACCURACY: 0.0},
     ]
     write_run(tmp_path / "a", rows)
-    (cell,) = cells_in(tmp_path)
-    training = run_curve(cell.runs[0], "reward/mean")
+    (variant,) = variants_in(tmp_path)
+    training = run_curve(variant.runs[0], "reward/mean")
     same(training.x, [1, 2, 3, 4])
     same(training.y, [1, NAN, NAN, 4])
-    held_out = run_curve(cell.runs[0], ACCURACY)  # most steps have no evaluation
+    held_out = run_curve(variant.runs[0], ACCURACY)  # most steps have no evaluation
     same(held_out.x, [0, 2, 4])
     same(held_out.y, [0.1, NAN, 0.0])
-    assert cell_band(cell, "rollout/entropy", 1) is None
+    assert variant_band(variant, "rollout/entropy", 1) is None
 
 
 def test_median_and_band_are_of_the_runs_that_have_the_step():
@@ -68,38 +66,25 @@ def test_a_moving_mean_passes_over_gaps_and_keeps_them():
     same(moving_mean(np.array([5.0, 1]), 1), [5, 1])
 
 
-def test_long_curves_are_means_of_stretches():
-    count = 3 * MAX_POINTS - 1
-    values = np.arange(float(count))
-    values[3:6] = NAN
-    values[6] = NAN
-    curve = thinned(Curve(np.arange(float(count)), values))
-    assert len(curve.x) == MAX_POINTS
-    same(curve.x[:3], [1, 4, 7])
-    same(curve.y[:3], [1, NAN, 7.5])
-    short = Curve(np.arange(3.0), np.arange(3.0))
-    assert thinned(short) is short
-
-
 def test_only_curves_of_training_are_smoothed(tmp_path):
     write_run(tmp_path / "a", curve_rows(1, 60), num_steps=60)
-    cells = cells_in(tmp_path)
-    assert smoothing_width(cells) == 3
-    reward = cell_band(cells[0], "reward/mean", 3)
-    accuracy = cell_band(cells[0], ACCURACY, 3)
-    raw = run_curve(cells[0].runs[0], "reward/mean")
+    variants = variants_in(tmp_path)
+    assert smoothing_width(variants) == 3
+    reward = variant_band(variants[0], "reward/mean", 3)
+    accuracy = variant_band(variants[0], ACCURACY, 3)
+    raw = run_curve(variants[0].runs[0], "reward/mean")
     assert reward is not None and reward.raw is not None and accuracy is not None
     same(reward.raw.y, raw.y.tolist())
     assert reward.median[1] == pytest.approx(raw.y[:3].mean())
-    same(accuracy.median, run_curve(cells[0].runs[0], ACCURACY).y.tolist())
+    same(accuracy.median, run_curve(variants[0].runs[0], ACCURACY).y.tolist())
     assert accuracy.raw is None
 
 
 def test_pass_at_k_is_that_of_the_evaluation_after_the_training(tmp_path):
     rows = [{"step": 1, "eval/pass_at_1": 0.2, "eval/pass_at_4": 0.4}]
     run = write_run(tmp_path / "a", rows)
-    (cell,) = cells_in(tmp_path)
-    band = pass_band(cell)
+    (variant,) = variants_in(tmp_path)
+    band = pass_band(variant)
     assert band is not None
     assert (band.x.tolist(), band.median.tolist()) == ([1, 4], [0.2, 0.4])
     (run / "evaluation").mkdir()
@@ -107,26 +92,26 @@ def test_pass_at_k_is_that_of_the_evaluation_after_the_training(tmp_path):
         '{"step": 0, "eval/pass_at_1": 0.0, "eval/pass_at_8": 0.1}\n'
         '{"step": 1, "eval/pass_at_1": 0.3, "eval/pass_at_8": 0.7, "eval_low/pass_at_8": 0.6}\n'
     )
-    (cell,) = cells_in(tmp_path)
-    band = pass_band(cell)
+    (variant,) = variants_in(tmp_path)
+    band = pass_band(variant)
     assert band is not None
     assert (band.x.tolist(), band.median.tolist()) == ([1, 8], [0.3, 0.7])
     # Over training too, for the k that it has.
     keys = ["eval/pass_at_1", "eval/pass_at_4", "eval/pass_at_8"]
-    assert [panel.key for panel in panels_of([cell])] == keys
-    curves = [run_curve(cell.runs[0], key) for key in keys]
+    assert [panel.key for panel in panels_of([variant])] == keys
+    curves = [run_curve(variant.runs[0], key) for key in keys]
     assert [curve.x.tolist() for curve in curves] == [[0, 1], [1], [0, 1]]
     assert [curve.y.tolist() for curve in curves] == [[0.0, 0.3], [0.4], [0.1, 0.7]]
-    assert last_value(cell.runs[0], "eval/pass_at_8") == (1, 0.7)
+    assert last_value(variant.runs[0], "eval/pass_at_8") == (1, 0.7)
     write_run(tmp_path / "a", [{"step": 1, "eval/pass_at_1": 0.2}])
     (run / "evaluation" / "metrics.jsonl").write_text('{"step": 1, "eval/pass_at_1": 0.3}\n')
-    (cell,) = cells_in(tmp_path)
-    assert pass_band(cell) is None
+    (variant,) = variants_in(tmp_path)
+    assert pass_band(variant) is None
 
 
 def test_panels_are_those_of_which_there_is_a_value(tmp_path):
     write_run(tmp_path / "a", [{"step": 1, "reward/mean": 1.0, "rollout/entropy": None}])
-    assert [panel.key for panel in panels_of(cells_in(tmp_path))] == ["reward/mean"]
+    assert [panel.key for panel in panels_of(variants_in(tmp_path))] == ["reward/mean"]
 
 
 def test_panels_of_data_sources_and_of_some_k(tmp_path):
@@ -134,7 +119,7 @@ def test_panels_of_data_sources_and_of_some_k(tmp_path):
     row |= {ACCURACY: 0.5, "eval/accuracy/b": 0.1, "eval/accuracy/a/b": 0.2}
     row |= {"eval_low/accuracy/b": 0.0, "eval/pass_at_4/b": 0.3}
     write_run(tmp_path / "a", [{"step": 1, **row}])
-    keys = [panel.key for panel in panels_of(cells_in(tmp_path))]
+    keys = [panel.key for panel in panels_of(variants_in(tmp_path))]
     assert keys == [
         ACCURACY,
         "eval/accuracy/a/b",
@@ -154,20 +139,20 @@ def test_panels_that_would_say_nothing_are_left_out(tmp_path):
         "policy/clip_up_negative_share": 0.0,
     }
     run = write_run(tmp_path / "a", [row])
-    keys = [panel.key for panel in panels_of(cells_in(tmp_path))]
+    keys = [panel.key for panel in panels_of(variants_in(tmp_path))]
     assert keys == [ACCURACY, "reward/mean", "policy/clip_up_positive_share"]
     changed = {"reward/accuracy": 0.4, "eval/pass_at_1": 0.6, "policy/clip_up_negative_share": 0.1}
     write_run(run, [row | changed])
-    more = {panel.key for panel in panels_of(cells_in(tmp_path))}
+    more = {panel.key for panel in panels_of(variants_in(tmp_path))}
     assert more - set(keys) == set(changed)
 
 
 def drawn_lines(values: list[list[float]]) -> list:
-    """The lines of one cell with these runs."""
+    """The lines of one variant with these runs."""
     x = np.arange(float(len(values[0])))
     band = band_of([Curve(x, np.array(run)) for run in values])
     axes = Figure().subplots()
-    draw_cells(axes, [Drawn("a", style_of(0), band, 0)], held_out=True)
+    draw_variants(axes, [Drawn("a", style_of(0), band, 0)], held_out=True)
     return axes.lines
 
 
@@ -180,7 +165,7 @@ def test_what_is_drawn_is_the_median_with_its_gaps():
     assert lines[0].get_alpha() < 0.5
 
 
-def test_styles_tell_two_dozen_cells_apart_without_color_or_without_dash():
+def test_styles_tell_two_dozen_variants_apart_without_color_or_without_dash():
     styles = [style_of(order) for order in range(25)]
     assert len({(style.color, style.dash) for style in styles}) == 25
     assert len({style.marker for style in styles[:12]}) == 12

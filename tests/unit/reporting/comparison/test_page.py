@@ -1,4 +1,4 @@
-"""The page and its twin: whole, without anything from elsewhere, safe, and the same each time."""
+"""The two forms of a report: whole, without other files, safe, and the same each time."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ class Page(HTMLParser):
 
 
 def written(out: Path, *places: Path, more: tuple[str, ...] = ()) -> tuple[str, str]:
-    """The texts of page and twin."""
+    """The texts of HTML and Markdown."""
     assert report.main([*map(str, places), "--out", str(out), *more]) == 0
     return (out / "index.html").read_text(), (out / "report.md").read_text()
 
 
 @pytest.fixture(scope="module")
 def grid(tmp_path_factory) -> tuple[Path, str, str]:
-    """A report of three methods and two seeds: (its folder, page, twin)."""
+    """A report of three methods and two seeds: (its folder, HTML, Markdown)."""
     place = tmp_path_factory.mktemp("grid")
     write_grid(place / "runs", [["method=dapo"], ["method=grpo"], ["method=rloo"]], [1, 2])
     return place / "report", *written(place / "report", place / "runs")
@@ -78,18 +78,13 @@ def test_the_page_is_whole_and_needs_nothing_else(grid):
     _, text, _ = grid
     page = Page(text)
     assert page.wrong == []
-    assert page.count("script") == page.count("img") == page.count("iframe") == 0
-    assert page.count("figure") == 22 and page.count("svg") == 22 + 3  # three in the legend
-    ids = page.values("id")
-    assert len(ids) == len(set(ids))
-    inner = [unquote(link[1:]) for link in page.values("href") if link.startswith("#")]
-    inner += [link[1:] for link in page.values("xlink:href")]
-    inner += re.findall(r"url\(#([^)]+)\)", text)
-    assert len(inner) > 100 and set(inner) <= set(ids)
-    outer = [link for link in page.values("href") if not link.startswith(("#", "data:,"))]
-    assert not [link for link in outer if re.match(r"[a-z]+:|/", link)]
+    assert page.count("script") == page.count("iframe") == 0
+    assert page.count("img") == 7 and page.count("table") >= 5
+    assert all(source.startswith("data:image/png;base64,") for source in page.values("src"))
+    assert len(re.findall("src=", text)) == 7
+    assert not [link for link in page.values("href") if re.match(r"(?!data:,)[a-z]+:|/", link)]
     assert "default-src 'none'" in " ".join(page.values("content"))
-    assert re.findall(r"url\((?!#)|@import|src=", text) == []
+    assert re.findall(r"url\(|@import", text) == []
 
 
 def test_links_lead_to_the_files_of_the_runs(grid):
@@ -110,28 +105,13 @@ def test_a_report_that_is_passed_on_leads_nowhere_else(tmp_path):
     assert "metrics.jsonl" not in text + markdown
 
 
-def test_figures_of_the_twin_exist_and_have_something_in_them(grid):
+def test_figures_exist_and_have_something_in_them(grid):
     out, _, markdown = grid
     names = re.findall(r"!\[[^]]*\]\(([^)]+)\)", markdown)
     assert len(names) == 7
     for name in names:
         image = imread(out / name)
         assert image.shape[1] > 900 and (image[..., :3] < 0.5).any(axis=-1).mean() > 0.005
-
-
-def test_both_forms_have_the_same_tables(grid):
-    _, text, markdown = grid
-    rows = re.findall(r"<tr>(.*?)</tr>", text)
-    cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in rows]
-    page = [[re.sub(r"<[^>]+>", "", cell).strip() for cell in row] for row in cells]
-    lines = [line for line in markdown.splitlines() if line.startswith("| ")]
-    twin = [[plain(cell) for cell in line.strip("|").split(" | ")] for line in lines]
-    assert len(page) > 30 and page == twin
-
-
-def plain(cell: str) -> str:
-    """A cell of Markdown without what marks it up."""
-    return re.sub(r"\[([^]]*)\]\(<[^>]*>\)", r"\1", cell.strip().replace("\\", ""))
 
 
 def test_the_baseline_comes_first_and_the_methods_differ(grid):
@@ -179,14 +159,14 @@ def test_untrusted_text_stays_text(tmp_path):
     page = Page(text)
     assert page.wrong == [] and page.count("script") == 0
     assert "<script" not in text.lower()
-    assert page.words.count(ATTACK) >= 7  # title twice, panel, setting, response, prompt, answer
+    assert " ".join(page.words).count(ATTACK) >= 7  # title twice, setting, response, prompt, answer
     outside = re.sub(r"(?ms)^(`{3,})text\n.*?^\1$", "", markdown)
     assert len(re.findall(r"(?m)^`{5}text$", markdown)) == 6 - 2  # longer than any in the text
     assert "<script" not in outside and "&lt;script" in outside
     widths = [
         len(re.findall(r"(?<!\\)\|", line)) for line in outside.splitlines() if line[:1] == "|"
     ]
-    assert set(widths) <= {13, 10, 8, 4, 3}  # columns of the tables + 1: no cell was cut in two
+    assert set(widths) <= {13, 10, 8, 4, 3}  # columns of the tables + 1: no entry was cut in two
 
 
 def test_an_evaluation_after_the_training_has_a_table_of_its_own(tmp_path):
@@ -202,7 +182,7 @@ def test_an_evaluation_after_the_training_has_a_table_of_its_own(tmp_path):
     (run / "evaluation" / "metrics.jsonl").write_text(lines)
     text, markdown = written(tmp_path / "out", tmp_path / "runs")
     assert "| a | method=grpo | 1 | 5 | 0.500 \\[0.400, 0.600\\] | 0.700 | 0.800 |" in markdown
-    assert "<td>0.500 [0.400, 0.600]</td>" in text.replace(' class="number"', "")
+    assert "<td>0.500 [0.400, 0.600]</td>" in text
     assert "| method=grpo | 2 | 5 | 0.200 |" in markdown  # that of the training is compared
 
 
@@ -212,10 +192,10 @@ def test_missing_metrics_leave_panels_and_entries_out(tmp_path):
     write_run(tmp_path / "runs" / "a", rows)
     text, markdown = written(tmp_path / "out", tmp_path / "runs")
     page = Page(text)
-    assert page.wrong == [] and page.count("figure") == 1
+    assert page.wrong == [] and page.count("img") == 1
     assert "### reward/mean" in markdown and "eval/accuracy" not in markdown
     assert "| method=grpo | 3 | - | - | - | - | - | - | 2 |" in markdown
-    assert "## Samples" not in markdown and 'id="samples"' not in text
+    assert "## Samples" not in markdown and "<h2>Samples" not in text
 
 
 def test_what_is_unfinished_or_not_finite_is_said(tmp_path, capsys):
@@ -254,7 +234,7 @@ def test_samples_are_of_the_first_and_the_last_step(tmp_path):
         assert "between" not in form and "not shown" not in form
         assert "x" * 2000 + "\n[... 1000 more characters in samples.jsonl]" in form
         assert "are damaged" not in form
-    assert Page(text).count("details") == 3
+    assert Page(text).count("pre") == 3 * 3
     (run / "samples.jsonl").write_text('[]\n{"step": 1}\n')
     text, _ = written(tmp_path / "out", tmp_path / "runs")
     assert "a: samples.jsonl: 2 lines are damaged and left out, the first is line 1" in text
@@ -264,7 +244,7 @@ def test_samples_are_of_the_first_and_the_last_step(tmp_path):
     ("options", "message"),
     [
         (["RUNS", "--metric", "eval/acuracy"], "--metric eval/acuracy: no run has it; of these"),
-        (["RUNS", "--baseline", "dapo"], "--baseline 'dapo': no cell has this label"),
+        (["RUNS", "--baseline", "dapo"], "--baseline 'dapo': no variant has this label"),
         (["RUNS/none"], "runs/none: no such folder"),
         (["RUNS", "--out", "RUNS/a/config.json"], "config.json: cannot be written (File exists"),
     ],

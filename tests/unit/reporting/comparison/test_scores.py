@@ -8,20 +8,27 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from megatron_rl.reporting.comparison.cells import Cell
-from megatron_rl.reporting.comparison.scores import Score, compare, cost, last_value, score, welch
-from tests.unit.reporting.comparison.made_runs import cells_in, write_run
+from megatron_rl.reporting.comparison.scores import (
+    VariantScore,
+    compare,
+    cost,
+    last_value,
+    score,
+    welch,
+)
+from megatron_rl.reporting.comparison.variants import Variant
+from tests.unit.reporting.comparison.made_runs import variants_in, write_run
 
 
-def scored(values: dict[int, float]) -> Score:
+def scored(values: dict[int, float]) -> VariantScore:
     floats = {seed: float(value) for seed, value in values.items()}
-    return Score(floats, (10,), None)
+    return VariantScore(floats, (10,), None)
 
 
 def test_a_paired_difference_of_three_seeds_by_hand():
-    cell = scored({1: 0.5, 2: 0.7, 3: 0.9, 7: 0.1})
+    variant = scored({1: 0.5, 2: 0.7, 3: 0.9, 7: 0.1})
     baseline = scored({3: 0.6, 2: 0.5, 1: 0.4, 8: 0.9})
-    found = compare(cell, baseline)  # differences 0.1 0.2 0.3; seeds 7 and 8 have no partner
+    found = compare(variant, baseline)  # differences 0.1 0.2 0.3; seeds 7 and 8 have no partner
     assert found.num_pairs == 3
     assert found.student.mean == found.bootstrap.mean == pytest.approx(0.2)
     half = 4.302653 * 0.1 / sqrt(3)  # the t of 2 degrees of freedom times the standard error
@@ -42,8 +49,8 @@ def test_a_paired_difference_of_three_seeds_by_hand():
     ],
 )
 def test_the_word_is_decided_by_student(differences, word):
-    cell = scored(dict(enumerate(differences)))
-    assert compare(cell, scored(dict.fromkeys(range(len(differences)), 0.0))).word == word
+    variant = scored(dict(enumerate(differences)))
+    assert compare(variant, scored(dict.fromkeys(range(len(differences)), 0.0))).word == word
 
 
 def test_without_a_common_seed_means_are_compared():
@@ -76,15 +83,15 @@ def rows(accuracies: dict[int, float | None], rewards: dict[int, float] | None =
     return found
 
 
-def only_cell(place: Path) -> Cell:
-    (cell,) = cells_in(place)
-    return cell
+def only_variant(place: Path) -> Variant:
+    (variant,) = variants_in(place)
+    return variant
 
 
-def test_last_and_best_of_a_cell(tmp_path):
+def test_last_and_best_of_a_variant(tmp_path):
     write_run(tmp_path / "a", rows({0: 0.1, 5: 0.6, 10: 0.4}), seed=1)
     write_run(tmp_path / "b", rows({0: 0.2, 5: 0.5, 8: 0.9, 10: 0.6}), seed=2)
-    found = score(only_cell(tmp_path), "eval/accuracy")
+    found = score(only_variant(tmp_path), "eval/accuracy")
     assert found is not None
     assert (found.values, found.steps) == ({1: 0.4, 2: 0.6}, (10,))
     assert found.best == (5, pytest.approx(0.55))  # step 8 is not one of both
@@ -95,7 +102,7 @@ def test_last_and_best_of_a_cell(tmp_path):
 def test_a_metric_of_training_is_the_mean_of_its_last_ten_steps(tmp_path):
     rewards = {step: float(step) for step in range(1, 21)}
     write_run(tmp_path / "a", rows({}, rewards))
-    (run,) = only_cell(tmp_path).runs
+    (run,) = only_variant(tmp_path).runs
     assert last_value(run, "reward/mean") == (20, 15.5)
     assert last_value(run, "rollout/entropy") is None
 
@@ -103,7 +110,7 @@ def test_a_metric_of_training_is_the_mean_of_its_last_ten_steps(tmp_path):
 def test_a_last_value_that_was_not_finite_does_not_count(tmp_path):
     write_run(tmp_path / "a", rows({0: 0.1, 10: None}), seed=1)
     write_run(tmp_path / "b", rows({0: 0.2, 10: 0.6}), seed=2)
-    found = score(only_cell(tmp_path), "eval/accuracy")
+    found = score(only_variant(tmp_path), "eval/accuracy")
     assert found is not None and found.values == {2: 0.6}
 
 
@@ -112,7 +119,7 @@ def test_unfinished_runs_and_repeated_seeds(tmp_path):
     write_run(tmp_path / "b", rows({20: 0.4}), seed=1)
     write_run(tmp_path / "c", rows({20: 0.8}), seed=2)
     write_run(tmp_path / "d", rows({10: 0.0}), seed=3, finished=False)
-    found = score(only_cell(tmp_path), "eval/accuracy")
+    found = score(only_variant(tmp_path), "eval/accuracy")
     assert found is not None and found.values == {1: pytest.approx(0.3), 2: 0.8}
 
 
@@ -128,7 +135,7 @@ def test_cost_by_hand(tmp_path):
     first.append({**step, "step": 3, "time/step_s": 3.0})
     write_run(tmp_path / "a", first, seed=1)
     write_run(tmp_path / "b", [{"step": 1, "time/step_s": 5.0}], seed=2)
-    found = cost(only_cell(tmp_path))
+    found = cost(only_variant(tmp_path))
     assert found.steps == 2
     assert found.response_tokens == 3 * 240
     assert found.sampled_tokens == 3 * 320

@@ -1,0 +1,148 @@
+"""Responses that an engine is working on: begun, stepped, ended, dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_rl.engine.requests import MultimodalConfig, behind, check_expansion, request
+from megatron_rl.engine.sampling import request_seed, vllm_sampling
+from megatron_rl.runtime.guard.activity import ACTIVITY
+from megatron_rl.types import Completion, Prompt, Sampling
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import RequestOutput
+
+# Of one call of ``stepped``: long enough for what is done around a call, such as a message to the
+# ranks of the replica, to cost little. An answer waits for the others of the call.
+STEPS = 8
+
+
+class _Open(NamedTuple):
+    """A response under way. ``name``: vLLM's; ``asked``: the tokens before its first new one."""
+
+    name: str
+    asked: tuple[int, ...]
+    what: str  # for messages
+
+
+class RequestTracker:
+    """The open requests of one vLLM, each for one response, by request id.
+
+    Ranks of a replica make the same calls in the same order: then each of vLLM's schedulers, which
+    know nothing of each other, decides alike, and request ids are equal too.
+    """
+
+    def __init__(self, eos_token_ids: Sequence[int], multimodal: MultimodalConfig | None) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._multimodal = multimodal
+        self._open: dict[int, _Open] = {}  # by request id
+
+    def begin(
+        self,
+        llm: LLM,
+        prompt: Prompt,
+        sampling: Sampling,
+        responses: Mapping[int, Sequence[int]],
+    ) -> list[int]:
+        """Queues these responses (number among all to the prompt -> tokens that it has already) and
+        returns their request ids. ``sampling`` has a seed."""
+        assert sampling.seed is not None
+        what = f"prompt {prompt.uid}"
+        prepared = request(prompt.token_ids, prompt.images, self._multimodal, what)
+        first = request_seed(sampling.seed, prompt.uid)
+        requests = []
+        params = []
+        for number, there in responses.items():
+            left = replace(sampling, max_response_tokens=sampling.max_response_tokens - len(there))
+            requests.append(behind(prepared, there))
+            seed = first + number
+            params.append(vllm_sampling(left, seed, self._eos_token_ids, len(there)))
+        names = llm.enqueue(requests, params, use_tqdm=False)
+        # vLLM numbers requests, and puts random letters after the number; its outputs have the
+        # number alone.
+        request_ids = [int(name.partition("-")[0]) for name in names]
+        for request_id, name, there in zip(request_ids, names, responses.values(), strict=True):
+            self._open[request_id] = _Open(name, prompt.token_ids + tuple(there), what)
+        return request_ids
+
+    def stepped(self, llm: LLM, version: int) -> list[tuple[int, Completion]]:
+        """Steps ``STEPS`` times, or until nothing is open; returns the responses that have ended.
+        After an exception nothing is open."""
+        ended: list[tuple[int, Completion]] = []
+        try:
+            for _ in range(STEPS):
+                if not self._open:
+                    break
+                outputs = llm.llm_engine.step()
+                ended += [self._ended(each, version) for each in outputs if each.finished]
+        except Exception:
+            self.drop(llm, self.request_ids)
+            raise
+        ACTIVITY.note("generating")
+        return ended
+
+    def _ended(self, output: RequestOutput, version: int) -> tuple[int, Completion]:
+        request_id = int(output.request_id)
+        request = self._open.pop(request_id)
+        if self._multimodal is not None:
+            check_expansion(request.asked, output.prompt_token_ids, request.what)
+        (response,) = output.outputs
+        truncated = response.finish_reason == "length"
+        token_ids = list(response.token_ids)
+        return request_id, _completion(
+            token_ids, response.logprobs, truncated=truncated, version=version
+        )
+
+    def drop(self, llm: LLM, request_ids: Iterable[int]) -> int:
+        """Ends responses without an answer; returns the tokens that they had. Those that have ended
+        already do not matter."""
+        names = [
+            self._open.pop(request_id).name
+            for request_id in request_ids
+            if request_id in self._open
+        ]
+        # One that ended in the step of an error has an answer that was not returned.
+        names = [name for name in names if name in llm.llm_engine.output_processor.request_states]
+        num_tokens = sum(_length(llm, name) for name in names)
+        if names:
+            llm.llm_engine.abort_request(names, internal=True)
+        return num_tokens
+
+    def pause(self, llm: LLM, request_ids: Sequence[int], version: int) -> list[Completion]:
+        """Ends responses that are open; returns what each has got since it was begun."""
+        states = llm.llm_engine.output_processor.request_states
+        paused = []
+        for request_id in request_ids:
+            state = states[self._open[request_id].name]
+            flat = state.logprobs_processor.logprobs
+            token_ids = list(state.detokenizer.output_token_ids)
+            paused.append(_completion(token_ids, flat, truncated=False, version=version))
+        self.drop(llm, request_ids)
+        return paused
+
+    def lengths(self, llm: LLM) -> dict[int, int]:
+        """Tokens that every open response has got since it was begun."""
+        return {
+            request_id: _length(llm, request.name) for request_id, request in self._open.items()
+        }
+
+    @property
+    def request_ids(self) -> list[int]:
+        """Of all that is open."""
+        return list(self._open)
+
+
+def _length(llm: LLM, name: str) -> int:
+    return llm.llm_engine.output_processor.request_states[name].detokenizer.num_output_tokens()
+
+
+def _completion(
+    token_ids: list[int], flat: FlatLogprobs, *, truncated: bool, version: int
+) -> Completion:
+    """``flat``: ids and logprobs of all tokens in two lists, see ``vllm_sampling``."""
+    assert list(flat.token_ids) == token_ids, "one logprob for each sampled token"
+    return Completion(token_ids, flat.logprobs, truncated, version)

@@ -1,0 +1,103 @@
+"""Policy losses of methods that also train on responses which the policy did not sample.
+
+As in ``policy_losses.py``: what is minimized at each token, rho = exp(log_ratio). A demonstration
+is a response that came with its prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from pydantic import Field, NonNegativeFloat
+from torch import Tensor
+
+from megatron_rl.loss.choices import policy_loss
+from megatron_rl.loss.per_token.response_losses import Clipped, clipped
+
+
+def forward_kl(log_u: Float[Tensor, " tokens"], alpha: float) -> Float[Tensor, " tokens"]:
+    """u - 1 - log u: over samples of the initial policy a mean of KL(initial, current)."""
+    return torch.expm1(log_u) - log_u
+
+
+def js(log_u: Float[Tensor, " tokens"], alpha: float) -> Float[Tensor, " tokens"]:
+    """u log u - (u + 1) log((u + 1) / 2), which makes the Jensen-Shannon divergence, doubled."""
+    grown = torch.expm1(log_u)
+    return (grown + 1) * log_u - (grown + 2) * torch.log1p(grown / 2)
+
+
+def alpha_divergence(log_u: Float[Tensor, " tokens"], alpha: float) -> Float[Tensor, " tokens"]:
+    """(u^(1 - alpha) - (1 - alpha) u - alpha) / (alpha (alpha - 1))."""
+    power = torch.expm1((1 - alpha) * log_u)
+    return (power - (1 - alpha) * torch.expm1(log_u)) / (alpha * (alpha - 1))
+
+
+DIVERGENCES = {"forward_kl": forward_kl, "js": js, "alpha": alpha_divergence}
+
+
+@policy_loss()
+def dph(
+    logprobs: Float[Tensor, " tokens"],
+    log_ratio: Float[Tensor, " tokens"],
+    advantages: Float[Tensor, " tokens"],
+    ref_logprobs: Float[Tensor, " tokens"],
+    is_demonstration: Bool[Tensor, " responses"],
+    response_index: Int[Tensor, " tokens"],
+    *,
+    divergence: Literal["forward_kl", "js", "alpha"],
+    eta: NonNegativeFloat = 0.01,
+    alpha: Annotated[float, Field(gt=0, lt=1)] = 0.2,
+    low: NonNegativeFloat = 0.2,
+    high: NonNegativeFloat = 0.2,
+) -> Clipped:
+    """eta f(u) at tokens of demonstrations, u = pi / pi_init; -min(rho A, clip(rho, 1 - low,
+    1 + high) A) at the others.
+
+    f by ``divergence``, with f(1) = f'(1) = 0 and f >= 0; one of them reads ``alpha``.
+    Demonstrations are taken for samples of the initial policy, whose logprobs are the reference's.
+    Source: DPH-RL (arXiv 2509.07430), its released code.
+    """
+    bounds = (torch.full_like(log_ratio, 1 - low), torch.full_like(log_ratio, 1 + high))
+    per_token, lower, upper = clipped(log_ratio.exp(), advantages, *bounds)
+    given = is_demonstration[response_index]
+    log_u = torch.where(given, logprobs - ref_logprobs, torch.zeros_like(logprobs))
+    held = eta * DIVERGENCES[divergence](log_u, alpha)
+    return _unclipped(torch.where(given, held, per_token), given, lower, upper)
+
+
+@policy_loss()
+def rl_plus(
+    logprobs: Float[Tensor, " tokens"],
+    log_ratio: Float[Tensor, " tokens"],
+    advantages: Float[Tensor, " tokens"],
+    is_demonstration: Bool[Tensor, " responses"],
+    response_index: Int[Tensor, " tokens"],
+    *,
+    gamma: NonNegativeFloat = 0.5,
+    low: NonNegativeFloat = 0.2,
+    high: NonNegativeFloat = 0.2,
+) -> Clipped:
+    """-w A (1 - sg pi)^gamma at tokens of demonstrations, w = 2 pi / (pi_old + (pi_old + 1) / 2);
+    -min(rho A, clip(rho, 1 - low, 1 + high) A) at the others.
+
+    (pi_old + 1) / 2 stands for the probability under the unknown policy of a demonstration.
+    Source: RL-PLUS (arXiv 2508.00222), its released code.
+    """
+    bounds = (torch.full_like(log_ratio, 1 - low), torch.full_like(log_ratio, 1 + high))
+    per_token, lower, upper = clipped(log_ratio.exp(), advantages, *bounds)
+    given = is_demonstration[response_index]
+    probability = logprobs.exp()
+    old = (logprobs - log_ratio).detach().exp()
+    weight = 2 * probability / (old + (old + 1) / 2)
+    unlikely = (1 - probability.detach()).clamp(min=0) ** gamma  # a logprob may round above 0
+    learned = -weight * advantages * unlikely
+    return _unclipped(torch.where(given, learned, per_token), given, lower, upper)
+
+
+def _unclipped(per_token: Tensor, given: Tensor, lower: Tensor, upper: Tensor) -> Clipped:
+    """No bound holds at tokens of demonstrations."""
+    return Clipped(
+        per_token, lower.masked_fill(given, -torch.inf), upper.masked_fill(given, torch.inf)
+    )

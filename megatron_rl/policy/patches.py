@@ -1,0 +1,95 @@
+"""Names replaced inside megatron-core, each with its reason: most do not work without CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+
+@dataclass(frozen=True)
+class Patch:
+    """When ``needed()``, ``module.name`` becomes ``replacement``, whether it exists or not."""
+
+    module: Any
+    name: str
+    reason: str
+    needed: Callable[[], bool]
+    replacement: Any
+
+
+def _without_cuda() -> bool:
+    return not torch.cuda.is_available()
+
+
+def _maybe_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _cpu_rng_state(device: Any = -1, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_cpu_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+PATCHES = (
+    Patch(
+        moe_utils,
+        "te_general_gemm",
+        "the router uses this name of Transformer Engine even when that is not installed, and"
+        " raises NameError",
+        lambda: not hasattr(moe_utils, "te_general_gemm"),
+        None,
+    ),
+    Patch(
+        token_dispatcher,
+        "maybe_move_tensor_to_cpu",
+        "split sizes of the all-to-all stay tensors when they are on the CPU already; the"
+        " collective wants numbers",
+        _without_cuda,
+        _maybe_numpy,
+    ),
+    Patch(
+        megatron_random,
+        "_get_cuda_rng_state",
+        "activation recomputation saves the CUDA random state; without CUDA the state is the"
+        " CPU one",
+        _without_cuda,
+        _cpu_rng_state,
+    ),
+    Patch(
+        megatron_random,
+        "_set_cuda_rng_state",
+        "activation recomputation restores the CUDA random state; without CUDA calls would queue"
+        " forever",
+        _without_cuda,
+        _set_cpu_rng_state,
+    ),
+)
+
+
+ABSENT = object()
+# What each name was before it was first replaced.
+ORIGINALS: dict[Patch, Any] = {}
+
+
+def apply() -> None:
+    """Installs what this machine needs; may be called again.
+
+    On every machine it installs a random-state tracker whose fork() does nothing, which is an
+    official option. Dropout is 0 and weights are never drawn, so no state is needed; megatron's own
+    tracker, to which no states are added, would raise on a CUDA device at the first fork() of a
+    sequence-parallel forward. Layers of Transformer Engine get a tracker only when its
+    is_initialized() is true, which it never is for this one.
+    """
+    for patch in PATCHES:
+        if patch.needed():
+            ORIGINALS.setdefault(patch, getattr(patch.module, patch.name, ABSENT))
+            setattr(patch.module, patch.name, patch.replacement)
+    megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)

@@ -1,0 +1,147 @@
+"""Judges responses inside a worker, each under a timer.
+
+The answer is cut out of the response and verified; the whole response is matched against the
+format.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import signal
+import sys
+import time
+from types import FrameType
+from typing import Any
+
+import megatron_rl.rewards.builtin  # noqa: F401 (registers the package's own verifiers)
+from megatron_rl.rewards.base import Task, Verdict
+from megatron_rl.rewards.patterns import ResponsePattern, compile_pattern
+from megatron_rl.rewards.registry import verifier_class
+from megatron_rl.rewards.workers.limits import limit_cpu_seconds, limit_processes_and_memory
+from megatron_rl.rewards.workers.messages import Setup, reason
+
+_AGAIN_S = 0.5  # the timer rings again for code that caught its first ring
+
+
+class _OutOfTime(BaseException):
+    """Not an Exception, because libraries catch those."""
+
+
+class ResponseVerifier:
+    """The verifiers of one pool.
+
+    Made in the server; ``verify`` runs in the workers that are forked from it.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._verifiers = {name: verifier_class(name)(setup.options) for name in setup.verifiers}
+        self._answer = _compiled(setup.answer_pattern)
+        self._format = _compiled(setup.format_pattern)
+        self._alarm = _Alarm(setup.options.timeout_s)
+        self._limited = False
+        self._cpu_limited_at = -math.inf
+        for verifier in self._verifiers.values():
+            verifier.prepare()
+
+    def verify(self, name: str | None, task: Task, response: str) -> dict[str, Any]:
+        """What is known of a response after at most ``timeout_s``.
+
+        ``accuracy`` and ``format`` in [0, 1]; ``problem`` where something could not be judged (it
+        counts 0); ``extracted`` as a verdict has it; ``last`` where this process must not judge
+        another response, because code was interrupted in the middle or memory was full.
+
+        Args:
+            name: the verifier; None: only the format is judged.
+        """
+        if not self._limited:
+            self._limit()
+        verdict: dict[str, Any] = {"accuracy": 0.0, "format": 0.0, "problem": None}
+        # Once a second is enough: the call takes longer than many verdicts.
+        if time.monotonic() > self._cpu_limited_at + 1.0:
+            self._cpu_limited_at = time.monotonic()
+            limit_cpu_seconds(self._setup.options.timeout_s + 1.0)
+        # A scorer that draws random numbers gives one response one verdict, whatever came before.
+        random.seed(0)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(0)
+        try:
+            with self._alarm:
+                self._fill(verdict, name, task, response)
+        except _OutOfTime:
+            limit = f"reward.timeout_s = {self._setup.options.timeout_s:g} s"
+            verdict["problem"] = f"no verdict within {limit}"
+            verdict["last"] = True
+        except MemoryError:
+            limit = f"reward.memory_gib = {self._setup.options.memory_bytes / 2**30:g} GiB"
+            verdict["problem"] = f"MemoryError: it wanted more than {limit}"
+            verdict["last"] = True
+        except Exception as error:  # noqa: BLE001 - verifiers raise anything; the reason is kept
+            verdict["problem"] = reason(error)
+        return verdict
+
+    def _fill(self, verdict: dict[str, Any], name: str | None, task: Task, response: str) -> None:
+        """Writes each result as soon as it is known, so that what comes later cannot lose it."""
+        accuracy = Verdict(0.0)
+        if name is not None:
+            answer: str | None = response
+            if self._answer is not None:
+                answer = self._answer.last_group(response)
+            if answer is not None:
+                accuracy = self._verified(name, task, answer)
+            else:
+                accuracy = Verdict(0.0, extracted="")
+            # A plug-in's verdict may hold a number of numpy, which JSON does not write.
+            verdict["accuracy"] = float(accuracy.accuracy)
+            verdict["extracted"] = accuracy.extracted
+        if self._format is not None:
+            verdict["format"] = float(self._format.matches_all(response))
+        verdict["problem"] = accuracy.problem
+
+    def _verified(self, name: str, task: Task, answer: str) -> Verdict:
+        """The verdict; an exception becomes its problem, so that the format is still judged."""
+        try:
+            return self._verifiers[name].verify(task, answer)
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
+            return Verdict(0.0, reason(error))
+
+    def _limit(self) -> None:
+        """Once in each worker: the server itself must stay free to fork."""
+        processes = any(verifier.starts_processes for verifier in self._verifiers.values())
+        limit_processes_and_memory(self._setup.options, processes=processes)
+        self._alarm.prepare()
+        self._limited = True
+
+
+def _compiled(pattern: str | None) -> ResponsePattern | None:
+    return None if pattern is None else compile_pattern(pattern)
+
+
+class _Alarm:
+    """``with alarm:`` raises _OutOfTime inside after ``seconds``.
+
+    It raises again every ``_AGAIN_S`` for code that catches it.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._armed = False
+
+    def prepare(self) -> None:
+        """Once in each process that uses it."""
+        signal.signal(signal.SIGALRM, self._ring)
+
+    def __enter__(self) -> None:
+        self._armed = True
+        signal.setitimer(signal.ITIMER_REAL, self._seconds, _AGAIN_S)
+
+    def __exit__(self, *raised: object) -> None:
+        self._armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _ring(self, signum: int, frame: FrameType | None) -> None:
+        if self._armed:
+            raise _OutOfTime

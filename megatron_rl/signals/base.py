@@ -1,0 +1,180 @@
+"""What a signal is: a quantity that functions of the loss read by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from megatron_rl.config.schema import Config
+from megatron_rl.data.reading import Data
+from megatron_rl.loss import Credit
+from megatron_rl.passes import LocalBatch, Outputs, TokenScores, TokenView
+from megatron_rl.protocols import ImageProcessor, Policy
+from megatron_rl.rollouts.experience import Experience
+from megatron_rl.rollouts.partials import response_sums
+from megatron_rl.runtime.launch import World
+from megatron_rl.types import Prompt
+
+Columns = Mapping[str, Tensor]
+
+
+class RowGathering(Protocol):
+    """Makes known to every rank what each knows of the rows that it works on; equal everywhere."""
+
+    def of_all_rows(
+        self, rows: Int[np.ndarray, " rows"], values: np.ndarray, num_rows: int
+    ) -> Float[np.ndarray, "all_rows columns"]:
+        """Collective: the table of all rows of the step, 0 of those that no rank has named."""
+
+    def of_all_tokens(self, values: Float[Tensor, " tokens"]) -> Float[Tensor, " all_tokens"]:
+        """Collective: ``values`` of all ranks, each token once, in the order of the ranks."""
+
+
+@dataclass(frozen=True)
+class StepView:
+    """What a signal is shown of a step: all of it, or one of its minibatches.
+
+    Attributes:
+        experience: with ``old`` and ``ref`` as far as they are computed.
+        rows: of the minibatch; after the rollout all of the step.
+        local: what this rank works on of them.
+        tokens: of those, by name: ``sampler_logprobs``, and ``old_logprobs`` and ``ref_logprobs``
+            where they are computed.
+    """
+
+    experience: Experience
+    rows: Sequence[int]
+    local: LocalBatch
+    tokens: Mapping[str, np.ndarray]
+    policy: Policy
+    ranks: RowGathering
+
+    @property
+    def num_responses(self) -> int:
+        """Of the step."""
+        return len(self.experience.responses)
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """Of the tokens on this rank, those that the sampler drew."""
+        sampled = self.tokens.get("sampled")
+        if sampled is None:
+            return torch.ones(int(self.local.batch.response_lengths.sum()), dtype=torch.bool)
+        return torch.from_numpy(sampled)
+
+    def score(self, outputs: Outputs = (), batch: LocalBatch | None = None) -> TokenScores:
+        """Collective: a pass of the policy as it is now, over the rows or ``batch``; on the
+        host."""
+        scores = self.policy.score(self.local if batch is None else batch, outputs)
+        return scores.map(Tensor.cpu)
+
+    def response_sums(self, values: Float[np.ndarray, " tokens"]) -> Float[Tensor, " responses"]:
+        """Collective: the float64 sum over each response of the step, summed by its owner in the
+        order of its tokens; 0 of those that are not in ``rows``."""
+        lengths = self.local.batch.response_lengths.numpy()
+        return self._of_all_rows(response_sums(values, lengths)[:, None])[:, 0]
+
+    def of_all_rows(self, values: Columns) -> dict[str, Tensor]:
+        """Collective: ``values``, one number for each row of this rank, for all rows, in their own
+        format (float64 holds what every smaller format holds)."""
+        # [rows of this rank, values]; the table is [all rows, values].
+        partials = torch.stack([each.double() for each in values.values()], 1).numpy()
+        columns = zip(values.items(), self._of_all_rows(partials).unbind(1), strict=True)
+        return {name: column.to(each.dtype) for (name, each), column in columns}
+
+    def _of_all_rows(self, values: np.ndarray) -> Tensor:
+        assert self.local.rows is not None
+        rows = self.local.rows.numpy()
+        return torch.from_numpy(self.ranks.of_all_rows(rows, values, self.num_responses))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a signal may use before the policy is built."""
+
+    model_path: Path
+    run_dir: Path
+    images: ImageProcessor | None
+    world: World
+
+
+class Extension(Protocol):
+    """A batch of an update with more in it than the step has, and how that is taken out again."""
+
+    @property
+    def batch(self) -> LocalBatch: ...
+
+    def split(self, view: TokenView) -> tuple[TokenView, Columns]:
+        """The view of the batch as it was, with what was found beside it: of its tokens in
+        ``view.columns``, else in the second."""
+
+    def without(self, scores: TokenScores) -> TokenScores:
+        """Of the batch as it was; on the host."""
+
+
+class Signal:
+    """A quantity that functions of the loss read by its name; those here are for overriding.
+
+    It is made once a run, when a function of the method reads one of its columns. The parameters of
+    its constructor are keywords, found among the knobs of those functions, ``seed`` (of the run)
+    and ``kl_estimator`` (of the method). All ranks call all methods, so they may be collective.
+
+    Attributes:
+        about: what it takes, for the cards of methods (examples/methods).
+        columns: the names that it gives, one value for each response of the step, or in a shape of
+            their own.
+        token_columns: those that have one value, or row, for each token.
+        scores: the passes over the rollout that have to be there before ``after_rollout``.
+        score_outputs: what the pass with the old policy is to give.
+        update_outputs: what the passes of updates are to give; they become token columns.
+        extra_tokens: how much ``extend`` lengthens a sequence.
+    """
+
+    about: ClassVar[str] = ""
+    columns: ClassVar[tuple[str, ...]] = ()
+    token_columns: ClassVar[tuple[str, ...]] = ()
+    scores: ClassVar[tuple[Literal["old", "ref"], ...]] = ()
+    score_outputs: Outputs = ()
+    update_outputs: Outputs = ()
+    extra_tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of its state in checkpoints."""
+        return type(self).__name__
+
+    def check(self, prompts: Iterable[Prompt], config: Config) -> None:
+        """Raises ValueError where the training prompts or the configuration do not allow it."""
+
+    def prepare(self, data: Data, setup: Setup) -> Data:
+        """Before the policy is built: ``data`` with what it adds to the prompts."""
+        return data
+
+    def after_rollout(self, view: StepView) -> Columns:
+        """Columns that the credit reads, or that last for all updates of the step."""
+        return {}
+
+    def after_credit(self, view: StepView, credit: Credit) -> None:
+        """Takes note of what came out."""
+
+    def before_minibatch(self, view: StepView) -> Columns:
+        """Columns of one update, with the weights before it."""
+        return {}
+
+    def extend(self, batch: LocalBatch, step: int) -> Extension | None:
+        """What the policy is to work on in an update in place of ``batch``; None: on that."""
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """A copy for a checkpoint."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The inverse."""

@@ -1,0 +1,195 @@
+"""The table of signals, and those that a method reads."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from megatron_rl.config.schema import Config
+from megatron_rl.data.reading import Data
+from megatron_rl.errors import RegistrationError, close_names, did_you_mean
+from megatron_rl.loss import Method
+from megatron_rl.loss.batch import Reading
+from megatron_rl.passes import LocalBatch, Output, Outputs, TokenScores, TokenView
+from megatron_rl.signals.base import Columns, Extension, Setup, Signal, StepView
+from megatron_rl.types import Prompt
+
+S = TypeVar("S", bound=type[Signal])
+_SIGNALS: dict[str, type[Signal]] = {}  # by column
+
+
+def register_signal(signal: S) -> S:
+    """Decorator of a class derived from ``Signal``: functions of the loss may read its columns.
+
+    Raises:
+        RegistrationError: it has no column, or another signal has one of them.
+    """
+    names = (*signal.columns, *signal.token_columns)
+    if not names:
+        raise RegistrationError(f"signal {signal.__name__}: has no columns; name what it gives")
+    for name in names:
+        other = _SIGNALS.get(name)
+        if other is not None:
+            raise RegistrationError(
+                f"signal {signal.__name__}: the column {name} is that of {other.__module__}."
+                f"{other.__name__}; give yours another name"
+            )
+    _SIGNALS.update(dict.fromkeys(names, signal))
+    return signal
+
+
+@dataclass(frozen=True)
+class Signals:
+    """The signals of a run. ``log_entropy``: the old policy's entropy is a metric."""
+
+    members: tuple[Signal, ...] = ()
+    log_entropy: bool = False
+
+    def needs(self, scores: str) -> bool:
+        """Whether the credit reads the scores "old" or "ref" by a signal."""
+        return any(scores in signal.scores for signal in self.members)
+
+    @property
+    def score_outputs(self) -> Outputs:
+        """Of the pass with the old policy."""
+        logged = [Output("entropy")] if self.log_entropy else []
+        return (*logged, *_joined(signal.score_outputs for signal in self.members))
+
+    @property
+    def update_outputs(self) -> Outputs:
+        """Of the passes of updates."""
+        return _joined(signal.update_outputs for signal in self.members)
+
+    @property
+    def extra_tokens(self) -> int:
+        """By how much sequences are longer in an update."""
+        return sum(signal.extra_tokens for signal in self.members)
+
+    def check(self, prompts: Sequence[Prompt], config: Config) -> None:
+        """Raises ValueError where a signal cannot be computed of the training prompts."""
+        for signal in self.members:
+            signal.check(prompts, config)
+
+    def prepare(self, data: Data, setup: Setup) -> Data:
+        """Collective; see ``Signal``."""
+        for signal in self.members:
+            data = signal.prepare(data, setup)
+        return data
+
+    def after_rollout(self, view: StepView) -> tuple[Columns, Columns]:
+        """Collective: columns of tokens, and others."""
+        of_tokens: dict[str, Any] = {}
+        others: dict[str, Any] = {}
+        for signal in self.members:
+            for name, values in signal.after_rollout(view).items():
+                (of_tokens if name in signal.token_columns else others)[name] = values
+        return of_tokens, others
+
+    def before_minibatch(self, view: StepView) -> Columns:
+        """Collective. Each may take a pass of the policy; all ranks ask them in this order."""
+        found: dict[str, Any] = {}
+        for signal in self.members:
+            found |= signal.before_minibatch(view)
+        return found
+
+    def extended(self, batch: LocalBatch, step: int) -> Extended:
+        """What the policy works on in an update."""
+        made: list[Extension] = []
+        for signal in self.members:
+            extension = signal.extend(batch, step)
+            if extension is not None:
+                made.append(extension)
+                batch = extension.batch
+        return Extended(batch, tuple(made))
+
+    def state(self) -> dict[str, Any]:
+        """Of all, for a checkpoint."""
+        return {signal.name: signal.state() for signal in self.members}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The inverse; a signal that the checkpoint has not begins anew."""
+        for signal in self.members:
+            signal.restore(state.get(signal.name, {}))
+
+
+@dataclass(frozen=True)
+class Extended:
+    """A batch with all extensions; what the first one did is undone last."""
+
+    batch: LocalBatch
+    extensions: tuple[Extension, ...]
+
+    def split(self, view: TokenView) -> tuple[TokenView, Columns]:
+        """See ``Extension``."""
+        found: dict[str, Any] = {}
+        for extension in reversed(self.extensions):
+            view, columns = extension.split(view)
+            found |= columns
+        return view, found
+
+    def without(self, scores: TokenScores) -> TokenScores:
+        """See ``Extension``."""
+        for extension in reversed(self.extensions):
+            scores = extension.without(scores)
+        return scores
+
+
+def signals_of(method: Method, seed: int = 0) -> Signals:
+    """What gives the columns that ``method`` reads.
+
+    Raises:
+        ValueError: no signal gives a column, or who reads it lacks a knob of the signal.
+    """
+    readers: dict[type[Signal], list[Reading]] = {}
+    for column, readings in method.reads.items():
+        if column not in _SIGNALS:
+            hint = did_you_mean(close_names(column, _SIGNALS))
+            raise ValueError(
+                f"method {method.name}: {readings[0].reader} reads {column}, which is no field of"
+                f" what it is given, and no signal gives it{'; ' + hint if hint else ''}; load the"
+                " plug-in that registers it (--plugin)"
+            )
+        readers.setdefault(_SIGNALS[column], []).extend(readings)
+    always = {"seed": seed, "kl_estimator": method.config.kl.estimator}
+    # In the order of the table, whatever order the method reads them in.
+    kinds = [kind for kind in dict.fromkeys(_SIGNALS.values()) if kind in readers]
+    made = [kind(**_knobs(kind, readers[kind], always)) for kind in kinds]
+    return Signals(tuple(made), method.config.entropy.metric or "entropy" in method.reads)
+
+
+def _knobs(
+    kind: type[Signal], readings: Sequence[Reading], always: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a signal's constructor, from the knobs of who reads it."""
+    found: dict[str, Any] = {}
+    for name, parameter in inspect.signature(kind).parameters.items():
+        sources = [each for each in readings if name in each.knobs]
+        values = [each.knobs[name] for each in sources]
+        if not values and name in always:
+            values = [always[name]]
+        if not values and parameter.default is parameter.empty:
+            raise ValueError(
+                f"{readings[0].reader}: reads {_first_column(kind)}, so it needs the knob {name}"
+            )
+        if any(value != values[0] for value in values):
+            raise ValueError(
+                f"{' and '.join(each.reader for each in sources)} read {_first_column(kind)} by"
+                f" different {name} ({', '.join(map(str, values))}); set them to one value"
+            )
+        if values:
+            found[name] = values[0]
+    return found
+
+
+def _first_column(kind: type[Signal]) -> str:
+    return (*kind.columns, *kind.token_columns)[0]
+
+
+def _joined(outputs: Iterable[Outputs]) -> Outputs:
+    def every() -> Iterator[Output]:
+        for some in outputs:
+            yield from some
+
+    return tuple(every())

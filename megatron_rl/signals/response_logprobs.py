@@ -1,0 +1,55 @@
+"""The old policy's logprobs of each response, and their KL to the reference."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rl.loss.per_token import kl
+from megatron_rl.loss.segments import lifted
+from megatron_rl.signals.base import Columns, Signal, StepView
+from megatron_rl.signals.registry import register_signal
+
+
+def totals(values: Tensor, view: StepView) -> Tensor:
+    """The sum over the loss tokens of each row of this rank, ``[rows]``."""
+    batch = view.local.batch
+    kept = torch.where(view.loss_mask, values, torch.zeros_like(values))
+    sums = torch.zeros(batch.num_responses, dtype=values.dtype)
+    return sums.index_add(0, batch.response_index, kept)
+
+
+@register_signal
+class ResponseLogprobs(Signal):
+    """``sum_logprobs`` and ``mean_logprobs`` of the old policy over the tokens of a response."""
+
+    about = "the old policy's logprobs before the credit"
+    columns = ("sum_logprobs", "mean_logprobs")
+    scores = ("old",)
+
+    def after_rollout(self, view: StepView) -> Columns:
+        assert view.experience.old is not None
+        old = lifted(view.experience.old.logprobs)
+        sums = totals(old, view)
+        # Of a response without kept tokens the mean is 0 / 1.
+        num_tokens = totals(torch.ones_like(old), view).clamp(min=1)
+        return view.of_all_rows({"sum_logprobs": sums, "mean_logprobs": sums / num_tokens})
+
+
+@register_signal
+class ReferenceKl(Signal):
+    """``kl``: the sum over the tokens of a response of the method's KL estimator at (old, ref)."""
+
+    about = "the old policy's and the reference's logprobs before the credit"
+    columns = ("kl",)
+    scores = ("old", "ref")
+
+    def __init__(self, *, kl_estimator: str) -> None:
+        self._estimate = kl.ESTIMATORS[kl_estimator]
+
+    def after_rollout(self, view: StepView) -> Columns:
+        old, ref = view.experience.old, view.experience.ref
+        assert old is not None and ref is not None
+        logprobs = lifted(old.logprobs)
+        estimate = self._estimate(logprobs, lifted(ref.logprobs).to(logprobs.dtype))
+        return view.of_all_rows({"kl": totals(estimate, view)})

@@ -1,0 +1,53 @@
+"""What the pass of an update tells of the distribution of each token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron_rl.config.schema import Config
+from megatron_rl.models import read_architecture
+from megatron_rl.passes import Output
+from megatron_rl.signals.base import Signal
+from megatron_rl.signals.registry import register_signal
+from megatron_rl.types import Prompt
+
+
+@register_signal
+class Entropy(Signal):
+    """``entropy``: of the current policy over the whole vocabulary, in nats."""
+
+    about = "the entropy of every token in the loss"
+    token_columns = ("entropy",)
+
+    def __init__(self, *, gradient: bool = False) -> None:
+        self.update_outputs = (Output("entropy", gradient=gradient),)
+
+
+@register_signal
+class MostLikelyTokens(Signal):
+    """``topk_logprobs``: of the ``top_k`` most likely tokens, most likely first, with gradient."""
+
+    about = "the logprobs of the most likely tokens in the loss"
+    token_columns = ("topk_logprobs",)
+
+    def __init__(self, *, top_k: int) -> None:
+        self._top_k = top_k
+        self.update_outputs = (Output("topk_logprobs", top_k, gradient=True),)
+
+    def check(self, prompts: Iterable[Prompt], config: Config) -> None:
+        vocab_size = read_architecture(Path(config.model.path))[0].vocab_size
+        if self._top_k > vocab_size:
+            raise ValueError(
+                f"method.policy_loss.top_k = {self._top_k}: the model has {vocab_size} tokens;"
+                " choose at most that"
+            )
+
+
+@register_signal
+class IsArgmax(Signal):
+    """``is_argmax``: no token is more likely than the sampled one."""
+
+    about = "whether the sampled token is the most likely one"
+    token_columns = ("is_argmax",)
+    update_outputs = (Output("is_argmax"),)

@@ -1,0 +1,270 @@
+"""Rank 0's part of a sync to servers: it gives commands to all of them at the same time and waits
+for their workers."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict
+from typing import NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from megatron_rl.runtime.joint_group import Barrier, combined, peer_timeout_s, serve_store
+from megatron_rl.types import TransferOptions
+from megatron_rl.weight_sync.fleet.commands import HttpServer
+from megatron_rl.weight_sync.fleet.update_kinds import UpdateKind
+
+Answer = TypeVar("Answer")
+Reasons = dict[str, str]  # name of a server -> what is wrong with it
+
+
+class ServersError(RuntimeError):
+    """A step that needs all servers did not begin. ``lost``: those that cannot take part, and
+    why."""
+
+    def __init__(self, lost: Mapping[str, str]) -> None:
+        super().__init__(dict(lost))  # pickle makes the error again from this
+        self.lost = dict(lost)
+
+    def __str__(self) -> str:
+        return problem_text(self.lost)
+
+
+def problem_text(problems: Mapping[str, str]) -> str:
+    """The problems of several servers as one text. A server that is alone needs no name."""
+    return "; ".join(f"{name}: {why}" if name else why for name, why in problems.items())
+
+
+class StepOutcome(NamedTuple):
+    """How a step ended. ``lost``: servers whose command was not carried out; ``problems``: what the
+    workers of others say of it."""
+
+    lost: Reasons
+    problems: Reasons
+
+
+class FleetController:
+    """Gives commands to all servers of a group. A command that begins a step of all (a connection,
+    an update) returns only when the step ends, and rank 0 itself takes part in it: threads wait for
+    the responses.
+
+    Every step has a name of its own, under which rank 0 and the workers pass the barrier.
+    """
+
+    def __init__(
+        self, servers: Mapping[str, HttpServer], options: TransferOptions, secret: str
+    ) -> None:
+        """``servers``: by name; their workers have their ranks in this order."""
+        self._servers = dict(servers)
+        self._options = options
+        self._peer_timeout_s = peer_timeout_s(options.timeout_s)
+        self._secret = secret
+        self._pool = ThreadPoolExecutor(len(servers))
+        self._updates = 0
+        self._step = ""
+        self._commands: dict[str, Future[None]] = {}
+        self._store: dist.TCPStore | None = None
+        self._barrier: Barrier | None = None
+        self._ranks: dict[str, range] = {}
+        self._late_at = 0.0
+        self._report_by = math.inf
+        self._silent: set[str] = set()  # their commands may never be answered
+
+    def connect(self, num_trainers: int, device_type: str) -> tuple[str, int, int]:
+        """Sends the workers the address of the store and waits for them. Returns address and port
+        of the store and the group's size: the ranks of the trainer, then the workers.
+
+        Raises:
+            ServersError: a server is not reached, or one of its workers cannot take part.
+        """
+        addresses = self._all(lambda server: server.address())
+        size = num_trainers
+        for name, num_workers in self._all(lambda server: server.num_workers()).items():
+            self._ranks[name] = range(size, size + num_workers)
+            size += num_workers
+        own = _shared_address(addresses.values())
+        # No local name for it, which the traceback of an error would keep: see ``close``.
+        self._store = serve_store(own, self._options.timeout_s)
+        self._barrier = Barrier(self._store, self._secret)
+        info = {
+            "port": self._store.port,
+            "size": size,
+            "device": device_type,
+            "options": asdict(self._options),
+        }
+
+        def init(name: str) -> None:
+            own_info = {"address": addresses[name], "first_rank": self._ranks[name].start}
+            self._servers[name].init_transfer({**info, **own_info})
+
+        self._begin_step("init", init)
+        return own, self._store.port, size
+
+    def begin(self, kind: UpdateKind) -> Reasons:
+        """Returns the servers that an update cannot begin with, for instance since they do not
+        pause in time. They are to continue serving; one that is not reached has received nothing,
+        and is not called a second time."""
+        _, lost = self._each(kind.begin)
+        return lost
+
+    def begin_update(self, version: int, kind: UpdateKind) -> None:
+        """Returns when every worker is about to begin it.
+
+        Raises:
+            ServersError: one of them does not.
+        """
+        self._updates += 1
+        step = f"sync{self._updates}"
+        info = {"step": step, "version": version}
+
+        def carry_out(name: str) -> None:
+            kind.carry_out(self._servers[name], info, lambda: self._has_ended(step, name))
+
+        self._begin_step(step, carry_out)
+
+    def _has_ended(self, step: str, name: str) -> bool:
+        """Raises ConnectionError where their report is overdue."""
+        assert self._barrier is not None, "connect first"
+        if self._barrier.has_reported(step, self._ranks[name]):
+            return True
+        if time.monotonic() > self._report_by:
+            limit_s = self._options.timeout_s
+            raise ConnectionError(
+                f"its workers have not reported within {limit_s:g} s how it ended"
+            )
+        return False
+
+    def _expect_reports(self) -> None:
+        """This side has ended its part of the step."""
+        now_s = time.monotonic()
+        self._report_by = min(self._report_by, now_s + self._options.timeout_s)
+
+    def _begin_step(self, step: str, command: Callable[[str], None]) -> None:
+        """Gives the command and waits until every worker is about to begin the step."""
+        assert self._barrier is not None, "connect first"
+        self._step = step
+        self._late_at = time.monotonic() + self._peer_timeout_s
+        self._report_by = math.inf
+        self._commands = {name: self._pool.submit(command, name) for name in self._servers}
+        all_ranks = [rank for ranks in self._ranks.values() for rank in ranks]
+        problems = self._barrier.release(step, all_ranks, self._absent)
+        lost = {name: _of(ranks, problems) for name, ranks in self._ranks.items()}
+        lost = {name: why for name, why in lost.items() if why}
+        if lost:
+            raise ServersError(lost)
+
+    def _absent(self) -> dict[int, str]:
+        """The workers that will not come, since their command is over or the others have waited
+        long enough, and why."""
+        is_late = time.monotonic() > self._late_at
+        reasons: dict[int, str] = {}
+        for name, command in self._commands.items():
+            why = ""
+            if command.done():
+                error = command.exception()
+                why = "the server answered before its workers came" if error is None else str(error)
+            elif is_late and not self._has_arrived(name):
+                self._silent.add(name)
+                why = f"its workers did not come within {self._peer_timeout_s:g} s"
+            if why:
+                reasons |= dict.fromkeys(self._ranks[name], why)
+        return reasons
+
+    def _has_arrived(self, name: str) -> bool:
+        assert self._barrier is not None, "connect first"
+        return all(self._barrier.has_arrived(self._step, rank) for rank in self._ranks[name])
+
+    def ends(self) -> StepOutcome:
+        """Waits until every server has ended its part of the step."""
+        assert self._barrier is not None, "connect first"
+        self._expect_reports()
+        ends = StepOutcome({}, {})
+        for name, command in self._commands.items():
+            try:
+                command.result()
+                problem = combined(self._barrier.reports(self._step, self._ranks[name]))
+            except (OSError, RuntimeError) as error:  # of the command, of the store
+                ends.lost[name] = str(error)
+                continue
+            if problem:
+                ends.problems[name] = problem
+        return ends
+
+    def end_update(self, version: int, kind: UpdateKind, names: Collection[str]) -> Reasons:
+        """All weights have arrived in these servers. Returns those that do not resume."""
+        _, lost = self._each(lambda server: kind.end(server, version), names)
+        return lost
+
+    def call_off(self, kind: UpdateKind) -> Reasons:
+        """After an update that every rank refused: the servers continue with their old weights.
+        Returns those that cannot."""
+        ends = self.ends()
+        willing = set(self._servers) - set(ends.lost) - set(ends.problems)
+        if willing:
+            return dict.fromkeys(willing, "some of the workers did not refuse it")
+        _, lost = self._each(kind.call_off, ends.problems)
+        return {name: f"calling it off: {why}" for name, why in {**ends.lost, **lost}.items()}
+
+    def release(self, kind: UpdateKind, names: Collection[str]) -> Reasons:
+        """After an update that broke off: these servers may begin another. Returns those that may
+        not."""
+        for name in names:
+            self._commands[name].exception()  # it is over
+        _, lost = self._each(kind.release, names)
+        return lost
+
+    def _all(self, command: Callable[[HttpServer], Answer]) -> dict[str, Answer]:
+        """The answers of all servers. Raises ServersError when there are not so many."""
+        answers, lost = self._each(command)
+        if lost:
+            raise ServersError(lost)
+        return answers
+
+    def _each(
+        self, command: Callable[[HttpServer], Answer], names: Collection[str] | None = None
+    ) -> tuple[dict[str, Answer], Reasons]:
+        """Gives a command to the servers (None: all), to all at the same time. Returns the answers,
+        and why there is none."""
+        futures = {
+            name: self._pool.submit(command, server)
+            for name, server in self._servers.items()
+            if names is None or name in names
+        }
+        answers: dict[str, Answer] = {}
+        lost: Reasons = {}
+        for name, future in futures.items():
+            try:
+                answers[name] = future.result()
+            except ConnectionError as error:
+                lost[name] = str(error)
+        return answers, lost
+
+    def close(self) -> None:
+        """The store goes with the last reference to it, and only now: workers report to it until
+        the command is over."""
+        self._expect_reports()
+        wait([command for name, command in self._commands.items() if name not in self._silent])
+        self._pool.shutdown(wait=False)
+        self._store = None
+        self._barrier = None
+
+
+def _of(ranks: Iterable[int], problems: Mapping[int, str]) -> str:
+    """The problems of one server."""
+    return combined({rank: problems.get(rank, "") for rank in ranks})
+
+
+def _shared_address(addresses: Collection[str]) -> str:
+    """Of the addresses under which servers see this machine, one that others see too if there is
+    any: not that of a server on this machine."""
+    for address in addresses:
+        try:
+            if not ipaddress.ip_address(address).is_loopback:
+                return address
+        except ValueError:  # a name
+            return address
+    return next(iter(addresses))

@@ -1,0 +1,349 @@
+"""Which slices of the HF-named tensors a vLLM worker wants, and where it keeps them: declared, from
+sizes alone.
+
+In a run the engine records this from its own loaders; the tables plan for machines one does not
+have. No tensor is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal
+
+from megatron_rl.config.rules.layout_rules import engine_stages
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.models.base import Architecture
+from megatron_rl.types import Shard
+from megatron_rl.weight_sync.planner.shards import ShardGroup
+from megatron_rl.weight_sync.planner.slices import Slice
+
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+# HF names of an expert's gate, up and down projections.
+EXPERT_NAMES = {
+    "qwen": ("gate_proj", "up_proj", "down_proj"),
+    "mixtral": ("w1", "w3", "w2"),
+}
+EXPERT_BLOCK = {"qwen": "mlp", "mixtral": "block_sparse_moe"}
+
+
+class NotDeclaredError(ValueError):
+    """The tables do not describe this model."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder-only model.
+
+    Example: ``ModelShape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=32, ffn=128, vocab=100,
+    tied=True)``.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    tied: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: int = 0  # 0 = dense
+    moe_ffn: int = 0
+    shared_ffn: int = 0  # 0 = no shared expert
+    dense_layers: tuple[int, ...] = ()  # with an ordinary feed-forward, where others have experts
+    expert_names: Literal["qwen", "mixtral"] = "qwen"
+    dtype: str = "bfloat16"
+
+    @staticmethod
+    def of(arch: Architecture, dtype: str = "bfloat16") -> ModelShape:
+        """The sizes of an architecture. Raises NotDeclaredError for a family that the tables do
+        not describe."""
+        if arch.family not in FAMILIES:
+            raise NotDeclaredError(
+                f"the model family {arch.family!r} has no declared layout; known:"
+                f" {', '.join(FAMILIES)}"
+            )
+        mixtral = arch.expert_prefix.startswith(EXPERT_BLOCK["mixtral"])
+        return ModelShape(
+            layers=arch.num_layers,
+            hidden=arch.hidden_size,
+            heads=arch.num_heads,
+            kv_heads=arch.num_kv_heads,
+            head_dim=arch.head_dim,
+            ffn=arch.ffn_hidden_size,
+            vocab=arch.vocab_size,
+            tied=arch.tied_embeddings,
+            qkv_bias=arch.qkv_bias,
+            qk_norm=arch.qk_norm,
+            experts=arch.num_experts,
+            moe_ffn=arch.expert_ffn_hidden_size,
+            expert_names="mixtral" if mixtral else "qwen",
+            dtype=dtype,
+        )
+
+    def sparse(self, layer: int) -> bool:
+        """Whether the layer has experts."""
+        return self.experts > 0 and layer not in self.dense_layers
+
+
+@dataclass(frozen=True)
+class RolloutLayout:
+    """vLLM's parallel sizes: ``dp`` replicas of ``pp`` stages of ``tp`` neighboring ranks. ``ep`` =
+    1 cuts every expert over tp; else whole experts are dealt out over groups of ``ep`` neighboring
+    ranks (a multiple of tp; with stages tp itself).
+
+    Example: ``RolloutLayout(tp=2, dp=4, first_rank=8)`` are the ranks 8-15 of a disaggregated run.
+    """
+
+    tp: int = 1
+    dp: int = 1
+    ep: int = 1
+    pp: int = 1
+    first_rank: int = 0
+    vocab_multiple: int = 64
+
+    @staticmethod
+    def of(rollout: RolloutConfig, num_replicas: int) -> RolloutLayout:
+        ep = rollout.tensor if rollout.expert_parallel else 1
+        return RolloutLayout(rollout.tensor, num_replicas, ep, rollout.pipeline)
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + self.tp * self.pp * self.dp)
+
+    @property
+    def replicas(self) -> list[range]:
+        """The groups of ranks that hold one whole model between them."""
+        size = max(self.tp * self.pp, self.ep)
+        return [self.ranks[i : i + size] for i in range(0, len(self.ranks), size)]
+
+
+def divide(what: str, size: int, by: str, parts: int) -> int:
+    """``size / parts``. Raises ValueError naming both when it is not whole."""
+    if size % parts:
+        raise ValueError(
+            f"{what}={size} does not divide by {by}={parts}; choose a {by} that divides it"
+        )
+    return size // parts
+
+
+@cache
+def full_names(prefixes: tuple[str, ...], suffix: str) -> tuple[str, ...]:
+    """The suffix behind each prefix. One tuple for all ranks that ask for the same names, which the
+    planner then recognizes at once."""
+    return tuple(prefix + suffix for prefix in prefixes)
+
+
+@dataclass
+class ShardTable:
+    """Shards of one process under construction. ``tensors`` and ``parameters`` are the name
+    prefixes of a run of equal layers: every line of the table is one group of shards."""
+
+    dtype: str
+    groups: list[ShardGroup] = field(default_factory=list)
+    tensors: tuple[str, ...] = ("",)
+    parameters: tuple[str, ...] = ("",)
+
+    def rows(
+        self, name: str, full: tuple[int, ...], first: int, count: int, key: str, at: int = 0
+    ) -> None:
+        """Rows ``[first, first + count)`` of the tensor are rows ``at`` and on of a parameter of
+        equal width."""
+        if count <= 0:
+            return
+        if len(full) == 1:  # of a vector: numbers
+            self._add(name, key, full, Slice((first,), (count,)), at, (1,))
+            return
+        width = full[1]
+        region = Slice((first, 0), (count, width))
+        self._add(name, key, full, region, at * width, (width, 1))
+
+    def columns(
+        self, name: str, full: tuple[int, int], first: int, count: int, key: str, at: int = 0
+    ) -> None:
+        """Columns ``[first, first + count)`` of the tensor are a dense block from row ``at`` of a
+        parameter ``count`` wide."""
+        region = Slice((0, first), (full[0], count))
+        self._add(name, key, full, region, at * count, (count, 1))
+
+    def whole(self, name: str, full: tuple[int, ...], key: str) -> None:
+        """The whole tensor is a parameter."""
+        self.rows(name, full, 0, full[0], key)
+
+    def _add(
+        self,
+        name: str,
+        key: str,
+        full: tuple[int, ...],
+        region: Slice,
+        offset: int,
+        stride: tuple[int, ...],
+    ) -> None:
+        if self.tensors:
+            names = full_names(self.tensors, name)
+            keys = full_names(self.parameters, key)
+            shard = Shard("", full, region.start, region.shape, offset, stride, dtype=self.dtype)
+            self.groups.append(ShardGroup(names, keys, shard))
+
+
+def rollout_shards(model: ModelShape, layout: RolloutLayout, rank: int) -> list[ShardGroup]:
+    """What a vLLM worker wants, and where it keeps it.
+
+    ``qkv_proj`` is [q part; k part; v part], key-value heads replicated where tp exceeds their
+    number; ``gate_up_proj`` is [gate part; up part]; ``w13_weight`` is (local experts, gate and up
+    part, hidden). Padding rows of the vocabulary receive nothing.
+    Raises ValueError when a size does not divide.
+    """
+    if layout.pp > 1 and layout.ep not in (1, layout.tp):
+        raise ValueError(
+            f"rollout layout: ep={layout.ep} must be 1 or tp={layout.tp} where there are"
+            f" pp={layout.pp} stages"
+        )
+    if layout.pp > model.layers:
+        raise ValueError(
+            f"rollout layout: pp={layout.pp} stages for {model.layers} layers; choose at most that"
+        )
+    if layout.ep > 1 and (layout.ep % layout.tp or layout.tp * layout.dp % layout.ep):
+        raise ValueError(
+            f"rollout layout: ep={layout.ep} must be a multiple of tp={layout.tp} and divide"
+            f" tp*dp={layout.tp * layout.dp}"
+        )
+    worker = _Worker(model, layout, rank - layout.first_rank)
+    if worker.has_embedding:
+        worker.vocabulary("model.embed_tokens.weight")
+    if worker.has_head:
+        if not model.tied:
+            worker.vocabulary("lm_head.weight")
+        worker.same_name("model.norm", (model.hidden,))
+    for sparse in (False, True):
+        worker.layers([layer for layer in worker.stage if model.sparse(layer) == sparse])
+        worker.attention()
+        if sparse:
+            worker.experts()
+        else:
+            worker.feed_forward("mlp", model.ffn)
+    return worker.table.groups
+
+
+class _Worker:
+    """The table of one worker, layer kind after layer kind."""
+
+    def __init__(self, model: ModelShape, layout: RolloutLayout, local_rank: int) -> None:
+        self.model = model
+        self.layout = layout
+        self.local_rank = local_rank
+        self.tp_rank = local_rank % layout.tp
+        number = local_rank // layout.tp % layout.pp
+        self.stage = engine_stages(model.layers, layout.pp)[number]
+        # In vLLM every stage of a model with experts has the embedding, the last norm and the head.
+        is_last = number == layout.pp - 1
+        self.has_head = is_last or model.experts > 0
+        self.has_embedding = number == 0 or model.experts > 0 or (is_last and model.tied)
+        self.table = ShardTable(model.dtype)
+
+    def layers(self, numbers: Sequence[int]) -> None:
+        """What follows is said of these layers."""
+        prefixes = tuple(f"model.layers.{number}." for number in numbers)
+        self.table.tensors = prefixes
+        self.table.parameters = prefixes
+
+    def same_name(self, module: str, full: tuple[int, ...]) -> None:
+        """A whole weight that vLLM calls as HF does."""
+        self.table.whole(f"{module}.weight", full, f"{module}.weight")
+
+    def vocabulary(self, name: str) -> None:
+        model = self.model
+        multiple = self.layout.vocab_multiple
+        padded = -(-model.vocab // multiple) * multiple
+        # The last ranks may have padding alone: then ``count`` is not positive, and nothing is
+        # wanted.
+        rows = divide("padded vocabulary", padded, "rollout tp", self.layout.tp)
+        first = self.tp_rank * rows
+        count = min(rows, model.vocab - first)
+        self.table.rows(name, (model.vocab, model.hidden), first, count, name)
+
+    def attention(self) -> None:
+        model = self.model
+        heads = divide("heads", model.heads, "rollout tp", self.layout.tp)
+        first_kv_head, kv_heads = self._kv_heads()
+        row = 0  # of the fused parameter
+        for letter, all_heads, first, count in (
+            ("q", model.heads, self.tp_rank * heads, heads),
+            ("k", model.kv_heads, first_kv_head, kv_heads),
+            ("v", model.kv_heads, first_kv_head, kv_heads),
+        ):
+            full = all_heads * model.head_dim
+            start = first * model.head_dim
+            size = count * model.head_dim
+            name = f"self_attn.{letter}_proj"
+            key = "self_attn.qkv_proj"
+            matrix = (full, model.hidden)
+            self.table.rows(f"{name}.weight", matrix, start, size, f"{key}.weight", row)
+            if model.qkv_bias:
+                self.table.rows(f"{name}.bias", (full,), start, size, f"{key}.bias", row)
+            row += size
+        width = heads * model.head_dim
+        full_width = model.heads * model.head_dim
+        name = "self_attn.o_proj.weight"
+        self.table.columns(name, (model.hidden, full_width), self.tp_rank * width, width, name)
+        self.same_name("input_layernorm", (model.hidden,))
+        self.same_name("post_attention_layernorm", (model.hidden,))
+        if model.qk_norm:
+            self.same_name("self_attn.q_norm", (model.head_dim,))
+            self.same_name("self_attn.k_norm", (model.head_dim,))
+
+    def _kv_heads(self) -> tuple[int, int]:
+        """First key-value head of the worker, and how many it has."""
+        tp = self.layout.tp
+        kv_heads = self.model.kv_heads
+        if tp >= kv_heads:  # several workers have the same head
+            return self.tp_rank // divide("rollout tp", tp, "kv_heads", kv_heads), 1
+        count = divide("kv_heads", kv_heads, "rollout tp", tp)
+        return self.tp_rank * count, count
+
+    def feed_forward(self, block: str, ffn: int) -> None:
+        hidden = self.model.hidden
+        size = divide(f"feed-forward width of {block}", ffn, "rollout tp", self.layout.tp)
+        first = self.tp_rank * size
+        fused = f"{block}.gate_up_proj.weight"
+        self.table.rows(f"{block}.gate_proj.weight", (ffn, hidden), first, size, fused)
+        self.table.rows(f"{block}.up_proj.weight", (ffn, hidden), first, size, fused, size)
+        down = f"{block}.down_proj.weight"
+        self.table.columns(down, (hidden, ffn), first, size, down)
+
+    def experts(self) -> None:
+        model = self.model
+        block = EXPERT_BLOCK[model.expert_names]
+        gate, up, down = EXPERT_NAMES[model.expert_names]
+        self.same_name(f"{block}.gate", (model.experts, model.hidden))
+        first_expert, count, first, size = self._expert_part()
+        wide = (model.moe_ffn, model.hidden)
+        tall = (model.hidden, model.moe_ffn)
+        w13 = f"{block}.experts.routed_experts.w13_weight"
+        w2 = f"{block}.experts.routed_experts.w2_weight"
+        for i in range(count):
+            expert = f"{block}.experts.{first_expert + i}"
+            # w13 holds, expert after expert, its gate rows and then its up rows.
+            gate_row = 2 * i * size
+            self.table.rows(f"{expert}.{gate}.weight", wide, first, size, w13, gate_row)
+            self.table.rows(f"{expert}.{up}.weight", wide, first, size, w13, gate_row + size)
+            self.table.columns(f"{expert}.{down}.weight", tall, first, size, w2, i * model.hidden)
+        if model.shared_ffn:
+            self.feed_forward("mlp.shared_expert", model.shared_ffn)
+            self.same_name("mlp.shared_expert_gate", (1, model.hidden))
+
+    def _expert_part(self) -> tuple[int, int, int, int]:
+        """``(first expert, experts, first row, rows)`` of the worker."""
+        model = self.model
+        layout = self.layout
+        if layout.ep == 1:
+            rows = divide("expert feed-forward width", model.moe_ffn, "rollout tp", layout.tp)
+            return 0, model.experts, self.tp_rank * rows, rows
+        # Whole experts, as even as possible: the first ranks take one more.
+        each, more = divmod(model.experts, layout.ep)
+        ep_rank = self.local_rank % layout.ep
+        first_expert = ep_rank * each + min(ep_rank, more)
+        return first_expert, each + (ep_rank < more), 0, model.moe_ffn
