@@ -96,7 +96,7 @@ def shortened(text: str, max_characters: int) -> str:
 def close_names(
     name: str, known: Iterable[str], *, count: int = 1, cutoff: float = 0.6
 ) -> list[str]:
-    """At most ``count`` of the ``known`` names that ``name`` may be a misspelling of, best first.
+    """Up to ``count`` of the ``known`` names that ``name`` may be a misspelling of, best first.
 
     Args:
         cutoff: how similar a name must be, from 0 (anything) to 1 (equal).

@@ -1,7 +1,7 @@
 """A user's own code, imported by name: ``--plugin my.module`` or ``--plugin path/to/file.py``.
 
 Importing a plug-in registers what it defines (a verifier, an estimator, a model family, ...) by the
-decorators of those rooms. Installed packages name theirs under the entry point
+decorators of those packages. Installed packages name theirs under the entry point
 ``megatron_rl.plugins`` and need no option. Processes that are started later (workers of verifiers,
 runs of a sweep) are handed ``loaded()`` and import the same.
 """
@@ -109,7 +109,7 @@ def named(error: BaseException) -> str:
 
 
 def place(error: BaseException) -> str:
-    """Where a user's code failed, for a message without traceback: ``", line 3 of mine.py"``.
+    """The place where a user's code failed, for a message: ``", line 3 of mine.py"``.
 
     It is the innermost line outside this package, Python and installed libraries; empty if there is
     none.

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def multimodal(config: Config) -> MultimodalConfig | None:
-    """What the server needs for the images of the prompts, which are read for it; None for a model
+    """The server's settings for the images of the prompts, which are read for it; None for a model
     of text."""
     from megatron_rl.data.multimodal.vision import vision_of
     from megatron_rl.data.reading import read_data

@@ -4,7 +4,7 @@ r"""Method ablations: every combination of comma-separated overrides, here or un
         model.path=TOY method=grpo,dapo,a_grae seed=1,2
 
 Each is an ordinary run in a folder of its own below ``--out``, named after what differs:
-``method-grpo_seed-1``. A sweep that is started again skips the runs that are finished and goes on
+``method-grpo_seed-1``. A sweep that is started again skips the runs that are finished and continues
 with the others (``resume=auto``); one that is alive elsewhere is left to that. A run that fails
 does not stop the rest. Combinations with equal configurations are run once. ``--parallel 2`` runs
 two at a time, each with its output in ``console.log`` of its folder. At the end a table: one row a
@@ -113,7 +113,7 @@ def _submit(options: argparse.Namespace, trials: Sequence[Trial], words: Sequenc
     slurm = _slurm(options, words)
     if jobs := slurm.queued():
         raise ValueError(
-            f"--sbatch: jobs of this sweep are in the queue ({', '.join(jobs)}); they go on by "
+            f"--sbatch: jobs of this sweep are in the queue ({', '.join(jobs)}); they continue by "
             "themselves: wait until they have ended, or scancel them"
         )
     left = []
@@ -148,7 +148,7 @@ def _run_here(options: argparse.Namespace, trials: Sequence[Trial], words: Seque
 
 
 def _say_what_is_left(trials: Sequence[Trial], outcome: SweepOutcome) -> None:
-    again = "the same command again goes on with the rest"
+    again = "the same command again continues with the rest"
     if outcome.elsewhere:
         print(f"running elsewhere: {', '.join(outcome.elsewhere)}; {again}", flush=True)
     if outcome.stopped:
@@ -186,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except Stopped as stopped:
         print(
-            f"stopped by {stopped}; the same command goes on where runs are missing or unfinished",
+            f"stopped by {stopped}; the same command starts runs that are missing or unfinished",
             file=sys.stderr,
         )
         return 130

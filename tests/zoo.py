@@ -75,7 +75,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-# Models that see: the settings beside those of their text part.
+# Vision-language models: the settings beside those of their text part.
 IMAGE_TOKEN = 5
 SEEING: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": dict(tie_word_embeddings=False),

@@ -84,7 +84,7 @@ def cell_folder(out: Path, claim: Claim, overrides: Sequence[str]) -> Path:
 
 
 def train(claim: Claim, out: Path, made: Path, parallel: int, more: Sequence[str]) -> None:
-    """Every cell with every seed, ``parallel`` runs at a time; goes on where a call stopped."""
+    """Every cell with every seed, ``parallel`` runs at a time; continues where a call stopped."""
     files = {"train": train_file(made, claim.train_on), "eval": made / "eval.jsonl"}
     seeds = ",".join(str(seed) for seed in range(1, claim.num_seeds + 1))
     for overrides in claim.cells.values():

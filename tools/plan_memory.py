@@ -20,14 +20,14 @@ from megatron_rl.config.schema import Config
 from megatron_rl.planning.advice import problems
 from megatron_rl.planning.at_start import plan
 from megatron_rl.planning.memory import StageMemory
-from megatron_rl.planning.phases import Room, needed_gib, overhead_gib, phases
+from megatron_rl.planning.phases import MemoryBudget, needed_gib, overhead_gib, phases
 
 
 def main() -> int:
     arguments = read_arguments()
     # Any set that exists: what is trained on does not change the memory.
     data = ["data.train=reasoning_gym:any", "data.eval=reasoning_gym:any"]
-    room = Room("cuda", arguments.gpu_gib, arguments.host_gib)
+    room = MemoryBudget("cuda", arguments.gpu_gib, arguments.host_gib)
     try:
         values = compose("config", [*arguments.overrides, *data])
         config = validate(Config, values, "the configuration")
@@ -66,7 +66,7 @@ def read_arguments() -> argparse.Namespace:
     return arguments
 
 
-def print_table(stages: Sequence[StageMemory], config: Config, room: Room) -> None:
+def print_table(stages: Sequence[StageMemory], config: Config, room: MemoryBudget) -> None:
     """A column for each stage; a row for each purpose, then one for each phase."""
     print(f"{'stage':22} " + "  ".join(f"{stage.stage:6d}" for stage in stages))
     for field in fields(StageMemory):

@@ -41,7 +41,7 @@ from megatron_rl.planning.engine_memory import (
     max_sequences,
 )
 from megatron_rl.planning.memory import StageMemory
-from megatron_rl.planning.phases import Room, overhead_gib
+from megatron_rl.planning.phases import MemoryBudget, overhead_gib
 from megatron_rl.policy.batches.work_model import WorkModel
 from tools.plan_sync import PRESETS, positive, whole
 from tools.planning.engine_tables import NotDeclaredError
@@ -158,7 +158,7 @@ def expected_lengths(config: Config, median: float | None, p99: float | None) ->
 
 def planned(config: Config, arch: Architecture, cluster: Cluster, lengths: np.ndarray) -> Page:
     host = None if cluster.host_gib is None else cluster.host_gib / cluster.gpus
-    room = Room("cuda", cluster.gpu_gib, host)
+    room = MemoryBudget("cuda", cluster.gpu_gib, host)
     stages = plan(config, cluster.size, room, fused=True)
     too_large = problems(stages, config, room)
     engine = engine_memory(arch, config.rollout, cluster.gpu_gib)

@@ -2,7 +2,7 @@
 
 vLLM and transformers use the transforms of torchvision, which are Python on torch. The package
 index has builds for CUDA alone, whose compiled parts cannot be loaded beside a CPU build of torch;
-without them torchvision notices and goes on, but for one file that registers shapes of operators
+without them torchvision notices and continues, but for one file that registers shapes of operators
 that are then not there. The version gets a label of its own: no other wheel has it, and pip prefers
 it to the same version of the index.
 

@@ -11,7 +11,7 @@ from megatron_rl.config.rules.layout_rules import replica_ranks
 from megatron_rl.config.schema import Config
 from megatron_rl.planning.engine_memory import GIB
 from megatron_rl.planning.memory import StageMemory
-from megatron_rl.planning.phases import Room, demands
+from megatron_rl.planning.phases import MemoryBudget, demands
 from tools.planning.simulated_rollouts import Steady
 from tools.planning.sync_forecast import SyncForecast
 
@@ -122,7 +122,7 @@ def rollout_words(rollout: Steady, config: Config) -> str:
             f"while the policy trains, {source.schedule}, staleness {source.staleness},"
             f" engines idle {rollout.idle:.0%}"
         )
-    goes_on = ", others go on in the next step" if source.is_partial else ""
+    goes_on = ", others continue in the next step" if source.is_partial else ""
     return f"{rollout.seconds:.1f} s{goes_on}, engines idle {rollout.idle:.0%}"
 
 
@@ -138,7 +138,7 @@ def sync_words(sync: SyncForecast | str) -> str:
 
 def memory_lines(page: Page, config: Config, cluster: Cluster) -> Iterator[str]:
     host = None if cluster.host_gib is None else cluster.host_gib / cluster.gpus
-    for demand in demands(page.stages, config, Room("cuda", cluster.gpu_gib, host)):
+    for demand in demands(page.stages, config, MemoryBudget("cuda", cluster.gpu_gib, host)):
         has = "not checked" if demand.has_gib is None else f"of {demand.has_gib:g}"
         yield f"memory    {demand.phase}: {demand.need_gib:.1f} GiB {has}"
     if page.server_gib is not None:

@@ -6,11 +6,11 @@ durian_perceptual).
         --images-column images --out scored.jsonl
 
 ENCODER is a Hugging Face directory of a vision encoder (config.json, weights,
-preprocessor_config.json), or of a whole model that sees, whose tower is then taken. Scores are kept
-in the cache, one row for each pair of image bytes and encoder, so that a second run reads them.
-With --data every row gets extra.visual_entropy, in nats: the mean over its images, which are paths,
-relative to that file, or {bytes, path}. A run with images computes its own for rows that have none
-(megatron_rl/signals/visual_entropy.py).
+preprocessor_config.json), or of a whole vision-language model, whose tower is then taken. Scores
+are kept in the cache, one row for each pair of image bytes and encoder, so that a second run reads
+them. With --data every row gets extra.visual_entropy, in nats: the mean over its images, which are
+paths, relative to that file, or {bytes, path}. A run with images computes its own for rows that
+have none (megatron_rl/signals/visual_entropy.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Encoder:
                     " encoder"
                 )
         model = AutoModel.from_pretrained(path, dtype=torch.float32).eval()
-        self.model = getattr(model, "visual", model)  # the tower of a model that sees
+        self.model = getattr(model, "visual", model)  # the tower of a vision-language model
         self.processor = AutoImageProcessor.from_pretrained(path, backend="pil")
         digest = xxhash.xxh3_128(
             (path / "config.json").read_bytes() + (path / "preprocessor_config.json").read_bytes()

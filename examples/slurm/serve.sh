@@ -7,7 +7,7 @@ python=${SLURM_SUBMIT_DIR:-$PWD}/.venv/bin/python
 address=$(scontrol show node "${SLURMD_NODENAME:?start it in a Slurm step}" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
 [ -n "$address" ] || { echo "serve.sh: scontrol gives no NodeAddr for node $SLURMD_NODENAME" >&2; exit 2; }
 trap 'kill "$server" 2>/dev/null; wait; exit 0' TERM
-trap '' USR1 # asks the trainer to save; servers go on
+trap '' USR1 # asks the trainer to save; servers continue
 while true; do
     "$python" -m megatron_rl.serve --host "$address" "$@" &
     server=$!

@@ -1,4 +1,4 @@
-"""How data is named in ``data.train`` and ``data.eval``: files, patterns, data sets, tasks."""
+"""Names of data in ``data.train`` and ``data.eval``: files, patterns, data sets, tasks."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def validate(schema: type[Schema], values: dict[str, Any], where: str) -> Schema
 
 
 def check_given(schema: type[BaseModel], values: dict[str, Any], where: str) -> None:
-    """As ``validate``, but a key without a value is no problem: to look at what is not complete."""
+    """Like ``validate``, but missing values are allowed, to inspect an incomplete configuration."""
     try:
         schema.model_validate_json(json.dumps(values))
     except ValidationError as error:
@@ -239,7 +239,7 @@ def _first_leaf(value: Any) -> list[str]:
 
 
 def _nearest_keys(key: str, known: Sequence[str]) -> str:
-    """What to type in place of ``key``: its name here, else keys with the same last part, else keys
+    """A suggestion in place of ``key``: its name here, else keys with the same last part, else keys
     that are spelled alike, else one whose last part is."""
     elsewhere = name_here(key)
     if elsewhere is not None and elsewhere != key:

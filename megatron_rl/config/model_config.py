@@ -143,8 +143,8 @@ def read_model_config(file: Path, architectures: Collection[str] | None = None) 
         _check_architecture(file, values, architectures)
     text = values.get("text_config")
     if isinstance(text, dict):
-        # A model that sees, as newer versions of transformers write it: a section for each part.
-        # Keys at the top win, where older versions have those of the language model.
+        # A vision-language model, as newer versions of transformers write it, in sections. Keys
+        # at the top win, where older versions have those of the language model.
         values = {**text, **values}
     quantization = values.get("quantization_config") or values.get("compression_config")
     if quantization:

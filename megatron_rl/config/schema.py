@@ -164,14 +164,14 @@ class RolloutConfig(Section):
 
 
 class PartialConfig(Section):
-    """Responses that go on in the next step."""
+    """Responses that continue in the next step."""
 
     groups_in_flight: PositiveInt | None
     max_age: PositiveInt
 
 
 class SourceConfig(Section):
-    """Where the responses of a step come from."""
+    """The source of the responses of a step."""
 
     name: Literal["colocated", "servers"]
     staleness: NonNegativeInt
@@ -248,7 +248,7 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
-    """How responses are judged.
+    """The scoring of responses.
 
     Whatever reads a response runs in worker processes, within these limits.
     """
@@ -327,7 +327,7 @@ class LoggingConfig(Section):
 
 
 class MemoryConfig(Section):
-    """What of the policy leaves the device while the engine generates, and the watch over it."""
+    """Parts of the policy that leave the device while the engine generates, and memory checks."""
 
     enforce: bool
     offload: tuple[Literal["optimizer", "gradients", "weights"], ...]
@@ -372,7 +372,7 @@ class Config(Section):
 
     @property
     def sync_method(self) -> Literal["gather", "reshard"]:
-        """What ``weight_sync.method`` is, or what auto means here: reshard where policy and engine
+        """The value of ``weight_sync.method``, with auto resolved: reshard where policy and engine
         have one dtype and the engine keeps its weights in it."""
         if self.weight_sync.method != "auto":
             return self.weight_sync.method

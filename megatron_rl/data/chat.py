@@ -1,4 +1,4 @@
-"""From the prompt of a row, a text or a conversation, to the text that the model reads."""
+"""Rendering of a row's prompt, a text or a conversation, into the text that the model reads."""
 
 from __future__ import annotations
 
@@ -145,8 +145,8 @@ def _wrong_form(messages: Any, *, sees: bool) -> tuple[str, str] | None:
     if _has_other_parts(messages):
         return (
             "a message has parts other than text",
-            "video and audio are not supported; images of a model that sees stand in the column"
-            ' data.columns.images, and in the prompt as <image> or {"type": "image"}',
+            "video and audio are not supported; images of a vision-language model stand in the"
+            ' column data.columns.images, and in the prompt as <image> or {"type": "image"}',
         )
     return (
         "the prompt is neither a text nor a list of {role, content}",

@@ -1,4 +1,4 @@
-"""Which column of a file plays which role."""
+"""The mapping from columns of a file to roles."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def column_roles(rows: Rows, columns: DataColumns, problems: Problems) -> DataCo
 
 
 def _hint(role: str, column: str, rows: Rows) -> str:
-    """What the user may have meant, and which columns there are."""
+    """A suggestion of a column, and a list of those there are."""
     names: set[str] = set()
     for _, row in rows:
         names.update(row)

@@ -1,21 +1,26 @@
 """Tokenized prompts in a file that processes map into memory: one writes it, all of a machine share
 its pages, and a prompt becomes a Python object when it is asked for.
 
-The file is an Arrow stream of one batch with a row for each prompt.
+The file: the digest of what follows, in 64 bytes; then an Arrow stream of one batch with a row for
+each prompt.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
 import pyarrow
+import xxhash
 
 from megatron_rl.types import Image, Prompt
 
+_HEADER_BYTES = 64  # Arrow aligns its buffers to that
 _ABOUT = b"megatron_rl"
 _IMAGE = pyarrow.struct(
     [
@@ -53,7 +58,7 @@ class StoredPrompts(Sequence[Prompt]):
 
     @property
     def fingerprint(self) -> str | None:
-        """What ``loader.fingerprint`` gives for these prompts, where the writer knew it."""
+        """The result of ``loader.fingerprint`` for these prompts, where the writer stored it."""
         return self._fingerprints.get(f"{self._start}:{self._stop}")
 
     def __len__(self) -> int:
@@ -108,7 +113,7 @@ def join(parts: Sequence[Sequence[Prompt]]) -> Sequence[Prompt]:
 
 
 def write(path: Path, prompts: Sequence[Prompt], about: Mapping[str, Any]) -> None:
-    """Writes the file.
+    """Makes the file, whole or not at all; of several writers the last one stays.
 
     Raises:
         ValueError: a prompt has columns beside it that JSON does not give back.
@@ -116,8 +121,19 @@ def write(path: Path, prompts: Sequence[Prompt], about: Mapping[str, Any]) -> No
     """
     batch = _batch(prompts)
     schema = _SCHEMA.with_metadata({_ABOUT: json.dumps(about)})
-    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, schema) as stream:
-        stream.write_batch(batch.replace_schema_metadata(schema.metadata))
+    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    try:
+        with draft.open("w+b") as file:
+            file.write(bytes(_HEADER_BYTES))
+            with pyarrow.ipc.new_stream(file, schema) as stream:
+                stream.write_batch(batch.replace_schema_metadata(schema.metadata))
+            # What Python still holds must be in the file before its content is mapped and digested.
+            file.flush()
+            os.pwrite(file.fileno(), _digest(draft), 0)
+        # Nothing is forced to the disk: after a power cut the digest tells, and it is made anew.
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _batch(prompts: Sequence[Prompt]) -> pyarrow.RecordBatch:
@@ -164,10 +180,26 @@ def _image(stored: pyarrow.StructScalar) -> Image:
     return Image(stored["digest"].as_py(), width, height, source)
 
 
+def _digest(path: Path) -> bytes:
+    """The header of the file: the digest of all that follows it."""
+    with pyarrow.memory_map(str(path)) as file:
+        content = memoryview(file.read_buffer())[_HEADER_BYTES:]
+        return xxhash.xxh3_128(content).hexdigest().encode().ljust(_HEADER_BYTES)
+
+
+def is_whole(path: Path) -> bool:
+    """Whether the file is there and as it was written."""
+    try:
+        with path.open("rb") as file:
+            return file.read(_HEADER_BYTES) == _digest(path)
+    except (OSError, ValueError):
+        return False
+
+
 def read(path: Path) -> tuple[pyarrow.RecordBatch, dict[str, Any]]:
     """The rows, mapped, and what was written about them."""
     # Not closed: the rows point into the mapping, and hold it as long as they are used.
     content = pyarrow.memory_map(str(path)).read_buffer()
-    with pyarrow.ipc.open_stream(content) as stream:
+    with pyarrow.ipc.open_stream(content.slice(_HEADER_BYTES)) as stream:
         batch = stream.read_next_batch()
         return batch, json.loads(stream.schema.metadata[_ABOUT])

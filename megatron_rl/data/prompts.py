@@ -76,7 +76,7 @@ def load_sources(
         config: columns, system prompt, suffix of the last user message, template and length policy.
         tokenizer: renders the chat template and encodes; nothing is added around the rendered text.
         max_prompt_tokens: longest prompt, template and image tokens included.
-        vision: of a model that sees images.
+        vision: of a vision-language model.
 
     A prompt column holds a text or a list of ``{"role", "content"}`` messages. The n-th ``<image>``
     of its texts, or part ``{"type": "image"}``, is the place of the n-th image. An answer is a text

@@ -28,7 +28,11 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationFolder:
-    """``pass_at``: the k of pass@k, computed from all responses that are there."""
+    """The folder of an evaluation, on rank 0.
+
+    Attributes:
+        pass_at: the k of pass@k, computed from all responses that are there.
+    """
 
     def __init__(self, path: Path, pass_at: Sequence[int]) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""What is evaluated: which weights, by which settings, and where the results go."""
+"""The inputs of an evaluation: weights, settings, and the folder of results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_rl.config.load import change_value, compose, validate
 from megatron_rl.config.schema import Config
 from megatron_rl.models import read_architecture
 from megatron_rl.models.parameter_map import hf_names
-from megatron_rl.run.run_record import MACHINERY, Difference, flat, model_fingerprint
+from megatron_rl.run.run_record import RUNTIME, Difference, flat, model_fingerprint
 from megatron_rl.run.saved_settings import engine_of_machine, is_run, values_of_run
 from megatron_rl.run.start import CHECKPOINTS, EXPORTS
 from megatron_rl.runtime.digest import file_digest
@@ -30,8 +30,8 @@ EVALUATION = "evaluation"  # below the folder of a run
 # Settings that leave the responses, and what is said of them, as they are: they may change between
 # two starts. Of the sections that are not named here everything may.
 _DECIDING = ("seed", "rollout", "reward", "evaluation", "prompts", "plugins")
-_FREE = (
-    *MACHINERY,
+_MUTABLE = (
+    *RUNTIME,
     "rollout.temperature",  # that of the evaluation counts
     *(f"rollout.anneal.{name}" for name in AnnealConfig.model_fields),  # of training alone
     "rollout.top_p",
@@ -72,8 +72,12 @@ class Weights:
 @dataclass
 class StoredWeights:
     """Weights on the disk in the role of a policy that gives them to an engine: every rank reads
-    all of them, one tensor at a time. ``model``: the HF directory that says their architecture;
-    ``dtype``: of the engine, which takes this or float32."""
+    all of them, one tensor at a time.
+
+    Attributes:
+        model: the HF directory that has their architecture.
+        dtype: of the engine, which takes this or float32.
+    """
 
     weights: Weights
     model: Path
@@ -206,7 +210,7 @@ def _chosen(run: Path, steps: str, model: Path) -> tuple[Weights, ...]:
 
 
 def _saved(run: Path) -> dict[int, Weights]:
-    """What a run has kept, by step; warns of checkpoints that are not whole."""
+    """The checkpoints and exports of a run, by step; warns of incomplete checkpoints."""
     found = {}
     for path in [*directory.steps(run / EXPORTS), *directory.steps(run / CHECKPOINTS)]:
         step = directory.step_of(path)
@@ -227,5 +231,5 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Differen
     return [
         Difference(key, before.get(key), now.get(key))
         for key in sorted(before.keys() | now.keys())
-        if key not in _FREE and before.get(key) != now.get(key)
+        if key not in _MUTABLE and before.get(key) != now.get(key)
     ]

@@ -70,7 +70,7 @@ def build_evaluator(
 
 
 def judged(responses: Responses) -> Judged:
-    """What the metrics of an evaluation are made of."""
+    """The columns from which the metrics of an evaluation are computed."""
     scores = responses.scores
     return Judged(
         group_ids=responses.group_ids,

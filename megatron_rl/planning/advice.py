@@ -8,17 +8,17 @@ from dataclasses import fields
 from megatron_rl.config.schema import Config
 from megatron_rl.planning.engine_memory import GIB
 from megatron_rl.planning.memory import StageMemory
-from megatron_rl.planning.phases import ON_HOST, STATES, Demand, Room, demands, host_copies
+from megatron_rl.planning.phases import ON_HOST, STATES, Demand, MemoryBudget, demands, host_copies
 from megatron_rl.planning.workload import longest_sequence
 
 
-def describe(stages: Sequence[StageMemory], config: Config, room: Room) -> str:
+def describe(stages: Sequence[StageMemory], config: Config, budget: MemoryBudget) -> str:
     """The plan in one line.
 
     Example: "memory plan of a rank in GiB (pipeline stage 0): weights 3.55, gradients 7.09, ...; in
     all: training 32.10 of 79.10, ...".
     """
-    wanted = list(demands(stages, config, room))
+    wanted = list(demands(stages, config, budget))
     stage = wanted[0].stage  # the fullest one of the first phase
     counted = {"reference"}.union(*(demand.parts for demand in wanted))
     sizes = [
@@ -40,25 +40,25 @@ def _in_all(demand: Demand) -> str:
     return text
 
 
-def problems(stages: Sequence[StageMemory], config: Config, room: Room) -> list[str]:
+def problems(stages: Sequence[StageMemory], config: Config, budget: MemoryBudget) -> list[str]:
     """One message for each phase that does not fit: how much, of what most, which key to change."""
     messages = []
     # Servers have their memory elsewhere.
     if stages[0].kv_cache == 0 and not config.source.is_servers:
         stage = stages[0]
-        messages.append(no_cache(stage.engine_weights, stage.engine_sampler, config, room))
-    for demand in demands(stages, config, room):
+        messages.append(no_cache(stage.engine_weights, stage.engine_sampler, config, budget))
+    for demand in demands(stages, config, budget):
         if demand.has_gib is not None and demand.need_gib > demand.has_gib:
             messages.append(_does_not_fit(demand, config))
     return messages
 
 
-def no_cache(weights: int, sampler: int, config: Config, room: Room) -> str:
-    """Of an engine whose bytes of weights and sampler leave no room for a cache."""
+def no_cache(weights: int, sampler: int, config: Config, budget: MemoryBudget) -> str:
+    """The message for an engine whose weights and sampler leave no memory for a cache."""
     rollout = config.rollout
     return (
         f"rollout.gpu_memory_utilization = {rollout.gpu_memory_utilization}: of"
-        f" {room.device_gib:.1f} GiB it leaves nothing for keys and values beside"
+        f" {budget.device_gib:.1f} GiB it leaves nothing for keys and values beside"
         f" {weights / GIB:.1f} GiB of weights and {sampler / GIB:.1f} GiB"
         f" of the sampler; raise it, or rollout.tensor (now {rollout.tensor}), or"
         f" {_fewer_sequences(config)}"
@@ -104,7 +104,7 @@ def _weights_must_stay(phase: str, config: Config) -> bool:
 
 
 def shrinks(part: str, config: Config) -> Iterator[str]:
-    """What would make ``part`` smaller: keys that are not at their best value yet."""
+    """Settings that would make ``part`` smaller and are not at their best value yet."""
     parallel = config.parallel
     rollout = config.rollout
     if part == "activations":

@@ -16,7 +16,7 @@ from megatron_rl.models import read_architecture
 from megatron_rl.planning import memory
 from megatron_rl.planning.advice import describe, problems
 from megatron_rl.planning.engine_memory import GIB
-from megatron_rl.planning.phases import Room
+from megatron_rl.planning.phases import MemoryBudget
 from megatron_rl.planning.workload import workload
 from megatron_rl.policy.batches.work_model import WorkModel
 from megatron_rl.policy.hardware import this_machine
@@ -36,17 +36,19 @@ def check_memory(config: Config, world: World) -> None:
         ConfigError: the layout is impossible, or (with ``memory.enforce``) a phase needs more than
             there is; the same on every rank.
     """
-    room = smallest_room(world)
-    stages = plan(config, world.size, room, fused=this_machine().transformer_engine is not None)
-    logger.info("%s", describe(stages, config, room))
-    too_large = problems(stages, config, room)
+    budget = smallest_budget(world)
+    stages = plan(config, world.size, budget, fused=this_machine().transformer_engine is not None)
+    logger.info("%s", describe(stages, config, budget))
+    too_large = problems(stages, config, budget)
     if too_large and config.memory.enforce:
         raise ConfigError(too_large, "the memory plan (memory.enforce=false starts all the same)")
     for problem in too_large:
         logger.warning("memory.enforce = False, though %s", problem)
 
 
-def plan(config: Config, world_size: int, room: Room, *, fused: bool) -> list[memory.StageMemory]:
+def plan(
+    config: Config, world_size: int, budget: MemoryBudget, *, fused: bool
+) -> list[memory.StageMemory]:
     """Memory of a rank of each pipeline stage; ``fused``: layers of Transformer Engine.
 
     Raises:
@@ -64,7 +66,7 @@ def plan(config: Config, world_size: int, room: Room, *, fused: bool) -> list[me
         keep_reference=method.needs.ref_logprobs,
     )
     stages = memory.plan(
-        arch, config.parallel, config.precision, config.rollout, load, room.device_gib
+        arch, config.parallel, config.precision, config.rollout, load, budget.device_gib
     )
     if config.source.is_servers:
         return [_beside_servers(stage, config) for stage in stages]
@@ -84,7 +86,7 @@ def _beside_servers(stage: memory.StageMemory, config: Config) -> memory.StageMe
     )
 
 
-def smallest_room(world: World) -> Room:
+def smallest_budget(world: World) -> MemoryBudget:
     """Collective: the memory of the smallest device and the smallest share of a host.
 
     The ranks of a host share its memory equally.
@@ -95,5 +97,5 @@ def smallest_room(world: World) -> Room:
         device = torch.cuda.get_device_properties("cuda").total_memory / GIB
     devices, hosts = zip(*world.all_gather((device, host)), strict=True)
     if torch.cuda.is_available():
-        return Room("cuda", min(devices), min(hosts))
-    return Room("cpu", min(devices))
+        return MemoryBudget("cuda", min(devices), min(hosts))
+    return MemoryBudget("cpu", min(devices))

@@ -41,7 +41,7 @@ def idle_share(rows: int, ranks: int) -> float:
 
 
 def idle_warning(config: Config, world_size: int) -> str | None:
-    """What to say of a run whose ranks will wait for each other; None where they will not."""
+    """A warning about ranks that will wait for each other; None where they will not."""
     batch = config.batch
     ranks = world_size // replica_ranks(config.parallel)
     rows = batch.prompts_per_minibatch * batch.responses_per_prompt

@@ -1,4 +1,4 @@
-"""What a rank holds for the engine, in bytes: weights, the sampler's state, key-value cache, and
+"""Memory of the engine on a rank, in bytes: weights, the sampler's state, key-value cache, and
 what its sleep keeps.
 
 Weights are in ``rollout.dtype``; with ``rollout.quantization`` the matrices of its layers have one
@@ -47,10 +47,12 @@ LARGE_DEVICE_GIB = 70
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes of one rank, by purpose.
+    """Bytes of the engine on one rank, by purpose.
 
-    ``sampler``: see ``sampler_tables``; ``unquantized``: the weights as they arrive, before any
-    layer is quantized; ``backup``: see ``engine_backup_bytes``.
+    Attributes:
+        sampler: see ``sampler_tables``.
+        unquantized: the weights as they arrive, before any layer is quantized.
+        backup: see ``engine_backup_bytes``.
     """
 
     weights: int
@@ -107,7 +109,7 @@ def engine_weight_bytes(arch: Architecture, rollout: RolloutConfig) -> int:
 
 
 def _matrix_bytes(rollout: RolloutConfig) -> int:
-    """Of one number in a matrix of a layer."""
+    """Bytes of one number in a matrix of a layer."""
     if rollout.quantization is not None:
         return QUANTIZED_BYTES
     return ITEM_BYTES[rollout.dtype]

@@ -17,14 +17,17 @@ from megatron_rl.planning.workload import Workload
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes on one rank of pipeline stage ``stage``, by purpose.
+    """Bytes on one rank of a pipeline stage, by purpose.
 
-    ``logits``: the live chunk and the head's float32 gradient; ``reference``: the starting weights,
-    which are kept on the host (a pass with them borrows the gradients' memory); ``fp8_copies``:
-    what FP8 layers keep of their weights between passes; ``engine_sampler``: of the sampler of
-    GPUs; ``engine_unquantized``: the engine's weights before they are quantized;
-    ``engine_backup``: what a sleeping engine keeps of its weights on the host;
-    ``checkpoint_copy``: this rank's share of a checkpoint, on the host while threads write it.
+    Attributes:
+        logits: the live chunk and the head's float32 gradient.
+        reference: the starting weights, which are kept on the host (a pass with them borrows the
+            gradients' memory).
+        fp8_copies: copies of weights that FP8 layers keep between passes.
+        engine_sampler: of the sampler of GPUs.
+        engine_unquantized: the engine's weights before they are quantized.
+        engine_backup: weights that a sleeping engine keeps on the host.
+        checkpoint_copy: this rank's share of a checkpoint, on the host while threads write it.
     """
 
     stage: int

@@ -1,4 +1,4 @@
-"""How many parameters a rank holds, counted over the parameter map: exact, and without a tensor."""
+"""Parameter counts of a rank over the parameter map: exact, and without a tensor."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def engine_counts(arch: Architecture, rollout: RolloutConfig, which: Which = eve
 
 
 def experts_of_rank(arch: Architecture, rollout: RolloutConfig) -> tuple[int, int]:
-    """How many experts of a layer a rank of the engine holds, and over how many ranks each is
+    """The number of experts of a layer on a rank of the engine, and of the ranks over which each is
     cut."""
     if rollout.expert_parallel:
         return math.ceil(arch.num_experts / rollout.tensor), 1
@@ -119,7 +119,7 @@ def _count(
 
 
 def _expert_count(arch: Architecture, tensor: int, which: Which) -> int:
-    """Of one expert of one layer; 0 for a dense model."""
+    """Parameters of one expert of one layer; 0 for a dense model."""
     if not arch.num_experts:
         return 0
     return _count(expert_parameters(arch, 0, 0), arch, 0, tensor, which)

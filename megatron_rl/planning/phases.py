@@ -1,4 +1,4 @@
-"""What is in memory at the same time: the phases of a step, and what each asks of a rank."""
+"""The phases of a step, and the memory that each needs on a rank."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ ON_HOST = ("host copies", "checkpoint")  # phases beside a CUDA device
 
 
 @dataclass(frozen=True)
-class Room:
-    """What a rank may use, in GiB.
+class MemoryBudget:
+    """The memory that a rank may use, in GiB.
 
-    On ``kind`` cpu the device is this rank's share of the host's memory; ``host_gib``: that share
-    beside a CUDA device (None: not checked).
+    Attributes:
+        device_gib: of the device; on ``kind`` cpu this rank's share of the host's memory.
+        host_gib: the share of the host beside a CUDA device; None: not checked.
     """
 
     kind: Literal["cuda", "cpu"]
@@ -44,7 +45,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a phase asks of a rank of its fullest stage, and what that rank has, in GiB.
+    """The memory that a phase needs on a rank of its fullest stage, and that there is, in GiB.
 
     ``has_gib`` None: not known.
     """
@@ -66,7 +67,7 @@ def host_copies(config: Config) -> tuple[str, ...]:
 
 
 def phases(config: Config, kind: str) -> dict[str, tuple[str, ...]]:
-    """Which fields of StageMemory are held at a time.
+    """The fields of StageMemory that are held in each phase.
 
     On a CUDA device: while the policy trains, while weights go to the engine, and while it
     generates; on its host: copies at all times, and more while a checkpoint is written or read.
@@ -131,7 +132,7 @@ def _checkpoint_copy(config: Config) -> tuple[str, ...]:
 
 
 def overhead_gib(phase: str, kind: str) -> float:
-    """What is held in ``phase`` beside the tensors."""
+    """The memory held in ``phase`` besides tensors."""
     if phase in ON_HOST:
         return 0.0
     return OVERHEAD_GIB[kind] + ENGINE_KEEPS_GIB[kind]
@@ -142,11 +143,13 @@ def needed_gib(stage: StageMemory, names: Sequence[str], overhead_gib: float = 0
     return sum(getattr(stage, name) for name in names) / GIB + overhead_gib
 
 
-def demands(stages: Sequence[StageMemory], config: Config, room: Room) -> Iterator[Demand]:
+def demands(
+    stages: Sequence[StageMemory], config: Config, budget: MemoryBudget
+) -> Iterator[Demand]:
     """One for each of ``phases``."""
-    for phase, parts in phases(config, room.kind).items():
+    for phase, parts in phases(config, budget.kind).items():
         # Another stage in each phase: the first has the embedding, the last logits and the head.
         fullest = max(stages, key=lambda stage: needed_gib(stage, parts))
-        need = needed_gib(fullest, parts, overhead_gib(phase, room.kind))
-        has = room.host_gib if phase in ON_HOST else room.device_gib
+        need = needed_gib(fullest, parts, overhead_gib(phase, budget.kind))
+        has = budget.host_gib if phase in ON_HOST else budget.device_gib
         yield Demand(phase, parts, fullest, need, has)

@@ -1,4 +1,4 @@
-"""What a rank of each pipeline stage holds for the policy, in bytes.
+"""Memory of the policy on a rank of each pipeline stage, in bytes.
 
 Weights, gradients and optimizer are exact sums over the parameters of a stage. Activations are what
 a layer saves for its backward with fused attention. FP8 layers keep bfloat16 weights and copies of
@@ -107,7 +107,7 @@ def _share(count: Counts, parallel: ParallelConfig, world_size: int) -> int:
 def _checkpoint_bytes(
     count: Counts, learning: Counts, parallel: ParallelConfig, item_bytes: int, load: Workload
 ) -> int:
-    """What a rank copies to write its share of a checkpoint while the run goes on."""
+    """Bytes that a rank copies to write its share of a checkpoint in the background."""
     all_of_them = _share(count, parallel, load.world_size)
     trained = _share(learning, parallel, load.world_size)
     frozen = all_of_them - trained  # weights alone
@@ -120,7 +120,7 @@ def _checkpoint_bytes(
 def _activation_bytes(
     arch: Architecture, parallel: ParallelConfig, stage: int, item_bytes: int, load: Workload
 ) -> int:
-    """At the fullest moment of the schedule; never more than the whole minibatch has."""
+    """Bytes at the fullest moment of the schedule; at most those of the whole minibatch."""
 
     def of_a_layer(tokens: int) -> int:
         return layer_activations(arch, parallel, tokens, item_bytes, load.fused)

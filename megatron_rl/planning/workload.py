@@ -1,4 +1,4 @@
-"""What a run asks of a rank: how many tokens it processes at a time, and beside how many others."""
+"""The workload of a rank: tokens that it processes at a time, and sequences."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from megatron_rl.policy.passes.logprobs import LOGPROB_CHUNK_TOKENS
 class Workload:
     """The numbers that decide activations, logits and the share of the optimizer.
 
-    ``tokens_per_microbatch``: the largest micro-batch of a data-parallel rank;
-    ``tokens_per_minibatch``: all its sequences at their longest; ``fused``: layers of Transformer
-    Engine.
+    Attributes:
+        tokens_per_microbatch: the largest micro-batch of a data-parallel rank.
+        tokens_per_minibatch: all its sequences at their longest.
+        fused: layers of Transformer Engine.
     """
 
     world_size: int

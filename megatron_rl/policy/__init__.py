@@ -1,4 +1,4 @@
-"""The policy: the only room that imports megatron."""
+"""The policy: the only package that imports megatron."""
 
 import warnings
 

@@ -44,7 +44,11 @@ AnswerRow = Mapping[str, Any]  # a value for each column of SCHEMA
 
 
 class AnswerFile:
-    """The responses of one step. ``weights``: a fingerprint of what answers, kept in the file."""
+    """The file of the responses of one step.
+
+    Attributes:
+        weights: a fingerprint of the weights that answer, kept in the file.
+    """
 
     def __init__(self, folder: Path, step: int, weights: str) -> None:
         self.path = step_path(folder, step).with_suffix(_SUFFIX)
@@ -101,7 +105,7 @@ class AnswerFile:
                 yield pa.Table.from_batches([batch], self._schema)
 
     def judged(self) -> Judged:
-        """What the metrics are made of; no texts are read but extracted answers."""
+        """The columns that metrics are computed from; extracted answers are the only texts."""
         read = _opened(self.path).read(_JUDGED)
         values = {name: read.column(name).to_pylist() for name in _JUDGED}
         # Prompts are numbered as they come: uids b, b, a, a give group_ids 0, 0, 1, 1.

@@ -1,4 +1,4 @@
-"""What an evaluation says of a model: accuracy, pass@k, maj@n, lengths, and how sure it is."""
+"""Metrics of an evaluation: accuracy, pass@k, maj@n, lengths, and their intervals."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ _TOKENS = "eval/response_tokens_mean"
 
 @dataclass(frozen=True)
 class Judged:
-    """Responses to held-out prompts as they were judged, one row each, in canonical (prompt,
-    response) order. ``group_ids``: the number of the prompt, from 0 on. ``extracted``: see
-    ``rewards.base.Verdict``.
+    """Scored responses to held-out prompts, one row each, in canonical (prompt, response) order.
 
     Example, two responses to one prompt: ``Judged(np.array([0, 0]), ["gsm8k", "gsm8k"],
     np.array([True, False]), np.array([1.0, 0.0]), np.array([5, 7]), np.array([False, False]),
     ["12", "13"])``.
+
+    Attributes:
+        group_ids: the number of the prompt, from 0 on.
+        extracted: see ``rewards.base.Verdict``.
     """
 
     group_ids: Int[np.ndarray, " rows"]

@@ -1,4 +1,4 @@
-"""How sure a mean is: intervals over seeds or prompts.
+"""Confidence intervals of a mean over seeds or prompts.
 
 Two answers, because neither is right alone. The bootstrap assumes nothing about the distribution,
 but with few values it is too narrow: of five values it holds the mean about 84 times in 100, not 95

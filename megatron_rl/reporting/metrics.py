@@ -7,7 +7,11 @@ from typing import NamedTuple
 
 
 class Metric(NamedTuple):
-    """What a key stands for. ``unit`` is empty for numbers without one."""
+    """The meaning of a metric key.
+
+    Attributes:
+        unit: empty for numbers without one.
+    """
 
     meaning: str
     unit: str = ""
@@ -63,7 +67,7 @@ TABLE: Mapping[str, Metric] = {
         "tokens",
     ),
     "source/open_tokens": Metric(
-        "partial rollouts only: of groups that go on in the next step", "tokens"
+        "partial rollouts only: of groups that continue in the next step", "tokens"
     ),
     "source/servers": Metric("servers only: those at work", "servers"),
     "source/lost_servers": Metric("servers only: given up since the start", "servers"),
@@ -166,7 +170,7 @@ TABLE: Mapping[str, Metric] = {
 
 
 def metric(key: str) -> Metric | None:
-    """What ``key`` stands for: its own entry, else that of its longest prefix; None without one."""
+    """The entry of ``key`` in the table, else that of its longest prefix; None without one."""
     if key in TABLE:
         return TABLE[key]
     prefixes = [prefix for prefix in TABLE if prefix.endswith("/") and key.startswith(prefix)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -19,31 +18,31 @@ def check_rows(path: Path) -> None:
         pass
 
 
-def set_aside(path: Path, last: int) -> Path | None:
-    """Moves the rows of steps after ``last``, which a run is going to repeat, into a new file.
+def archive_rows(path: Path, last: int) -> Path | None:
+    """Moves the rows of steps after ``last``, which a run is going to overwrite, to the end of
+    ``NAME.overwritten.jsonl``. A line that was cut off goes with them.
 
-    Returns that file, None where there is no such row. A line that was cut off goes with them. Both
-    files are whole at any moment: the rows are copied first, then a shorter file replaces the old.
+    No row is lost at any moment: the rows are copied first, then a shorter file replaces the old.
 
-    Example: ``set_aside(run / "metrics.jsonl", 20)`` gives
-    ``run / "metrics.from-step-21.1.jsonl"``.
+    Returns:
+        That file, None where there is no such row.
     """
     kept = []
-    repeated = []
+    overwritten = []
     for step, line in _steps(path):
         if step is not None and step <= last:
             kept.append(line)
         else:
-            repeated.append(line)
-    if not repeated:
+            overwritten.append(line.rstrip("\n") + "\n")
+    if not overwritten:
         return None
     # A kill between the two leaves the rows in both files: better twice than nowhere.
-    aside = _unused(path, last + 1)
-    _write(aside, repeated)
+    archive = path.with_name(f"{path.stem}.overwritten{path.suffix}")
+    _write(archive, overwritten, "a")
     shorter = path.with_name(f"{path.name}.tmp-partial")
-    _write(shorter, kept)
+    _write(shorter, kept, "w")
     shorter.replace(path)
-    return aside
+    return archive
 
 
 def _steps(path: Path) -> Iterator[tuple[int | None, str]]:
@@ -67,24 +66,15 @@ def _steps(path: Path) -> Iterator[tuple[int | None, str]]:
                 return
             raise ValueError(
                 f"{path}: line {number} is damaged ({type(error).__name__}: {error}); repair or "
-                "delete that line, or move the file away: the run then goes on without its rows"
+                "delete that line, or move the file away: the run then continues without its rows"
             ) from None
         # A last row that was cut off just before its line break is whole. With the break a row that
         # is appended gets a line of its own.
         yield step, line if line.endswith("\n") else line + "\n"
 
 
-def _unused(path: Path, step: int) -> Path:
-    """The first of ``NAME.from-step-STEP.1.jsonl``, ``...2.jsonl``, ... that does not exist."""
-    for number in itertools.count(1):
-        unused = path.with_name(f"{path.stem}.from-step-{step}.{number}{path.suffix}")
-        if not unused.exists():
-            return unused
-    raise AssertionError("unreachable")
-
-
-def _write(path: Path, lines: list[str]) -> None:
-    with path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+def _write(path: Path, lines: list[str], mode: str) -> None:
+    with path.open(mode, encoding="utf-8", errors="surrogateescape", newline="") as file:
         file.writelines(lines)
         file.flush()
         os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl, the console, TensorBoard. Only rank 0 writes."""
+"""Destinations of metrics: metrics.jsonl, the console, TensorBoard. Only rank 0 writes."""
 
 from __future__ import annotations
 

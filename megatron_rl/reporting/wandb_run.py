@@ -20,8 +20,12 @@ WandbMode = Literal["offline", "online"]
 
 @dataclass(frozen=True)
 class WandbSettings:
-    """Where a run stands in wandb. ``mode``: ``offline`` needs no account and writes below
-    ``run_dir/wandb``; ``group`` holds the runs of one variant of a comparison."""
+    """The place of a run in wandb.
+
+    Attributes:
+        mode: ``offline`` needs no account and writes below ``run_dir/wandb``.
+        group: holds the runs of one variant of a comparison.
+    """
 
     project: str
     mode: WandbMode
@@ -32,7 +36,7 @@ class WandbSettings:
 
 
 class WandbRun:
-    """Logs to the wandb run of a folder: a start that goes on writes to the same one."""
+    """Logs to the wandb run of a folder: a start that continues writes to the same one."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Task:
-    """What a verifier or a reward function sees of a prompt.
+    """The part of a prompt that a verifier or a reward function sees.
 
     Example: ``Task("train:7", answer="12", data_source="chain_sum", extra={}, text="5 + 7 =")``.
     """
@@ -33,13 +33,14 @@ _LONGEST_EXTRACTED = 128
 class Verdict:
     """Accuracy of one answer, in [0, 1].
 
-    ``problem`` says why the verifier could not judge; accuracy is then 0. ``extracted`` is what was
-    judged, in a form in which equal answers are equal texts: the vote of a response in maj@n. ""
-    is a response in which there is no answer, which does not vote; None is for verifiers that name
-    no answer (programs): there is no maj@n then. Of a text longer than ``_LONGEST_EXTRACTED``
-    characters the end is replaced by a digest of the whole.
-
     Example: ``Verdict(1.0, extracted="7")``; ``Verdict(0.0, "ValueError: not a number")``.
+
+    Attributes:
+        problem: why the verifier could not judge; accuracy is then 0.
+        extracted: the answer in a form in which equal answers are equal texts: the vote of a
+            response in maj@n. "": the response has no answer and does not vote. None: verifiers
+            that name no answer (programs), and no maj@n. Of a text longer than
+            ``_LONGEST_EXTRACTED`` characters the end is replaced by a digest of the whole.
     """
 
     accuracy: float

@@ -44,15 +44,17 @@ def _listed(sources: Sequence[str]) -> str:
 
 
 class WeightedReward:
-    """reward = accuracy_weight * accuracy + format_weight * format.
+    """The reward of a run: accuracy_weight * accuracy + format_weight * format.
 
     ``accuracy`` is the verifier's; ``format`` is 1 when the whole response matches
-    ``format_pattern``. A response is judged by its text alone, truncated or not: penalties for
+    ``format_pattern``. A response is scored by its text alone, truncated or not: penalties for
     length belong to the method. With ``reward.function`` its reward replaces accuracy in the sum.
-    ``problems`` counts the reasons why responses could not be judged.
 
     Only verifiers that are marked ``in_process`` parse responses in this process; everything else
-    happens in the workers of ``rewards.pool``, within their limits.
+    happens in the workers of ``rewards.workers``, within their limits.
+
+    Attributes:
+        problems: counts of the reasons why responses could not be scored.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ def _not_a_number(task: Task) -> str:
 
 
 def _remedy(answer: str) -> str:
-    """What to set for the form of this answer."""
+    """The setting that fits the form of this answer."""
     if "####" in answer:
         return "the number is behind a marker: type " + typed("data.answer_after", "####")
     if "\\boxed" in answer:

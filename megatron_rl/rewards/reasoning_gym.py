@@ -68,7 +68,7 @@ class GeneratedVerifier(Verifier):
         return [problem for problem in problems if problem is not None]
 
     def _problem(self, task: Task) -> str | None:
-        """Why prompts of this data source cannot be judged; None when they can."""
+        """The reason why prompts of this data source cannot be scored; None when they can."""
         if not task.data_source.startswith(PREFIX):
             return (
                 f"data source {task.data_source!r} ({task.uid}) is no {PREFIX}<task>; choose"

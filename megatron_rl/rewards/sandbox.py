@@ -92,7 +92,7 @@ class Sandbox:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Killed first: closing a pipe makes a program that reads it go on.
+        # Killed first: closing a pipe makes a program that reads it continue.
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
@@ -182,7 +182,7 @@ def command(kind: str) -> list[str]:
 
 @functools.cache
 def refusal(kind: str) -> str | None:
-    """Why programs cannot run in a sandbox of this kind on this machine; None when they can.
+    """The reason why programs cannot run in such a sandbox on this machine; None when they can.
 
     Runs one to find out.
     """

@@ -1,4 +1,4 @@
-"""Checks before policy and engine are built: folder, room on the disk, checkpoint, keys."""
+"""Checks before policy and engine are built: folder, disk space, checkpoint, keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.models import read_architecture
 from megatron_rl.models.base import vision_problems
 from megatron_rl.reporting.row_file import check_rows
-from megatron_rl.run.start import CHECKPOINTS, EXPORTS, METRICS, SAMPLES, Start
+from megatron_rl.run.start import CHECKPOINTS, EXPORTS, METRICS, SAMPLES, ResumePoint
 from megatron_rl.runtime import disk
 from megatron_rl.runtime.guard import lock
 from megatron_rl.runtime.guard.failed_host import FAILED_HOST
@@ -43,7 +43,7 @@ def claim(config: Config, launch_id: str) -> None:
         check_rows(folder / name)
 
 
-def check_before_build(config: Config, start: Start, keep_reference: bool) -> None:
+def check_before_build(config: Config, start: ResumePoint, keep_reference: bool) -> None:
     """An engine can be built here, the checkpoint fits the model, the disk has room, services have
     their keys (rank 0).
 

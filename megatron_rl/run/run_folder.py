@@ -3,15 +3,16 @@
 ``config.json`` (resolved configuration, versions, commit), ``metrics.jsonl``, ``samples.jsonl``,
 ``checkpoints/step_NNNNNN``, ``export`` (HF), ``exports/step_NNNNNN``, ``best.json``,
 ``curves.png``, ``tensorboard/``; ``changes.jsonl`` where a start with other settings was allowed;
-``*.from-step-N.K.jsonl``: rows of steps that a later start repeated; ``requeue`` while a preempted
-run waits to go on; ``failed_host``, the machine on which the last start failed, until the next;
-``.lock``, held by the live run.
+``*.overwritten.jsonl``: rows of steps that a later start repeated; ``requeue`` while a preempted
+run waits to be resumed; ``failed_host``, the machine on which the last start failed, until the
+next; ``.lock``, held by the live run.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
@@ -26,7 +27,7 @@ from megatron_rl.protocols import Policy, RolloutSource, Saving
 from megatron_rl.reporting.figures import draw_curves
 from megatron_rl.reporting.metrics_file import read_metrics
 from megatron_rl.reporting.report import report
-from megatron_rl.reporting.row_file import set_aside
+from megatron_rl.reporting.row_file import archive_rows
 from megatron_rl.reporting.sinks import (
     ConsoleLine,
     Metrics,
@@ -45,8 +46,8 @@ from megatron_rl.run.start import (
     METRICS,
     REQUEUE,
     SAMPLES,
-    Start,
-    find_start,
+    ResumePoint,
+    find_resume_point,
     has_best,
     results,
     scores_until,
@@ -77,14 +78,14 @@ class RunFolder:
         self.signals = signals or Signals()
         self._writers: list[Callable[[Metrics], None]] = []
         self._wandb: WandbRun | None = None
-        self._start: Start | None = None
+        self._start: ResumePoint | None = None
         self._record: dict[str, Any] = {}
         self.scores = Scores(config.checkpoint.best_metric, config.evaluation.stop_after)
         self._saving: tuple[int, Saving] | None = None  # its step, and where it is
         self._saved_at = monotonic()  # read on rank 0
 
-    def prepare(self, data: str | None = None) -> Start:
-        """Collective: takes the folder for this run and finds where it goes on. Before the engines
+    def prepare(self, data: str | None = None) -> ResumePoint:
+        """Collective: takes the folder for this run and finds where it resumes. Before the engines
         are built, which takes long.
 
         Args:
@@ -98,7 +99,7 @@ class RunFolder:
         world.from_main(lambda: claim(config, world.launch_id))
         failure.STATE.failed_host = self.path / FAILED_HOST
         self._record = world.from_main(lambda: describe(config, world.size, data))
-        self._start = find_start(config, world, self._record)
+        self._start = find_resume_point(config, world, self._record)
         return self._start
 
     def resume(self, policy: Policy, source: RolloutSource) -> int:
@@ -110,7 +111,7 @@ class RunFolder:
             self._restore_data(source, extra)
             states = extra["random_states"]
             random_state.restore(states[self._world.rank % len(states)])
-            start = Start(start.checkpoint, extra["step"], start.changes)
+            start = ResumePoint(start.checkpoint, extra["step"], start.changes)
         if self._world.is_main:
             self._open(start)
         self.scores = self._world.from_main(lambda: scores_until(self._config, start.step))
@@ -144,7 +145,7 @@ class RunFolder:
 
         Args:
             wait: until it is whole; else, with ``checkpoint.background``, it is written while the
-                run goes on, and ``check_save`` tells how that went.
+                run continues, and ``check_save`` tells how that went.
         """
         self.check_save(wait=True)
         states = self._world.all_gather(random_state.capture())
@@ -277,10 +278,10 @@ class RunFolder:
                 raise
             logger.warning("resume.changed = allow: the prompts start anew (%s)", first_line(error))
 
-    def _open(self, start: Start) -> None:
+    def _open(self, start: ResumePoint) -> None:
         config = self._config
         wanted = config.logging
-        self._set_aside(start)
+        self._archive(start)
         self._note_changes(start)
         # Of a run that was made longer: a folder with the figure is taken for one that has ended.
         (self.path / "curves.png").unlink(missing_ok=True)
@@ -313,8 +314,8 @@ class RunFolder:
             self._wandb.close(failed=failed)
             self._wandb = None
 
-    def _set_aside(self, start: Start) -> None:
-        """Moves aside what the run is going to repeat: rows, and checkpoints later than the one
+    def _archive(self, start: ResumePoint) -> None:
+        """Archives what the run is going to overwrite: rows, and checkpoints later than the one
         that was chosen."""
         last = -1
         why = "no checkpoint covers them"
@@ -322,30 +323,33 @@ class RunFolder:
             last = start.step
             why = f"they come after {start.checkpoint.name}"
         for name in (METRICS, SAMPLES):
-            aside = set_aside(self.path / name, last)
-            if aside is not None:
+            archive = archive_rows(self.path / name, last)
+            if archive is not None:
                 logger.info(
-                    "%s: rows from step %d on were moved to %s: %s and are repeated",
+                    "%s: rows from step %d on were moved to %s: %s and are overwritten",
                     name,
                     last + 1,
-                    aside,
+                    archive,
                     why,
                 )
+        archive = self.path / f"{CHECKPOINTS}.overwritten"
         for path in later_steps(self.path / CHECKPOINTS, start.step):
-            aside = _unused(self.path / f"{CHECKPOINTS}.from-step-{start.step + 1}", path.name)
-            aside.parent.mkdir(exist_ok=True)
-            path.rename(aside)
+            archive.mkdir(exist_ok=True)
+            # Of a step that is overwritten for the second time the later one stays.
+            shutil.rmtree(archive / path.name, ignore_errors=True)
+            path.rename(archive / path.name)
             logger.info(
-                "checkpoint %s was moved to %s: the run goes on from an earlier step",
+                "checkpoint %s was moved to %s: the run resumes from an earlier step",
                 path.name,
-                aside,
+                archive,
             )
 
-    def _note_changes(self, start: Start) -> None:
+    def _note_changes(self, start: ResumePoint) -> None:
         if not start.changes:
             return
         logger.warning(
-            "resume.changed = allow: the run goes on with other settings:%s", listed(start.changes)
+            "resume.changed = allow: the run continues with other settings:%s",
+            listed(start.changes),
         )
         with (self.path / "changes.jsonl").open("a", encoding="utf-8") as file:
             for change in start.changes:
@@ -363,11 +367,3 @@ def _replace(path: Path, text: str) -> None:
     partial = path.with_name(f"{path.name}{PARTIAL}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
-
-
-def _unused(folder: Path, name: str) -> Path:
-    """``folder.K/name`` for the first K that is free."""
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.{number}") / name).exists():
-        number += 1
-    return aside

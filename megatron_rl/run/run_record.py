@@ -1,4 +1,4 @@
-"""What a run folder says about its run, and whether another start is the same run.
+"""The record of a run in its folder, and whether another start is the same run.
 
 The rule: a key may change between two starts when it does not change what is trained: how long,
 where it runs, how it is laid out over processes, what is watched, logged, evaluated and kept. Every
@@ -33,7 +33,7 @@ PACKAGES = (
     "hydra-core",
 )
 # Sections and keys that no step is computed from.
-ASIDE = (
+NON_TRAINING = (
     "run_dir",
     "resume",
     "checkpoint",
@@ -47,7 +47,7 @@ ASIDE = (
     "weight_sync",
 )
 # How engines and verifiers work, not what comes out of them.
-MACHINERY = (
+RUNTIME = (
     "rollout.tensor",
     "rollout.pipeline",
     "rollout.expert_parallel",
@@ -64,15 +64,15 @@ MACHINERY = (
     "reward.num_workers",
 )
 # Everything in and below these may change. Model and data have rules of their own.
-FREE = (
-    *ASIDE,
+MUTABLE = (
+    *NON_TRAINING,
     "trainer.num_steps",
     "batch.tokens_per_microbatch",
     "batch.share_prompts",
     "model.make_vocab_divisible_by",
     "parallel",
     "precision.adam",
-    *MACHINERY,
+    *RUNTIME,
 )
 BY_CONTENT = ("model.path", "data")
 # How the same prompts are mixed and ordered is no part of their content.
@@ -175,7 +175,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Differen
     for key in _comparable(before, now):
         old_value = before.get(key, SECTION)
         new_value = now.get(key, SECTION)
-        passed_over = within(key, (*FREE, *BY_CONTENT, *NOT_SETTINGS)) and key not in ORDER
+        passed_over = within(key, (*MUTABLE, *BY_CONTENT, *NOT_SETTINGS)) and key not in ORDER
         if old_value != new_value and not passed_over:
             changes.append(Difference(key, old_value, new_value))
     changes += _content(before, now, MODEL, "model.path")

@@ -1,4 +1,4 @@
-"""Where a run starts: from which checkpoint, whether that is the same run, or it is over."""
+"""The resume point of a run: its checkpoint, whether it is the same run, or whether it is over."""
 
 from __future__ import annotations
 
@@ -25,15 +25,20 @@ CHECKPOINTS = "checkpoints"
 EXPORTS = "exports"
 STACKS = "stacks"
 LOGS = "logs"
-REQUEUE = "requeue"  # while a run that was stopped on request waits to go on
+REQUEUE = "requeue"  # while a run that was stopped on request waits to be resumed
 LARGE_BYTES = 10**10
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Start:
-    """After ``step``, from ``checkpoint`` (None: from the model). ``changes``: settings that differ
-    from those of the run so far, and are allowed to."""
+class ResumePoint:
+    """The checkpoint and step from which a run starts.
+
+    Attributes:
+        checkpoint: None: from the model.
+        step: the last one that is done.
+        changes: settings that differ from those of the run so far, and are allowed to.
+    """
 
     checkpoint: Path | None
     step: int
@@ -53,7 +58,7 @@ def finished_already(config: Config, world: World) -> bool:
 
 
 def finished_text(config: Config) -> str | None:
-    """What to say where the folder holds this very run and nothing is left to do; else None.
+    """The final message of a run that is finished in this folder; None where work is left.
 
     Raises:
         ValueError: the folder holds a run with other settings, or one that is longer.
@@ -87,7 +92,7 @@ def finished_text(config: Config) -> str | None:
 
 
 def results(config: Config, scores: Scores) -> str:
-    """Where everything is, for the last line of a run."""
+    """The locations of all results, for the last line of a run."""
     folder = Path(config.run_dir)
     places = [f"run_dir {folder} ({METRICS}, curves.png)"]
     if config.checkpoint.export_at_end:
@@ -116,8 +121,8 @@ def scores_until(config: Config, step: int) -> Scores:
     return scores
 
 
-def find_start(config: Config, world: World, record: dict[str, Any]) -> Start:
-    """Collective: the checkpoint to go on from, read and compared with this run.
+def find_resume_point(config: Config, world: World, record: dict[str, Any]) -> ResumePoint:
+    """Collective: the checkpoint to resume from, read and compared with this run.
 
     Args:
         record: what ``describe`` says of this start; used on rank 0.
@@ -128,34 +133,38 @@ def find_start(config: Config, world: World, record: dict[str, Any]) -> Start:
     resume = config.resume.checkpoint
     if resume == "never":
         world.from_main(lambda: _refuse_used(config))
-        return Start(None, 0)
+        return ResumePoint(None, 0)
     if resume == "auto":
-        return _newest_start(config, world, record)
+        return _newest_resume_point(config, world, record)
     path = Path(resume)
     world.from_main(lambda: _refuse_foreign(config, path))
     step = world.from_main(lambda: _step_of(path))
     if config.checkpoint.verify and (wrong := digest_problem(world, path)):
         raise ValueError(f"resume.checkpoint = {path}: {wrong}; choose another checkpoint")
     written = world.from_main(lambda: directory.check(path).get("run"))
-    start = Start(path, step)
+    start = ResumePoint(path, step)
     subject = f"checkpoint {path} was written by"
     return world.from_main(lambda: _compared(config, written, record, start, subject))
 
 
-def _newest_start(config: Config, world: World, record: dict[str, Any]) -> Start:
+def _newest_resume_point(config: Config, world: World, record: dict[str, Any]) -> ResumePoint:
     """Collective: after the newest whole checkpoint of the folder; from the model where it has
     none."""
     folder = Path(config.run_dir)
     newest = newest_whole(world, folder / CHECKPOINTS, digests=config.checkpoint.verify)
     world.from_main(lambda: _refuse_all_damaged(config, newest))
-    start = Start(None, 0) if newest is None else Start(newest, directory.step_of(newest) or 0)
+    start = (
+        ResumePoint(None, 0)
+        if newest is None
+        else ResumePoint(newest, directory.step_of(newest) or 0)
+    )
     used = world.from_main(lambda: newest is not None or (folder / METRICS).is_file())
     written = world.from_main(lambda: _record_of(folder, newest)) if used else None
     return world.from_main(lambda: _compared(config, written, record, start, f"{folder} holds"))
 
 
 def _record_of(folder: Path, checkpoint: Path | None) -> dict[str, Any] | None:
-    """What the folder says of its run; where that file is gone, what the checkpoint says."""
+    """The record of the run in the folder, or in the checkpoint where that file is missing."""
     record = read_record(folder / CONFIG)
     if record is not None:
         return record
@@ -170,8 +179,12 @@ def _record_of(folder: Path, checkpoint: Path | None) -> dict[str, Any] | None:
 
 
 def _compared(
-    config: Config, old: dict[str, Any] | None, record: dict[str, Any], start: Start, subject: str
-) -> Start:
+    config: Config,
+    old: dict[str, Any] | None,
+    record: dict[str, Any],
+    start: ResumePoint,
+    subject: str,
+) -> ResumePoint:
     """``start`` with what differs between the run of before and this one."""
     changes = differences(old, record) if old is not None else []
     if changes:
@@ -187,8 +200,8 @@ def refuse_changes(config: Config, subject: str, changes: list[Difference]) -> N
         return
     raise ValueError(
         f"resume.checkpoint = {config.resume.checkpoint}: {subject} a run with other settings:"
-        f"{listed(changes)}\ngive another run_dir for a new run, set these as they were to go on "
-        "with the old one, or go on all the same with resume.changed=allow (recorded in "
+        f"{listed(changes)}\ngive another run_dir for a new run, set these as they were to "
+        "resume the old one, or continue with resume.changed=allow (recorded in "
         f"{config.run_dir}/changes.jsonl)"
     )
 
@@ -206,7 +219,7 @@ def _refuse_used(config: Config) -> None:
     folder = Path(config.run_dir)
     if (folder / METRICS).exists() or directory.newest(folder / CHECKPOINTS) is not None:
         raise ValueError(
-            f"resume.checkpoint = never: {folder} already holds a run; resume=auto goes on with "
+            f"resume.checkpoint = never: {folder} already holds a run; resume=auto continues "
             "it, or give another run_dir"
         )
 
@@ -219,7 +232,7 @@ def _refuse_foreign(config: Config, path: Path) -> None:
     if (folder / METRICS).exists() or directory.newest(folder / CHECKPOINTS) is not None:
         raise ValueError(
             f"resume.checkpoint = {path}: {folder} already holds a run of its own; resume=auto "
-            "goes on with it, or give another run_dir"
+            "continues it, or give another run_dir"
         )
 
 
@@ -229,7 +242,7 @@ def _refuse_all_damaged(config: Config, found: Path | None) -> None:
     if found is None and newest is not None:
         raise ValueError(
             f"resume.checkpoint = auto: no checkpoint of {root} is whole; bring one back, delete"
-            " them all to start from step 0 (the metrics so far are then kept aside), or give"
+            " them all to start from step 0 (the metrics so far are then archived), or give"
             " another run_dir"
         )
 

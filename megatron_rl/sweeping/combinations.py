@@ -1,4 +1,4 @@
-"""What is run: the product of the choices, and a folder's name for each combination."""
+"""The product of the choices of a sweep, and a folder name for each combination."""
 
 from __future__ import annotations
 

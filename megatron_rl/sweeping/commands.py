@@ -27,7 +27,7 @@ def local(trial: Trial, nproc: int, options: Sequence[str] = ()) -> list[str]:
 
 @dataclass(frozen=True)
 class Slurm:
-    """How a sweep is given to Slurm.
+    """The Slurm submission of a sweep.
 
     Attributes:
         out: the folder of the sweep.
@@ -67,7 +67,7 @@ class Slurm:
 
     @property
     def _comment(self) -> str:
-        """By which jobs of this sweep are known in the queue."""
+        """The comment that marks jobs of this sweep in the queue."""
         return f"{_MARK} {self.out.resolve()}"
 
     def queued(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Why a run of a sweep failed, as short as it can be said."""
+"""A short reason for the failure of a run of a sweep."""
 
 from __future__ import annotations
 

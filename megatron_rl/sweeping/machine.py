@@ -1,4 +1,4 @@
-"""What each of several runs at a time gets of this machine."""
+"""Shares of this machine for several runs at a time."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Live:
 
 @dataclass
 class SweepOutcome:
-    """What became of the trials, by name: each is in one of these, or was not reached."""
+    """Results of the trials, by name: each is in one of these, or was not reached."""
 
     done: list[str] = field(default_factory=list)
     failed: dict[str, Failure] = field(default_factory=dict)

@@ -78,7 +78,7 @@ def _table(scores: Scores, metric: str) -> str:
 
 
 def differences(of_label: Mapping[int, float], of_first: Mapping[int, float]) -> list[float]:
-    """By the seeds that both have."""
+    """Paired differences over the seeds that both have."""
     return [value - of_first[seed] for seed, value in of_label.items() if seed in of_first]
 
 

@@ -46,7 +46,7 @@ class Trial:
 
     @property
     def label(self) -> str:
-        """What the trial has in common with its other seeds, e.g. ``method=grpo``."""
+        """The overrides that its other seeds share, e.g. ``method=grpo``."""
         shown = [text for text in self.differing if not is_seed(text)]
         return " ".join(shown) or f"method={self.config.method.name}"
 

@@ -31,9 +31,9 @@ from megatron_rl.reporting.metrics_file import Row, read_metrics
 from megatron_rl.rollouts.metrics import rollout_metrics
 from megatron_rl.rollouts.step_record import FOLDER, Recorded, read_step, recorded_steps
 from megatron_rl.run.run_record import (
-    ASIDE,
     DATA,
     MODEL,
+    NON_TRAINING,
     data_fingerprint,
     flat,
     model_fingerprint,
@@ -47,7 +47,7 @@ from megatron_rl.trainer.build import build_learner, build_method, build_policy
 from megatron_rl.types import Prompt
 
 # Settings that may differ between the steps of one replay: nothing of them is computed in it.
-_OF_OTHERS = (*ASIDE, "reward", "source.requests_per_server", "source.give_up_factor")
+_OF_OTHERS = (*NON_TRAINING, "reward", "source.requests_per_server", "source.give_up_factor")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from megatron_rl.passes import LossOutput, TokenView
 from megatron_rl.policy import megatron_policy, optimizer, patches
 from megatron_rl.policy.megatron_policy import MegatronPolicy
 from megatron_rl.runtime import device as torch_cpu
-from megatron_rl.runtime.device import REASONS, STAND_INS
+from megatron_rl.runtime.device import STAND_INS
 from megatron_rl.types import SequenceBatch
 from tests import zoo
 from tests.numerics.policy_reference import make_batch, scores

@@ -11,7 +11,7 @@ from megatron_rl.config.schema import Config, ParallelConfig, PrecisionConfig, R
 from megatron_rl.models import Architecture, architecture_from
 from megatron_rl.planning import memory
 from megatron_rl.planning.memory import StageMemory
-from megatron_rl.planning.phases import Room
+from megatron_rl.planning.phases import MemoryBudget
 from megatron_rl.planning.workload import Workload
 
 QWEN2_5_7B = architecture_from(
@@ -39,7 +39,7 @@ LOAD = Workload(
     make_vocab_divisible_by=1,
     fused=True,
 )
-GPU = Room("cuda", 80.0)
+GPU = MemoryBudget("cuda", 80.0)
 ROLLOUT: dict[str, Any] = {"stop": (), "tensor": 2, "kv_cache_gib": 3.0}
 PRECISION: dict[str, Any] = {"params": "bfloat16", "grad_reduce_in_float32": True}
 

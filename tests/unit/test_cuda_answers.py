@@ -147,17 +147,17 @@ def samples_come_from_the_engine_of_a_gpu(_: Patch, folder: Any) -> None:
     assert compose("rollout/vllm") != compose("rollout/vllm_cpu")
 
 
-@asked_at("planning.at_start:smallest_room")
+@asked_at("planning.at_start:smallest_budget")
 def the_smallest_device_and_host_count(patch: Patch, _: Any) -> None:
     from megatron_rl.planning import at_start
-    from megatron_rl.planning.phases import Room
+    from megatron_rl.planning.phases import MemoryBudget
 
     patch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB)
     )
     patch.setattr(at_start, "available_gib", lambda: 512.0)
     world = SimpleNamespace(local_size=8, all_gather=lambda mine: [mine, (79.0, 100.0)])
-    assert at_start.smallest_room(world) == Room("cuda", 79.0, 64.0)
+    assert at_start.smallest_budget(world) == MemoryBudget("cuda", 79.0, 64.0)
 
 
 @asked_at("policy.patches:_without_cuda")

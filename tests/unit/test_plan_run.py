@@ -169,14 +169,14 @@ def test_servers_sample_while_the_policy_trains(capsys, monkeypatch) -> None:
     assert step("source.staleness=2", *tail)[0]["step"] < one_behind["step"]
 
 
-def test_responses_that_go_on_in_the_next_step_leave_less_idle(capsys, monkeypatch) -> None:
+def test_responses_that_continue_in_the_next_step_leave_less_idle(capsys, monkeypatch) -> None:
     def rollout(*words: str) -> str:
         tail = ("--nodes", "1", "--median", "100", "--p99", "3000")
         return page(capsys, monkeypatch, *tail, *words, *SEVEN)[1]["rollout"]
 
     partial = rollout("source.partial.groups_in_flight=192", *OLD_TOKENS)
     seconds = r"longest 3072: ([0-9.]+) s"
-    assert "others go on in the next step" in partial
+    assert "others continue in the next step" in partial
     found, plain = re.search(seconds, partial), re.search(seconds, rollout())
     assert found and plain and float(found[1]) < 0.9 * float(plain[1])
 

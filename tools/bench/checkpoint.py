@@ -9,13 +9,13 @@ shares               every rank writes its share, with digests; ours
 megatron             its fully parallel save, in the kind that any layout reads: gathered first
 megatron, same layout   the kind that no other tensor or pipeline layout reads: nothing gathered
 
-"behind": the same, written while the caller goes on, by threads (ours, from copies) or by forked
+"behind": the same, written while the caller continues, by threads (ours, from copies) or by forked
 processes (megatron's, which share the pages of the trainer).
 
 Bytes are those of all files. Memory: of a first write, not counted otherwise, in which the policy
 is updated meanwhile, as a run does; resident memory of a rank above that before, at the most, and
 the private pages of the processes it forked, which grow as the update changes what they share; by
-the parameters of the rank. "blocks" is the time until the caller goes on, "whole" until the
+the parameters of the rank. "blocks" is the time until the caller continues, "whole" until the
 checkpoint can be loaded. Processor seconds say more where other programs take the cores: of the
 rank and of all its children. Files go to the disk of --folder (fsync) in every way; they are read
 from the system's cache.
@@ -117,7 +117,7 @@ def measured(
     begin: Callable[[], Callable[[], object]],
     meanwhile: Callable[[], object] | None = None,
 ) -> Cost:
-    """``begin`` returns when the caller may go on, and what it returns when all is done.
+    """``begin`` returns when the caller may continue, and what it returns when all is done.
     ``meanwhile`` runs in between, and memory is watched."""
     gc.collect()
     world.barrier()

@@ -81,7 +81,7 @@ def one_step(tokens: np.ndarray, engines: Engines) -> Steady:
 
 
 def partial_step(tokens: np.ndarray, engines: Engines, partial: PartialConfig) -> Steady:
-    """Of a step whose other responses go on in the next one."""
+    """Of a step whose other responses continue in the next one."""
     assert partial.groups_in_flight is not None
     rules = PartialRules(*tokens.shape, partial.groups_in_flight, partial.max_age)
     fleet = engines.fleet

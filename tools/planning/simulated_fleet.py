@@ -17,7 +17,7 @@ from megatron_rl.scheduling.work import Request
 class DecodeStep:
     """Seconds of a decoding step of a replica: ``step_s``, ``sequence_s`` for each sequence and
     ``token_s`` for each token in the cache. ``prompt_tokens``: of every sequence, there from its
-    start; ``resumed_s``: for each token that a response has when it goes on, computed again.
+    start; ``resumed_s``: for each token that a response has when it continues, computed again.
 
     Example: ``DecodeStep(step_s=7e-3, sequence_s=2e-5, token_s=17e-9)``.
     """
@@ -179,7 +179,7 @@ class Fleet:
         self.now_s = now_s
 
     def pause(self, number: int, seconds: float) -> None:
-        """A replica does not decode for so long; what it runs, or gets meanwhile, goes on then."""
+        """A replica does not decode for so long; what it runs or gets meanwhile continues then."""
         replica = self.replicas[number]
         replica.advance(self.now_s)
         replica.now_s += seconds

@@ -31,7 +31,7 @@ MULTIRUNS = "runs/multirun"
 
 @dataclass(frozen=True)
 class Root:
-    """Where a configuration is composed from: a file beside config.yaml, and a second folder of
+    """The origin of a configuration: a file beside config.yaml, and a second folder of
     groups, searched after the package's own."""
 
     config_name: str = ROOT

@@ -220,7 +220,7 @@ def _recipe(fp8: Fp8Config) -> Iterator[str]:
 
 
 def _weights_in_fp8(config: Config, fp8: Fp8Config) -> Iterator[str]:
-    """What does not go with weights that are kept in FP8."""
+    """Problems of settings that exclude weights kept in FP8."""
     key = "precision.fp8.param_gather = True"
     if not config.parallel.distributed_optimizer:
         yield f"{key}: needs parallel.distributed_optimizer=true, or set it to false"

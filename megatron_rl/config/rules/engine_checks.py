@@ -126,7 +126,7 @@ def engine_layout_problems(config: Config, hf_config: dict[str, Any]) -> Iterato
     if config.rollout.pipeline > 1 and "vision_config" in hf_config:
         yield (
             f"rollout.pipeline = {config.rollout.pipeline}: the engine cuts models of text alone"
-            " into stages; set it to 1 for a model that sees"
+            " into stages; set it to 1 for a vision-language model"
         )
     yield from position_problems(config.rollout, hf_config)
 

@@ -1,4 +1,4 @@
-"""What a configuration asks of the machine, whose facts are an argument: pure checks."""
+"""Requirements of a configuration on the machine, whose facts are an argument: pure checks."""
 
 from __future__ import annotations
 
@@ -29,11 +29,14 @@ OTHER_RECIPE = "choose precision=fp8_tensorwise or precision=bf16"
 
 @dataclass(frozen=True)
 class Machine:
-    """``compute_capability`` of this process's CUDA device, None without one.
-    ``transformer_engine``: its version when it can be imported, else None. ``adam``: where
-    megatron-core finds the class of that name.
+    """Facts about the machine of this process.
 
     Example: ``Machine((9, 0), "2.11.0", "transformer_engine")`` is an H100 or H200 with everything.
+
+    Attributes:
+        compute_capability: of this process's CUDA device, None without one.
+        transformer_engine: its version when it can be imported, else None.
+        adam: where megatron-core finds the class of that name.
     """
 
     compute_capability: tuple[int, int] | None
@@ -72,7 +75,7 @@ def machine_problems(
 def engine_problems(
     rollout: RolloutConfig, machine: Machine, sizes: ModelSizes | None
 ) -> Iterator[str]:
-    """What the engine alone needs and ``machine`` lacks."""
+    """Requirements of the engine alone that ``machine`` does not meet."""
     if machine.compute_capability is None and sizes is not None:
         yield from _cpu_heads(sizes)
     if machine.compute_capability is None and rollout.expert_parallel:

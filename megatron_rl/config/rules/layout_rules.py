@@ -1,4 +1,4 @@
-"""Which parallel sizes fit a model: pure arithmetic, one message for each broken rule.
+"""Rules for parallel sizes of a model: pure arithmetic, one message for each broken rule.
 
 The command line, the memory plan and the policy ask here, so that they cannot disagree. megatron
 and vLLM check most of this again, one rule at a time, after processes and groups have started.
@@ -18,7 +18,7 @@ def replica_ranks(parallel: ParallelConfig) -> int:
 
 
 def layout_problems(sizes: ModelSizes, parallel: ParallelConfig, world_size: int) -> list[str]:
-    """What keeps a model of ``sizes`` from being trained as ``parallel`` says on ``world_size``
+    """Reasons why a model of ``sizes`` cannot be trained as ``parallel`` says on ``world_size``
     ranks: one message (key, value, remedy) each, none when it fits."""
     return [*world_problems(parallel, world_size), *model_problems(sizes, parallel)]
 
@@ -91,7 +91,7 @@ def engine_stages(num_layers: int, pipeline: int) -> list[range]:
 
 
 def rollout_problems(sizes: ModelSizes, rollout: RolloutConfig) -> Iterator[str]:
-    """What keeps vLLM from cutting the model over the ranks of a replica."""
+    """Reasons why vLLM cannot cut the model over the ranks of a replica."""
     tensor = rollout.tensor
     refused = False
     for problem in _attention_problems("rollout", tensor, sizes):
@@ -116,7 +116,7 @@ def rollout_problems(sizes: ModelSizes, rollout: RolloutConfig) -> Iterator[str]
 
 
 def _whole_expert_problems(sizes: ModelSizes, rollout: RolloutConfig) -> Iterator[str]:
-    """Of ``rollout.expert_parallel``."""
+    """Problems of ``rollout.expert_parallel``."""
     key = "rollout.expert_parallel = True"
     if not sizes.num_experts:
         yield f"{key}: the model has no experts; set it to false"

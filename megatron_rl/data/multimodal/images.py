@@ -24,9 +24,11 @@ _FORMS = "give paths, {bytes, path} or data:image/...;base64,... URIs"
 
 
 class ImageColumn:
-    """Reads the images of a file's rows; every problem goes to ``problems`` with its row.
+    """Reader of the images of a file's rows; every problem goes to ``problems`` with its row.
 
-    ``folder``: where relative paths start. ``vision``: of the model; None: it sees no images.
+    Attributes:
+        folder: where relative paths start.
+        vision: of the model; None: it has no vision tower.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class ImageColumn:
         if value is None or value == []:
             return ()
         if self._vision is None:
-            remedy = "give a model that sees (Qwen2.5-VL), or set data.columns.images=null"
+            remedy = "give a vision-language model (Qwen2.5-VL), or set data.columns.images=null"
             what = f"{self._column}: the model of model.path reads no images"
             self._problems.add(row, what, _count(value), remedy)
             return ()
@@ -71,7 +73,7 @@ class ImageColumn:
         return image
 
     def _source(self, item: Any) -> Path | bytes:
-        """Where the bytes of an image are. Raises ValueError for anything that is no image."""
+        """The path or the bytes of an image. Raises ValueError for anything that is no image."""
         if isinstance(item, Mapping):
             # The library datasets writes both, and the path may then be a name alone.
             content = item.get("bytes")

@@ -14,10 +14,11 @@ from megatron_rl.types import Image
 
 @dataclass(frozen=True)
 class MaskedImage(Image):
-    """An image of which each patch, as an ``ImageProcessor`` cuts it, is black with probability
-    ``ratio``.
+    """An image of which each patch of an ``ImageProcessor`` is black with some probability.
 
-    Which ones are follows from ``digest``: that of the original, the ratio and a seed.
+    Attributes:
+        ratio: that probability.
+        digest: of the original, the ratio and a seed; decides which patches are black.
     """
 
     original: Image = field(compare=False)

@@ -177,7 +177,7 @@ class VisionProcessor:
 
 
 def vision_of(model_path: str, config: DataConfig) -> VisionProcessor | None:
-    """The processor of a model that sees, with the limits of ``data.*``; None for a model of text.
+    """The processor of a vision-language model, with the limits of ``data.*``; None for text.
 
     Raises:
         ValueError: as ``VisionProcessor``; limits are set for a model of text.

@@ -78,7 +78,7 @@ def variant_band(variant: Variant, key: str, width: int) -> Band | None:
 
 
 def band_of(curves: Sequence[Curve]) -> Band:
-    """Over the curves that have a value at a position; NaN where none has.
+    """The median and range over the curves that have a value at a position; NaN where none has.
 
     Example: steps 0, 10 with values 1, 2 and steps 10, 20 with 4, 6 make the table ::
 

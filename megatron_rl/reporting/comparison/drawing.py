@@ -37,7 +37,11 @@ class Style:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A variant's band and how it is drawn; ``order``: its place in the legend."""
+    """A variant's band and how it is drawn.
+
+    Attributes:
+        order: its place in the legend.
+    """
 
     label: str
     style: Style
@@ -68,7 +72,7 @@ def draw_variants(axes: Axes, variants: Sequence[Drawn], *, held_out: bool) -> N
 
 
 def _draw_spread(axes: Axes, variant: Drawn, *, bands: bool, singles: bool) -> None:
-    """What lies around the median of a variant."""
+    """Draws the range and the single runs of a variant."""
     band = variant.band
     color = variant.style.color
     if band.raw is not None:
@@ -83,7 +87,7 @@ def _draw_spread(axes: Axes, variant: Drawn, *, bands: bool, singles: bool) -> N
 
 
 def _draw_median(axes: Axes, variant: Drawn, num_marks: int) -> None:
-    """With so many markers, which do not stand at one place for all variants."""
+    """Draws the median of a variant with markers, whose places differ between variants."""
     x = variant.band.x
     median = variant.band.median
     alone = _alone(median)
@@ -103,7 +107,7 @@ def _draw_median(axes: Axes, variant: Drawn, num_marks: int) -> None:
 
 
 def _alone(values: np.ndarray) -> np.ndarray:
-    """Where a finite value stands between two gaps: a line has nothing to draw there."""
+    """A mask of finite values between two gaps, where a line has nothing to draw."""
     finite = np.isfinite(values)
     before = np.concatenate([[False], finite[:-1]])
     after = np.concatenate([finite[1:], [False]])
@@ -131,7 +135,7 @@ def show_zero(axes: Axes) -> None:
 
 
 def legend_line(style: Style) -> Line2D:
-    """What stands for a variant in a legend."""
+    """The line of a variant in a legend."""
     return Line2D(
         [0, 1],
         [0, 0],

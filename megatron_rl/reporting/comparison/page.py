@@ -228,7 +228,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _curves_text(variants: Sequence[Variant]) -> str:
-    """How the curves are to be read."""
+    """The explanation of the curves."""
     width = smoothing_width(variants)
     smoothing = ""
     if width > 1:
@@ -244,7 +244,7 @@ def _curves_text(variants: Sequence[Variant]) -> str:
 
 
 def _notes(variants: Sequence[Variant], metrics: Sequence[str]) -> list[str]:
-    """What a reader of the tables must know of the runs, one sentence each."""
+    """Caveats about the runs for a reader of the tables, one sentence each."""
     notes: list[str] = []
     for variant in variants:
         notes += _notes_on_runs(variant)

@@ -1,4 +1,4 @@
-"""Which metrics the curves show, under which heading, with which unit."""
+"""The metrics that curves show, with heading and unit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ SPEED = "Time"
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes: a metric over the steps. ``label``: of the y axis, with the unit."""
+    """One set of axes: a metric over the steps.
+
+    Attributes:
+        label: of the y axis, with the unit.
+    """
 
     key: str
     title: str
@@ -76,7 +80,7 @@ _LEFT_OUT_IF_ZERO = ("policy/clip_down_positive_share", "policy/clip_up_negative
 
 
 def panels_of(variants: Sequence[Variant]) -> list[Panel]:
-    """Those of which some run has a value, in the order of ``HEADINGS``.
+    """The panels of which some run has a value, in the order of ``HEADINGS``.
 
     Accuracy of each data source and pass@k are added as the runs have them.
     """
@@ -116,7 +120,7 @@ def unit_of(key: str) -> str | None:
 
 
 def some(ks: Sequence[int]) -> list[int]:
-    """At most ``_MAX_PASS_AT`` of them, first and last among these.
+    """A selection of at most ``_MAX_PASS_AT`` values of k, with the first and the last.
 
     Example: 1, 2, 4, 8, 16, 32, 64 gives 1, 4, 16, 64: places 0, 2, 4 and 6.
     """

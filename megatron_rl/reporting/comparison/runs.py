@@ -29,10 +29,12 @@ Flatten = Callable[[Record], Settings]
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder. ``name`` is its path below the folder that was searched.
+    """One run folder.
 
-    ``rows`` are its metrics; ``evaluation`` those of an evaluation after the training, of which
-    there may be none.
+    Attributes:
+        name: its path below the folder that was searched.
+        rows: its metrics.
+        evaluation: metrics of an evaluation after the training; may be empty.
     """
 
     folder: Path
@@ -79,8 +81,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Found:
-    """Runs in the order of the folders and of their names; ``problems``: one sentence on each run
-    that cannot be read, or only in part."""
+    """Runs in the order of the folders and of their names.
+
+    Attributes:
+        problems: one sentence on each run that cannot be read, or only in part.
+    """
 
     runs: list[Run]
     problems: list[str]
@@ -134,7 +139,7 @@ def _candidates(place: Path, problems: list[str]) -> Iterator[Path]:
 
     for path, folders, files in os.walk(place, onerror=unreadable):
         folder = Path(path)
-        # os.walk goes on with what this list holds when it is asked for more: none, or in order.
+        # os.walk continues with what this list holds when it is asked for more: none, or in order.
         if _looks_like_run(folder, files):
             folders.clear()
             yield folder

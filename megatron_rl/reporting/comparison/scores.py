@@ -1,4 +1,4 @@
-"""What a variant reached, what it cost, and how it differs from the baseline."""
+"""Scores and costs of variants, and differences to the baseline."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ _LARGER_IS_BETTER = ("eval/accuracy", "eval/pass_at_", "eval/maj_at_", "eval/rew
 class VariantScore:
     """A metric of the counted runs of a variant.
 
-    ``values``: of each seed, the mean over its runs; ``steps``: at which they were taken;
-    ``best``: (step, mean over the runs) where that is largest, None where larger is not better.
+    Attributes:
+        values: of each seed, the mean over its runs.
+        steps: at which they were taken.
+        best: (step, mean over the runs) where that is largest; None where larger is not better.
     """
 
     values: Mapping[int, float]
@@ -47,7 +49,8 @@ class VariantScore:
 class Comparison:
     """Mean of a variant minus that of the baseline, with two 95 % intervals.
 
-    ``num_pairs``: common seeds; 0 where there are none, and the means are compared unpaired.
+    Attributes:
+        num_pairs: common seeds; 0 where there are none, and the means are compared unpaired.
     """
 
     num_pairs: int
@@ -155,7 +158,7 @@ def _bootstrap_unpaired(values: Sequence[float], others: Sequence[float]) -> Int
 
 
 def cost(variant: Variant) -> Cost:
-    """What the counted runs of a variant took."""
+    """The mean cost of the counted runs of a variant."""
     runs = variant.counted
     return Cost(
         steps=fmean(_num_steps(run) for run in runs),
@@ -169,7 +172,7 @@ def cost(variant: Variant) -> Cost:
 
 
 def _best(runs: Sequence[Run], metric: str) -> tuple[int, float] | None:
-    """Over the steps at which every run has a value."""
+    """The best mean over the steps at which every run has a value."""
     if not metric.startswith(_LARGER_IS_BETTER):
         return None
     curves = []
@@ -189,7 +192,7 @@ def _num_steps(run: Run) -> int:
 
 
 def _tokens(run: Run, *, sampled: bool) -> float | None:
-    """Of all steps; ``sampled``: with those of responses that were not trained."""
+    """Response tokens of all steps; ``sampled``: with those of responses that were not trained."""
     of_steps = []
     for row in run.rows:
         mean = row.get("rollout/response_tokens_mean")

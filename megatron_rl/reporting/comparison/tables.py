@@ -46,7 +46,11 @@ _OTHER_VERSIONS = ("world_size", "model_fingerprint", "data_fingerprint")
 
 @dataclass(frozen=True)
 class Link:
-    """A file of a run; ``path`` is made relative to the report where it is written."""
+    """A file of a run.
+
+    Attributes:
+        path: made relative to the report where it is written.
+    """
 
     text: str
     path: str
@@ -65,7 +69,7 @@ class Table:
 
 
 def number(value: float | None, digits: int = 3, signed: bool = False) -> str:
-    """With so many digits behind the point.
+    """A number with so many digits behind the point.
 
     Example: ``0.534``, ``+12.300``, ``1,234.000``.
     """
@@ -74,7 +78,7 @@ def number(value: float | None, digits: int = 3, signed: bool = False) -> str:
 
 
 def digits_of(values: Sequence[float]) -> int:
-    """How many digits behind the point a column of values like these has: three or more that
+    """The number of digits behind the point for a column of such values: three or more that
     count."""
     largest = max(map(abs, values), default=0.0)
     if largest >= 1000:
@@ -158,8 +162,8 @@ def _best(own: VariantScore | None, digits: int) -> str:
 
 
 def _contrast(comparison: Comparison, digits: int) -> tuple[str, str, str, str, str]:
-    """From "difference" to "than baseline". A digit more than the means have: a difference is small
-    beside them."""
+    """Columns "difference" to "than baseline". They have a digit more than the means, since
+    differences are small."""
     digits += 1
     pairs = str(comparison.num_pairs) if comparison.num_pairs else "unpaired"
     return (
@@ -172,7 +176,7 @@ def _contrast(comparison: Comparison, digits: int) -> tuple[str, str, str, str, 
 
 
 def _seeds(variant: Variant) -> str:
-    """How many seeds count, and what is said of the others."""
+    """The number of seeds that count, and a remark on the others."""
     seeds = len({run.seed for run in variant.counted})
     if not variant.has_finished:
         return f"{seeds}, none finished"
@@ -181,7 +185,7 @@ def _seeds(variant: Variant) -> str:
 
 
 def cost_table(variants: Sequence[Variant]) -> Table:
-    """What a run of each variant took, in the mean."""
+    """The mean cost of a run, one row a variant."""
     costs = [cost(variant) for variant in variants]
     first = costs[0]
     rows = [
@@ -229,7 +233,7 @@ def _count(value: float | None) -> str:
 
 
 def evaluation_table(variants: Sequence[Variant]) -> Table | None:
-    """What an evaluation after the training found at its last step, with its own intervals; None
+    """The last step of the evaluation after the training, with its own intervals; None
     where no run has one."""
     last = [run.evaluation[-1] for run in all_runs(variants) if run.evaluation]
     if not last:

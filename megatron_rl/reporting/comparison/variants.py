@@ -34,7 +34,8 @@ _MAX_VALUE = 28  # characters of a value in a label
 class Variant:
     """Runs of equal settings, one a seed, or several of a seed where nothing else tells them apart.
 
-    ``label`` is short and differs from that of every other variant.
+    Attributes:
+        label: short, and different from that of every other variant.
     """
 
     label: str

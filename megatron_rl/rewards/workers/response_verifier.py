@@ -46,7 +46,7 @@ class ResponseVerifier:
             verifier.prepare()
 
     def verify(self, name: str | None, task: Task, response: str) -> dict[str, Any]:
-        """What is known of a response after at most ``timeout_s``.
+        """The verdict on a response, as far as it is known after ``timeout_s``.
 
         ``accuracy`` and ``format`` in [0, 1]; ``problem`` where something could not be judged (it
         counts 0); ``extracted`` as a verdict has it; ``last`` where this process must not judge

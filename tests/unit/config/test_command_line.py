@@ -33,7 +33,7 @@ def test_multirun_starts_the_sweep(flag, capsys):
         train.main([flag, "--nproc", "2", "--out", "runs/mine", *words])
     said = capsys.readouterr()
     command = f"python -m megatron_rl.sweep --out runs/mine --nproc 2 {shlex.join(words)}\n"
-    assert said.out == command, "which goes on with it"
+    assert said.out == command, "which continues with it"
     assert said.err.startswith("error: run_dir: each run of a sweep has a folder of its own")
     assert ended.value.code == 1, "the sweep's"
 

@@ -1,4 +1,4 @@
-"""Images of noise, as files and as images of a prompt; the directory of a model that sees."""
+"""Images of noise, as files and as images of a prompt; the directory of a vision-language model."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ def test_prompts_of_other_images_are_other_prompts(tmp_path, vision, tokenizer):
 
 
 def test_the_digest_of_texts_is_what_it_was():
-    """Runs that began before images existed go on."""
+    """Runs that began before images existed continue."""
     stream = PromptLoader([Prompt("t:1", (1, 2), "3", "t")], seed=1, shuffle=True)
     assert (
         stream.state()["prompts"]

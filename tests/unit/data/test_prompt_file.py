@@ -1,7 +1,9 @@
-"""Prompts that processes share: equal to those that were read."""
+"""Prompts that processes share: equal to those that were read, whole or made anew."""
 
 from __future__ import annotations
 
+import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,6 +49,7 @@ def test_what_was_written_is_what_was_read(folder):
     data, doubts = read()
     shared.save(folder / "x", data, doubts)
     loaded, loaded_doubts = shared.load(folder / "x")
+    assert prompt_file.is_whole(folder / "x")
     assert list(loaded.train_prompts) == list(data.train_prompts)
     assert loaded.held_out_prompts == data.held_out_prompts
     assert loaded_doubts == doubts
@@ -87,9 +90,79 @@ def test_slices_and_joins_are_those_of_lists(folder):
     assert join([]) == ()
 
 
+@pytest.mark.parametrize("place", [0, 40, 70, -1])
+def test_a_damaged_file_is_known_and_made_anew(folder, place):
+    made = []
+
+    def reading():
+        made.append(1)
+        return read()
+
+    path = shared._file(settings(), "launch", reading)
+    assert shared._file(settings(), "another", reading) == path
+    assert len(made) == 1, "the second start reads nothing"
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    assert not prompt_file.is_whole(path)
+    assert shared._file(settings(), "third", reading) == path
+    assert len(made) == 2 and prompt_file.is_whole(path)
+    path.write_bytes(content[: len(content) // 2])
+    assert not prompt_file.is_whole(path)
+
+
+def test_everything_that_prompts_depend_on_changes_the_key(folder):
+    keys = [shared.data_key(settings(), "one")]
+    assert shared.data_key(settings(), "two") == keys[0]
+    keys.append(shared.data_key(settings("data.prompt_suffix=x"), "one"))
+    keys.append(shared.data_key(settings("rollout.max_prompt_tokens=77"), "one"))
+    keys.append(shared.data_key(settings("reward.verifier=exact"), "one"))
+    keys.append(shared.data_key(settings("data.train=[]"), "one"))
+    for name in ("a.jsonl", "eval.jsonl", "m/tokenizer.json"):
+        about = (folder / name).stat()
+        text = (folder / name).read_text()
+        (folder / name).write_text(text.replace("}", " }", 1))
+        os.utime(folder / name, ns=(about.st_atime_ns, about.st_mtime_ns))
+        keys.append(shared.data_key(settings(), "one"))
+    assert len(set(keys)) == len(keys)
+    hub = settings("data.train=hf:x:train")
+    assert shared.data_key(hub, "one") != shared.data_key(hub, "two")
+
+
+def test_several_writers_at_once_leave_one_whole_file(folder):
+    data, doubts = read()
+    path = folder / "x"
+    threads = [threading.Thread(target=shared.save, args=(path, data, doubts)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert not path.exists() or prompt_file.is_whole(path)
+    assert prompt_file.is_whole(path)
+    assert [file.name for file in folder.glob("x*")] == ["x"]
+
+
 def test_prompts_that_a_file_cannot_give_back_are_not_written(folder):
     prompt = Prompt("a:1", (1, 2), "3", "s")
     for extra in ({"key": (1, 2)}, {1: "a"}, {"a": b"x"}):
         with pytest.raises((ValueError, TypeError)):
             prompt_file.write(folder / "x", [replace(prompt, extra=extra)], {})
     assert not (folder / "x").exists()
+
+
+def test_old_files_go_and_those_used_last_stay(folder, monkeypatch):
+    monkeypatch.setattr(shared, "KEPT", 2)
+    paths = []
+    for number in range(4):
+        overrides = f"data.prompt_suffix=s{number}"
+        paths.append(shared._file(settings(overrides), "launch", lambda o=overrides: read(o)))
+        os.utime(paths[-1], (number, number))
+    assert [path.exists() for path in paths] == [False, False, True, True]
+
+
+def test_a_folder_that_others_can_write_is_refused(folder):
+    private = shared.private_folder()
+    assert private.stat().st_mode & 0o777 == 0o700
+    private.chmod(0o777)
+    with pytest.raises(OSError, match="open to other users"):
+        shared.private_folder()
+    assert shared._file(settings(), "launch", read) is None

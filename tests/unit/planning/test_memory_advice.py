@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_rl.planning.advice import describe, problems
-from megatron_rl.planning.phases import Room
+from megatron_rl.planning.phases import MemoryBudget
 from tests.unit.planning_of_7b import GPU, LOAD, QWEN2_5_7B, config, plan
 
 
@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_named_with_its_key_and_value():
 
 
 def remedies(phase, largest, *overrides):
-    """What is advised to a run of ``overrides`` whose ``phase`` lacks room, most of it for
+    """What is advised to a run of ``overrides`` whose ``phase`` lacks memory, most of it for
     ``largest``."""
     run = config(*overrides)
     stage = replace(plan({})[0], **{largest: 10**12})
@@ -191,7 +191,7 @@ def test_copies_on_the_host_are_compared_with_its_memory():
     stages = plan({}, replace(LOAD, keep_reference=True))
     assert stages[0].reference == stages[0].weights
     lean = config("memory.offload=[optimizer]", "rollout.sleep_level=1")
-    roomy = Room("cuda", 1000.0, 150.0)
+    roomy = MemoryBudget("cuda", 1000.0, 150.0)
     assert problems(stages, lean, roomy) == []
     message, at_checkpoints = problems(stages, lean, replace(roomy, host_gib=50.0))
     assert at_checkpoints.startswith("checkpoint needs ")
@@ -203,7 +203,7 @@ def test_copies_on_the_host_are_compared_with_its_memory():
 
 def test_the_plan_is_one_line():
     stages = plan({"tensor": 4, "distributed_optimizer": True})
-    line = describe(stages, config("rollout.sleep_level=1"), Room("cuda", 79.1, 100.0))
+    line = describe(stages, config("rollout.sleep_level=1"), MemoryBudget("cuda", 79.1, 100.0))
     assert "\n" not in line
     assert (
         "(pipeline stage 0): weights 3.55, gradients 7.09, optimizer 10.64, activations 1.60,"
@@ -220,7 +220,7 @@ def test_a_share_of_the_device_that_leaves_no_cache_is_named():
         rollout={"kv_cache_gib": None, "gpu_memory_utilization": 0.6},
     )
     assert stages[0].kv_cache == 0
-    message = problems(stages, config(), Room("cuda", 11.0))[0]
+    message = problems(stages, config(), MemoryBudget("cuda", 11.0))[0]
     assert message.startswith(
         "rollout.gpu_memory_utilization = 0.6: of 11.0 GiB it leaves nothing for keys and values"
         " beside 7.1 GiB of weights and 0.2 GiB of the sampler"

@@ -10,7 +10,7 @@ from megatron_rl.planning.engine_memory import GIB
 from megatron_rl.planning.phases import (
     ENGINE_KEEPS_GIB,
     OVERHEAD_GIB,
-    Room,
+    MemoryBudget,
     demands,
     needed_gib,
     phases,
@@ -44,7 +44,7 @@ def test_a_checkpoint_copies_the_share_of_a_rank():
 def test_a_copy_that_does_not_fit_is_named_with_its_keys():
     four = plan({"distributed_optimizer": True, "tensor": 4})[0]
     empty = config("memory.offload=[]", "rollout.sleep_level=2")
-    (message,) = problems([four], empty, Room("cuda", 1000.0, host_gib=10.0))
+    (message,) = problems([four], empty, MemoryBudget("cuda", 1000.0, host_gib=10.0))
     assert message.startswith("checkpoint needs 10.6 GiB on a rank of pipeline stage 0")
     assert "most of it is checkpoint_copy (10.6 GiB): set checkpoint.background=false" in message
     assert "or use more data-parallel ranks" in message
@@ -111,10 +111,10 @@ def test_shards_of_a_plan_stay_unquantized_until_all_ranks_have_theirs(overrides
 
 def test_what_a_sleeping_engine_keeps_counts_on_the_device():
     (stage,) = plan({"tensor": 4, "distributed_optimizer": True}, rollout={"kv_cache_gib": 50.0})
-    room = Room("cuda", 80.0, 100.0)
+    budget = MemoryBudget("cuda", 80.0, 100.0)
     beside = {
         one.phase: one.need_gib - needed_gib(stage, one.parts)
-        for one in demands([stage], config(), room)
+        for one in demands([stage], config(), budget)
     }
     device = OVERHEAD_GIB["cuda"] + ENGINE_KEEPS_GIB["cuda"]
     host = 0.0
@@ -130,10 +130,10 @@ def test_what_a_sleeping_engine_keeps_counts_on_the_device():
 
 def test_on_a_cpu_everything_is_held_at_once_and_what_is_offloaded_twice():
     (stage,) = plan({})
-    room = Room("cpu", 8.0)
-    (one,) = demands([stage], config(), room)
+    budget = MemoryBudget("cpu", 8.0)
+    (one,) = demands([stage], config(), budget)
     (two,) = demands(
-        [stage], config("memory.offload=[weights,gradients]", "rollout.sleep_level=2"), room
+        [stage], config("memory.offload=[weights,gradients]", "rollout.sleep_level=2"), budget
     )
     names = (
         "weights",

@@ -1,4 +1,4 @@
-"""Hostile texts through every verifier: each gets a verdict, in time, and the workers go on
+"""Hostile texts through every verifier: each gets a verdict, in time, and the workers continue
 judging."""
 
 from __future__ import annotations

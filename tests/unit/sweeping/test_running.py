@@ -225,7 +225,7 @@ def test_a_signal_to_the_sweep_ends_its_runs(tmp_path, number):
     sweep.send_signal(number)
     said = sweep.communicate(timeout=30)[1]
     assert sweep.returncode == 130
-    assert f"stopped by {signal.Signals(number).name}; the same command goes on" in said
+    assert f"stopped by {signal.Signals(number).name}; the same command starts runs" in said
     assert all((tmp_path / f"seed-{seed}" / "ended").exists() for seed in (1, 2))
     assert not (tmp_path / "seed-3" / "started").exists()
 

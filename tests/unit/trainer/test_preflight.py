@@ -13,7 +13,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.engine import requirements
 from megatron_rl.models import read_architecture
 from megatron_rl.run import preflight
-from megatron_rl.run.start import Start
+from megatron_rl.run.start import ResumePoint
 from megatron_rl.runtime import disk
 from tests.e2e.toy import write_large_config, write_model
 
@@ -51,16 +51,16 @@ def test_the_room_for_a_checkpoint_and_the_export_is_looked_at_before(
         r"run_dir = .*run: no space left .* one checkpoint takes 10\d\d.\d\d GB and the export 14\d"
     )
     with pytest.raises(ValueError, match=said) as caught:
-        preflight.check_before_build(config(*bf16), Start(None, 0), keep_reference=False)
+        preflight.check_before_build(config(*bf16), ResumePoint(None, 0), keep_reference=False)
     assert "are free there; make room, or give a run_dir on another disk" in str(caught.value)
     preflight.check_before_build(
-        config(*bf16, "checkpoint.export_at_end=false"), Start(None, 0), keep_reference=False
+        config(*bf16, "checkpoint.export_at_end=false"), ResumePoint(None, 0), keep_reference=False
     )
     assert "checkpoint.keep = 2 will fill the disk" in caplog.text
     monkeypatch.setattr(disk, "free_bytes", lambda folder: 4 * needed)
     with caplog.at_level(logging.WARNING):
         caplog.clear()
-        preflight.check_before_build(config(*bf16), Start(None, 0), keep_reference=True)
+        preflight.check_before_build(config(*bf16), ResumePoint(None, 0), keep_reference=True)
     assert caplog.text == ""
 
 
@@ -68,7 +68,7 @@ def test_an_engine_that_cannot_be_built_is_refused(config, tmp_path, monkeypatch
     write_large_config(tmp_path / "model")
     monkeypatch.setattr(requirements, "version", lambda name: "0.25.1")
     with pytest.raises(ValueError, match=r"rollout: vllm 0\.25\.1 is installed"):
-        preflight.check_before_build(config(), Start(None, 0), keep_reference=False)
+        preflight.check_before_build(config(), ResumePoint(None, 0), keep_reference=False)
 
 
 def checkpoint(tmp_path: Path, **changes: object) -> Path:
@@ -97,13 +97,15 @@ def checkpoint(tmp_path: Path, **changes: object) -> Path:
 def test_a_checkpoint_that_does_not_fit_is_refused_by_its_manifest(
     config, tmp_path, changes, overrides, reference, why
 ):
-    start = Start(checkpoint(tmp_path, **changes), 1)
+    start = ResumePoint(checkpoint(tmp_path, **changes), 1)
     with pytest.raises(ValueError, match=f"step_000001 does not fit this run: .*{why}"):
         preflight.check_before_build(config(*overrides), start, keep_reference=reference)
 
 
 def test_a_checkpoint_that_fits_passes(config, tmp_path):
-    preflight.check_before_build(config(), Start(checkpoint(tmp_path), 1), keep_reference=False)
+    preflight.check_before_build(
+        config(), ResumePoint(checkpoint(tmp_path), 1), keep_reference=False
+    )
 
 
 def test_wandb_online_without_a_key_is_said_in_one_line_and_without_network(

@@ -160,7 +160,7 @@ def test_a_model_is_known_by_content(tmp_path):
     assert fingerprint(tmp_path / "a") != fingerprint(tmp_path / "b"), "same names and sizes"
 
 
-def test_rows_that_are_repeated_are_kept_aside_and_that_is_said(build, caplog):
+def test_rows_that_are_overwritten_are_archived_and_that_is_logged(build, caplog):
     build("trainer.num_steps=4", "checkpoint.every_steps=2", stop=stop_at(2)).run()
     path = build().folder.path
     for name in ("metrics.jsonl", "samples.jsonl"):
@@ -170,9 +170,8 @@ def test_rows_that_are_repeated_are_kept_aside_and_that_is_said(build, caplog):
         build("trainer.num_steps=4").run()
     assert steps(path / "metrics.jsonl") == [0, 1, 2, 3, 4]
     for name in ("metrics", "samples"):
-        assert (
-            path / f"{name}.from-step-3.1.jsonl"
-        ).read_text() == '{"step": 3, "reward/mean": 9}\n{"step": 4, "rew'
+        archive = (path / f"{name}.overwritten.jsonl").read_text()
+        assert archive == '{"step": 3, "reward/mean": 9}\n{"step": 4, "rew\n'
         assert f"{name}.jsonl: rows from step 3 on were moved to" in caplog.text
 
 
@@ -187,7 +186,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew_and_keeps_its_rows
         again = build("trainer.num_steps=2")
         again.run()
     assert "no checkpoint covers them" in caplog.text
-    assert steps(again.folder.path / "metrics.from-step-0.1.jsonl") == [0, 1, 2, 3]
+    assert steps(again.folder.path / "metrics.overwritten.jsonl") == [0, 1, 2, 3]
     assert torch.equal(again.learner.policy.logits, whole.learner.policy.logits)
     with pytest.raises(ValueError, match="other settings"):
         other = build("trainer.num_steps=2", "seed=3", run="killed2")
@@ -273,7 +272,7 @@ def test_a_checkpoint_of_elsewhere_is_compared_and_needs_a_folder_of_its_own(bui
     ):
         build("trainer.num_steps=3", f"resume={path}", "seed=9", run="fork2").run()
     with pytest.raises(
-        ValueError, match="already holds a run of its own; resume=auto goes on with it"
+        ValueError, match="already holds a run of its own; resume=auto continues it"
     ):
         build("trainer.num_steps=4", f"resume={path}", run="fork").run()
     (path / "manifest.json").unlink()
@@ -281,7 +280,7 @@ def test_a_checkpoint_of_elsewhere_is_compared_and_needs_a_folder_of_its_own(bui
         build("trainer.num_steps=3", f"resume={path}", run="fork3").run()
 
 
-def test_going_back_inside_a_folder_moves_later_checkpoints_and_rows_aside(build, tmp_path):
+def test_going_back_inside_a_folder_archives_later_checkpoints_and_rows(build, tmp_path):
     build("trainer.num_steps=4", "checkpoint.every_steps=1", "checkpoint.keep=4").run()
     root = tmp_path / "run" / "checkpoints"
     build("trainer.num_steps=3", f"resume={root / 'step_000002'}", "checkpoint.keep=4").run()
@@ -290,9 +289,9 @@ def test_going_back_inside_a_folder_moves_later_checkpoints_and_rows_aside(build
         "step_000002",
         "step_000003",
     ]
-    aside = tmp_path / "run" / "checkpoints.from-step-3.1"
+    aside = tmp_path / "run" / "checkpoints.overwritten"
     assert sorted(path.name for path in aside.iterdir()) == ["step_000003", "step_000004"]
-    assert steps(tmp_path / "run" / "metrics.from-step-3.1.jsonl") == [3, 4]
+    assert steps(tmp_path / "run" / "metrics.overwritten.jsonl") == [3, 4]
 
 
 def test_a_flipped_checkpoint_is_passed_over_unless_verification_is_off(build, tmp_path, caplog):
