@@ -88,6 +88,9 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
             yield line(row, ratio, left_out)
     yield ""
     yield from errors(np.array(ratios))
+    pages = [row.page for row in rows if row.page is not None]
+    fits = sum(not page.too_large for page in pages)
+    yield f"memory    {fits} of {len(pages)} steps fit by the plan; all of them ran"
 
 
 def line(row: Row, ratio: float, left_out: float | None) -> str:
@@ -98,9 +101,8 @@ def line(row: Row, ratio: float, left_out: float | None) -> str:
     # What cannot overlap is one after the other.
     least = sum(row.least) if run.in_turns else max(row.least)
     seconds = f"{row.published:9.2f}{least:8.2f}{ratio * row.published:11.2f}"
-    return (
-        f"{name}{seconds}{ratio:7.2f}  {'not fitted' if left_out is None else f'{left_out:8.2f}'}"
-    )
+    rest = "not fitted" if left_out is None else f"{left_out:8.2f}"
+    return f"{name}{seconds}{ratio:7.2f}  {rest}"
 
 
 def errors(ratios: np.ndarray) -> Iterator[str]:
