@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
@@ -98,7 +97,7 @@ class Row:
         return sum(step_parts(page, self.run.config).values())
 
 
-def read_rows(inputs: dict[str, Any], kinds: Sequence[str] = KINDS) -> list[Row]:
+def read_rows(inputs: dict[str, Any]) -> list[Row]:
     """The rows of published.yaml, planned.
 
     Raises:
@@ -106,18 +105,23 @@ def read_rows(inputs: dict[str, Any], kinds: Sequence[str] = KINDS) -> list[Row]
     """
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, sizes in inputs["models"].items():
-            (Path(folder) / name).mkdir()
-            (Path(folder) / name / "config.json").write_text(json.dumps(sizes))
-        for kind in kinds:
+        write_models(inputs, Path(folder))
+        for kind in KINDS:
             for row in inputs[kind]:
                 run = read_run(kind, row, inputs, Path(folder))
                 rows.append(read_row(kind, run, row["published"]))
     return rows
 
 
+def write_models(inputs: dict[str, Any], folder: Path) -> None:
+    """A folder with config.json for each model."""
+    for name, sizes in inputs["models"].items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(sizes))
+
+
 def read_run(kind: str, row: dict[str, Any], inputs: dict[str, Any], models: Path) -> Run:
-    """``models``: has a folder with config.json for each model."""
+    """``models``: what ``write_models`` has written."""
     about = row["run"]
     cluster = Cluster(
         about["nodes"],

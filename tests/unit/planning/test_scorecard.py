@@ -5,13 +5,22 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
 from tests.test_size import REPO
-from tools.planning.published_runs import KINDS, Row, Shares, lengths_of_mean, read_rows
+from tools.planning.published_runs import (
+    KINDS,
+    Row,
+    Shares,
+    lengths_of_mean,
+    read_rows,
+    read_run,
+    write_models,
+)
 from tools.planning.scorecard import GRID, PUBLISHED, fit, lines
 
 INPUTS: dict[str, Any] = yaml.safe_load(PUBLISHED.read_text())
@@ -82,6 +91,13 @@ def test_a_row_has_its_source(kind: str, row: dict[str, Any]) -> None:
     assert run["source"] in INPUTS["sources"]
     assert run["hardware"] in INPUTS["hardware"] and run["model"] in INPUTS["models"]
     assert set(row["published"]) == ({"seconds"} if kind == "syncs" else {"mean", "seconds"})
+
+
+def test_the_strict_configuration_takes_every_row(tmp_path: Path) -> None:
+    write_models(INPUTS, tmp_path)
+    runs = [read_run(kind, row, INPUTS, tmp_path) for kind, row in ROWS]
+    assert {run.hardware for run in runs} == set(INPUTS["hardware"])
+    assert {run.model for run in runs} == set(INPUTS["models"])
 
 
 @pytest.mark.parametrize(("mean", "limit"), [(722, 1429), (3256, 3989), (8170, 40853)])
