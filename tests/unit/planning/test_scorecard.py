@@ -28,6 +28,7 @@ ROWS = [(kind, row) for kind in KINDS for row in INPUTS[kind]]
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)  # a minute on quiet cores
 def test_the_page_is_what_the_command_prints() -> None:
     page = (REPO / "examples/planning/scorecard.md").read_text()
     command = "python tools/planning/scorecard.py"
