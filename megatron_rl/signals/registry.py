@@ -13,7 +13,7 @@ from megatron_rl.errors import RegistrationError, close_names, did_you_mean
 from megatron_rl.loss import Method
 from megatron_rl.loss.batch import Reading
 from megatron_rl.passes import LocalBatch, Output, Outputs, TokenScores, TokenView
-from megatron_rl.signals.base import Columns, Extension, Setup, Signal, StepView
+from megatron_rl.signals.base import Columns, Extension, Signal, SignalSetup, StepView
 from megatron_rl.types import Prompt
 
 S = TypeVar("S", bound=type[Signal])
@@ -72,7 +72,7 @@ class Signals:
         for signal in self.members:
             signal.check(prompts, config)
 
-    def prepare(self, data: Data, setup: Setup) -> Data:
+    def prepare(self, data: Data, setup: SignalSetup) -> Data:
         """Collective; see ``Signal``."""
         for signal in self.members:
             data = signal.prepare(data, setup)
