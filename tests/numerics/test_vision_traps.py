@@ -1,4 +1,4 @@
-"""What goes wrong without a word in a policy that sees, each with what prevents it (real
+"""What goes wrong without a word in a vision-language policy, each with what prevents it (real
 megatron-core)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From rows of a batch to the packed micro-batches of this rank."""
+"""Packed micro-batches of this rank, made from rows of a batch."""
 
 from __future__ import annotations
 

@@ -47,7 +47,9 @@ class PlacedImages:
 class VisionBatcher:
     """What packing needs of a vision-language model.
 
-    ``processor``: None where no prompt has images; ``has_tower``: this rank's stage makes features.
+    Attributes:
+        processor: None where no prompt has images.
+        has_tower: this rank's stage makes features.
     """
 
     vision: Vision
