@@ -306,9 +306,9 @@ def test_padding_and_dummy_rows_have_plain_positions() -> None:
         hidden_size=1,
         ffn_hidden_size=1,
     )
-    eyes = vision.Eyes(arch, PROCESSOR, has_tower=True)
+    batcher = vision.VisionBatcher(arch, PROCESSOR, has_tower=True)
     rule = microbatches.multiples(1, 1, False)
-    packer = microbatches.Packer(rule, 0, 1, torch.device("cpu"), eyes=eyes)
+    packer = microbatches.Packer(rule, 0, 1, torch.device("cpu"), vision=batcher)
     packing = packer.pack(seeing_batch(), [], at_least=4).packing
     assert packing.rope_positions.tolist() == [[[0, 1, 2, 3]]] * 3
     assert packing.images is None

@@ -393,6 +393,7 @@ def main() -> None:
     for name, check in checks.items():
         check()
         print(f"OK {name}", flush=True)
+    print("OK everything", flush=True)
     launch.exit_process(0)
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from megatron_rl.policy.passes.attention import Packing
-from megatron_rl.policy.passes.vision import Eyes
+from megatron_rl.policy.passes.vision import VisionBatcher
 from megatron_rl.runtime.transfer import to_device
 from megatron_rl.types import SequenceBatch
 
@@ -156,7 +156,7 @@ class Packer:
     ``share`` (one context rank only): neighboring sequences with the same prompt pack it once.
 
     Attributes:
-        eyes: of a vision-language model.
+        vision: of a vision-language model.
         prompts: the tokens of a prompt, but its first, are predicted too, once for neighboring
             sequences; see ``prompt_places``.
     """
@@ -166,7 +166,7 @@ class Packer:
     context: int
     device: torch.device
     share: bool = False
-    eyes: Eyes | None = None
+    vision: VisionBatcher | None = None
     prompts: bool = False
 
     def __post_init__(self) -> None:
@@ -188,7 +188,7 @@ class Packer:
         everywhere = _layout(sequences, padded)
         layout = self._own(everywhere, padded)
         packing = self._packing(sequences, layout, padded)
-        if self.eyes is not None:
+        if self.vision is not None:
             self._look(packing, sequences, padded, everywhere, layout)
         nothing = torch.zeros(0, dtype=torch.long)
         predictions = (nothing, nothing, nothing)
@@ -232,14 +232,14 @@ class Packer:
         layout: _Layout,
     ) -> None:
         """Puts positions and images into ``packing``. ``everywhere``: over all context ranks."""
-        assert self.eyes is not None
+        assert self.vision is not None
         lengths = padded + sequences.shared
         rows = sequences.chosen.tolist()
-        sights = self.eyes.look(sequences.batch, rows, lengths.tolist())
+        inputs = self.vision.prepare(sequences.batch, rows, lengths.tolist())
         starts = lengths.cumsum(0) - lengths
-        positions = sights.positions[:, starts[everywhere.sequence] + everywhere.position]
+        positions = inputs.positions[:, starts[everywhere.sequence] + everywhere.position]
         packing.rope_positions = to_device(positions[:, None], self.device)
-        packing.images = sights.placed(starts[layout.sequence] + layout.position, self.device)
+        packing.images = inputs.placed(starts[layout.sequence] + layout.position, self.device)
 
     def _packing(self, sequences: _PackedRows, layout: _Layout, padded: Tensor) -> Packing:
         boundaries = layout.starts
