@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,26 +150,6 @@ def save_tiny_model(family: str, path: Path, seed: int = 0, layers: int | None =
     return path
 
 
-def policy_beside_engine(
-    path: Path, layout: dict[str, Any], params: str = "float32"
-) -> MegatronPolicy:
-    """The policy of a HF directory whose weights go to an engine; it is not trained."""
-    from megatron_rl.config.schema import ModelConfig
-    from megatron_rl.policy.megatron_policy import MegatronPolicy
-    from megatron_rl.policy.settings import PolicySettings
-    from tests.numerics.policy_cases import optim, parallel, precision
-
-    settings = PolicySettings(
-        temperature=1.0,
-        keep_reference=False,
-        total_optimizer_steps=1,
-        max_sequence_tokens=512,
-        tokens_per_microbatch=512,
-    )
-    model = ModelConfig(path=str(path), make_vocab_divisible_by=64, freeze_vision=False)
-    return MegatronPolicy(model, parallel(**layout), precision(params), optim(), settings)
-
-
 def of_all_rows(scores: TokenScores) -> TokenScores:
     """Collective: the scores of a batch that every data-parallel rank holds, of whose rows each has
     scored some; the others are 0 there."""
@@ -186,29 +165,50 @@ def of_all_rows(scores: TokenScores) -> TokenScores:
     return scores.map(total)
 
 
-def tiny_policy(
+def build_policy(
     path: Path,
     layout: dict[str, Any],
     params: str = "float32",
     *,
+    make_vocab_divisible_by: int = 64,
     freeze_vision: bool = False,
-    **more: Any,
+    **settings: Any,
 ) -> MegatronPolicy:
-    """The policy of a HF directory; ``layout``: what differs from one rank."""
+    """The policy of a HF directory; ``layout``: what differs from one rank. ``settings`` may hold
+    an ``optim``; the rest is of PolicySettings."""
     from megatron_rl.config.schema import ModelConfig
     from megatron_rl.policy.megatron_policy import MegatronPolicy
     from megatron_rl.policy.settings import PolicySettings
     from tests.numerics.policy_cases import optim, parallel, precision
+
+    fields: dict[str, Any] = dict(
+        temperature=1.0,
+        keep_reference=False,
+        total_optimizer_steps=10,
+        max_sequence_tokens=512,
+        tokens_per_microbatch=512,
+    )
+    model = ModelConfig(
+        path=str(path),
+        make_vocab_divisible_by=make_vocab_divisible_by,
+        freeze_vision=freeze_vision,
+    )
+    adam = settings.pop("optim", None) or optim()
+    chosen = PolicySettings(**(fields | settings))
+    return MegatronPolicy(model, parallel(**layout), precision(params), adam, chosen)
+
+
+def tiny_policy(
+    path: Path, layout: dict[str, Any], params: str = "float32", **more: Any
+) -> MegatronPolicy:
+    """Of short sequences, with a reference."""
     from tests.numerics.policy_reference import TEMPERATURE
 
-    settings = PolicySettings(
+    fields: dict[str, Any] = dict(
         temperature=TEMPERATURE,
         keep_reference=True,
-        total_optimizer_steps=10,
         max_sequence_tokens=64,
         tokens_per_microbatch=64,
+        make_vocab_divisible_by=16,
     )
-    model = ModelConfig(path=str(path), make_vocab_divisible_by=16, freeze_vision=freeze_vision)
-    formats = precision(params)
-    settings = replace(settings, **more)
-    return MegatronPolicy(model, parallel(**layout), formats, optim(), settings)
+    return build_policy(path, layout, params, **(fields | more))

@@ -23,7 +23,7 @@ from pydantic import (
 
 from megatron_rl.config.anneal import AnnealConfig
 from megatron_rl.config.hooks import RolloutHooks
-from megatron_rl.config.method import MethodConfig
+from megatron_rl.loss.config import MethodConfig
 
 Decay = Annotated[float, Field(ge=0, lt=1)]  # at 1 a running mean never takes up a gradient
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]

@@ -54,6 +54,16 @@ OPEN = re.compile(
 NOT_REACHED = re.compile(
     "`(_SplitAlongDim|apply_rotary_pos_emb|get_workspace|cast_to_fp8|rmsnorm_fwd)`"
 )
+CONFIGURATION = "megatron.core.transformer.transformer_config:TransformerConfig"
+# Functions that collect keywords, and what is called with them.
+HANDED_ON = {
+    "engine_arguments": "vllm.engine.arg_utils:EngineArgs",
+    **dict.fromkeys(
+        ("transformer_config", "fused_kernels", "recomputation", "expert_fields", "model_fields"),
+        CONFIGURATION,
+    ),
+    "optimizer_config": "megatron.core.optimizer:OptimizerConfig",
+}
 # Words in the sources: values with a meaning, and what is set on modules of torch, which may have
 # any attribute as far as a type checker knows.
 WORDS = {
@@ -106,6 +116,47 @@ def said(config: Path, targets: Sequence[object]) -> list[str]:
     return [f"{one['location']['path']}: {one['description']}" for one in found]
 
 
+def handed_on(folder: Path) -> Path:
+    """Calls with the keywords that functions of ours collect, on every path, and hand on."""
+    trees = [ast.parse(path.read_text()) for path in (REPO / "megatron_rl").rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    found = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    lines = ["from typing import Any", "any: Any = None"]
+    for name, taker in HANDED_ON.items():
+        (function,) = (each for each in found if each.name == name)
+        module, _, called = taker.partition(":")
+        keywords = ", ".join(f"{key}=any" for key in sorted(keys(function)))
+        assert keywords, f"{name} collects none"
+        lines.append(f"from {module} import {called}\n{called}({keywords})")
+    (folder / "handed_on.py").write_text("\n".join(lines) + "\n")
+    return folder / "handed_on.py"
+
+
+def keys(function: ast.FunctionDef) -> set[str]:
+    """Of the dictionaries that a function makes, and does not put into others."""
+    found: set[str] = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return):
+            found |= of_dictionary(node.value)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+            index = node.targets[0].slice
+            found |= {index.value} if isinstance(index, ast.Constant) else set()
+            found -= of_dictionary(node.value)
+    return found
+
+
+def of_dictionary(node: ast.expr | None) -> set[str]:
+    if isinstance(node, ast.Dict):
+        return {key.value for key in node.keys if isinstance(key, ast.Constant)}
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict":
+        return {each.arg for each in node.keywords if each.arg}
+    if isinstance(node, ast.IfExp):
+        return of_dictionary(node.body) | of_dictionary(node.orelse)
+    if isinstance(node, ast.BinOp):
+        return of_dictionary(node.left) | of_dictionary(node.right)
+    return set()
+
+
 def missing_words(places: Sequence[Path]) -> list[str]:
     """Words that are not in the sources, of a package that is in one of ``places``."""
     problems = []
@@ -125,7 +176,7 @@ def missing_words(places: Sequence[Path]) -> list[str]:
 
 
 def test_every_name_that_is_used_exists(tmp_path):
-    found = lacks(tmp_path, *TREES)
+    found = lacks(tmp_path, *TREES, handed_on(tmp_path))
     assert not [problem for problem in found if not OPEN.search(problem)]
     assert not missing_words([SITE])
 
@@ -178,11 +229,13 @@ FOUND = (
     "Too many positional",
     "init_weight_transfer_engines",
     "abstract",
+    "enable_sleep_modes",
 )
 
 
 def test_each_kind_of_lack_is_found(tmp_path):
-    (tmp_path / "wrong.py").write_text(WRONG)
+    collected = handed_on(tmp_path).read_text().replace("enable_sleep_mode", "enable_sleep_modes")
+    (tmp_path / "wrong.py").write_text(WRONG + collected)
     problems = lacks(tmp_path, tmp_path / "wrong.py")
     assert [words for words in FOUND if not any(words in problem for problem in problems)] == []
 
@@ -258,7 +311,7 @@ def wheel(request, tmp_path):
 @pytest.mark.full
 def test_the_cuda_build_of_vllm_has_it_all(wheel, tmp_path):
     place = wheel("vllm")
-    found = lacks(tmp_path, *TREES, places=[place])
+    found = lacks(tmp_path, *TREES, handed_on(tmp_path), places=[place])
     assert not [problem for problem in found if not OPEN.search(problem)]
     assert not missing_words([place])
 

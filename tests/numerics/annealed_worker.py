@@ -93,4 +93,4 @@ CASES = (
 )
 
 if __name__ == "__main__":
-    small.run_cases({case.__name__: case for case in CASES})
+    small.run_cases(CASES)

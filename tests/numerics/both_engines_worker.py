@@ -8,60 +8,25 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.config.schema import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from megatron_rl.data.sequences import sequence_batch
 from megatron_rl.engine.engine import VllmEngine
 from megatron_rl.engine.weights import worker
 from megatron_rl.errors import WeightSyncError
 from megatron_rl.passes import LossOutput, TokenView
-from megatron_rl.policy.megatron_policy import MegatronPolicy
-from megatron_rl.policy.settings import PolicySettings
 from megatron_rl.rollouts.logprob_check import LogprobCheck, check_sequences
 from megatron_rl.runtime import launch
 from megatron_rl.weight_sync.gather import GatherSync
 from tests import zoo
 from tests.numerics import rollout_models as small
-from tests.numerics.policy_cases import DEFAULTS
+from tests.numerics.policy_cases import optim
 
 FOLDER = Path(sys.argv[1])
 WORLD = launch.start()
 ROOT = FOLDER / WORLD.launch_id
 PROMPTS = small.make_prompts(8)
 TEMPERATURE = 0.7
-OPTIM = OptimConfig(
-    learning_rate=5e-3,
-    min_learning_rate=0.0,
-    schedule="constant",
-    warmup_steps=0,
-    weight_decay=0.0,
-    beta1=0.9,
-    beta2=0.95,
-    eps=1e-8,
-    clip_grad=1.0,
-)
+OPTIM = optim(learning_rate=5e-3, weight_decay=0.0, beta2=0.95, eps=1e-8, clip_grad=1.0)
 ENGINES: dict[str, VllmEngine] = {}
-
-
-def build_policy(path: Path, layout: dict) -> MegatronPolicy:
-    return MegatronPolicy(
-        ModelConfig(path=str(path), make_vocab_divisible_by=64, freeze_vision=False),
-        ParallelConfig(**{**DEFAULTS, **layout}),
-        PrecisionConfig(
-            params="float32",
-            grad_reduce_in_float32=True,
-            fp8=None,
-            adam="auto",
-            adam_moments="float32",
-        ),
-        OPTIM,
-        PolicySettings(
-            temperature=TEMPERATURE,
-            keep_reference=False,
-            total_optimizer_steps=10,
-            max_sequence_tokens=512,
-            tokens_per_microbatch=512,
-        ),
-    )
 
 
 def odd_tokens_are_good(batch):
@@ -84,7 +49,7 @@ def agree(arch: str, layout: dict) -> None:
     if WORLD.rank == 0:
         small.write(arch, 1, ROOT)
     WORLD.barrier()
-    policy = build_policy(path, layout)
+    policy = zoo.build_policy(path, layout, optim=OPTIM, temperature=TEMPERATURE)
     if arch not in ENGINES:
         ENGINES[arch] = VllmEngine(
             str(path), small.engine_config(tensor=2), seed=0, launch_id=WORLD.launch_id

@@ -15,7 +15,7 @@ from megatron_rl.runtime import launch
 from megatron_rl.types import TransferOptions
 from megatron_rl.weight_sync.reshard import ReshardSync
 from tests.numerics import rollout_models as small
-from tests.zoo import policy_beside_engine
+from tests.zoo import build_policy
 
 FOLDER = Path(sys.argv[1])
 WORLD = launch.start()
@@ -46,7 +46,7 @@ def policy_of(
     arch: str, layout: dict, seed: int = OTHER, params: str = "float32"
 ) -> MegatronPolicy:
     more = {"sequence": True} if "tensor" in layout and arch in ("qwen3_moe", "mixtral") else {}
-    return policy_beside_engine(path_of(arch, seed), layout | more, params)
+    return build_policy(path_of(arch, seed), layout | more, params)
 
 
 class Loaded:

@@ -3,6 +3,7 @@ responses."""
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 import traceback
@@ -172,10 +173,11 @@ def logprobs(groups: Sequence[Sequence[Completion]]) -> Tensor:
     )
 
 
-def run_cases(cases: Mapping[str, Callable[[], None]]) -> None:
+def run_cases(cases: Mapping[str, Callable[[], None]] | Sequence[Callable[[], None]]) -> None:
     """Runs every case and prints ``OK name`` or ``FAILED name`` with the traceback; a failed case
     does not stop the others."""
-    for name, case in cases.items():
+    named = cases if isinstance(cases, Mapping) else {case.__name__: case for case in cases}
+    for name, case in named.items():
         try:
             case()
         except Exception:  # noqa: BLE001 - reported, and the test of this case fails
@@ -189,6 +191,15 @@ def say(text: str) -> None:
     """A line of its own also when several processes write at once."""
     sys.stdout.flush()
     os.write(1, f"\n{text}\n".encode())
+
+
+def cases_of(worker: Path) -> list[str]:
+    """The names of the functions in ``CASES`` of a program, which is not imported."""
+    for node in ast.parse(worker.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "CASES":
+            assert isinstance(node.value, ast.Tuple)
+            return [ast.unparse(name) for name in node.value.elts]
+    raise AssertionError(f"{worker} has no CASES")
 
 
 def verdict(output: str, name: str, ranks: int = 1) -> str:

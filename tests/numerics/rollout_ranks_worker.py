@@ -179,17 +179,14 @@ def names_are_gone() -> None:
     )
 
 
+CASES = (
+    samples_equal_those_of_one_process,
+    one_replica_may_be_idle,
+    world_must_divide,
+    sleeping_is_harmless,
+    names_are_gone,
+    update_is_verified_over_ranks,  # the last: both engines are unusable afterwards
+)
+
 if __name__ == "__main__":
-    small.run_cases(
-        {
-            case.__name__: case
-            for case in (
-                samples_equal_those_of_one_process,
-                one_replica_may_be_idle,
-                world_must_divide,
-                sleeping_is_harmless,
-                names_are_gone,
-                update_is_verified_over_ranks,  # the last: both engines are unusable afterwards
-            )
-        }
-    )
+    small.run_cases(CASES)

@@ -207,23 +207,20 @@ def write_samples() -> None:
     )
 
 
+CASES = (
+    write_samples,
+    logprobs_are_of_the_sampled_distribution,
+    truncation_renormalises,
+    greedy,
+    ends,
+    stop_strings,
+    a_small_cache_changes_nothing,
+    samples_depend_on_seed_prompt_and_index_only,
+    unseeded_calls_differ,
+    global_generators_are_kept,
+    process_is_kept,
+    errors,
+)
+
 if __name__ == "__main__":
-    small.run_cases(
-        {
-            case.__name__: case
-            for case in (
-                write_samples,
-                logprobs_are_of_the_sampled_distribution,
-                truncation_renormalises,
-                greedy,
-                ends,
-                stop_strings,
-                a_small_cache_changes_nothing,
-                samples_depend_on_seed_prompt_and_index_only,
-                unseeded_calls_differ,
-                global_generators_are_kept,
-                process_is_kept,
-                errors,
-            )
-        }
-    )
+    small.run_cases(CASES)

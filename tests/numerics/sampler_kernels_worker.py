@@ -211,4 +211,4 @@ CASES = (
 )
 
 if __name__ == "__main__":
-    run_cases({case.__name__: case for case in CASES})
+    run_cases(CASES)

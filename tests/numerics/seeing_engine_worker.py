@@ -256,21 +256,18 @@ def the_logprob_check_sees_a_stale_tower() -> None:
     assert seen["text"] <= BOUND and seen["one"] > 1e-4, seen
 
 
+CASES = (
+    sampled_logprobs_are_those_of_transformers,
+    image_tokens_in_a_response_are_words,
+    a_response_goes_on_behind_its_images_and_tokens,
+    scores_of_prompts_with_images,
+    refused,
+    another_processor_is_noticed,
+    a_gathered_sync_leaves_nothing_of_the_old_tower,
+    a_planned_sync_leaves_nothing_of_the_old_tower,
+    an_engine_without_files_sees_after_a_sync,
+    the_logprob_check_sees_a_stale_tower,
+)
+
 if __name__ == "__main__":
-    small.run_cases(
-        {
-            case.__name__: case
-            for case in (
-                sampled_logprobs_are_those_of_transformers,
-                image_tokens_in_a_response_are_words,
-                a_response_goes_on_behind_its_images_and_tokens,
-                scores_of_prompts_with_images,
-                refused,
-                another_processor_is_noticed,
-                a_gathered_sync_leaves_nothing_of_the_old_tower,
-                a_planned_sync_leaves_nothing_of_the_old_tower,
-                an_engine_without_files_sees_after_a_sync,
-                the_logprob_check_sees_a_stale_tower,
-            )
-        }
-    )
+    small.run_cases(CASES)

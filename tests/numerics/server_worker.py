@@ -25,7 +25,7 @@ from megatron_rl.weight_sync.fleet.fleet import FleetSync
 from tests.numerics import rollout_models as small
 from tests.numerics.server import ask, tokens_sampled
 from tests.pushes import OneServer
-from tests.zoo import policy_beside_engine
+from tests.zoo import build_policy
 
 URL, ARCH, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 WORLD = launch.start()
@@ -41,7 +41,7 @@ OPTIONS = TransferOptions(bucket_mib=1, timeout_s=60.0)
 def the_policy() -> MegatronPolicy:
     path = WORLD.from_main(lambda: small.write(ARCH, 2, FOLDER))
     more = {"sequence": True} if ARCH == "qwen3_moe" else {}
-    return policy_beside_engine(path, {"tensor": 2, **more})
+    return build_policy(path, {"tensor": 2, **more})
 
 
 def answers(version: int) -> tuple:
@@ -133,7 +133,7 @@ def misfits_are_refused_and_the_server_serves_on() -> None:
         lambda shard: []: (TARGET, "held by no training rank"),
         lambda shard: [shard, replace(shard, name="model.layers.1.self_attn.sinks")]: (
             "sinks",
-            "wanted by none of the rollout ranks",
+            "needed by none of the rollout ranks",
         ),
         lambda shard: [replace(shard, dtype="bfloat16")]: (TARGET, "bfloat16", "float32"),
     }.items():

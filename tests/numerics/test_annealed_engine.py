@@ -8,16 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.launch import launch
-from tests.numerics.rollout_models import verdict
+from tests.numerics.rollout_models import cases_of, verdict
 
-CASES = (
-    "each_request_has_its_own",
-    "a_response_goes_on_where_it_was",
-    "one_temperature_is_the_plain_one",
-    "truncation_renormalizes",
-    "a_small_cache_changes_nothing",
-    "errors",
-)
+WORKER = Path(__file__).with_name("annealed_worker.py")
 
 
 # In the core tier: the processor alone (unit/engine/test_annealed.py), and the policy's side.
@@ -27,10 +20,9 @@ pytestmark = pytest.mark.full
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("annealed")
-    worker = Path(__file__).parent / "annealed_worker.py"
-    return launch(worker, nproc=1, args=[folder], timeout=280).stdout
+    return launch(WORKER, nproc=1, args=[folder], timeout=280).stdout
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases_of(WORKER))
 def test_annealed_engine(output: str, name: str) -> None:
     assert not verdict(output, name), verdict(output, name)

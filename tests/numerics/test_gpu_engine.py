@@ -15,32 +15,11 @@ from pathlib import Path
 import pytest
 
 from tests.launch import REPO, launch
-from tests.numerics.rollout_models import verdict
+from tests.numerics.rollout_models import cases_of, verdict
 
 HERE = Path(__file__).parent
 INTERPRETER = "tests.numerics.triton_interpreter"
-KERNELS = (
-    "temperature",
-    "logprobs_of_the_sampled_token",
-    "logprobs_of_rounded_logits",
-    "best_of_the_noised",
-    "temperature_zero_is_greedy",
-    "shares_of_the_samples",
-    "truncation",
-    "truncation_of_small_batches",
-    "logprobs_of_prompts",
-)
-ENGINE = (
-    "is_what_gpus_run",
-    "logprobs_are_of_the_sampled_distribution",
-    "truncation_renormalises",
-    "greedy",
-    "samples_depend_on_seed_prompt_and_index_only",
-    "scores_are_those_of_generation",
-    "the_cache_is_dropped_behind_a_step_too_many",
-    "annealed_temperatures",
-    "updated_weights_are_used",
-)
+KERNELS, ENGINE = HERE / "sampler_kernels_worker.py", HERE / "gpu_engine_worker.py"
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -57,26 +36,24 @@ def environment(request):
 
 @pytest.fixture(scope="module")
 def kernels(environment):
-    worker = HERE / "sampler_kernels_worker.py"
     # Not warm: there vLLM has been imported without Triton.
     settings = {"timeout": 600, "env": environment, "is_warm": False}
-    return launch(INTERPRETER, nproc=1, args=[worker], **settings).stdout
+    return launch(INTERPRETER, nproc=1, args=[KERNELS], **settings).stdout
 
 
 @pytest.fixture(scope="module")
 def engine(environment, tmp_path_factory):
-    worker = HERE / "gpu_engine_worker.py"
     variables = {**environment, "VLLM_USE_V2_MODEL_RUNNER": "1"}
     folder = tmp_path_factory.mktemp("gpu_engine")
     settings = {"timeout": 800, "env": variables, "is_warm": False}
-    return launch(INTERPRETER, nproc=1, args=[worker, folder], **settings).stdout
+    return launch(INTERPRETER, nproc=1, args=[ENGINE, folder], **settings).stdout
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", cases_of(KERNELS))
 def test_kernels_of_the_sampler(kernels, name):
     assert not verdict(kernels, name), verdict(kernels, name)
 
 
-@pytest.mark.parametrize("name", ENGINE)
+@pytest.mark.parametrize("name", cases_of(ENGINE))
 def test_engine_with_the_runner_of_gpus(engine, name):
     assert not verdict(engine, name), verdict(engine, name)

@@ -9,31 +9,11 @@ import torch
 
 from megatron_rl.engine import shared_memory
 from tests.launch import launch
-from tests.numerics.rollout_models import verdict
+from tests.numerics.rollout_models import cases_of, verdict
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 280
-ONE_PROCESS = (
-    "logprobs_are_of_the_sampled_distribution",
-    "truncation_renormalises",
-    "greedy",
-    "ends",
-    "stop_strings",
-    "a_small_cache_changes_nothing",
-    "samples_depend_on_seed_prompt_and_index_only",
-    "unseeded_calls_differ",
-    "global_generators_are_kept",
-    "process_is_kept",
-    "errors",
-)
-TWO_PROCESSES = (
-    "samples_equal_those_of_one_process",
-    "one_replica_may_be_idle",
-    "update_is_verified_over_ranks",
-    "world_must_divide",
-    "sleeping_is_harmless",
-    "names_are_gone",
-)
+ONE_PROCESS, TWO_PROCESSES = HERE / "rollout_worker.py", HERE / "rollout_ranks_worker.py"
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +23,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_process(folder):
-    return launch(HERE / "rollout_worker.py", nproc=1, args=[folder], timeout=TIMEOUT_S).stdout
+    return launch(ONE_PROCESS, nproc=1, args=[folder], timeout=TIMEOUT_S).stdout
 
 
 @pytest.fixture(scope="module")
 def killed_launch(folder):
     """What a launch left in shared memory that was killed while its engine started."""
-    result = launch(
-        HERE / "rollout_ranks_worker.py", args=[folder, 2, "die"], timeout=TIMEOUT_S, check=False
-    )
+    result = launch(TWO_PROCESSES, args=[folder, 2, "die"], timeout=TIMEOUT_S, check=False)
     assert result.returncode != 0
     left = [name for name in result.stdout.split() if name.startswith(shared_memory.PREFIX)]
     assert left and all((shared_memory.DIRECTORY / name).exists() for name in left), result.stdout
@@ -60,15 +38,13 @@ def killed_launch(folder):
 
 @pytest.fixture(scope="module")
 def tensor_parallel_job(folder, one_process):
-    return launch(
-        HERE / "rollout_ranks_worker.py", args=[folder, 2, "run"], timeout=TIMEOUT_S
-    ).stdout
+    return launch(TWO_PROCESSES, args=[folder, 2, "run"], timeout=TIMEOUT_S).stdout
 
 
 @pytest.fixture(scope="module")
 def two_jobs(folder, one_process, killed_launch):
     """Of two ranks each, at the same time on this host, after one that was killed."""
-    script, args = HERE / "rollout_ranks_worker.py", [folder, 2, "run"]
+    script, args = TWO_PROCESSES, [folder, 2, "run"]
     with ThreadPoolExecutor(2) as pool:
         return [
             job.result().stdout
@@ -78,17 +54,15 @@ def two_jobs(folder, one_process, killed_launch):
 
 @pytest.fixture(scope="module")
 def data_parallel_job(folder, one_process):
-    return launch(
-        HERE / "rollout_ranks_worker.py", args=[folder, 1, "run"], timeout=TIMEOUT_S
-    ).stdout
+    return launch(TWO_PROCESSES, args=[folder, 1, "run"], timeout=TIMEOUT_S).stdout
 
 
-@pytest.mark.parametrize("name", ONE_PROCESS)
+@pytest.mark.parametrize("name", cases_of(ONE_PROCESS))
 def test_one_process(one_process, name):
     assert not verdict(one_process, name), verdict(one_process, name)
 
 
-@pytest.mark.parametrize("name", TWO_PROCESSES)
+@pytest.mark.parametrize("name", cases_of(TWO_PROCESSES))
 def test_tensor_parallel(tensor_parallel_job, name):
     assert not verdict(tensor_parallel_job, name, ranks=2), verdict(
         tensor_parallel_job, name, ranks=2
@@ -107,7 +81,7 @@ def test_a_killed_launch_leaves_names(killed_launch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", TWO_PROCESSES)
+@pytest.mark.parametrize("name", cases_of(TWO_PROCESSES))
 def test_tensor_parallel_beside_another_job(two_jobs, name):
     for output in two_jobs:
         assert not verdict(output, name, ranks=2), verdict(output, name, ranks=2)
@@ -119,6 +93,6 @@ def test_the_next_launch_removes_them(killed_launch, two_jobs):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", TWO_PROCESSES)
+@pytest.mark.parametrize("name", cases_of(TWO_PROCESSES))
 def test_data_parallel(data_parallel_job, name):
     assert not verdict(data_parallel_job, name, ranks=2), verdict(data_parallel_job, name, ranks=2)

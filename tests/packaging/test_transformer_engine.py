@@ -17,24 +17,6 @@ import pytest
 from tests.launch import run
 
 WORKER = Path(__file__).with_name("transformer_engine_worker.py")
-CHECKS = (
-    "names",
-    "adam",
-    "bf16",
-    "bf16_moments",
-    "fp8_delayed",
-    "fp8_tensorwise",
-    "fp8_blockwise",
-    "mxfp8",
-    "fp8_tensorwise_moments",
-    "moe",
-    "moe_recomputed",
-    "ends_in_bf16",
-    "fusions",
-    "selective",
-    "both_layouts",
-    "param_gather",
-)
 
 
 @pytest.fixture
@@ -55,5 +37,4 @@ def test_two_processes_build_sequence_parallel_layers(tmp_path, python):
 @pytest.mark.timeout(650)
 def test_the_policy_and_transformer_engine_understand_each_other(tmp_path, python):
     done = run([python, str(WORKER), str(tmp_path)], timeout=600)
-    missing = [check for check in CHECKS if f"OK {check}\n" not in done.stdout]
-    assert not missing, f"{missing}: {done.stdout}"
+    assert "OK everything\n" in done.stdout

@@ -36,7 +36,7 @@ def played(tmp_path_factory):
             found[table] = []  # not again where the call fails
             # By name: torch, megatron and vllm are imported by the ranks alone.
             play = (table, TABLES[table], tmp_path_factory.mktemp(table), UNTIL[table])
-            found[table] = call(RANKS[table], "tests.refusals.player:play", *play)
+            found[table] = call(RANKS[table], "tests.refusals.player:play", *play, timeout=280)
         return [Start(*rank[name]) for rank in found[table]]
 
     return played

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.data_names import data_problems, entries, weight_problems
-from megatron_rl.config.method import reward_scheme_errors
 from megatron_rl.config.model_config import model_sizes
 from megatron_rl.config.rules.cache import cache_problems
 from megatron_rl.config.rules.engine_checks import (
@@ -29,6 +28,7 @@ from megatron_rl.config.rules.layout_rules import (
 from megatron_rl.config.rules.source_rules import source_problems
 from megatron_rl.config.schema import Config, Fp8Config, RolloutConfig
 from megatron_rl.errors import ConfigError
+from megatron_rl.loss.config import reward_scheme_errors
 
 _LAYERS_IN_BF16 = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 

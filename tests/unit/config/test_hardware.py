@@ -3,7 +3,10 @@ remedy."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import yaml
 
 from megatron_rl.config.load import compose, validate
 from megatron_rl.config.model_config import model_sizes
@@ -20,7 +23,8 @@ QWEN2_5_7B = {
 CPU = Machine(None, None, "torch")
 HOPPER = Machine((9, 0), "2.11.0", "transformer_engine")
 BLACKWELL = Machine((10, 0), "2.11.0+abc", "transformer_engine")
-WITHOUT_ENGINE = Machine((9, 0), None, "apex")
+MACHINES = {"CPU": CPU, "HOPPER": HOPPER, "WITHOUT_ENGINE": Machine((9, 0), None, "apex")}
+ROWS = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text())
 
 
 def config(*overrides: str) -> Config:
@@ -55,70 +59,14 @@ def test_blackwell_has_mxfp8_and_the_fp8_rollout():
 
 @pytest.mark.parametrize(
     ("machine", "overrides", "texts"),
-    [
-        (
-            HOPPER,
-            ["precision=mxfp8"],
-            [
-                "mxfp8: needs compute capability 10.0 or more and below 12.0",
-                "9.0; choose precision=fp8_",
-            ],
-        ),
-        (
-            Machine((12, 0), "2.11.0", "torch"),
-            ["precision=mxfp8"],
-            ["below 12.0, this GPU has compute capability 12.0"],
-        ),
-        (
-            Machine((8, 0), "2.11.0", "torch"),
-            ["precision=fp8_tensorwise"],
-            ["needs compute capability 8.9", "choose precision=bf16"],
-        ),
-        (
-            Machine((8, 9), "2.11.0", "torch"),
-            ["precision=fp8_blockwise"],
-            ["blockwise: needs compute capability 9.0 or more, this GPU"],
-        ),
-        (
-            CPU,
-            ["precision=fp8_delayed"],
-            ["delayed: FP8 needs a GPU, this machine has no CUDA device; choose precision=fp32"],
-        ),
-        (
-            WITHOUT_ENGINE,
-            ["precision=fp8_tensorwise"],
-            ["Transformer Engine, which cannot be imported here; install it, or choose"],
-        ),
-        (
-            Machine((9, 0), "2.2.0", "torch"),
-            ["precision=fp8_blockwise"],
-            ["needs Transformer Engine 2.3 or newer, here is 2.2.0"],
-        ),
-        (
-            HOPPER,
-            ["precision=fp8_blockwise", "parallel.tensor=8"],
-            ["query, key and value rows of one tensor rank is 576", "by 128"],
-        ),
-        (CPU, ["precision.adam=fused"], ["precision.adam = fused: neither"]),
-        (
-            WITHOUT_ENGINE,
-            ["precision.adam_moments=bfloat16"],
-            ["precision.adam_moments = bfloat16: only the Adam of Transformer Engine"],
-        ),
-        (
-            CPU,
-            ["rollout=vllm_fp8"],
-            ["rollout.quantization = fp8: needs a GPU of compute capability 8.9", "no CUDA device"],
-        ),
-        (CPU, ["rollout.expert_parallel=true"], ["rollout.expert_parallel = True: vLLM's CPU"]),
-        (
-            Machine((8, 0), None, "torch"),
-            ["rollout=vllm_fp8"],
-            ["this machine has compute capability 8.0; set rollout.quantization=null"],
-        ),
-    ],
+    ROWS["what_is_not_there_is_refused"],
 )
 def test_what_is_not_there_is_refused(machine, overrides, texts):
+    if isinstance(machine, str):
+        machine = MACHINES[machine]
+    else:
+        capability, *others = machine
+        machine = Machine(tuple(capability), *others)
     found = problems(machine, *overrides)
     assert any(all(text in problem for text in texts) for problem in found), found
 

@@ -1,8 +1,10 @@
 """What the memory plan says: one line, and what to change where it does not fit."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_rl.planning.advice import describe, problems
 from megatron_rl.planning.phases import MemoryBudget
@@ -69,106 +71,12 @@ def remedies(phase, largest, *overrides):
     return message.partition("GiB): ")[2].split(", or ")
 
 
-TP2 = ("parallel.tensor=2", "parallel.sequence=true")
-SHORT = "lower rollout.max_response_tokens (now 3072) and batch.tokens_per_microbatch (now 4096)"
-FP8_PARAMS = ("precision=fp8_tensorwise", "precision.fp8.param_gather=true")
+ROWS = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text())
 
 
 @pytest.mark.parametrize(
     ("phase", "largest", "overrides", "advised"),
-    [
-        (
-            "training",
-            "activations",
-            ["parallel.tensor=2", "batch.tokens_per_microbatch=9000"],
-            [
-                "lower batch.tokens_per_microbatch (now 9000)",
-                "set parallel.sequence=true",
-                "set parallel.recompute=full (now none)",
-                "raise parallel.context (now 1)",
-            ],
-        ),
-        # sequence and full recomputation are in use already; a micro-batch has to hold one sequence
-        (
-            "training",
-            "activations",
-            [*TP2, "parallel.recompute=full", "batch.tokens_per_microbatch=4096"],
-            [SHORT, "raise parallel.context (now 1)"],
-        ),
-        (  # sequence parallelism needs tensor parallelism
-            "training",
-            "activations",
-            ["parallel.recompute=full", "batch.tokens_per_microbatch=4096"],
-            [SHORT, "raise parallel.context (now 1)"],
-        ),
-        (
-            "training",
-            "optimizer",
-            ["rollout.sleep_level=0"],
-            [
-                (
-                    "set rollout.sleep_level=2 (now 0), so that the engine leaves while the policy"
-                    " trains"
-                ),
-                "use more data-parallel ranks",
-                "raise parallel.tensor (now 1)",
-                "raise parallel.pipeline (now 1)",
-            ],
-        ),
-        (
-            "generation",
-            "kv_cache",
-            [],
-            [
-                "add weights, gradients, optimizer to memory.offload (now ())",
-                "lower rollout.gpu_memory_utilization (now 0.6)",
-            ],
-        ),
-        (
-            "generation",
-            "kv_cache",
-            ["memory.offload=[optimizer,gradients,weights]", "rollout.kv_cache_gib=9.0"],
-            ["lower rollout.kv_cache_gib (now 9.0)"],
-        ),
-        (  # checks.py refuses to offload FP8 weights
-            "generation",
-            "kv_cache",
-            [*FP8_PARAMS, "memory.offload=[optimizer]"],
-            [
-                "add gradients to memory.offload (now ('optimizer',))",
-                "lower rollout.gpu_memory_utilization (now 0.6)",
-            ],
-        ),
-        (
-            "generation",
-            "engine_sampler",
-            ["memory.offload=[optimizer,gradients,weights]"],
-            ["lower rollout.max_num_seqs (now null, vLLM's choice)"],
-        ),
-        (
-            "weight sync",
-            "engine_unquantized",
-            [
-                "rollout=vllm_fp8",
-                "rollout.tensor=2",
-                "weight_sync.method=reshard",
-                "memory.offload=[optimizer,gradients]",
-            ],
-            [
-                "set weight_sync.method=gather (now reshard)",
-                "raise rollout.tensor (now 2)",
-            ],
-        ),
-        (
-            "host copies",
-            "optimizer",
-            ["memory.offload=[optimizer,gradients]", "rollout.sleep_level=1"],
-            [
-                "take optimizer out of memory.offload (now ('optimizer', 'gradients'))",
-                "set rollout.sleep_level=2 (now 1), which drops the engine's weights",
-            ],
-        ),
-    ],
+    ROWS["advised_is_what_is_allowed_and_not_done_yet"],
 )
 def test_advised_is_what_is_allowed_and_not_done_yet(phase, largest, overrides, advised):
     assert remedies(phase, largest, *overrides) == advised
